@@ -1,12 +1,14 @@
-"""Saving and loading a sharded state beside torch's distributed checkpoints (DCP), synchronous and asynchronous.
+"""Saving and loading a sharded state beside torch's distributed checkpoints (DCP), synchronous and
+asynchronous.
 
-    python benchmarks/checkpoint.py [--mb 1024] [--ranks 4] [--repeats 5] [--dir FOLDER] [--json FILE]
+python benchmarks/checkpoint.py [--mb 1024] [--ranks 4] [--repeats 5] [--dir FOLDER] [--json FILE]
 
-Every rank holds an equal part of weights and two moments, all fp32, as DTensors sharded in rows (what FSDP holds).
-Contenders take turns, in another order each time; before each save the state changes and the disk is quiet. A row is
-the median over the repeats of the slowest rank. Loads are cold: the files' pages are dropped before. Peak memory is
-what a rank's resident set reached beyond what it held before (phalanx's staging memory, which it keeps, added), in
-multiples of its part of the state, which counts as the first. With `--mb` small it is a check that all of this runs.
+Every rank holds an equal part of weights and two moments, all fp32, as DTensors sharded in rows
+(what FSDP holds). Contenders take turns, in another order each time; before each save the state
+changes and the disk is quiet. A row is the median over the repeats of the slowest rank. Loads are
+cold: the files' pages are dropped before. Peak memory is what a rank's resident set reached beyond
+what it held before (phalanx's staging memory, which it keeps, added), in multiples of its part of
+the state, which counts as the first. With `--mb` small it is a check that all of this runs.
 """
 
 from __future__ import annotations
@@ -46,7 +48,12 @@ from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
 
 MIB = 1 << 20
-LAYER = {"attention.qkv": (3072, 1024), "attention.out": (1024, 1024), "ffn.up": (4096, 1024), "ffn.down": (1024, 4096)}
+LAYER = {
+    "attention.qkv": (3072, 1024),
+    "attention.out": (1024, 1024),
+    "ffn.up": (4096, 1024),
+    "ffn.down": (1024, 4096),
+}
 SMALL = {"norm.weight": (1024,), "ffn.bias": (4096,)}
 
 # name of a ratio: (numerator, denominator, aim: at most)
@@ -72,7 +79,9 @@ class Bench:
         self.found: dict[str, list[float]] = {}
         self.state = make_state(mesh, total_bytes)
         self.plain = [torch.empty_like(tensor.to_local()) for tensor in self.state.values()]
-        self.shards = {name: shard_of(name, t, replica=0, num_replicas=1) for name, t in self.state.items()}
+        self.shards = {
+            name: shard_of(name, t, replica=0, num_replicas=1) for name, t in self.state.items()
+        }
         self.store = open_store(folder / "phalanx", None)
         target = Target(self.store, "", folder / "phalanx")
         self.saver = Saver(target, mesh, Bus(rank=mesh.rank), Phases())
@@ -123,7 +132,10 @@ class Bench:
             self.saver.save(self.step, self.snapshot, record=lambda: None)
 
     def phalanx_async(self) -> None:
-        with self.peak("phalanx async: memory", staging=True), self.timed("phalanx async: committed"):
+        with (
+            self.peak("phalanx async: memory", staging=True),
+            self.timed("phalanx async: committed"),
+        ):
             began = time.perf_counter()
             assert self.saver.begin(self.step, self.snapshot, record=lambda: None)
             stall_s = time.perf_counter() - began
@@ -138,7 +150,9 @@ class Bench:
     def dcp_async(self) -> None:
         with self.peak("DCP async: memory"), self.timed("DCP async: committed"):
             began = time.perf_counter()
-            future = dcp.async_save(self.state, checkpoint_id=self.folder / "dcp", process_group=self.gloo)
+            future = dcp.async_save(
+                self.state, checkpoint_id=self.folder / "dcp", process_group=self.gloo
+            )
             stall_s = time.perf_counter() - began
             future.result()
         self.take("DCP async: stall", stall_s)
@@ -194,7 +208,9 @@ def make_state(mesh: Mesh, total_bytes: int) -> dict[str, DTensor]:
             rows = max(mesh.world_size, int(shape[0] * scale) // mesh.world_size * mesh.world_size)
             for slot in ("", "/exp_avg", "/exp_avg_sq"):
                 local = torch.randn(rows // mesh.world_size, *shape[1:])
-                state[f"layers.{number}.{name}{slot}"] = DTensor.from_local(local, device_mesh, [Shard(0)])
+                state[f"layers.{number}.{name}{slot}"] = DTensor.from_local(
+                    local, device_mesh, [Shard(0)]
+                )
     return state
 
 
@@ -210,14 +226,22 @@ def peak_bytes() -> float:
 
 
 def status_bytes(key: str) -> float:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return 1024.0 * int(line.split()[1])
 
 
-def rank_main(rank: int, ranks: int, port: int, folder: str, total_bytes: int, repeats: int, out: Any) -> None:
+def rank_main(
+    rank: int, ranks: int, port: int, folder: str, total_bytes: int, repeats: int, out: Any
+) -> None:
     warnings.filterwarnings("ignore")
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
+    )
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
+    )
     with open_mesh(Layout(dp_shard=ranks), device="cpu") as mesh:
         bench = Bench(mesh, Path(folder), total_bytes)
         saves: list[tuple[Callable[[], None], tuple[Callable[[], None], ...]]] = [
@@ -234,7 +258,9 @@ def rank_main(rank: int, ranks: int, port: int, folder: str, total_bytes: int, r
                 save()
                 for other in others:
                     other()
-            if repeat == 0:  # allocations, imports, connections; what the first asynchronous save costs is kept
+            if (
+                repeat == 0
+            ):  # allocations, imports, connections; what the first asynchronous save costs is kept
                 first = {name: values[0] for name, values in bench.found.items()}
                 bench.found.clear()
             elif rank == 0:
@@ -257,7 +283,9 @@ def measure(ranks: int, total_bytes: int, repeats: int, folder: Path) -> dict[st
     context = multiprocessing.get_context("spawn")
     out, port = context.Queue(), free_port()
     processes = [
-        context.Process(target=rank_main, args=(rank, ranks, port, str(folder), total_bytes, repeats, out))
+        context.Process(
+            target=rank_main, args=(rank, ranks, port, str(folder), total_bytes, repeats, out)
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -287,7 +315,10 @@ def say(found: dict[str, Any], ranks: int) -> None:
         is_memory = name.endswith("memory")
         speed, unit = ("", " x state") if is_memory else (f"{size / 1024 / value:.2f}", " s")
         print(f"| {name:<38} | {value:.3g}{unit} | {extremes} | {speed} |")
-    print(f"\nfirst asynchronous save, which allocates: stall {found['first']['phalanx async: stall']:.3g} s\n")
+    print(
+        "\nfirst asynchronous save, which allocates: stall"
+        f" {found['first']['phalanx async: stall']:.3g} s\n"
+    )
     print("| ratio | measured | aim |")
     print("| --- | ---: | ---: |")
     for name, (above, below, aim) in RATIOS.items():
@@ -301,8 +332,12 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=1024, help="MiB of state over all ranks")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dir", type=Path, help="a folder on the disk to measure; default the temporary one")
-    parser.add_argument("--json", type=Path, help="append all numbers to this file, one line of JSON")
+    parser.add_argument(
+        "--dir", type=Path, help="a folder on the disk to measure; default the temporary one"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="append all numbers to this file, one line of JSON"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         found = measure(args.ranks, args.mb * MIB, args.repeats, Path(folder))

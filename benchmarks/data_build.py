@@ -2,11 +2,13 @@
 
     python benchmarks/data_build.py --mb 1000
 
-makes that much text (the standard library's sources, a part of the words changed in each repetition, so that no
-tokenizer lives from its cache), as files of text, as one large file and as JSONL; builds it with bytes and with a BPE
-of 16,384 tokens trained on it, with 1 and 2 workers; and prints a table. "alone" is the same number of processes that
-do nothing but encode the same text from memory (bytes: read, widen and write it), one core each, measured just before;
-"in tokenizer" is the part of the build's own time that its workers spent encoding; memory is the largest process's.
+makes that much text (the standard library's sources, a part of the words changed in each
+repetition, so that no tokenizer lives from its cache), as files of text, as one large file and as
+JSONL; builds it with bytes and with a BPE of 16,384 tokens trained on it, with 1 and 2 workers; and
+prints a table. "alone" is the same number of processes that do nothing but encode the same text
+from memory (bytes: read, widen and write it), one core each, measured just before; "in tokenizer"
+is the part of the build's own time that its workers spent encoding; memory is the largest
+process's.
 """
 
 from __future__ import annotations
@@ -39,14 +41,19 @@ ENVIRONMENT = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS"
 
 
 def make_text(folder: Path, num_bytes: int) -> None:
-    """folder/text/NNNNN.py, folder/one.txt and folder/rows.jsonl, each about `num_bytes` of the same text."""
+    """folder/text/NNNNN.py, folder/one.txt and folder/rows.jsonl, each about `num_bytes` of the
+    same text."""
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     originals = [path.read_text(encoding="utf-8", errors="replace") for path in sources]
     words = sorted({word for text in originals for word in re.findall(r"[A-Za-z]{4,}", text)})
     chance = random.Random(0)
 
     def changed(match: re.Match[str]) -> str:
-        return chance.choice(words) + chance.choice("aeiou") if chance.random() < WORDS_CHANGED else match.group()
+        return (
+            chance.choice(words) + chance.choice("aeiou")
+            if chance.random() < WORDS_CHANGED
+            else match.group()
+        )
 
     (folder / "text").mkdir(parents=True)
     written, number = 0, 0
@@ -90,15 +97,30 @@ def alone(tokenizer: str, folder: Path, num_workers: int) -> float:
         [sys.executable, __file__, "--alone", tokenizer, str(folder), str(number), str(num_workers)]
         for number in range(num_workers)
     ]
-    processes = [subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) for command in commands]
+    processes = [
+        subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
     answers = [process.communicate()[0].split() for process in processes]
     return sum(int(num_bytes) / float(seconds) for num_bytes, seconds in answers)
 
 
-def build(source: Path, tokenizer: str, num_workers: int, out: Path) -> tuple[dict[str, object], float]:
+def build(
+    source: Path, tokenizer: str, num_workers: int, out: Path
+) -> tuple[dict[str, object], float]:
     """The facts that the verb prints, and the memory of its largest process in MiB."""
     shutil.rmtree(out, ignore_errors=True)
-    command = [*PHALANX, "data", "build", str(source), "--tokenizer", tokenizer, "--out", str(out), "--json"]
+    command = [
+        *PHALANX,
+        "data",
+        "build",
+        str(source),
+        "--tokenizer",
+        tokenizer,
+        "--out",
+        str(out),
+        "--json",
+    ]
     command += ["--workers", str(num_workers)]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -112,7 +134,9 @@ def build(source: Path, tokenizer: str, num_workers: int, out: Path) -> tuple[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=int, default=100, help="megabytes of text")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dir", type=Path, help="where to work; default a temporary folder")
@@ -120,7 +144,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.alone:
         tokenizer, folder, number, count = arguments.alone
-        alone_worker(tokenizer, Path(folder), int(number), int(count), Path(folder) / f"alone-{number}.bin")
+        alone_worker(
+            tokenizer, Path(folder), int(number), int(count), Path(folder) / f"alone-{number}.bin"
+        )
         return
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         measure(Path(folder), arguments.mb, arguments.workers)
@@ -129,10 +155,23 @@ def main() -> None:
 def measure(folder: Path, num_mb: int, workers: list[int]) -> None:
     make_text(folder, num_mb * 10**6)
     began = time.perf_counter()
-    train = ["data", "tokenizer", str(folder / "rows.jsonl"), "--vocab-size", str(VOCAB_SIZE), "--max-mb", "100"]
+    train = [
+        "data",
+        "tokenizer",
+        str(folder / "rows.jsonl"),
+        "--vocab-size",
+        str(VOCAB_SIZE),
+        "--max-mb",
+        "100",
+    ]
     subprocess.run([*PHALANX, *train, "--out", str(folder)], check=True, stdout=subprocess.DEVNULL)
-    print(f"trained a BPE of {VOCAB_SIZE:,} in {time.perf_counter() - began:.1f} s; {os.cpu_count()} cores")
-    print("| tokenizer | input | workers | MB/s | alone MB/s | ratio | in tokenizer | wall | memory |")
+    print(
+        f"trained a BPE of {VOCAB_SIZE:,} in {time.perf_counter() - began:.1f} s; {os.cpu_count()}"
+        " cores"
+    )
+    print(
+        "| tokenizer | input | workers | MB/s | alone MB/s | ratio | in tokenizer | wall | memory |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for tokenizer in ("bytes", str(folder / "tokenizer.json")):
         for num_workers in workers:
@@ -141,10 +180,23 @@ def measure(folder: Path, num_mb: int, workers: list[int]) -> None:
                 facts, peak_mib = build(folder / source, tokenizer, num_workers, folder / "out")
                 speed = facts["build"]
                 assert isinstance(speed, dict)
-                rate, share = float(speed["text_bytes_per_s"]), float(speed["tokenizer_share_of_time"])
+                rate, share = (
+                    float(speed["text_bytes_per_s"]),
+                    float(speed["tokenizer_share_of_time"]),
+                )
                 kind = "bytes" if tokenizer == "bytes" else f"BPE {VOCAB_SIZE:,}"
-                cells = [kind, source, str(num_workers), f"{rate / 1e6:,.1f}", f"{ceiling / 1e6:,.1f}"]
-                cells += [f"{rate / ceiling:.2f}", f"{100 * share:.0f} %", f"{float(speed['elapsed_s']):.1f} s"]
+                cells = [
+                    kind,
+                    source,
+                    str(num_workers),
+                    f"{rate / 1e6:,.1f}",
+                    f"{ceiling / 1e6:,.1f}",
+                ]
+                cells += [
+                    f"{rate / ceiling:.2f}",
+                    f"{100 * share:.0f} %",
+                    f"{float(speed['elapsed_s']):.1f} s",
+                ]
                 print("| " + " | ".join([*cells, f"{peak_mib:,.0f} MiB"]) + " |", flush=True)
 
 

@@ -2,10 +2,11 @@
 
     python benchmarks/loader.py [--steps N] [--repeats N] [--step-ms M]
 
-Two datasets: tokens (memory-mapped shards, 1,024 to a sample) and a user's own, whose samples cost real work in Python
-and numpy (a random crop, flip and blur of a picture). `alone` asks for one step after another; `beside a step` works
-M ms between two requests, as a model would, on the same cores. `wait` is the part of the time spent waiting for data.
-Reading ahead can only save time that another core has: on one core, or where steps use all of them, expect 1.
+Two datasets: tokens (memory-mapped shards, 1,024 to a sample) and a user's own, whose samples cost
+real work in Python and numpy (a random crop, flip and blur of a picture). `alone` asks for one step
+after another; `beside a step` works M ms between two requests, as a model would, on the same cores.
+`wait` is the part of the time spent waiting for data. Reading ahead can only save time that another
+core has: on one core, or where steps use all of them, expect 1.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ def prepare(folder: Path) -> dict[str, SampleSpec]:
     """The two corpora."""
     (folder / "bench_pictures.py").write_text(PICTURES)
     sys.path.insert(0, str(folder))
-    np.save(folder / "ids.npy", np.random.default_rng(0).integers(0, 50_000, 50_000_000).astype(np.uint16))
+    np.save(
+        folder / "ids.npy",
+        np.random.default_rng(0).integers(0, 50_000, 50_000_000).astype(np.uint16),
+    )
     sources = {"tokens": str(folder / "ids.npy"), "own dataset": "bench_pictures:pictures"}
     for name, source in sources.items():
         prepare_corpus(Data(source=source, seq_len=SEQ_LEN), folder / name, vocab_size=None)
@@ -109,14 +113,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--step-ms", type=float, default=30.0)
     args = parser.parse_args()
-    print(f"{'dataset':<13}{'':<15}{'workers':>8}{'samples/s':>11}{'wait':>7}{'over 0 workers':>16}")
+    print(
+        f"{'dataset':<13}{'':<15}{'workers':>8}{'samples/s':>11}{'wait':>7}{'over 0 workers':>16}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name, spec in prepare(Path(folder)).items():
             for mode, step_s in (("alone", 0.0), ("beside a step", args.step_ms / 1000)):
-                speeds = {workers: measure(spec, workers, args.steps, args.repeats, step_s) for workers in WORKERS}
+                speeds = {
+                    workers: measure(spec, workers, args.steps, args.repeats, step_s)
+                    for workers in WORKERS
+                }
                 for workers, speed in speeds.items():
                     ratio = speed.samples_per_s / speeds[0].samples_per_s
-                    numbers = f"{workers:>8}{speed.samples_per_s:>11,.0f}{speed.wait:>7.0%}{ratio:>16.2f}"
+                    numbers = (
+                        f"{workers:>8}{speed.samples_per_s:>11,.0f}{speed.wait:>7.0%}{ratio:>16.2f}"
+                    )
                     print(f"{name:<13}{mode:<15}{numbers}", flush=True)
 
 

@@ -1,9 +1,11 @@
-"""What phalanx shows of memory, beside what another process sees: `python benchmarks/measured_memory.py [--only NAME]`.
+"""What phalanx shows of memory, beside what another process sees: `python
+benchmarks/measured_memory.py [--only NAME]`.
 
-Each row is a run of `phalanx train` of a few steps. A sampler, a process of its own for each rank, reads the rank's
-/proc/PID/status some thousand times a second and /proc/PID/smaps_rollup now and then, from the moment the rank is
-there to its end. Compared are, of the rank where they differ most, the largest RssAnon + RssShmem on top of what was
-there when the rank began to count (the event says how much that was), and the largest Pss in all. Prints markdown.
+Each row is a run of `phalanx train` of a few steps. A sampler, a process of its own for each rank,
+reads the rank's /proc/PID/status some thousand times a second and /proc/PID/smaps_rollup now and
+then, from the moment the rank is there to its end. Compared are, of the rank where they differ
+most, the largest RssAnon + RssShmem on top of what was there when the rank began to count (the
+event says how much that was), and the largest Pss in all. Prints markdown.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from phalanx.core.units import describe_error
 MIB = 2**20
 PERIOD_S = 0.0005
 SMAPS_EVERY = 200  # of the samples: reading it walks the process's page tables
-COMMON = ("train.steps=4", "train.sample_tokens=16", "eval.tokens=4096", "observe.sinks=[]", "data.seq_len=128")
+COMMON = (
+    "train.steps=4",
+    "train.sample_tokens=16",
+    "eval.tokens=4096",
+    "observe.sinks=[]",
+    "data.seq_len=128",
+)
 SMALL = ("model.dim=256", "model.num_layers=4", "model.num_heads=4")
 LOSSY = ("model.vocab_size=16384", "model.dim=128", "model.num_layers=2", "model.num_heads=4")
 WIDE = ("model.dim=512", "model.num_layers=6", "model.num_heads=8", "train.global_batch_size=4")
@@ -42,16 +50,32 @@ CASES: dict[str, tuple[str, ...]] = {
     "zero1": (*WIDE, "parallel.dp_shard=2", "parallel.zero_stage=1"),
     "zero2": (*WIDE, "parallel.dp_shard=2", "parallel.zero_stage=2"),
     "zero3": (*WIDE, "parallel.dp_shard=2", "parallel.zero_stage=3"),
-    "zero3, bf16": (*WIDE, "parallel.dp_shard=2", "parallel.zero_stage=3", "precision.compute=bf16"),
+    "zero3, bf16": (
+        *WIDE,
+        "parallel.dp_shard=2",
+        "parallel.zero_stage=3",
+        "precision.compute=bf16",
+    ),
     "tp": (*WIDE, "parallel.ranks=2", "parallel.tp=2"),
     "tp, a large vocabulary": (*LOSSY, "parallel.ranks=2", "parallel.tp=2"),
-    "cp": (*SMALL, "parallel.ranks=2", "parallel.cp=2", "data.seq_len=512", "train.micro_batch_size=1"),
+    "cp": (
+        *SMALL,
+        "parallel.ranks=2",
+        "parallel.cp=2",
+        "data.seq_len=512",
+        "train.micro_batch_size=1",
+    ),
     "1f1b": PIPELINE,
     "1f1b, bf16": (*PIPELINE, "precision.compute=bf16"),
     "gpipe, bf16": (*PIPELINE, "precision.compute=bf16", "parallel.schedule=gpipe"),
     "zb-v, bf16": (*PIPELINE, "precision.compute=bf16", "parallel.schedule=zb-v"),
     "recompute full": (*SMALL, "train.recompute=full", "data.seq_len=512"),
-    "long sequences": (*SMALL, "data.seq_len=1024", "train.micro_batch_size=2", "train.global_batch_size=4"),
+    "long sequences": (
+        *SMALL,
+        "data.seq_len=1024",
+        "train.micro_batch_size=2",
+        "train.global_batch_size=4",
+    ),
     "many microbatches": (*SMALL, "train.micro_batch_size=1"),
     "experts": ("model.preset=small-mixtral", "train.global_batch_size=4"),
     "no step but the first": (*SMALL, "train.steps=1"),
@@ -69,7 +93,8 @@ def main() -> None:
         return
     if not options.json:
         print(
-            "| case | predicted | shown | seen from outside | shown is | the plan was | in all, shown | seen | moment |"
+            "| case | predicted | shown | seen from outside | shown is | the plan was | in all,"
+            " shown | seen | moment |"
         )
         print("| --- | ---: | ---: | ---: | --- | --- | ---: | ---: | --- |", flush=True)
     for name in options.only or CASES:
@@ -81,11 +106,23 @@ def main() -> None:
 def measure(name: str, folder: Path) -> dict[str, Any]:
     """The row of one run, of the rank whose numbers differ most."""
     run_dir = folder / "run"
-    command = [sys.executable, "-m", "phalanx", "train", f"run.dir={run_dir}", *COMMON, *CASES[name]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "train",
+        f"run.dir={run_dir}",
+        *COMMON,
+        *CASES[name],
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         pids = rank_pids(run_dir, process)
         samplers = [
-            subprocess.Popen([sys.executable, __file__, "--sample", str(pid), str(folder / f"{rank}.json")])
+            subprocess.Popen(
+                [sys.executable, __file__, "--sample", str(pid), str(folder / f"{rank}.json")]
+            )
             for rank, pid in enumerate(pids)
         ]
         output, _ = process.communicate()
@@ -93,8 +130,13 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         sampler.wait()
     if process.returncode:
         sys.exit(f"{' '.join(command)}\n{output}")
-    shown = {event["rank"]: event for event in events(run_dir) if event.get("event") == "memory_measured"}
-    rows = [compare(shown[rank], json.loads((folder / f"{rank}.json").read_text())) for rank in range(len(pids))]
+    shown = {
+        event["rank"]: event for event in events(run_dir) if event.get("event") == "memory_measured"
+    }
+    rows = [
+        compare(shown[rank], json.loads((folder / f"{rank}.json").read_text()))
+        for rank in range(len(pids))
+    ]
     return {"case": name} | max(rows, key=lambda row: abs(row["shown"] - row["seen"]))
 
 
@@ -112,8 +154,14 @@ def compare(event: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_table_row(row: dict[str, Any]) -> str:
-    sizes = [f"{row[key] / MIB:,.1f} MiB" for key in ("predicted", "shown", "seen", "in_all", "seen_in_all")]
-    errors = [describe_error(row["shown"], row["seen"]), describe_error(row["predicted"], row["shown"])]
+    sizes = [
+        f"{row[key] / MIB:,.1f} MiB"
+        for key in ("predicted", "shown", "seen", "in_all", "seen_in_all")
+    ]
+    errors = [
+        describe_error(row["shown"], row["seen"]),
+        describe_error(row["predicted"], row["shown"]),
+    ]
     return "| " + " | ".join([row["case"], *sizes[:3], *errors, *sizes[3:], row["moment"]]) + " |"
 
 
@@ -135,7 +183,8 @@ def events(run_dir: Path) -> Iterator[dict[str, Any]]:
 def sample(pid: int, to: Path) -> None:
     """Until the process is gone: the largest RssAnon + RssShmem, and the largest Pss in all.
 
-    Pss is read seldom; between two readings it is what is resident less what was shared at the last.
+    Pss is read seldom; between two readings it is what is resident less what was shared at the
+    last.
     """
     status = os.open(f"/proc/{pid}/status", os.O_RDONLY)
     rollup = os.open(f"/proc/{pid}/smaps_rollup", os.O_RDONLY)

@@ -2,12 +2,13 @@
 
     python benchmarks/pipeline.py [--repeats 15] [--only 1f1b] [--dim 256 --layers 6] [--quick]
 
-Each schedule is run by phalanx and by a program written by hand on torch.distributed.pipelining: PipelineStage with
-fixed shapes, stages made of the same decoder's blocks, cut where phalanx cuts it. Weights, batches, microbatches, loss,
-optimizer and clipping are the same; one step of each contender, in an order that rotates, again and again, so that what
-else the machine does meets all alike. The slower rank counts; printed are medians, and the ratio of phalanx to torch's
-own by pairs of neighbouring steps. "one process" trains the whole model on rank 0 while rank 1 waits: every contender's
-loss is held against its.
+Each schedule is run by phalanx and by a program written by hand on torch.distributed.pipelining:
+PipelineStage with fixed shapes, stages made of the same decoder's blocks, cut where phalanx cuts
+it. Weights, batches, microbatches, loss, optimizer and clipping are the same; one step of each
+contender, in an order that rotates, again and again, so that what else the machine does meets all
+alike. The slower rank counts; printed are medians, and the ratio of phalanx to torch's own by pairs
+of neighbouring steps. "one process" trains the whole model on rank 0 while rank 1 waits: every
+contender's loss is held against its.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from phalanx.job.schema import Job
 from phalanx.mesh.compat import quiet_torch
@@ -44,7 +50,11 @@ from phalanx.plan.planner import make_plan
 
 NUM_RANKS, CHUNK = 2, 2048
 RATE, BETAS, DECAY, CLIP = 3e-3, (0.9, 0.95), 0.1, 1.0
-TORCH: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
+TORCH: dict[str, Any] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+}
 ALONE = "one process"
 Batch = dict[str, torch.Tensor]
 Step = Callable[[Batch], float]
@@ -73,7 +83,11 @@ def job_of(options: argparse.Namespace, parallel: dict[str, Any]) -> Job:
 
 
 def plan_of(options: argparse.Namespace, parallel: dict[str, Any]) -> Plan:
-    return make_plan(job_of(options, parallel), cluster=Cluster("cpu", NUM_RANKS, 64 * 2**30), vocab_size=options.vocab)
+    return make_plan(
+        job_of(options, parallel),
+        cluster=Cluster("cpu", NUM_RANKS, 64 * 2**30),
+        vocab_size=options.vocab,
+    )
 
 
 def pipelined(options: argparse.Namespace, schedule: str) -> Plan:
@@ -100,7 +114,9 @@ def ours(options: argparse.Namespace, schedule: str) -> Step:
 
     def step(batch: Batch) -> float:
         parts = {name: tensor.chunk(options.microbatches) for name, tensor in batch.items()}
-        microbatches = [dict(zip(parts, of_one, strict=True)) for of_one in zip(*parts.values(), strict=True)]
+        microbatches = [
+            dict(zip(parts, of_one, strict=True)) for of_one in zip(*parts.values(), strict=True)
+        ]
         facts = model.finish_step(model.forward_backward(microbatches, objective), max_norm=CLIP)
         model.update(optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -113,9 +129,12 @@ def ours(options: argparse.Namespace, schedule: str) -> Step:
 
 
 class Stage(nn.Module):
-    """Blocks begin to end of a decoder, with what comes before the first of all and after the last."""
+    """Blocks begin to end of a decoder, with what comes before the first of all and after the
+    last."""
 
-    def __init__(self, decoder: Decoder, begin: int, end: int, seq_len: int, *, is_first: bool, is_last: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, begin: int, end: int, seq_len: int, *, is_first: bool, is_last: bool
+    ) -> None:
         super().__init__()
         self.embed = decoder.embed if is_first else None
         self.blocks = nn.ModuleList(list(decoder.blocks)[begin:end])
@@ -131,19 +150,34 @@ class Stage(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
-def theirs(options: argparse.Namespace, schedule: str, num_blocks: Sequence[int], rank: int) -> Step:
-    """As a fair hand would write it: fixed shapes, sums as losses, no outputs kept, one reduction for norm and loss."""
+def theirs(
+    options: argparse.Namespace, schedule: str, num_blocks: Sequence[int], rank: int
+) -> Step:
+    """As a fair hand would write it: fixed shapes, sums as losses, no outputs kept, one
+    reduction for norm and loss."""
     whole, last = fresh(options), len(num_blocks) - 1
     micro, tokens = options.batch // options.microbatches, options.batch * options.seq_len
     hidden = torch.empty(micro, options.seq_len, options.dim, requires_grad=True)
     stages = []
     for index in range(rank, len(num_blocks), NUM_RANKS):
         begin, first = sum(num_blocks[:index]), index == 0
-        module = Stage(whole, begin, begin + num_blocks[index], options.seq_len, is_first=first, is_last=index == last)
+        module = Stage(
+            whole,
+            begin,
+            begin + num_blocks[index],
+            options.seq_len,
+            is_first=first,
+            is_last=index == last,
+        )
         entering = torch.zeros(micro, options.seq_len, dtype=torch.long) if first else hidden
         stages.append(
             PipelineStage(
-                module, index, len(num_blocks), torch.device("cpu"), input_args=(entering,), output_args=(hidden,)
+                module,
+                index,
+                len(num_blocks),
+                torch.device("cpu"),
+                input_args=(entering,),
+                output_args=(hidden,),
             )
         )
     objective = causal_cross_entropy(CHUNK)
@@ -185,7 +219,9 @@ def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     for name, parameter in named:
         (kept if parameter.ndim < 2 or "embed" in name else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": kept, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE, betas=BETAS, fused=True)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=RATE, betas=BETAS, fused=True
+    )
 
 
 def one_process(options: argparse.Namespace) -> Step:
@@ -195,7 +231,9 @@ def one_process(options: argparse.Namespace) -> Step:
 
     def step(batch: Batch) -> float:
         loss = 0.0
-        for inputs, targets in zip(*(batch[name].chunk(options.microbatches) for name in batch), strict=True):
+        for inputs, targets in zip(
+            *(batch[name].chunk(options.microbatches) for name in batch), strict=True
+        ):
             loss_sum, _ = objective(model(inputs), {"targets": targets})
             (loss_sum / tokens).backward()
             loss += float(loss_sum.detach()) / tokens
@@ -218,7 +256,9 @@ def run_rank(rank: int, options: argparse.Namespace, out: Path) -> None:
     quiet_torch()
     torch.set_num_threads(1)
     store = dist.FileStore(str(out / "store"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=300)
+    )
     contenders: dict[str, Step] = {}
     cuts = {}
     for schedule in options.only or TORCH:
@@ -239,20 +279,32 @@ def run_rank(rank: int, options: argparse.Namespace, out: Path) -> None:
             losses[name].append(contenders[name](batch))
             times[name].append(time.perf_counter() - began)
         if rank == 0:
-            print(f"\r{repeat + 1}/{options.warmup + options.repeats}", end="", file=sys.stderr, flush=True)
-    (out / f"rank-{rank}.json").write_text(json.dumps({"times": times, "losses": losses, "cuts": cuts}))
+            print(
+                f"\r{repeat + 1}/{options.warmup + options.repeats}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+    (out / f"rank-{rank}.json").write_text(
+        json.dumps({"times": times, "losses": losses, "cuts": cuts})
+    )
     dist.barrier()
     os._exit(0)
 
 
 def figures(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is printed, as data: tokens/s by contender, and for each schedule ratios and distance of losses."""
+    """What is printed, as data: tokens/s by contender, and for each schedule ratios and distance
+    of losses."""
     slower = {
-        name: [max(pair) for pair in zip(*(rank["times"][name] for rank in found), strict=True)][options.warmup :]
+        name: [max(pair) for pair in zip(*(rank["times"][name] for rank in found), strict=True)][
+            options.warmup :
+        ]
         for name in found[0]["times"]
     }
     tokens, losses = options.batch * options.seq_len, found[0]["losses"]
-    body: dict[str, Any] = {"tokens_per_s": {name: tokens / median(times) for name, times in slower.items()}}
+    body: dict[str, Any] = {
+        "tokens_per_s": {name: tokens / median(times) for name, times in slower.items()}
+    }
     for schedule in options.only or TORCH:
         pairs = zip(slower[f"phalanx {schedule}"], slower[f"torch {schedule}"], strict=True)
         body[schedule] = {
@@ -260,7 +312,8 @@ def figures(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> dic
             "cut": found[0]["cuts"][schedule],
             "loss_apart": {
                 side: max(
-                    abs(mine - alone) for mine, alone in zip(losses[f"{side} {schedule}"], losses[ALONE], strict=True)
+                    abs(mine - alone)
+                    for mine, alone in zip(losses[f"{side} {schedule}"], losses[ALONE], strict=True)
                 )
                 for side in ("phalanx", "torch")
             },
@@ -278,22 +331,29 @@ def report(options: argparse.Namespace, body: dict[str, Any]) -> None:
     )
     print(f"one process on one core: {speed[ALONE]:,.0f} tokens/s\n")
     print(
-        "| schedule | blocks per stage | phalanx tokens/s | torch's own | ÷ torch's own (middle half of pairs) ", end=""
+        "| schedule | blocks per stage | phalanx tokens/s | torch's own | ÷ torch's own (middle"
+        " half of pairs) ",
+        end="",
     )
-    print(f"| ÷ one process | loss apart from one process's in {steps} steps: phalanx | torch's own |")
+    print(
+        f"| ÷ one process | loss apart from one process's in {steps} steps: phalanx | torch's own |"
+    )
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for schedule in options.only or TORCH:
         row, own, rival = body[schedule], speed[f"phalanx {schedule}"], speed[f"torch {schedule}"]
         ratios, quarter = row["ratios"], len(row["ratios"]) // 4
         print(
-            f"| {schedule} | {', '.join(map(str, row['cut']))} | {own:,.0f} | {rival:,.0f} | {median(ratios):.3f} "
-            f"({ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}) | {own / speed[ALONE]:.3f} | "
-            f"{row['loss_apart']['phalanx']:.0e} | {row['loss_apart']['torch']:.0e} |"
+            f"| {schedule} | {', '.join(map(str, row['cut']))} | {own:,.0f} | {rival:,.0f} |"
+            f" {median(ratios):.3f} ({ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}) |"
+            f" {own / speed[ALONE]:.3f} | {row['loss_apart']['phalanx']:.0e} |"
+            f" {row['loss_apart']['torch']:.0e} |"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--dim", type=int, default=256)
@@ -304,7 +364,11 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--only", action="append", choices=tuple(TORCH), help="this schedule")
     parser.add_argument("--json", type=Path, help="write what was found to this file, too")
-    parser.add_argument("--quick", action="store_true", help="a model of nothing and two repeats, to see that it runs")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a model of nothing and two repeats, to see that it runs",
+    )
     options = parser.parse_args()
     if options.quick:
         small = {"repeats": 2, "warmup": 1, "dim": 64, "layers": 4, "vocab": 64, "seq_len": 16}
@@ -321,7 +385,9 @@ def main() -> None:
         codes = [os.waitpid(pid, 0)[1] for pid in pids]
         if any(codes):
             sys.exit("a rank failed")
-        found = [json.loads((Path(directory) / f"rank-{r}.json").read_text()) for r in range(NUM_RANKS)]
+        found = [
+            json.loads((Path(directory) / f"rank-{r}.json").read_text()) for r in range(NUM_RANKS)
+        ]
     body = figures(options, found)
     report(options, body)
     if options.json:

@@ -1,17 +1,20 @@
-"""The bubble of each pipeline schedule on four ranks: predicted by simulation, measured from what the ranks did.
+"""The bubble of each pipeline schedule on four ranks: predicted by simulation, measured from what
+the ranks did.
 
     python benchmarks/pipeline_bubble.py [--repeats 5] [--only zb-v] [--wait-ms 10] [--quick]
 
-What is emulated: computing. A block waits (it sleeps) for as long in its forward as for the gradient of its input and
-again for that of its weights, since four ranks that really computed on two cores would measure each other. Waits are
-calibrated: with all ranks sleeping, each learns by how much a sleep lasts longer than it was asked for. Everything else
-is real: processes, the plan, the runtime, its order of actions, messages over gloo, autograd, split backwards.
+What is emulated: computing. A block waits (it sleeps) for as long in its forward as for the
+gradient of its input and again for that of its weights, since four ranks that really computed on
+two cores would measure each other. Waits are calibrated: with all ranks sleeping, each learns by
+how much a sleep lasts longer than it was asked for. Everything else is real: processes, the plan,
+the runtime, its order of actions, messages over gloo, autograd, split backwards.
 
-Predicted is the simulation of the plan's schedule with the stages' waits as costs, and nothing for messages. Measured
-is what the runtime says of begin and end of its actions, on one clock; the bubble is the part of all ranks' time, from
-the first begin to the last end, in which no action ran. In flight are microbatches of one stage whose saved input is
-alive, from when autograd saves it until autograd and the wait for the weights' gradient have let it go. Even stages
-have two blocks each, uneven ones from one to three.
+Predicted is the simulation of the plan's schedule with the stages' waits as costs, and nothing for
+messages. Measured is what the runtime says of begin and end of its actions, on one clock; the
+bubble is the part of all ranks' time, from the first begin to the last end, in which no action ran.
+In flight are microbatches of one stage whose saved input is alive, from when autograd saves it
+until autograd and the wait for the weights' gradient have let it go. Even stages have two blocks
+each, uneven ones from one to three.
 """
 
 from __future__ import annotations
@@ -106,7 +109,10 @@ class Kept:
 
 
 class Wait(torch.autograd.Function):
-    """x * scale, which takes its time. The gradient of a number is made at once, and the wait for it put off."""
+    """x * scale, which takes its time.
+
+    The gradient of a number is made at once, and the wait for it put off.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -141,7 +147,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = Kept(self.clock)
-        with saved_tensors_hooks(kept.pack, kept.unpack) if self.is_first_of_stage else nullcontext():
+        with (
+            saved_tensors_hooks(kept.pack, kept.unpack) if self.is_first_of_stage else nullcontext()
+        ):
             out: torch.Tensor = Wait.apply(x, self.scale, self.seconds, kept)
         return out
 
@@ -182,12 +190,18 @@ class Case:
     @property
     def num_blocks(self) -> tuple[int, ...]:
         pattern = BLOCKS_OF_STAGE[self.stages]
-        return tuple(pattern[s % len(pattern)] for s in range(NUM_RANKS * default_stages_per_rank(self.schedule)))
+        return tuple(
+            pattern[s % len(pattern)]
+            for s in range(NUM_RANKS * default_stages_per_rank(self.schedule))
+        )
 
     def plan(self, num_microbatches: int) -> Plan:
         job = Job.model_validate(
             {
-                "model": {"kind": f"{Path(__file__).stem}:build", "args": {"num_blocks": sum(self.num_blocks)}},
+                "model": {
+                    "kind": f"{Path(__file__).stem}:build",
+                    "args": {"num_blocks": sum(self.num_blocks)},
+                },
                 "data": {"seq_len": SEQ_LEN},
                 "train": {"global_batch_size": num_microbatches, "micro_batch_size": 1},
                 "parallel": {
@@ -205,7 +219,9 @@ class Case:
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    return [Case(name, stages) for stages in BLOCKS_OF_STAGE for name in options.only or SCHEDULE_NAMES]
+    return [
+        Case(name, stages) for stages in BLOCKS_OF_STAGE for name in options.only or SCHEDULE_NAMES
+    ]
 
 
 def pipeline_of(plan: Plan) -> Pipeline:
@@ -214,7 +230,8 @@ def pipeline_of(plan: Plan) -> Pipeline:
 
 
 def measure(case: Case, plan: Plan, clock: Clock, options: argparse.Namespace) -> dict[str, Any]:
-    """Spans of this rank's actions in every measured step, and the most saved inputs that were alive."""
+    """Spans of this rank's actions in every measured step, and the most saved inputs that were
+    alive."""
     module = Waiting(sum(case.num_blocks), options.wait_ms / 1e3, clock)
     for begin, _ in pipeline_of(plan).stages.ranges:
         module.blocks[begin].is_first_of_stage = True
@@ -230,7 +247,9 @@ def measure(case: Case, plan: Plan, clock: Clock, options: argparse.Namespace) -
         clock.peak = clock.num_alive
         sums = model.forward_backward(microbatches, squares)
         if repeat >= options.warmup:
-            found["spans"].append([(str(action), begin, end) for action, begin, end in model.pipeline_spans])
+            found["spans"].append(
+                [(str(action), begin, end) for action, begin, end in model.pipeline_spans]
+            )
             found["peaks"].append(clock.peak)
         assert model.finish_step(sums).grad_norm > 0
         for parameter in model.parameters():
@@ -243,7 +262,9 @@ def run_rank(rank: int, options: argparse.Namespace, plans: Sequence[Plan], out:
     quiet_torch()
     torch.set_num_threads(1)
     store = dist.FileStore(str(out / "store"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120)
+    )
     clock, found = Clock(), []
     dist.barrier()
     clock.calibrate(options.wait_ms / 1e3, 40)
@@ -251,7 +272,9 @@ def run_rank(rank: int, options: argparse.Namespace, plans: Sequence[Plan], out:
         found.append(measure(case, plan, clock, options))
         if rank == 0:
             print(f"\r{number + 1}/{len(plans)}", end="", file=sys.stderr, flush=True)
-    (out / f"rank-{rank}.json").write_text(json.dumps({"found": found, "oversleep_s": clock.oversleep_s}))
+    (out / f"rank-{rank}.json").write_text(
+        json.dumps({"found": found, "oversleep_s": clock.oversleep_s})
+    )
     dist.barrier()
     os._exit(0)
 
@@ -260,18 +283,25 @@ def run_rank(rank: int, options: argparse.Namespace, plans: Sequence[Plan], out:
 
 
 def measured_timelines(pipeline: Pipeline, ranks: Sequence[dict[str, Any]]) -> list[Timeline]:
-    """Of each step, all ranks together. Every rank did what the schedule says, in its order, or this fails."""
+    """Of each step, all ranks together.
+
+    Every rank did what the schedule says, in its order, or this fails.
+    """
     schedule, timelines = pipeline.schedule(), []
     for rows in zip(*(rank["spans"] for rank in ranks), strict=True):
         done = tuple(tuple(text for text, _, _ in row) for row in rows)
-        assert done == tuple(tuple(map(str, row)) for row in schedule.actions), "not the order of the schedule"
+        assert done == tuple(tuple(map(str, row)) for row in schedule.actions), (
+            "not the order of the schedule"
+        )
         zero = min(begin for row in rows for _, begin, _ in row)
         spans = tuple(tuple((begin - zero, end - zero) for _, begin, end in row) for row in rows)
         timelines.append(Timeline(schedule, spans))
     return timelines
 
 
-def row_of(case: Case, plan: Plan, ranks: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+def row_of(
+    case: Case, plan: Plan, ranks: Sequence[dict[str, Any]], options: argparse.Namespace
+) -> dict[str, Any]:
     pipeline = pipeline_of(plan)
     predicted = simulate(pipeline.schedule(), case.costs(options.wait_ms / 1e3))
     measured = measured_timelines(pipeline, ranks)
@@ -288,11 +318,13 @@ def row_of(case: Case, plan: Plan, ranks: Sequence[dict[str, Any]], options: arg
     }
 
 
-def report(options: argparse.Namespace, rows: Sequence[dict[str, Any]], oversleep_s: Sequence[float]) -> None:
+def report(
+    options: argparse.Namespace, rows: Sequence[dict[str, Any]], oversleep_s: Sequence[float]
+) -> None:
     print(
-        f"\n{NUM_RANKS} ranks, {options.microbatches} microbatches, waits of {options.wait_ms:g} ms for each block and "
-        f"kind (sleeps last {1e3 * max(oversleep_s):.2f} ms longer, taken off), {options.repeats} steps, "
-        f"torch {torch.__version__}\n"
+        f"\n{NUM_RANKS} ranks, {options.microbatches} microbatches, waits of {options.wait_ms:g} ms"
+        f" for each block and kind (sleeps last {1e3 * max(oversleep_s):.2f} ms longer, taken off),"
+        f" {options.repeats} steps, torch {torch.__version__}\n"
     )
     print("| stages | schedule | bubble predicted | measured | points apart (extremes) ", end="")
     print("| step predicted | measured | in flight by rank, predicted | measured |")
@@ -301,25 +333,37 @@ def report(options: argparse.Namespace, rows: Sequence[dict[str, Any]], overslee
         predicted, bubbles = row["predicted_bubble"], row["measured_bubbles"]
         apart = [100 * (bubble - predicted) for bubble in bubbles]
         print(
-            f"| {row['stages']} | {row['schedule']} | {predicted:.1%} | {median(bubbles):.1%} | "
-            f"{median(apart):+.1f} ({min(apart):+.1f} to {max(apart):+.1f}) | {row['predicted_step_s']:.3f} s | "
-            f"{median(row['measured_step_s']):.3f} s | {'/'.join(map(str, row['predicted_in_flight']))} | "
-            f"{'/'.join(map(str, row['measured_in_flight']))} |"
+            f"| {row['stages']} | {row['schedule']} | {predicted:.1%} | {median(bubbles):.1%} |"
+            f" {median(apart):+.1f} ({min(apart):+.1f} to {max(apart):+.1f}) |"
+            f" {row['predicted_step_s']:.3f} s | {median(row['measured_step_s']):.3f} s |"
+            f" {'/'.join(map(str, row['predicted_in_flight']))} |"
+            f" {'/'.join(map(str, row['measured_in_flight']))} |"
         )
-    worst = max(rows, key=lambda row: abs(median(row["measured_bubbles"]) - row["predicted_bubble"]))
+    worst = max(
+        rows, key=lambda row: abs(median(row["measured_bubbles"]) - row["predicted_bubble"])
+    )
     apart = 100 * abs(median(worst["measured_bubbles"]) - worst["predicted_bubble"])
     print(f"\nfarthest apart: {apart:.1f} points, {worst['schedule']} on {worst['stages']} stages")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--wait-ms", type=float, default=10.0, help="of one block: forward, and each half of backward")
+    parser.add_argument(
+        "--wait-ms",
+        type=float,
+        default=10.0,
+        help="of one block: forward, and each half of backward",
+    )
     parser.add_argument("--only", action="append", choices=SCHEDULE_NAMES, help="this schedule")
     parser.add_argument("--json", type=Path, help="write what was found to this file, too")
-    parser.add_argument("--quick", action="store_true", help="short waits, one step: to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="short waits, one step: to see that it runs"
+    )
     options = parser.parse_args()
     if options.quick:
         options = argparse.Namespace(**vars(options) | {"repeats": 1, "warmup": 1, "wait_ms": 1.0})
@@ -336,7 +380,9 @@ def main() -> None:
         codes = [os.waitpid(pid, 0)[1] for pid in pids]
         if any(codes):
             sys.exit("a rank failed")
-        ranks = [json.loads((Path(directory) / f"rank-{r}.json").read_text()) for r in range(NUM_RANKS)]
+        ranks = [
+            json.loads((Path(directory) / f"rank-{r}.json").read_text()) for r in range(NUM_RANKS)
+        ]
     rows = [
         row_of(case, plan, [rank["found"][number] for rank in ranks], options)
         for number, (case, plan) in enumerate(zip(cases(options), plans, strict=True))

@@ -1,10 +1,12 @@
-"""What each way of recomputing saves and costs: bytes kept, predicted and alive, and seconds of a step, as ratios.
+"""What each way of recomputing saves and costs: bytes kept, predicted and alive, and seconds of a
+step, as ratios.
 
     python benchmarks/recompute.py [--layers N] [--dim N] [--seq-len N] [--rows N] [--repeats N]
 
-One process, one thread, fp32. `kept` are the bytes of the storages that the model's forward leaves alive, weights left
-out; `predicted` is what the plan says. `step` is the processor time of a forward and backward, the least of the
-repeats, over that of "none". The modes take turns, so that a busy machine slows all of them alike.
+One process, one thread, fp32. `kept` are the bytes of the storages that the model's forward leaves
+alive, weights left out; `predicted` is what the plan says. `step` is the processor time of a
+forward and backward, the least of the repeats, over that of "none". The modes take turns, so that a
+busy machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage()._cdata not in self._known
+            ):
                 storage = tensor.untyped_storage()
                 self._known.add(storage._cdata)
                 self.now += storage.nbytes()
@@ -68,7 +73,12 @@ def plan_of(arguments: argparse.Namespace, train: dict[str, Any]) -> Plan:
     dim = arguments.dim
     job = Job.model_validate(
         {
-            "model": {"num_layers": arguments.layers, "dim": dim, "num_heads": dim // 64, "vocab_size": 256},
+            "model": {
+                "num_layers": arguments.layers,
+                "dim": dim,
+                "num_heads": dim // 64,
+                "vocab_size": 256,
+            },
             "data": {"seq_len": arguments.seq_len},
             "train": {"global_batch_size": arguments.rows, **train},
             "parallel": {"ranks": 1},
@@ -99,7 +109,13 @@ def step_s(model: ParallelModel, batch: dict[str, torch.Tensor]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    for name, value in (("layers", 12), ("dim", 256), ("seq-len", 256), ("rows", 8), ("repeats", 5)):
+    for name, value in (
+        ("layers", 12),
+        ("dim", 256),
+        ("seq-len", 256),
+        ("rows", 8),
+        ("repeats", 5),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -118,7 +134,10 @@ def main() -> None:
         work = Workload(arguments.rows, arguments.seq_len, "fp32", plan.recompute, 2048)
         predicted = kept_bytes(plan.model_shape, replace(work, segments=plan.recompute_segments))
         ratio = min(seconds[name][1:]) / alone
-        print(f"| {name} | {predicted / 2**20:.1f} MiB | {measured[name] / 2**20:.1f} MiB | {ratio:.2f} |")
+        print(
+            f"| {name} | {predicted / 2**20:.1f} MiB | {measured[name] / 2**20:.1f} MiB |"
+            f" {ratio:.2f} |"
+        )
 
 
 if __name__ == "__main__":

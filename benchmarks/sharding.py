@@ -1,10 +1,12 @@
-"""Each way of sharing a model between two ranks beside torch's own, step by step in the same two processes.
+"""Each way of sharing a model between two ranks beside torch's own, step by step in the same two
+processes.
 
     python benchmarks/sharding.py [--repeats 15] [--only zero3] [--dim 256 --layers 6]
 
-Every contender trains the same decoder on the same batches: one step of each, in an order that rotates, again and
-again, so that what else the machine does meets all alike. The slower rank counts; printed are medians, and the ratio of
-phalanx to torch's own by pairs of neighbouring steps. "alone" is two ranks that never talk: the ceiling.
+Every contender trains the same decoder on the same batches: one step of each, in an order that
+rotates, again and again, so that what else the machine does meets all alike. The slower rank
+counts; printed are medians, and the ratio of phalanx to torch's own by pairs of neighbouring steps.
+"alone" is two ranks that never talk: the ceiling.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ class WithLoss(nn.Module):
 
 def fresh(options: argparse.Namespace) -> Decoder:
     job = job_of(options, {})
-    module = build_model(job, make_plan(job, cluster=Cluster("cpu", 2, 2**36), vocab_size=VOCAB).model_shape)
+    module = build_model(
+        job, make_plan(job, cluster=Cluster("cpu", 2, 2**36), vocab_size=VOCAB).model_shape
+    )
     torch.manual_seed(0)
     for weight in module.to_empty(device="cpu").parameters():
         nn.init.normal_(weight, std=0.02) if weight.ndim >= 2 else nn.init.ones_(weight)
@@ -131,7 +135,10 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
     named = list(module.named_parameters())
     kept = [p for name, p in named if p.ndim < 2 or "embed" in name]
     return [
-        {"params": [p for name, p in named if p.ndim >= 2 and "embed" not in name], "weight_decay": DECAY},
+        {
+            "params": [p for name, p in named if p.ndim >= 2 and "embed" not in name],
+            "weight_decay": DECAY,
+        },
         {"params": kept, "weight_decay": 0.0},
     ]
 
@@ -158,12 +165,16 @@ def torch_alone(options: argparse.Namespace) -> Step:
 
 
 def torch_ddp(options: argparse.Namespace) -> Step:
-    model = DistributedDataParallel(WithLoss(fresh(options)), gradient_as_bucket_view=True, init_sync=False)
+    model = DistributedDataParallel(
+        WithLoss(fresh(options)), gradient_as_bucket_view=True, init_sync=False
+    )
     return looped(model, adamw(model))
 
 
 def torch_zero1(options: argparse.Namespace) -> Step:
-    model = DistributedDataParallel(WithLoss(fresh(options)), gradient_as_bucket_view=True, init_sync=False)
+    model = DistributedDataParallel(
+        WithLoss(fresh(options)), gradient_as_bucket_view=True, init_sync=False
+    )
     decayed, kept = groups(model)
     optimizer = ZeroRedundancyOptimizer(
         decayed["params"], torch.optim.AdamW, lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True
@@ -182,7 +193,8 @@ def torch_fsdp(free: bool, options: argparse.Namespace) -> Step:
 
 
 class WithLogits(nn.Module):
-    """Torch's tensor parallelism cuts a head that is called, and has a loss for what comes of it."""
+    """Torch's tensor parallelism cuts a head that is called, and has a loss for what comes of
+    it."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -195,12 +207,15 @@ class WithLogits(nn.Module):
 
 
 def torch_tp(options: argparse.Namespace) -> Step:
-    """As torch's tutorials have it: columns, rows, sequence parallelism, and a loss over cut logits."""
+    """As torch's tutorials have it: columns, rows, sequence parallelism, and a loss over cut
+    logits."""
     model, mesh = WithLogits(fresh(options)), init_device_mesh("cpu", (NUM_RANKS,))
     plan: dict[str, Any] = {
         "decoder.embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "decoder.norm": SequenceParallel(),
-        "decoder.head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        "decoder.head": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     entering = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     for number, _ in enumerate(model.decoder.blocks):
@@ -246,7 +261,9 @@ def batch_of(options: argparse.Namespace, number: int, rank: int, whole: bool) -
     """The global batch of a step, or this rank's half of it."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(VOCAB, (options.batch, SEQ_LEN + 1), generator=generator)
-    rows = slice(None) if whole else slice(rank * options.batch // 2, (rank + 1) * options.batch // 2)
+    rows = (
+        slice(None) if whole else slice(rank * options.batch // 2, (rank + 1) * options.batch // 2)
+    )
     return {"inputs": tokens[rows, :-1].contiguous(), "targets": tokens[rows, 1:].contiguous()}
 
 
@@ -254,7 +271,9 @@ def run_rank(rank: int, options: argparse.Namespace, out: Path) -> None:
     quiet_torch()
     torch.set_num_threads(1)
     store = dist.FileStore(str(out / "store"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=300)
+    )
     contenders: dict[str, Step] = {}
     for name, parallel in LAYOUTS.items():
         if not options.only or any(name.startswith(text) for text in options.only):
@@ -272,7 +291,12 @@ def run_rank(rank: int, options: argparse.Namespace, out: Path) -> None:
             losses[name] = contenders[name](batch)
             times[name].append(time.perf_counter() - began)
         if rank == 0:
-            print(f"\r{repeat + 1}/{options.warmup + options.repeats}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{repeat + 1}/{options.warmup + options.repeats}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     (out / f"rank-{rank}.json").write_text(json.dumps({"times": times, "losses": losses}))
     dist.barrier()
     os._exit(0)
@@ -280,19 +304,22 @@ def run_rank(rank: int, options: argparse.Namespace, out: Path) -> None:
 
 def report(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> None:
     slowest = {
-        name: [max(pair) for pair in zip(*(rank["times"][name] for rank in found), strict=True)][options.warmup :]
+        name: [max(pair) for pair in zip(*(rank["times"][name] for rank in found), strict=True)][
+            options.warmup :
+        ]
         for name in found[0]["times"]
     }
     tokens = options.batch * SEQ_LEN
     ceiling = tokens / median(slowest["torch alone"])
     params = sum(p.numel() for p in fresh(options).parameters())
     print(
-        f"\n{params / 1e6:.1f} M parameters, {options.batch} x {SEQ_LEN} tokens a step, fp32, {NUM_RANKS} ranks, "
-        f"{options.repeats} repeats, torch {torch.__version__}"
+        f"\n{params / 1e6:.1f} M parameters, {options.batch} x {SEQ_LEN} tokens a step, fp32,"
+        f" {NUM_RANKS} ranks, {options.repeats} repeats, torch {torch.__version__}"
     )
     print(f"two ranks that never talk: {ceiling:,.0f} tokens/s\n")
     print(
-        "| layout | phalanx tokens/s | torch's own | ÷ torch's own (middle half of pairs) | ÷ never talk | loss apart |"
+        "| layout | phalanx tokens/s | torch's own | ÷ torch's own (middle half of pairs) | ÷ never"
+        " talk | loss apart |"
     )
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for name in LAYOUTS:
@@ -303,14 +330,18 @@ def report(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> None
         ratios = sorted(theirs / mine for mine, theirs in zip(own, rival, strict=True))
         quarter = len(ratios) // 4
         print(
-            f"| {name} | {tokens / median(own):,.0f} | {tokens / median(rival):,.0f} | {median(ratios):.3f} "
-            f"({ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}) | {tokens / median(own) / ceiling:.3f} | "
+            f"| {name} | {tokens / median(own):,.0f} | {tokens / median(rival):,.0f} |"
+            f" {median(ratios):.3f} "
+            f"({ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}) |"
+            f" {tokens / median(own) / ceiling:.3f} | "
             f"{abs(found[0]['losses'][f'phalanx {name}'] - found[0]['losses']['phalanx ' + next(iter(LAYOUTS))]):.0e} |"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--dim", type=int, default=256)
@@ -329,7 +360,13 @@ def main() -> None:
         codes = [os.waitpid(pid, 0)[1] for pid in pids]
         if any(codes):
             sys.exit("a rank failed")
-        report(options, [json.loads((Path(directory) / f"rank-{r}.json").read_text()) for r in range(NUM_RANKS)])
+        report(
+            options,
+            [
+                json.loads((Path(directory) / f"rank-{r}.json").read_text())
+                for r in range(NUM_RANKS)
+            ],
+        )
 
 
 if __name__ == "__main__":

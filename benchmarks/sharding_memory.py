@@ -1,8 +1,9 @@
-"""Memory of one rank in each way of sharding, as planned and as measured: `python benchmarks/sharding_memory.py`.
+"""Memory of one rank in each way of sharding, as planned and as measured: `python
+benchmarks/sharding_memory.py`.
 
-Each row is a run of `phalanx train` whose states are most of its memory (few tokens per step). Measured is the
-peak on top of interpreter and torch (docs/memory.md), of the rank with the most. Prints a table in
-markdown; `--json` what it is made of.
+Each row is a run of `phalanx train` whose states are most of its memory (few tokens per step).
+Measured is the peak on top of interpreter and torch (docs/memory.md), of the rank with the most.
+Prints a table in markdown; `--json` what it is made of.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=list(CHOICES), choices=list(CHOICES), metavar="CHOICE")
+    parser.add_argument(
+        "--only", nargs="+", default=list(CHOICES), choices=list(CHOICES), metavar="CHOICE"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = []
@@ -76,7 +79,11 @@ def measure(name: str, ranks: int, microbatches: int, steps: int) -> dict[str, A
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         keys = [key.format(ranks=ranks) for key in CHOICES[name]]
-        keys += [f"parallel.ranks={ranks}", f"train.global_batch_size={ranks * microbatches}", f"train.steps={steps}"]
+        keys += [
+            f"parallel.ranks={ranks}",
+            f"train.global_batch_size={ranks * microbatches}",
+            f"train.steps={steps}",
+        ]
         command = [sys.executable, "-m", "phalanx", "train", *MODEL, *keys, f"run.dir={run_dir}"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -84,7 +91,12 @@ def measure(name: str, ranks: int, microbatches: int, steps: int) -> dict[str, A
         found = [event for event in events(run_dir) if event.get("event") == "memory_measured"]
     assert len(found) == ranks, f"{len(found)} of {ranks} ranks measured"
     most = max(found, key=lambda event: event["measured_bytes"]["peak"])
-    row = {"choice": name, "ranks": ranks, "microbatches": microbatches, "runtime": most["runtime_bytes"]}
+    row = {
+        "choice": name,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "runtime": most["runtime_bytes"],
+    }
     return row | {"predicted": most["predicted_bytes"], "measured": most["measured_bytes"]}
 
 
@@ -94,14 +106,25 @@ def events(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| choice | ranks | microbatches | states predicted | states held | predicted | measured | the plan was |"
+    yield (
+        "| choice | ranks | microbatches | states predicted | states held | predicted | measured |"
+        " the plan was |"
+    )
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     for row in rows:
         predicted, measured = row["predicted"], row["measured"]
-        states = [sum(of[k] for k in ("parameters", "gradients", "optimizer")) / MIB for of in (predicted, measured)]
+        states = [
+            sum(of[k] for k in ("parameters", "gradients", "optimizer")) / MIB
+            for of in (predicted, measured)
+        ]
         peaks = [of["peak"] / MIB for of in (predicted, measured)]
         numbers = [*states, *peaks]
-        cells = [row["choice"], str(row["ranks"]), str(row["microbatches"]), *(f"{n:,.0f} MiB" for n in numbers)]
+        cells = [
+            row["choice"],
+            str(row["ranks"]),
+            str(row["microbatches"]),
+            *(f"{n:,.0f} MiB" for n in numbers),
+        ]
         yield "| " + " | ".join([*cells, describe_error(*peaks)]) + " |"
 
 

@@ -1,5 +1,5 @@
-"""Writes docs/reference.md (job keys, verbs, exit codes, events, kinds), the JSON Schema of job files and the tables of
-other pages from the code.
+"""Writes docs/reference.md (job keys, verbs, exit codes, events, kinds), the JSON Schema of job
+files and the tables of other pages from the code.
 
 `--check` only compares.
 """
@@ -37,7 +37,9 @@ def type_words(annotation: Any) -> str:
         return type_words(args[0])
     if origin in (typing.Union, types.UnionType):
         words = ["none" if part is type(None) else type_words(part) for part in args]
-        return " or ".join(word for word in words if word != "none" or "`none`" not in " ".join(words))
+        return " or ".join(
+            word for word in words if word != "none" or "`none`" not in " ".join(words)
+        )
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in args)
     if origin is tuple:
@@ -70,7 +72,10 @@ def job_tables() -> list[str]:
             lines[-2:-2] = [words, ""]
         for key, item in field.annotation.model_fields.items():
             what = " ".join((item.description or "").split()).replace("|", "\\|")
-            lines.append(f"| `{key}` | {type_words(item.annotation)} | {default_words(item.default)} | {what} |")
+            lines.append(
+                f"| `{key}` | {type_words(item.annotation)} | {default_words(item.default)} |"
+                f" {what} |"
+            )
         lines.append("")
     return lines
 
@@ -80,11 +85,20 @@ def table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
 
 
 def reference() -> str:
-    lines = ["# Reference", "", "Generated from the code by `make docs`; a test holds it to the code.", ""]
+    lines = [
+        "# Reference",
+        "",
+        "Generated from the code by `make docs`; a test holds it to the code.",
+        "",
+    ]
     lines += ["## Verbs", ""]
-    lines += table(("verb", "what it does"), [(f"`phalanx {v}`", help_line(v)) for v in names("phalanx.cli")])
+    lines += table(
+        ("verb", "what it does"), [(f"`phalanx {v}`", help_line(v)) for v in names("phalanx.cli")]
+    )
     lines += ["## Exit codes", ""]
-    lines += table(("code", "meaning"), [(str(int(code)), text) for code, text in EXIT_CODE_MEANING.items()])
+    lines += table(
+        ("code", "meaning"), [(str(int(code)), text) for code, text in EXIT_CODE_MEANING.items()]
+    )
     lines += [
         "## The job file",
         "",
@@ -92,25 +106,42 @@ def reference() -> str:
         "",
     ]
     lines += job_tables()
-    lines += ["## Kinds", "", "Each is one file of a folder; `package.module:name` reaches your own.", ""]
+    lines += [
+        "## Kinds",
+        "",
+        "Each is one file of a folder; `package.module:name` reaches your own.",
+        "",
+    ]
     folders = {**KINDS, "resilience.inject": "phalanx.resilience.faults"}
-    lines += table(("key", "kinds"), [(f"`{k}`", ", ".join(f"`{n}`" for n in names(p))) for k, p in folders.items()])
-    lines += ["## Phases", "", "Where a fault can strike and what a step's seconds are charged to: "]
+    lines += table(
+        ("key", "kinds"),
+        [(f"`{k}`", ", ".join(f"`{n}`" for n in names(p))) for k, p in folders.items()],
+    )
+    lines += [
+        "## Phases",
+        "",
+        "Where a fault can strike and what a step's seconds are charged to: ",
+    ]
     lines += [", ".join(f"`{phase}`" for phase in PHASES) + ".", ""]
     lines += ["## Events", "", "One line of JSON each, in `RUN/events/`.", ""]
     first_paragraphs = {kind: (cls.__doc__ or "").split("\n\n")[0] for kind, cls in EVENTS.items()}
-    rows = [(f"`{kind}`", " ".join(text.split()).replace("|", "or")) for kind, text in first_paragraphs.items()]
+    rows = [
+        (f"`{kind}`", " ".join(text.split()).replace("|", "or"))
+        for kind, text in first_paragraphs.items()
+    ]
     lines += table(("event", "fact"), rows)
     return "\n".join(lines).rstrip() + "\n"
 
 
 def schema_text() -> str:
-    """The JSON Schema of job files: in docs/ for people, in the package for `phalanx init` and shell completion."""
+    """The JSON Schema of job files: in docs/ for people, in the package for `phalanx init` and
+    shell completion."""
     return json.dumps(job_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def with_examples(text: str) -> str:
-    """A page with each block after `<!-- from FILE [REGION] -->` as that file of the repository says today.
+    """A page with each block after `<!-- from FILE [REGION] -->` as that file of the repository
+    says today.
 
     A region lies between the lines "# [name]" and "# [/name]".
     """
@@ -121,7 +152,10 @@ def with_examples(text: str) -> str:
             source = source.split(f"# [{name}]\n")[1].split(f"# [/{name}]\n")[0]
         return f"{match['mark']}\n```{match['kind']}\n{source.strip()}\n```\n"
 
-    mark = r"(?P<mark><!-- from (?P<file>\S+)(?: \[(?P<region>\w+)\])? -->)\n```(?P<kind>\w+)\n.*?```\n"
+    mark = (
+        r"(?P<mark><!-- from (?P<file>\S+)(?: \[(?P<region>\w+)\])?"
+        r" -->)\n```(?P<kind>\w+)\n.*?```\n"
+    )
     return re.sub(mark, block, text, flags=re.DOTALL)
 
 

@@ -1,4 +1,7 @@
-"""The numbers of docs/strategies.md: formulas of the field, and what phalanx's own planner says. Torch-free."""
+"""The numbers of docs/strategies.md: formulas of the field, and what phalanx's own planner says.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,12 @@ GPUS = 8
 CARD = Cluster("cuda", GPUS, 80 * GIB)
 ROOM = Cluster("cuda", GPUS, 2**50)  # so that what does not fit is planned, too
 MODEL = (
-    *("model.preset=llama2-7b", "data.seq_len=4096", "train.global_batch_size=64", "train.micro_batch_size=1"),
+    *(
+        "model.preset=llama2-7b",
+        "data.seq_len=4096",
+        "train.global_batch_size=64",
+        "train.micro_batch_size=1",
+    ),
     *("precision.compute=bf16", f"parallel.ranks={GPUS}"),
 )
 LAYOUTS = (
@@ -51,7 +59,9 @@ WAYS = (
     "recompute=none offload_activations=true",
 )
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v")
-EVEN = StageCosts(Fraction(1), Fraction(1), Fraction(1))  # forward and both halves of the backward take equally long
+EVEN = StageCosts(
+    Fraction(1), Fraction(1), Fraction(1)
+)  # forward and both halves of the backward take equally long
 
 
 # What is sent, per rank, by ring algorithms
@@ -67,12 +77,20 @@ def all_gather(num_bytes: float, ranks: int) -> float:
 
 
 def data_parallel_bytes(
-    stage: int, params: float, root: float, ranks: int, *, microbatches: int = 1, compute: int = 4, staged: bool = False
+    stage: int,
+    params: float,
+    root: float,
+    ranks: int,
+    *,
+    microbatches: int = 1,
+    compute: int = 4,
+    staged: bool = False,
 ) -> float:
-    """Of one step, as phalanx does it: fp32 gradients, weights gathered in `compute` bytes an element.
+    """Of one step, as phalanx does it: fp32 gradients, weights gathered in `compute` bytes an
+    element.
 
-    `root`: parameters outside of blocks, which zero3 keeps from forward to backward. `staged`: in a pipeline, where
-    weights are gathered once per step.
+    `root`: parameters outside of blocks, which zero3 keeps from forward to backward. `staged`: in a
+    pipeline, where weights are gathered once per step.
     """
     if stage == 0:
         return all_reduce(4 * params, ranks)
@@ -84,7 +102,8 @@ def data_parallel_bytes(
 
 
 def tensor_parallel_bytes(layers: int, tokens: float, dim: int, compute: int, tp: int) -> float:
-    """Of one microbatch: four all-reduces a block (or as many gathers and scatters), two for embedding and head."""
+    """Of one microbatch: four all-reduces a block (or as many gathers and scatters), two for
+    embedding and head."""
     return (4 * layers + 2) * all_reduce(tokens * dim * compute, tp)
 
 
@@ -109,7 +128,13 @@ def state_bytes_sent(plan: Plan) -> float:
     root = (shape.num_params - shape.blocks_params) / layout.tp
     shards = layout.dp_shard * layout.cp if plan.zero_stage else layout.data_parallel_size
     sent = data_parallel_bytes(
-        plan.zero_stage, params, root, shards, microbatches=plan.num_microbatches, compute=2, staged=staged
+        plan.zero_stage,
+        params,
+        root,
+        shards,
+        microbatches=plan.num_microbatches,
+        compute=2,
+        staged=staged,
     )
     if plan.zero_stage and layout.dp_replicate > 1:
         sent += all_reduce(4 * params / shards, layout.dp_replicate)
@@ -117,11 +142,14 @@ def state_bytes_sent(plan: Plan) -> float:
 
 
 def activation_bytes_sent(plan: Plan, work: Workload) -> float:
-    """Activations and their gradients that one rank sends in a step; of a pipeline, the rank that sends most."""
+    """Activations and their gradients that one rank sends in a step; of a pipeline, the rank
+    that sends most."""
     layout, shape = plan.layout, plan.model_shape
     sent = 0.0
     if layout.tp > 1:
-        of_one = tensor_parallel_bytes(shape.num_layers, work.tokens, shape.dim, work.compute_bytes, layout.tp)
+        of_one = tensor_parallel_bytes(
+            shape.num_layers, work.tokens, shape.dim, work.compute_bytes, layout.tp
+        )
         sent += of_one * work.num_microbatches
     if layout.cp > 1:
         sent += sent_bytes_of_step(of_one_rank(shape, layout.tp), work)
@@ -134,21 +162,36 @@ def activation_bytes_sent(plan: Plan, work: Workload) -> float:
 def layouts() -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [
         (
-            *("`[parallel]`", "microbatches", "state", "activations", "gathered", "a rank", "of 80 GiB"),
+            *(
+                "`[parallel]`",
+                "microbatches",
+                "state",
+                "activations",
+                "gathered",
+                "a rank",
+                "of 80 GiB",
+            ),
             *("weights and gradients sent", "activations sent", "bubble"),
         )
     ]
     for keys in LAYOUTS:
-        job = load_job(None, [*MODEL, "train.recompute=selective", *(f"parallel.{key}" for key in keys.split())])
+        job = load_job(
+            None,
+            [*MODEL, "train.recompute=selective", *(f"parallel.{key}" for key in keys.split())],
+        )
         plan, work = plan_of(job)
         memory, total = plan.chosen.predicted_bytes, plan.chosen.total_bytes
         states = sum(memory[part] for part in ("parameters", "gradients", "optimizer"))
         fits = "fits" if total <= capacity_of(job, CARD, GPUS) else "does not fit"
         waits = (
-            "" if plan.pipeline is None else _percent(simulate(plan.pipeline.schedule(), plan.pipeline.costs).bubble)
+            ""
+            if plan.pipeline is None
+            else _percent(simulate(plan.pipeline.schedule(), plan.pipeline.costs).bubble)
         )
         numbers = (states, memory["activations"] + memory["loss"], memory["communication"], total)
-        sent = (state_bytes_sent(plan) if plan.layout.data_parallel_size * plan.layout.cp > 1 else 0.0,)
+        sent = (
+            state_bytes_sent(plan) if plan.layout.data_parallel_size * plan.layout.cp > 1 else 0.0,
+        )
         sent += (activation_bytes_sent(plan, work),)
         words = [f"`{keys}`", str(plan.num_microbatches), *map(_gib, numbers), fits]
         rows.append([*words, *(format_bytes(size) if size else "" for size in sent), waits])
@@ -158,14 +201,20 @@ def layouts() -> list[Sequence[str]]:
 def ways() -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("`[train]`", "activations and loss", "a rank")]
     for keys in WAYS:
-        job = load_job(None, [*MODEL, "parallel.zero_stage=3", *(f"train.{key}" for key in keys.split())])
+        job = load_job(
+            None, [*MODEL, "parallel.zero_stage=3", *(f"train.{key}" for key in keys.split())]
+        )
         memory = make_plan(job, cluster=ROOM).chosen.predicted_bytes
-        rows.append((f"`{keys}`", _gib(memory["activations"] + memory["loss"]), _gib(sum(memory.values()))))
+        rows.append(
+            (f"`{keys}`", _gib(memory["activations"] + memory["loss"]), _gib(sum(memory.values())))
+        )
     for offload in ("optimizer", "parameters"):
         keys = ["parallel.zero_stage=3", "train.recompute=full", f"parallel.offload={offload}"]
         memory = make_plan(load_job(None, [*MODEL, *keys]), cluster=ROOM).chosen.predicted_bytes
         name = f"`recompute=full`, `parallel.offload={offload}`"
-        rows.append((name, _gib(memory["activations"] + memory["loss"]), _gib(sum(memory.values()))))
+        rows.append(
+            (name, _gib(memory["activations"] + memory["loss"]), _gib(sum(memory.values())))
+        )
     return rows
 
 
@@ -175,7 +224,13 @@ def zero() -> list[Sequence[str]]:
         found = [state_bytes(1, stage, ranks, MIXED_FP16_ADAM) for stage in (0, 1, 2, 3)]
         whole, *split = [sum(part.values()) for part in found]
         less = found[0]["optimizer"] / found[1]["optimizer"]
-        rows.append((f"{ranks:,}", *(f"{whole / one:.4g} times less" for one in split), f"{less:,.0f} times less"))
+        rows.append(
+            (
+                f"{ranks:,}",
+                *(f"{whole / one:.4g} times less" for one in split),
+                f"{less:,.0f} times less",
+            )
+        )
     return rows
 
 
@@ -188,13 +243,17 @@ def bubbles() -> list[Sequence[str]]:
             idle, part = idle_s("1f1b", ranks, count, EVEN), bubble("1f1b", ranks, count, 1, EVEN)
             assert idle is not None
             assert part is not None
-            rows.append((str(ranks), str(count), _percent(Fraction(idle) / (3 * count)), _percent(part)))
+            rows.append(
+                (str(ranks), str(count), _percent(Fraction(idle) / (3 * count)), _percent(part))
+            )
     return rows
 
 
 def schedules() -> list[Sequence[str]]:
     ranks, count = 8, 32
-    rows: list[Sequence[str]] = [("schedule", "stages per rank", "bubble", "held by rank 0, in parts of the model")]
+    rows: list[Sequence[str]] = [
+        ("schedule", "stages per rank", "bubble", "held by rank 0, in parts of the model")
+    ]
     for name in SCHEDULES:
         stages = 1 if name in ("gpipe", "1f1b") else 2
         part = bubble(name, ranks, count, stages, EVEN)
@@ -211,22 +270,46 @@ def compressions() -> list[Sequence[str]]:
     for ranks in (8, 64, 128):
         plain = all_reduce(4, ranks)
         found = [all_reduce(2, ranks), 2 * all_gather(1, ranks), 0.01 * 8 * (ranks - 1)]
-        rows.append((str(ranks), f"{plain:.2f}", *(f"{size:.2f} ({_percent(size / plain)})" for size in found)))
+        rows.append(
+            (
+                str(ranks),
+                f"{plain:.2f}",
+                *(f"{size:.2f} ({_percent(size / plain)})" for size in found),
+            )
+        )
     return rows
 
 
 def experts() -> list[Sequence[str]]:
     """Of zero3, so that experts are split whichever way."""
     rows: list[Sequence[str]] = [
-        ("model", "experts", "all else", "active per token", "a rank, zero3", "a rank, zero3 and ep=8", "sent over ep")
+        (
+            "model",
+            "experts",
+            "all else",
+            "active per token",
+            "a rank, zero3",
+            "a rank, zero3 and ep=8",
+            "sent over ep",
+        )
     ]
     for name in ("mixtral-8x7b", "deepseek-moe-16b", "qwen3-30b-a3b"):
-        keys = [*MODEL, f"model.preset={name}", "train.global_batch_size=8", "train.recompute=selective"]
+        keys = [
+            *MODEL,
+            f"model.preset={name}",
+            "train.global_batch_size=8",
+            "train.recompute=selective",
+        ]
         plain, _ = plan_of(load_job(None, [*keys, "parallel.zero_stage=3"]))
         spread, work = plan_of(load_job(None, [*keys, "parallel.zero_stage=3", "parallel.ep=8"]))
         shape = plain.model_shape
-        of_experts = shape.num_expert_layers * shape.num_experts * ffn_params(shape, shape.expert_ffn_dim)
-        words = [_billions(count) for count in (of_experts, shape.num_params - of_experts, shape.num_active_params)]
+        of_experts = (
+            shape.num_expert_layers * shape.num_experts * ffn_params(shape, shape.expert_ffn_dim)
+        )
+        words = [
+            _billions(count)
+            for count in (of_experts, shape.num_params - of_experts, shape.num_active_params)
+        ]
         memory = [_gib(plan.chosen.total_bytes) for plan in (plain, spread)]
         rows.append((f"`{name}`", *words, *memory, format_bytes(sent_over_ep(shape, work))))
     return rows
@@ -241,7 +324,10 @@ def with_tables(page: str) -> str:
     def table(match: re.Match[str]) -> str:
         head, *rows = TABLES[match["name"]]()
         lines = [head, ["---"] * len(head), *rows]
-        return f"{match['mark']}\n{''.join(_line(row) for row in lines)}<!-- end of {match['name']} -->"
+        return (
+            f"{match['mark']}\n{''.join(_line(row) for row in lines)}<!-- end of"
+            f" {match['name']} -->"
+        )
 
     mark = r"(?P<mark><!-- (?P<name>\w+): generated by make docs -->)\n.*?<!-- end of (?P=name) -->"
     return re.sub(mark, table, page, flags=re.DOTALL)

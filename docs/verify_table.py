@@ -1,4 +1,5 @@
-"""Writes docs/verified.md: `phalanx verify` over every model and layout of `JUDGED`, as it ran here.
+"""Writes docs/verified.md: `phalanx verify` over every model and layout of `JUDGED`, as it ran
+here.
 
 python docs/verify_table.py              about a quarter of an hour on two cores
 python docs/verify_table.py "vision"     what begins so, the rest of the page as it is
@@ -35,7 +36,11 @@ ON_EIGHT = (
 )
 ON_FOUR_STAGED = ",".join(name for name, _ in list_pipelines(4))
 ON_EIGHT_STAGED = ",".join(
-    [f"{place}-{schedule}" for place in ("pp4-zero3", "pp4-tp2", "pp2-zero3-tp2") for schedule in SCHEDULE_NAMES]
+    [
+        f"{place}-{schedule}"
+        for place in ("pp4-zero3", "pp4-tp2", "pp2-zero3-tp2")
+        for schedule in SCHEDULE_NAMES
+    ]
     + ["pp2-hsdp2x2-zero3-1f1b", "pp2-hsdp2x2-zero3-zb-v", "pp2-zero3-uneven-1f1b"]
 )
 ALONE_ON_EIGHT = ",".join(f"pp8-{schedule}" for schedule in SCHEDULE_NAMES)
@@ -48,21 +53,31 @@ STAGED = (
     "data.seq_len=16",
 )
 PRODUCTS = ",".join(
-    [name for name, _ in list_products(8)] + ["pp2-zero3-tp2-1f1b", "pp2-zero3-tp2-zb-v", "hsdp2x2-zero3-tp2"]
+    [name for name, _ in list_products(8)]
+    + ["pp2-zero3-tp2-1f1b", "pp2-zero3-tp2-zb-v", "hsdp2x2-zero3-tp2"]
 )
 PRODUCTS_OF_EXPERTS = (
     "hsdp2x4-zero3-ep4,pp2-zero3-tp2-ep2-1f1b,pp2-zero3-tp2-ep2-zb-v,pp2-zero3-cp2-ep4-1f1b,zero3-tp2-cp2-ep4,"
     "hsdp2x4-zero3-cp2-ep4,hsdp2x2-zero3-tp2-ep2,zero3-ep8"
 )
 SOME_OF_EXPERTS = "pp2-zero3-tp2-ep2-zb-v,zero3-tp2-cp2-ep4,hsdp2x4-zero3-cp2-ep4"
-WITH_SOME_EXPERTS = (
-    "ddp,cp4,ddp-ep4,zero3-ep2,zero3-ep4-selective,cp4-ep4,zero3-tp2-ep2,zero3-cp2-ep4,pp2-zero3-ep2-zb-v"
-)
+WITH_SOME_EXPERTS = "ddp,cp4,ddp-ep4,zero3-ep2,zero3-ep4-selective,cp4-ep4,zero3-tp2-ep2,zero3-cp2-ep4,pp2-zero3-ep2-zb-v"
 WITH_EXPERTS = ",".join(["ddp", "tp4", "cp4", *(name for name, _ in list_expert_layouts(4))])
-BALANCED = ("model.expert_capacity=1.0", "model.balance_loss=0.05", "model.balance_bias=0.01", "data.seq_len=32")
+BALANCED = (
+    "model.expert_capacity=1.0",
+    "model.balance_loss=0.05",
+    "model.balance_bias=0.01",
+    "data.seq_len=32",
+)
 OF_EACH_KIND = "ddp,zero3,zero3-full,tp2,pp2-1f1b"
 HF_CONFIGS = Path(tempfile.gettempdir()) / "phalanx-hf-configs"  # written by main()
-EIGHT_HEADS = ("model.dim=64", "model.num_layers=2", "model.num_heads=8", "model.num_kv_heads=2", "data.seq_len=32")
+EIGHT_HEADS = (
+    "model.dim=64",
+    "model.num_layers=2",
+    "model.num_heads=8",
+    "model.num_kv_heads=2",
+    "data.seq_len=32",
+)
 
 
 @dataclass(frozen=True)
@@ -86,19 +101,58 @@ JUDGED = (
     Judged("dense decoder", 2, whole(2), ("--shrink",)),
     Judged("dense decoder", 4, whole(4), ("--shrink",)),
     Judged("dense decoder", 8, ON_EIGHT, EIGHT_HEADS),
-    Judged("pipelines", 4, ON_FOUR_STAGED, (*STAGED, "model.num_layers=8", "model.tie_embeddings=true")),
-    Judged("pipelines", 8, ON_EIGHT_STAGED, (*STAGED, "model.num_layers=7")),
-    Judged("pipelines", 8, ALONE_ON_EIGHT, (*STAGED, "model.num_layers=15", "model.tie_embeddings=true")),
-    Judged("products of axes", 8, PRODUCTS, (*STAGED, "model.num_layers=4", "model.num_kv_heads=4")),
-    Judged("experts, as in Mixtral", 4, WITH_EXPERTS, ("--shrink", "--model=mixtral-8x7b", "data.seq_len=32")),
-    Judged("experts, as in Mixtral", 8, PRODUCTS_OF_EXPERTS, ("--shrink", "--model=mixtral-8x7b", "data.seq_len=32")),
     Judged(
-        "experts, as in DeepSeek, balanced", 4, WITH_SOME_EXPERTS, ("--shrink", "--model=small-deepseek", *BALANCED)
+        "pipelines", 4, ON_FOUR_STAGED, (*STAGED, "model.num_layers=8", "model.tie_embeddings=true")
     ),
-    Judged("experts, as in DeepSeek, balanced", 8, SOME_OF_EXPERTS, ("--shrink", "--model=small-deepseek", *BALANCED)),
-    Judged("experts, as in Qwen 3", 4, "ddp,zero3-ep4,zero3-tp2-ep2,cp4-ep4", ("--shrink", "--model=qwen3-30b-a3b")),
-    Judged("tied, GPT-style: learned positions, biases, LayerNorm", 4, SOME, ("--shrink", "--model=gpt2")),
-    Judged("grouped queries, two key heads on four ranks", 4, SOME, ("--shrink", "--model=llama3-8b")),
+    Judged("pipelines", 8, ON_EIGHT_STAGED, (*STAGED, "model.num_layers=7")),
+    Judged(
+        "pipelines",
+        8,
+        ALONE_ON_EIGHT,
+        (*STAGED, "model.num_layers=15", "model.tie_embeddings=true"),
+    ),
+    Judged(
+        "products of axes", 8, PRODUCTS, (*STAGED, "model.num_layers=4", "model.num_kv_heads=4")
+    ),
+    Judged(
+        "experts, as in Mixtral",
+        4,
+        WITH_EXPERTS,
+        ("--shrink", "--model=mixtral-8x7b", "data.seq_len=32"),
+    ),
+    Judged(
+        "experts, as in Mixtral",
+        8,
+        PRODUCTS_OF_EXPERTS,
+        ("--shrink", "--model=mixtral-8x7b", "data.seq_len=32"),
+    ),
+    Judged(
+        "experts, as in DeepSeek, balanced",
+        4,
+        WITH_SOME_EXPERTS,
+        ("--shrink", "--model=small-deepseek", *BALANCED),
+    ),
+    Judged(
+        "experts, as in DeepSeek, balanced",
+        8,
+        SOME_OF_EXPERTS,
+        ("--shrink", "--model=small-deepseek", *BALANCED),
+    ),
+    Judged(
+        "experts, as in Qwen 3",
+        4,
+        "ddp,zero3-ep4,zero3-tp2-ep2,cp4-ep4",
+        ("--shrink", "--model=qwen3-30b-a3b"),
+    ),
+    Judged(
+        "tied, GPT-style: learned positions, biases, LayerNorm",
+        4,
+        SOME,
+        ("--shrink", "--model=gpt2"),
+    ),
+    Judged(
+        "grouped queries, two key heads on four ranks", 4, SOME, ("--shrink", "--model=llama3-8b")
+    ),
     Judged("norms of queries and keys, tied", 4, SOME, ("--shrink", "--model=qwen3-0.6b")),
     Judged(
         "latent attention, latent queries",
@@ -112,10 +166,21 @@ JUDGED = (
         "zero3-tp2,tp4,tp2-cp2,cp4-ulysses,pp2-tp2-zb-v",
         ("--shrink", "--model=small-latent"),
     ),
-    Judged("sliding windows, norms after, scaled embeddings", 4, SOME, ("--shrink", "--model=gemma3-1b")),
+    Judged(
+        "sliding windows, norms after, scaled embeddings",
+        4,
+        SOME,
+        ("--shrink", "--model=gemma3-1b"),
+    ),
     Judged("vision transformer", 4, SOME, ("--shrink", "--model=small-vit")),
     *(
-        Judged(f"Hugging Face: {name}", 2, OF_EACH_KIND, ("--model", f"hf:{name}"), place=str(HF_CONFIGS))
+        Judged(
+            f"Hugging Face: {name}",
+            2,
+            OF_EACH_KIND,
+            ("--model", f"hf:{name}"),
+            place=str(HF_CONFIGS),
+        )
         for name in (
             "llama",
             "qwen2",
@@ -131,35 +196,56 @@ JUDGED = (
         )
     ),
     Judged(
-        "convolutions and BatchNorm, own", 4, "ddp,zero2,zero3,hsdp2x2-zero3", ("job.toml",), place="examples/digits"
+        "convolutions and BatchNorm, own",
+        4,
+        "ddp,zero2,zero3,hsdp2x2-zero3",
+        ("job.toml",),
+        place="examples/digits",
     ),
 )
 SHORT = (  # what every run of the tests judges
     Judged("dense decoder", 2, "ddp,zero3,tp2,cp2,pp2-1f1b,pp2-zb-v", ("--shrink",)),
-    Judged("experts, as in Mixtral", 2, "ddp-ep2,zero3-ep2", ("--shrink", "--model=mixtral-8x7b", "data.seq_len=32")),
+    Judged(
+        "experts, as in Mixtral",
+        2,
+        "ddp-ep2,zero3-ep2",
+        ("--shrink", "--model=mixtral-8x7b", "data.seq_len=32"),
+    ),
     Judged("Hugging Face: qwen3", 2, "zero3,tp2", ("--model", "hf:qwen3"), place=str(HF_CONFIGS)),
 )
 EASED = "judged by what rounding to float32 costs"  # begins the note on it
 STEPS = 2  # gradients of the second are those of weights that the layout has moved
 ERRORS = ("loss", "norm", "gradient", "weight", "update")
-NOT_JUDGED = ("weight",)  # where a part of gradients stays behind: of the last step, and told beside what is judged
+NOT_JUDGED = (
+    "weight",
+)  # where a part of gradients stays behind: of the last step, and told beside what is judged
 LOSSY = "lossy:"
 
 
 HEAD = (
-    "What `phalanx verify` measured: each layout beside one process, as [verify.md](verify.md) defines the errors.",
+    (
+        "What `phalanx verify` measured: each layout beside one process, as [verify.md](verify.md)"
+        " defines the errors."
+    ),
     f"Each row is {STEPS} optimizer steps of several microbatches, with uneven numbers of targets.",
-    'Allowed are 1e-10 in float64 (1e-8 after the job\'s optimizer, "update") and 1e-5 in float32, unless a cell says '
-    "otherwise: models that compute in float32 on their way (the norms of most Hugging Face models do) are judged by "
-    "that in float64, too, and "
-    "casts of gradients by what they round.",
-    'Compressed gradients equal nothing by design ("lossy"): of int8, powersgd and topk "gradient" is what the first '
-    "step sends and what it keeps, added up, and weights are told and not judged.",
+    (
+        'Allowed are 1e-10 in float64 (1e-8 after the job\'s optimizer, "update") and 1e-5 in'
+        " float32, unless a cell says otherwise: models that compute in float32 on their way (the"
+        " norms of most Hugging Face models do) are judged by that in float64, too, and casts of"
+        " gradients by what they round."
+    ),
+    (
+        'Compressed gradients equal nothing by design ("lossy"): of int8, powersgd and topk'
+        ' "gradient" is what the first step sends and what it keeps, added up, and weights are told'
+        " and not judged."
+    ),
     "A layout that a model cannot have is refused, with the nearest that it can.",
 )
 
 
-def judge(judged: Judged, phalanx: Sequence[str] = (sys.executable, "-m", "phalanx")) -> list[dict[str, Any]]:
+def judge(
+    judged: Judged, phalanx: Sequence[str] = (sys.executable, "-m", "phalanx")
+) -> list[dict[str, Any]]:
     """The rows of `phalanx verify`; ends the process if there are none."""
     arguments = [
         "verify",
@@ -172,7 +258,9 @@ def judge(judged: Judged, phalanx: Sequence[str] = (sys.executable, "-m", "phala
     command, shown = [*phalanx, *arguments], " ".join(["phalanx", *arguments])
     print(shown, file=sys.stderr, flush=True)
     began = time.monotonic()
-    done = subprocess.run(command, cwd=HERE.parent / judged.place, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=HERE.parent / judged.place, stdout=subprocess.PIPE, text=True, check=False
+    )
     print(f"  {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     if done.returncode not in (0, 11):
         sys.exit(f"{shown}: exit code {done.returncode}")
@@ -194,7 +282,8 @@ def lines_of(judged: Judged, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def cell_of(row: dict[str, Any]) -> str:
-    """The errors of a layout in one type, and what is allowed where it is not what the page's head says."""
+    """The errors of a layout in one type, and what is allowed where it is not what the page's
+    head says."""
     if not row["ok"]:
         return f"**differs**: {(row['first'] or {}).get('text', '')}"
     told = [name for name in ERRORS if name in row["errors"]]
@@ -213,7 +302,8 @@ def cell_of(row: dict[str, Any]) -> str:
 
 
 def main(parts: list[str]) -> None:
-    """Judge all of `JUDGED`, or what begins as one of `parts` does, whose sections of the page are written anew."""
+    """Judge all of `JUDGED`, or what begins as one of `parts` does, whose sections of the page
+    are written anew."""
     sys.path.insert(0, str(HERE.parent / "tests"))
     from hf_zoo import ZOO, write_config
 
@@ -225,7 +315,10 @@ def main(parts: list[str]) -> None:
         if not parts or judged.what.startswith(tuple(parts)):
             again.setdefault(_title(judged.what), []).extend(lines_of(judged, judge(judged)))
     minutes = (time.monotonic() - began) / 60
-    ran = f"in {minutes:.1f} minutes on {num_cores()} cores ({cpu_model()}), torch {torch.__version__}, "
+    ran = (
+        f"in {minutes:.1f} minutes on {num_cores()} cores ({cpu_model()}), torch"
+        f" {torch.__version__}, "
+    )
     ran += f"{time.strftime('%Y-%m-%d')}."
     before, sections = _read(page) if parts else ([], {})
     sections |= again
@@ -235,7 +328,9 @@ def main(parts: list[str]) -> None:
     written = [line for line in before if line.startswith("Written by")] or [
         f"Written by `python docs/verify_table.py` {ran}"
     ]
-    written += [line for line in before if " again, in " in line] + ([f"Of it {of_parts}"] if parts else [])
+    written += [line for line in before if " again, in " in line] + (
+        [f"Of it {of_parts}"] if parts else []
+    )
     text = [
         "# Verified",
         "",
@@ -245,7 +340,14 @@ def main(parts: list[str]) -> None:
         *written,
     ]
     for what in sorted(sections, key=order.index):
-        text += ["", f"## {what}", "", "| layout | ranks | float64 | float32 |", "|---|---:|---|---|", *sections[what]]
+        text += [
+            "",
+            f"## {what}",
+            "",
+            "| layout | ranks | float64 | float32 |",
+            "|---|---:|---|---|",
+            *sections[what],
+        ]
     page.write_text("\n".join(text) + "\n")
     sys.exit(11 if counts["differ"] else 0)
 
@@ -260,7 +362,9 @@ def _read(page: Path) -> tuple[list[str], dict[str, list[str]]]:
     rows = {}
     for section in sections:
         title, *lines = section.splitlines()
-        rows[title] = [line for line in lines if line.startswith("| ") and not line.startswith("| layout")]
+        rows[title] = [
+            line for line in lines if line.startswith("| ") and not line.startswith("| layout")
+        ]
     return above.splitlines(), rows
 
 
@@ -271,7 +375,9 @@ def _counts(lines: Iterable[str]) -> dict[str, int]:
     for line in lines:
         _, _, _, *cells, _ = line.split("|")
         for cell in filter(None, map(str.strip, cells)):
-            counts[next((kind for words, kind in begins.items() if cell.startswith(words)), "equal")] += 1
+            counts[
+                next((kind for words, kind in begins.items() if cell.startswith(words)), "equal")
+            ] += 1
     return counts
 
 

@@ -15,7 +15,10 @@ import phalanx
 
 
 class Squares:
-    """Microbatches as a pure function of the step: resuming needs no state. Here: squares modulo 97."""
+    """Microbatches as a pure function of the step: resuming needs no state.
+
+    Here: squares modulo 97.
+    """
 
     def __init__(self, plan: phalanx.Plan) -> None:
         self.plan = plan
@@ -28,12 +31,24 @@ class Squares:
 
 
 def main(run_dir: Path) -> phalanx.TrainState:
-    overrides = ["train.steps=40", "train.global_batch_size=8", "data.seq_len=32", "model.num_layers=2"]
-    overrides += ["model.dim=64", "model.vocab_size=97", "optim.warmup_steps=5", "checkpoint.every_steps=20"]
+    overrides = [
+        "train.steps=40",
+        "train.global_batch_size=8",
+        "data.seq_len=32",
+        "model.num_layers=2",
+    ]
+    overrides += [
+        "model.dim=64",
+        "model.vocab_size=97",
+        "optim.warmup_steps=5",
+        "checkpoint.every_steps=20",
+    ]
     job = phalanx.load_job(None, overrides)
     plan = phalanx.make_plan(job, num_ranks=1)
     with phalanx.open_mesh(plan.layout, device="cpu") as mesh:
-        model = phalanx.parallelize(phalanx.build_model(job, plan.model_shape), plan, mesh, seed=job.run.seed)
+        model = phalanx.parallelize(
+            phalanx.build_model(job, plan.model_shape), plan, mesh, seed=job.run.seed
+        )
         optimizer = phalanx.build_optimizer(model, job.optim)
         state = phalanx.TrainState(model, optimizer, job.run.seed)
         bus = phalanx.Bus(rank=mesh.rank, run_dir=run_dir)

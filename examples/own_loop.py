@@ -21,13 +21,21 @@ BATCH, FEATURES = 64, 16
 
 
 def build() -> nn.Module:
-    """A small regression net. Built from the same seed on every rank; phalanx checks that it was."""
+    """A small regression net.
+
+    Built from the same seed on every rank; phalanx checks that it was.
+    """
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(FEATURES, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)
+    )
 
 
-def squared_error(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """An objective returns a sum and how many targets it sums over, so that averages are exact on any layout."""
+def squared_error(
+    outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An objective returns a sum and how many targets it sums over, so that averages are exact
+    on any layout."""
     return (outputs - batch["targets"]).square().sum(), torch.tensor(batch["targets"].numel())
 
 
@@ -39,7 +47,9 @@ def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main(overrides: list[str]) -> list[float]:
-    job = phalanx.load_job(None, [f"train.global_batch_size={BATCH}", "train.steps=30", "data.seq_len=1", *overrides])
+    job = phalanx.load_job(
+        None, [f"train.global_batch_size={BATCH}", "train.steps=30", "data.seq_len=1", *overrides]
+    )
     plan = phalanx.make_plan(job, num_ranks=phalanx.running_ranks())
     losses = []
     with phalanx.open_mesh(plan.layout, device="cpu") as mesh:
@@ -50,7 +60,9 @@ def main(overrides: list[str]) -> list[float]:
         for step in range(1, job.train.steps + 1):
             x, y = global_batch(step)
             sums = model.forward_backward([{"inputs": x[mine], "targets": y[mine]}], squared_error)
-            facts = model.finish_step(sums, max_norm=1.0)  # one reduction: exact loss, norm, clipping
+            facts = model.finish_step(
+                sums, max_norm=1.0
+            )  # one reduction: exact loss, norm, clipping
             if facts.usable:
                 model.update(optimizer)  # optimizer.step(), and what ranks updated for each other
             optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,5 @@
-"""Your own model under `phalanx train`: any factory that returns an nn.Module from token ids to logits.
+"""Your own model under `phalanx train`: any factory that returns an nn.Module from token ids to
+logits.
 
 cd examples
 phalanx train model.kind=own_model:build 'model.args={dim = 96}' train.steps=100
@@ -26,7 +27,10 @@ class CausalConv(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A gated convolutional language model. Its ModuleList tells phalanx what to shard and recompute as one unit."""
+    """A gated convolutional language model.
+
+    Its ModuleList tells phalanx what to shard and recompute as one unit.
+    """
 
     def __init__(self, vocab_size: int, dim: int, num_blocks: int, width: int) -> None:
         super().__init__()

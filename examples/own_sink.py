@@ -10,7 +10,8 @@ from phalanx.observe.events import Envelope, StepFinished
 
 
 class CsvSink:
-    """Called from a thread of rank 0, never from the step loop: it may be slow, and it may raise."""
+    """Called from a thread of rank 0, never from the step loop: it may be slow, and it may
+    raise."""
 
     def __init__(self, path: Path) -> None:
         self.file = open(path, "a", newline="")

@@ -2,7 +2,8 @@
 
 python examples/train_from_python.py runs/from-python
 
-Ranks are processes of their own: they are started again after a crash, and your process never imports torch for them.
+Ranks are processes of their own: they are started again after a crash, and your process never
+imports torch for them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def main(run_dir: str, overrides: list[str]) -> phalanx.RunResult:
     # A run goes on from its newest checkpoint, here for twice as many steps.
     longer = phalanx.resume_job(first.run_dir, ["train.steps=60"], quiet=True)
     loss, before = longer.metrics["loss"], first.metrics["loss"]
-    print(f"{longer.plan.layout}: step {longer.last_step}, loss {before:.3f} -> {loss:.3f}, {longer.newest_checkpoint}")
+    print(
+        f"{longer.plan.layout}: step {longer.last_step}, loss {before:.3f} -> {loss:.3f},"
+        f" {longer.newest_checkpoint}"
+    )
     return longer
 
 

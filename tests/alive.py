@@ -1,4 +1,5 @@
-"""Bytes that torch holds at the worst moment of a computation, counted storage by storage: the same on any machine."""
+"""Bytes that torch holds at the worst moment of a computation, counted storage by storage: the
+same on any machine."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the storages that operations made and that are still there, now and at the worst moment."""
+    """Bytes of the storages that operations made and that are still there, now and at the worst
+    moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +23,10 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage()._cdata not in self._known
+            ):
                 storage = tensor.untyped_storage()
                 self._known.add(storage._cdata)
                 self.now += storage.nbytes()

@@ -1,4 +1,5 @@
-"""Bytes that torch's allocator of the CPU hands out, also inside of operations that Python sees as one."""
+"""Bytes that torch's allocator of the CPU hands out, also inside of operations that Python sees
+as one."""
 
 from __future__ import annotations
 

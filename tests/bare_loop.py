@@ -1,4 +1,7 @@
-"""The reference of the parity tests: one process, an untouched module, a plain loop. Imports nothing of phalanx."""
+"""The reference of the parity tests: one process, an untouched module, a plain loop.
+
+Imports nothing of phalanx.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Trace:
-    """What one process computed: per step loss, gradient norm and gradients (after clipping); weights at the end."""
+    """What one process computed: per step loss, gradient norm and gradients (after clipping);
+    weights at the end."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -31,15 +35,23 @@ def logits_of(outputs: Any) -> torch.Tensor:
 
 
 def train_alone(
-    module: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]], optimizer: Any, max_norm: float | None
+    module: nn.Module,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    optimizer: Any,
+    max_norm: float | None,
 ) -> Trace:
-    """Full-batch steps. `optimizer(module)` builds the optimizer; gradients are clipped to the global `max_norm`."""
+    """Full-batch steps.
+
+    `optimizer(module)` builds the optimizer; gradients are clipped to the global `max_norm`.
+    """
     trace = Trace(before={name: p.detach().clone() for name, p in module.named_parameters()})
     update = optimizer(module)
     for batch in batches:
         inputs = {key: batch[key] for key in batch if key not in ("inputs", "targets")}
         logits, targets = logits_of(module(batch["inputs"], **inputs)), batch["targets"]
-        total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+        total = F.cross_entropy(
+            logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum"
+        )
         loss = total / (targets != -100).sum()
         update.zero_grad()
         loss.backward()
@@ -56,7 +68,8 @@ def train_alone(
 
 
 def error(off: torch.Tensor, reference: torch.Tensor, gradients: Tensors) -> float:
-    """|a-b| / max(|b|, 1e-3 |g|_global / sqrt(num_tensors)), of `off` = a-b: a zero gradient has no other scale."""
+    """|a-b| / max(|b|, 1e-3 |g|_global / sqrt(num_tensors)), of `off` = a-b: a zero gradient has
+    no other scale."""
     scale = sum(g.double().square().sum() for g in gradients.values()).item() ** 0.5
     floor = 1e-3 * scale / len(gradients) ** 0.5
     return off.double().norm().item() / max(reference.double().norm().item(), floor)
@@ -71,8 +84,11 @@ def train_in_microbatches(
     max_norm: float | None,
     around: Any = None,
 ) -> Trace:
-    """Steps of SGD over microbatches of `micro` rows: what a statistic over a microbatch sees. Parameters may be frozen
-    or unused. `around(step, first_row)` is a context that each forward runs in."""
+    """Steps of SGD over microbatches of `micro` rows: what a statistic over a microbatch sees.
+
+    Parameters may be frozen or unused. `around(step, first_row)` is a context that each forward
+    runs in.
+    """
     trace = Trace(before={name: p.detach().clone() for name, p in module.named_parameters()})
     for step, batch in enumerate(batches):
         loss_sum, num_targets = 0.0, int((batch["targets"] != -100).sum())
@@ -82,7 +98,9 @@ def train_in_microbatches(
             named = {key: part[key] for key in part if key not in ("inputs", "targets")}
             with around(step, row) if around is not None else nullcontext():
                 logits, targets = logits_of(module(part["inputs"], **named)), part["targets"]
-            total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+            total = F.cross_entropy(
+                logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum"
+            )
             (total / num_targets).backward()
             loss_sum += total.item()
         having = {name: p for name, p in module.named_parameters() if p.grad is not None}

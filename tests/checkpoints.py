@@ -1,4 +1,5 @@
-"""Checkpoints as tests want them: ranks that are threads, and in one place what the store is asked for."""
+"""Checkpoints as tests want them: ranks that are threads, and in one place what the store is
+asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ import torch
 
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.load import load
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, body_xxh3, manifest_bytes, read_manifest
+from phalanx.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Piece,
+    body_xxh3,
+    manifest_bytes,
+    read_manifest,
+)
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores import open_store
@@ -59,7 +67,8 @@ class ThreadRank:
 
 
 def run_threads(layout: Layout, function: Callable[[ThreadRank], Any]) -> list[Any]:
-    """`function(group)` on every rank of `layout`, each a thread; their results in rank order, or the first error."""
+    """`function(group)` on every rank of `layout`, each a thread; their results in rank order,
+    or the first error."""
     board = _Board(threading.Barrier(layout.world_size))
 
     def run(rank: int) -> Any:
@@ -124,7 +133,8 @@ def newest(run_dir: Path) -> Path:
 
 @contextmanager
 def counting_reads() -> Iterator[dict[str, int]]:
-    """Bytes that this process (all its threads) reads of each file of a checkpoint, as the files count them."""
+    """Bytes that this process (all its threads) reads of each file of a checkpoint, as the files
+    count them."""
     found: dict[str, int] = {}
     leave = CheckedFile.__exit__
 
@@ -140,7 +150,8 @@ def counting_reads() -> Iterator[dict[str, int]]:
 
 
 def bytes_needed(directory: Path, wanted: Mapping[str, LogicalShard]) -> dict[str, int]:
-    """By file, the bytes of the chunks in which a byte of a wanted block lies, and of those that hold the header.
+    """By file, the bytes of the chunks in which a byte of a wanted block lies, and of those that
+    hold the header.
 
     Found element run by element run, from the manifest and the headers alone.
     """
@@ -154,7 +165,9 @@ def bytes_needed(directory: Path, wanted: Mapping[str, LogicalShard]) -> dict[st
             for box in shard.boxes:
                 runs = list(_runs(box, piece, shard.tensor.element_size()))
                 if runs:
-                    chunks.setdefault(piece.file, set()).update(range((8 + length - 1) // CHUNK_BYTES + 1))
+                    chunks.setdefault(piece.file, set()).update(
+                        range((8 + length - 1) // CHUNK_BYTES + 1)
+                    )
                 for begin, last in runs:
                     first, end = (offset + begin) // CHUNK_BYTES, (offset + last) // CHUNK_BYTES + 1
                     chunks[piece.file].update(range(first, end))
@@ -169,7 +182,9 @@ def _runs(box: Box, piece: Piece, item_bytes: int) -> Iterator[tuple[int, int]]:
     """First and last byte, inside a piece, of each row of what it shares with a box."""
     inside = [
         range(max(b, p) - p, min(b + size, p + length) - p)
-        for b, size, p, length in zip(box.global_offset, box.size, piece.offset, piece.size, strict=True)
+        for b, size, p, length in zip(
+            box.global_offset, box.size, piece.offset, piece.size, strict=True
+        )
     ]
     if any(not len(places) for places in inside):
         return

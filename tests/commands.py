@@ -1,4 +1,5 @@
-"""`phalanx` as a user runs it: real processes, a tiny job, and what a run directory says afterwards."""
+"""`phalanx` as a user runs it: real processes, a tiny job, and what a run directory says
+afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ class Done:
 
     @property
     def problem(self) -> str:
-        """The one line on standard error. AssertionError if there is a traceback, or more or less than one line."""
+        """The one line on standard error.
+
+        AssertionError if there is a traceback, or more or less than one line.
+        """
         lines = self.err.splitlines()
         assert len(lines) == 1, self.err
         assert lines[0].startswith("phalanx: "), self.err
@@ -72,7 +76,8 @@ def nursery(kind: str = "ranks") -> warm.Nursery:
 
 @contextlib.contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Inside, what this process starts to fork ranks comes from the nursery: phalanx as a library, without the wait."""
+    """Inside, what this process starts to fork ranks comes from the nursery: phalanx as a
+    library, without the wait."""
     before, popen = dict(os.environ), subprocess.Popen
     os.environ |= nursery().variables()
     subprocess.Popen = warm.popen  # type: ignore[assignment, misc]
@@ -89,7 +94,8 @@ def environment(**more: str | None) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in (*TORCH_VARIABLES, "PHALANX_ATTEMPT", SUPERVISED) and not name.startswith(PREFIXES)
+        if name not in (*TORCH_VARIABLES, "PHALANX_ATTEMPT", SUPERVISED)
+        and not name.startswith(PREFIXES)
     }
     kept |= nursery().variables()
     for name, value in more.items():
@@ -100,10 +106,18 @@ def environment(**more: str | None) -> dict[str, str]:
 
 
 def start(
-    *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, command: Sequence[str] = PHALANX, **options: Any
+    *arguments: str,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    command: Sequence[str] = PHALANX,
+    **options: Any,
 ) -> subprocess.Popen[str]:
     """Start a command in a process group of its own, its output in pipes."""
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    options = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    } | options
     options |= {"cwd": cwd, "process_group": 0}
     if command == PHALANX:
         return warm.fork_command(nursery("commands"), arguments, env or environment(), **options)
@@ -145,7 +159,10 @@ def write_text(folder: Path) -> Path:
 
 
 class Watched:
-    """A command whose output is read while it runs. (`communicate` would miss what was read ahead.)"""
+    """A command whose output is read while it runs.
+
+    (`communicate` would miss what was read ahead.)
+    """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -204,21 +221,29 @@ def events(run_dir: Path, kind: type[Event] | None = None) -> list[Envelope]:
 
 
 def loss_curve(run_dir: Path) -> dict[int, float]:
-    """Loss by step. Steps that were done again after a restart, and all ranks, must say the same to the last bit."""
+    """Loss by step.
+
+    Steps that were done again after a restart, and all ranks, must say the same to the last bit.
+    """
     curve: dict[int, set[str]] = {}
     for path in sorted((run_dir / "events").glob("rank-*")):
         for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # the last line of a rank that was killed may be torn
+            with contextlib.suppress(
+                ValueError
+            ):  # the last line of a rank that was killed may be torn
                 event = json.loads(line)
                 if event["event"] == "step_finished":
-                    curve.setdefault(event["step"], set()).add(json.dumps([event["loss"], event["grad_norm"]]))
+                    curve.setdefault(event["step"], set()).add(
+                        json.dumps([event["loss"], event["grad_norm"]])
+                    )
     for step, values in curve.items():
         assert len(values) == 1, f"step {step} has several losses: {values}"
     return {step: json.loads(min(values))[0] for step, values in sorted(curve.items())}
 
 
 def weights(run_dir: Path, step: int | None = None) -> dict[str, str]:
-    """Checksum by file of the newest checkpoint (or that of `step`), each verified against its bytes."""
+    """Checksum by file of the newest checkpoint (or that of `step`), each verified against its
+    bytes."""
     saved = list_checkpoints(run_dir)
     directory = saved[-1] if step is None else run_dir / "checkpoints" / f"step-{step}"
     assert verify_checkpoint(directory) == []
@@ -243,7 +268,8 @@ def descendants() -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def stopped() -> Iterator[None]:
-    """Inside the block every descendant of this process and of the nurseries stands still: the cores are free."""
+    """Inside the block every descendant of this process and of the nurseries stands still: the
+    cores are free."""
     processes = descendants()
     try:
         for process in processes:
@@ -262,6 +288,8 @@ def survivors(run_dir: Path) -> list[str]:
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
             opened = [file.path for file in process.open_files()]
-            if process.pid != os.getpid() and any(str(run_dir.resolve()) in text for text in (*words, *opened)):
+            if process.pid != os.getpid() and any(
+                str(run_dir.resolve()) in text for text in (*words, *opened)
+            ):
                 found.append(f"{process.pid}: {' '.join(words)}")
     return found

@@ -17,10 +17,12 @@ import marks
 from commands import nursery
 from warm import popen, source_of_phalanx
 
-# Commands start by the hundred. Where Python keeps no bytecode by itself, each would compile our source again.
+# Commands start by the hundred. Where Python keeps no bytecode by itself, each would compile our
+# source again.
 compileall.compile_dir(source_of_phalanx(), quiet=2)
 torch.set_num_threads(1)
-# A shell that starts the tests in the background ignores Ctrl-C for them, and every command they start would, too.
+# A shell that starts the tests in the background ignores Ctrl-C for them, and every command they
+# start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -31,7 +33,8 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def warm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that are run inside this process start their ranks and probes from the nursery, too."""
+    """Commands that are run inside this process start their ranks and probes from the nursery,
+    too."""
     monkeypatch.setattr(subprocess, "Popen", popen)
     for name, value in nursery().variables().items():
         monkeypatch.setenv(name, value)
@@ -40,10 +43,14 @@ def warm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give tests the marks `bits` and `deadline` where somebody selects by them."""
-    if not {"bits", "deadline"} & set(str(config.getoption("markexpr")).replace("(", " ").replace(")", " ").split()):
+    if not {"bits", "deadline"} & set(
+        str(config.getoption("markexpr")).replace("(", " ").replace(")", " ").split()
+    ):
         return
     for item in items:
-        for name in marks.marks_of_tests(item.path).get(getattr(item, "originalname", item.name), set()):
+        for name in marks.marks_of_tests(item.path).get(
+            getattr(item, "originalname", item.name), set()
+        ):
             item.add_marker(name)
 
 

@@ -1,4 +1,5 @@
-"""What a campaign counted or drew, where whoever runs `make test` sees it: pytest captures what a test prints."""
+"""What a campaign counted or drew, where whoever runs `make test` sees it: pytest captures what
+a test prints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Disks that fail where a test wants it: one that dies at its k-th operation, one that is full, one that loses power.
+"""Disks that fail where a test wants it: one that dies at its k-th operation, one that is full, one
+that loses power.
 
-Everything that checkpoints change on a file system goes through `phalanx.core.disk.Disk`; each call of it is one
-operation here, so the places to fail are counted, not listed.
+Everything that checkpoints change on a file system goes through `phalanx.core.disk.Disk`; each call
+of it is one operation here, so the places to fail are counted, not listed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,14 @@ class Died(BaseException):
 
 
 class CountingDisk(Disk):
-    """Counts operations and shows each to `before`: number (from 1), name, path. What that raises is what happens."""
+    """Counts operations and shows each to `before`: number (from 1), name, path.
 
-    def __init__(self, before: Callable[[int, str, Path], None] = lambda number, name, path: None) -> None:
+    What that raises is what happens.
+    """
+
+    def __init__(
+        self, before: Callable[[int, str, Path], None] = lambda number, name, path: None
+    ) -> None:
         self.num_operations = 0
         self._before = before
 
@@ -61,7 +67,8 @@ class CountingDisk(Disk):
 
 
 class CountedFile:
-    """Written without a buffer: what was written before a death is on the disk, and nothing after it."""
+    """Written without a buffer: what was written before a death is on the disk, and nothing
+    after it."""
 
     def __init__(self, disk: CountingDisk, path: Path) -> None:
         self._disk, self._path = disk, path
@@ -86,7 +93,10 @@ class CountedFile:
 
 
 class DyingDisk(CountingDisk):
-    """Dies instead of its k-th operation; `tears`: in the middle of it, if it is a write. All later ones do nothing."""
+    """Dies instead of its k-th operation; `tears`: in the middle of it, if it is a write.
+
+    All later ones do nothing.
+    """
 
     def __init__(self, dies_at: int, *, tears: bool = False) -> None:
         super().__init__()
@@ -100,7 +110,10 @@ class DyingDisk(CountingDisk):
 
 
 class FailingDisk(CountingDisk):
-    """The k-th operation raises OSError `code`. If it `lasts`, so does whatever would need space from then on."""
+    """The k-th operation raises OSError `code`.
+
+    If it `lasts`, so does whatever would need space from then on.
+    """
 
     NEED_SPACE = ("make_directory", "create", "write", "sync", "link")
     tears = True
@@ -131,7 +144,8 @@ class File:
 
 @dataclass
 class Directory:
-    """`durable` are the names its last sync saw; `pending` what happened to them since: name -> what it leads to."""
+    """`durable` are the names its last sync saw; `pending` what happened to them since: name ->
+    what it leads to."""
 
     durable: dict[str, File | Directory] = field(default_factory=dict)
     pending: list[dict[str, File | Directory | None]] = field(default_factory=list)
@@ -150,7 +164,8 @@ def _changed(
 
 
 class PoweredDisk(DyingDisk):
-    """Does everything, and remembers what of it a disk is bound to hold when the power goes at the k-th operation.
+    """Does everything, and remembers what of it a disk is bound to hold when the power goes at the
+    k-th operation.
 
     `root` and what is in it are durable to begin with.
     """
@@ -193,7 +208,9 @@ class PoweredDisk(DyingDisk):
 
     def link(self, existing: Path, new: Path) -> None:
         super().link(existing, new)
-        self._directory(new.parent).change({new.name: self._directory(existing.parent).now[existing.name]})
+        self._directory(new.parent).change(
+            {new.name: self._directory(existing.parent).now[existing.name]}
+        )
 
     def remove(self, path: Path) -> None:
         super().remove(path)
@@ -209,15 +226,18 @@ class PoweredDisk(DyingDisk):
         directory.durable, directory.pending = dict(directory.now), []
 
     def after_power_loss(self, target: Path, dice: random.Random) -> None:
-        """Write what the disk may hold into `target`: of names that were not synced any subset of the changes; of data
-        that was not synced nothing, a part, zeros, or all.
+        """Write what the disk may hold into `target`: of names that were not synced any subset of
+        the changes; of data that was not synced nothing, a part, zeros, or all.
 
-        Subsets are reorderings, too: changes of different names commute, and of one name the last one left counts.
+        Subsets are reorderings, too: changes of different names commute, and of one name the last
+        one left counts.
         """
         target.mkdir()
         self._restore(self.tree, target, dice, set())
 
-    def _restore(self, directory: Directory, target: Path, dice: random.Random, seen: set[int]) -> None:
+    def _restore(
+        self, directory: Directory, target: Path, dice: random.Random, seen: set[int]
+    ) -> None:
         names = dict(directory.durable)
         for update in directory.pending:
             if dice.random() < 0.5:
@@ -239,7 +259,9 @@ def _what_is_left(node: File, dice: random.Random) -> bytes:
     if node.synced == node.data:
         return node.data
     length = dice.randint(0, len(node.data))
-    return dice.choice([node.synced or b"", node.data[:length], bytes(len(node.data)), node.data, b""])
+    return dice.choice(
+        [node.synced or b"", node.data[:length], bytes(len(node.data)), node.data, b""]
+    )
 
 
 class _PoweredFile:

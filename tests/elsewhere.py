@@ -1,8 +1,11 @@
-"""The tests on machines that are not at hand: other instruction sets, one core, busy cores. `make test-elsewhere`.
+"""The tests on machines that are not at hand: other instruction sets, one core, busy cores.
 
-Each variant runs the tests that assert bits or deadlines, as far as it can change them, and a seeded tenth of the rest.
-What passed is on record (.venv/elsewhere) by the digest of sources and tests: a run that was stopped, or whose time was
-over, goes on where it was. As a pytest plugin this file selects the tests of one variant and writes the record.
+`make test-elsewhere`.
+
+Each variant runs the tests that assert bits or deadlines, as far as it can change them, and a
+seeded tenth of the rest. What passed is on record (.venv/elsewhere) by the digest of sources and
+tests: a run that was stopped, or whose time was over, goes on where it was. As a pytest plugin this
+file selects the tests of one variant and writes the record.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ NO_TESTS = 5  # pytest's exit code where nothing was left to run
 
 @dataclass(frozen=True)
 class Variant:
-    """One kind of machine. `marks`: what it may change; `capability`: what torch must say, or the variant fails."""
+    """One kind of machine.
+
+    `marks`: what it may change; `capability`: what torch must say, or the variant fails.
+    """
 
     name: str
     marks: tuple[str, ...]
@@ -49,8 +55,20 @@ class Variant:
 
 VARIANTS = (
     Variant("aten-default", ("bits",), {"ATEN_CPU_CAPABILITY": "default"}, capability="DEFAULT"),
-    Variant("aten-avx2", ("bits",), {"ATEN_CPU_CAPABILITY": "avx2"}, needs_flag="avx2", capability="AVX2"),
-    Variant("aten-avx512", ("bits",), {"ATEN_CPU_CAPABILITY": "avx512"}, needs_flag="avx512f", capability="AVX512"),
+    Variant(
+        "aten-avx2",
+        ("bits",),
+        {"ATEN_CPU_CAPABILITY": "avx2"},
+        needs_flag="avx2",
+        capability="AVX2",
+    ),
+    Variant(
+        "aten-avx512",
+        ("bits",),
+        {"ATEN_CPU_CAPABILITY": "avx512"},
+        needs_flag="avx512f",
+        capability="AVX512",
+    ),
     Variant("onednn-avx2", ("bits",), {"ONEDNN_MAX_CPU_ISA": "AVX2"}, needs_flag="avx2"),
     Variant("onednn-best", ("bits",), {"ONEDNN_MAX_CPU_ISA": "DEFAULT"}),
     Variant("one-core", ("bits", "deadline"), one_core=True),
@@ -76,9 +94,14 @@ class Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the variants and print a table. Exit code 0 if every test of every variant that can run here passed."""
+    """Run the variants and print a table.
+
+    Exit code 0 if every test of every variant that can run here passed.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("variants", nargs="*", help=f"which: {', '.join(v.name for v in VARIANTS)}; all by default")
+    parser.add_argument(
+        "variants", nargs="*", help=f"which: {', '.join(v.name for v in VARIANTS)}; all by default"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the tenth")
     parser.add_argument("--fresh", action="store_true", help="forget what passed before")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
@@ -86,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = set(chosen.variants) - {variant.name for variant in VARIANTS}
     if unknown:
         parser.error(f"no such variant: {', '.join(sorted(unknown))}")
-    variants = [variant for variant in VARIANTS if not chosen.variants or variant.name in chosen.variants]
+    variants = [
+        variant for variant in VARIANTS if not chosen.variants or variant.name in chosen.variants
+    ]
     folder = RECORDS / f"{digest_of_tests()}-seed-{chosen.seed}"
     if chosen.fresh:
         for record in folder.glob("*.jsonl"):
@@ -105,28 +130,42 @@ def digest_of_tests() -> str:
     return digest.hexdigest()[:12]
 
 
-def run_variants(variants: Sequence[Variant], folder: Path, seed: int, until: float) -> list[Outcome]:
-    """Variants that only change bits run two at a time; what depends on the machine's speed runs alone."""
+def run_variants(
+    variants: Sequence[Variant], folder: Path, seed: int, until: float
+) -> list[Outcome]:
+    """Variants that only change bits run two at a time; what depends on the machine's speed runs
+    alone."""
     cores = sorted(os.sched_getaffinity(0))
     beside = [variant for variant in variants if "deadline" not in variant.marks]
     alone = [variant for variant in variants if "deadline" in variant.marks]
-    # What is left of the time is shared by the rounds that are left; what one does not need, the next ones have.
+    # What is left of the time is shared by the rounds that are left; what one does not need, the
+    # next ones have.
     num_rounds = -(-len(beside) // 2) + len(alone)
     outcomes = []
     for start in range(0, len(beside), 2):
         share = (until - time.monotonic()) / num_rounds
         with ThreadPoolExecutor(2) as pool:
-            jobs = [pool.submit(run_variant, v, folder, seed, share, cores) for v in beside[start : start + 2]]
+            jobs = [
+                pool.submit(run_variant, v, folder, seed, share, cores)
+                for v in beside[start : start + 2]
+            ]
             outcomes += [job.result() for job in jobs]
         num_rounds -= 1
     for variant in alone:
-        outcomes.append(run_variant(variant, folder, seed, (until - time.monotonic()) / num_rounds, cores))
+        outcomes.append(
+            run_variant(variant, folder, seed, (until - time.monotonic()) / num_rounds, cores)
+        )
         num_rounds -= 1
     return outcomes
 
 
 def run_variant(
-    variant: Variant, folder: Path, seed: int, limit_s: float, cores: Sequence[int], tests: Path = ROOT / "tests"
+    variant: Variant,
+    folder: Path,
+    seed: int,
+    limit_s: float,
+    cores: Sequence[int],
+    tests: Path = ROOT / "tests",
 ) -> Outcome:
     """Run one variant for at most `limit_s` seconds, going on from its record in `folder`."""
     if variant.needs_flag and variant.needs_flag not in cpu_flags():
@@ -134,8 +173,20 @@ def run_variant(
     record = folder / f"{variant.name}.jsonl"
     settings = {"variant": asdict(variant), "record": str(record), "seed": seed, "limit_s": limit_s}
     env = os.environ | variant.env | {SETTINGS: json.dumps(settings)}
-    command = [sys.executable, "-m", "pytest", "-m", "not long", "-p", "elsewhere", "--tb=short", str(tests)]
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *filter(None, [env.get("PYTHONPATH")])])
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "not long",
+        "-p",
+        "elsewhere",
+        "--tb=short",
+        str(tests),
+    ]
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "tests"), *filter(None, [env.get("PYTHONPATH")])]
+    )
     before = {entry["id"] for entry in read_record(record) if entry["outcome"] != "failed"}
     began = time.monotonic()
     log = record.with_suffix(".log")
@@ -167,9 +218,14 @@ def describe(outcome: Outcome) -> str:
     """One line about a variant."""
     if outcome.skipped:
         return f"{outcome.variant:14} skipped: {outcome.skipped}"
-    words = f"{outcome.variant:14} {outcome.passed} passed, {len(outcome.failed)} failed, {outcome.wall_s / 60:.1f} min"
+    words = (
+        f"{outcome.variant:14} {outcome.passed} passed, {len(outcome.failed)} failed,"
+        f" {outcome.wall_s / 60:.1f} min"
+    )
     if outcome.not_run:
-        words += f", {outcome.not_run} not run: the time was over; the same command goes on from here"
+        words += (
+            f", {outcome.not_run} not run: the time was over; the same command goes on from here"
+        )
     return words + (f", {outcome.problem}" if outcome.problem else "")
 
 
@@ -187,12 +243,20 @@ def cpu_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    return {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
+    return {
+        flag
+        for line in lines
+        if line.startswith("flags")
+        for flag in line.partition(":")[2].split()
+    }
 
 
 @contextlib.contextmanager
 def busy_processes(number: int) -> Iterator[None]:
-    """Processes that use every cycle they get, while the block runs. They end with this process at the latest."""
+    """Processes that use every cycle they get, while the block runs.
+
+    They end with this process at the latest.
+    """
     processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(number)]
     try:
         yield
@@ -234,7 +298,8 @@ def is_in_tenth(test_id: str, seed: int) -> bool:
 
 
 class Selection:
-    """Runs the tests of a variant that have not passed yet, writes each outcome down, and stops when time is over."""
+    """Runs the tests of a variant that have not passed yet, writes each outcome down, and stops
+    when time is over."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._marks = set(settings["variant"]["marks"])
@@ -247,12 +312,16 @@ class Selection:
             file.write(json.dumps(entry) + "\n")
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         import torch
 
         capability = torch.backends.cpu.get_cpu_capability()
         if self._capability and capability != self._capability:
-            raise pytest.UsageError(f"torch computes with {capability}, and this variant is of {self._capability}")
+            raise pytest.UsageError(
+                f"torch computes with {capability}, and this variant is of {self._capability}"
+            )
         wanted = [item for item in items if self._is_wanted(item)]
         self._write({"planned": [item.nodeid for item in wanted]})
         last = {entry["id"]: entry["outcome"] for entry in read_record(self._record)}
@@ -264,10 +333,17 @@ class Selection:
         return bool(own & self._marks) or is_in_tenth(item.nodeid, self._seed)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        says_how_it_went = report.when == "call" or report.failed or (report.when == "setup" and report.skipped)
+        says_how_it_went = (
+            report.when == "call" or report.failed or (report.when == "setup" and report.skipped)
+        )
         if says_how_it_went:
             self._write(
-                {"id": report.nodeid, "outcome": report.outcome, "when": report.when, "s": round(report.duration, 2)}
+                {
+                    "id": report.nodeid,
+                    "outcome": report.outcome,
+                    "when": report.when,
+                    "s": round(report.duration, 2),
+                }
             )
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
@@ -276,9 +352,12 @@ class Selection:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Called by pytest for plugins only: this file is one where the settings are in the environment."""
+    """Called by pytest for plugins only: this file is one where the settings are in the
+    environment."""
     if SETTINGS in os.environ:
-        config.pluginmanager.register(Selection(json.loads(os.environ[SETTINGS])), "elsewhere-selection")
+        config.pluginmanager.register(
+            Selection(json.loads(os.environ[SETTINGS])), "elsewhere-selection"
+        )
 
 
 if __name__ == "__main__":

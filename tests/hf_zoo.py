@@ -1,4 +1,5 @@
-"""Tiny configurations of Hugging Face models, by name: what `save_pretrained` would write, of small widths."""
+"""Tiny configurations of Hugging Face models, by name: what `save_pretrained` would write, of
+small widths."""
 
 from __future__ import annotations
 
@@ -30,9 +31,20 @@ ZOO: dict[str, dict[str, Any]] = {
     "gemma": {**WIDTHS, "head_dim": 8},
     "gemma2": {**WIDTHS, "head_dim": 8, "sliding_window": 8},
     "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    | {"bos_token_id": 1, "eos_token_id": 2, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    | {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
     "phi": {**PLAIN},
-    "vit": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    "vit": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     | {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 10},
     # What nobody promises
     "gemma3_text": {**WIDTHS, "head_dim": 8, "sliding_window": 8, "num_hidden_layers": 6},
@@ -46,7 +58,14 @@ ZOO: dict[str, dict[str, Any]] = {
     "starcoder2": {**WIDTHS},
     "gpt_neox": {**PLAIN},
     "opt": {**PLAIN, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
-    "bloom": {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
+    "bloom": {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "falcon": {**PLAIN},
     "mamba": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     "bert": {**PLAIN},
@@ -62,8 +81,11 @@ def write_config(directory: Path, name: str, **more: Any) -> Path:
     return path
 
 
-def write_tokenizer(directory: Path, num_merges: int = 20, end: str = "<|endoftext|>", **more: Any) -> Path:
-    """A byte-level BPE of `TEXT` with `end` as a special token, and a tokenizer_config.json of `more`."""
+def write_tokenizer(
+    directory: Path, num_merges: int = 20, end: str = "<|endoftext|>", **more: Any
+) -> Path:
+    """A byte-level BPE of `TEXT` with `end` as a special token, and a tokenizer_config.json of
+    `more`."""
     import tokenizers
 
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -71,7 +93,10 @@ def write_tokenizer(directory: Path, num_merges: int = 20, end: str = "<|endofte
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=257 + num_merges, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
+        vocab_size=257 + num_merges,
+        special_tokens=[end],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     directory.mkdir(parents=True, exist_ok=True)

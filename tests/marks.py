@@ -1,7 +1,9 @@
-"""Which tests assert bits, and which a deadline: read from their source, so that a new test is marked on arrival.
+"""Which tests assert bits, and which a deadline: read from their source, so that a new test is
+marked on arrival.
 
-A test has the mark `bits` if it, a fixture of its module or a helper that it calls compares tensors, weights or loss
-curves for equality, and `deadline` if its module's code that it reaches reads a clock, or allows `SLACK`.
+A test has the mark `bits` if it, a fixture of its module or a helper that it calls compares
+tensors, weights or loss curves for equality, and `deadline` if its module's code that it reaches
+reads a clock, or allows `SLACK`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def marks_of_tests(path: Path) -> dict[str, set[str]]:
 
 
 class _Module:
-    """The names that each function or class of a file uses, and where it imports helpers of the tests from."""
+    """The names that each function or class of a file uses, and where it imports helpers of the
+    tests from."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.uses: dict[str, set[str]] = {}
@@ -39,8 +42,14 @@ class _Module:
                 for target in node.targets:
                     if isinstance(target, ast.Name):
                         self.uses.setdefault(target.id, set()).update(_names_in(node.value))
-            if isinstance(node, ast.ImportFrom) and node.module and (TESTS / f"{node.module}.py").exists():
-                self.helpers |= {alias.asname or alias.name: TESTS / f"{node.module}.py" for alias in node.names}
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and (TESTS / f"{node.module}.py").exists()
+            ):
+                self.helpers |= {
+                    alias.asname or alias.name: TESTS / f"{node.module}.py" for alias in node.names
+                }
 
 
 @functools.cache
@@ -49,7 +58,10 @@ def _read_module(path: Path) -> _Module:
 
 
 def _names_in(node: ast.AST) -> set[str]:
-    """Names and attributes in a piece of code. Arguments are names, too: that is how a test asks for a fixture."""
+    """Names and attributes in a piece of code.
+
+    Arguments are names, too: that is how a test asks for a fixture.
+    """
     names = set()
     for part in ast.walk(node):
         if isinstance(part, ast.Name):
@@ -85,5 +97,7 @@ def _reaches(module: _Module, start: str, words: set[str], *, follow_helpers: bo
             return True
         left += [(where, used) for used in uses if used in where.uses]
         if follow_helpers:
-            left += [(_read_module(where.helpers[used]), used) for used in uses if used in where.helpers]
+            left += [
+                (_read_module(where.helpers[used]), used) for used in uses if used in where.helpers
+            ]
     return False

@@ -1,4 +1,5 @@
-"""Models and objectives whose rows see each other, and some that look as if they did: by name, as a job names them."""
+"""Models and objectives whose rows see each other, and some that look as if they did: by name,
+as a job names them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Encoder(nn.Module):
         self.centred, self.noise = centred, noise
 
     def forward(self, inputs: torch.Tensor, other: torch.Tensor) -> dict[str, torch.Tensor]:
-        views = [self.second(self.dropout(self.norm(self.first(x))).relu()) for x in (inputs, other)]
+        views = [
+            self.second(self.dropout(self.norm(self.first(x))).relu()) for x in (inputs, other)
+        ]
         if self.centred:
             views[0] = views[0] - views[0].mean(dim=0)
         if self.noise and self.training:
@@ -53,18 +56,22 @@ class Remembers(nn.Module):
 def contrastive(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
     """Each left must find its right among those of the batch."""
     logits = F.normalize(outputs["left"], dim=-1) @ F.normalize(outputs["right"], dim=-1).T
-    return F.cross_entropy(logits, torch.arange(len(logits)), reduction="sum"), torch.tensor(len(logits))
+    return F.cross_entropy(logits, torch.arange(len(logits)), reduction="sum"), torch.tensor(
+        len(logits)
+    )
 
 
 def like_to_like(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
-    """Rows of one label attract each other; of a few rows all may have labels of their own, and the loss is 0."""
+    """Rows of one label attract each other; of a few rows all may have labels of their own, and
+    the loss is 0."""
     distance = torch.cdist(outputs["left"], outputs["left"]).square()
     alike = batch["label"][:, None] == batch["label"]
     return (distance * alike).sum(), torch.tensor(len(alike))
 
 
 def mean_of_those_with_a_like(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
-    """As supervised contrastive losses are written: a row that has no like in the batch is no target."""
+    """As supervised contrastive losses are written: a row that has no like in the batch is no
+    target."""
     alike = (batch["label"][:, None] == batch["label"]).fill_diagonal_(False)
     scores = (outputs["left"] @ outputs["left"].T).fill_diagonal_(-1e4).log_softmax(-1)
     has_like = alike.any(1)
@@ -81,7 +88,11 @@ def hinge_of_triples(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
 
 
 def by_rows(outputs: Any, batch: Batch) -> Pair:
-    made, wanted = (outputs["left"], outputs["right"]) if isinstance(outputs, dict) else (outputs, batch["inputs"])
+    made, wanted = (
+        (outputs["left"], outputs["right"])
+        if isinstance(outputs, dict)
+        else (outputs, batch["inputs"])
+    )
     return (made - wanted).square().sum(), torch.tensor(made.numel())
 
 
@@ -99,7 +110,9 @@ def gathering(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
         dist.all_gather(parts, right.detach().contiguous())
         right, place = torch.cat(parts), dist.get_rank() * len(left)
     logits = left @ right.T
-    return F.cross_entropy(logits, torch.arange(len(left)) + place, reduction="sum"), torch.tensor(len(left))
+    return F.cross_entropy(logits, torch.arange(len(left)) + place, reduction="sum"), torch.tensor(
+        len(left)
+    )
 
 
 def encoder(**args: Any) -> nn.Module:
@@ -129,7 +142,10 @@ class Views:
     def __getitem__(self, index: int) -> dict[str, Any]:
         noise = np.random.default_rng(index)
         point = noise.normal(size=WIDTH).astype(np.float32)
-        sample = {"inputs": point, "other": point + 0.1 * noise.normal(size=WIDTH).astype(np.float32)}
+        sample = {
+            "inputs": point,
+            "other": point + 0.1 * noise.normal(size=WIDTH).astype(np.float32),
+        }
         return sample | ({"label": self._label(index)} if self._label is not None else {})
 
 

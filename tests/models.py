@@ -28,7 +28,8 @@ def shape(*, tied: bool = True, num_kv_heads: int = 2, num_layers: int = 2) -> M
 
 
 def decoder(*, tied: bool, dtype: torch.dtype, num_experts: int = 0) -> Decoder:
-    """Real weights, the same on every rank and in every process, large enough to bend every nonlinearity."""
+    """Real weights, the same on every rank and in every process, large enough to bend every
+    nonlinearity."""
     whole = shape(tied=tied)
     if num_experts:
         whole = replace(whole, num_experts=num_experts, experts_per_token=2, expert_ffn_dim=20)
@@ -54,17 +55,20 @@ def fill(module: nn.Module) -> None:
 
 
 def global_batches(steps: int, *, documents: bool = False) -> list[dict[str, torch.Tensor]]:
-    """Whole global batches of BATCH sequences: uneven masks, and rows 3, 4 and 5 without any target.
+    """Whole global batches of BATCH sequences: uneven masks, and rows 3, 4 and 5 without any
+    target.
 
-    Whatever cut into ranks and microbatches the tests make (except two ranks with one microbatch each), some rank has
-    a microbatch without a target.
+    Whatever cut into ranks and microbatches the tests make (except two ranks with one microbatch
+    each), some rank has a microbatch without a target.
     """
     generator = torch.Generator().manual_seed(5)
     batches = []
     for _ in range(steps):
         tokens = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
         targets = tokens[:, 1:].clone()
-        keep = torch.rand(BATCH, 1, generator=generator)  # each row has its own share of masked targets
+        keep = torch.rand(
+            BATCH, 1, generator=generator
+        )  # each row has its own share of masked targets
         targets[torch.rand(targets.shape, generator=generator) > keep] = -100
         targets[3:6] = -100
         batch = {"inputs": tokens[:, :-1].clone(), "targets": targets}
@@ -78,7 +82,8 @@ def global_batches(steps: int, *, documents: bool = False) -> list[dict[str, tor
 def share(
     batch: dict[str, torch.Tensor], rank: int, num_ranks: int, num_microbatches: int
 ) -> list[dict[str, torch.Tensor]]:
-    """The microbatches of one rank: of each run of rows that all ranks take together, rank r takes the r-th part."""
+    """The microbatches of one rank: of each run of rows that all ranks take together, rank r
+    takes the r-th part."""
     rows = torch.arange(BATCH).view(num_microbatches, num_ranks, -1)[:, rank]
     return [{key: tensor[part] for key, tensor in batch.items()} for part in rows]
 
@@ -150,31 +155,56 @@ EVERY_LAYOUT: dict[int, dict[str, dict[str, int]]] = {
 ENDS_ALONE = (0, 1, 1, 0)  # blocks of four stages: the first is the embedding, the last the head
 WITH_PIPELINES: dict[int, dict[str, dict[str, Any]]] = {
     1: EVERY_LAYOUT[1],
-    2: {**EVERY_LAYOUT[2], "pp-interleaved": {"pp": 2, "schedule": "interleaved", "stage_blocks": ENDS_ALONE}},
+    2: {
+        **EVERY_LAYOUT[2],
+        "pp-interleaved": {"pp": 2, "schedule": "interleaved", "stage_blocks": ENDS_ALONE},
+    },
     4: {
         **EVERY_LAYOUT[4],
         "pp-1f1b": {"pp": 4, "stage_blocks": ENDS_ALONE},
-        "pp-tp": {"pp": 2, "tp": 2, "schedule": "interleaved-zero-bubble", "stage_blocks": ENDS_ALONE},
-        "pp-zero1": {"pp": 2, "dp_shard": 2, "zero_stage": 1, "schedule": "zb-v", "stage_blocks": ENDS_ALONE},
+        "pp-tp": {
+            "pp": 2,
+            "tp": 2,
+            "schedule": "interleaved-zero-bubble",
+            "stage_blocks": ENDS_ALONE,
+        },
+        "pp-zero1": {
+            "pp": 2,
+            "dp_shard": 2,
+            "zero_stage": 1,
+            "schedule": "zb-v",
+            "stage_blocks": ENDS_ALONE,
+        },
         "pp-zero3": {"pp": 2, "dp_shard": 2, "zero_stage": 3},
     },
 }
 
-# What checkpoints are crossed between: ways of one layout, and combinations that others leave out, besides.
+# What checkpoints are crossed between: ways of one layout, and combinations that others leave out,
+# besides.
 SAVED: dict[int, dict[str, dict[str, Any]]] = {
     1: WITH_PIPELINES[1],
     2: {
         **WITH_PIPELINES[2],
         "cp": {"cp": 2},
         "zero1-offload": {"dp_shard": 2, "zero_stage": 1, "offload": "optimizer"},
-        "zero3-whole": {"dp_shard": 2, "zero_stage": 3, "keep_whole_below": 64, "blocks_per_unit": 2},
+        "zero3-whole": {
+            "dp_shard": 2,
+            "zero_stage": 3,
+            "keep_whole_below": 64,
+            "blocks_per_unit": 2,
+        },
     },
     4: {
         **WITH_PIPELINES[4],
         "zero1-tp": {"dp_shard": 2, "tp": 2, "zero_stage": 1},
         "zero2-tp": {"dp_shard": 2, "tp": 2, "zero_stage": 2},
         "zero3-offload": {"dp_shard": 4, "zero_stage": 3, "offload": "optimizer"},
-        "zero2-whole": {"dp_shard": 4, "zero_stage": 2, "keep_whole_below": 500, "blocks_per_unit": "all"},
+        "zero2-whole": {
+            "dp_shard": 4,
+            "zero_stage": 2,
+            "keep_whole_below": 500,
+            "blocks_per_unit": "all",
+        },
         "zero3-cp": {"dp_shard": 2, "cp": 2, "zero_stage": 3},
         "cp-tp": {"cp": 2, "tp": 2, "cp_attention": "all-gather"},
         "pp-cp": {"pp": 2, "cp": 2},
@@ -209,17 +239,20 @@ def expert_pairs(*, quick: bool) -> list[tuple[str, str]]:
 
 
 def saved_pairs(*, quick: bool) -> list[tuple[str, str]]:
-    """(written under, read under) of `SAVED`: all, or those of `make test`: a few of those that read, each of what up
-    to four ranks wrote, and the second one half of that."""
+    """(written under, read under) of `SAVED`: all, or those of `make test`: a few of those that
+    read, each of what up to four ranks wrote, and the second one half of that."""
     every = {f"{name}-{n}": n for n in SAVED for name in SAVED[n]}
     if not quick:
         return [(source, target) for target in every for source in every]
     few = [name for name, num_ranks in every.items() if num_ranks <= 4]
-    return [(source, "one-1") for source in few] + [(source, "zero3-2") for source in ("one-1", *few[2::2])]
+    return [(source, "one-1") for source in few] + [
+        (source, "zero3-2") for source in ("one-1", *few[2::2])
+    ]
 
 
 class Odd(nn.Module):
-    """No list of blocks, a convolution, both kinds of buffer, and one weight in two modules; returns logits."""
+    """No list of blocks, a convolution, both kinds of buffer, and one weight in two modules;
+    returns logits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""A dataset of nested samples, a model that takes them as they are, and an objective that reads them so."""
+"""A dataset of nested samples, a model that takes them as they are, and an objective that reads
+them so."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Model(nn.Module):
         self.first, self.second = nn.Linear(4, 8), nn.Linear(6, 8)
         self.out = nn.Linear(8, 1)
 
-    def forward(self, views: list[torch.Tensor], of: dict[str, dict[str, torch.Tensor]]) -> torch.Tensor:
+    def forward(
+        self, views: list[torch.Tensor], of: dict[str, dict[str, torch.Tensor]]
+    ) -> torch.Tensor:
         assert of["sample"]["tags"].shape == (len(views[0]), 3)
         made: torch.Tensor = self.out((self.first(views[0]) + self.second(views[1])).tanh())
         return made.squeeze(1)

@@ -1,4 +1,7 @@
-"""Attention a block of keys at a time, as docs/context-parallel.md explains it. Knows nothing of phalanx."""
+"""Attention a block of keys at a time, as docs/context-parallel.md explains it.
+
+Knows nothing of phalanx.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import torch
 def attention_by_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, size: int
 ) -> torch.Tensor:
-    """Of queries [T, E] over keys and values [S, E]; keep [T, S] says which query sees which key."""
+    """Of queries [T, E] over keys and values [S, E]; keep [T, S] says which query sees which
+    key."""
     out, lse = torch.zeros_like(q), q.new_full((len(q),), -torch.inf)
     for start in range(0, len(k), size):
         here = slice(start, start + size)

@@ -33,7 +33,11 @@ def plan(
 ) -> Plan:
     model: dict[str, Any] = {"num_layers": layers} if shape is None else {"kind": shape.kind}
     train = {"global_batch_size": batch, "micro_batch_size": micro, **(recompute or {})}
-    sections = {"model": model, "train": train, "parallel": {"pp": pp, "ranks": ranks or pp, **parallel}}
+    sections = {
+        "model": model,
+        "train": train,
+        "parallel": {"pp": pp, "ranks": ranks or pp, **parallel},
+    }
     return make_plan(Job.model_validate(sections), cluster=CORES, shape=shape)
 
 

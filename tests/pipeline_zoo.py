@@ -1,4 +1,7 @@
-"""Modules as people write them, to be cut into stages: some can be, some must be refused. Eight blocks each."""
+"""Modules as people write them, to be cut into stages: some can be, some must be refused.
+
+Eight blocks each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ DIM, NUM_BLOCKS, SEQ_LEN = 12, 8, 8
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 20), nn.Linear(20, DIM, bias=False)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(DIM),
+            nn.Linear(DIM, 20),
+            nn.Linear(20, DIM, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
@@ -46,7 +53,8 @@ class Lm(nn.Module):
 
 
 class SequentialAtRoot(nn.Module):
-    """Sequential blocks, called at once; parameters of the module itself: positions, and a token before all others."""
+    """Sequential blocks, called at once; parameters of the module itself: positions, and a token
+    before all others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,11 +180,15 @@ class TorchEncoder(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(DIM, 2, 20, 0.0, batch_first=True, norm_first=True)
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.encoder = nn.TransformerEncoder(layer, NUM_BLOCKS, nn.LayerNorm(DIM), enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            layer, NUM_BLOCKS, nn.LayerNorm(DIM), enable_nested_tensor=False
+        )
         self.head = nn.Linear(DIM, VOCAB)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1], dtype=self.head.weight.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            inputs.shape[1], dtype=self.head.weight.dtype
+        )
         return self.head(self.encoder(self.embed(inputs), mask=mask))
 
 
@@ -232,7 +244,11 @@ class SharedPart(Lm):
 class NoBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.mix, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, VOCAB)
+        self.embed, self.mix, self.head = (
+            nn.Embedding(VOCAB, DIM),
+            nn.Linear(DIM, DIM),
+            nn.Linear(DIM, VOCAB),
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.head(self.mix(self.embed(inputs)))
@@ -279,14 +295,19 @@ class Chooses(Lm):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.embed(inputs)
-        keep = x.sum(-1, keepdim=True) > 0 if self.by == "token" else torch.tensor(bool(x.std() > 1e-6))
+        keep = (
+            x.sum(-1, keepdim=True) > 0
+            if self.by == "token"
+            else torch.tensor(bool(x.std() > 1e-6))
+        )
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x * keep))
 
 
 class TiedSkip(Skip):
-    """... where the last stage has the embedding as well: what it makes of it would have no gradient."""
+    """... where the last stage has the embedding as well: what it makes of it would have no
+    gradient."""
 
     def __init__(self) -> None:
         super().__init__()

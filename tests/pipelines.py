@@ -1,4 +1,5 @@
-"""Trains a module as a pipeline and says how far it is from one process, for the tests of pipelines."""
+"""Trains a module as a pipeline and says how far it is from one process, for the tests of
+pipelines."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ OBJECTIVE = causal_cross_entropy(5)
 
 @dataclass(frozen=True)
 class Case:
-    """A module under a layout. `parallel` is what a job says there, `how` the rest of what makes the plan."""
+    """A module under a layout.
+
+    `parallel` is what a job says there, `how` the rest of what makes the plan.
+    """
 
     name: str
     module: Callable[[], nn.Module]
@@ -54,9 +58,20 @@ def pipeline_plan(
     **parallel: Any,
 ) -> Plan:
     body = {
-        "model": {"dim": 32, "num_layers": layers, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 40},
+        "model": {
+            "dim": 32,
+            "num_layers": layers,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "ffn_dim": 40,
+        },
         "data": {"seq_len": SEQ_LEN},
-        "train": {"global_batch_size": BATCH, "micro_batch_size": micro, "recompute": "none", **(train or {})},
+        "train": {
+            "global_batch_size": BATCH,
+            "micro_batch_size": micro,
+            "recompute": "none",
+            **(train or {}),
+        },
         "parallel": {"ranks": num_ranks, **parallel},
         "precision": precision if isinstance(precision, dict) else {"compute": precision},
     }
@@ -66,12 +81,16 @@ def pipeline_plan(
 def token_batches(
     *, steps: int = STEPS, documents: bool = False, positions: bool = True, seq_len: int = SEQ_LEN
 ) -> list[Tensors]:
-    """Global batches; each row has its own share of masked targets, and rows 3, 4 and 5 have none: one microbatch."""
+    """Global batches; each row has its own share of masked targets, and rows 3, 4 and 5 have
+    none: one microbatch."""
     generator, found = torch.Generator().manual_seed(5), []
     for _ in range(steps):
         tokens = torch.randint(VOCAB, (BATCH, seq_len + 1), generator=generator)
         targets = tokens[:, 1:].clone()
-        targets[torch.rand(targets.shape, generator=generator) > torch.rand(BATCH, 1, generator=generator)] = -100
+        targets[
+            torch.rand(targets.shape, generator=generator)
+            > torch.rand(BATCH, 1, generator=generator)
+        ] = -100
         targets[3:6] = -100
         batch = {"inputs": tokens[:, :-1].clone(), "targets": targets}
         if positions:
@@ -82,7 +101,9 @@ def token_batches(
     return found
 
 
-def own_microbatches(batch: Tensors, a_plan: Plan, data_parallel_rank: int, micro: int = MICRO) -> list[Tensors]:
+def own_microbatches(
+    batch: Tensors, a_plan: Plan, data_parallel_rank: int, micro: int = MICRO
+) -> list[Tensors]:
     """Of each run of rows that all pipelines take together, the r-th part is that of the r-th."""
     shares = a_plan.layout.data_parallel_size
     rows = torch.arange(BATCH).view(-1, shares, micro)[:, data_parallel_rank]
@@ -98,7 +119,10 @@ def follow(
     max_norm: float | None = 0.5,
     micro: int = MICRO,
 ) -> dict[str, float]:
-    """The reference's steps. This rank's part of the error of each tensor: of its update in fp64, else of itself."""
+    """The reference's steps.
+
+    This rank's part of the error of each tensor: of its update in fp64, else of itself.
+    """
     errors: dict[str, float] = {}
     optimizer = torch.optim.SGD(list(model.parameters()), lr=LR)
     for step, batch in enumerate(batches):
@@ -148,8 +172,12 @@ def in_pipelines(
                 batches = case.batches() if case.batches is not None else token_batches()
                 trace = references[case.reference]
                 micro = case.how.get("micro", MICRO)
-                errors = follow(model, batches, trace, case.objective, max_norm=case.max_norm, micro=micro)
-                found.append(errors | {f"held {name}": 0.0 for name in dict(model.named_parameters())})
+                errors = follow(
+                    model, batches, trace, case.objective, max_norm=case.max_norm, micro=micro
+                )
+                found.append(
+                    errors | {f"held {name}": 0.0 for name in dict(model.named_parameters())}
+                )
         except PhalanxError as error:
             found.append(error)
     return found

@@ -9,5 +9,9 @@ import pytest
 
 
 def some(plants: Iterable[Any], every: int = 2) -> list[Any]:
-    """The plants, of which only each second (or third, ...) is for `make test`: the others are `long`."""
-    return [pytest.param(plant, marks=[pytest.mark.long] * bool(i % every)) for i, plant in enumerate(plants)]
+    """The plants, of which only each second (or third, ...) is for `make test`: the others are
+    `long`."""
+    return [
+        pytest.param(plant, marks=[pytest.mark.long] * bool(i % every))
+        for i, plant in enumerate(plants)
+    ]

@@ -1,4 +1,5 @@
-"""Run a function in N real ranks over gloo, forked from this process, which has imported torch already."""
+"""Run a function in N real ranks over gloo, forked from this process, which has imported torch
+already."""
 
 from __future__ import annotations
 
@@ -20,13 +21,19 @@ import torch.distributed as dist
 DEADLINE_S = 120.0
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
-    """`function(rank, *args)` in each of `num_ranks` ranks of one process group; their results in rank order.
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
+) -> list[Any]:
+    """`function(rank, *args)` in each of `num_ranks` ranks of one process group; their results in
+    rank order.
 
-    Raises AssertionError with the first rank's traceback if any rank fails; no rank outlives the call.
+    Raises AssertionError with the first rank's traceback if any rank fails; no rank outlives the
+    call.
     """
     with tempfile.TemporaryDirectory() as directory:
-        pids = [_fork(rank, num_ranks, Path(directory), function, args) for rank in range(num_ranks)]
+        pids = [
+            _fork(rank, num_ranks, Path(directory), function, args) for rank in range(num_ranks)
+        ]
         try:
             _wait(pids, deadline_s)
         finally:
@@ -43,21 +50,29 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, deadline
     return [value for _, value in outcomes]
 
 
-def _fork(rank: int, num_ranks: int, directory: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+def _fork(
+    rank: int, num_ranks: int, directory: Path, function: Callable[..., Any], args: tuple[Any, ...]
+) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
-    gc.freeze()  # a collection would write to, and so copy, all that this process shares with its parent
+    # a collection would write to, and so copy, all that this process shares with its parent
+    gc.freeze()
     try:
         place = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
-        os.environ.update({name: str(value) for name, value in place.items()}, GLOO_SOCKET_IFNAME="lo")
+        os.environ.update(
+            {name: str(value) for name, value in place.items()}, GLOO_SOCKET_IFNAME="lo"
+        )
         torch.set_num_threads(1)
         if num_ranks > 1:
             store = dist.FileStore(str(directory / "store"), num_ranks)
             timeout = timedelta(seconds=60)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-            dist.barrier()  # a function may begin by destroying the group, and others may be connecting still
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
+            )
+            # a function may begin by destroying the group, and others may be connecting still
+            dist.barrier()
         value = function(rank, *args)
         _write(directory / f"result-{rank}", (True, value))
         if num_ranks > 1:
@@ -79,7 +94,9 @@ def _wait(pids: list[int], deadline_s: float) -> None:
             if done:
                 left.discard(pid)
                 if status:
-                    time.sleep(0.3)  # the others see the closed connection and write their own reports
+                    time.sleep(
+                        0.3
+                    )  # the others see the closed connection and write their own reports
                     return
         time.sleep(0.005)
 

@@ -1,4 +1,5 @@
-"""A small training run for tests of resuming: real trainer, loader and checkpoints, in the ranks of one group."""
+"""A small training run for tests of resuming: real trainer, loader and checkpoints, in the ranks
+of one group."""
 
 from __future__ import annotations
 
@@ -41,15 +42,16 @@ CPU = Cluster("cpu", 8, 64 * 2**30)
 
 
 class Everything(nn.Module):
-    """Each kind of state a module can have: a tied weight, uneven shapes, one that is frozen, running statistics, a
-    constant buffer, and (with `dropout`) random numbers in its forward.
+    """Each kind of state a module can have: a tied weight, uneven shapes, one that is frozen,
+    running statistics, a constant buffer, and (with `dropout`) random numbers in its forward.
     """
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.lookup = nn.Embedding(VOCAB, 11)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(11, 7), nn.GELU(), nn.Linear(7, 11), nn.Tanh()) for _ in range(2)
+            nn.Sequential(nn.Linear(11, 7), nn.GELU(), nn.Linear(7, 11), nn.Tanh())
+            for _ in range(2)
         )
         self.statistics = nn.BatchNorm1d(11)
         self.frozen = nn.Linear(11, 11, bias=False)
@@ -77,8 +79,10 @@ def new_module(dtype: torch.dtype, dropout: float = 0.0, seed: int = 1) -> nn.Mo
 
 
 class CountedAdamW(torch.optim.AdamW):
-    """AdamW that takes smaller steps the more it has taken. It counts that in every way in which an optimizer keeps
-    something that belongs to no parameter: in its groups as a number, a tensor and a list, and under names of its own.
+    """AdamW that takes smaller steps the more it has taken.
+
+    It counts that in every way in which an optimizer keeps something that belongs to no parameter:
+    in its groups as a number, a tensor and a list, and under names of its own.
     """
 
     def step(self, closure: Any = None) -> Any:
@@ -93,7 +97,9 @@ class CountedAdamW(torch.optim.AdamW):
             group["pace"] = group.get("pace", torch.ones(())) * 0.75
             group["recent"] = [*group.get("recent", []), group["updates"] / 4][-2:]
             group["span"] = (group["updates"], *group.get("span", ())[:1])
-            group["lr"] *= float(group["pace"]) / (own + group["updates"] + sum(group["recent"]) + sum(group["span"]))
+            group["lr"] *= float(group["pace"]) / (
+                own + group["updates"] + sum(group["recent"]) + sum(group["span"])
+            )
         return super().step(closure)
 
 
@@ -150,7 +156,8 @@ class _Heard(Bus):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One rank's account of a run: losses and norms by step, what it read, and whole tensors at steps asked for."""
+    """One rank's account of a run: losses and norms by step, what it read, and whole tensors at
+    steps asked for."""
 
     losses: dict[int, float]
     norms: dict[int, float]
@@ -159,13 +166,25 @@ class Outcome:
     facts: dict[str, Any]
 
 
-def new_state(mesh: Mesh, job: Job, plan: Plan, module: nn.Module, *, tokenizer: str = "") -> TrainState:
-    torch.set_num_threads(1)  # until the mesh is closed: two would mostly wait for each other over tensors so small
+def new_state(
+    mesh: Mesh, job: Job, plan: Plan, module: nn.Module, *, tokenizer: str = ""
+) -> TrainState:
+    torch.set_num_threads(
+        1
+    )  # until the mesh is closed: two would mostly wait for each other over tensors so small
     model = parallelize(module, plan, mesh, seed=job.run.seed)
     return TrainState(model, build_optimizer(model, job.optim), job.run.seed, tokenizer)
 
 
-def train(state: TrainState, job: Job, plan: Plan, run_dir: Path, *, attempt: int, look_at: tuple[int, ...]) -> Outcome:
+def train(
+    state: TrainState,
+    job: Job,
+    plan: Plan,
+    run_dir: Path,
+    *,
+    attempt: int,
+    look_at: tuple[int, ...],
+) -> Outcome:
     """From where `state` stands to the last step; RUN/data is there. Collective."""
     mesh = state.model.mesh
     corpus = load_corpus(run_dir / "data")
@@ -200,7 +219,11 @@ def train(state: TrainState, job: Job, plan: Plan, run_dir: Path, *, attempt: in
     )
     if mesh.rank == 0:
         layout = plan.layout.to_json()
-        bus.emit(RunStarted("test", plan.job_digest, mesh.world_size, state.step, job.train.steps, "cpu", layout))
+        bus.emit(
+            RunStarted(
+                "test", plan.job_digest, mesh.world_size, state.step, job.train.steps, "cpu", layout
+            )
+        )
         write_json_atomic(run_dir / "job.json", job.to_json())
     try:
         trainer.run()
@@ -218,7 +241,10 @@ def train(state: TrainState, job: Job, plan: Plan, run_dir: Path, *, attempt: in
 
 
 def resume(state: TrainState, job: Job, plan: Plan, run_dir: Path) -> Outcome:
-    """From the newest checkpoint of the run to the last step; `whole` has what was restored, too. Collective."""
+    """From the newest checkpoint of the run to the last step; `whole` has what was restored, too.
+
+    Collective.
+    """
     restore_state(state, newest(run_dir))
     restored = {state.step: whole_tensors(state)}
     outcome = train(state, job, plan, run_dir, attempt=1, look_at=(STEPS,))
@@ -226,7 +252,8 @@ def resume(state: TrainState, job: Job, plan: Plan, run_dir: Path) -> Outcome:
 
 
 def whole_tensors(state: TrainState) -> Tensors:
-    """Weights, buffers and optimizer state, gathered by torch and named here: what a restore is compared with."""
+    """Weights, buffers and optimizer state, gathered by torch and named here: what a restore is
+    compared with."""
 
     def full(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -242,7 +269,11 @@ def whole_tensors(state: TrainState) -> Tensors:
 def differing(a: Tensors, b: Tensors) -> list[str]:
     """Names whose bits are not the same, or that only one has."""
     names = sorted(set(a) | set(b))
-    return [name for name in names if name not in a or name not in b or not torch.equal(a[name], b[name])]
+    return [
+        name
+        for name in names
+        if name not in a or name not in b or not torch.equal(a[name], b[name])
+    ]
 
 
 def copy_run(source: Path, target: Path, mesh: Mesh) -> Path:

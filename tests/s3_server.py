@@ -1,4 +1,5 @@
-"""A real S3 server process (moto's) on loopback, which can be told to fail: `with s3_server() as server: ...`."""
+"""A real S3 server process (moto's) on loopback, which can be told to fail: `with s3_server() as
+server: ...`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "of-the-tests", "AWS_SECRET_ACCESS_KEY": "secret-of-the-tests-7f3a9c"}
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "of-the-tests",
+    "AWS_SECRET_ACCESS_KEY": "secret-of-the-tests-7f3a9c",
+}
 BUCKET = "bucket"
 
 
@@ -26,8 +30,10 @@ class Server:
     env: dict[str, str]
 
     def fail(self, **fault: Any) -> None:
-        """The next `times` requests of `method` whose path contains `part` are answered `delay_s` later, and with
-        `status` (and S3's error `code`) if that is given; those that it `holds` when it is asked for something else.
+        """The next `times` requests of `method` whose path contains `part` are answered `delay_s`
+        later, and with `status` (and S3's error `code`) if that is given; those that it `holds`
+        when it is asked for something else.
+
         Instead of what was asked for before.
         """
         self._tell(fault)
@@ -37,7 +43,9 @@ class Server:
         return int(self._tell(None))
 
     def _tell(self, fault: dict[str, Any] | None) -> Any:
-        request = urllib.request.Request(f"{self.address}/__fault__", json.dumps(fault).encode(), method="POST")
+        request = urllib.request.Request(
+            f"{self.address}/__fault__", json.dumps(fault).encode(), method="POST"
+        )
         with urllib.request.urlopen(request) as answer:
             return json.load(answer)
 
@@ -46,7 +54,9 @@ class Server:
 def s3_server() -> Iterator[Server]:
     """Start it, with an empty bucket."""
     command = [sys.executable, __file__]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     try:
         assert process.stdout is not None
         address = f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -77,7 +87,11 @@ class Fault:
 
     def strikes(self, environ: dict[str, Any]) -> bool:
         asked = environ["PATH_INFO"] + "?" + environ.get("QUERY_STRING", "")
-        if self.num_struck >= self.times or environ["REQUEST_METHOD"] != self.method or self.part not in asked:
+        if (
+            self.num_struck >= self.times
+            or environ["REQUEST_METHOD"] != self.method
+            or self.part not in asked
+        ):
             return False
         self.num_struck += 1
         return True
@@ -105,7 +119,9 @@ def serve() -> None:
                 fault.is_over.wait(60.0)
             if fault.status:
                 start_response(f"{fault.status} Injected", [("Content-Type", "application/xml")])
-                return [f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()]
+                return [
+                    f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()
+                ]
         return moto(environ, start_response)  # type: ignore[no-any-return]
 
     server = make_server("127.0.0.1", 0, app, threaded=True)

@@ -1,9 +1,11 @@
-"""A second device that is not there: ordinary CPU tensors, of which some are said to lie on "cuda:0".
+"""A second device that is not there: ordinary CPU tensors, of which some are said to lie on
+"cuda:0".
 
-Inside `second_device()` a tensor that was made for a CUDA device, or of tensors there, says that it is there, while it
-is computed by the CPU's kernels. An operation on tensors of both places is an AssertionError, as on a GPU. `Waits`
-counts what makes a host wait for a GPU: numbers that it reads, shapes that depend on them, copies from or to memory
-that is not page-locked. Memory is page-locked if it was asked to be. It has not been compared with a GPU.
+Inside `second_device()` a tensor that was made for a CUDA device, or of tensors there, says that it
+is there, while it is computed by the CPU's kernels. An operation on tensors of both places is an
+AssertionError, as on a GPU. `Waits` counts what makes a host wait for a GPU: numbers that it reads,
+shapes that depend on them, copies from or to memory that is not page-locked. Memory is page-locked
+if it was asked to be. It has not been compared with a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.device("cuda", 0)
-_DEVICE, _HOST = torch.device("cpu", 1), torch.device("cpu", 2)  # how the dispatcher sees a choice of device
+_DEVICE, _HOST = (
+    torch.device("cpu", 1),
+    torch.device("cpu", 2),
+)  # how the dispatcher sees a choice of device
 HOST, PINNED, DEVICE, EITHER = "host", "pinned", "device", "either"
 SOURCES = tuple(str(Path(__file__).parents[1] / folder) for folder in ("src", "tests"))
 aten = torch.ops.aten
@@ -41,14 +46,20 @@ READS = {
     aten.unique_consecutive.default: "a shape depends on numbers: unique",
     aten.bincount.default: "a shape depends on numbers: bincount",
 }
-INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+INDEXED = {
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+}
 COPIES = {aten._to_copy.default, aten.copy_.default}
 ANY_PLACE = ("c10d::", "c10d_functional::", "_c10d_functional::", "fsdp::", "profiler::")
 
 
 @dataclass
 class Waits:
-    """What made the host wait for the device, and how often: by what it was and the line of the project it was in."""
+    """What made the host wait for the device, and how often: by what it was and the line of the
+    project it was in."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -65,7 +76,11 @@ class Waits:
 
 
 def _where() -> str:
-    frames = [f for f in traceback.extract_stack() if f.filename.startswith(SOURCES) and f.filename != __file__]
+    frames = [
+        f
+        for f in traceback.extract_stack()
+        if f.filename.startswith(SOURCES) and f.filename != __file__
+    ]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "outside"
 
 
@@ -73,7 +88,9 @@ def _is_in_collective() -> bool:
     """gloo copies what it received when it is waited for; NCCL receives it where it belongs."""
     names = (frame.filename for frame in reversed(traceback.extract_stack()))
     skipped = (__file__, "_dynamo/eval_frame.py", "torch/_compile.py")
-    return next(name for name in names if not name.endswith(skipped)).endswith("distributed_c10d.py")
+    return next(name for name in names if not name.endswith(skipped)).endswith(
+        "distributed_c10d.py"
+    )
 
 
 class Places:
@@ -88,7 +105,10 @@ class Places:
 
     def put(self, tensor: torch.Tensor, place: str) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
-        self._of[reference.cdata] = reference, place  # the address is not given away again while it is referred to
+        self._of[reference.cdata] = (
+            reference,
+            place,
+        )  # the address is not given away again while it is referred to
         if len(self._of) > 100_000:
             self._of = {key: entry for key, entry in self._of.items() if not entry[0].expired()}
 
@@ -97,7 +117,10 @@ PLACES = Places()  # tensors outlive a block of `second_device`, as weights do
 
 
 def is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
 
 
 def place_of(tensor: torch.Tensor) -> str:
@@ -133,11 +156,15 @@ class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):  # shapes alone, on no device
+        if any(
+            isinstance(t, FakeTensor) or t.is_meta for t in tensors
+        ):  # shapes alone, on no device
             args, kwargs = pytree.tree_map_only(torch.device, _without_mark, (args, kwargs))
             return func(*args, **kwargs)
         if not all(is_plain(t) for t in tensors):
-            return NotImplemented  # a DTensor's own operations come here again, with its local tensors
+            return (
+                NotImplemented  # a DTensor's own operations come here again, with its local tensors
+            )
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self:  # asked for below autograd, where torch does not take it apart before
                 made = func.decompose(*args, **kwargs)
@@ -166,7 +193,9 @@ class _Dispatch(TorchDispatchMode):
     def _elsewhere(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """Collectives, and the copies around them."""
         asked = kwargs.get("device")
-        args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            torch.device, lambda _: torch.device("cpu"), (args, kwargs)
+        )
         made = func(*args, **kwargs)
         on_device = any(PLACES.of(t) == DEVICE for t in tensors) or asked == _DEVICE
         self._place(made, DEVICE if on_device else HOST, tensors)
@@ -192,7 +221,9 @@ class _Dispatch(TorchDispatchMode):
             self._waits.add("a copy to the host")
         is_upward = before in (HOST, PINNED) and after == DEVICE
         if is_upward and not (waits_not and before == PINNED) and not _is_in_collective():
-            self._waits.add("a copy from pageable memory" if before == HOST else "a copy that is waited for")
+            self._waits.add(
+                "a copy from pageable memory" if before == HOST else "a copy that is waited for"
+            )
         if kwargs.get("pin_memory"):
             kwargs, after = {**kwargs, "pin_memory": False}, PINNED
         made = func(*args, **kwargs)
@@ -200,8 +231,13 @@ class _Dispatch(TorchDispatchMode):
             PLACES.put(made, after)
         return made
 
-    def _agreed(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: dict[int, str]) -> str:
-        """Where all tensors lie. Numbers without dimensions are taken from the host; so are indices, by a copy."""
+    def _agreed(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: dict[int, str]
+    ) -> str:
+        """Where all tensors lie.
+
+        Numbers without dimensions are taken from the host; so are indices, by a copy.
+        """
         found = {p for p in places.values() if p != EITHER}
         if DEVICE not in found:
             return next(iter(found), EITHER if tensors else HOST)
@@ -223,7 +259,9 @@ class _Dispatch(TorchDispatchMode):
             self._waits.add(READS[func])
         elif func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
             self._waits.add("a shape depends on numbers: repeat_interleave")
-        elif func in INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+        elif func in INDEXED and any(
+            t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+        ):
             self._waits.add("a shape depends on numbers: an index of booleans")
 
 
@@ -239,14 +277,22 @@ def _marked(value: Any) -> Any:
     """A choice of device, as the dispatcher is to see it."""
     if isinstance(value, str) and (value == "cpu" or value.startswith("cuda")):
         value = torch.device(value)
-    if not isinstance(value, torch.device) or value in (_DEVICE, _HOST) or value.type not in ("cpu", "cuda"):
+    if (
+        not isinstance(value, torch.device)
+        or value in (_DEVICE, _HOST)
+        or value.type not in ("cpu", "cuda")
+    ):
         return value
     return _DEVICE if value.type == "cuda" else _HOST
 
 
 def _functions(waits: Waits) -> list[tuple[Any, str, Any]]:
-    """What Python asks of torch: devices by name, and what never reaches the dispatcher of a CPU."""
-    cls, plain = torch.Tensor, {name: getattr(torch.Tensor, name) for name in (*_NEW, "to", "tolist", "cpu", "numpy")}
+    """What Python asks of torch: devices by name, and what never reaches the dispatcher of a
+    CPU."""
+    cls, plain = (
+        torch.Tensor,
+        {name: getattr(torch.Tensor, name) for name in (*_NEW, "to", "tolist", "cpu", "numpy")},
+    )
 
     def with_device(function: Any, default: torch.device | None) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -261,7 +307,11 @@ def _functions(waits: Waits) -> list[tuple[Any, str, Any]]:
     def of_numbers(function: Any) -> Any:
         def call(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
             made = function(data, *args, **kwargs)
-            if device is not None and torch.device(device).type == "cuda" and place_of(made) != DEVICE:
+            if (
+                device is not None
+                and torch.device(device).type == "cuda"
+                and place_of(made) != DEVICE
+            ):
                 waits.add("a copy from pageable memory")
                 made = _put(made.clone(), DEVICE)
             return made
@@ -275,13 +325,20 @@ def _functions(waits: Waits) -> list[tuple[Any, str, Any]]:
             args = (args[0].device, args[0].dtype, *args[1:])
         args, kwargs = pytree.tree_map(_marked, (tuple(args), kwargs))
         asked = next(
-            (v for v in (*args, *kwargs.values()) if v in (_DEVICE, _HOST) and isinstance(v, torch.device)), None
+            (
+                v
+                for v in (*args, *kwargs.values())
+                if v in (_DEVICE, _HOST) and isinstance(v, torch.device)
+            ),
+            None,
         )
         if asked is not None and (asked == _DEVICE) == (place_of(self) == DEVICE):  # it is there
             args = tuple(a for a in args if a is not asked)
             kwargs = {key: value for key, value in kwargs.items() if value is not asked}
             return (
-                plain["to"](self, *args, **kwargs) if any(isinstance(a, torch.dtype) for a in args) or kwargs else self
+                plain["to"](self, *args, **kwargs)
+                if any(isinstance(a, torch.dtype) for a in args) or kwargs
+                else self
             )
         return plain["to"](self, *args, **kwargs)
 
@@ -291,7 +348,9 @@ def _functions(waits: Waits) -> list[tuple[Any, str, Any]]:
         return plain["tolist"](self)
 
     def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        assert not is_plain(self) or place_of(self) != DEVICE, f"numpy() of a tensor on the device, in {_where()}"
+        assert not is_plain(self) or place_of(self) != DEVICE, (
+            f"numpy() of a tensor on the device, in {_where()}"
+        )
         return plain["numpy"](self, *args, **kwargs)
 
     own_device = torch._C.TensorBase.device
@@ -358,7 +417,11 @@ class _Event(_Stream):
 
 
 def _stand_ins(waits: Waits) -> list[tuple[Any, str, Any]]:
-    autocast, is_enabled, dtype_of = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
+    autocast, is_enabled, dtype_of = (
+        torch.autocast,
+        torch.is_autocast_enabled,
+        torch.get_autocast_dtype,
+    )
     fork_rng = torch.random.fork_rng
 
     class Autocast(autocast):  # type: ignore[valid-type, misc]

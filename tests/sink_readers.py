@@ -40,7 +40,10 @@ def wandb_curves(run_dir: Path) -> Curves:
     curves: Curves = {}
     for record in wandb_records(run_dir):
         if record.HasField("history"):
-            row = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            row = {
+                ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
             for name, value in row.items():
                 if "/" in name:
                     curves.setdefault(name, {}).setdefault(row["step"], value)
@@ -68,7 +71,9 @@ def mlflow_curves(run_dir: Path) -> Curves:
     client, run = mlflow_run(run_dir)
     curves: Curves = {}
     for name in run.data.metrics:
-        points = sorted(client.get_metric_history(run.info.run_id, name), key=lambda point: point.timestamp)
+        points = sorted(
+            client.get_metric_history(run.info.run_id, name), key=lambda point: point.timestamp
+        )
         told = {(point.step, point.value) for point in points}
         assert len(told) == len(points), f"{name}: a value is there twice"
         curves[name] = {point.step: point.value for point in points}
@@ -79,7 +84,8 @@ CURVES = {"tensorboard": tensorboard_curves, "wandb": wandb_curves, "mlflow": ml
 
 
 def _log_records(data: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB log, which a .wandb file is: blocks of 32 KiB, chunks of crc32 | length | type | bytes."""
+    """Records of a LevelDB log, which a .wandb file is: blocks of 32 KiB, chunks of crc32 |
+    length | type | bytes."""
     assert data.startswith(b":W&B")
     at, parts = 7, b""
     while at + 7 <= len(data):

@@ -1,4 +1,5 @@
-"""Modules as people write them, none of phalanx's own, with the sharding rules that tensor parallelism needs."""
+"""Modules as people write them, none of phalanx's own, with the sharding rules that tensor
+parallelism needs."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class Separate(nn.Module):
-    """q, k, v and o, grouped queries where there are fewer key heads, counts of heads in every view."""
+    """q, k, v and o, grouped queries where there are fewer key heads, counts of heads in every
+    view."""
 
     input_goes_to_columns_alone = True
 
-    def __init__(self, num_kv_heads: int = HEADS, bias: bool = True, head_norm: bool = False) -> None:
+    def __init__(
+        self, num_kv_heads: int = HEADS, bias: bool = True, head_norm: bool = False
+    ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = HEADS, num_kv_heads, HEAD_DIM
         self.q = nn.Linear(DIM, HEADS * HEAD_DIM, bias)
@@ -38,7 +42,9 @@ class Separate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = self.q(x)
-        batch, length = q.shape[:2]  # those of x may be of a part of the sequence, where columns enter it together
+        batch, length = q.shape[
+            :2
+        ]  # those of x may be of a part of the sequence, where columns enter it together
         q = self.q_norm(q.view(batch, length, self.num_heads, self.head_dim))
         k = self.k(x).view(batch, length, self.num_kv_heads, self.head_dim)
         v = self.v(x).view(batch, length, self.num_kv_heads, self.head_dim)
@@ -97,10 +103,15 @@ class Conv1D(nn.Module):
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
         self.nf, self.nx = nf, nx
-        self.weight, self.bias = nn.Parameter(0.1 * torch.randn(nx, nf)), nn.Parameter(0.1 * torch.randn(nf))
+        self.weight, self.bias = (
+            nn.Parameter(0.1 * torch.randn(nx, nf)),
+            nn.Parameter(0.1 * torch.randn(nf)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(
+            *x.size()[:-1], self.nf
+        )
 
 
 class GPT2Attention(nn.Module):
@@ -108,7 +119,11 @@ class GPT2Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed_dim, self.split_size, self.head_dim = HEADS * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM
+        self.embed_dim, self.split_size, self.head_dim = (
+            HEADS * HEAD_DIM,
+            HEADS * HEAD_DIM,
+            HEAD_DIM,
+        )
         self.c_attn, self.c_proj = Conv1D(3 * self.embed_dim, DIM), Conv1D(DIM, self.embed_dim)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -144,7 +159,8 @@ class NormedInside(nn.Module):
 
 
 class Residual(nn.Module):
-    """A norm, something, and the way around it: no region, for its input goes around the matrices, too."""
+    """A norm, something, and the way around it: no region, for its input goes around the
+    matrices, too."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -164,7 +180,8 @@ class MLP(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """Of an MLP-Mixer: one product over the tokens, one over the features, both with the residual inside."""
+    """Of an MLP-Mixer: one product over the tokens, one over the features, both with the
+    residual inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,9 +229,13 @@ class Lm(nn.Module):
         return {"logits": logits} if self.in_a_dict else logits
 
 
-def dict_objective(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def dict_objective(
+    outputs: Any, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     targets = batch["targets"].flatten()
-    loss = F.cross_entropy(outputs["logits"].flatten(0, 1), targets, ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(
+        outputs["logits"].flatten(0, 1), targets, ignore_index=-100, reduction="sum"
+    )
     return loss, (targets != -100).sum()
 
 
@@ -275,7 +296,12 @@ def gqa() -> nn.Module:
 
 
 def gqa_per_token() -> nn.Module:
-    return Lm(_residual(lambda: Separate(2, head_norm=True)), separate_rules(2) | ENDS, tied=True, per_token=True)
+    return Lm(
+        _residual(lambda: Separate(2, head_norm=True)),
+        separate_rules(2) | ENDS,
+        tied=True,
+        per_token=True,
+    )
 
 
 def head_norm() -> nn.Module:
@@ -371,7 +397,9 @@ def dict_head_per_token() -> nn.Module:
 
 
 def frozen_parts() -> nn.Module:
-    return Lm(_residual(MLP), MLP_RULES | ENDS, frozen=("fc1.weight", "fc2.bias", "norm.weight", "embed"))
+    return Lm(
+        _residual(MLP), MLP_RULES | ENDS, frozen=("fc1.weight", "fc2.bias", "norm.weight", "embed")
+    )
 
 
 @phalanx.shard_rules(MLP_RULES)

@@ -1,4 +1,5 @@
-"""Modules of which a part must stay whole, or that can only be cut with care: what `--suggest-rules` is tried on."""
+"""Modules of which a part must stay whole, or that can only be cut with care: what
+`--suggest-rules` is tried on."""
 
 from __future__ import annotations
 
@@ -19,8 +20,13 @@ class PositionBias(Separate):
         self.table = nn.Parameter(0.1 * torch.randn(HEADS, SEQ_LEN, SEQ_LEN))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=self.table).transpose(1, 2).flatten(2))
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
+        return self.o(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=self.table).transpose(1, 2).flatten(2)
+        )
 
 
 class HeadTemperature(Separate):
@@ -87,7 +93,8 @@ class Tokens(nn.Module):
 
 
 class FlatBlock(nn.Module):
-    """All of a block in one module, with both residuals, a norm of each head, and a learned number on the way."""
+    """All of a block in one module, with both residuals, a norm of each head, and a learned
+    number on the way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +164,9 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(DIM, 3)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 18), nn.SiLU(), nn.Linear(18, DIM)) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, 18), nn.SiLU(), nn.Linear(18, DIM)) for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
@@ -180,14 +189,17 @@ class ByWeight(nn.Module):
 
 
 class Windowed(Separate):
-    """Counts its features in what it divides by, which is no view: a scale that must not be one rank's."""
+    """Counts its features in what it divides by, which is no view: a scale that must not be one
+    rank's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed_dim = HEADS * HEAD_DIM
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (linear(x).view(*x.shape[:2], self.num_heads, -1) for linear in (self.q, self.k, self.v))
+        q, k, v = (
+            linear(x).view(*x.shape[:2], self.num_heads, -1) for linear in (self.q, self.k, self.v)
+        )
         return self.o(attend(q / self.embed_dim**0.5, k, v).flatten(2))
 
 
@@ -220,13 +232,22 @@ def _lm(make: Callable[[], nn.Module], **options: bool) -> Callable[[], nn.Modul
     return lambda: Lm(lambda: Residual(make()), **options)  # type: ignore[arg-type]
 
 
-position_bias, head_temperature, talking_heads = _lm(PositionBias), _lm(HeadTemperature), _lm(TalkingHeads)
+position_bias, head_temperature, talking_heads = (
+    _lm(PositionBias),
+    _lm(HeadTemperature),
+    _lm(TalkingHeads),
+)
 gamma, layer_norm, batch_norm = (
     _lm(lambda: Scaled(Gamma)),
     _lm(lambda: Scaled(nn.LayerNorm)),
     _lm(lambda: Scaled(Tokens)),
 )
-number, gated_output, chain, twice = _lm(lambda: Scaled(Number)), _lm(GatedOutput), _lm(Chain), _lm(Twice)
+number, gated_output, chain, twice = (
+    _lm(lambda: Scaled(Number)),
+    _lm(GatedOutput),
+    _lm(Chain),
+    _lm(Twice),
+)
 peeks, experts, by_weight, windowed = _lm(Peeks), _lm(Experts), _lm(ByWeight), _lm(Windowed)
 
 

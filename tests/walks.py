@@ -1,4 +1,5 @@
-"""Follow a page of docs/ as a reader would: its files are written, its commands run, and what it shows is compared.
+"""Follow a page of docs/ as a reader would: its files are written, its commands run, and what it
+shows is compared.
 
 Above a fenced block of a page stands what it is:
 
@@ -26,7 +27,9 @@ from pathlib import Path
 from commands import Done, environment, finish, start
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"<!-- walk: (?P<what>[^\n]*?) -->\n```\w*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"<!-- walk: (?P<what>[^\n]*?) -->\n```\w*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
 PROGRAMS = {"phalanx": ["-m", "phalanx"], "pytest": ["-m", "pytest"], "python": []}
 DEADLINE_S = 240.0
 
@@ -40,13 +43,16 @@ class Said:
 
 
 def checkout(place: Path) -> Path:
-    """What a contributor has: the package and the tests that new implementations meet, to be changed at will."""
+    """What a contributor has: the package and the tests that new implementations meet, to be
+    changed at will."""
     root = place / "checkout"
     ignore = shutil.ignore_patterns("*.so")
     shutil.copytree(ROOT / "src" / "phalanx", root / "src" / "phalanx", ignore=ignore)
     shutil.copytree(ROOT / "tests" / "contracts", root / "tests" / "contracts")
     (root / "tests" / "distributed").mkdir()
-    shutil.copy2(ROOT / "tests" / "distributed" / "test_context_parallel.py", root / "tests" / "distributed")
+    shutil.copy2(
+        ROOT / "tests" / "distributed" / "test_context_parallel.py", root / "tests" / "distributed"
+    )
     for path in (ROOT / "tests").glob("*.py"):
         shutil.copy2(path, root / "tests")
     shutil.copy2(ROOT / "pyproject.toml", root)
@@ -62,14 +68,21 @@ def follow(
     long: bool = False,
     runs: bool = True,
 ) -> list[Said]:
-    """Every marked block of docs/`page`, in `place`. `also`: arguments of each `phalanx train`, to make it short.
-    Without `runs` files are written and changed, and nothing is run.
+    """Every marked block of docs/`page`, in `place`.
+
+    `also`: arguments of each `phalanx train`, to make it short. Without `runs` files are written
+    and changed, and nothing is run.
 
     Raises AssertionError with the command and its words where something is not as the page says.
     """
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert text.count("<!-- walk:") == len(BLOCK.findall(text)), "a mark without a block"
-    assert {block["what"].split()[0] for block in BLOCK.finditer(text)} <= {"file", "change", "run", "says"}
+    assert {block["what"].split()[0] for block in BLOCK.finditer(text)} <= {
+        "file",
+        "change",
+        "run",
+        "says",
+    }
     said: list[Said] = []
     last = ""
     for block in BLOCK.finditer(text):
@@ -97,14 +110,22 @@ def _change(path: Path, diff: str) -> None:
     text = path.read_text(encoding="utf-8")
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
         lines = hunk.splitlines(keepends=True)
-        before, after = ("".join(line[1:] or line for line in lines if line[0] in f"{sign} \n") for sign in "-+")
-        assert not lines or text.count(before) == 1, f"{text.count(before)} places in {path} are these:\n{before}"
+        before, after = (
+            "".join(line[1:] or line for line in lines if line[0] in f"{sign} \n") for sign in "-+"
+        )
+        assert not lines or text.count(before) == 1, (
+            f"{text.count(before)} places in {path} are these:\n{before}"
+        )
         text = text.replace(before, after) if lines else text
     path.write_text(text, encoding="utf-8")
 
 
-def _run(text: str, place: Path, also: Sequence[str], env: Mapping[str, str], *, together: bool) -> list[Said]:
-    variables = environment(PYTHONPATH=os.pathsep.join(filter(None, (env.get("PYTHONPATH"), str(ROOT / "src")))))
+def _run(
+    text: str, place: Path, also: Sequence[str], env: Mapping[str, str], *, together: bool
+) -> list[Said]:
+    variables = environment(
+        PYTHONPATH=os.pathsep.join(filter(None, (env.get("PYTHONPATH"), str(ROOT / "src"))))
+    )
     lines = text.replace("\\\n", " ").splitlines()
     running: list[subprocess.Popen[str] | Done] = []
     for line in lines:
@@ -124,5 +145,9 @@ def _require(wanted: Sequence[str], said: Sequence[str]) -> None:
         words = line.rstrip()
         if words in ("", "...") or words.startswith("$ "):
             continue
-        pattern = ".*".join(r"\s+".join(map(re.escape, part.split())) for part in words.split("..."))
-        assert any(re.search(pattern, told) for told in rest), "\n".join((f"not said, or not here: {line}", "", *said))
+        pattern = ".*".join(
+            r"\s+".join(map(re.escape, part.split())) for part in words.split("...")
+        )
+        assert any(re.search(pattern, told) for told in rest), "\n".join(
+            (f"not said, or not here: {line}", "", *said)
+        )

@@ -1,9 +1,11 @@
-"""`phalanx` without the time that imports take: commands and ranks are forked from processes that have imported.
+"""`phalanx` without the time that imports take: commands and ranks are forked from processes that
+have imported.
 
-`python warm.py ARGUMENTS` is `phalanx ARGUMENTS`, but for one thing: `python -m MODULE` for a module of MODULES is not
-a new interpreter, it is a fork of the nursery of ranks, which the tests start once. The process itself, its
-descriptors, environment, folder and session are those that it asked for. Importing torch is most of a short run.
-`fork_command` takes the command itself from a second nursery, which has imported the command line and no torch.
+`python warm.py ARGUMENTS` is `phalanx ARGUMENTS`, but for one thing: `python -m MODULE` for a
+module of MODULES is not a new interpreter, it is a fork of the nursery of ranks, which the tests
+start once. The process itself, its descriptors, environment, folder and session are those that it
+asked for. Importing torch is most of a short run. `fork_command` takes the command itself from a
+second nursery, which has imported the command line and no torch.
 """
 
 from __future__ import annotations
@@ -37,25 +39,53 @@ MODULES = (
     "phalanx.checkpoint.exchange.unpickle",
 )
 VERBS = ("train", "plan", "verify", "report", "checkpoint", "data", "eval", "generate", "init")
-# What each nursery imports: of ranks what MODULES import, but not they themselves, for each runs as `__main__`.
+# What each nursery imports: of ranks what MODULES import, but not they themselves, for each runs as
+# `__main__`.
 IMPORTED = {
-    "ranks": ("torch", "torch._dynamo", "phalanx.run.rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy"),
+    "ranks": (
+        "torch",
+        "torch._dynamo",
+        "phalanx.run.rank",
+        "phalanx.verify.rank",
+        "phalanx.nn.hf",
+        "runpy",
+    ),
     "commands": (
-        *("phalanx.run.training", "phalanx.run.supervised", "phalanx.observe.sinks.tensorboard", "runpy"),
+        *(
+            "phalanx.run.training",
+            "phalanx.run.supervised",
+            "phalanx.observe.sinks.tensorboard",
+            "runpy",
+        ),
         *(f"phalanx.cli.{verb}" for verb in VERBS),
     ),
 }
 COMMAND = ":command"  # in place of a module: `phalanx` itself, which ends as an interpreter ends
-# Variables that are read when an interpreter or a library starts: with others than the nursery's there is no fork.
+# Variables that are read when an interpreter or a library starts: with others than the nursery's
+# there is no fork.
 AT_START = (
     *("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "ONEDNN_", "DNNL_"),
     *("TORCH", "PYTORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA_", "GOMP_"),
-    *("LC_", "LANG", "TERMINAL_WIDTH", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "FSSPEC_", "XDG_"),
+    *(
+        "LC_",
+        "LANG",
+        "TERMINAL_WIDTH",
+        "FORCE_COLOR",
+        "NO_COLOR",
+        "PY_COLORS",
+        "GITHUB_ACTIONS",
+        "FSSPEC_",
+        "XDG_",
+    ),
 )
 NOT_AT_START = (
     *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
     "TORCHINDUCTOR_CACHE_DIR",  # which torch sets where anything was compiled
-    *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),  # read where CUDA starts
+    *(
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    ),  # read where CUDA starts
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 MAX_BYTES, MAX_FDS, FAR = 1 << 18, 16, 200
@@ -73,14 +103,19 @@ def _home() -> str:
 
 
 def at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: env[name] for name in sorted(env) if name.startswith(AT_START) and name not in NOT_AT_START}
+    return {
+        name: env[name]
+        for name in sorted(env)
+        if name.startswith(AT_START) and name not in NOT_AT_START
+    }
 
 
 # The nursery: it forks what it is asked for and tells how that ended.
 
 
 def serve(path: str, kind: str, life: int) -> None:
-    """Fork what the connections to the socket at `path` ask for, until the other end of `life` closes."""
+    """Fork what the connections to the socket at `path` ask for, until the other end of `life`
+    closes."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
@@ -129,7 +164,8 @@ def serve(path: str, kind: str, life: int) -> None:
 
 
 def _become(wanted: dict[str, Any], fds: list[int]) -> None:
-    """What a new interpreter would be: these descriptors and no others, this environment, folder and search path."""
+    """What a new interpreter would be: these descriptors and no others, this environment, folder
+    and search path."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if wanted["new_session"]:
@@ -144,7 +180,11 @@ def _become(wanted: dict[str, Any], fds: list[int]) -> None:
     os.chdir(wanted["cwd"])
     os.environ.clear()
     os.environ.update(wanted["env"])
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(0),
+        open(1, "w"),
+        open(2, "w", errors="backslashreplace"),
+    )
     searched = [path for path in wanted["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*wanted["here"], *searched, *(path for path in sys.path if path not in searched)]
     importlib.invalidate_caches()
@@ -171,7 +211,10 @@ def _run_module(module: str, arguments: list[str]) -> NoReturn:
 
 
 def _run_command(arguments: list[str]) -> NoReturn:
-    """`phalanx ARGUMENTS`, ranks of the other nursery. Ends by SystemExit, as the command itself does."""
+    """`phalanx ARGUMENTS`, ranks of the other nursery.
+
+    Ends by SystemExit, as the command itself does.
+    """
     from phalanx.__main__ import main
 
     sys.argv = ["phalanx", *arguments]
@@ -182,7 +225,10 @@ def _run_command(arguments: list[str]) -> NoReturn:
 
 
 class Nursery:
-    """The process that forks ranks or commands, no child of ours. Its import takes seconds; it ends with the tests."""
+    """The process that forks ranks or commands, no child of ours.
+
+    Its import takes seconds; it ends with the tests.
+    """
 
     def __init__(self, kind: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-tests-")
@@ -216,7 +262,9 @@ class Nursery:
 class Forked:
     """What `subprocess.Popen` is to its user, of a process that the nursery forked."""
 
-    def __init__(self, connection: socket.socket, pid: int, stdout: int | None, stderr: int | None) -> None:
+    def __init__(
+        self, connection: socket.socket, pid: int, stdout: int | None, stderr: int | None
+    ) -> None:
         self._connection, self.pid, self.returncode = connection, pid, None
         self.args: Sequence[str] = ()
         self.stdin = None
@@ -243,7 +291,9 @@ class Forked:
     def __exit__(self, *problem: object) -> None:
         self.wait()
 
-    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[str | None, str | None]:
+    def communicate(
+        self, input: None = None, timeout: float | None = None
+    ) -> tuple[str | None, str | None]:
         until = None if timeout is None else time.monotonic() + timeout
         streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
         self._read: dict[IO[str], bytes] = getattr(self, "_read", dict.fromkeys(streams, b""))
@@ -299,15 +349,30 @@ def popen(command: Any, **options: Any) -> Any:
     return _fork(os.environ[NURSERY], module, arguments, env, here, options)
 
 
-def fork_command(nursery: Nursery, arguments: Sequence[str], env: Mapping[str, str], **options: Any) -> Any:
-    """`phalanx ARGUMENTS`: a fork of the nursery of commands, or a new interpreter where `env` has what it reads."""
+def fork_command(
+    nursery: Nursery, arguments: Sequence[str], env: Mapping[str, str], **options: Any
+) -> Any:
+    """`phalanx ARGUMENTS`: a fork of the nursery of commands, or a new interpreter where `env`
+    has what it reads."""
     if at_start(env) != at_start(os.environ) or "preexec_fn" in options:
         return _Popen([sys.executable, __file__, *arguments], env=env, text=True, **options)
-    return _fork(nursery.path, COMMAND, list(arguments), dict(env), [str(options.get("cwd") or os.getcwd())], options)
+    return _fork(
+        nursery.path,
+        COMMAND,
+        list(arguments),
+        dict(env),
+        [str(options.get("cwd") or os.getcwd())],
+        options,
+    )
 
 
 def _fork(
-    nursery: str, module: str, arguments: list[str], env: dict[str, str], here: list[str], options: dict[str, Any]
+    nursery: str,
+    module: str,
+    arguments: list[str],
+    env: dict[str, str],
+    here: list[str],
+    options: dict[str, Any],
 ) -> Forked:
     null = os.open(os.devnull, os.O_RDWR)
     pipes: dict[str, tuple[int, int]] = {}
@@ -321,7 +386,9 @@ def _fork(
             return null
         if given == subprocess.STDOUT:
             return fds[1]
-        return default if given is None else given if isinstance(given, int) else int(given.fileno())
+        return (
+            default if given is None else given if isinstance(given, int) else int(given.fileno())
+        )
 
     fds: list[int] = []
     for default, name in enumerate(("stdin", "stdout", "stderr")):

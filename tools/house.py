@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Counts what a reader of a Python package meets: sizes, names, density, comments. `house.py PACKAGE [--list]`.
+"""Counts what a reader of a Python package meets: sizes, names, density, comments.
 
-The counts are no limits: they point at rooms to read. Prints one JSON object; --list names the offenders behind each
-count first.
+`house.py PACKAGE [--list]`.
+
+The counts are no limits: they point at rooms to read. Prints one JSON object; --list names the
+offenders behind each count first.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ PARTICIPLES = split_words(
     " hidden met put done gone spread understood chosen"
 )
 PREPOSITIONS = split_words("of in as what how where without within beside from with before after")
-NO_SUBJECT = re.compile(r"^(Of|What|Those|Whether|How|Where|None|Nothing|Who|Which|For|In|As|The one|That)\b")
+NO_SUBJECT = re.compile(
+    r"^(Of|What|Those|Whether|How|Where|None|Nothing|Who|Which|For|In|As|The one|That)\b"
+)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 MAX_BRANCHES = 15
@@ -112,7 +116,9 @@ class Counts:
 
     def to_json(self) -> dict[str, Any]:
         thousands = self.num_code_lines / 1000
-        shared_classes = [name for name, paths in self.classes.items() if len(paths) > 1 and name[0] != "_"]
+        shared_classes = [
+            name for name, paths in self.classes.items() if len(paths) > 1 and name[0] != "_"
+        ]
         shared_functions = [name for name, paths in self.public_functions.items() if len(paths) > 1]
         return {
             "files": len(self.file_sizes),
@@ -124,9 +130,13 @@ class Counts:
             "public_functions_in_two_files": len(shared_functions),
             "functions_not_verbs_percent": percent(self.num_odd_names, len(self.function_sizes)),
             "everyday_variables": self.num_everyday,
-            "docstrings_without_subject_percent": percent(self.num_without_subject, self.num_docstrings),
+            "docstrings_without_subject_percent": percent(
+                self.num_without_subject, self.num_docstrings
+            ),
             "comment_lines_percent": percent(self.num_comment_lines, self.num_code_lines),
-            "conditional_expressions_per_kline": round(self.num_conditional_expressions / thousands, 1),
+            "conditional_expressions_per_kline": round(
+                self.num_conditional_expressions / thousands, 1
+            ),
             "comprehensions_per_kline": round(self.num_comprehensions / thousands, 1),
             "lines_over_100_percent": percent(self.num_wide_lines, self.num_code_lines),
         }
@@ -141,7 +151,8 @@ class Counts:
 
 
 def num_branches(function: Function) -> int:
-    """The number of branches of `function`, functions inside of it included; each `and` and `or` is one more."""
+    """The number of branches of `function`, functions inside of it included; each `and` and `or`
+    is one more."""
     count = 0
     for node in ast.walk(function):
         count += isinstance(node, BRANCHES)
@@ -151,7 +162,10 @@ def num_branches(function: Function) -> int:
 
 
 def is_oddly_named(function: Function) -> bool:
-    """True for a function named by a participle or a preposition. A property is a value and may be."""
+    """True for a function named by a participle or a preposition.
+
+    A property is a value and may be.
+    """
     decorators = {getattr(decorator, "id", "") for decorator in function.decorator_list}
     if function.name.startswith("__") or decorators & {"property", "cached_property"}:
         return False

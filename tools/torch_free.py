@@ -1,7 +1,8 @@
-"""A contract of import-linter: in its rooms a module reaches torch by no chain of imports, but for a list.
+"""A contract of import-linter: in its rooms a module reaches torch by no chain of imports, but for
+a list.
 
-A new module is under the contract from its first line. An entry of the list that is of no use any more breaks the
-contract as well, so that the list cannot rot.
+A new module is under the contract from its first line. An entry of the list that is of no use any
+more breaks the contract as well, so that the list cannot rot.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ class TorchFreeContract(Contract):
         allowed = {module.name for module in self.may_import_torch}
         rooms = [room.name for room in self.rooms]
         in_rooms = {module for room in rooms for module in _modules_of(graph, room)}
-        problems += (f"{room}: there is no such room" for room in rooms if room not in graph.modules)
+        problems += (
+            f"{room}: there is no such room" for room in rooms if room not in graph.modules
+        )
         problems += _chains_to_torch(graph, (reaching & in_rooms) - allowed)
         for module in sorted(allowed - (reaching & in_rooms)):
-            problems.append(f"{module} does not reach torch, or is in no room: take it off the list")
+            problems.append(
+                f"{module} does not reach torch, or is in no room: take it off the list"
+            )
         return ContractCheck(kept=not problems, metadata={"problems": problems})
 
     def render_broken_contract(self, check: ContractCheck) -> None:
@@ -50,7 +55,8 @@ def _modules_of(graph: ImportGraph, room: str) -> set[str]:
 
 
 def _chains_to_torch(graph: ImportGraph, modules: set[str]) -> Iterator[str]:
-    """A chain of imports for each of `modules`, but for those that reach torch through another one of them."""
+    """A chain of imports for each of `modules`, but for those that reach torch through another
+    one of them."""
     for module in sorted(modules):
         chain: Sequence[str] = graph.find_shortest_chain(module, TORCH) or ()
         if not modules & set(chain[1:]):
@@ -58,13 +64,17 @@ def _chains_to_torch(graph: ImportGraph, modules: set[str]) -> Iterator[str]:
 
 
 def _take_out_lazy_imports(graph: ImportGraph, expressions: Sequence[Any]) -> Iterator[str]:
-    """Remove the imports from the graph; says which do not stand inside functions, or lead nowhere near torch."""
+    """Remove the imports from the graph; says which do not stand inside functions, or lead
+    nowhere near torch."""
     reaching = graph.find_downstream_modules(TORCH) | {TORCH}
     for expression in expressions:
         importer, imported = expression.importer.expression, expression.imported.expression
         details = graph.get_import_details(importer=importer, imported=imported)
         if not details or imported not in reaching:
-            yield f"{expression}: there is no such import, or it does not lead to torch: take it off the list"
+            yield (
+                f"{expression}: there is no such import, or it does not lead to torch: take it off"
+                " the list"
+            )
             continue
         if not all(_is_indented(importer, detail["line_number"]) for detail in details):
             yield f"{expression} must stand inside a function"

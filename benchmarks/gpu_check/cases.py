@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """All systems train the same model on the same batch. Sizes in elements, `batch_size` in sequences."""
+    """All systems train the same model on the same batch.
+
+    Sizes in elements, `batch_size` in sequences.
+    """
 
     device: str
     model: tuple[str, ...]  # overrides of a job
@@ -42,7 +45,9 @@ class Case:
 
 FULL = Case(
     device="cuda",
-    model=("model.preset=tinyllama-1.1b",),  # the vocabulary of 32,000 leaves most of a step to blocks
+    model=(
+        "model.preset=tinyllama-1.1b",
+    ),  # the vocabulary of 32,000 leaves most of a step to blocks
     seq_len=2048,
     batch_size=8,
     compile=True,
@@ -57,7 +62,13 @@ FULL = Case(
 
 TINY = Case(
     device="cpu",
-    model=("model.num_layers=2", "model.dim=64", "model.num_heads=4", "model.num_kv_heads=2", "model.vocab_size=256"),
+    model=(
+        "model.num_layers=2",
+        "model.dim=64",
+        "model.num_heads=4",
+        "model.num_kv_heads=2",
+        "model.vocab_size=256",
+    ),
     seq_len=32,
     batch_size=2,
     compile=False,

@@ -1,4 +1,7 @@
-"""What runs in a system's own process: python child.py SYSTEM CASE FOUND. Facts are lines of JSON, as they come."""
+"""What runs in a system's own process: python child.py SYSTEM CASE FOUND.
+
+Facts are lines of JSON, as they come.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,15 @@ from typing import Any
 from gpu_check.cases import Case, System
 
 MEASURED, PARTIAL, FAILED, LATE, MISSING, REFUSED, NO_TIME = (
-    *("measured", "measured in part", "failed", "over its deadline", "not installed", "refused", "no time left"),
+    *(
+        "measured",
+        "measured in part",
+        "failed",
+        "over its deadline",
+        "not installed",
+        "refused",
+        "no time left",
+    ),
 )
 Row = dict[str, Any]
 
@@ -52,7 +60,8 @@ def run_system(
 
 
 def read_row(path: Path) -> Row:
-    """All that a child has written, later lines over earlier ones; a last line may be half written."""
+    """All that a child has written, later lines over earlier ones; a last line may be half
+    written."""
     row: Row = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

@@ -1,4 +1,7 @@
-"""Is there a GPU? Asked of NVIDIA's driver itself, without torch: an answer takes milliseconds where there is none."""
+"""Is there a GPU?
+
+Asked of NVIDIA's driver itself, without torch: an answer takes milliseconds where there is none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kernels against references: how far each is from fp64, beside how far torch's own whole operation is."""
+"""Kernels against references: how far each is from fp64, beside how far torch's own whole
+operation is."""
 
 from __future__ import annotations
 
@@ -12,10 +13,16 @@ LEAST = 1e-6  # of fp32 and wider, where both are exact but for the order of sum
 
 
 def compare(
-    ours: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
+    ours: Mapping[str, torch.Tensor],
+    own: Mapping[str, torch.Tensor],
+    exact: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Of each tensor ||found - exact|| / ||exact|| of ours and of torch's own, and whether ours is as near."""
-    errors = {name: [_error(found[name], wanted) for found in (ours, own)] for name, wanted in exact.items()}
+    """Of each tensor ||found - exact|| / ||exact|| of ours and of torch's own, and whether ours
+    is as near."""
+    errors = {
+        name: [_error(found[name], wanted) for found in (ours, own)]
+        for name, wanted in exact.items()
+    }
     limits = {name: SLACK * theirs + LEAST for name, (_, theirs) in errors.items()}
     worst = max(errors, key=lambda name: errors[name][0] / limits[name])
     return {

@@ -1,4 +1,5 @@
-"""The command: one system after the other, rows as they come, and what was found by then whenever it ends."""
+"""The command: one system after the other, rows as they come, and what was found by then
+whenever it ends."""
 
 from __future__ import annotations
 
@@ -26,14 +27,24 @@ NO_GPU, WRONG = 6, 11
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights: does the check work?")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a model of a few thousand weights: does the check work?",
+    )
     parser.add_argument("--preset", help="another model of phalanx (phalanx plan --models)")
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--batch-size", type=int, help="sequences")
     parser.add_argument("--only", help="systems by their file's name, separated by commas")
-    parser.add_argument("--total-s", type=float, default=TOTAL_S, help="no system is begun or goes on after so long")
-    parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "wheels", help="what `make wheels` fetched")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check"))
+    parser.add_argument(
+        "--total-s", type=float, default=TOTAL_S, help="no system is begun or goes on after so long"
+    )
+    parser.add_argument(
+        "--wheels", type=Path, default=ROOT / "build" / "wheels", help="what `make wheels` fetched"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check")
+    )
     return parser.parse_args(argv)
 
 
@@ -46,11 +57,15 @@ def case_of(args: argparse.Namespace) -> Case:
 
 
 def main(argv: Sequence[str], systems: Sequence[System] = SYSTEMS) -> int:
-    """0: phalanx trained and no kernel differs; 6: there is no GPU; 11: something is wrong, and the table says what."""
+    """0: phalanx trained and no kernel differs; 6: there is no GPU; 11: something is wrong, and
+    the table says what."""
     args = parse(argv)
     until_s = time.monotonic() + args.total_s
     if args.device == "cuda" and (why := gpu.why_not()):
-        print(f"gpu-check: no GPU here ({why}); --device cpu --tiny tries the check itself", file=sys.stderr)
+        print(
+            f"gpu-check: no GPU here ({why}); --device cpu --tiny tries the check itself",
+            file=sys.stderr,
+        )
         return NO_GPU
     if args.only:
         systems = [system for system in systems if system.file in args.only.split(",")]
@@ -65,22 +80,37 @@ def main(argv: Sequence[str], systems: Sequence[System] = SYSTEMS) -> int:
 
 
 def _run_all(
-    systems: Sequence[System], case: Case, args: argparse.Namespace, folder: Path, until_s: float, rows: list[Row]
+    systems: Sequence[System],
+    case: Case,
+    args: argparse.Namespace,
+    folder: Path,
+    until_s: float,
+    rows: list[Row],
 ) -> None:
     site = folder / "site"
     carried = unpack(args.wheels, site)
-    print(f"carried: {', '.join(carried) or f'nothing ({args.wheels}; make wheels fetches it)'}", flush=True)
+    print(
+        f"carried: {', '.join(carried) or f'nothing ({args.wheels}; make wheels fetches it)'}",
+        flush=True,
+    )
     environ = _environment(site, folder, case.device)
     with open(args.out / "gpu-check.log", "w") as log:
         for system in systems:
             left_s = until_s - time.monotonic()
             if left_s < LEAST_S:
                 rows.append(
-                    {"system": system.name, "status": NO_TIME, "why": f"of {args.total_s:.0f} s", "wall_s": 0.0}
+                    {
+                        "system": system.name,
+                        "status": NO_TIME,
+                        "why": f"of {args.total_s:.0f} s",
+                        "wall_s": 0.0,
+                    }
                 )
             else:
                 deadline_s = min(system.deadline_s, left_s)
-                row, said = run_system(system, case, deadline_s=deadline_s, folder=folder, environ=environ)
+                row, said = run_system(
+                    system, case, deadline_s=deadline_s, folder=folder, environ=environ
+                )
                 rows.append(row)
                 log.write(f"== {system.name}\n{said}\n")
             print(table.line(rows, rows[-1]), flush=True)
@@ -88,14 +118,21 @@ def _run_all(
 
 
 def _environment(site: Path, folder: Path, device: str) -> dict[str, str]:
-    """Carried wheels, then this repository's phalanx, then what is installed; one GPU, of however many. Compiled
-    kernels and initial weights are shared: all trainers begin with the same blocks and numbers."""
+    """Carried wheels, then this repository's phalanx, then what is installed; one GPU, of however
+    many.
+
+    Compiled kernels and initial weights are shared: all trainers begin with the same blocks and
+    numbers.
+    """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     one = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": first}
     inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     path = os.pathsep.join([str(site), str(ROOT / "src"), *inherited])
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    cache = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
     cache["GPU_CHECK_WEIGHTS"] = str(folder / "initial-weights.pt")
     return {**os.environ, **offline, **cache, **one, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
@@ -107,7 +144,13 @@ def _finish(rows: Sequence[Row], case: Case, out: Path) -> None:
     if case.device == "cpu":
         verdict = ["on a CPU: this tries the check, its numbers say nothing of a GPU", *verdict]
     facts = [table.facts(rows, row) for row in rows if "square_flops_per_s" in row]
-    parts = [*facts, head, table.as_markdown(speed), table.as_markdown(parity), "\n".join(f"- {v}" for v in verdict)]
+    parts = [
+        *facts,
+        head,
+        table.as_markdown(speed),
+        table.as_markdown(parity),
+        "\n".join(f"- {v}" for v in verdict),
+    ]
     (out / "gpu-check.md").write_text("\n\n".join(parts) + "\n")
     _write_json(rows, case, out)
     print(f"\nwritten: {out}/gpu-check.json, gpu-check.md, gpu-check.log")

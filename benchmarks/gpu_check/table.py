@@ -1,4 +1,7 @@
-"""From rows to a line each, to tables, and to the verdict. Nothing here knows a number that was not measured."""
+"""From rows to a line each, to tables, and to the verdict.
+
+Nothing here knows a number that was not measured.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,21 @@ from gpu_check.children import MEASURED, PARTIAL, Row
 
 AIM = 0.75  # of the ceiling
 TRAINERS = tuple(system.name for system in SYSTEMS if system.is_trainer)
-SAME_LOSS = 0.02  # relative: trainers round differently, and a different model or batch is further away
+SAME_LOSS = (
+    0.02  # relative: trainers round differently, and a different model or batch is further away
+)
 GIB = 2**30
-COLUMNS = ("system", "tokens/s", "extremes", "of the ceiling", "÷ bare", "peak GiB", "planned", "first step s", "")
+COLUMNS = (
+    "system",
+    "tokens/s",
+    "extremes",
+    "of the ceiling",
+    "÷ bare",
+    "peak GiB",
+    "planned",
+    "first step s",
+    "",
+)
 
 
 def row_of(rows: Sequence[Row], name: str) -> Row:
@@ -51,7 +66,9 @@ def facts(rows: Sequence[Row], row: Row) -> str:
     if "device" in row:
         parts.append(f"{row['device']}, torch {row['torch']}")
     if "square_flops_per_s" in row:
-        parts.append(f"{row['square_flops_per_s'] / 1e12:,.4g} TFLOP/s in bf16 (width {row['square']:,})")
+        parts.append(
+            f"{row['square_flops_per_s'] / 1e12:,.4g} TFLOP/s in bf16 (width {row['square']:,})"
+        )
     if "model_flops_per_s" in row:
         parts.append(f"{row['model_flops_per_s'] / 1e12:,.4g} in the model's own products")
     if "tokens_per_s" in row:
@@ -109,17 +126,26 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     """The aims, each reached or not, or not measured."""
     ours = row_of(rows, PHALANX)
     share = share_of_ceiling(rows, ours)
-    how = "not measured" if share is None else f"{'reached' if share >= AIM else 'NOT reached'}: {share:.1%}"
+    how = (
+        "not measured"
+        if share is None
+        else f"{'reached' if share >= AIM else 'NOT reached'}: {share:.1%}"
+    )
     lines = [f"at least {AIM:.0%} of the measured matmul ceiling: {how}"]
     for name in TRAINERS:
         if name in (PHALANX, FP8):
             continue
         found = ratio(rows, PHALANX, name)
-        how = "not measured" if found is None else f"{'reached' if found > 1 else 'NOT reached'}: {found:.3f} of it"
+        how = (
+            "not measured"
+            if found is None
+            else f"{'reached' if found > 1 else 'NOT reached'}: {found:.3f} of it"
+        )
         lines.append(f"ahead of {name}: {how}")
     lines += _losses(rows)
     lines += [
-        f"{row['system']}: {'agrees with its reference' if row['agrees'] else 'DIFFERS from its reference'}"
+        f"{row['system']}:"
+        f" {'agrees with its reference' if row['agrees'] else 'DIFFERS from its reference'}"
         for row in rows
         if "agrees" in row
     ]
@@ -127,9 +153,14 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 
 def _losses(rows: Sequence[Row]) -> list[str]:
-    """Trainers that train the same end at the same loss; where one does not, its speed says nothing."""
+    """Trainers that train the same end at the same loss; where one does not, its speed says
+    nothing."""
     ours = row_of(rows, PHALANX).get("losses")
-    others = [row for row in rows if row["system"] in TRAINERS and row["system"] != PHALANX and "losses" in row]
+    others = [
+        row
+        for row in rows
+        if row["system"] in TRAINERS and row["system"] != PHALANX and "losses" in row
+    ]
     if ours is None or not others:
         return []
     apart = [
@@ -140,12 +171,17 @@ def _losses(rows: Sequence[Row]) -> list[str]:
     span = f"{ours[0]:.4f} to {ours[1]:.4f}"
     if apart:
         return [f"losses DIFFER from phalanx's {span}: {'; '.join(apart)}"]
-    return [f"losses of {', '.join(row['system'] for row in others)} are phalanx's, {span}, to {SAME_LOSS:.0%}"]
+    return [
+        f"losses of {', '.join(row['system'] for row in others)} are phalanx's, {span}, to"
+        f" {SAME_LOSS:.0%}"
+    ]
 
 
 def is_right(rows: Sequence[Row]) -> bool:
     """phalanx trained, and no kernel that was compared differs. Aims are said, not demanded."""
-    return row_of(rows, PHALANX).get("status") in (MEASURED, PARTIAL) and all(row.get("agrees", True) for row in rows)
+    return row_of(rows, PHALANX).get("status") in (MEASURED, PARTIAL) and all(
+        row.get("agrees", True) for row in rows
+    )
 
 
 def as_text(lines: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,5 @@
-"""What all trainers share: job, module with its loss, batch, the optimizer's numbers, and the stop-watch."""
+"""What all trainers share: job, module with its loss, batch, the optimizer's numbers, and the
+stop-watch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from phalanx.nn.build import build_model, build_objective
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
 
-LR, BETAS, EPS, MAX_NORM = 1e-4, (0.9, 0.95), 1e-8, 1.0  # no weight decay: trainers differ in what they decay
+LR, BETAS, EPS, MAX_NORM = (
+    1e-4,
+    (0.9, 0.95),
+    1e-8,
+    1.0,
+)  # no weight decay: trainers differ in what they decay
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -60,13 +66,20 @@ def cluster_of(device: str) -> Cluster:
 def batch_of(case: Case, plan: Plan) -> dict[str, torch.Tensor]:
     """The one batch that every step of every trainer reads, on the host."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(plan.vocab_size, (case.batch_size, case.seq_len + 1), generator=generator)
+    tokens = torch.randint(
+        plan.vocab_size, (case.batch_size, case.seq_len + 1), generator=generator
+    )
     batch = {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-    return {key: value.pin_memory() for key, value in batch.items()} if case.device == "cuda" else batch
+    return (
+        {key: value.pin_memory() for key, value in batch.items()}
+        if case.device == "cuda"
+        else batch
+    )
 
 
 class ModelWithLoss(nn.Module):
-    """phalanx's own decoder and objective as any trainer takes them: tensors in, the mean loss out."""
+    """phalanx's own decoder and objective as any trainer takes them: tensors in, the mean loss
+    out."""
 
     def __init__(self, job: Job, plan: Plan) -> None:
         super().__init__()
@@ -78,7 +91,8 @@ class ModelWithLoss(nn.Module):
 
 
 def build(case: Case) -> tuple[ModelWithLoss, dict[str, torch.Tensor]]:
-    """(the model with phalanx's initial weights on the device, blocks compiled as phalanx does; the batch)."""
+    """(the model with phalanx's initial weights on the device, blocks compiled as phalanx does;
+    the batch)."""
     job, plan = job_and_plan(case)
     module = ModelWithLoss(job, plan).to_empty(device=case.device)
     initialize(module.model, job.run.seed, case.device)
@@ -89,8 +103,11 @@ def build(case: Case) -> tuple[ModelWithLoss, dict[str, torch.Tensor]]:
 
 
 def initialize(model: nn.Module, seed: int, device: str) -> None:
-    """phalanx's initial weights. Drawing a billion takes a core ten seconds: the first trainer of a check leaves them
-    for the others in the file that GPU_CHECK_WEIGHTS names."""
+    """phalanx's initial weights.
+
+    Drawing a billion takes a core ten seconds: the first trainer of a check leaves them for the
+    others in the file that GPU_CHECK_WEIGHTS names.
+    """
     stored = Path(os.environ["GPU_CHECK_WEIGHTS"]) if "GPU_CHECK_WEIGHTS" in os.environ else None
     if stored is not None and stored.exists():
         model.load_state_dict(torch.load(stored, map_location=device, weights_only=True))
@@ -104,7 +121,9 @@ def initialize(model: nn.Module, seed: int, device: str) -> None:
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(
+        module.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
+    )
 
 
 @dataclass
@@ -143,7 +162,9 @@ class Watch:
         facts = {
             "step_s": step_s,
             "tokens_per_s": self.case.tokens_per_step / median(step_s),
-            "extremes": [self.case.tokens_per_step / extreme for extreme in (max(step_s), min(step_s))],
+            "extremes": [
+                self.case.tokens_per_step / extreme for extreme in (max(step_s), min(step_s))
+            ],
         }
         if self.case.device == "cuda":
             facts["peak_bytes"] = torch.cuda.max_memory_allocated()

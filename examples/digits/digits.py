@@ -1,4 +1,5 @@
-"""Handwritten digits of scikit-learn: a dataset, a small convolutional net with BatchNorm, and an objective.
+"""Handwritten digits of scikit-learn: a dataset, a small convolutional net with BatchNorm, and an
+objective.
 
 Everything that `job.toml` names is here: `digits:dataset`, `digits:build`, `digits:cross_entropy`.
 """
@@ -18,7 +19,10 @@ EVERY = 6  # each sixth image is held out
 
 # [dataset]
 class Digits:
-    """A map-style dataset: `len()`, and `[i]` gives a dict. `inputs` goes to forward, the rest to the objective."""
+    """A map-style dataset: `len()`, and `[i]` gives a dict.
+
+    `inputs` goes to forward, the rest to the objective.
+    """
 
     def __init__(self, split: str, *, shift: bool) -> None:
         images, labels = load_digits(return_X_y=True)
@@ -33,7 +37,9 @@ class Digits:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray | int]:
         image = self.images[index]
-        if self.shift:  # phalanx seeds numpy for each sample, so that a resumed run sees the same images
+        if (
+            self.shift
+        ):  # phalanx seeds numpy for each sample, so that a resumed run sees the same images
             image = np.roll(image, np.random.randint(-1, 2, size=2), axis=(1, 2))
         return {"inputs": image, "labels": self.labels[index]}
 
@@ -49,18 +55,27 @@ def dataset(split: str, shift: bool = False) -> Digits:
 # [model]
 class Block(nn.Sequential):
     def __init__(self, channels: int) -> None:
-        super().__init__(nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU())
+        super().__init__(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+        )
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
         return x_BCHW + super().forward(x_BCHW)
 
 
 class ConvNet(nn.Module):
-    """[B, 1, 8, 8] grey values to [B, 10] logits. The ModuleList is what phalanx shards and recomputes by block."""
+    """[B, 1, 8, 8] grey values to [B, 10] logits.
+
+    The ModuleList is what phalanx shards and recomputes by block.
+    """
 
     def __init__(self, channels: int, num_blocks: int) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()
+        )
         self.blocks = nn.ModuleList(Block(channels) for _ in range(num_blocks))
         self.head = nn.Linear(channels, 10)
 
@@ -84,8 +99,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 class CrossEntropy:
     def __call__(self, outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Pair:
-        """A sum over the samples and how many there are, so that averages are exact whatever ranks hold."""
-        return F.cross_entropy(outputs, batch["labels"], reduction="sum"), torch.tensor(len(outputs))
+        """A sum over the samples and how many there are, so that averages are exact whatever
+        ranks hold."""
+        return F.cross_entropy(outputs, batch["labels"], reduction="sum"), torch.tensor(
+            len(outputs)
+        )
 
     def metrics(self, outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
         """Of evaluations: by name, again a sum and how many there are."""

@@ -15,7 +15,9 @@ def main(run_dir: str) -> float:
     phalanx.load_weights(model, run_dir)
     found = np.append(model.weight.detach().numpy(), model.bias.detach().numpy())
     x, y = table("train")
-    wanted = np.linalg.lstsq(np.hstack([x, np.ones_like(y)]).astype(np.float64), y.astype(np.float64))[0].ravel()
+    wanted = np.linalg.lstsq(
+        np.hstack([x, np.ones_like(y)]).astype(np.float64), y.astype(np.float64)
+    )[0].ravel()
     distance = float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
     print("trained       ", np.round(found, 4))
     print("least squares ", np.round(wanted, 4))

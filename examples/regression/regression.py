@@ -1,6 +1,8 @@
-"""Linear regression on scikit-learn's diabetes data: an objective of your own, and an answer that can be computed.
+"""Linear regression on scikit-learn's diabetes data: an objective of your own, and an answer that
+can be computed.
 
-Everything that `job.toml` names is here: `regression:dataset`, `regression:build`, `regression:squared_error`.
+Everything that `job.toml` names is here: `regression:dataset`, `regression:build`,
+`regression:squared_error`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ def table(split: str) -> tuple[np.ndarray, np.ndarray]:
 
 def dataset(split: str) -> list[dict[str, np.ndarray]]:
     """Anything with `len()` and `[i]` is a dataset; here a list of dicts."""
-    return [{"inputs": features, "targets": target} for features, target in zip(*table(split), strict=True)]
+    return [
+        {"inputs": features, "targets": target}
+        for features, target in zip(*table(split), strict=True)
+    ]
 
 
 def build() -> nn.Module:
@@ -36,7 +41,9 @@ def build() -> nn.Module:
 
 
 # [objective]
-def squared_error(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def squared_error(
+    outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of squared errors, and how many there are."""
     errors = outputs - batch["targets"]
     return errors.square().sum(), torch.tensor(errors.numel())

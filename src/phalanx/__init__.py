@@ -1,7 +1,7 @@
 """phalanx plans, proves, runs and protects distributed PyTorch training.
 
-The names below are the library; everything else may move. Nothing is imported before it is used, so that
-`phalanx --help` and planning stay free of torch.
+The names below are the library; everything else may move. Nothing is imported before it is used, so
+that `phalanx --help` and planning stay free of torch.
 """
 
 import os
@@ -9,12 +9,16 @@ import sys
 
 
 def _leave_folder_behind() -> None:
-    """`python -m phalanx` puts the folder you stand in before the libraries; the `phalanx` command does not.
+    """`python -m phalanx` puts the folder you stand in before the libraries; the `phalanx` command
+    does not.
 
-    That entry goes before anything else is imported (__future__ and typing are files, too): nothing in a stranger's
-    folder stands in for a library. `cli._app` puts the folder behind them, where your own modules are found.
+    That entry goes before anything else is imported (__future__ and typing are files, too): nothing
+    in a stranger's folder stands in for a library. `cli._app` puts the folder behind them, where
+    your own modules are found.
     """
-    if sys.argv[:1] != ["-m"] or sys.flags.safe_path:  # "-m" while the module that is to run is being looked for
+    if (
+        sys.argv[:1] != ["-m"] or sys.flags.safe_path
+    ):  # "-m" while the module that is to run is being looked for
         return
     if sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] != "phalanx":
         return  # another package that imports us

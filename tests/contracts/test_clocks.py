@@ -1,5 +1,8 @@
-"""What phases are timed by: the host's clock, and events on the queue of a device. One contract for both, and what the
-second one is for: time is charged to the phase whose work it is, however late that work is done."""
+"""What phases are timed by: the host's clock, and events on the queue of a device.
+
+One contract for both, and what the second one is for: time is charged to the phase whose work it
+is, however late that work is done.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from phalanx.train.pipeline_record import on_one_clock, spans_of_rank
 
 @dataclass
 class Queue:
-    """A device that does what it is given in order, beside the host; seconds pass only where a test says so."""
+    """A device that does what it is given in order, beside the host; seconds pass only where a
+    test says so."""
 
     host_s: float = 50.0
     busy_until_s: float = 0.0
@@ -93,11 +97,14 @@ def test_marks_are_apart_by_the_work_between_them(machine: Machine) -> None:
     machine.clock.wait(marks[-1])
     found = [machine.clock.seconds(*pair) for pair in pairwise(marks)]
     assert found == pytest.approx([1, 2, 4], abs=0.02)
-    assert machine.clock.seconds(marks[0], marks[-1]) == pytest.approx(sum(s for s in found if s is not None))
+    assert machine.clock.seconds(marks[0], marks[-1]) == pytest.approx(
+        sum(s for s in found if s is not None)
+    )
 
 
 def test_a_step_is_charged_where_its_work_is(machine: Machine) -> None:
-    """The step waits for its device once, as the trainer does, in a phase that has no work of its own."""
+    """The step waits for its device once, as the trainer does, in a phase that has no work of
+    its own."""
     phases = Phases(clock=machine.clock)
     for _ in range(3):
         with phases("forward"):
@@ -115,8 +122,11 @@ def test_a_step_is_charged_where_its_work_is(machine: Machine) -> None:
     assert machine.queue.num_waits == 0
 
 
-def test_a_collective_that_is_only_queued_claims_no_seconds(machine: Machine, tmp_path: Path) -> None:
-    """FSDP's on a GPU: another stream has it, and what the computation waits for it is the computation's time."""
+def test_a_collective_that_is_only_queued_claims_no_seconds(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """FSDP's on a GPU: another stream has it, and what the computation waits for it is the
+    computation's time."""
     heard: list[str] = []
     box = BlackBox(tmp_path / "box")
     phases = Phases(box, (lambda step, phase: heard.append(phase),), clock=machine.clock)
@@ -128,7 +138,9 @@ def test_a_collective_that_is_only_queued_claims_no_seconds(machine: Machine, tm
         after = read_black_box(tmp_path / "box")
     machine.queue.wait()
     found = {name: round(s, 1) for name, s in phases.take().items() if round(s, 1)}
-    assert found == ({"forward": 3.0} if machine.clock.is_late else {"forward": 2.0, "collective": 1.0})
+    assert found == (
+        {"forward": 3.0} if machine.clock.is_late else {"forward": 2.0, "collective": 1.0}
+    )
     assert "collective" in heard, "where a fault strikes"
     assert inside is not None
     assert after is not None
@@ -169,7 +181,11 @@ def test_spans_of_a_pipeline_have_the_length_of_their_work(machine: Machine) -> 
     told = [spans_of_rank(machine.clock, machine.clock.mark(), spans, rank) for rank in (0, 1)]
     rows = on_one_clock(told)
     assert rows[0] == rows[1]
-    assert [(action, round(end - begin, 1)) for action, begin, end in rows[0]] == [("0F0", 1), ("0F1", 2), ("0B0", 4)]
+    assert [(action, round(end - begin, 1)) for action, begin, end in rows[0]] == [
+        ("0F0", 1),
+        ("0F1", 2),
+        ("0B0", 4),
+    ]
     assert [round(b[1] - a[2], 1) for a, b in pairwise(rows[0])] == [0, 0]
     if machine.clock.is_late:
         assert told[0]["clock"] != told[1]["clock"], "events of two GPUs have nothing in common"
@@ -177,7 +193,8 @@ def test_spans_of_a_pipeline_have_the_length_of_their_work(machine: Machine) -> 
 
 
 def test_queued_work_is_not_charged_before_it_is_done() -> None:
-    """Nothing is waited for: what is still queued when a step's seconds are taken comes with the next step's."""
+    """Nothing is waited for: what is still queued when a step's seconds are taken comes with the
+    next step's."""
     queue = Queue()
     phases = Phases(clock=EventClock(queue.record))
     with phases("forward"):
@@ -199,7 +216,9 @@ def test_marks_whose_seconds_nobody_takes_do_not_pile_up() -> None:
             queue.give(0.001)
             queue.wait()
     assert len(phases._queued) < 5_000
-    assert phases.take()["forward"] == pytest.approx(20_000 * (0.001 + 0.01)), "the device idles while it is given work"
+    assert phases.take()["forward"] == pytest.approx(20_000 * (0.001 + 0.01)), (
+        "the device idles while it is given work"
+    )
 
 
 def test_a_cpu_is_timed_by_the_host() -> None:

@@ -1,4 +1,5 @@
-"""Every fault of the folder, on arrival: it can be written in a job, and strikes once, where it was told to."""
+"""Every fault of the folder, on arrival: it can be written in a job, and strikes once, where it
+was told to."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_a_fault_can_be_written_in_a_job(name: str) -> None:
 
 
 def listener(run_dir: Path, *texts: str, rank: int = 1):
-    return fault_listener([f"{__name__}:strike{text}" for text in texts], rank=rank, run_dir=run_dir)
+    return fault_listener(
+        [f"{__name__}:strike{text}" for text in texts], rank=rank, run_dir=run_dir
+    )
 
 
 @pytest.fixture

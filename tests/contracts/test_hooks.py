@@ -1,4 +1,5 @@
-"""What every hook of phalanx.parallel.hooks keeps, whichever it is: covered by being in the folder."""
+"""What every hook of phalanx.parallel.hooks keeps, whichever it is: covered by being in the
+folder."""
 
 from __future__ import annotations
 
@@ -41,20 +42,28 @@ class Bench:
     """The parameters of one model on one rank, and gradients for them."""
 
     def __init__(self, kind: str) -> None:
-        self.parameters = {name: nn.Parameter(torch.zeros(shape).double()) for name, shape in SHAPES.items()}
+        self.parameters = {
+            name: nn.Parameter(torch.zeros(shape).double()) for name, shape in SHAPES.items()
+        }
         self.traffic = Traffic()
         hook = resolve(kind, HOOKS, "build")(SETTINGS)
         wire = Wire(dist.group.WORLD, self.traffic, Phases())  # type: ignore[arg-type]
         self.compression = Compression(hook, self.parameters.items(), wire)
 
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
-        """Small ones, as a mean over many tokens is: some of their elements are below what fp16 can hold."""
+        """Small ones, as a mean over many tokens is: some of their elements are below what fp16
+        can hold."""
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        return {n: 1e-6 * torch.randn(s, generator=generator, dtype=torch.float64) for n, s in SHAPES.items()}
+        return {
+            n: 1e-6 * torch.randn(s, generator=generator, dtype=torch.float64)
+            for n, s in SHAPES.items()
+        }
 
     def reduce(self, gradients: dict[str, torch.Tensor], buckets: list[list[str]]) -> None:
         for bucket in buckets:
-            self.compression.reduce([self.parameters[n] for n in bucket], [gradients[n] for n in bucket])
+            self.compression.reduce(
+                [self.parameters[n] for n in bucket], [gradients[n] for n in bucket]
+            )
 
     def errors(self) -> dict[str, torch.Tensor]:
         return {name: error.clone() for name, error in self.compression.errors().items()}
@@ -80,7 +89,9 @@ def use(kind: str) -> dict[str, Any]:
     bench, other = Bench(kind), Bench(kind)
     for step in range(3):
         gradients, before = bench.gradients(step), bench.errors()
-        wanted = {name: mean(g + before.get(name, torch.zeros_like(g))) for name, g in gradients.items()}
+        wanted = {
+            name: mean(g + before.get(name, torch.zeros_like(g))) for name, g in gradients.items()
+        }
         sizes = {name: mean(g.abs()) for name, g in gradients.items()}
         bench.traffic.take()
         bench.reduce(gradients, WHOLE)
@@ -106,9 +117,16 @@ def use(kind: str) -> dict[str, Any]:
 
 
 def note_difference(
-    differences: dict[str, float], name: str, one: torch.Tensor, other: torch.Tensor, size: torch.Tensor
+    differences: dict[str, float],
+    name: str,
+    one: torch.Tensor,
+    other: torch.Tensor,
+    size: torch.Tensor,
 ) -> None:
-    """Keep the largest difference of two tensors under `name`, relative to `size`. Equal bits leave no entry."""
+    """Keep the largest difference of two tensors under `name`, relative to `size`.
+
+    Equal bits leave no entry.
+    """
     if not torch.equal(one, other):
         difference = ((one - other).norm() / size.norm()).item()
         differences[name] = max(differences.get(name, 0.0), difference)
@@ -123,8 +141,12 @@ def spoil(bench: Bench) -> dict[str, Any]:
             gradients["matrix"][40, 7] = value
         bench.reduce(gradients, WHOLE)
         found[f"{value} arrives"] = not gradients["matrix"].isfinite().all()
-        found[f"{value} elsewhere"] = all(g.isfinite().all() for n, g in gradients.items() if n != "matrix")
-        found[f"{value} stays"] = not all(error.isfinite().all() for error in bench.errors().values())
+        found[f"{value} elsewhere"] = all(
+            g.isfinite().all() for n, g in gradients.items() if n != "matrix"
+        )
+        found[f"{value} stays"] = not all(
+            error.isfinite().all() for error in bench.errors().values()
+        )
     zeros = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
     bench.reduce(zeros, WHOLE)
     found["finite again"] = all(g.isfinite().all() for g in zeros.values())
@@ -154,7 +176,11 @@ def test_the_plan_counts_the_bytes_of_what_it_keeps(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_sent_and_what_is_kept_add_up_to_the_mean(seen: Seen, kind: str) -> None:
     for found in seen:
-        assert {name: lost for name, lost in found[kind]["lost"].items() if lost > TOLERANCE.get(kind, 1e-12)} == {}
+        assert {
+            name: lost
+            for name, lost in found[kind]["lost"].items()
+            if lost > TOLERANCE.get(kind, 1e-12)
+        } == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,17 +190,22 @@ def test_all_ranks_get_the_same_bits(seen: Seen, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_buckets_do_not_matter(seen: Seen, kind: str) -> None:
-    """Torch cuts them otherwise in the first step of a process than later. Where more than two ranks add floating-point
-    numbers on the way, the order depends on the place in the buffer, as it does without compression: then the sums are
-    equal but for rounding.
+    """Torch cuts them otherwise in the first step of a process than later.
+
+    Where more than two ranks add floating-point numbers on the way, the order depends on the place
+    in the buffer, as it does without compression: then the sums are equal but for rounding.
     """
     allowed = 0.0 if len(seen) == 2 or kind in EXACT_IN_ANY_ORDER else TOLERANCE.get(kind, 1e-12)
     differences = seen[0][kind]["by bucket"]
-    assert {name: difference for name, difference in differences.items() if difference > allowed} == {}
+    assert {
+        name: difference for name, difference in differences.items() if difference > allowed
+    } == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_on_one_rank_is_not_on_any_and_stays_in_no_error(seen: Seen, kind: str) -> None:
+def test_what_is_not_finite_on_one_rank_is_not_on_any_and_stays_in_no_error(
+    seen: Seen, kind: str
+) -> None:
     for found in seen:
         for value in ("nan", "inf"):
             assert found[kind][f"{value} arrives"]
@@ -187,13 +218,18 @@ def test_what_is_not_finite_on_one_rank_is_not_on_any_and_stays_in_no_error(seen
 def test_bytes(seen: Seen, kind: str, share: float) -> None:
     """Of fp32's; of fp16 with a limit for each parameter, of int8 with a scale for each block."""
     for found in seen:
-        assert share - 0.02 <= found[kind]["sent_bytes"] / found[kind]["plain_bytes"] <= share + 1e-3
+        assert (
+            share - 0.02 <= found[kind]["sent_bytes"] / found[kind]["plain_bytes"] <= share + 1e-3
+        )
 
 
 def test_bytes_of_what_sends_a_part(seen: Seen) -> None:
-    """topk: value and place of each element, to each other rank. powersgd: two thin matrices, all that is no matrix."""
+    """topk: value and place of each element, to each other rank. powersgd: two thin matrices,
+    all that is no matrix."""
     ranks = len(seen)
     counts = [max(1, round(0.05 * n)) for n in (1, 300, 64 * 33, 6 * 45, 6)]
     assert seen[0]["topk"]["sent_bytes"] == (ranks - 1) * sum(counts) * (8 + 4)
     numbers = 2 * (64 + 33) + 2 * (6 + 45) + 1 + 300 + 6
-    assert seen[0]["powersgd"]["sent_bytes"] == pytest.approx(all_reduce_bytes(numbers * 8, ranks), abs=1)
+    assert seen[0]["powersgd"]["sent_bytes"] == pytest.approx(
+        all_reduce_bytes(numbers * 8, ranks), abs=1
+    )

@@ -32,7 +32,9 @@ KINDS = names(MODELS)
 
 def job(kind: str) -> Job:
     model = {"kind": kind, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-    return Job.model_validate({"model": model, "data": {"seq_len": SEQ_LEN}, "train": {"global_batch_size": 2}})
+    return Job.model_validate(
+        {"model": model, "data": {"seq_len": SEQ_LEN}, "train": {"global_batch_size": 2}}
+    )
 
 
 def on_meta(kind: str) -> tuple[nn.Module, ModelShape]:
@@ -42,7 +44,9 @@ def on_meta(kind: str) -> tuple[nn.Module, ModelShape]:
 
 def batch_of(kind: str) -> dict[str, torch.Tensor]:
     _, shape = on_meta(kind)
-    batch: dict[str, torch.Tensor] = resolve(kind, MODELS, "example_batch")(shape, 2, SEQ_LEN, seed=0)
+    batch: dict[str, torch.Tensor] = resolve(kind, MODELS, "example_batch")(
+        shape, 2, SEQ_LEN, seed=0
+    )
     return batch
 
 
@@ -71,8 +75,10 @@ def test_it_shows_equal_blocks(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_forward_takes_a_batchs_names(kind: str) -> None:
-    """Its example batch reaches it whole, but for what only the objective reads. Of tokens, `positions` is always an
-    input, so that sequences can be cut, and `document_ids` are honoured.
+    """Its example batch reaches it whole, but for what only the objective reads.
+
+    Of tokens, `positions` is always an input, so that sequences can be cut, and `document_ids` are
+    honoured.
     """
     module, shape = on_meta(kind)
     parameters = list(inspect.signature(module.forward).parameters)
@@ -112,7 +118,9 @@ def train(rank: int, kind: str) -> list[Any]:
     for _ in range(8):
         facts = model.finish_step(model.forward_backward([batch], objective(kind)))
         losses.append(facts.loss)
-        missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+        missing = [
+            name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()
+        ]
         model.update(optimizer)
         optimizer.zero_grad()
     return [losses, missing]
@@ -120,7 +128,8 @@ def train(rank: int, kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_starts_near_the_uniform_guess_and_learns(kind: str) -> None:
-    """First loss within 5 % of log(what it chooses from); every parameter has a gradient; a batch is learned."""
+    """First loss within 5 % of log(what it chooses from); every parameter has a gradient; a
+    batch is learned."""
     losses, missing = run_ranks(1, train, kind)[0]
     _, shape = on_meta(kind)
     choices = shape.num_classes or shape.vocab_size

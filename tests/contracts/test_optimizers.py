@@ -1,4 +1,5 @@
-"""What every optimizer of phalanx.optim.optimizers keeps, whichever it is: covered by being in the folder."""
+"""What every optimizer of phalanx.optim.optimizers keeps, whichever it is: covered by being in
+the folder."""
 
 from __future__ import annotations
 
@@ -34,17 +35,24 @@ def test_the_known_ones_are_there() -> None:
 def test_it_allocates_its_state_at_once_and_never_again(kind: str) -> None:
     module = decoder(tied=True, dtype=torch.float32)
     optimizer = build_optimizer(module, Optim(kind=kind))
-    before = {p: {slot: value.data_ptr() for slot, value in optimizer.state[p].items()} for p in module.parameters()}
+    before = {
+        p: {slot: value.data_ptr() for slot, value in optimizer.state[p].items()}
+        for p in module.parameters()
+    }
     assert all(before.values())
     for batch in global_batches(2):
         OBJECTIVE(module(batch["inputs"]), batch)[0].backward()
         optimizer.step()
     for parameter, slots in before.items():
-        assert {slot: value.data_ptr() for slot, value in optimizer.state[parameter].items()} == slots
+        assert {
+            slot: value.data_ptr() for slot, value in optimizer.state[parameter].items()
+        } == slots
 
 
 def state_of(kind: str, num_ranks: int, layout: str, mesh: Any) -> TrainState:
-    model = parallelize(decoder(tied=True, dtype=torch.float64), plan(num_ranks, **LAYOUTS[num_ranks][layout]), mesh)
+    model = parallelize(
+        decoder(tied=True, dtype=torch.float64), plan(num_ranks, **LAYOUTS[num_ranks][layout]), mesh
+    )
     return TrainState(model, build_optimizer(model, Optim(kind=kind, lr=0.01)), 0)
 
 
@@ -60,11 +68,15 @@ def take_steps(state: TrainState, batches: list[Tensors]) -> None:
 
 def whole(state: TrainState) -> Tensors:
     named = state.model.module.named_parameters()
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in named
+    }
 
 
 def resume_everywhere(rank: int, num_ranks: int, root: Path) -> dict[Any, tuple[Tensors, Tensors]]:
-    """(weights of a straight run, those of one that was saved, forgotten and restored half way), by kind and layout."""
+    """(weights of a straight run, those of one that was saved, forgotten and restored half way),
+    by kind and layout."""
     found = {}
     batches = global_batches(BEFORE + AFTER)
     for layout in LAYOUTS[num_ranks]:
@@ -89,6 +101,12 @@ def test_resuming_is_exact_and_layouts_agree(tmp_path: Path) -> None:
     two = run_ranks(2, resume_everywhere, 2, tmp_path)
     for outcome in [alone, *two]:
         for (kind, layout), (straight, resumed) in outcome.items():
-            assert [name for name in straight if not torch.equal(straight[name], resumed[name])] == [], (kind, layout)
+            assert [
+                name for name in straight if not torch.equal(straight[name], resumed[name])
+            ] == [], (kind, layout)
             for name, weight in alone[kind, "one"][0].items():
-                assert (straight[name] - weight).norm() <= 1e-10 * weight.norm(), (kind, layout, name)
+                assert (straight[name] - weight).norm() <= 1e-10 * weight.norm(), (
+                    kind,
+                    layout,
+                    name,
+                )

@@ -1,4 +1,5 @@
-"""What every transform of phalanx.parallel keeps, whichever it is: covered by being in the folder."""
+"""What every transform of phalanx.parallel keeps, whichever it is: covered by being in the
+folder."""
 
 from __future__ import annotations
 
@@ -87,7 +88,15 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         names = frozenset(full_name(name) for name, _ in module.named_modules())
         blocks = find_blocks(module)
-        piece = Workpiece(root=root, plan=a_plan, mesh=mesh, phases=Phases(), blocks=blocks, outer=root, names=names)
+        piece = Workpiece(
+            root=root,
+            plan=a_plan,
+            mesh=mesh,
+            phases=Phases(),
+            blocks=blocks,
+            outer=root,
+            names=names,
+        )
         if isinstance(transform, TiedStages):  # it is about what that one leaves on several ranks
             PipelineStages().apply(piece)
         transform.apply(piece)
@@ -96,7 +105,9 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
             "held": (held := [name for name in before if name in model.shards()]),
             "names": [full_name(name) for name, _ in model.named_parameters()] == held,
             "raw names": [name for name, _ in model.named_parameters()] == held,
-            "shapes": all(shard.global_shape == shapes[name] for name, shard in model.shards().items()),
+            "shapes": all(
+                shard.global_shape == shapes[name] for name, shard in model.shards().items()
+            ),
             "module": model.module is module,
         }
         if not a_plan.compile:
@@ -107,7 +118,9 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+)  # inductor's own
 @pytest.mark.parametrize("transform", EVERY)
 def test_applied_alone_it_keeps_names_and_shapes_and_trains(
     transform: Parallelism, monkeypatch: pytest.MonkeyPatch
@@ -130,7 +143,9 @@ def count_block_forwards(rank: int) -> dict[str, int]:
         module = decoder(tied=True, dtype=torch.float32)
         calls: list[int] = []
         module.blocks[0].attention.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        model = parallelize(module, plan(1, recompute=recompute), Mesh(Layout(), 0, 0, torch.device("cpu")))
+        model = parallelize(
+            module, plan(1, recompute=recompute), Mesh(Layout(), 0, 0, torch.device("cpu"))
+        )
         model.forward_backward(share(global_batches(1)[0], 0, 1, 1), causal_cross_entropy(16))
         found[recompute] = len(calls)
     return found

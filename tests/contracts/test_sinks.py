@@ -1,4 +1,7 @@
-"""What every sink must do, and what the bus does for those that do not. A new file in the folder is covered at once."""
+"""What every sink must do, and what the bus does for those that do not.
+
+A new file in the folder is covered at once.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,9 @@ def started(at: int, total: int = 4) -> RunStarted:
 
 
 def step(number: int, loss: float = 2.0) -> StepFinished:
-    return StepFinished(number, loss, 64, 64 * number, 1e-3, 0.5, 0.1, 640.0, {"forward": 0.06}, 0.04, 2**30)
+    return StepFinished(
+        number, loss, 64, 64 * number, 1e-3, 0.5, 0.1, 640.0, {"forward": 0.06}, 0.04, 2**30
+    )
 
 
 def files_below(directory: Path) -> set[Path]:
@@ -75,7 +80,11 @@ def files_below(directory: Path) -> set[Path]:
 
 
 def missing(kind: str) -> list[str]:
-    return [name for name in resolve(kind, PACKAGE, "REQUIRES") if importlib.util.find_spec(name) is None]
+    return [
+        name
+        for name in resolve(kind, PACKAGE, "REQUIRES")
+        if importlib.util.find_spec(name) is None
+    ]
 
 
 @pytest.fixture(params=SINKS)
@@ -83,7 +92,13 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     name = str(request.param)
     if missing(name):
         pytest.skip(f"{', '.join(missing(name))} is not installed: pip install 'phalanx[{name}]'")
-    for variable in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_RUN_ID", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
+    for variable in (
+        "WANDB_MODE",
+        "WANDB_API_KEY",
+        "WANDB_RUN_ID",
+        "WANDB_BASE_URL",
+        "MLFLOW_TRACKING_URI",
+    ):
         monkeypatch.delenv(variable, raising=False)
     return name
 
@@ -147,7 +162,9 @@ def test_needs_no_torch(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # in a thread of tensorboard's
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # in a thread of tensorboard's
 def test_a_directory_that_disappears_stops_nobody(kind: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     bus = Bus(rank=0, run_dir=run_dir, sinks=[(kind, opener(kind, run_dir))])
@@ -165,8 +182,16 @@ def test_a_directory_that_disappears_stops_nobody(kind: str, tmp_path: Path) -> 
 def test_a_resumed_run_adds_to_the_same_curves(kind: str, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps({"run": {"name": "r"}, "optim": {"lr": 0.25}}))
     evaluation = EvalFinished(4, 2.5, 100, 1.0, {"a/b": 2.25}, metrics={"top 5": 0.75})
-    assert not record(kind, tmp_path, 0, [started(0), *(step(number, loss=1 / number) for number in (1, 2, 3))])
-    again = [started(2), step(3, loss=1 / 3), StepSkipped(4, "no_targets", 0.0, 0, 32), step(4, loss=1 / 4), evaluation]
+    assert not record(
+        kind, tmp_path, 0, [started(0), *(step(number, loss=1 / number) for number in (1, 2, 3))]
+    )
+    again = [
+        started(2),
+        step(3, loss=1 / 3),
+        StepSkipped(4, "no_targets", 0.0, 0, 32),
+        step(4, loss=1 / 4),
+        evaluation,
+    ]
     assert not record(kind, tmp_path, 1, again)
     curves = CURVES[kind](tmp_path)
     assert curves["train/loss"] == pytest.approx({1: 1, 2: 1 / 2, 3: 1 / 3, 4: 1 / 4})
@@ -202,11 +227,14 @@ def test_what_is_done_first_after_a_restart_joins_what_stands(kind: str, tmp_pat
 
 
 def one_tensorboard_directory(run_dir: Path) -> None:
-    assert {path.parent for path in (run_dir / "tensorboard").rglob("*")} == {run_dir / "tensorboard"}
+    assert {path.parent for path in (run_dir / "tensorboard").rglob("*")} == {
+        run_dir / "tensorboard"
+    }
 
 
 def one_wandb_run(run_dir: Path) -> None:
-    """Its id is kept; its config is the job; nothing of the machine, the code or the output is there."""
+    """Its id is kept; its config is the job; nothing of the machine, the code or the output is
+    there."""
     runs = wandb_runs(run_dir)
     assert {run.run_id for run in runs} == {(run_dir / "wandb" / "run-id").read_text().strip()}
     for run in runs:
@@ -225,7 +253,11 @@ def one_mlflow_run(run_dir: Path) -> None:
     assert run.info.status == "FINISHED"
 
 
-IS_ONE_RUN = {"tensorboard": one_tensorboard_directory, "wandb": one_wandb_run, "mlflow": one_mlflow_run}
+IS_ONE_RUN = {
+    "tensorboard": one_tensorboard_directory,
+    "wandb": one_wandb_run,
+    "mlflow": one_mlflow_run,
+}
 
 
 class Hidden:
@@ -239,7 +271,9 @@ class Hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def test_without_its_package_a_job_is_refused_with_the_extra(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_package_a_job_is_refused_with_the_extra(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = resolve(kind, PACKAGE, "REQUIRES")[0]
     monkeypatch.setattr(sys, "meta_path", [Hidden(package), *sys.meta_path])
     monkeypatch.delitem(sys.modules, package, raising=False)
@@ -249,7 +283,7 @@ def test_without_its_package_a_job_is_refused_with_the_extra(kind: str, monkeypa
     assert f"pip install 'phalanx[{kind}]'" in str(caught.value)
 
 
-# --- one by one ----------------------------------------------------------------------------------------------------
+# --- one by one -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -269,7 +303,9 @@ def test_how_a_run_ended_is_known_from_what_it_said(found: list[Event], status: 
     assert metrics.status == status
 
 
-def told(metrics: Metrics, run_dir: Path, attempt: int, found: list[Event]) -> dict[int, dict[str, float]]:
+def told(
+    metrics: Metrics, run_dir: Path, attempt: int, found: list[Event]
+) -> dict[int, dict[str, float]]:
     """The points of an attempt by step; its events are on record, as a rank's are."""
     bus = Bus(rank=0, attempt=attempt, run_dir=run_dir)
     for event in found:
@@ -283,14 +319,22 @@ def skipped(at: int) -> StepSkipped:
     return StepSkipped(at, "no_targets", 0.0, 0, 32)
 
 
-def test_skipped_steps_are_counted_over_all_attempts_and_those_done_again_once(tmp_path: Path) -> None:
-    assert told(Metrics(tmp_path), tmp_path, 0, [started(0), skipped(1), skipped(3), skipped(4)]) == {
+def test_skipped_steps_are_counted_over_all_attempts_and_those_done_again_once(
+    tmp_path: Path,
+) -> None:
+    assert told(
+        Metrics(tmp_path), tmp_path, 0, [started(0), skipped(1), skipped(3), skipped(4)]
+    ) == {
         1: {"train/skipped": 1},
         3: {"train/skipped": 2},
         4: {"train/skipped": 3},
     }
-    assert told(Metrics(tmp_path), tmp_path, 1, [started(2), skipped(4)]) == {4: {"train/skipped": 2}}
-    assert told(Metrics(tmp_path), tmp_path, 2, [started(4), skipped(5)]) == {5: {"train/skipped": 3}}
+    assert told(Metrics(tmp_path), tmp_path, 1, [started(2), skipped(4)]) == {
+        4: {"train/skipped": 2}
+    }
+    assert told(Metrics(tmp_path), tmp_path, 2, [started(4), skipped(5)]) == {
+        5: {"train/skipped": 3}
+    }
 
 
 def test_sources_whose_names_look_alike_keep_their_own_curves(tmp_path: Path) -> None:
@@ -299,10 +343,17 @@ def test_sources_whose_names_look_alike_keep_their_own_curves(tmp_path: Path) ->
     def evaluation(at: int, losses: dict[str, float]) -> EvalFinished:
         return EvalFinished(at, 2.0, 100, 1.0, losses)
 
-    first = told(Metrics(tmp_path), tmp_path, 0, [started(0), evaluation(1, {"a/b": 1.0, "a_b": 2.0, "a.b": 3.0})])[1]
+    first = told(
+        Metrics(tmp_path),
+        tmp_path,
+        0,
+        [started(0), evaluation(1, {"a/b": 1.0, "a_b": 2.0, "a.b": 3.0})],
+    )[1]
     assert first["eval/loss/a_b"] == 1.0
     assert sorted(first.values()) == [1.0, 2.0, 2.0, 3.0]
-    again = told(Metrics(tmp_path), tmp_path, 1, [started(1), evaluation(2, {"a.b": 3.0, "a_b": 2.0})])[2]
+    again = told(
+        Metrics(tmp_path), tmp_path, 1, [started(1), evaluation(2, {"a.b": 3.0, "a_b": 2.0})]
+    )[2]
     assert again.items() <= first.items()
     assert sorted(again.values()) == [2.0, 2.0, 3.0]
 
@@ -311,7 +362,12 @@ def test_sources_whose_names_look_alike_keep_their_own_curves(tmp_path: Path) ->
 def test_mlflow_has_the_values_of_a_step_that_is_done_again(tmp_path: Path) -> None:
     """It can take none back: the later value follows, and the same value is not there twice."""
     pytest.importorskip("mlflow")
-    record("mlflow", tmp_path, 0, [started(0), step(1), step(2, loss=2.0), EvalFinished(2, 2.5, 100, 1.0)])
+    record(
+        "mlflow",
+        tmp_path,
+        0,
+        [started(0), step(1), step(2, loss=2.0), EvalFinished(2, 2.5, 100, 1.0)],
+    )
     record("mlflow", tmp_path, 1, [started(1), step(2, loss=1.5), EvalFinished(2, 2.25, 100, 1.0)])
     client, run = mlflow_run(tmp_path)
     history = client.get_metric_history(run.info.run_id, "train/loss")
@@ -324,18 +380,24 @@ def test_the_page_about_sinks_names_them_all_and_shows_the_example() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "sinks.md").read_text(encoding="utf-8")
     assert all(f"| `{kind}` |" in page for kind in SINKS)
-    assert all(f"`{name}`" in page for name in values_of(step(1)) if not name.startswith("time/forward"))
+    assert all(
+        f"`{name}`" in page for name in values_of(step(1)) if not name.startswith("time/forward")
+    )
     assert (root / "examples" / "own_sink.py").read_text(encoding="utf-8") in page
 
 
 def test_tensorboard_shows_the_last_attempt_of_a_step(tmp_path: Path) -> None:
-    record("tensorboard", tmp_path, 0, [started(0), *(step(number, loss=1.0) for number in (1, 2, 3))])
+    record(
+        "tensorboard", tmp_path, 0, [started(0), *(step(number, loss=1.0) for number in (1, 2, 3))]
+    )
     record("tensorboard", tmp_path, 1, [started(1), step(2, loss=5.0)])
     assert tensorboard_curves(tmp_path)["train/loss"] == {1: 1.0, 2: 5.0}
 
 
 @pytest.mark.long
-def test_wandb_writes_offline_where_its_server_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_writes_offline_where_its_server_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
@@ -347,7 +409,7 @@ def test_wandb_writes_offline_where_its_server_cannot_be_used(tmp_path: Path, mo
     assert "offline, since the server cannot be used" in event_path(tmp_path, 0, 0).read_text()
 
 
-# --- the bus -------------------------------------------------------------------------------------------------------
+# --- the bus --------------------------------------------------------------------------------------
 
 
 class Collecting:
@@ -408,11 +470,17 @@ def notes(found: list[dict[str, Any]]) -> list[str]:
 
 
 def dropped(found: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
-    return [(body["sink"], body["num_dropped"], body["reason"]) for body in found if body["event"] == "sink_dropped"]
+    return [
+        (body["sink"], body["num_dropped"], body["reason"])
+        for body in found
+        if body["event"] == "sink_dropped"
+    ]
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("no room"), SystemExit("no room")], ids=lambda error: type(error).__name__
+    "error",
+    [RuntimeError("no room"), SystemExit("no room")],
+    ids=lambda error: type(error).__name__,
 )
 def test_a_sink_that_raises_is_dropped_and_said_once(error: BaseException, tmp_path: Path) -> None:
     bad, good = Raising(error), Collecting()
@@ -423,7 +491,9 @@ def test_a_sink_that_raises_is_dropped_and_said_once(error: BaseException, tmp_p
     found = in_file(tmp_path)
     assert dropped(found) == [("bad", 0, f"{type(error).__name__}: no room")]
     assert notes(found) == [f"n{number}" for number in range(5)]
-    assert [event for event in good.seen if isinstance(event, Note)] == [Note(f"n{number}") for number in range(5)]
+    assert [event for event in good.seen if isinstance(event, Note)] == [
+        Note(f"n{number}") for number in range(5)
+    ]
     assert len(bad.seen) == 1
 
 
@@ -437,7 +507,9 @@ def test_a_sink_that_cannot_open_is_dropped_and_said_once(tmp_path: Path) -> Non
     assert dropped(in_file(tmp_path)) == [("bad", 0, "no server; start one")]
 
 
-def test_a_slow_sink_loses_events_which_are_counted_and_nobody_waits(tmp_path: Path, released: threading.Event) -> None:
+def test_a_slow_sink_loses_events_which_are_counted_and_nobody_waits(
+    tmp_path: Path, released: threading.Event
+) -> None:
     slow = Waiting("writes", released)
     bus = Bus(rank=0, run_dir=tmp_path, sinks=[("slow", lambda: slow)], queue_size=4)
     bus.emit(Note("first"))
@@ -445,7 +517,9 @@ def test_a_slow_sink_loses_events_which_are_counted_and_nobody_waits(tmp_path: P
     began = time.monotonic()
     for number in range(100):
         bus.emit(Note(f"n{number}"))
-    assert time.monotonic() - began < PATIENCE_S / 2  # it would be PATIENCE_S if emit waited for the sink
+    assert (
+        time.monotonic() - began < PATIENCE_S / 2
+    )  # it would be PATIENCE_S if emit waited for the sink
     assert bus.num_lost == 96
     released.set()
     bus.close()
@@ -462,14 +536,20 @@ def test_a_sink_that_stands_still_delays_neither_start_nor_end(
 ) -> None:
     began = time.monotonic()
     good = Collecting()
-    bus = Bus(rank=0, run_dir=tmp_path, sinks=[("stuck", lambda: Waiting(where, released)), ("good", lambda: good)])
+    bus = Bus(
+        rank=0,
+        run_dir=tmp_path,
+        sinks=[("stuck", lambda: Waiting(where, released)), ("good", lambda: good)],
+    )
     for number in range(3):
         bus.emit(Note(f"n{number}"))
     bus.close(timeout_s=0.2)
     assert time.monotonic() - began < PATIENCE_S / 2
     ((sink, num_lost, reason),) = dropped(in_file(tmp_path))
     assert (sink, reason.startswith(f"it still {where} after 0.2 s")) == ("stuck", True)
-    assert num_lost == {"opens": 3, "writes": 3, "closes": 0}[where], "the event it stands at is not written either"
+    assert num_lost == {"opens": 3, "writes": 3, "closes": 0}[where], (
+        "the event it stands at is not written either"
+    )
     assert len(good.seen) >= 3
 
 
@@ -495,13 +575,17 @@ def test_a_process_that_dies_is_dropped_and_said_once(tmp_path: Path) -> None:
     for number in range(50):
         bus.emit(step(number))
     bus.close()
-    assert dropped(in_file(tmp_path)) == [("dead", 0, "SinkProcessError: its process ended (killed by signal 9)")]
+    assert dropped(in_file(tmp_path)) == [
+        ("dead", 0, "SinkProcessError: its process ended (killed by signal 9)")
+    ]
 
 
 @pytest.mark.parametrize("num_events", [0, 50])
 def test_a_process_whose_sink_cannot_open_says_why(num_events: int, tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
-    bus = Bus(rank=0, run_dir=tmp_path, sinks=[("closed", lambda: ProcessSink("tensorboard", tmp_path))])
+    bus = Bus(
+        rank=0, run_dir=tmp_path, sinks=[("closed", lambda: ProcessSink("tensorboard", tmp_path))]
+    )
     for number in range(num_events):
         bus.emit(step(number))
     bus.close()
@@ -524,7 +608,10 @@ def test_mlflow_has_what_it_said_to_be_durable_when_it_is_killed(tmp_path: Path)
     with pytest.raises(SinkProcessError):
         sink.close()
     client, run = mlflow_run(tmp_path)
-    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2]
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [
+        1,
+        2,
+    ]
 
 
 @pytest.mark.long
@@ -546,12 +633,16 @@ def test_numbers_that_are_none_are_null_in_the_file(tmp_path: Path) -> None:
     assert in_file(tmp_path)[0]["loss"] is None
 
 
-def test_secrets_reach_neither_file_nor_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_reach_neither_file_nor_sink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SOME_API_KEY", 'tok"en-\\123')
     good = Collecting()
     bus = Bus(rank=0, run_dir=tmp_path, sinks=[("good", lambda: good)])
     monkeypatch.setenv("LATER_SECRET", "set-by-user-code")
-    bus.emit(Note("n", {"why": 'sent tok"en-\\123', "deep": [{"set-by-user-code": "set-by-user-code!"}]}))
+    bus.emit(
+        Note("n", {"why": 'sent tok"en-\\123', "deep": [{"set-by-user-code": "set-by-user-code!"}]})
+    )
     bus.close()
     clean = {"why": "sent ***", "deep": [{"***": "***!"}]}
     assert good.seen == [Note("n", clean)]

@@ -1,4 +1,7 @@
-"""What every place for checkpoints must do. A new module in checkpoint/stores must be opened here, too."""
+"""What every place for checkpoints must do.
+
+A new module in checkpoint/stores must be opened here, too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,14 @@ from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import MANIFEST, read_manifest
 from phalanx.checkpoint.retention import Retention, prune
 from phalanx.checkpoint.save import Saved, save
-from phalanx.checkpoint.stores import find_checkpoint, is_checkpoint, is_url, newest_step, open_store, store_of
+from phalanx.checkpoint.stores import (
+    find_checkpoint,
+    is_checkpoint,
+    is_url,
+    newest_step,
+    open_store,
+    store_of,
+)
 from phalanx.checkpoint.stores._remote import Patience
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.object import ObjectFolder, ObjectStore
@@ -89,13 +99,21 @@ def shards(whole: Tensors) -> dict[str, LogicalShard]:
     found = {}
     for name, tensor in whole.items():
         origin, size = (0,) * tensor.dim(), tuple(tensor.shape)
-        found[name] = LogicalShard(name, size, dtype_name(tensor.dtype), (Box(origin, origin, size),), tensor)
+        found[name] = LogicalShard(
+            name, size, dtype_name(tensor.dtype), (Box(origin, origin, size),), tensor
+        )
     return found
 
 
 def save_in(store: Store, step: int, whole: Tensors, **more: Any) -> Saved:
     aliases = {"tied": "frozen"} if "frozen" in whole else {}
-    how = {"aliases": aliases, "facts": {"step": step}, "job_digest": "", "group": ONE, "phases": Phases()}
+    how = {
+        "aliases": aliases,
+        "facts": {"step": step},
+        "job_digest": "",
+        "group": ONE,
+        "phases": Phases(),
+    }
     return save(store, step, shards(whole), **how | more)  # type: ignore[arg-type]
 
 
@@ -131,7 +149,9 @@ def test_what_is_saved_is_found_and_read_back(store: Store) -> None:
     assert store.folders() == []
     for step in (100, 9, 20):
         saved = save_in(store, step, tensors(step))
-        assert saved.num_bytes == sum(saved.folder.sizes().values()) - saved.folder.sizes()[MANIFEST]
+        assert (
+            saved.num_bytes == sum(saved.folder.sizes().values()) - saved.folder.sizes()[MANIFEST]
+        )
     assert (steps(store), newest_step(store)) == ([9, 20, 100], 100)
     for folder in store.folders():
         require_whole(folder, tensors(folder.step))
@@ -177,7 +197,9 @@ def test_a_run_below_a_folder_called_checkpoints_is_a_run(tmp_path: Path) -> Non
     saved = save_in(open_store(run_dir, None), 3, tensors())
     assert find_checkpoint(run_dir).url == saved.url
     (run_dir / "checkpoints" / "step-3" / MANIFEST).unlink()
-    assert verify_checkpoint(find_checkpoint(run_dir / "checkpoints" / "step-3"))  # no run, though it is not whole
+    assert verify_checkpoint(
+        find_checkpoint(run_dir / "checkpoints" / "step-3")
+    )  # no run, though it is not whole
 
 
 def everything(store: Store) -> str:
@@ -274,7 +296,10 @@ def folder_write(folder: Folder, name: str, data: bytes) -> None:
 
 
 def test_a_job_whose_run_was_taken_cannot_commit(store: Store, tmp_path: Path) -> None:
-    """It was thought dead and woke up. Before its save, or in the middle of it, another job took the run."""
+    """It was thought dead and woke up.
+
+    Before its save, or in the middle of it, another job took the run.
+    """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     ours = take_epoch(run_dir)
@@ -300,7 +325,10 @@ def test_a_job_whose_run_was_taken_removes_nothing(store: Store, tmp_path: Path)
         with pytest.raises(CheckpointError, match="another job took this run"):
             prune(store, Retention(last=1), epoch=ours, progress=meanwhile)
         assert steps(store) == [1, 2]
-    assert [folder.step for folder in prune(store, Retention(last=1), epoch=take_epoch(tmp_path / "run"))] == [1]
+    assert [
+        folder.step
+        for folder in prune(store, Retention(last=1), epoch=take_epoch(tmp_path / "run"))
+    ] == [1]
 
 
 def test_a_store_belongs_to_the_run_that_claimed_it(store: Store, tmp_path: Path) -> None:
@@ -327,7 +355,9 @@ def test_a_store_belongs_to_the_run_that_claimed_it(store: Store, tmp_path: Path
     assert store.owner.read() is None
 
 
-def test_a_store_of_before_there_were_owners_is_adopted_by_its_run(store: Store, tmp_path: Path) -> None:
+def test_a_store_of_before_there_were_owners_is_adopted_by_its_run(
+    store: Store, tmp_path: Path
+) -> None:
     run_dir, other = made(tmp_path / "run"), made(tmp_path / "other")
     save_in(store, 1, tensors(1))
     owner.claim(store, run_dir)
@@ -338,7 +368,8 @@ def test_a_store_of_before_there_were_owners_is_adopted_by_its_run(store: Store,
 
 
 def test_of_two_runs_that_claimed_at_once_one_commits_nothing(store: Store, tmp_path: Path) -> None:
-    """Neither saw the other's claim, in a store whose requests depend on nothing: the last writer has it."""
+    """Neither saw the other's claim, in a store whose requests depend on nothing: the last
+    writer has it."""
     if store.owner is None:
         return
     one, other = made(tmp_path / "one"), made(tmp_path / "other")
@@ -362,12 +393,16 @@ def test_of_two_runs_that_claimed_at_once_one_commits_nothing(store: Store, tmp_
     assert steps(store) == [1]
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b'{"format": 2}', b'{"format": 1, "run_id": "\\u001b"}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b'{"format": 2}', b'{"format": 1, "run_id": "\\u001b"}']
+)
 def test_an_owner_that_cannot_be_read_is_another_run(text: bytes, tmp_path: Path) -> None:
     store = open_store(tmp_path, f"memory://test/{next(_number)}")
     assert store.owner is not None
     store.owner.write(text)
-    with pytest.raises(RunLockedError, match=r"whose name cannot be read; .* remove memory://test/\d+/owner.json"):
+    with pytest.raises(
+        RunLockedError, match=r"whose name cannot be read; .* remove memory://test/\d+/owner.json"
+    ):
         owner.claim(store, made(tmp_path / "run"))
     (tmp_path / "run" / owner.KEPT).write_bytes(text)
     with pytest.raises(CheckpointError, match="whose the checkpoints are cannot be read"):
@@ -485,7 +520,9 @@ def test_a_range_is_read_and_not_the_file() -> None:
         return data
 
     part = torch.zeros(256, 1 << 10)
-    wanted = LogicalShard("big", (12 << 10, 1 << 10), "float32", (Box((5000, 0), (0, 0), (256, 1 << 10)),), part)
+    wanted = LogicalShard(
+        "big", (12 << 10, 1 << 10), "float32", (Box((5000, 0), (0, 0), (256, 1 << 10)),), part
+    )
     store._remote.fs.cat_file = counted
     try:
         load(folder, {"big": wanted}, group=ONE, phases=Phases())
@@ -511,10 +548,16 @@ S3_FAULTS: dict[str, dict[str, Any]] = {
 LONG = ("in the middle of a file", "the manifest")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in S3_FAULTS])
-def test_what_fails_for_a_while_is_tried_again_and_said(name: str, server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in S3_FAULTS]
+)
+def test_what_fails_for_a_while_is_tried_again_and_said(
+    name: str, server: Server, tmp_path: Path
+) -> None:
     said: list[str] = []
-    store = ObjectStore.open(f"s3://{BUCKET}/{name}", say=said.append, patience=Patience(first_wait_s=0.01))
+    store = ObjectStore.open(
+        f"s3://{BUCKET}/{name}", say=said.append, patience=Patience(first_wait_s=0.01)
+    )
     whole = tensors() | {"large": torch.ones(5 << 20)}  # more than what is sent in one request
     server.fail(times=2, **S3_FAULTS[name])
     save_in(store, 1, whole)
@@ -532,9 +575,13 @@ def test_what_fails_for_a_while_is_tried_again_and_said(name: str, server: Serve
         *(pytest.param(n, marks=pytest.mark.long) for n in ("writing", "the manifest")),
     ],
 )
-def test_what_fails_for_good_is_an_error_and_leaves_the_old_checkpoint(name: str, server: Server) -> None:
+def test_what_fails_for_good_is_an_error_and_leaves_the_old_checkpoint(
+    name: str, server: Server
+) -> None:
     said: list[str] = []
-    store = ObjectStore.open(f"s3://{BUCKET}/for good {name}", say=said.append, patience=Patience(3, 0.01))
+    store = ObjectStore.open(
+        f"s3://{BUCKET}/for good {name}", say=said.append, patience=Patience(3, 0.01)
+    )
     old, new = tensors(1), tensors(2) | {"large": torch.ones(5 << 20)}
     save_in(store, 1, old)
     server.fail(times=1000, **S3_FAULTS[name])
@@ -547,14 +594,29 @@ def test_what_fails_for_good_is_an_error_and_leaves_the_old_checkpoint(name: str
     save_in(store, 2, new)  # which also removes what could not be removed
     assert steps(store) == [1, 2]
     require_whole(store.folders()[1], new)
-    assert len({line.split("/step-2-")[1][:13] for line in everything(store).splitlines() if "/step-2-" in line}) == 1
+    assert (
+        len(
+            {
+                line.split("/step-2-")[1][:13]
+                for line in everything(store).splitlines()
+                if "/step-2-" in line
+            }
+        )
+        == 1
+    )
 
 
 ASKED_FOUR_TIMES: dict[str, tuple[dict[str, Any], Callable[[ObjectStore], object]]] = {
     "put": ({"method": "PUT", "part": ".writable"}, lambda store: store.probe()),
     "list": ({"method": "GET", "part": "list-type"}, lambda store: store.folders()),
-    "look": ({"method": "HEAD", "part": "step-1"}, lambda store: store.folder("step-1").open("a.safetensors")),
-    "read": ({"method": "GET", "part": "step-1"}, lambda store: store.folder("step-1").read(MANIFEST)),
+    "look": (
+        {"method": "HEAD", "part": "step-1"},
+        lambda store: store.folder("step-1").open("a.safetensors"),
+    ),
+    "read": (
+        {"method": "GET", "part": "step-1"},
+        lambda store: store.folder("step-1").read(MANIFEST),
+    ),
     "upload": (
         {"method": "PUT", "part": "a.safetensors"},
         lambda store: store.begin(1).write("a.safetensors", write_a_little),
@@ -569,7 +631,9 @@ def write_a_little(file: DiskFile) -> StoredFile:
 
 @pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.parametrize("name", list(ASKED_FOUR_TIMES))
-def test_every_request_is_made_four_times_and_no_library_makes_it_more(name: str, status: int, server: Server) -> None:
+def test_every_request_is_made_four_times_and_no_library_makes_it_more(
+    name: str, status: int, server: Server
+) -> None:
     fault, ask = ASKED_FOUR_TIMES[name]
     store = ObjectStore.open(f"s3://{BUCKET}/four times", patience=Patience(first_wait_s=0.001))
     server.fail(times=1000, status=status, **fault)
@@ -590,7 +654,8 @@ def test_a_directory_behind_a_url_that_cannot_be_written_is_said() -> None:
 
 
 def test_a_directory_behind_a_url_is_written_as_a_runs_own(tmp_path: Path) -> None:
-    """Hidden, synced and renamed: its operations are those that every crash was tried at (test_crash_points)."""
+    """Hidden, synced and renamed: its operations are those that every crash was tried at
+    (test_crash_points)."""
     store = open_store(tmp_path, f"file://{tmp_path}/a folder")
     assert (type(store), store.url) == (LocalStore, f"{tmp_path}/a folder")
     saved = save_in(store, 3, tensors())
@@ -607,7 +672,14 @@ CHAINS = [
     "filecache::memory://run",
     "zip://run::s3://bucket/runs.zip",
 ]
-NO_STORES = [*CHAINS, "reference://", "reference://x", "ssh://host/run", "http://host/run", "file://relative/run"]
+NO_STORES = [
+    *CHAINS,
+    "reference://",
+    "reference://x",
+    "ssh://host/run",
+    "http://host/run",
+    "file://relative/run",
+]
 
 
 @pytest.mark.parametrize("url", [*NO_STORES, "memory://run", "s3://me:hunter2hunter2@bucket/run"])
@@ -618,7 +690,9 @@ def test_a_strangers_run_does_not_choose_what_is_opened(
     opened: list[object] = []
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda *asked, **_: opened.append(asked))
     (tmp_path / "job.json").write_text(json.dumps({"checkpoint": {"url": url}}))
-    with pytest.raises(CheckpointError, match=r"job\.json: its checkpoint\.url cannot be used") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"job\.json: its checkpoint\.url cannot be used"
+    ) as caught:
         store_of(tmp_path)
     assert opened == []
     assert "hunter2" not in str(caught.value)

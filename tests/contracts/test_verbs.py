@@ -1,4 +1,5 @@
-"""Every verb, on arrival: a line of help, an example that parses, and a `--help` that imports nothing heavy."""
+"""Every verb, on arrival: a line of help, an example that parses, and a `--help` that imports
+nothing heavy."""
 
 from __future__ import annotations
 
@@ -18,8 +19,14 @@ from phalanx.cli._arguments import split_arguments
 from phalanx.core.registry import names
 
 VERBS = names("phalanx.cli")
-GROUPS = [verb for verb in VERBS if hasattr(importlib.import_module(f"phalanx.cli.{verb}"), "COMMANDS")]
-SUB_VERBS = [(verb, sub) for verb in GROUPS for sub in importlib.import_module(f"phalanx.cli.{verb}").COMMANDS]
+GROUPS = [
+    verb for verb in VERBS if hasattr(importlib.import_module(f"phalanx.cli.{verb}"), "COMMANDS")
+]
+SUB_VERBS = [
+    (verb, sub)
+    for verb in GROUPS
+    for sub in importlib.import_module(f"phalanx.cli.{verb}").COMMANDS
+]
 SLACK = 3.0
 HEAVY = {"torch", "numpy", "pydantic", "rich", "psutil", "safetensors", "phalanx.job.schema"}
 ASK = """
@@ -38,7 +45,9 @@ print(json.dumps([code, took_s, sorted(sys.modules)]))
 
 def ask(*arguments: str) -> tuple[int, float, set[str], str]:
     """(exit code, seconds, modules imported, output) of a command line in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", ASK, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, *arguments], capture_output=True, text=True, check=True
+    )
     out, _, last = done.stdout.rstrip().rpartition("\n")
     code, took_s, modules = json.loads(last)
     assert done.stderr == ""
@@ -103,7 +112,9 @@ def test_a_verb_of_verbs_lists_them_with_their_words(verb: str) -> None:
 
 
 @pytest.mark.parametrize(("verb", "sub_verb"), SUB_VERBS)
-def test_a_sub_verb_explains_itself(verb: str, sub_verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sub_verb_explains_itself(
+    verb: str, sub_verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = importlib.import_module(f"phalanx.cli.{verb}")
     assert _app.run([verb, sub_verb, "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -123,7 +134,9 @@ def test_a_misspelt_sub_verb_is_corrected(verb: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("arguments", [["no-such-verb"], ["train", "--no-such-option"], ["report"]])
-def test_a_wrong_command_line_is_exit_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_exit_2_and_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _app.run(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -1,6 +1,7 @@
 """A run that continues on a CPU of another kind says that its steps may round otherwise.
 
-The kind is that of real kernels: torch and oneDNN are told to use those of an older instruction set.
+The kind is that of real kernels: torch and oneDNN are told to use those of an older instruction
+set.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def test_the_run_says_once_that_the_checkpoint_is_of_another_kind_of_cpu(tmp_pat
     same = run("train", "--resume", "run", "train.steps=10", cwd=tmp_path)
     assert (same.code, "another cpu" in same.out) == (0, False)
 
-    [_, before] = [read_manifest(path).facts["cpu_kind"] for path in list_checkpoints(tmp_path / "run")]
+    [_, before] = [
+        read_manifest(path).facts["cpu_kind"] for path in list_checkpoints(tmp_path / "run")
+    ]
     older = environment(ATEN_CPU_CAPABILITY="default", ONEDNN_MAX_CPU_ISA="SSE41")
     done = run("train", "--resume", "run", "train.steps=15", cwd=tmp_path, env=older)
     assert done.code == 0, done.err
@@ -34,6 +37,8 @@ def test_the_run_says_once_that_the_checkpoint_is_of_another_kind_of_cpu(tmp_pat
     assert before in line
     assert after in line
     notes = [
-        e.event for e in events(tmp_path / "run", Note) if isinstance(e.event, Note) and e.event.code == "another_cpu"
+        e.event
+        for e in events(tmp_path / "run", Note)
+        if isinstance(e.event, Note) and e.event.code == "another_cpu"
     ]
     assert len(notes) == 1

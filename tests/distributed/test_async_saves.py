@@ -1,7 +1,8 @@
-"""Saves beside training: what is on disk is the state of the step, whatever training does meanwhile; every rank decides
-alike; nothing that goes wrong in the thread is lost.
+"""Saves beside training: what is on disk is the state of the step, whatever training does
+meanwhile; every rank decides alike; nothing that goes wrong in the thread is lost.
 
-Real process groups and files. The disk is one that stands still, is full or is broken when a test wants it to be.
+Real process groups and files. The disk is one that stands still, is full or is broken when a test
+wants it to be.
 """
 
 from __future__ import annotations
@@ -47,12 +48,17 @@ MANY = 100_000  # steps
 
 
 class ShyDisk(Disk):
-    """Creates a tensor file only while `gate` is open, and raises `error` then, if there is one. A removal waits until
-    `removals` is set; `removing` says that one does.
+    """Creates a tensor file only while `gate` is open, and raises `error` then, if there is one.
+
+    A removal waits until `removals` is set; `removing` says that one does.
     """
 
     def __init__(self) -> None:
-        self.gate, self.removals, self.removing = threading.Event(), threading.Event(), threading.Event()
+        self.gate, self.removals, self.removing = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self.gate.set()
         self.removals.set()
         self.error: BaseException | None = None
@@ -84,8 +90,12 @@ class State:
         mine = Box((rank, 0), (0, 0), (1, COLUMNS))
         whole = Box((0, 0), (0, 0), (2, COLUMNS))
         self.shards = {
-            "mine": LogicalShard("mine", (ranks, COLUMNS), "float32", (mine,), torch.zeros(1, COLUMNS)),
-            "all": LogicalShard("all", (2, COLUMNS), "float32", (whole,), torch.zeros(2, COLUMNS), rank, ranks),
+            "mine": LogicalShard(
+                "mine", (ranks, COLUMNS), "float32", (mine,), torch.zeros(1, COLUMNS)
+            ),
+            "all": LogicalShard(
+                "all", (2, COLUMNS), "float32", (whole,), torch.zeros(2, COLUMNS), rank, ranks
+            ),
         }
 
     def snapshot(self) -> Snapshot:
@@ -95,7 +105,9 @@ class State:
 class Run:
     """One rank that trains: the real votes, saves and threads around a state that only counts."""
 
-    def __init__(self, mesh: Mesh, run_dir: Path, *, listener: Any = None, kept_best: int = -1, **keys: Any) -> None:
+    def __init__(
+        self, mesh: Mesh, run_dir: Path, *, listener: Any = None, kept_best: int = -1, **keys: Any
+    ) -> None:
         self.mesh, self.state, self.disk = mesh, State(mesh), ShyDisk()
         self.said: list[events.Event] = []
         self.recorded: list[int] = []
@@ -107,7 +119,9 @@ class Run:
             keep_last=kept.keep_last, keep_every=kept.keep_every, kept=lambda: frozenset((kept_best,)),
         )  # fmt: skip
         self.phases = Phases(None, (listener,) if listener else ())
-        self.saver = Saver(target, mesh, bus, self.phases, asynchronous=kept.asynchronous, timeout_s=DEADLINE_S)
+        self.saver = Saver(
+            target, mesh, bus, self.phases, asynchronous=kept.asynchronous, timeout_s=DEADLINE_S
+        )
         self.saves = Saves(self.saver, kept, mesh, self.state, bus, record=self.record)  # type: ignore[arg-type]
 
     def record(self) -> None:
@@ -115,7 +129,9 @@ class Run:
 
     def votes(self) -> list[float]:
         """Those of all ranks: due, busy, failed."""
-        return list(self.mesh.all_reduce_sum(torch.tensor(self.saves.votes(), dtype=torch.float64)).tolist())
+        return list(
+            self.mesh.all_reduce_sum(torch.tensor(self.saves.votes(), dtype=torch.float64)).tolist()
+        )
 
     def step(self, **ends: bool) -> None:
         """What the trainer does around a step."""
@@ -127,7 +143,8 @@ class Run:
         self.saves.after_step(votes, **ends)
 
     def steps_until(self, condition: Callable[[], bool]) -> None:
-        """Every rank must see the condition at the same step: it may only look at what all agree on."""
+        """Every rank must see the condition at the same step: it may only look at what all agree
+        on."""
         for _ in range(MANY):
             if condition():
                 return
@@ -152,8 +169,12 @@ def values(run_dir: Path) -> dict[int, set[float]]:
     found = {}
     for path in list_checkpoints(run_dir):
         assert verify_checkpoint(path) == []
-        tensors = [tensor for file in path.glob("*.safetensors") for tensor in load_file(file).values()]
-        found[int(path.name.removeprefix("step-"))] = {float(x) for tensor in tensors for x in np.unique(tensor)}
+        tensors = [
+            tensor for file in path.glob("*.safetensors") for tensor in load_file(file).values()
+        ]
+        found[int(path.name.removeprefix("step-"))] = {
+            float(x) for tensor in tensors for x in np.unique(tensor)
+        }
     return found
 
 
@@ -174,7 +195,8 @@ def goes_on(mesh: Mesh, folder: str) -> tuple[list[events.Event], list[int], int
 
 
 def test_training_goes_on_and_the_checkpoint_is_that_of_its_step(tmp_path: Path) -> None:
-    """Training's collectives pass those of the save, tensors change under it, and what is due meanwhile comes later."""
+    """Training's collectives pass those of the save, tensors change under it, and what is due
+    meanwhile comes later."""
     (said, recorded, taken), (other, *_) = ranked(2, goes_on, str(tmp_path))
     assert other == []
     saves = [event for event in said if isinstance(event, events.CheckpointSaved)]
@@ -317,7 +339,9 @@ def kept_as_the_best(mesh: Mesh, folder: str) -> tuple[list[str], list[str]]:
     run = Run(mesh, Path(folder))
 
     def there(step: int) -> Callable[[], None]:
-        return lambda: done.append(f"{step} {(Path(folder) / f'checkpoints/step-{step}/manifest.json').exists()}")
+        return lambda: done.append(
+            f"{step} {(Path(folder) / f'checkpoints/step-{step}/manifest.json').exists()}"
+        )
 
     for step in (1, 2):
         run.step()
@@ -336,11 +360,21 @@ def kept_as_the_best(mesh: Mesh, folder: str) -> tuple[list[str], list[str]]:
 def test_what_follows_a_save_waits_for_its_commit(tmp_path: Path) -> None:
     for rank, (done, said) in enumerate(ranked(2, kept_as_the_best, str(tmp_path))):
         assert done == ["1 True", "2 True", "2 True"]
-        assert said == (["CheckpointSaved", "CheckpointSaved", "CheckpointFailed"] if rank == 0 else [])
+        assert said == (
+            ["CheckpointSaved", "CheckpointSaved", "CheckpointFailed"] if rank == 0 else []
+        )
 
 
 def retires(mesh: Mesh, folder: str, asynchronous: bool) -> list[events.Event]:
-    run = Run(mesh, Path(folder), every_steps=1, keep_last=2, keep_every=4, kept_best=2, asynchronous=asynchronous)
+    run = Run(
+        mesh,
+        Path(folder),
+        every_steps=1,
+        keep_last=2,
+        keep_every=4,
+        kept_best=2,
+        asynchronous=asynchronous,
+    )
     for _ in range(7):
         run.step()
         run.saves.settle()
@@ -357,7 +391,8 @@ def test_old_checkpoints_go_in_the_background(tmp_path: Path, asynchronous: bool
 
 
 def waits_for_removals(mesh: Mesh, folder: str) -> list[list[events.Event]]:
-    """Rank 0 removes until rank 1, which has nothing to do, has been asked five times whether it does."""
+    """Rank 0 removes until rank 1, which has nothing to do, has been asked five times whether it
+    does."""
     saver.POLL_S = 0.01
     said = []
     for asynchronous in (True, False):
@@ -368,7 +403,9 @@ def waits_for_removals(mesh: Mesh, folder: str) -> list[list[events.Event]]:
         run.disk.removals.clear()
         run.step()
         if mesh.rank == 0:
-            waiter = threading.Thread(target=lambda place=place, run=run: release(place / "enough", run.disk.removals))
+            waiter = threading.Thread(
+                target=lambda place=place, run=run: release(place / "enough", run.disk.removals)
+            )
             waiter.start()
         else:
             tell_when_asked(run, place / "enough", times=5)
@@ -394,14 +431,21 @@ def tell_when_asked(run: Run, path: Path, *, times: int) -> None:
 
 
 def test_no_rank_stands_in_a_collective_while_another_removes(tmp_path: Path) -> None:
-    """However long that takes at the end of a run: a collective has a time limit. With saves beside training or not."""
+    """However long that takes at the end of a run: a collective has a time limit.
+
+    With saves beside training or not.
+    """
     for said in ranked(2, waits_for_removals, str(tmp_path))[0]:
-        assert [event.steps for event in said if isinstance(event, events.CheckpointsRemoved)] == [[1]]
+        assert [event.steps for event in said if isinstance(event, events.CheckpointsRemoved)] == [
+            [1]
+        ]
     for name in ("True", "False"):
         assert values(tmp_path / name) == {2: {2.0}}
 
 
-def ends_while_it_removes(mesh: Mesh, folder: str, is_end: bool) -> tuple[list[events.Event], list[events.Event]]:
+def ends_while_it_removes(
+    mesh: Mesh, folder: str, is_end: bool
+) -> tuple[list[events.Event], list[events.Event]]:
     """What was said when the last save was done, and at the very end."""
     tidier.PATIENCE_S = 0.05
     run = Run(mesh, Path(folder), every_steps=1, keep_last=1)
@@ -421,7 +465,10 @@ def ends_while_it_removes(mesh: Mesh, folder: str, is_end: bool) -> tuple[list[e
 
 @pytest.mark.parametrize("is_end", [True, False])
 def test_the_last_save_does_not_wait_for_a_removal(tmp_path: Path, is_end: bool) -> None:
-    """Of the one before, which stands still. At the end both are done after it, at a stop nobody waits for the rest."""
+    """Of the one before, which stands still.
+
+    At the end both are done after it, at a stop nobody waits for the rest.
+    """
     (before, said), _ = ranked(2, ends_while_it_removes, str(tmp_path), is_end)
     assert [type(event) for event in before] == [events.CheckpointSaved] * 3
     gone = [event.steps for event in said if isinstance(event, events.CheckpointsRemoved)]
@@ -434,13 +481,21 @@ def staged(rank: int) -> list[str]:
     wrong = []
     source = torch.arange(24.0).reshape(4, 6)
     shards = {
-        "whole": LogicalShard("whole", (4, 6), "float32", (Box((0, 0), (0, 0), (4, 6)),), source.t().contiguous().t()),
+        "whole": LogicalShard(
+            "whole", (4, 6), "float32", (Box((0, 0), (0, 0), (4, 6)),), source.t().contiguous().t()
+        ),
         "rows": LogicalShard("rows", (8, 6), "float32", (Box((4, 0), (2, 0), (2, 6)),), source),
         "two": LogicalShard(
-            "two", (8, 6), "float32", (Box((0, 0), (0, 0), (1, 6)), Box((6, 0), (2, 0), (2, 6))), source
+            "two",
+            (8, 6),
+            "float32",
+            (Box((0, 0), (0, 0), (1, 6)), Box((6, 0), (2, 0), (2, 6))),
+            source,
         ),
         "scalar": LogicalShard("scalar", (), "int64", (Box((), (), ()),), torch.tensor(7)),
-        "odd": LogicalShard("odd", (3,), "bfloat16", (Box((0,), (0,), (3,)),), torch.ones(3, dtype=torch.bfloat16)),
+        "odd": LogicalShard(
+            "odd", (3,), "bfloat16", (Box((0,), (0,), (3,)),), torch.ones(3, dtype=torch.bfloat16)
+        ),
         "theirs": LogicalShard("theirs", (4, 6), "float32", (), source),
     }
     staging = Staging(torch.device("cpu"))
@@ -457,12 +512,19 @@ def staged(rank: int) -> list[str]:
         source.sub_(1.0)
     wrong += ["moved"] if places[0] != places[1] else []
     wrong += ["storage of what others write"] if copy["theirs"].tensor.numel() else []
-    wrong += [f"{staging.num_bytes} bytes"] if staging.num_bytes > 4 * (24 + 12 + 24 + 2 + 2) + 5 * 64 else []
+    wrong += (
+        [f"{staging.num_bytes} bytes"]
+        if staging.num_bytes > 4 * (24 + 12 + 24 + 2 + 2) + 5 * 64
+        else []
+    )
     return wrong
 
 
 def blocks(shard: LogicalShard) -> list[Any]:
-    spans = [[slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True)] for box in shard.boxes]
+    spans = [
+        [slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True)]
+        for box in shard.boxes
+    ]
     return [shard.tensor[tuple(span)].tolist() for span in spans]
 
 
@@ -471,13 +533,16 @@ def test_staging_is_one_copy_of_what_a_rank_writes() -> None:
 
 
 def without_memory(mesh: Mesh, folder: str) -> tuple[list[events.Event], int]:
-    """From the second save on there are 68 MiB more to save, and rank 1 may not have half of that."""
+    """From the second save on there are 68 MiB more to save, and rank 1 may not have half of
+    that."""
     run = Run(mesh, Path(folder), every_steps=1)
     run.step()
     run.saves.settle()
     size = 17 << 20  # more than a reserve of the C library holds
     row = Box((mesh.rank, 0), (0, 0), (1, size))
-    run.state.shards["large"] = LogicalShard("large", (2, size), "float32", (row,), torch.zeros(1, size))
+    run.state.shards["large"] = LogicalShard(
+        "large", (2, size), "float32", (row,), torch.zeros(1, size)
+    )
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     if mesh.rank == 1:
         resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (16 << 20), resource.RLIM_INFINITY))
@@ -505,7 +570,9 @@ def unsaveable(mesh: Mesh, folder: str) -> tuple[list[events.Event], int]:
     run = Run(mesh, Path(folder), every_steps=1)
     box = Box((mesh.rank,), (0,), (1,))
     odd = torch.zeros(1, dtype=torch.complex128 if mesh.rank == 1 else torch.float32)
-    run.state.shards["odd"] = LogicalShard("odd", (2,), str(odd.dtype).removeprefix("torch."), (box,), odd)
+    run.state.shards["odd"] = LogicalShard(
+        "odd", (2,), str(odd.dtype).removeprefix("torch."), (box,), odd
+    )
     run.step()
     del run.state.shards["odd"]
     for _ in range(RETRY_SAVE_STEPS):
@@ -557,7 +624,9 @@ def test_the_clock_of_auto_is_told_what_saves_cost(tmp_path: Path) -> None:
     chosen = [event for event in said if isinstance(event, events.CheckpointIntervalChosen)]
     saved = [event for event in said if isinstance(event, events.CheckpointSaved)]
     assert [event.step for event in saved] == [10]
-    assert [(e.step, e.stall_s, e.save_s) for e in chosen] == [(10, saved[0].stall_s, saved[0].wall_s)]
+    assert [(e.step, e.stall_s, e.save_s) for e in chosen] == [
+        (10, saved[0].stall_s, saved[0].wall_s)
+    ]
     assert chosen[0].interval_s == pytest.approx((2 * saved[0].stall_s * 3.6e6) ** 0.5)
 
 

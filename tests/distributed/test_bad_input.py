@@ -66,7 +66,9 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Home:
+def home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Home:
     write_text(tmp_path / "text")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -115,23 +117,34 @@ def test_data_too_short_for_one_sequence(home: Home) -> None:
     (home.folder / "short.txt").write_text("twenty characters...")
     done = home.refuse("train", *TINY, "run.dir=run", "data.source=short.txt")
     assert done.code == 4
-    assert re.search(r"not enough tokens for one sequence: \d+ to train on, 33 needed", done.problem)
+    assert re.search(
+        r"not enough tokens for one sequence: \d+ to train on, 33 needed", done.problem
+    )
 
 
 def test_token_id_beyond_the_vocabulary(home: Home) -> None:
     np.save(home.folder / "ids.npy", np.arange(5000) % 300)
     done = home.refuse("train", *TINY, "run.dir=run", "data.source=ids.npy", "model.vocab_size=256")
     assert done.code == 4
-    assert "ids.npy: position 256: token 256 does not fit a vocabulary of 256; raise model.vocab_size" in done.problem
+    assert (
+        "ids.npy: position 256: token 256 does not fit a vocabulary of 256; raise model.vocab_size"
+        in done.problem
+    )
 
 
 def test_bytes_beyond_the_vocabulary(home: Home) -> None:
     done = home.refuse("train", *TEXT, "model.vocab_size=100")
     assert done.code == 4
-    assert "data.source text: the tokenizer bytes has 256 tokens, and the model 100 rows" in done.problem
+    assert (
+        "data.source text: the tokenizer bytes has 256 tokens, and the model 100 rows"
+        in done.problem
+    )
     done = home.refuse("train", *TEXT, "model.vocab_size=256")
     assert done.code == 4
-    assert "data.source text: token 256 does not fit a vocabulary of 256 (it is the end of a document)" in done.problem
+    assert (
+        "data.source text: token 256 does not fit a vocabulary of 256 (it is the end of a document)"
+        in done.problem
+    )
 
 
 # Jobs
@@ -140,20 +153,31 @@ def test_bytes_beyond_the_vocabulary(home: Home) -> None:
 def test_ranks_that_do_not_divide_the_batch(home: Home) -> None:
     done = home.refuse("train", *TEXT, "parallel.ranks=3")
     assert done.code == 3
-    assert "8 sequences cannot be shared evenly by 3 ranks; nearest global_batch_size: 6 or 9" in done.problem
+    assert (
+        "8 sequences cannot be shared evenly by 3 ranks; nearest global_batch_size: 6 or 9"
+        in done.problem
+    )
 
 
 def test_degrees_that_do_not_multiply_to_the_ranks(home: Home) -> None:
-    done = home.refuse("train", *TEXT, "parallel.ranks=4", "parallel.dp_shard=2", "parallel.dp_replicate=4")
+    done = home.refuse(
+        "train", *TEXT, "parallel.ranks=4", "parallel.dp_shard=2", "parallel.dp_replicate=4"
+    )
     assert done.code == 3
-    assert "dp_replicate 4 x dp_shard 2 makes 8 ranks, and parallel.ranks is 4; nearest:" in done.problem
+    assert (
+        "dp_replicate 4 x dp_shard 2 makes 8 ranks, and parallel.ranks is 4; nearest:"
+        in done.problem
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("model.kind=decodr", "model.kind: unknown model 'decodr'; did you mean \"decoder\"?"),
-        ('observe.sinks=["tensorbord"]', "unknown sink 'tensorbord'; did you mean \"tensorboard\"?"),
+        (
+            'observe.sinks=["tensorbord"]',
+            "unknown sink 'tensorbord'; did you mean \"tensorboard\"?",
+        ),
         ("optim.kind=sdg", "unknown optimizer 'sdg'; did you mean \"sgd\"?"),
         ('resilience.inject=["kil:step=1"]', 'did you mean "kill"?'),
         ("model.layers=3", 'did you mean "model.num_layers"?'),
@@ -173,7 +197,9 @@ def test_a_value_that_cannot_be(home: Home, override: str, words: str) -> None:
 
 
 def test_all_problems_are_told_at_once_with_their_places(home: Home) -> None:
-    (home.folder / "job.toml").write_text('[train]\nstesp = 5\nsteps = "many"\n\n[modle]\ndim = 7\n')
+    (home.folder / "job.toml").write_text(
+        '[train]\nstesp = 5\nsteps = "many"\n\n[modle]\ndim = 7\n'
+    )
     done = home.refuse("train", "job.toml", "optim.lr=-1", "run.dir=run")
     assert done.code == 3
     lines = done.err.splitlines()
@@ -191,7 +217,10 @@ def test_a_job_file_that_is_not_there(home: Home) -> None:
 
 def test_a_job_file_that_is_no_file(home: Home) -> None:
     done = home.refuse("train", "text")
-    assert (done.code, "is a folder, not a job file; write data.source=text" in done.problem) == (2, True)
+    assert (done.code, "is a folder, not a job file; write data.source=text" in done.problem) == (
+        2,
+        True,
+    )
 
 
 def test_two_job_files(home: Home) -> None:
@@ -219,13 +248,21 @@ def user_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
         shutil.copy(HERE / name, folder)
     kinds = [*UNBUILDABLE, *FAILING]
     job = ["train", *(override for override in TEXT if not override.startswith("model."))]
-    commands = [[*job, f"model.kind={kind}", f"run.dir=runs/{number}"] for number, kind in enumerate(kinds)]
-    good = ["model.kind=user_code:bigram", "model.objective=user_code:squared_error", "run.dir=runs/good"]
+    commands = [
+        [*job, f"model.kind={kind}", f"run.dir=runs/{number}"] for number, kind in enumerate(kinds)
+    ]
+    good = [
+        "model.kind=user_code:bigram",
+        "model.objective=user_code:squared_error",
+        "run.dir=runs/good",
+    ]
     commands.append([*job, *good])
     masked = ["model.kind=user_code:bigram", "data.document_masks=true", "run.dir=runs/masked"]
     refused = [masked, ["model.kind=user_code:total", "run.dir=runs/total"]]
     commands += [[*job, *overrides] for overrides in refused]
-    return folder, dict(zip([*kinds, "good", "masked", "total"], run_all(commands, folder), strict=True))
+    return folder, dict(
+        zip([*kinds, "good", "masked", "total"], run_all(commands, folder), strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", UNBUILDABLE)
@@ -247,21 +284,29 @@ def test_documents_are_not_kept_apart_by_a_forward_that_does_not_name_them(
     assert not (folder / "runs" / "masked").exists()
 
 
-def test_what_the_ranks_refuse_in_the_first_step_leaves_no_run(user_models: tuple[Path, dict[str, Done]]) -> None:
+def test_what_the_ranks_refuse_in_the_first_step_leaves_no_run(
+    user_models: tuple[Path, dict[str, Done]],
+) -> None:
     """The same command can start again when it is mended."""
     folder, done = user_models
     assert done["total"].code == 3
-    assert "the model returned a tensor [], which the built-in objective cannot read" in done["total"].problem
+    assert (
+        "the model returned a tensor [], which the built-in objective cannot read"
+        in done["total"].problem
+    )
     assert "train:" in done["total"].out
     assert not (folder / "runs" / "total").exists()
 
 
 def test_a_model_that_fails_in_its_forward(user_models: tuple[Path, dict[str, Done]]) -> None:
-    """The user's own traceback, with their file and line and nobody else's; a crash that repeats is not repaired."""
+    """The user's own traceback, with their file and line and nobody else's; a crash that repeats
+    is not repaired."""
     done = user_models[1]["user_code:breaks_in_forward"]
     assert done.code == 10
     lines = done.err.splitlines()
-    assert lines[0].startswith("deterministic failure at step 1: RuntimeError: shape '[-1, 7]' is invalid")
+    assert lines[0].startswith(
+        "deterministic failure at step 1: RuntimeError: shape '[-1, 7]' is invalid"
+    )
     assert re.match(r"rank [01] failed at step 1 in forward:", lines[1]), done.err
     assert lines[2] == "Traceback (most recent call last):"
     assert "user_code.py" in done.err
@@ -270,7 +315,9 @@ def test_a_model_that_fails_in_its_forward(user_models: tuple[Path, dict[str, Do
     assert "Connection closed by peer" not in done.err
 
 
-def test_a_model_that_fails_before_the_first_step(user_models: tuple[Path, dict[str, Done]]) -> None:
+def test_a_model_that_fails_before_the_first_step(
+    user_models: tuple[Path, dict[str, Done]],
+) -> None:
     """No restart can help: exit 1 with the traceback."""
     done = user_models[1]["user_code:breaks_on_real_weights"]
     assert done.code == 1
@@ -323,7 +370,10 @@ def test_a_full_run_directory(home: Home) -> None:
         done = home.refuse("train", *TEXT, "run.dir=small/run", "model.dim=256")
         assert not list(small.iterdir())
     assert done.code == 7
-    assert re.search(r"the run needs about .* are free; free space there or choose another run\.dir", done.problem)
+    assert re.search(
+        r"the run needs about .* are free; free space there or choose another run\.dir",
+        done.problem,
+    )
 
 
 def test_no_room_for_the_data(home: Home) -> None:
@@ -333,7 +383,9 @@ def test_no_room_for_the_data(home: Home) -> None:
         done = home.refuse("train", *TEXT, "run.dir=small/run")
         assert not list(small.iterdir())
     assert done.code == 7
-    assert re.search(r"needs about [\d.]+ KiB and [\d.]+ KiB are free; free space there", done.problem)
+    assert re.search(
+        r"needs about [\d.]+ KiB and [\d.]+ KiB are free; free space there", done.problem
+    )
 
 
 class _mounted:
@@ -385,18 +437,25 @@ def test_nothing_to_resume(home: Home) -> None:
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT are not set"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK is 2 and WORLD_SIZE is 2"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
+            "RANK is 2 and WORLD_SIZE is 2",
+        ),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', which is not an integer"),
     ],
 )
-def test_half_a_launcher(home: Home, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
+def test_half_a_launcher(
+    home: Home, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     done = home.refuse("train", *TEXT)
     assert (done.code, words in done.problem) == (6, True), done.problem
 
 
-def start_ranks(folder: Path, port: int, overrides: Sequence[Sequence[str]]) -> list[subprocess.Popen[str]]:
+def start_ranks(
+    folder: Path, port: int, overrides: Sequence[Sequence[str]]
+) -> list[subprocess.Popen[str]]:
     """One rank for each list of overrides, as a launcher other than ours starts them."""
     return [
         start("train", *TEXT, *more, cwd=folder, env=rank_environment(rank, len(overrides), port))
@@ -405,7 +464,12 @@ def start_ranks(folder: Path, port: int, overrides: Sequence[Sequence[str]]) -> 
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    here = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     return environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), **here)
 
 
@@ -419,13 +483,17 @@ def test_a_port_that_is_taken(home: Home) -> None:
         port = server.getsockname()[1]
         done = run("train", *TEXT, cwd=home.folder, env=rank_environment(0, 2, port))
     assert done.code == 6
-    assert f"port {port} on 127.0.0.1 cannot be listened on (address in use); choose another" in done.problem
+    assert (
+        f"port {port} on 127.0.0.1 cannot be listened on (address in use); choose another"
+        in done.problem
+    )
     assert done.wall_s < 5 * SLACK
     assert not (home.folder / "run").exists()
 
 
 def test_ranks_that_differ(home: Home) -> None:
-    """The same words on every rank that speaks, with the key, both values and the rank; the same code on all."""
+    """The same words on every rank that speaks, with the key, both values and the rank; the same
+    code on all."""
     ranks = start_ranks(home.folder, free_port(), [(), ("optim.lr=0.5",)])
     done = [finish(rank) for rank in ranks]
     assert [d.code for d in done] == [7, 7], [d.err for d in done]
@@ -446,7 +514,9 @@ def test_a_run_directory_in_use(home: Home) -> None:
         for arguments in (["train", *TEXT], ["train", "--resume", "run"]):
             took_s = []
             for _ in range(3):  # the best of three: other tests run beside this one
-                with stopped():  # or its ranks would train on all cores; who is stopped still holds the run
+                with (
+                    stopped()
+                ):  # or its ranks would train on all cores; who is stopped still holds the run
                     second = run(*arguments, cwd=home.folder)
                 assert second.code == 9, second.err
                 assert f"in use by process {first.pid} on {socket.gethostname()}" in second.problem
@@ -475,7 +545,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LONG = ["manifest cut short", "manifest removed"]
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", *(pytest.param(d, marks=pytest.mark.long) for d in LONG)])
+@pytest.mark.parametrize(
+    "damage", ["flipped bit", *(pytest.param(d, marks=pytest.mark.long) for d in LONG)]
+)
 def test_a_damaged_checkpoint_is_refused_whole(finished: Path, tmp_path: Path, damage: str) -> None:
     """Exit 5 naming the file; the run directory's checkpoints and facts are as before."""
     folder = tmp_path / "copy"
@@ -500,7 +572,10 @@ def test_a_damaged_checkpoint_is_refused_whole(finished: Path, tmp_path: Path, d
     assert facts(folder / "run") == before
     # A run that is done is done again from there, if what it left is damaged.
     is_done = damage == "flipped bit"
-    killed = ['resilience.inject=["kill:rank=1,step=7,phase=backward"]', "resilience.max_restarts=1"]
+    killed = [
+        'resilience.inject=["kill:rank=1,step=7,phase=backward"]',
+        "resilience.max_restarts=1",
+    ]
     more = killed if is_done else ["train.steps=12"]
     done = run("train", "--resume", "run", "--fallback", *more, cwd=folder)
     assert done.code == 0, done.err
@@ -513,8 +588,16 @@ def test_a_damaged_checkpoint_is_refused_whole(finished: Path, tmp_path: Path, d
 
 def facts(run_dir: Path) -> dict[str, bytes]:
     """What a run is and holds, without what its attempts said."""
-    kept = [path for folder in ("checkpoints", "data") for path in (run_dir / folder).rglob("*") if path.is_file()]
-    return {str(path): path.read_bytes() for path in (*kept, run_dir / "job.json", run_dir / "plan.json")}
+    kept = [
+        path
+        for folder in ("checkpoints", "data")
+        for path in (run_dir / folder).rglob("*")
+        if path.is_file()
+    ]
+    return {
+        str(path): path.read_bytes()
+        for path in (*kept, run_dir / "job.json", run_dir / "plan.json")
+    }
 
 
 def test_a_run_that_is_done_has_nothing_to_resume(finished: Path) -> None:
@@ -529,19 +612,29 @@ def test_a_resumed_run_keeps_its_model(finished: Path) -> None:
     before, names = facts(finished / "run"), set(snapshot(finished))
     done = run("train", "--resume", "run", "model.dim=64", cwd=finished)
     assert done.code == 3
-    assert "model.dim: a resumed run keeps what it was trained with; start a new run to change it" in done.problem
+    assert (
+        "model.dim: a resumed run keeps what it was trained with; start a new run to change it"
+        in done.problem
+    )
     assert (facts(finished / "run"), set(snapshot(finished))) == (before, names)
 
 
 def test_a_full_disk_does_not_stop_training(home: Home) -> None:
-    """A save that finds no room is an event; training goes on, the checkpoint before it stays whole.
+    """A save that finds no room is an event; training goes on, the checkpoint before it stays
+    whole.
 
     Only the save at the end has no later one: that it failed is how the run ends.
     """
     small = home.folder / "small"
     small.mkdir()
     with _mounted(small, "size=3m"):
-        arguments = [*TEXT, "run.dir=small/run", "model.dim=64", "train.steps=24", "checkpoint.every_steps=5"]
+        arguments = [
+            *TEXT,
+            "run.dir=small/run",
+            "model.dim=64",
+            "train.steps=24",
+            "checkpoint.every_steps=5",
+        ]
         done = run("train", *arguments, cwd=home.folder)
         run_dir = small / "run"
         assert list(loss_curve(run_dir)) == list(range(1, 25))
@@ -554,7 +647,9 @@ def test_a_full_disk_does_not_stop_training(home: Home) -> None:
         assert re.search(r"checkpoint of step \d+ failed: .*No space left", done.out)
         for step in saved:
             weights(run_dir, step)
-        assert sorted(os.listdir(run_dir / "checkpoints")) == sorted(f"step-{step}" for step in saved)
+        assert sorted(os.listdir(run_dir / "checkpoints")) == sorted(
+            f"step-{step}" for step in saved
+        )
         assert done.code == 7
         assert re.search(r"step-24\S*: failed while .*No space left", done.err)
         assert len(done.err.splitlines()) == 1
@@ -563,12 +658,16 @@ def test_a_full_disk_does_not_stop_training(home: Home) -> None:
 def test_no_process_is_left_by_any_of_this(home: Home) -> None:
     """Neither by what the tests above refused, nor by a run that is stopped."""
     wait_until(lambda: not descendants())
-    with watching(start("train", *TEXT, "train.steps=3000", "checkpoint.at_end=false", cwd=home.folder)) as watched:
+    with watching(
+        start("train", *TEXT, "train.steps=3000", "checkpoint.at_end=false", cwd=home.folder)
+    ) as watched:
         watched.wait_for("step 10/")
         [envelope] = events(home.folder / "run", RanksStarted)
         assert isinstance(envelope.event, RanksStarted)
         alive = {process.pid for process in descendants()}
-        assert {watched.process.pid, *envelope.event.pids} <= alive, "supervisor and ranks are found while they live"
+        assert {watched.process.pid, *envelope.event.pids} <= alive, (
+            "supervisor and ranks are found while they live"
+        )
         watched.process.send_signal(signal.SIGINT)
         assert watched.finish().code == 130
     wait_until(lambda: not descendants())

@@ -1,4 +1,5 @@
-"""BatchNorm over all ranks computes what plain BatchNorm computes on the concatenated microbatch, in one process."""
+"""BatchNorm over all ranks computes what plain BatchNorm computes on the concatenated
+microbatch, in one process."""
 
 from __future__ import annotations
 
@@ -64,8 +65,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "average of all": (lambda: nn.BatchNorm2d(WIDTH, momentum=None), (WIDTH, 3, 4)),
     "momentum 0.7, eps 0.1": (lambda: nn.BatchNorm2d(WIDTH, momentum=0.7, eps=0.1), (WIDTH, 3, 4)),
     "no weight": (lambda: nn.BatchNorm2d(WIDTH, affine=False), (WIDTH, 3, 4)),
-    "no running statistics": (lambda: nn.BatchNorm2d(WIDTH, track_running_stats=False), (WIDTH, 3, 4)),
-    "none, evaluated": (lambda: nn.BatchNorm2d(WIDTH, track_running_stats=False).eval(), (WIDTH, 3, 4)),
+    "no running statistics": (
+        lambda: nn.BatchNorm2d(WIDTH, track_running_stats=False),
+        (WIDTH, 3, 4),
+    ),
+    "none, evaluated": (
+        lambda: nn.BatchNorm2d(WIDTH, track_running_stats=False).eval(),
+        (WIDTH, 3, 4),
+    ),
     "evaluated": (eval_norm, (WIDTH, 3, 4)),
     "tracking switched off": (lambda: untracked(nn.BatchNorm2d(WIDTH)), (WIDTH, 3, 4)),
     "own class": (lambda: Doubled(WIDTH), (WIDTH, 3, 4)),
@@ -90,7 +97,8 @@ def inputs_of(sample: tuple[int, ...], rows: int) -> tuple[torch.Tensor, torch.T
 
 
 def run_layer(layer: nn.Module, x: torch.Tensor, factor: torch.Tensor) -> Tensors:
-    """Two calls of the layer: outputs and input gradients of the second, weight gradients of it, buffers at the end."""
+    """Two calls of the layer: outputs and input gradients of the second, weight gradients of it,
+    buffers at the end."""
     layer(x[torch.arange(len(x) - 1, -1, -1)] * 0.5)
     layer.zero_grad()
     x = x.clone().requires_grad_()
@@ -98,21 +106,25 @@ def run_layer(layer: nn.Module, x: torch.Tensor, factor: torch.Tensor) -> Tensor
     (output * factor).square().sum().backward()
     assert x.grad is not None
     found = {"output": output.detach(), "input gradient": x.grad}
-    found |= {f"gradient {name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    found |= {
+        f"gradient {name}": p.grad for name, p in layer.named_parameters() if p.grad is not None
+    }
     return found | {f"buffer {name}": buffer.clone() for name, buffer in layer.named_buffers()}
 
 
 def plain_layers(rank: int) -> dict[int, dict[str, Tensors]]:
     return {
         num_ranks: {
-            name: run_layer(filled(build), *inputs_of(sample, sum(rows))) for name, (build, sample) in LAYERS.items()
+            name: run_layer(filled(build), *inputs_of(sample, sum(rows)))
+            for name, (build, sample) in LAYERS.items()
         }
         for num_ranks, rows in SHARES.items()
     }
 
 
 def synchronised_layers(rank: int, num_ranks: int) -> dict[str, Tensors]:
-    """The first call sees other rows of each rank than the reference's does, but the same over all ranks."""
+    """The first call sees other rows of each rank than the reference's does, but the same over
+    all ranks."""
     found = {}
     a_plan = plan(num_ranks, **LAYOUTS[num_ranks]["ddp"])
     starts = [0, *itertools.accumulate(SHARES[num_ranks])]
@@ -135,7 +147,8 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_layer_equals_torchs_on_the_whole_microbatch(num_ranks: int) -> None:
-    """Outputs, gradients of input and weights, running statistics: to 1e-12 in fp64, with uneven rows per rank."""
+    """Outputs, gradients of input and weights, running statistics: to 1e-12 in fp64, with uneven
+    rows per rank."""
     (plain,) = run_ranks(1, plain_layers)
     ranks = run_ranks(num_ranks, synchronised_layers, num_ranks)
     for name, wanted in plain[num_ranks].items():
@@ -144,20 +157,27 @@ def test_a_layer_equals_torchs_on_the_whole_microbatch(num_ranks: int) -> None:
             parts = [found[name][what] for found in ranks]
             if what in ("output", "input gradient"):
                 assert error(torch.cat(parts), whole) < 1e-12, (name, what)
-            elif what.startswith("gradient"):  # of each rank's own rows; data parallelism adds them up
+            elif what.startswith(
+                "gradient"
+            ):  # of each rank's own rows; data parallelism adds them up
                 assert error(torch.stack(parts).sum(0), whole) < 1e-12, (name, what)
             else:
                 assert all(error(part, whole) < 1e-12 for part in parts), (name, what)
 
 
 class ConvNet(nn.Module):
-    """Blocks of convolution and BatchNorm between an embedding and a head; one statistic is shared by two places."""
+    """Blocks of convolution and BatchNorm between an embedding and a head; one statistic is
+    shared by two places."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lookup = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH, momentum=0.3), nn.SiLU())
+            nn.Sequential(
+                nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
+                nn.BatchNorm1d(WIDTH, momentum=0.3),
+                nn.SiLU(),
+            )
             for _ in range(2)
         )
         self.last = nn.BatchNorm1d(WIDTH, momentum=None)
@@ -188,7 +208,8 @@ def objective(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Te
 
 
 def train_plain(rank: int) -> dict[int, Tensors]:
-    """By the number of microbatches: weights and buffers after SGD steps of an untouched module in a plain loop."""
+    """By the number of microbatches: weights and buffers after SGD steps of an untouched module
+    in a plain loop."""
     found = {}
     for num_microbatches in (1, 3):
         module = conv_net()
@@ -196,12 +217,16 @@ def train_plain(rank: int) -> dict[int, Tensors]:
         for batch in conv_batches():
             sgd.zero_grad()
             for part in range(num_microbatches):  # of the whole batch: what all ranks see at a time
-                rows = slice(part * BATCH // num_microbatches, (part + 1) * BATCH // num_microbatches)
+                rows = slice(
+                    part * BATCH // num_microbatches, (part + 1) * BATCH // num_microbatches
+                )
                 logits, targets = module(batch["inputs"][rows]), batch["targets"][rows]
                 loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
                 (loss / batch["targets"].numel()).backward()
             sgd.step()
-        found[num_microbatches] = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        found[num_microbatches] = {
+            name: tensor.clone() for name, tensor in module.state_dict().items()
+        }
     return found
 
 
@@ -209,7 +234,9 @@ def train_parallel(rank: int, num_ranks: int) -> dict[Any, Tensors]:
     found: dict[Any, Tensors] = {}
     modes = ("none", "full", "selective", "sqrt") if num_ranks == 2 else ("none", "full")
     for layout, num_microbatches, recompute in itertools.product(LAYOUTS[num_ranks], (1, 3), modes):
-        a_plan = plan(num_ranks, num_microbatches, recompute=recompute, **LAYOUTS[num_ranks][layout])
+        a_plan = plan(
+            num_ranks, num_microbatches, recompute=recompute, **LAYOUTS[num_ranks][layout]
+        )
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             model = parallelize(conv_net(), a_plan, mesh)
             sgd = torch.optim.SGD(model.parameters(), lr=LR)
@@ -220,14 +247,16 @@ def train_parallel(rank: int, num_ranks: int) -> dict[Any, Tensors]:
                 model.update(sgd)
             states = {name: tensor.detach() for name, tensor in model.module.state_dict().items()}
             found[layout, num_microbatches, recompute] = {
-                name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in states.items()
+                name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+                for name, t in states.items()
             }
     return found
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_training_equals_one_process_in_every_layout(num_ranks: int) -> None:
-    """Weights and running statistics after SGD steps in fp64, with gradients accumulated and blocks recomputed."""
+    """Weights and running statistics after SGD steps in fp64, with gradients accumulated and
+    blocks recomputed."""
     (plain,) = run_ranks(1, train_plain)
     for found in run_ranks(num_ranks, train_parallel, num_ranks):
         for case, state in found.items():
@@ -267,14 +296,19 @@ def in_bf16(rank: int, num_ranks: int) -> dict[Any, Any]:
             model.train(False)
             sums = model.evaluate(share(conv_batches()[0], rank, num_ranks, 1), objective)
             losses.append(model.reduce_sums(sums)[0])
-            found[layout, synchronised] = (losses, {str(buffer.dtype) for buffer in model.module.buffers()})
+            found[layout, synchronised] = (
+                losses,
+                {str(buffer.dtype) for buffer in model.module.buffers()},
+            )
     return found
 
 
 def test_under_bf16_statistics_stay_wide() -> None:
-    """Losses of steps and of an evaluation are those of one rank to 2 %, and running statistics are fp32.
+    """Losses of steps and of an evaluation are those of one rank to 2 %, and running statistics are
+    fp32.
 
-    Without synchronisation, too: torch's own kernel refuses weights that FSDP has cast beside fp32 statistics.
+    Without synchronisation, too: torch's own kernel refuses weights that FSDP has cast beside fp32
+    statistics.
     """
     losses, _ = run_ranks(1, in_bf16, 1)[0]["one", True]
     for found in run_ranks(2, in_bf16, 2):
@@ -287,7 +321,8 @@ def test_under_bf16_statistics_stay_wide() -> None:
 
 
 def resume_half_way(rank: int, num_ranks: int, root: Path) -> dict[str, tuple[Tensors, Tensors]]:
-    """(states of a straight run, those of one that was saved, forgotten and restored after two of four steps)."""
+    """(states of a straight run, those of one that was saved, forgotten and restored after two
+    of four steps)."""
     found = {}
     batches = [*conv_batches(), conv_batches()[0]]
     for layout in LAYOUTS[num_ranks]:
@@ -313,7 +348,8 @@ def resume_half_way(rank: int, num_ranks: int, root: Path) -> dict[str, tuple[Te
             restore_state(resumed, saved)
             take(resumed, batches[2:])
             found[layout] = tuple(
-                {name: shard.tensor.clone() for name, shard in state.shards().items()} for state in (straight, resumed)
+                {name: shard.tensor.clone() for name, shard in state.shards().items()}
+                for state in (straight, resumed)
             )
     return found
 
@@ -322,9 +358,15 @@ def test_running_statistics_are_part_of_a_checkpoint(tmp_path: Path) -> None:
     """Resumed, every bit of weights, momentum and statistics is that of the straight run."""
     for outcome in run_ranks(2, resume_half_way, 2, tmp_path):
         for layout, (straight, resumed) in outcome.items():
-            kept = {"last.running_var", "last.num_batches_tracked", "optim/last.weight/momentum_buffer"}
+            kept = {
+                "last.running_var",
+                "last.num_batches_tracked",
+                "optim/last.weight/momentum_buffer",
+            }
             assert kept <= set(straight)
-            assert [name for name in straight if not torch.equal(straight[name], resumed[name])] == [], layout
+            assert [
+                name for name in straight if not torch.equal(straight[name], resumed[name])
+            ] == [], layout
 
 
 # What stays the user's, and what is refused
@@ -366,7 +408,11 @@ class Counting(nn.Module):
 def refused(rank: int, what: str) -> str:
     ddp = plan(2, **LAYOUTS[2]["ddp"])
     cases: dict[str, tuple[Plan, Callable[[], nn.Module], tuple[int, ...]]] = {
-        "own": (ddp, lambda: nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 1), OwnStatistics(WIDTH)), (2, WIDTH, 3, 3)),
+        "own": (
+            ddp,
+            lambda: nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 1), OwnStatistics(WIDTH)),
+            (2, WIDTH, 3, 3),
+        ),
         "lonely": (ddp, lambda: nn.BatchNorm1d(WIDTH), (1 - rank, WIDTH)),
         "buffer": (
             plan(2, recompute="full", dp_replicate=2),
@@ -375,7 +421,9 @@ def refused(rank: int, what: str) -> str:
         ),
         "compiled": (
             replace(plan(2, recompute="full", dp_replicate=2), compile=True),
-            lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))),
+            lambda: nn.Sequential(
+                *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+            ),
             (2, 4),
         ),
     }
@@ -392,7 +440,10 @@ def refused(rank: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("own", ["1 (OwnStatistics)", "does not call super().forward", "parallel.sync_batchnorm=false"]),
+        (
+            "own",
+            ["1 (OwnStatistics)", "does not call super().forward", "parallel.sync_batchnorm=false"],
+        ),
         ("lonely", ["more than 1 value per channel", "all ranks together have 1"]),
         ("buffer", ["Counting", "buffer calls", "train.recompute=none"]),
         ("compiled", ["BatchNorm", "train.compile=false"]),

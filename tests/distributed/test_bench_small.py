@@ -18,7 +18,15 @@ from phalanx.core.errors import ExitCode
 from phalanx.core.units import MIB
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 
-TINY = Case(dim=64, num_layers=1, vocab_size=256, precision="fp32", micro_batch_size=4, num_microbatches=2, seq_len=32)
+TINY = Case(
+    dim=64,
+    num_layers=1,
+    vocab_size=256,
+    precision="fp32",
+    micro_batch_size=4,
+    num_microbatches=2,
+    seq_len=32,
+)
 WARMUP, STEPS = 2, 12
 
 
@@ -28,7 +36,9 @@ def test_every_contender_leaves_a_whole_row_and_learns(
 ) -> None:
     monkeypatch.setattr("phalanx.bench.__main__._warm_file_cache", lambda: None)
     rows = [Row(TINY, contender, 0) for contender in (PHALANX, BARE, CEILING)]
-    options = parse(["--steps", str(STEPS), "--warmup", str(WARMUP), "--out", str(tmp_path), "--label", "here"])
+    options = parse(
+        ["--steps", str(STEPS), "--warmup", str(WARMUP), "--out", str(tmp_path), "--label", "here"]
+    )
     code = run(options, rows)
     said = capsys.readouterr().out
     assert code == ExitCode.OK, said
@@ -38,7 +48,9 @@ def test_every_contender_leaves_a_whole_row_and_learns(
     for record in records:
         assert len(record["step_s"]) == STEPS
         assert min(record["step_s"]) > 0
-        assert record["tokens_per_s"] == pytest.approx(TINY.tokens_per_step / record["median_step_s"])
+        assert record["tokens_per_s"] == pytest.approx(
+            TINY.tokens_per_step / record["median_step_s"]
+        )
         assert 0 < record["first_step_s"] < record["wall_s"]
         assert len(record["peak_bytes"]) == 2
         assert min(record["peak_bytes"]) > 50 * MIB
@@ -47,7 +59,9 @@ def test_every_contender_leaves_a_whole_row_and_learns(
         assert losses[0] == pytest.approx(math.log(TINY.vocab_size), abs=0.2)
         assert losses[-1] < losses[0] - 0.3
     ends = [record["losses"][-1] for record in records]
-    assert ends == pytest.approx([ends[0]] * 3, abs=0.5)  # same model, optimizer and distribution of tokens
+    assert ends == pytest.approx(
+        [ends[0]] * 3, abs=0.5
+    )  # same model, optimizer and distribution of tokens
     assert "| 64x1-v256-fp32 |" in said
 
 
@@ -65,10 +79,24 @@ def test_a_contender_that_fails_is_a_row_with_its_last_words(
 
 @pytest.mark.long
 def test_checkpoints_are_measured_beside_dcp(tmp_path: Path) -> None:
-    """Six mebibytes on two ranks: every contender saves, what can be loaded is, and each ratio is a number."""
+    """Six mebibytes on two ranks: every contender saves, what can be loaded is, and each ratio
+    is a number."""
     script = Path(__file__).parents[2] / "benchmarks" / "checkpoint.py"
-    sizes = ["--mb", "6", "--ranks", "2", "--repeats", "1", "--dir", str(tmp_path), "--json", str(tmp_path / "rows")]
-    done = subprocess.run([sys.executable, str(script), *sizes], capture_output=True, text=True, timeout=300)
+    sizes = [
+        "--mb",
+        "6",
+        "--ranks",
+        "2",
+        "--repeats",
+        "1",
+        "--dir",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "rows"),
+    ]
+    done = subprocess.run(
+        [sys.executable, str(script), *sizes], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "rows").read_text())
     assert found["ranks"] == 2
@@ -80,7 +108,8 @@ def test_checkpoints_are_measured_beside_dcp(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_pipelines_are_measured_beside_torchs(tmp_path: Path) -> None:
-    """A model of nothing: both sides of every schedule train as one process does, and each has its numbers."""
+    """A model of nothing: both sides of every schedule train as one process does, and each has
+    its numbers."""
     found = measured("pipeline.py", tmp_path / "found")
     for schedule, num_stages in (("1f1b", 2), ("gpipe", 2), ("interleaved", 4)):
         row = found[schedule]
@@ -94,13 +123,18 @@ def test_pipelines_are_measured_beside_torchs(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_bubbles_are_measured_on_every_schedule(tmp_path: Path) -> None:
-    """Blocks that wait a millisecond: every rank does the schedule's actions in order, and holds what it says."""
+    """Blocks that wait a millisecond: every rank does the schedule's actions in order, and holds
+    what it says."""
     rows = measured("pipeline_bubble.py", tmp_path / "found")
-    assert [(row["stages"], row["schedule"]) for row in rows] == list(product(("even", "uneven"), SCHEDULE_NAMES))
+    assert [(row["stages"], row["schedule"]) for row in rows] == list(
+        product(("even", "uneven"), SCHEDULE_NAMES)
+    )
     for row in rows:
         assert row["measured_in_flight"] == row["predicted_in_flight"], row
         assert row["left_in_flight"] == [0] * 4, row
-        assert all(0 < bubble < 1 for bubble in (row["predicted_bubble"], *row["measured_bubbles"])), row
+        assert all(
+            0 < bubble < 1 for bubble in (row["predicted_bubble"], *row["measured_bubbles"])
+        ), row
 
 
 def measured(script: str, out: Path) -> Any:

@@ -1,6 +1,8 @@
-"""How often, and how many bytes, each axis sends in a step, against the formulas of docs/strategies.md.
+"""How often, and how many bytes, each axis sends in a step, against the formulas of
+docs/strategies.md.
 
-For tp see test_tensor_parallel.py, for cp test_context_parallel.py, for compression tests/contracts/test_hooks.py.
+For tp see test_tensor_parallel.py, for cp test_context_parallel.py, for compression
+tests/contracts/test_hooks.py.
 """
 
 from __future__ import annotations
@@ -14,7 +16,18 @@ import pytest
 import torch
 
 from collectives import CountCollectives
-from models import CPU, SEQ_LEN, VOCAB, decoder, decoder_of, fill, global_batches, plan, shape, share
+from models import (
+    CPU,
+    SEQ_LEN,
+    VOCAB,
+    decoder,
+    decoder_of,
+    fill,
+    global_batches,
+    plan,
+    shape,
+    share,
+)
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
@@ -36,7 +49,8 @@ OBJECTIVE = causal_cross_entropy(16)
 
 
 def unit_bytes() -> tuple[list[int], int]:
-    """(fp32 bytes of each block, of all else) of the tests' decoder, with rows for two ranks to share evenly."""
+    """(fp32 bytes of each block, of all else) of the tests' decoder, with rows for two ranks to
+    share evenly."""
 
     def padded(module: torch.nn.Module) -> int:
         return sum(-(-len(p) // 2) * 2 * p[0].nbytes for p in module.parameters())
@@ -46,14 +60,18 @@ def unit_bytes() -> tuple[list[int], int]:
     return blocks, padded(model) - sum(blocks)
 
 
-def sent_by_fsdp(rank: int, num_ranks: int, num_microbatches: int, how: dict[str, Any]) -> dict[str, Any]:
+def sent_by_fsdp(
+    rank: int, num_ranks: int, num_microbatches: int, how: dict[str, Any]
+) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     num_bytes: Counter[str] = Counter()
 
     def counted(name: str, call: Any) -> Any:
         def run(rows: torch.Tensor, group: Any) -> Any:
             counts[name] += 1
-            num_bytes[name] += rows.nbytes * (len(rows) - 1) // len(rows)  # to send: all but one's own row
+            num_bytes[name] += (
+                rows.nbytes * (len(rows) - 1) // len(rows)
+            )  # to send: all but one's own row
             return call(rows, group)
 
         return run
@@ -67,34 +85,55 @@ def sent_by_fsdp(rank: int, num_ranks: int, num_microbatches: int, how: dict[str
         with CountCollectives() as moved:
             sums = model.forward_backward(batches, OBJECTIVE)
         facts = model.finish_step(sums)
-        return {"counts": dict(counts), "bytes": dict(num_bytes), "sent": facts.sent_bytes, "moved": moved.num_bytes}
+        return {
+            "counts": dict(counts),
+            "bytes": dict(num_bytes),
+            "sent": facts.sent_bytes,
+            "moved": moved.num_bytes,
+        }
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_zero3_gathers_blocks_twice_a_microbatch_and_zero2_once(num_microbatches: int) -> None:
-    """With one microbatch ZeRO-3 sends 1.5 times what ZeRO-2 and DDP do, of blocks (arXiv 1910.02054, section 7): the
-    root stays whole until the backward. Both scatter gradients once a step: those of microbatches add up
-    where they are (parallel.accumulate = "unsharded").
+    """With one microbatch ZeRO-3 sends 1.5 times what ZeRO-2 and DDP do, of blocks (arXiv
+    1910.02054, section 7): the root stays whole until the backward.
+
+    Both scatter gradients once a step: those of microbatches add up where they are
+    (parallel.accumulate = "unsharded").
     """
     blocks, rest = unit_bytes()
     for stage, times in ((3, 2), (2, 1)):
         how = {"dp_shard": 2, "zero_stage": stage, "accumulate": "unsharded"}
         for found in run_ranks(2, sent_by_fsdp, 2, num_microbatches, how):
             gathers = num_microbatches
-            assert found["counts"] == {"gather": gathers * (times * len(blocks) + 1), "scatter": len(blocks) + 1}
+            assert found["counts"] == {
+                "gather": gathers * (times * len(blocks) + 1),
+                "scatter": len(blocks) + 1,
+            }
             assert found["bytes"]["gather"] == gathers * (times * sum(blocks) + rest) // 2
             assert found["bytes"]["scatter"] == found["sent"] == (sum(blocks) + rest) // 2
-            whole = {"broadcast_": gathers * (times * sum(blocks) + rest), "reduce_": sum(blocks) + rest}
+            whole = {
+                "broadcast_": gathers * (times * sum(blocks) + rest),
+                "reduce_": sum(blocks) + rest,
+            }
             assert found["moved"] == whole  # of which a rank has half, and sends the other's
 
 
 def test_hsdp_scatters_within_and_reduces_between_groups() -> None:
     blocks, rest = unit_bytes()
     total = sum(blocks) + rest
-    for found in run_ranks(4, sent_by_fsdp, 4, 1, {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3}):
-        assert found["sent"] == total // 2 + total // 2  # a reduce-scatter of 2, then an all-reduce of the half
+    for found in run_ranks(
+        4, sent_by_fsdp, 4, 1, {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3}
+    ):
+        assert (
+            found["sent"] == total // 2 + total // 2
+        )  # a reduce-scatter of 2, then an all-reduce of the half
         gathered = 2 * sum(blocks) + rest
-        assert found["moved"] == {"broadcast_": gathered, "reduce_": total, "allreduce_": total // 2}
+        assert found["moved"] == {
+            "broadcast_": gathered,
+            "reduce_": total,
+            "allreduce_": total // 2,
+        }
 
 
 # Pipelines
@@ -114,14 +153,20 @@ def sent_by_stages(rank: int, schedule: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_a_stage_sends_hidden_states_on_and_gradients_back(schedule: str) -> None:
-    """M x micro_batch x seq_len x dim elements for each border of two stages on different ranks, in each direction.
-    Besides, once a step: the gradient of the tied embedding, between the ranks of its two stages."""
+    """M x micro_batch x seq_len x dim elements for each border of two stages on different ranks, in
+    each direction.
+
+    Besides, once a step: the gradient of the tied embedding, between the ranks of its two stages.
+    """
     pipeline = pipeline_plan(2, pp=2, schedule=schedule).pipeline
     assert pipeline is not None
     owner, message = pipeline.rank_of_stage, MICRO * SEQ_LEN * shape().dim * 4
     borders = [(a, b) for a, b in itertools.pairwise(owner) if a != b]
     assert len(borders) == {"1f1b": 1, "interleaved": 3, "zb-v": 2}[schedule]
-    wanted = [BATCH // MICRO * message * sum((a == rank) + (b == rank) for a, b in borders) for rank in range(2)]
+    wanted = [
+        BATCH // MICRO * message * sum((a == rank) + (b == rank) for a, b in borders)
+        for rank in range(2)
+    ]
     tied = VOCAB * shape().dim * 4 if owner[0] != owner[-1] else 0
     assert run_ranks(2, sent_by_stages, schedule) == [(size, size + tied) for size in wanted]
 
@@ -133,7 +178,8 @@ ROWS, TOKENS = 4, 16
 
 
 def evenly(self: Router, x_BTD: torch.Tensor) -> Routing:
-    """Token t chooses the experts 2 t and 2 t + 1, counted round: every expert gets as many as any other."""
+    """Token t chooses the experts 2 t and 2 t + 1, counted round: every expert gets as many as
+    any other."""
     batch, length = x_BTD.shape[:2]
     first = 2 * torch.arange(batch * length).view(batch, length, 1) % self.num_experts
     weights = (x_BTD @ self.weight.T).softmax(-1)[..., :2]
@@ -146,7 +192,11 @@ def plan_with_experts(ep: int, recompute: str) -> Plan:
             "model": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4}
             | {"num_experts": 8, "experts_per_token": 2, "expert_ffn_dim": 24},
             "data": {"seq_len": TOKENS},
-            "train": {"global_batch_size": 4 * ROWS, "micro_batch_size": ROWS // 2, "recompute": recompute},
+            "train": {
+                "global_batch_size": 4 * ROWS,
+                "micro_batch_size": ROWS // 2,
+                "recompute": recompute,
+            },
             "parallel": {"ranks": 4, "dp_shard": 4, "ep": ep},
         }
     )
@@ -160,7 +210,9 @@ def sent_to_experts(rank: int, ep: int, recompute: str) -> tuple[int, int]:
         module = Decoder(EXPERTS)
         fill(module)
         model = parallelize(module, a_plan, mesh)
-        model.forward_backward([example_batch(EXPERTS, ROWS // 2, TOKENS, seed=s) for s in range(2)], OBJECTIVE)
+        model.forward_backward(
+            [example_batch(EXPERTS, ROWS // 2, TOKENS, seed=s) for s in range(2)], OBJECTIVE
+        )
         group = model._piece.expert_group
         assert group is not None
         return group.num_exchanges, model.sent_ep_bytes
@@ -168,14 +220,24 @@ def sent_to_experts(rank: int, ep: int, recompute: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("ep", "recompute"), [(2, "none"), (4, "none"), (4, "full")])
 def test_tokens_travel_to_their_experts_and_back_twice(ep: int, recompute: str) -> None:
-    """Of a microbatch of N tokens a layer sends K N (ep - 1) / ep rows of dim there and back in the forward, and their
-    gradients in the backward; recomputing the block sends those of the forward again. And E counts, each 8 bytes."""
-    passes, layers, tokens = 6 if recompute == "full" else 4, EXPERTS.num_expert_layers, ROWS * TOKENS
+    """Of a microbatch of N tokens a layer sends K N (ep - 1) / ep rows of dim there and back in the
+    forward, and their gradients in the backward; recomputing the block sends those of the forward
+    again.
+
+    And E counts, each 8 bytes.
+    """
+    passes, layers, tokens = (
+        6 if recompute == "full" else 4,
+        EXPERTS.num_expert_layers,
+        ROWS * TOKENS,
+    )
     rows = EXPERTS.experts_per_token * tokens * (ep - 1) // ep
     counts = passes // 2 - 1  # where a forward is computed
     if recompute == "none":  # what a plan says, which does not know the counts
         work = Workload(ROWS // 2, TOKENS, "fp32", "none", 16, num_microbatches=2, ep=ep)
         assert sent_bytes_of_step(EXPERTS, work) == layers * passes * rows * EXPERTS.dim * 4
-    wanted = layers * (passes * rows * EXPERTS.dim * 4 + 2 * counts * EXPERTS.num_experts * 8 * (ep - 1) // ep)
+    wanted = layers * (
+        passes * rows * EXPERTS.dim * 4 + 2 * counts * EXPERTS.num_experts * 8 * (ep - 1) // ep
+    )
     for num_exchanges, num_bytes in run_ranks(4, sent_to_experts, ep, recompute):
         assert (num_exchanges, num_bytes) == (2 * layers * passes, wanted)

@@ -1,4 +1,7 @@
-"""Checkpoints do not know layouts: saved under one, restored under any. Reference: the saved tensors."""
+"""Checkpoints do not know layouts: saved under one, restored under any.
+
+Reference: the saved tensors.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,13 @@ from models import (
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.load import load
-from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, list_checkpoints, manifest_bytes, read_manifest
+from phalanx.checkpoint.manifest import (
+    MANIFEST,
+    body_xxh3,
+    list_checkpoints,
+    manifest_bytes,
+    read_manifest,
+)
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.whole import WholeTensors
@@ -86,13 +95,16 @@ def take_step(state: TrainState, batch: Tensors) -> float:
 
 
 def whole_tensors(state: TrainState) -> Tensors:
-    """Weights, both moments and update counts, gathered by torch and named here: what a restore is compared with."""
+    """Weights, both moments and update counts, gathered by torch and named here: what a restore
+    is compared with."""
     shards, mesh = state.model.shards(), state.model.mesh
 
     def full(name: str, tensor: torch.Tensor) -> torch.Tensor:
         whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
         shape = shards[name].global_shape
-        return whole if tuple(whole.shape) in (shape, ()) else put_together(mesh, name, whole, shape)
+        return (
+            whole if tuple(whole.shape) in (shape, ()) else put_together(mesh, name, whole, shape)
+        )
 
     found: Tensors = {}
     whole = dict(state.model.module.named_parameters())
@@ -104,7 +116,8 @@ def whole_tensors(state: TrainState) -> Tensors:
 
 
 def of_all_stages(mesh: Mesh, mine: Tensors) -> Tensors:
-    """What the stages of a pipeline have, together; what several have (the tied embedding) is equal to the bit."""
+    """What the stages of a pipeline have, together; what several have (the tied embedding) is
+    equal to the bit."""
     if mesh.layout.pp == 1:
         return mine
     every: list[Any] = [None] * mesh.layout.pp
@@ -119,7 +132,8 @@ KV_HEADS = 2  # of models.shape
 
 
 def put_together(mesh: Mesh, name: str, mine: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """What tensor parallelism has cut, by the rules as they are written in the docs: columns, rows, heads."""
+    """What tensor parallelism has cut, by the rules as they are written in the docs: columns,
+    rows, heads."""
     group = mesh.submesh("tp").get_group()
     every: list[Any] = [None] * mesh.layout.tp
     torch.distributed.all_gather_object(every, mine, group=group)
@@ -184,7 +198,8 @@ def saved_by_eight(saved: Any) -> tuple[Path, dict[str, tuple[Tensors, int]]]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_restored_under_another_layout(num_ranks: int, saved: Any) -> None:
-    """Every bit of weights, moments and counts; and the next step's loss is the same in all of them."""
+    """Every bit of weights, moments and counts; and the next step's loss is the same in all of
+    them."""
     restore_under(num_ranks, *saved, saved_pairs(quick=True))
 
 
@@ -198,7 +213,9 @@ def restore_under(
     num_ranks: int, root: Path, found: dict[str, tuple[Tensors, int]], pairs: list[tuple[str, str]]
 ) -> None:
     tensors = {name: values for name, (values, _) in found.items()}
-    outcomes = run_ranks(num_ranks, load_each, num_ranks, root, tensors, set(pairs), deadline_s=1800.0)
+    outcomes = run_ranks(
+        num_ranks, load_each, num_ranks, root, tensors, set(pairs), deadline_s=1800.0
+    )
     assert set(outcomes[0]) == {pair for pair in pairs if pair[1].endswith(f"-{num_ranks}")}
     for outcome in outcomes:
         for case, (wrong, step, loss) in outcome.items():
@@ -208,7 +225,8 @@ def restore_under(
 
 
 def test_replicated_tensors_are_written_once(saved: Any) -> None:
-    """Bytes on disk are those of one copy of the state plus headers, whatever the layout; no rank writes it all."""
+    """Bytes on disk are those of one copy of the state plus headers, whatever the layout; no
+    rank writes it all."""
     root, found = saved
     state_bytes = sum(t.numel() * t.element_size() for t in found["one-1"][0].values())
     for name, (_, num_bytes) in found.items():
@@ -233,9 +251,15 @@ def new_experts(mesh: Mesh, layout: dict[str, Any], *, scale: float = 1.0) -> Tr
 
 
 def put_together_by_blocks(state: TrainState) -> Tensors:
-    """Every tensor of the state from the blocks that ranks hold, which must agree where several hold the same."""
+    """Every tensor of the state from the blocks that ranks hold, which must agree where several
+    hold the same."""
     mine = [
-        (name, shard.global_shape, box.global_offset, view(shard.tensor, box.local_offset, box.size).detach().clone())
+        (
+            name,
+            shard.global_shape,
+            box.global_offset,
+            view(shard.tensor, box.local_offset, box.size).detach().clone(),
+        )
         for name, shard in state.shards().items()
         for box in shard.boxes
     ]
@@ -293,7 +317,8 @@ def load_experts(
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_experts_restored_under_another_layout(tmp_path: Path, quick: bool) -> None:
-    """Every bit of the whole stacks, their moments and counts; and the next loss is that of one process."""
+    """Every bit of the whole stacks, their moments and counts; and the next loss is that of one
+    process."""
     pairs = set(expert_pairs(quick=quick))
     sizes = [num_ranks for num_ranks in SAVED_EXPERTS if num_ranks <= 2 or not quick]
     saved: dict[str, Tensors] = {}
@@ -302,7 +327,9 @@ def test_experts_restored_under_another_layout(tmp_path: Path, quick: bool) -> N
     assert any(".experts." in name and name.startswith("optim/") for name in saved["one-1"])
     found: dict[tuple[str, str], tuple[list[str], float]] = {}
     for num_ranks in sizes:
-        for outcome in run_ranks(num_ranks, load_experts, num_ranks, tmp_path, saved, pairs, deadline_s=600.0):
+        for outcome in run_ranks(
+            num_ranks, load_experts, num_ranks, tmp_path, saved, pairs, deadline_s=600.0
+        ):
             assert [case for case, (wrong, _) in outcome.items() if wrong] == []
             found |= outcome
     assert set(found) == pairs
@@ -340,7 +367,8 @@ def partitions(draw: st.DrawFn, size: tuple[int, ...]) -> list[Box]:
 
 
 def in_strips(boxes: list[Box], size: tuple[int, ...]) -> list[Box]:
-    """The boxes with local places of their own, stacked along dimension 0: a rank with several pieces."""
+    """The boxes with local places of their own, stacked along dimension 0: a rank with several
+    pieces."""
     if not size:
         return boxes
     found, at = [], 0
@@ -350,8 +378,11 @@ def in_strips(boxes: list[Box], size: tuple[int, ...]) -> list[Box]:
     return found
 
 
-def shard(name: str, whole: torch.Tensor, boxes: list[Box], *, strips: bool, fill: bool) -> LogicalShard:
-    """A LogicalShard of `whole` held as `boxes`: in a strided local tensor, or in stacked strips."""
+def shard(
+    name: str, whole: torch.Tensor, boxes: list[Box], *, strips: bool, fill: bool
+) -> LogicalShard:
+    """A LogicalShard of `whole` held as `boxes`: in a strided local tensor, or in stacked
+    strips."""
     size = tuple(whole.shape)
     if strips and size:
         boxes = in_strips(boxes, size)
@@ -378,26 +409,36 @@ WHOLE = {
 }
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_any_partition_is_restored_under_any_other(tmp_path: Path, data: st.DataObject) -> None:
-    """Bit for bit, for any boxes on either side, strided or stacked; scalars, bf16, integers, empty tensors."""
+    """Bit for bit, for any boxes on either side, strided or stacked; scalars, bf16, integers,
+    empty tensors."""
 
     def shards(fill: bool) -> dict[str, LogicalShard]:
         return {
             name: shard(
-                name, whole, data.draw(partitions(tuple(whole.shape))), strips=data.draw(st.booleans()), fill=fill
+                name,
+                whole,
+                data.draw(partitions(tuple(whole.shape))),
+                strips=data.draw(st.booleans()),
+                fill=fill,
             )
             for name, whole in WHOLE.items()
         }
 
     written, wanted = shards(True), shards(False)
-    path = saved_path(tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
+    path = saved_path(
+        tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases()
+    )
     load(path, wanted, group=ONE, phases=Phases())
     for name, found in wanted.items():
         for box in found.boxes:
             assert torch.equal(
-                view(found.tensor, box.local_offset, box.size), view(WHOLE[name], box.global_offset, box.size)
+                view(found.tensor, box.local_offset, box.size),
+                view(WHOLE[name], box.global_offset, box.size),
             )
 
 
@@ -406,20 +447,43 @@ def test_facts_and_aliases_come_back_and_a_step_can_be_saved_again(tmp_path: Pat
     for value in (1.0, 2.0):
         shards["w"].tensor.fill_(value)
         path = saved_path(
-            tmp_path, 5, shards, aliases={"a": "w"}, facts={"n": value}, job_digest="d", group=ONE, phases=Phases()
+            tmp_path,
+            5,
+            shards,
+            aliases={"a": "w"},
+            facts={"n": value},
+            job_digest="d",
+            group=ONE,
+            phases=Phases(),
         )
-        (path.with_name(f".{path.name}.replaced") / "left").mkdir(parents=True)  # as a crash may leave it
+        (path.with_name(f".{path.name}.replaced") / "left").mkdir(
+            parents=True
+        )  # as a crash may leave it
     shards["w"].tensor.zero_()
     manifest = load(path, shards, group=ONE, phases=Phases())
     assert shards["w"].tensor.tolist() == [2.0] * 3
-    assert (manifest.facts, manifest.aliases, manifest.step, manifest.job_digest) == ({"n": 2.0}, {"a": "w"}, 5, "d")
+    assert (manifest.facts, manifest.aliases, manifest.step, manifest.job_digest) == (
+        {"n": 2.0},
+        {"a": "w"},
+        5,
+        "d",
+    )
     assert list_checkpoints(tmp_path) == [path]
 
 
 def test_blocks_that_do_not_make_the_whole_are_not_written(tmp_path: Path) -> None:
     part = shard("w", torch.ones(4), [Box((0,), (0,), (3,))], strips=False, fill=True)
     with pytest.raises(CheckpointError, match="w do not make the whole"):
-        saved_path(tmp_path, 1, {"w": part}, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
+        saved_path(
+            tmp_path,
+            1,
+            {"w": part},
+            aliases={},
+            facts={},
+            job_digest="",
+            group=ONE,
+            phases=Phases(),
+        )
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -428,13 +492,18 @@ def test_a_piece_that_is_there_twice_does_not_stand_for_one_that_is_not(tmp_path
     whole = torch.arange(32.0).view(8, 4)
     boxes = [Box((row, 0), (row, 0), (4, 4)) for row in (0, 4)]
     written = {"big": shard("big", whole, boxes, strips=False, fill=True)}
-    path = saved_path(tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
+    path = saved_path(
+        tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases()
+    )
     edit(path, lambda body: pieces(body)[1].update(offset=[0, 0]))
     wanted = {"big": shard("big", whole, [Box((0, 0), (0, 0), (8, 4))], strips=False, fill=False)}
     with pytest.raises(CheckpointError, match="big is not whole"):
         load(path, wanted, group=ONE, phases=Phases())
     assert not wanted["big"].tensor.any()
-    with WholeTensors(path, read_manifest(path)) as tensors, pytest.raises(CheckpointError, match="big is not whole"):
+    with (
+        WholeTensors(path, read_manifest(path)) as tensors,
+        pytest.raises(CheckpointError, match="big is not whole"),
+    ):
         tensors.load("big")
 
 
@@ -463,7 +532,8 @@ def flip(path: Path, at: int) -> None:
 
 
 def edit(directory: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> None:
-    """Change the manifest; with `sign`, as someone would who also knows how to write its checksum."""
+    """Change the manifest; with `sign`, as someone would who also knows how to write its
+    checksum."""
     path = directory / MANIFEST
     body = json.loads(path.read_text())
     change(body)
@@ -496,7 +566,8 @@ def point_outside(body: dict[str, Any]) -> None:
 
 
 def plant_pickle(name: str, directory: Path) -> None:
-    """Under the name of a file, in its place if there is one: with its checksum in the manifest, so that it is read."""
+    """Under the name of a file, in its place if there is one: with its checksum in the manifest,
+    so that it is read."""
     path = directory / name
     is_listed = path.exists() and name != MANIFEST
     path.write_bytes(pickle.dumps(Canary(directory.parent / "executed")))
@@ -523,11 +594,17 @@ PICKLES = {
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "flipped bit in a tensor": ("not those that were written", lambda d: flip(d / FILE, -3)),
     "flipped bit in a header": ("not those that were written", lambda d: flip(d / FILE, 20)),
-    "truncated file": ("bytes, not the", lambda d: (d / FILE).write_bytes((d / FILE).read_bytes()[:-1])),
+    "truncated file": (
+        "bytes, not the",
+        lambda d: (d / FILE).write_bytes((d / FILE).read_bytes()[:-1]),
+    ),
     "missing file": ("is missing", lambda d: (d / FILE).unlink()),
     "swapped files": ("written", swap_files),
     "missing manifest": ("manifest.json is missing", lambda d: (d / MANIFEST).unlink()),
-    "truncated manifest": ("cannot be read", lambda d: (d / MANIFEST).write_bytes((d / MANIFEST).read_bytes()[:200])),
+    "truncated manifest": (
+        "cannot be read",
+        lambda d: (d / MANIFEST).write_bytes((d / MANIFEST).read_bytes()[:200]),
+    ),
     "manifest is a list": ("format", lambda d: (d / MANIFEST).write_text("[]")),
     "edited fact": ("checksum", lambda d: edit(d, lambda b: b["facts"].update(step=8), sign=False)),
     "pieces swapped": ("checksum", lambda d: edit(d, swap_pieces, sign=False)),
@@ -540,13 +617,28 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "float32 [8, 4]  float32 [8, 5]",
         lambda d: edit(d, lambda b: b["tensors"]["big"].update(shape=[8, 5])),
     ),
-    "wrong dtype": ("float64", lambda d: edit(d, lambda b: b["tensors"]["big"].update(dtype="float64"))),
+    "wrong dtype": (
+        "float64",
+        lambda d: edit(d, lambda b: b["tensors"]["big"].update(dtype="float64")),
+    ),
     "path traversal": ("bad file name", lambda d: edit(d, point_outside)),
-    "piece outside": ("outside its shape", lambda d: edit(d, lambda b: pieces(b)[1].update(offset=[5, 0]))),
-    "piece of the wrong size": ("not float32", lambda d: edit(d, lambda b: pieces(b)[0].update(size=[5, 4]))),
+    "piece outside": (
+        "outside its shape",
+        lambda d: edit(d, lambda b: pieces(b)[1].update(offset=[5, 0])),
+    ),
+    "piece of the wrong size": (
+        "not float32",
+        lambda d: edit(d, lambda b: pieces(b)[0].update(size=[5, 4])),
+    ),
     "piece missing": ("not whole", lambda d: edit(d, lambda b: pieces(b).pop())),
-    "piece of other dimensions": ("damaged", lambda d: edit(d, lambda b: pieces(b)[0].update(offset=[0], size=[4]))),
-    "other type in the file": ("I64", lambda d: edit(d, lambda b: pieces(b)[1].update(key="count#0"))),
+    "piece of other dimensions": (
+        "damaged",
+        lambda d: edit(d, lambda b: pieces(b)[0].update(offset=[0], size=[4])),
+    ),
+    "other type in the file": (
+        "I64",
+        lambda d: edit(d, lambda b: pieces(b)[1].update(key="count#0")),
+    ),
     "unknown key": ("loading", lambda d: edit(d, lambda b: pieces(b)[0].update(key="big#9"))),
     "other format": ("format 3 is not 2", lambda d: edit(d, lambda b: b.update(format=3))),
     "other chunks": ("damaged", lambda d: edit(d, lambda b: b.update(chunk_bytes=1 << 20))),
@@ -560,10 +652,13 @@ def halves(rank: int, fill: float | None) -> dict[str, LogicalShard]:
     big, small, count = torch.full((4, 4), -1.0), torch.full((3,), -1.0), torch.full((4, 4), -1)
     if fill is not None:
         big, small, count = (
-            t.copy_(torch.arange(t.numel()).view_as(t) + fill + 100 * rank) for t in (big, small, count)
+            t.copy_(torch.arange(t.numel()).view_as(t) + fill + 100 * rank)
+            for t in (big, small, count)
         )
         small, count = small - 100 * rank, count - 100 * rank
-    shards = {"big": LogicalShard("big", (8, 4), "float32", (Box((4 * rank, 0), (0, 0), (4, 4)),), big)}
+    shards = {
+        "big": LogicalShard("big", (8, 4), "float32", (Box((4 * rank, 0), (0, 0), (4, 4)),), big)
+    }
     for name, tensor in (("small", small), ("count", count)):
         size = tuple(tensor.shape)
         box = Box(origin(size), origin(size), size)
@@ -574,7 +669,14 @@ def halves(rank: int, fill: float | None) -> dict[str, LogicalShard]:
 def save_halves(run_dir: Path, step: int, rank: int, mesh: Mesh, fill: float = 0.0) -> Path:
     shards = halves(rank, fill)
     return saved_path(
-        run_dir, step, shards, aliases={}, facts={"step": step}, job_digest="", group=mesh, phases=Phases()
+        run_dir,
+        step,
+        shards,
+        aliases={},
+        facts={"step": step},
+        job_digest="",
+        group=mesh,
+        phases=Phases(),
     )
 
 
@@ -584,7 +686,10 @@ def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
         good = save_halves(root, 1, rank, mesh)
         shards = halves(rank, None)
         load(good, shards, group=mesh, phases=Phases())
-        found["good"] = ("", all(torch.equal(shards[n].tensor, s.tensor) for n, s in halves(rank, 0.0).items()))
+        found["good"] = (
+            "",
+            all(torch.equal(shards[n].tensor, s.tensor) for n, s in halves(rank, 0.0).items()),
+        )
         for name, (_, damage) in DAMAGE.items():
             bad = root / name.replace(" ", "-")
             if rank == 0:
@@ -621,7 +726,9 @@ def test_damage_is_found_on_all_ranks_before_any_tensor_changes(kind: str, damag
 
 
 @pytest.mark.parametrize("name", list(PICKLES))
-def test_a_pickle_in_a_whole_checkpoint_is_not_executed(name: str, damaged: Any, tmp_path: Path) -> None:
+def test_a_pickle_in_a_whole_checkpoint_is_not_executed(
+    name: str, damaged: Any, tmp_path: Path
+) -> None:
     """One at a time, under each name that this loader or another might look at."""
     assert [found[f"pickle {name} executed"][1] for found in damaged] == [False, False]
     pickle.loads(pickle.dumps(Canary(tmp_path / "executed")))
@@ -635,9 +742,18 @@ def flip_and_load(rank: int, root: Path) -> list[str]:
     with open_mesh(Layout(), device="cpu") as mesh:
 
         def shards(tensors: Tensors) -> dict[str, LogicalShard]:
-            return {name: shard_of(name, tensor, replica=0, num_replicas=1) for name, tensor in tensors.items()}
+            return {
+                name: shard_of(name, tensor, replica=0, num_replicas=1)
+                for name, tensor in tensors.items()
+            }
 
-        how: dict[str, Any] = {"aliases": {}, "facts": {}, "job_digest": "", "group": mesh, "phases": Phases()}
+        how: dict[str, Any] = {
+            "aliases": {},
+            "facts": {},
+            "job_digest": "",
+            "group": mesh,
+            "phases": Phases(),
+        }
         path = saved_path(root, 1, shards(whole), **how) / "rank-0000.safetensors"
         size, wrong, dice = path.stat().st_size, [], random.Random(3)
         begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
@@ -655,7 +771,12 @@ def flip_and_load(rank: int, root: Path) -> list[str]:
                     for key, entry in stored.items()
                     if entry["data_offsets"][0] <= at - begin < entry["data_offsets"][1]
                 ] or ["the file's header"]
-                said = str(error).partition("those that were written: ")[2].partition(" (xxh3")[0].split(", ")
+                said = (
+                    str(error)
+                    .partition("those that were written: ")[2]
+                    .partition(" (xxh3")[0]
+                    .split(", ")
+                )
                 if path.name not in str(error) or struck not in said:
                     wrong.append(f"byte {at} of {struck}: {error}")
             flip(path, at)
@@ -686,11 +807,15 @@ def fail_on_one_rank(rank: int, root: Path) -> list[Any]:
         mesh.barrier()
         shards = halves(rank, None)
         load(good, shards, group=mesh, phases=Phases())
-        kept = all(torch.equal(shards[name].tensor, s.tensor) for name, s in halves(rank, 0.0).items())
+        kept = all(
+            torch.equal(shards[name].tensor, s.tensor) for name, s in halves(rank, 0.0).items()
+        )
         return [message, kept, sorted(path.name for path in (root / "checkpoints").iterdir())]
 
 
-def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoint(
+    tmp_path: Path,
+) -> None:
     first, second = run_ranks(2, fail_on_one_rank, tmp_path)
     assert first == second
     assert "rank 1" in first[0]
@@ -718,9 +843,13 @@ def test_a_checkpoint_of_another_seed_is_refused_with_the_state_untouched(tmp_pa
     assert untouched
 
 
-def test_an_unfinished_checkpoint_is_not_listed_and_one_without_a_manifest_is(tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_not_listed_and_one_without_a_manifest_is(
+    tmp_path: Path,
+) -> None:
     part = {"w": shard("w", torch.ones(3), [Box((0,), (0,), (3,))], strips=False, fill=True)}
-    path = saved_path(tmp_path, 3, part, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
+    path = saved_path(
+        tmp_path, 3, part, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases()
+    )
     for name in (".step-4.partial", "step-x", ".step-6.replaced"):
         (path.parent / name).mkdir()
         shutil.copy(path / MANIFEST, path.parent / name)
@@ -730,4 +859,9 @@ def test_an_unfinished_checkpoint_is_not_listed_and_one_without_a_manifest_is(tm
     (path.parent / "step-5").mkdir()
     (path.parent / "step-6").symlink_to("nowhere")
     # Whatever is called so is a checkpoint, whole or damaged: a resume would refuse it.
-    assert [found.name for found in list_checkpoints(tmp_path)] == ["step-3", "step-5", "step-6", "step-7"]
+    assert [found.name for found in list_checkpoints(tmp_path)] == [
+        "step-3",
+        "step-5",
+        "step-6",
+        "step-7",
+    ]

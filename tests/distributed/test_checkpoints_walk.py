@@ -1,4 +1,5 @@
-"""The walk-through of docs/checkpoints.md: its commands, one after the other, from a model of transformers to one."""
+"""The walk-through of docs/checkpoints.md: its commands, one after the other, from a model of
+transformers to one."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ SMALL = [key for key in TINY if not key.startswith(("model.", "train.steps"))]
 
 def walk() -> list[list[str]]:
     """The page's commands, without their first word."""
-    block = re.search(r"<!-- walk: .* -->\n```sh\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    block = re.search(
+        r"<!-- walk: .* -->\n```sh\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert block is not None
     commands = [shlex.split(line) for line in block[1].splitlines()]
     assert {command[0] for command in commands} == {"phalanx"}
@@ -37,11 +40,20 @@ def download(rank: int, folder: Path) -> None:
 
     from phalanx.data.tokenizer_files import byte_tokenizer
 
-    widths = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = transformers.Qwen3Config(**widths, head_dim=16, intermediate_size=48, vocab_size=300, bos_token_id=1)
+    widths = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = transformers.Qwen3Config(
+        **widths, head_dim=16, intermediate_size=48, vocab_size=300, bos_token_id=1
+    )
     transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer = Tokenizer.from_str(json.dumps(byte_tokenizer()))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>"
+    ).save_pretrained(folder)
 
 
 def opened(rank: int, place: Path) -> dict[str, Any]:
@@ -55,14 +67,18 @@ def opened(rank: int, place: Path) -> dict[str, Any]:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "Qwen3-tuned")
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "Qwen3-tuned")
-    module = build(Plan.from_json(json.loads((place / "tuned" / "plan.json").read_text())).model_shape)
+    module = build(
+        Plan.from_json(json.loads((place / "tuned" / "plan.json").read_text())).model_shape
+    )
     phalanx.load_weights(module, place / "tuned")
     tokens = torch.tensor([tokenizer("def heapify(x):  # é")["input_ids"]])
     with torch.no_grad():
         wanted, outputs = model(tokens).logits, module(tokens)
     return {
         "class": type(model).__name__,
-        "error": ((outputs.hidden_BTD @ outputs.head_VD.T - wanted).abs().max() / wanted.abs().max()).item(),
+        "error": (
+            (outputs.hidden_BTD @ outputs.head_VD.T - wanted).abs().max() / wanted.abs().max()
+        ).item(),
         "text": tokenizer.decode(tokens[0]),
         "end": tokenizer.eos_token,
     }
@@ -77,7 +93,9 @@ def test_the_walk_of_the_page(tmp_path: Path) -> None:
     for command in walk():
         more = SMALL if command[0] == "train" else []
         done = run(*command, *more, cwd=tmp_path)
-        assert done.code == (11 if command[:2] == ["checkpoint", "diff"] else 0), f"{command}: {done.err}"
+        assert done.code == (11 if command[:2] == ["checkpoint", "diff"] else 0), (
+            f"{command}: {done.err}"
+        )
         said[command[1 if command[0] == "checkpoint" else 0]] = done.out
     assert "25 tensors of bfloat16, rounded to float32" in said["plan"]
     assert "imported from Qwen3-tiny" in said["train"]

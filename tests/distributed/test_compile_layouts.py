@@ -1,4 +1,5 @@
-"""torch.compile of each block in each layout and with each way of recomputing: the gradients of the eager model."""
+"""torch.compile of each block in each layout and with each way of recomputing: the gradients of
+the eager model."""
 
 from __future__ import annotations
 
@@ -18,17 +19,22 @@ from ranks import run_ranks
 
 pytestmark = [  # dynamo's own
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
 
 def recomputed(a_plan: Plan, mode: str) -> Plan:
-    return replace(a_plan, recompute=mode, recompute_every=2, recompute_segments=segments_of(mode, 2, 2))
+    return replace(
+        a_plan, recompute=mode, recompute_every=2, recompute_segments=segments_of(mode, 2, 2)
+    )
 
 
 def compare(rank: int, num_ranks: int, cases: list[tuple[str, str, bool]]) -> dict[Any, float]:
-    """Relative error of the gradients of this rank's parameters, over all of them, in two microbatches."""
+    """Relative error of the gradients of this rank's parameters, over all of them, in two
+    microbatches."""
     errors = {}
     for layout, mode, offloads in cases:
         eager = plan(num_ranks, 3, **EVERY_LAYOUT[num_ranks][layout])
@@ -37,7 +43,12 @@ def compare(rank: int, num_ranks: int, cases: list[tuple[str, str, bool]]) -> di
             compiled = replace(recomputed(eager, mode), compile=True, offload_activations=offloads)
             for a_plan in (eager, compiled):
                 model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
-                mine = share(global_batches(1)[0], mesh.data_parallel_rank, eager.layout.data_parallel_size, 3)
+                mine = share(
+                    global_batches(1)[0],
+                    mesh.data_parallel_rank,
+                    eager.layout.data_parallel_size,
+                    3,
+                )
                 model.forward_backward(mine, causal_cross_entropy(16))
                 gradients = [p.grad for p in model.parameters()]
                 found.append([g.to_local() if hasattr(g, "to_local") else g for g in gradients])
@@ -58,6 +69,8 @@ def test_a_compiled_block_that_is_recomputed_selectively() -> None:
 def test_compiled_blocks_in_every_layout(num_ranks: int) -> None:
     cases = [(layout, "none", False) for layout in EVERY_LAYOUT[num_ranks]]
     modes = [("full", False), ("every-k", False), ("selective", True), ("none", True)]
-    cases += [(layout, *mode) for layout in ("ddp", "zero3") for mode in modes] if num_ranks == 2 else []
+    cases += (
+        [(layout, *mode) for layout in ("ddp", "zero3") for mode in modes] if num_ranks == 2 else []
+    )
     for errors in run_ranks(num_ranks, compare, num_ranks, cases, deadline_s=900):
         assert {case: error for case, error in errors.items() if not error < 1e-5} == {}

@@ -1,4 +1,5 @@
-"""Training with compressed gradients: it converges, ranks stay equal, and what was not sent survives a restart."""
+"""Training with compressed gradients: it converges, ranks stay equal, and what was not sent
+survives a restart."""
 
 from __future__ import annotations
 
@@ -38,13 +39,18 @@ from resuming import (
 KINDS = names(HOOKS)
 STEPS_TO_LEARN = 60
 NEAR = dict.fromkeys(("bf16", "fp16", "int8"), 0.02) | {"topk": 0.35, "powersgd": 0.35}
-"""Nats above the loss without compression after 60 steps, of 3.8 at the start and 0.87 at the end. Rounding hardly
-shows. Of topk and powersgd a part of each gradient arrives late, at 5 % and rank 2 by twenty steps and more.
+"""Nats above the loss without compression after 60 steps, of 3.8 at the start and 0.87 at the end.
+
+Rounding hardly shows. Of topk and powersgd a part of each gradient arrives late, at 5 % and rank 2
+by twenty steps and more.
 """
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
-    """Sequences that follow a rule, with one surprise in ten tokens. Another batch each step: nothing is memorised."""
+    """Sequences that follow a rule, with one surprise in ten tokens.
+
+    Another batch each step: nothing is memorised.
+    """
     generator = torch.Generator().manual_seed(step)
     tokens = [torch.randint(VOCAB, (BATCH, 1), generator=generator)]
     for _ in range(SEQ_LEN):
@@ -53,11 +59,18 @@ def batch(step: int) -> dict[str, torch.Tensor]:
         tokens.append(torch.where(surprise, other, (3 * tokens[-1] + 1) % VOCAB))
     whole = torch.cat(tokens, 1)
     positions = torch.arange(SEQ_LEN).repeat(BATCH, 1)
-    return {"inputs": whole[:, :-1].clone(), "targets": whole[:, 1:].clone(), "positions": positions}
+    return {
+        "inputs": whole[:, :-1].clone(),
+        "targets": whole[:, 1:].clone(),
+        "positions": positions,
+    }
 
 
 def learn(rank: int, forgets: bool) -> dict[str, Any]:
-    return {kind: _learn(rank, kind, forgets) for kind in (["topk", "powersgd"] if forgets else ["none", *KINDS])}
+    return {
+        kind: _learn(rank, kind, forgets)
+        for kind in (["topk", "powersgd"] if forgets else ["none", *KINDS])
+    }
 
 
 def _learn(rank: int, kind: str, forgets: bool) -> tuple[float, list[str]]:
@@ -81,8 +94,14 @@ def _learn(rank: int, kind: str, forgets: bool) -> tuple[float, list[str]]:
 
 
 def _unequal(mesh: Mesh, model: ParallelModel) -> list[str]:
-    digests = mesh.gather_json({name: p.detach().double().sum().item() for name, p in model.named_parameters()})
-    return [name for name, digest in digests[0].items() if any(other[name] != digest for other in digests)]
+    digests = mesh.gather_json(
+        {name: p.detach().double().sum().item() for name, p in model.named_parameters()}
+    )
+    return [
+        name
+        for name, digest in digests[0].items()
+        if any(other[name] != digest for other in digests)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +135,8 @@ def job_of(num_ranks: int, kind: str, **parallel: Any) -> Job:
 
 
 def interrupt(rank: int, root: Path) -> dict[str, Any]:
-    """Each run straight, continued from its checkpoint, and continued from one without what was not sent."""
+    """Each run straight, continued from its checkpoint, and continued from one without what was
+    not sent."""
     found = {}
     for kind in KINDS:
         job = job_of(2, kind)
@@ -125,11 +145,15 @@ def interrupt(rank: int, root: Path) -> dict[str, Any]:
             straight_dir = copy_run(root / "empty", root / kind, mesh)
             state = new_state(mesh, job, a_plan, new_module(torch.float32))
             straight = train(state, job, a_plan, straight_dir, attempt=0, look_at=(STEPS,))
-            kept = {name: shard.tensor.clone() for name, shard in state.model.reduction_shards().items()}
+            kept = {
+                name: shard.tensor.clone() for name, shard in state.model.reduction_shards().items()
+            }
             continued_dir = copy_run(root / kind, root / f"{kind} continued", mesh)
             again = new_state(mesh, job, a_plan, new_module(torch.float32, seed=2))
             continued = resume(again, job, a_plan, continued_dir)
-            kept_again = {name: shard.tensor for name, shard in again.model.reduction_shards().items()}
+            kept_again = {
+                name: shard.tensor for name, shard in again.model.reduction_shards().items()
+            }
             lost_dir = copy_run(root / kind, root / f"{kind} lost", mesh)
             if rank == 0:
                 edit_manifest(newest(lost_dir), _lose)
@@ -140,7 +164,8 @@ def interrupt(rank: int, root: Path) -> dict[str, Any]:
                 "names": sorted({name.rpartition("/")[2] for name in kept}),
                 "weights": differing(straight.whole[STEPS], continued.whole[STEPS]),
                 "state": differing(kept, kept_again),
-                "losses": {s: x for s, x in straight.losses.items() if s > SAVED} == continued.losses,
+                "losses": {s: x for s, x in straight.losses.items() if s > SAVED}
+                == continued.losses,
                 "nonzero": all(bool(t.count_nonzero()) for n, t in kept.items() if "lookup" in n),
                 "without it": differing(straight.whole[STEPS], lost.whole[STEPS]),
             }
@@ -148,7 +173,9 @@ def interrupt(rank: int, root: Path) -> dict[str, Any]:
 
 
 def _lose(body: dict[str, Any]) -> None:
-    body["tensors"] = {name: tensor for name, tensor in body["tensors"].items() if not name.startswith("comm/")}
+    body["tensors"] = {
+        name: tensor for name, tensor in body["tensors"].items() if not name.startswith("comm/")
+    }
 
 
 def elsewhere(rank: int, num_ranks: int, root: Path) -> dict[str, Any]:
@@ -161,7 +188,11 @@ def elsewhere(rank: int, num_ranks: int, root: Path) -> dict[str, Any]:
             state = new_state(mesh, job, a_plan, new_module(torch.float32, seed=2))
             restore_state(state, newest(root / "int8"))
             errors = state.model.unsent_gradients().values()
-            found[kind] = (state.step, bool(state.lost_reduction), any(bool(e.count_nonzero()) for e in errors))
+            found[kind] = (
+                state.step,
+                bool(state.lost_reduction),
+                any(bool(e.count_nonzero()) for e in errors),
+            )
     return found
 
 
@@ -174,17 +205,26 @@ def runs() -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_continued_bit_for_bit(runs: Any, kind: str) -> None:
-    """Weights, what was not sent, and Q, against the run that nothing happened to; without its state it is another."""
+    """Weights, what was not sent, and Q, against the run that nothing happened to; without its
+    state it is another."""
     for found in runs[1]:
         found = found[kind]
-        assert (found["weights"], found["state"], found["losses"], found["nonzero"]) == ([], [], True, True)
+        assert (found["weights"], found["state"], found["losses"], found["nonzero"]) == (
+            [],
+            [],
+            True,
+            True,
+        )
         slots = {"int8": ["error"], "topk": ["error"], "powersgd": ["error", "q"]}.get(kind, [])
         assert found["names"] == slots
         assert bool(found["without it"]) == bool(slots)
 
 
 def test_other_ranks_begin_without_what_was_not_sent(runs: Any) -> None:
-    assert run_ranks(3, elsewhere, 3, runs[0])[0] == {"int8": (SAVED, True, False), "none": (SAVED, True, False)}
+    assert run_ranks(3, elsewhere, 3, runs[0])[0] == {
+        "int8": (SAVED, True, False),
+        "none": (SAVED, True, False),
+    }
 
 
 def test_weights_are_read_without_it(runs: Any) -> None:
@@ -195,10 +235,16 @@ def test_weights_are_read_without_it(runs: Any) -> None:
 # Planning
 
 
-@pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"zero_stage": 3}, {"dp_replicate": 2, "ranks": 4}])
+@pytest.mark.parametrize(
+    "parallel", [{"dp_shard": 2}, {"zero_stage": 3}, {"dp_replicate": 2, "ranks": 4}]
+)
 def test_sharded_layouts_are_refused(parallel: dict[str, int]) -> None:
     with pytest.raises(LayoutError, match=r"parallel\.compress=int8 is for ddp"):
-        plan(**{"num_ranks": 2, "compress": "int8"} | {"num_ranks": parallel.pop("ranks", 2)} | parallel)
+        plan(
+            **{"num_ranks": 2, "compress": "int8"}
+            | {"num_ranks": parallel.pop("ranks", 2)}
+            | parallel
+        )
 
 
 def test_a_layout_that_is_left_open_becomes_ddp_and_counts_the_errors() -> None:

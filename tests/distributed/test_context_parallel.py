@@ -1,4 +1,5 @@
-"""What ranks of cp send, and calls of a model whose sequences are cut; for parity see test_verify_cp.py."""
+"""What ranks of cp send, and calls of a model whose sequences are cut; for parity see
+test_verify_cp.py."""
 
 from __future__ import annotations
 
@@ -92,27 +93,44 @@ def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
     num_ranks, parallel = LAYOUTS[name]
     a_plan, a_job = plan(num_ranks, **parallel), job(num_ranks, **parallel)
     work = work_of(
-        a_job, a_plan.model_shape, micro_batch_size=BATCH, num_microbatches=1, tp=a_plan.layout.tp, cp=a_plan.layout.cp
+        a_job,
+        a_plan.model_shape,
+        micro_batch_size=BATCH,
+        num_microbatches=1,
+        tp=a_plan.layout.tp,
+        cp=a_plan.layout.cp,
     )
     here = of_one_rank(a_plan.model_shape, work.tp)
     wanted = sent_bytes_of_step(here, work)
     c, size = a_plan.layout.cp, 2 if a_plan.precision == "bf16" else 4
-    heads = BATCH * SEQ_LEN // c * SHAPE.head_dim * SHAPE.num_layers  # numbers of one head in all layers
+    heads = (
+        BATCH * SEQ_LEN // c * SHAPE.head_dim * SHAPE.num_layers
+    )  # numbers of one head in all layers
     kv, of_kv = 2 * heads * here.num_kv_heads * size, 2 * heads * here.num_kv_heads * 4
     queries = heads * here.num_heads * size
-    of_docs = {  # docs/strategies.md, by what it is that gloo does; of what is whole, a rank sends (c - 1) / c
+    # docs/strategies.md, by what it is that gloo does; of what is whole, a rank sends (c - 1) / c
+    of_docs = {
         "ring": {"send": (c - 1) * kv + (c - 1) * (kv + of_kv)},
         "all-gather": {"broadcast_": 2 * c * kv, "reduce_": c * of_kv},
         "ulysses": {"alltoall_base_": 2 * (kv + 2 * queries)},
     }
     for told, moved in run_ranks(num_ranks, count_sent, num_ranks, parallel):
-        really = {name: moved[name] for name in ("send", "broadcast_", "reduce_", "alltoall_base_") if name in moved}
-        assert told == wanted == sum(size * (1 if name == "send" else (c - 1) / c) for name, size in really.items())
+        really = {
+            name: moved[name]
+            for name in ("send", "broadcast_", "reduce_", "alltoall_base_")
+            if name in moved
+        }
+        assert (
+            told
+            == wanted
+            == sum(size * (1 if name == "send" else (c - 1) / c) for name, size in really.items())
+        )
         assert really == of_docs.get(a_plan.cp_attention, really)
 
 
 def events_of_a_ring(rank: int) -> tuple[list[tuple[str, int]], ...]:
-    """What a rank does in forward and backward of one attention, in order: posts, waits (by tag) and computes."""
+    """What a rank does in forward and backward of one attention, in order: posts, waits (by tag)
+    and computes."""
     seen: list[tuple[str, int]] = []
     post, forward, backward = dist.batch_isend_irecv, Products.forward, Products.backward
 
@@ -148,7 +166,8 @@ def events_of_a_ring(rank: int) -> tuple[list[tuple[str, int]], ...]:
 
 
 def test_a_ring_computes_a_block_while_the_next_is_on_its_way() -> None:
-    """In forward and backward; and gradients of a block travel while those of the next are computed."""
+    """In forward and backward; and gradients of a block travel while those of the next are
+    computed."""
 
     def places(seen: list[tuple[str, int]], what: str, tag: int = 0) -> list[int]:
         """Each once, though the two works of an exchange are waited for one after the other."""
@@ -164,7 +183,9 @@ def test_a_ring_computes_a_block_while_the_next_is_on_its_way() -> None:
                 assert posted < computed < waited, seen
             posts, waits = places(seen, "post", GRADIENTS), places(seen, "wait", GRADIENTS)
             assert len(posts) == len(waits) == (3 if is_backward else 0)
-            for posted, computed, waited in zip(posts[:-1], blocks[2:], waits[:-1], strict=is_backward):
+            for posted, computed, waited in zip(
+                posts[:-1], blocks[2:], waits[:-1], strict=is_backward
+            ):
                 assert posted < computed < waited, seen
 
 
@@ -192,7 +213,9 @@ def test_half_precision_stays_within_its_rounding(kind: str, precision: str) -> 
 
 
 def sample(rank: int, a_plan: Plan, learned: bool) -> list[int]:
-    changed: dict[str, Any] = {"positions": "learned", "max_positions": SEQ_LEN} | EXPERTS if learned else {}
+    changed: dict[str, Any] = (
+        {"positions": "learned", "max_positions": SEQ_LEN} | EXPERTS if learned else {}
+    )
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         model = parallel_model(a_plan, mesh, **changed)
         return generate(model, [5, 6, 7], num_tokens=14, context=SEQ_LEN, seed=1)
@@ -233,7 +256,11 @@ def refusals(rank: int) -> list[str]:
         objective = causal_cross_entropy(16)
         short = {key: t[:, :6] for key, t in batch().items()}
         told(lambda: model.forward_backward([short], objective))
-        told(lambda: model.forward_backward([batch() | {"weights": torch.ones(BATCH, SEQ_LEN)}], objective))
+        told(
+            lambda: model.forward_backward(
+                [batch() | {"weights": torch.ones(BATCH, SEQ_LEN)}], objective
+            )
+        )
         documents = torch.zeros(BATCH, SEQ_LEN // 2, dtype=torch.long)
         told(lambda: model.forward_backward([batch() | {"document_ids": documents}], objective))
         told(lambda: model(batch()["inputs"]))
@@ -244,5 +271,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line() -> None:
     wanted = ("NoSeam has no such seam", "sequences of 6 tokens", "a batch has weights", "document_ids are of 8 tokens",
               "called through call_then")  # fmt: skip
     for said in run_ranks(2, refusals):
-        assert [words in line for words, line in zip(wanted, said, strict=True)] == [True] * len(wanted), said
+        assert [words in line for words, line in zip(wanted, said, strict=True)] == [True] * len(
+            wanted
+        ), said
         assert not any("\n" in line for line in said)

@@ -1,4 +1,5 @@
-"""Documents and windows over parts of sequences whose masks are made for a block of queries at a time."""
+"""Documents and windows over parts of sequences whose masks are made for a block of queries at a
+time."""
 
 from __future__ import annotations
 
@@ -40,14 +41,22 @@ def given(num_tokens: int, dtype: torch.dtype, batch: int = BATCH) -> list[torch
 
 
 def documents(num_tokens: int, batch: int = BATCH) -> torch.Tensor:
-    return torch.randint(0, 5, (batch, num_tokens), generator=torch.Generator().manual_seed(1)).sort(-1).values
+    return (
+        torch.randint(0, 5, (batch, num_tokens), generator=torch.Generator().manual_seed(1))
+        .sort(-1)
+        .values
+    )
 
 
-def results(out: torch.Tensor, leaves: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+def results(
+    out: torch.Tensor, leaves: list[torch.Tensor], grad: torch.Tensor
+) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def part(group: ContextGroup, kind: str, tensors: list[torch.Tensor], window: int, ids: Any) -> list[torch.Tensor]:
+def part(
+    group: ContextGroup, kind: str, tensors: list[torch.Tensor], window: int, ids: Any
+) -> list[torch.Tensor]:
     """Output and gradients of this rank's tokens."""
     places = group.chunks.places(group.rank, tensors[0].shape[2])
     *qkv, grad = (tensor.index_select(2, places) for tensor in tensors)
@@ -59,7 +68,8 @@ def part(group: ContextGroup, kind: str, tensors: list[torch.Tensor], window: in
 
 
 def differences(rank: int) -> dict[Any, float]:
-    """From one process with a whole mask, of each way to attend: chunks of 6 or 12 tokens in blocks of 4."""
+    """From one process with a whole mask, of each way to attend: chunks of 6 or 12 tokens in
+    blocks of 4."""
     set_block(4)
     num_tokens, found = 48, {}
     tensors, all_ids = given(num_tokens, torch.float64), documents(num_tokens)
@@ -71,12 +81,16 @@ def differences(rank: int) -> dict[Any, float]:
             mask = attention_mask(num_tokens, window, ids, torch.float64, CPU)
             whole = results(attend(*leaves, mask, is_causal=True), leaves, grad)
             for balance in ("zigzag", "none"):
-                group = ContextGroup(mesh.submesh("cp").get_group(), Chunks(RANKS, balance), Phases())
+                group = ContextGroup(
+                    mesh.submesh("cp").get_group(), Chunks(RANKS, balance), Phases()
+                )
                 places = group.chunks.places(rank, num_tokens)
                 wanted = [tensor.index_select(2, places) for tensor in whole]
                 for kind in ATTEND:
                     ours = part(group, kind, tensors, window, ids)
-                    worst = max(float((a - b).abs().max()) for a, b in zip(ours, wanted, strict=True))
+                    worst = max(
+                        float((a - b).abs().max()) for a, b in zip(ours, wanted, strict=True)
+                    )
                     found[window, has_documents, balance, kind] = worst
     return found
 

@@ -1,4 +1,7 @@
-"""What a job may say of data parallelism: that it happens, and changes nothing. Reference: a plain loop."""
+"""What a job may say of data parallelism: that it happens, and changes nothing.
+
+Reference: a plain loop.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ SHARDED = {"dp_shard": 2, "zero_stage": 3}
 
 
 class Strange(nn.Module):
-    """A single number, fewer rows than ranks, a leading one, another order in memory, a frozen and a tied matrix."""
+    """A single number, fewer rows than ranks, a leading one, another order in memory, a frozen
+    and a tied matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +70,9 @@ def batches() -> list[Tensors]:
 
 def train_plain(rank: int) -> Tensors:
     module = strange()
-    vectors = {"gain", "lookup.weight"} | {name for name, p in module.named_parameters() if p.ndim < 2}
+    vectors = {"gain", "lookup.weight"} | {
+        name for name, p in module.named_parameters() if p.ndim < 2
+    }
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for name, p in named if name not in vectors], "weight_decay": 0.1},
@@ -85,12 +91,15 @@ def train_plain(rank: int) -> Tensors:
 
 
 def train_parallel(rank: int, num_ranks: int, copies: bool, root: Path) -> dict[str, Tensors]:
-    """Weights of this rank as the model has them, by layout; saved and restored after the first step."""
+    """Weights of this rank as the model has them, by layout; saved and restored after the first
+    step."""
     if copies:  # as on a GPU, where what the optimizer sees lies elsewhere
         offload.on_host = torch.clone
     found: dict[str, Tensors] = {}
     for name, axes in list_layouts(num_ranks):
-        if {"tp", "cp", "pp"} & set(axes) or any("." in key for key in axes):  # of data parallelism alone
+        if {"tp", "cp", "pp"} & set(axes) or any(
+            "." in key for key in axes
+        ):  # of data parallelism alone
             continue
         a_plan = plan(num_ranks, 3, **axes)
         with open_mesh(a_plan.layout, device="cpu") as mesh:
@@ -101,25 +110,38 @@ def train_parallel(rank: int, num_ranks: int, copies: bool, root: Path) -> dict[
                 if step == 1:
                     restore_state(state, newest(root / name))
                 mine = share(batch, mesh.data_parallel_rank, num_ranks, 3)
-                assert model.finish_step(model.forward_backward(mine, OBJECTIVE), max_norm=0.05).usable
+                assert model.finish_step(
+                    model.forward_backward(mine, OBJECTIVE), max_norm=0.05
+                ).usable
                 model.update(state.optimizer)
                 state.optimizer.zero_grad()
                 if step == 0:
                     save_state(state, root / name)
             named = dict(model.module.named_parameters())
-            whole = {key: (p.full_tensor() if hasattr(p, "full_tensor") else p) for key, p in named.items()}
+            whole = {
+                key: (p.full_tensor() if hasattr(p, "full_tensor") else p)
+                for key, p in named.items()
+            }
             found[name] = {key: tensor.detach().clone() for key, tensor in whole.items()}
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "copies"), [(2, True), pytest.param(4, False, marks=pytest.mark.long)])
-def test_strange_modules_equal_a_plain_loop_in_every_layout(num_ranks: int, copies: bool, tmp_path: Path) -> None:
-    """Weights on every rank after three clipped AdamW steps in fp64, with a checkpoint of the same layout between."""
+@pytest.mark.parametrize(
+    ("num_ranks", "copies"), [(2, True), pytest.param(4, False, marks=pytest.mark.long)]
+)
+def test_strange_modules_equal_a_plain_loop_in_every_layout(
+    num_ranks: int, copies: bool, tmp_path: Path
+) -> None:
+    """Weights on every rank after three clipped AdamW steps in fp64, with a checkpoint of the
+    same layout between."""
     (plain,) = run_ranks(1, train_plain)
     for found in run_ranks(num_ranks, train_parallel, num_ranks, copies, tmp_path):
         for layout, weights in found.items():
             assert set(weights) == set(plain)
-            off = {name: ((weights[name] - plain[name]).norm() / plain[name].norm()).item() for name in plain}
+            off = {
+                name: ((weights[name] - plain[name]).norm() / plain[name].norm()).item()
+                for name in plain
+            }
             assert {name: error for name, error in off.items() if not error < 1e-9} == {}, layout
 
 
@@ -148,13 +170,15 @@ def count(rank: int) -> dict[str, dict[str, int]]:
 
 
 def per_rank(counts: dict[str, int], name: str) -> int:
-    """Over gloo a gather is a broadcast from each rank, and a scatter a reduction to each (phalanx.mesh.exchange)."""
+    """Over gloo a gather is a broadcast from each rank, and a scatter a reduction to each
+    (phalanx.mesh.exchange)."""
     assert counts.get(name, 0) % 2 == 0
     return counts.get(name, 0) // 2
 
 
 def test_each_choice_changes_what_is_communicated() -> None:
-    """Two blocks and a root over three microbatches: units gathered, gradients scattered, small ones reduced once."""
+    """Two blocks and a root over three microbatches: units gathered, gradients scattered, small
+    ones reduced once."""
     for found in run_ranks(2, count):
         scattered = {name: per_rank(counts, "reduce_") for name, counts in found.items()}
         assert scattered == {"plain": 3, "accumulate": 9, "pairs": 2, "one unit": 1, "whole": 3}
@@ -162,7 +186,9 @@ def test_each_choice_changes_what_is_communicated() -> None:
         assert gathered == {"plain": 15, "accumulate": 15, "pairs": 9, "one unit": 6, "whole": 15}
         reduced = {name: counts.get("allreduce_", 0) for name, counts in found.items()}
         assert reduced == {"plain": 0, "accumulate": 0, "pairs": 0, "one unit": 0, "whole": 1}
-        assert found["whole"]["split"] == found["plain"]["split"] - 5  # two norms in each block, and the last one
+        assert (
+            found["whole"]["split"] == found["plain"]["split"] - 5
+        )  # two norms in each block, and the last one
 
 
 class SomeUnused(nn.Module):
@@ -195,14 +221,21 @@ def some_unused(rank: int) -> dict[str, Any]:
                 sgd.zero_grad()
                 model.finish_step(model.forward_backward(share(batch, rank, 2, 1), OBJECTIVE))
                 model.update(sgd)
-            whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.named_parameters()}
-            found[name] = ({n: p.detach().clone() for n, p in whole.items()}, sorted(model.unused_parameters))
+            whole = {
+                n: p.full_tensor() if hasattr(p, "full_tensor") else p
+                for n, p in module.named_parameters()
+            }
+            found[name] = (
+                {n: p.detach().clone() for n, p in whole.items()},
+                sorted(model.unused_parameters),
+            )
     found["moved"] = (start, found["zero1"][0]["sometimes.weight"])
     return found
 
 
 def test_unused_parameters_are_reduced_where_that_is_allowed_and_named() -> None:
-    """`sometimes` is used by rank 1 alone: DDP and ZeRO-1 agree with FSDP, and each rank names what it did not use."""
+    """`sometimes` is used by rank 1 alone: DDP and ZeRO-1 agree with FSDP, and each rank names
+    what it did not use."""
     never, sometimes = ["never.bias", "never.weight"], ["sometimes.bias", "sometimes.weight"]
     for rank, found in enumerate(run_ranks(2, some_unused)):
         for layout in ("ddp", "zero1"):
@@ -218,7 +251,9 @@ def forget_the_update(rank: int) -> dict[str, str]:
     for name, axes in (("zero1", {"dp_shard": 2, "zero_stage": 1}), ("ddp", {"dp_replicate": 2})):
         a_plan = plan(2, **axes)
         with open_mesh(a_plan.layout, device="cpu") as mesh:
-            model: ParallelModel = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
+            model: ParallelModel = parallelize(
+                decoder(tied=True, dtype=torch.float32), a_plan, mesh
+            )
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             mine = share(global_batches(1)[0], rank, 2, 1)
             try:
@@ -246,18 +281,26 @@ def test_a_step_that_never_reaches_the_model_is_refused() -> None:
 
 def bytes_sent(rank: int) -> dict[str, dict[str, int]]:
     found = {}
-    for name, how in {"ddp": {"dp_replicate": 2}, "zero1": {"dp_shard": 2, "zero_stage": 1}}.items():
+    for name, how in {
+        "ddp": {"dp_replicate": 2},
+        "zero1": {"dp_shard": 2, "zero_stage": 1},
+    }.items():
         a_plan = plan(2, **how)
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
             with CountCollectives() as counter:
-                sums = model.forward_backward(share(global_batches(1)[0], rank, 2, 1), causal_cross_entropy(16))
+                sums = model.forward_backward(
+                    share(global_batches(1)[0], rank, 2, 1), causal_cross_entropy(16)
+                )
             found[name] = counter.num_bytes | {"told": model.finish_step(sums).sent_bytes}
     return found
 
 
 def test_gradients_travel_as_far_under_zero1_as_under_ddp() -> None:
     size = sum(p.nbytes for p in decoder(tied=True, dtype=torch.float32).parameters())
-    all_reduced = {"allreduce_": size, "told": size}  # an all-reduce of two ranks sends its size: 2 (w - 1) / w
+    all_reduced = {
+        "allreduce_": size,
+        "told": size,
+    }  # an all-reduce of two ranks sends its size: 2 (w - 1) / w
     for found in run_ranks(2, bytes_sent):
         assert found == {"ddp": all_reduced, "zero1": all_reduced}

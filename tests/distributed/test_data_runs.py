@@ -1,4 +1,5 @@
-"""Whole runs on mixtures, shards and own datasets: the ledger proves what they read, and bad input is refused."""
+"""Whole runs on mixtures, shards and own datasets: the ledger proves what they read, and bad
+input is refused."""
 
 from __future__ import annotations
 
@@ -97,8 +98,19 @@ class Bigram(torch.nn.Module):
 def bigram():
     return Bigram()
 '''
-BASE = ("train", "observe.sinks=[]", "optim.warmup_steps=2", "train.sample_tokens=0", "parallel.ranks=1")
-REGRESSION = (*BASE, "model.kind=own_code:linear", "model.objective=own_code:squared", "train.global_batch_size=8")
+BASE = (
+    "train",
+    "observe.sinks=[]",
+    "optim.warmup_steps=2",
+    "train.sample_tokens=0",
+    "parallel.ranks=1",
+)
+REGRESSION = (
+    *BASE,
+    "model.kind=own_code:linear",
+    "model.objective=own_code:squared",
+    "train.global_batch_size=8",
+)
 
 MIXED = """
 [data]
@@ -135,18 +147,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def mixed(runs: Runs) -> Path:
-    """A run over text and shards of other text whose rank 1 is killed in step 8, and that starts again from step 5."""
+    """A run over text and shards of other text whose rank 1 is killed in step 8, and that starts
+    again from step 5."""
     (runs.folder / "other").mkdir()
     for name in ("fnmatch", "sched", "string", "textwrap"):
         shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py", runs.folder / "other")
     built = run("data", "build", "other", "--out", "shards", "--workers", "1", cwd=runs.folder)
     assert built.code == 0, built.err
     keys = [key for key in TINY if not key.startswith(("data.", "observe.", "train.steps"))]
-    more = ["train.steps=10", "checkpoint.every_steps=5", "parallel.ranks=2", "run.dir=mixed", "eval.tokens=100000"]
+    more = [
+        "train.steps=10",
+        "checkpoint.every_steps=5",
+        "parallel.ranks=2",
+        "run.dir=mixed",
+        "eval.tokens=100000",
+    ]
     fault = 'resilience.inject=["kill:rank=1,step=8,phase=backward"]'
     done = run("train", "mixed.toml", *keys, *more, fault, "train.sample_tokens=8", cwd=runs.folder)
     assert done.code == 0, done.err
-    assert re.search(r"text \(75.0% of the samples\): .* held out in 1 \(by the fraction alone a side", done.out)
+    assert re.search(
+        r"text \(75.0% of the samples\): .* held out in 1 \(by the fraction alone a side", done.out
+    )
     return runs.folder / "mixed"
 
 
@@ -162,15 +183,17 @@ def test_a_mixture_is_evaluated_by_source_and_asked_for_text(mixed: Path) -> Non
 
 
 def _losses_by_hand(rank: int, run_dir: str) -> dict[str, tuple[float, int]]:
-    """(loss per target, targets) of each source's held-out tokens under the newest checkpoint: one window at a time, in
-    float64, documents told apart by their end tokens."""
+    """(loss per target, targets) of each source's held-out tokens under the newest checkpoint: one
+    window at a time, in float64, documents told apart by their end tokens."""
     job = Job.model_validate_json((Path(run_dir) / "job.json").read_text())
     corpus = load_corpus(Path(run_dir) / "data")
     found = {}
     with open_mesh(Layout(), device="cpu") as mesh:
         planned = Plan.from_json(json.loads((Path(run_dir) / "plan.json").read_text()))
         model = parallelize(build_model(job, planned.model_shape), plan(1), mesh, seed=job.run.seed)
-        state = TrainState(model, build_optimizer(model, job.optim), job.run.seed, corpus.tokenizer_digest)
+        state = TrainState(
+            model, build_optimizer(model, job.optim), job.run.seed, corpus.tokenizer_digest
+        )
         state.restore(list_checkpoints(Path(run_dir))[-1], phases=Phases())
         module = model.module.double().eval()
         for name, sequence in zip(corpus.names, corpus.sequences("held_out"), strict=True):
@@ -180,28 +203,38 @@ def _losses_by_hand(rank: int, run_dir: str) -> dict[str, tuple[float, int]]:
                 inputs = tokens[start : min(start + job.data.seq_len, len(tokens) - 1)]
                 targets = tokens[start + 1 : start + 1 + len(inputs)]
                 ids = torch.cat([torch.zeros(1, dtype=torch.int64), (inputs[:-1] == 256).cumsum(0)])
-                positions = torch.cat([torch.arange(int(n)) for n in ids.unique_consecutive(return_counts=True)[1]])
+                positions = torch.cat(
+                    [torch.arange(int(n)) for n in ids.unique_consecutive(return_counts=True)[1]]
+                )
                 with torch.no_grad():
                     out = module(inputs[None], positions=positions[None], document_ids=ids[None])
                 logits = (out.hidden_BTD @ out.head_VD.T)[0]
-                loss_sum += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+                loss_sum += torch.nn.functional.cross_entropy(
+                    logits, targets, reduction="sum"
+                ).item()
             found[name] = (loss_sum / (len(tokens) - 1), len(tokens) - 1)
     return found
 
 
 def test_the_loss_over_sources_is_that_of_the_mixture_whatever_their_tokens(mixed: Path) -> None:
-    """Against each source's loss computed by hand from the checkpoint; weights are 3 to 1, tokens are not."""
+    """Against each source's loss computed by hand from the checkpoint; weights are 3 to 1,
+    tokens are not."""
     (evaluation,) = [envelope.event for envelope in events(mixed, EvalFinished)]
     (by_hand,) = run_ranks(1, _losses_by_hand, str(mixed))
     (text, num_text), (shards, num_shards) = by_hand["text"], by_hand["shards"]
     assert evaluation.num_targets == num_text + num_shards
     assert evaluation.loss_by_source == pytest.approx({"text": text, "shards": shards}, rel=1e-6)
-    assert evaluation.loss == (3 * evaluation.loss_by_source["text"] + evaluation.loss_by_source["shards"]) / 4
+    assert (
+        evaluation.loss
+        == (3 * evaluation.loss_by_source["text"] + evaluation.loss_by_source["shards"]) / 4
+    )
     by_tokens = (text * num_text + shards * num_shards) / (num_text + num_shards)
     assert abs(by_tokens - evaluation.loss) > 100 * abs((3 * text + shards) / 4 - evaluation.loss)
 
 
-def test_the_ledger_holds_over_a_crash_and_a_resume_with_other_ranks_and_batches(runs: Runs, mixed: Path) -> None:
+def test_the_ledger_holds_over_a_crash_and_a_resume_with_other_ranks_and_batches(
+    runs: Runs, mixed: Path
+) -> None:
     done = runs.ledger("mixed")
     assert (done.code, done.out) == (
         0,
@@ -217,7 +250,11 @@ def test_the_ledger_holds_over_a_crash_and_a_resume_with_other_ranks_and_batches
     )
     resumed = run("train", "--resume", "longer", *more, cwd=runs.folder)
     assert resumed.code == 0, resumed.err
-    changed = [e.event.facts for e in events(runs.folder / "longer", Note) if e.event.code == "batch_size_changed"]
+    changed = [
+        e.event.facts
+        for e in events(runs.folder / "longer", Note)
+        if e.event.code == "batch_size_changed"
+    ]
     assert [(facts["step"], facts["samples_seen"]) for facts in changed] == [(10, 80)]
     facts = json.loads(runs.ledger("longer", "--json").out)
     assert (facts["num_samples"], facts["num_steps"], facts["ok"]) == (80 + 5 * 12, 15, True)
@@ -290,13 +327,23 @@ def test_own_data_and_own_model_train_evaluate_and_prove_their_samples(runs: Run
     assert evaluation.num_targets == 7
     assert runs.ledger("sums").out.startswith("480 samples in 60 steps, each exactly once")
     log = runs.folder / "sums" / "logs" / "rank-0000-attempt-00-worker-0.log"
-    assert log.read_text() == "opened for train\n"  # a worker read ahead though nobody asked for one
+    assert (
+        log.read_text() == "opened for train\n"
+    )  # a worker read ahead though nobody asked for one
     assert "8 samples per step" in done.out
 
 
-def test_what_cannot_be_trained_on_is_refused_or_skipped_and_said(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_trained_on_is_refused_or_skipped_and_said(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SAMPLE_17", "broken")
-    tokens = (*BASE, "data.source=text/abc.py", "model.kind=own_code:bigram", "eval.tokens=0", "data.seq_len=16")
+    tokens = (
+        *BASE,
+        "data.source=text/abc.py",
+        "model.kind=own_code:bigram",
+        "eval.tokens=0",
+        "data.seq_len=16",
+    )
     broken, shuffled, masks, planned = run_all(
         [
             (*REGRESSION, "data.source=own_code:sums", "train.steps=20", "run.dir=broken"),
@@ -307,22 +354,39 @@ def test_what_cannot_be_trained_on_is_refused_or_skipped_and_said(runs: Runs, mo
         runs.folder,
     )
     assert broken.code == 4
-    assert "own_code.py:21, sample 17 of own_code:sums: ValueError: this picture cannot be decoded" in broken.err
+    assert (
+        "own_code.py:21, sample 17 of own_code:sums: ValueError: this picture cannot be decoded"
+        in broken.err
+    )
     assert shuffled.code == 4
     assert (
-        "it has other samples (16 are compared): it changed since the run began, or each process shuffles"
-        in shuffled.err
+        "it has other samples (16 are compared): it changed since the run began, or each process"
+        " shuffles" in shuffled.err
     )
     assert "8 samples per step" in planned.out  # before there is anything to read, too
     assert masks.code == 3
-    assert "'own_code:bigram' cannot keep documents apart: its forward names no document_ids (it takes any" in masks.err
+    assert (
+        "'own_code:bigram' cannot keep documents apart: its forward names no document_ids (it"
+        " takes any" in masks.err
+    )
     assert masks.out == ""  # before anything is built
 
 
 @pytest.mark.long
 def test_steps_whose_targets_are_all_masked_are_skipped_and_said(runs: Runs) -> None:
-    model = ("model.num_layers=1", "model.dim=32", "model.num_heads=2", "model.vocab_size=64", "data.seq_len=8")
-    keys = ("data.source=own_code:masked", "train.steps=3", "train.global_batch_size=4", "run.dir=masked")
+    model = (
+        "model.num_layers=1",
+        "model.dim=32",
+        "model.num_heads=2",
+        "model.vocab_size=64",
+        "data.seq_len=8",
+    )
+    keys = (
+        "data.source=own_code:masked",
+        "train.steps=3",
+        "train.global_batch_size=4",
+        "run.dir=masked",
+    )
     done = run(*BASE, *model, *keys, cwd=runs.folder)
     assert done.code == 0, done.err
     skipped = [envelope.event for envelope in events(runs.folder / "masked", StepSkipped)]
@@ -331,17 +395,28 @@ def test_steps_whose_targets_are_all_masked_are_skipped_and_said(runs: Runs) -> 
         (2, "no_targets", 4),
         (3, "no_targets", 8),
     ]
-    assert "no step was applied, the weights are those it began with: each of the 3 steps had no targets" in done.out
+    assert (
+        "no step was applied, the weights are those it began with: each of the 3 steps had no"
+        " targets" in done.out
+    )
     facts = json.loads(run("report", "masked", "--json", cwd=runs.folder).out)
     assert facts["final_loss"] is None
     assert any("no step was applied" in warning for warning in facts["warnings"])
-    given_up = run(*BASE, *model, *keys[:-1], "run.dir=no_targets", "resilience.max_skipped_steps=1", cwd=runs.folder)
+    given_up = run(
+        *BASE,
+        *model,
+        *keys[:-1],
+        "run.dir=no_targets",
+        "resilience.max_skipped_steps=1",
+        cwd=runs.folder,
+    )
     assert given_up.code == 8
     assert "no targets in 2 steps in a row, up to step 2; look at what masks them" in given_up.err
 
 
 def _restore_under_other_tokenizers(rank: int, folder: str) -> str:
-    """What is said when a state of tokenizer "aaaa" is restored for "bbbb"; AssertionError if anything changed."""
+    """What is said when a state of tokenizer "aaaa" is restored for "bbbb"; AssertionError if
+    anything changed."""
 
     def state_of(mesh: Mesh, tokenizer: str) -> TrainState:
         with torch.device("meta"):
@@ -350,12 +425,19 @@ def _restore_under_other_tokenizers(rank: int, folder: str) -> str:
         return TrainState(model, build_optimizer(model, Optim()), 0, tokenizer)
 
     with open_mesh(Layout(), device="cpu") as mesh:
-        saved = state_of(mesh, "aaaa").save(LocalStore(Path(folder)), job_digest="", phases=Phases())
+        saved = state_of(mesh, "aaaa").save(
+            LocalStore(Path(folder)), job_digest="", phases=Phases()
+        )
         other = state_of(mesh, "bbbb")
-        before = {name: parameter.detach().clone() for name, parameter in other.model.named_parameters()}
+        before = {
+            name: parameter.detach().clone() for name, parameter in other.model.named_parameters()
+        }
         with pytest.raises(CheckpointError) as caught:
             other.restore(saved.folder, phases=Phases())
-        assert all(torch.equal(before[name], parameter) for name, parameter in other.model.named_parameters())
+        assert all(
+            torch.equal(before[name], parameter)
+            for name, parameter in other.model.named_parameters()
+        )
         for fitting in ("aaaa", ""):
             state_of(mesh, fitting).restore(saved.folder, phases=Phases())
         return str(caught.value)

@@ -1,4 +1,5 @@
-"""train.deterministic: torch is told before CUDA starts, and an operation that it refuses is one line."""
+"""train.deterministic: torch is told before CUDA starts, and an operation that it refuses is one
+line."""
 
 from __future__ import annotations
 
@@ -65,9 +66,13 @@ def test_the_users_own_value_stays(value: str, monkeypatch: pytest.MonkeyPatch) 
         assert settings()[2] == value
 
 
-def test_a_value_with_which_cublas_varies_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_with_which_cublas_varies_is_refused_on_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(CUBLAS_VARIABLE, ":0:0")
-    with pytest.raises(EnvironmentProblem, match=r"is ':0:0', .*; unset it, or set it to :4096:8 or :16:8"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"is ':0:0', .*; unset it, or set it to :4096:8 or :16:8"
+    ):
         deterministic_algorithms(True, device="cuda").__enter__()
     with deterministic_algorithms(True, device="cpu"):
         assert settings() == (True, False, ":0:0")
@@ -77,9 +82,11 @@ def test_a_refusal_names_the_operation_and_the_line() -> None:
     with pytest.raises(LayoutError) as caught, deterministic_algorithms(True):
         put()
     line = put.__code__.co_firstlineno + 1
-    assert str(caught.value) == (
-        f"{__file__}:{line}: torch has no deterministic implementation of put_, and train.deterministic is true; "
-        "use another operation in your model or objective, or set train.deterministic=false"
+    assert (
+        str(caught.value)
+        == f"{__file__}:{line}: torch has no deterministic implementation of put_, and"
+        " train.deterministic is true; use another operation in your model or objective, or set"
+        " train.deterministic=false"
     )
     assert caught.value.exit_code == 3
     assert settings()[0] is False
@@ -101,7 +108,9 @@ def test_other_errors_are_not_touched() -> None:
         with pytest.raises(type(error)) as caught, deterministic_algorithms(True):
             raise error
         assert caught.value is error
-    torch.use_deterministic_algorithms(True)  # of the user's own accord, and so not by a key of the job
+    torch.use_deterministic_algorithms(
+        True
+    )  # of the user's own accord, and so not by a key of the job
     try:
         with pytest.raises(RuntimeError, match="put_ does not have"), explained_refusals(False):
             put()
@@ -113,14 +122,21 @@ def test_other_errors_are_not_touched() -> None:
 def test_a_run_with_an_operation_that_has_none_is_refused_in_a_line(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     (tmp_path / "puts.py").write_text(OBJECTIVE)
-    own = ("model.objective=puts:objective", "data.source=text", "parallel.ranks=2", "run.dir=refused")
+    own = (
+        "model.objective=puts:objective",
+        "data.source=text",
+        "parallel.ranks=2",
+        "run.dir=refused",
+    )
     variables = environment(SEEN=str(tmp_path / "seen"))
     done = run("train", *TINY, *own, "train.deterministic=true", cwd=tmp_path, env=variables)
     assert done.code == 3, done.err
     assert "torch has no deterministic implementation of put_" in done.problem
     assert "puts.py:14: " in done.problem
     assert set((tmp_path / "seen").read_text().splitlines()) == {"True :4096:8"}, "in every rank"
-    assert not (tmp_path / "refused").exists(), "refused before its first step: as if it had never been"
+    assert not (tmp_path / "refused").exists(), (
+        "refused before its first step: as if it had never been"
+    )
 
 
 def test_a_run_may_change_it(tmp_path: Path) -> None:
@@ -128,5 +144,6 @@ def test_a_run_may_change_it(tmp_path: Path) -> None:
     resumed = resumed_job(str(tmp_path), ["train.deterministic=true"])
     assert not resumed.is_other_training
     assert resumed.lines() == [
-        "changed train.deterministic false -> true: the same mathematics, rounded otherwise, on GPUs"
+        "changed train.deterministic false -> true: the same mathematics, rounded otherwise, on"
+        " GPUs"
     ]

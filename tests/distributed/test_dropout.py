@@ -1,4 +1,7 @@
-"""Dropout drops the same in every layout. Reference: torch's own in one process, filled by dropout_masks."""
+"""Dropout drops the same in every layout.
+
+Reference: torch's own in one process, filled by dropout_masks.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +50,16 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.twice(self.once(self.linear(x)))
-        hidden = self.own(self.twice(torch.tanh(hidden))) + self.attention(x, x, x, need_weights=False)[0]
+        hidden = (
+            self.own(self.twice(torch.tanh(hidden)))
+            + self.attention(x, x, x, need_weights=False)[0]
+        )
         return x + F.dropout(self.alpha(self.channels(hidden)), 0.1, self.training)
 
 
 class Dropped(nn.Module):
-    """Blocks, torch's own layers with the batch in dimension 1, a recurrent one, and F.dropout over all tokens."""
+    """Blocks, torch's own layers with the batch in dimension 1, a recurrent one, and F.dropout
+    over all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +111,9 @@ def train(model: ParallelModel, steps: range, num_microbatches: int) -> list[flo
     optimizer = torch.optim.SGD(list(model.parameters()), lr=LR)
     losses = []
     for step in steps:
-        mine = share(batches()[step], model.mesh.data_parallel_rank, model.mesh.world_size, num_microbatches)
+        mine = share(
+            batches()[step], model.mesh.data_parallel_rank, model.mesh.world_size, num_microbatches
+        )
         sums = model.forward_backward(mine, OBJECTIVE, step=step + 1)
         losses.append(model.finish_step(sums).loss)
         optimizer.step()
@@ -114,13 +123,17 @@ def train(model: ParallelModel, steps: range, num_microbatches: int) -> list[flo
 
 def whole(model: ParallelModel) -> dict[str, torch.Tensor]:
     named = model.named_parameters()
-    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in named}
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in named
+    }
 
 
 def in_layouts(rank: int, num_ranks: int, cases: list[tuple[str, int, str]]) -> list[Outcome]:
     found = []
     for layout, num_microbatches, recompute in cases:
-        a_plan = plan(num_ranks, num_microbatches, recompute=recompute, **LAYOUTS[num_ranks][layout])
+        a_plan = plan(
+            num_ranks, num_microbatches, recompute=recompute, **LAYOUTS[num_ranks][layout]
+        )
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             model = parallelize(dropped(), a_plan, mesh, seed=SEED)
             found.append((train(model, range(STEPS), num_microbatches), whole(model)))
@@ -130,7 +143,13 @@ def in_layouts(rank: int, num_ranks: int, cases: list[tuple[str, int, str]]) -> 
 
 CASES = {
     1: [("one", 1, "none"), ("one", 3, "full"), ("one", 12, "none")],
-    2: [("ddp", 1, "full"), ("ddp", 3, "none"), ("zero3", 1, "none"), ("zero3", 2, "full"), ("zero2", 6, "none")],
+    2: [
+        ("ddp", 1, "full"),
+        ("ddp", 3, "none"),
+        ("zero3", 1, "none"),
+        ("zero3", 2, "full"),
+        ("zero2", 6, "none"),
+    ],
     4: [("ddp", 3, "none"), ("zero3", 1, "full"), ("hsdp", 1, "none")],
 }
 
@@ -143,7 +162,8 @@ def reference() -> Outcome:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_layout_drops_what_one_process_drops(num_ranks: int, reference: Outcome) -> None:
-    """Losses and weights to 1e-10 in fp64, whatever the ranks, the microbatches, and with recompute."""
+    """Losses and weights to 1e-10 in fp64, whatever the ranks, the microbatches, and with
+    recompute."""
     losses, weights = reference
     for outcomes in run_ranks(num_ranks, in_layouts, num_ranks, CASES[num_ranks]):
         for case, (found, after) in zip(CASES[num_ranks], outcomes, strict=True):
@@ -153,7 +173,8 @@ def test_every_layout_drops_what_one_process_drops(num_ranks: int, reference: Ou
 
 
 def from_the_middle(rank: int) -> dict[str, bool]:
-    """A process that begins at the second step draws what one that came there draws; another seed or step does not."""
+    """A process that begins at the second step draws what one that came there draws; another
+    seed or step does not."""
     a_plan = plan(1)
     mesh = Mesh(a_plan.layout, 0, 0, torch.device("cpu"))
 
@@ -170,7 +191,10 @@ def from_the_middle(rank: int) -> dict[str, bool]:
     first, came, jumped = loss_of(), loss_of(step=2), None
     model = parallelize(dropped(), a_plan, mesh, seed=SEED)
     jumped = float(model.forward_backward(share(batches()[1], 0, 1, 1), OBJECTIVE, step=2).loss_sum)
-    counted = [float(model.forward_backward(share(batches()[1], 0, 1, 1), OBJECTIVE).loss_sum) for _ in range(2)]
+    counted = [
+        float(model.forward_backward(share(batches()[1], 0, 1, 1), OBJECTIVE).loss_sum)
+        for _ in range(2)
+    ]
     return {
         "a jump is exact": came == jumped,
         "steps differ": first != came and counted[0] != counted[1] and counted[0] != jumped,
@@ -198,7 +222,11 @@ class Draws(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.lookup, self.inner, self.out = nn.Embedding(VOCAB, WIDTH), nn.Identity(), nn.Linear(WIDTH, VOCAB)
+        self.lookup, self.inner, self.out = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.Identity(),
+            nn.Linear(WIDTH, VOCAB),
+        )
         self.drop = nn.Dropout(0.5)
         self.inner.register_forward_hook(lambda module, args, output: self.draw(output))
 
@@ -232,22 +260,35 @@ def test_what_cannot_be_made_by_place_is_named() -> None:
 
 @pytest.mark.long
 def test_a_run_on_several_ranks_says_what_depends_on_the_layout(tmp_path: Path) -> None:
-    """torch.rand_like in a forward: once, on the console and for the page. One rank alone is told nothing."""
+    """torch.rand_like in a forward: once, on the console and for the page.
+
+    One rank alone is told nothing.
+    """
     write_text(tmp_path / "text")
     shutil.copy(Path(__file__).with_name("user_code.py"), tmp_path)
-    job = [*(key for key in TINY if not key.startswith("model.")), "data.source=text", "model.kind=user_code:noisy"]
+    job = [
+        *(key for key in TINY if not key.startswith("model.")),
+        "data.source=text",
+        "model.kind=user_code:noisy",
+    ]
     for num_ranks, times in ((2, 1), (1, 0)):
         run_dir = tmp_path / f"on-{num_ranks}"
-        ways = [f"parallel.ranks={num_ranks}", f"parallel.dp_replicate={num_ranks}", f"run.dir={run_dir}"]
+        ways = [
+            f"parallel.ranks={num_ranks}",
+            f"parallel.dp_replicate={num_ranks}",
+            f"run.dir={run_dir}",
+        ]
         done = run("train", *job, *ways, "train.steps=4", "checkpoint.at_end=false", cwd=tmp_path)
         assert done.code == 0, done.err
         named = [line for line in done.out.splitlines() if "which depend on the layout" in line]
-        assert [line.split(",")[0] for line in named] == times * ["warning: noise: Noise draws random numbers"], (
-            done.out
-        )
+        assert [line.split(",")[0] for line in named] == times * [
+            "warning: noise: Noise draws random numbers"
+        ], done.out
         notes = [note.event.facts for note in events(run_dir, Note) if isinstance(note.event, Note)]
         assert [facts.get("warning") for facts in notes].count("draws_depend_on_layout") == times
-        assert ("draws random numbers" in (run_dir / "report.html").read_text(encoding="utf-8")) == bool(times)
+        assert (
+            "draws random numbers" in (run_dir / "report.html").read_text(encoding="utf-8")
+        ) == bool(times)
 
 
 def parts_of_a_layer(rank: int) -> list[bool]:
@@ -266,7 +307,9 @@ def parts_of_a_layer(rank: int) -> list[bool]:
     return [
         torch.equal(mask("a", (6, 4, 7), Part(1, 6, 10)), everything[:, 6:]),
         torch.equal(mask("a", (6, 5, 7), EqualPart(1, 1, 2)), everything[:, 5:]),
-        torch.equal(mask("a", (6, 5, 3), EqualPart(1, 0, 2), Part(2, 3, 7)), everything[:, :5, 3:6]),
+        torch.equal(
+            mask("a", (6, 5, 3), EqualPart(1, 0, 2), Part(2, 3, 7)), everything[:, :5, 3:6]
+        ),
         not torch.equal(mask("b", (6, 10, 7)), everything),
     ]
 

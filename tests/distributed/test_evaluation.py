@@ -1,6 +1,8 @@
-"""Evaluation between steps: training does not notice, the best is kept, and a stop or a crash changes nothing.
+"""Evaluation between steps: training does not notice, the best is kept, and a stop or a crash
+changes nothing.
 
-The reference of every sameness is the same run without evaluations, or the one that nobody disturbed.
+The reference of every sameness is the same run without evaluations, or the one that nobody
+disturbed.
 """
 
 from __future__ import annotations
@@ -42,14 +44,19 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class Moody(nn.Module):
-    """All that an evaluation could disturb: dropout, BatchNorm, one BatchNorm that its owner froze, blocks to shard."""
+    """All that an evaluation could disturb: dropout, BatchNorm, one BatchNorm that its owner
+    froze, blocks to shard."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()) for _ in range(2)
         )
-        self.frozen, self.norm, self.out = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+        self.frozen, self.norm, self.out = (
+            nn.BatchNorm1d(WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, 1),
+        )
         self.frozen.train(False)
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
@@ -63,7 +70,9 @@ class Moody(nn.Module):
 
 
 def squared_error(outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    noise = 0.01 * (torch.rand(()) + random.random() + np.random.random())  # an objective may draw, too
+    noise = 0.01 * (
+        torch.rand(()) + random.random() + np.random.random()
+    )  # an objective may draw, too
     return (outputs - batch["targets"]).square().sum() + noise, torch.tensor(float(len(outputs)))
 
 
@@ -81,12 +90,18 @@ class Steps:
 
     def step_microbatches(self, step: int) -> Sequence[Batch]:
         whole = batch_of(step, ROWS)
-        return [{key: value[self.rank * self.rows : (self.rank + 1) * self.rows] for key, value in whole.items()}]
+        return [
+            {
+                key: value[self.rank * self.rows : (self.rank + 1) * self.rows]
+                for key, value in whole.items()
+            }
+        ]
 
 
 @dataclass
 class HeldOut:
-    """Batches that can be gone through again and again; `before` sees the number of each evaluation and batch."""
+    """Batches that can be gone through again and again; `before` sees the number of each
+    evaluation and batch."""
 
     rank: int
     before: Callable[[int, int], None] = lambda evaluation, batch: None
@@ -192,9 +207,19 @@ def with_and_without(rank: int, num_ranks: int) -> dict[str, list[str]]:
         wrong = []
         if judged.losses != plain.losses:
             wrong.append(f"losses {judged.losses} {plain.losses}")
-        wrong += [key for key, value in plain.weights.items() if not torch.equal(judged.weights[key], value)]
-        wrong += [] if judged.modes == plain.modes == ["frozen"] else [f"modes {judged.modes} {plain.modes}"]
-        wrong += [f"step {s.step} holds the evaluation" for s in judged.steps if "evaluate" in s.phases_s]
+        wrong += [
+            key
+            for key, value in plain.weights.items()
+            if not torch.equal(judged.weights[key], value)
+        ]
+        wrong += (
+            []
+            if judged.modes == plain.modes == ["frozen"]
+            else [f"modes {judged.modes} {plain.modes}"]
+        )
+        wrong += [
+            f"step {s.step} holds the evaluation" for s in judged.steps if "evaluate" in s.phases_s
+        ]
         if rank == 0:
             at = [event.step for event in judged.evals]
             wrong += [] if at == [2, 4, 6] else [f"evaluated at {at}"]
@@ -208,7 +233,8 @@ def with_and_without(rank: int, num_ranks: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_training_does_not_notice_that_it_is_judged(num_ranks: int) -> None:
-    """Losses, norms, weights, optimizer state and running statistics are equal to the last bit, in every layout."""
+    """Losses, norms, weights, optimizer state and running statistics are equal to the last bit,
+    in every layout."""
     for found in run_ranks(num_ranks, with_and_without, num_ranks):
         assert {layout: wrong for layout, wrong in found.items() if wrong} == {}
 
@@ -218,13 +244,19 @@ def slow_evaluations(rank: int) -> list[Outcome]:
 
 
 def test_the_seconds_of_an_evaluation_belong_to_no_step() -> None:
-    """If a step's seconds held them, too, steps and evaluations together would be longer than the run."""
+    """If a step's seconds held them, too, steps and evaluations together would be longer than
+    the run."""
     ((outcome,),) = run_ranks(1, slow_evaluations)
-    steps_s, evals_s = sum(step.step_s for step in outcome.steps), sum(event.wall_s for event in outcome.evals)
+    steps_s, evals_s = (
+        sum(step.step_s for step in outcome.steps),
+        sum(event.wall_s for event in outcome.evals),
+    )
     assert evals_s >= 3 * 2 * 0.05
     assert steps_s + evals_s <= outcome.wall_s
     for step in outcome.steps:
-        assert sum(step.phases_s.values()) + step.unaccounted_s == pytest.approx(step.step_s, abs=1e-4)
+        assert sum(step.phases_s.values()) + step.unaccounted_s == pytest.approx(
+            step.step_s, abs=1e-4
+        )
 
 
 def exact(outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,7 +264,8 @@ def exact(outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tens
 
 
 def with_sources(rank: int) -> dict[str, list[events.EvalFinished]]:
-    """The same run judged on each source alone, on both, and on one of them beside a source without any target."""
+    """The same run judged on each source alone, on both, and on one of them beside a source
+    without any target."""
     code, prose = [batch_of(1, 3)], [batch_of(2, 5), batch_of(3, 2)]
     nothing = [{key: value[:0] for key, value in batch_of(4, 3).items()}]
     chosen = {
@@ -267,7 +300,8 @@ EVERY = {"every_steps": 1, "keep_best": True}
 
 
 def kept(rank: int, folder: str) -> dict[str, Outcome]:
-    """An undisturbed run; one that is asked to stop inside its fourth evaluation, and its continuation."""
+    """An undisturbed run; one that is asked to stop inside its fourth evaluation, and its
+    continuation."""
 
     def ask_to_stop(evaluation: int, batch: int, stop: StopFlags) -> None:
         if rank == 1 and (evaluation, batch) == (4, 1):  # one rank only: the others must agree
@@ -299,16 +333,22 @@ def test_the_best_is_saved_and_named(runs: dict[str, Outcome], folder: Path) -> 
     run_dir = folder / "straight"
     losses = losses_by_step(run_dir)
     assert list(losses) == list(range(1, STEPS + 1))
-    so_far = [step for step in losses if losses[step] == min(losses[s] for s in losses if s <= step)]
+    so_far = [
+        step for step in losses if losses[step] == min(losses[s] for s in losses if s <= step)
+    ]
     due = {3, 6}  # checkpoint.every_steps, and the end
-    assert [path.name for path in list_checkpoints(run_dir)] == [f"step-{n}" for n in sorted({*so_far, *due})]
+    assert [path.name for path in list_checkpoints(run_dir)] == [
+        f"step-{n}" for n in sorted({*so_far, *due})
+    ]
     best = read_best(run_dir)
     assert best is not None
     assert (best.step, best.loss) == (so_far[-1], losses[so_far[-1]])
     assert (run_dir / best.checkpoint / "manifest.json").is_file()
     for event in runs["straight"].evals:
         earlier = {step: loss for step, loss in losses.items() if step <= event.step}
-        assert (event.best_loss, event.best_step) == min((loss, step) for step, loss in earlier.items())
+        assert (event.best_loss, event.best_step) == min(
+            (loss, step) for step, loss in earlier.items()
+        )
 
 
 def test_a_stop_inside_an_evaluation_saves_and_the_continuation_is_the_same(
@@ -321,12 +361,15 @@ def test_a_stop_inside_an_evaluation_saves_and_the_continuation_is_the_same(
     assert runs["stopped"].losses + runs["continued"].losses == runs["straight"].losses
     assert losses_by_step(folder / "stopped") == losses_by_step(folder / "straight")
     assert (folder / "stopped" / BEST).read_bytes() == (folder / "straight" / BEST).read_bytes()
-    saved = [{path.name for path in list_checkpoints(folder / name)} for name in ("stopped", "straight")]
+    saved = [
+        {path.name for path in list_checkpoints(folder / name)} for name in ("stopped", "straight")
+    ]
     assert saved[0] - {"step-4"} == saved[1] - {"step-4"}  # where it was stopped
 
 
 def redone(rank: int, folder: str) -> list[Outcome]:
-    """A run that dies after its fourth evaluation and goes on from step 3, whose evaluation is on record."""
+    """A run that dies after its fourth evaluation and goes on from step 3, whose evaluation is
+    on record."""
 
     def die(evaluation: int, batch: int, stop: StopFlags) -> None:
         if evaluation == 5:
@@ -348,8 +391,8 @@ def test_what_is_done_again_is_judged_again_and_what_stands_is_not(tmp_path: Pat
 
 
 def beside(rank: int, folder: str) -> list[Outcome]:
-    """Keeps the best with saves that training waits for, then with saves beside it; then as if the second had been
-    killed right after the commit of the best, before it was named.
+    """Keeps the best with saves that training waits for, then with saves beside it; then as if the
+    second had been killed right after the commit of the best, before it was named.
     """
     keys = {"every_steps": 1, "keep_best": True}
     waited = train(rank, 2, Path(folder) / "waited", keys)
@@ -369,9 +412,15 @@ def beside(rank: int, folder: str) -> list[Outcome]:
 def test_the_best_is_kept_by_saves_beside_training_too(tmp_path: Path) -> None:
     waited, found, again = run_ranks(2, beside, str(tmp_path))[0]
     assert found.losses == waited.losses
-    assert [(e.step, e.loss, e.best_step) for e in found.evals] == [(e.step, e.loss, e.best_step) for e in waited.evals]
+    assert [(e.step, e.loss, e.best_step) for e in found.evals] == [
+        (e.step, e.loss, e.best_step) for e in waited.evals
+    ]
     named = (tmp_path / BEST).read_bytes()
-    assert named == (tmp_path / "waited" / BEST).read_bytes() == (tmp_path / "beside" / BEST).read_bytes()
+    assert (
+        named
+        == (tmp_path / "waited" / BEST).read_bytes()
+        == (tmp_path / "beside" / BEST).read_bytes()
+    )
     best = read_best(tmp_path / "beside")
     assert best is not None
     assert len(again.losses) == STEPS - best.step
@@ -379,7 +428,8 @@ def test_the_best_is_kept_by_saves_beside_training_too(tmp_path: Path) -> None:
 
 
 def unfit(rank: int, folder: str) -> list[Outcome]:
-    """Evaluations whose loss is no number, and a run directory in which best.json cannot be written."""
+    """Evaluations whose loss is no number, and a run directory in which best.json cannot be
+    written."""
     run_dir = Path(folder)
     (run_dir / BEST).mkdir(parents=True)
 
@@ -390,7 +440,9 @@ def unfit(rank: int, folder: str) -> list[Outcome]:
     return [train(rank, 1, run_dir, EVERY), train(rank, 1, None, EVERY, objective=spoil)]
 
 
-def test_a_loss_that_is_no_number_is_never_the_best_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_is_never_the_best_and_a_full_disk_ends_nothing(
+    tmp_path: Path,
+) -> None:
     ((blocked, spoilt),) = run_ranks(1, unfit, str(tmp_path))
     assert blocked.ended == spoilt.ended == "finished"
     failed = [envelope.event for envelope in recorded(tmp_path, events.CheckpointFailed)]

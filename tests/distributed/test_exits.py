@@ -1,4 +1,5 @@
-"""Code of the user's that leaves before the last step, from the command line: a crash, whatever its exit code says."""
+"""Code of the user's that leaves before the last step, from the command line: a crash, whatever
+its exit code says."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ JOB = (
     "model.objective=user_code_leaving:objective",
     "parallel.ranks=2",
 )
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "phalanx",
+)
 
 LONG_WAYS, THEIR_LONG_WAYS = ("sys.exit 0", "C 75"), ("sys.exit 0", "interrupt")
 
@@ -44,7 +54,9 @@ def train(folder: Path, name: str, leave: str, *keys: str) -> tuple[Done, list[R
     return done, failures
 
 
-@pytest.mark.parametrize("how", ["os._exit 0", *(pytest.param(how, marks=pytest.mark.long) for how in LONG_WAYS)])
+@pytest.mark.parametrize(
+    "how", ["os._exit 0", *(pytest.param(how, marks=pytest.mark.long) for how in LONG_WAYS)]
+)
 def test_all_ranks_that_leave_in_training_have_crashed(folder: Path, how: str) -> None:
     done, failures = train(folder, f"all {how}", f"01,6,{how}", "resilience.max_restarts=1")
     assert done.code == 10, done.err
@@ -64,7 +76,9 @@ def test_a_leave_in_the_first_step_and_in_the_last_evaluation(folder: Path) -> N
     done, failures = train(folder, "first", "0,1,os._exit 0", "resilience.max_restarts=0")
     assert done.code == 10, done.err
     assert [(failure.failed_rank, failure.step) for failure in failures] == [(0, 1)]
-    done, failures = train(folder, "eval", "1,eval,os._exit 0", "resilience.max_restarts=0", "eval.tokens=256")
+    done, failures = train(
+        folder, "eval", "1,eval,os._exit 0", "resilience.max_restarts=0", "eval.tokens=256"
+    )
     assert done.code == 10, done.err
     assert [(failure.failed_rank, failure.phase) for failure in failures] == [(1, "evaluate")]
 
@@ -77,7 +91,9 @@ def test_an_error_is_told_although_the_groups_cannot_be_destroyed(folder: Path) 
     assert (folder / "blocked" / "logs" / "rank-0001-attempt-00.error.json").exists()
 
 
-@pytest.mark.parametrize("how", ["os._exit 0", *(pytest.param(how, marks=pytest.mark.long) for how in THEIR_LONG_WAYS)])
+@pytest.mark.parametrize(
+    "how", ["os._exit 0", *(pytest.param(how, marks=pytest.mark.long) for how in THEIR_LONG_WAYS)]
+)
 def test_another_launcher_is_not_told_that_the_run_is_done(folder: Path, how: str) -> None:
     keys = [key for key in JOB if key != "parallel.ranks=2"]
     name = f"torchrun {how}"

@@ -1,4 +1,5 @@
-"""Experts over ranks compute what one process computes, in every way of running data parallelism around them.
+"""Experts over ranks compute what one process computes, in every way of running data parallelism
+around them.
 
 Reference: verify/reference.py, over the untouched decoder. For planted bugs see test_verify_ep.py.
 """
@@ -58,7 +59,10 @@ ON_TWO: dict[str, Case] = {
     "sharded accumulation": ({**EP2, "accumulate": "sharded"}, {"micro_batch_size": 2}),
     "full recompute": (EP2, {"recompute": "full"}),
     "selective recompute": (EP2, {"recompute": "selective"}),
-    "recomputed stretches, units of two blocks": ({**EP2, "blocks_per_unit": 2}, {"recompute": "sqrt"}),
+    "recomputed stretches, units of two blocks": (
+        {**EP2, "blocks_per_unit": 2},
+        {"recompute": "sqrt"},
+    ),
     "parameters on the host": ({**EP2, "offload": "parameters"}, {}),
     "optimizer on the host": ({**EP2, "offload": "optimizer"}, {}),
     "small parameters whole": ({**EP2, "keep_whole_below": 2000}, {}),
@@ -114,10 +118,14 @@ def alone(**changed: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]
         return plain_cross_entropy(model(batch["inputs"], batch["positions"]), batch)
 
     steps = []
-    for found in train_alone(module, loss_sum, [[batch] for batch in batches()], clip=0.5, move=0.02):
+    for found in train_alone(
+        module, loss_sum, [[batch] for batch in batches()], clip=0.5, move=0.02
+    ):
         gradients = {name: None if g is None else g.clone() for name, g in found.gradients.items()}
         rate = found.lr * (1.0 if found.max_norm is None else found.max_norm / found.grad_norm)
-        steps.append({"loss": found.loss, "norm": found.grad_norm, "gradients": gradients, "rate": rate})
+        steps.append(
+            {"loss": found.loss, "norm": found.grad_norm, "gradients": gradients, "rate": rate}
+        )
     for step, load in zip(steps, loads, strict=True):
         step["load"] = load.tolist()
     return steps, {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -126,7 +134,14 @@ def alone(**changed: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]
 def plan_of(num_ranks: int, case: Case, **changed: Any) -> Plan:
     parallel, train = case
     body = {
-        "model": {"dim": 32, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 4, **KEYS, **changed},
+        "model": {
+            "dim": 32,
+            "num_layers": LAYERS,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            **KEYS,
+            **changed,
+        },
         "data": {"seq_len": SEQ_LEN},
         "train": {"global_batch_size": BATCH, **train},
         "parallel": {"ranks": num_ranks, **parallel},
@@ -138,8 +153,12 @@ def error(shard: LogicalShard, reference: torch.Tensor) -> float:
     """The largest over the blocks of `shard`, relative to the reference's norm."""
     worst = 0.0
     for box in shard.boxes:
-        here = shard.tensor[tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))]
-        there = reference[tuple(slice(o, o + n) for o, n in zip(box.global_offset, box.size, strict=True))]
+        here = shard.tensor[
+            tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
+        ]
+        there = reference[
+            tuple(slice(o, o + n) for o, n in zip(box.global_offset, box.size, strict=True))
+        ]
         worst = max(worst, float((here - there).norm() / reference.norm().clamp(min=1e-3)))
     return worst
 
@@ -156,9 +175,15 @@ def errors_of(
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         model = parallelize(decoder(**changed), a_plan, mesh)
         for step, batch in zip(steps, batches(), strict=True):
-            mine = {k: v[mesh.data_parallel_rank :: a_plan.layout.data_parallel_size] for k, v in batch.items()}
+            mine = {
+                k: v[mesh.data_parallel_rank :: a_plan.layout.data_parallel_size]
+                for k, v in batch.items()
+            }
             size = a_plan.micro_batch_size
-            parts = [{k: v[i : i + size] for k, v in mine.items()} for i in range(0, len(mine["inputs"]), size)]
+            parts = [
+                {k: v[i : i + size] for k, v in mine.items()}
+                for i in range(0, len(mine["inputs"]), size)
+            ]
             facts = model.finish_step(model.forward_backward(parts, causal_cross_entropy(7)))
             note("loss", abs(facts.loss - step["loss"]))
             note("norm", abs(facts.grad_norm / step["norm"] - 1))
@@ -184,7 +209,9 @@ def descend(model: ParallelModel, step: dict[str, Any], note: Callable[[str, flo
     model.update(torch.optim.SGD(list(parameters.values()), lr=0.0))
 
 
-def matrix(rank: int, num_ranks: int, cases: dict[str, Case], reference: Any) -> dict[str, dict[str, float]]:
+def matrix(
+    rank: int, num_ranks: int, cases: dict[str, Case], reference: Any
+) -> dict[str, dict[str, float]]:
     return {name: errors_of(plan_of(num_ranks, case), *reference) for name, case in cases.items()}
 
 
@@ -201,7 +228,9 @@ def test_experts_equal_one_process(num_ranks: int, cases: dict[str, Case]) -> No
     for found in run_ranks(num_ranks, matrix, num_ranks, cases, alone()):
         wrong = {name: errors for name, errors in found.items() if max(errors.values()) > 1e-12}
         assert not wrong
-        assert all({"loss", "norm", "gradient", "weight"} <= set(errors) for errors in found.values())
+        assert all(
+            {"loss", "norm", "gradient", "weight"} <= set(errors) for errors in found.values()
+        )
 
 
 def of_three(rank: int, reference: Any) -> tuple[int, dict[str, float]]:
@@ -224,9 +253,14 @@ def test_shards_of_experts_are_even_where_ranks_do_not_divide_their_number() -> 
 def test_biases_move_with_an_update_and_not_with_a_step_that_is_skipped() -> None:
     with open_mesh(Layout(), device="cpu") as mesh:
         model = parallelize(decoder(), plan_of(1, ({}, {})), mesh)
-        bias, optimizer = model.module.blocks[0].moe.router.bias, torch.optim.SGD(list(model.parameters()), lr=0.0)
+        bias, optimizer = (
+            model.module.blocks[0].moe.router.bias,
+            torch.optim.SGD(list(model.parameters()), lr=0.0),
+        )
         before = bias.clone()
-        assert model.finish_step(model.forward_backward(batches()[:1], causal_cross_entropy(7))).usable
+        assert model.finish_step(
+            model.forward_backward(batches()[:1], causal_cross_entropy(7))
+        ).usable
         assert torch.equal(bias, before)  # a guard may still skip it
         model.update(optimizer)
         assert sorted(set((bias - before).abs().tolist())) == pytest.approx([0.05])

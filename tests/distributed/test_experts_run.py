@@ -1,4 +1,5 @@
-"""A run of a model with experts: what the trainer tells of their load, and how many parameters ranks hold, per layout.
+"""A run of a model with experts: what the trainer tells of their load, and how many parameters
+ranks hold, per layout.
 
 Counts are of the whole batch: the reference is one process, in fp64.
 """
@@ -54,7 +55,9 @@ class Steps:
     num_microbatches: int
 
     def step_microbatches(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]:
-        return share(global_batches(STEPS)[step - 1], self.rank, self.num_ranks, self.num_microbatches)
+        return share(
+            global_batches(STEPS)[step - 1], self.rank, self.num_ranks, self.num_microbatches
+        )
 
 
 def trained(rank: int, name: str, folder: str) -> int:
@@ -62,7 +65,14 @@ def trained(rank: int, name: str, folder: str) -> int:
     num_ranks, layout = LAYOUTS[name]
     job = Job.model_validate(
         {
-            "model": {"dim": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 40, **EXPERTS},
+            "model": {
+                "dim": 32,
+                "num_layers": 3,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "ffn_dim": 40,
+                **EXPERTS,
+            },
             "data": {"seq_len": SEQ_LEN},
             "train": {"global_batch_size": BATCH, "micro_batch_size": 3, "steps": STEPS},
             "checkpoint": {"at_end": False},
@@ -81,19 +91,29 @@ def trained(rank: int, name: str, folder: str) -> int:
         state = TrainState(model, build_optimizer(model, job.optim), seed=7)
         place = (mesh.data_parallel_rank, plan.layout.data_parallel_size)
         data = Steps(*place, plan.num_microbatches)
-        assert Trainer(job, plan, mesh, state, bus, data=data, objective=causal_cross_entropy(16)).run() == "finished"
+        assert (
+            Trainer(
+                job, plan, mesh, state, bus, data=data, objective=causal_cross_entropy(16)
+            ).run()
+            == "finished"
+        )
     bus.close()
     return held
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], list[list[ExpertsLoaded]]]]:
+def ran(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[list[int], list[list[ExpertsLoaded]]]]:
     """By layout: parameters of each rank, and what each rank told."""
     found = {}
     for name, (num_ranks, _) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp(name)
         held = run_ranks(num_ranks, trained, name, str(folder))
-        told = [[e.event for e in recorded(folder, ExpertsLoaded, rank=rank)] for rank in range(num_ranks)]
+        told = [
+            [e.event for e in recorded(folder, ExpertsLoaded, rank=rank)]
+            for rank in range(num_ranks)
+        ]
         found[name] = held, told
     return found
 
@@ -104,15 +124,26 @@ def test_loads_are_told_once_and_are_those_of_one_process(ran: Any, name: str) -
     assert [event.step for event in reference] == [1, 2, 3]
     for event in reference:
         assert list(event.tokens_by_expert) == ["blocks.1.moe", "blocks.2.moe"]
-        assert [sum(tokens) for tokens in event.tokens_by_expert.values()] == [2 * BATCH * SEQ_LEN] * 2
+        assert [sum(tokens) for tokens in event.tokens_by_expert.values()] == [
+            2 * BATCH * SEQ_LEN
+        ] * 2
         assert min(event.dropped.values()) > 0
     first, second = ran[name][1]
-    assert [list(event.tokens_by_expert) for event in second] == ([["blocks.2.moe"]] * 3 if name == "pp" else [])
+    assert [list(event.tokens_by_expert) for event in second] == (
+        [["blocks.2.moe"]] * 3 if name == "pp" else []
+    )
     for number, wanted in enumerate(reference):
         told = [events[number] for events in (first, second) if events]
         assert [event.step for event in told] == [wanted.step] * len(told)
-        layers = [(layer, tokens, e.dropped[layer]) for e in told for layer, tokens in e.tokens_by_expert.items()]
-        assert layers == [(layer, tokens, wanted.dropped[layer]) for layer, tokens in wanted.tokens_by_expert.items()]
+        layers = [
+            (layer, tokens, e.dropped[layer])
+            for e in told
+            for layer, tokens in e.tokens_by_expert.items()
+        ]
+        assert layers == [
+            (layer, tokens, wanted.dropped[layer])
+            for layer, tokens in wanted.tokens_by_expert.items()
+        ]
 
 
 def test_ranks_hold_as_many_parameters_as_the_plan_says(ran: Any) -> None:

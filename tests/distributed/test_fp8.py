@@ -1,4 +1,5 @@
-"""fp8 as torchao emulates it on a CPU: against products cast by hand, against fp32 in each layout; and its refusals."""
+"""fp8 as torchao emulates it on a CPU: against products cast by hand, against fp32 in each
+layout; and its refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "experts": (2, {"dp_shard": 2, "ep": 2}),
 }
 # Every token visits every expert: other digits could send it to others.
-EXPERTS: dict[str, Any] = {"num_experts": 4, "experts_per_token": 4, "expert_ffn_dim": 32, "num_shared_experts": 1}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "experts_per_token": 4,
+    "expert_ffn_dim": 32,
+    "num_shared_experts": 1,
+}
 
 
 @pytest.fixture
@@ -47,14 +53,17 @@ def torchao() -> ModuleType:
 
 
 def cast(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """What is left of `x` in fp8 with one scale, which brings its largest element to the largest there is."""
+    """What is left of `x` in fp8 with one scale, which brings its largest element to the largest
+    there is."""
     scale = torch.finfo(kind).max / x.abs().max().double()
     return (x * scale.float()).to(kind).float() / scale.float()
 
 
 def test_a_product_and_its_gradients_are_those_of_what_was_cast(torchao: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, w, grad = (torch.randn(shape, generator=generator) for shape in ((32, 48), (64, 48), (32, 64)))
+    x, w, grad = (
+        torch.randn(shape, generator=generator) for shape in ((32, 48), (64, 48), (32, 64))
+    )
     layer = nn.Linear(48, 64, bias=False)
     with torch.no_grad():
         layer.weight.copy_(w)
@@ -84,9 +93,10 @@ class Twice(nn.Linear):
 
 
 def test_subclasses_and_odd_widths_stay_as_they_are() -> None:
-    assert [is_suited(part) for part in (nn.Linear(16, 32), nn.Linear(24, 32), nn.Linear(32, 24), Twice(16, 32))] == [
-        *(True, False, False, False)
-    ]
+    assert [
+        is_suited(part)
+        for part in (nn.Linear(16, 32), nn.Linear(24, 32), nn.Linear(32, 24), Twice(16, 32))
+    ] == [*(True, False, False, False)]
 
 
 def plan_of(name: str) -> Plan:
@@ -110,13 +120,22 @@ def one_step(rank: int, name: str) -> dict[str, Any]:
         a_plan = replace(plan_of(name), precision=precision)
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             module = (
-                Decoder(replace(shape(), **EXPERTS)) if name == "experts" else decoder(tied=True, dtype=torch.float32)
+                Decoder(replace(shape(), **EXPERTS))
+                if name == "experts"
+                else decoder(tied=True, dtype=torch.float32)
             )
             fill(module)
             model = parallelize(module, a_plan, mesh)
-            batch = share(global_batches(1)[0], mesh.data_parallel_rank, num_ranks if "cp" not in layout else 1, 1)
+            batch = share(
+                global_batches(1)[0],
+                mesh.data_parallel_rank,
+                num_ranks if "cp" not in layout else 1,
+                1,
+            )
             facts = model.finish_step(model.forward_backward(batch, causal_cross_entropy(16)))
-            kinds = {type(part).__name__ for part in module.modules() if isinstance(part, nn.Linear)}
+            kinds = {
+                type(part).__name__ for part in module.modules() if isinstance(part, nn.Linear)
+            }
             found[precision] = (facts.loss, facts.grad_norm, facts.usable, kinds)
     return found
 
@@ -137,39 +156,56 @@ def test_each_layout_trains_in_it_to_its_digits(name: str, torchao: ModuleType) 
 
 
 def job(**parallel: int) -> Job:
-    body = {"data": {"seq_len": 128}, "train": {"global_batch_size": 8}, "precision": {"compute": "fp8"}}
+    body = {
+        "data": {"seq_len": 128},
+        "train": {"global_batch_size": 8},
+        "precision": {"compute": "fp8"},
+    }
     return Job.model_validate(body | {"parallel": {"ranks": 1, **parallel}})
 
 
 def test_activations_are_kept_in_bf16_and_blocks_have_no_cast_weights() -> None:
     fp8 = make_plan(job(), cluster=GPU)
     bf16 = make_plan(
-        job().model_copy(update={"precision": Job().precision.model_copy(update={"compute": "bf16"})}), cluster=GPU
+        job().model_copy(
+            update={"precision": Job().precision.model_copy(update={"compute": "bf16"})}
+        ),
+        cluster=GPU,
     )
     ours, theirs = fp8.chosen.predicted_bytes, bf16.chosen.predicted_bytes
     same = ("parameters", "gradients", "optimizer", "activations", "loss")
     assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
     model, tokens = fp8.model_shape, 8 * 128
-    products = model.ffn_dim * (tokens + model.dim)  # of the widest: its input and its matrix, a byte each
+    products = model.ffn_dim * (
+        tokens + model.dim
+    )  # of the widest: its input and its matrix, a byte each
     assert ours["communication"] == theirs["communication"] - 2 * model.blocks_params + products
 
 
 def test_a_cpu_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"needs GPUs, and this plan is for CPUs .*; set precision.compute=bf16"):
+    with pytest.raises(
+        LayoutError, match=r"needs GPUs, and this plan is for CPUs .*; set precision.compute=bf16"
+    ):
         make_plan(job(), cluster=CPU)
     with pytest.raises(LayoutError, match="this rank is on cpu"):
         require_device(torch.device("cpu"))
 
 
 def test_tokens_that_kernels_cannot_take_are_refused() -> None:
-    odd = load_job(None, ["precision.compute=fp8", "data.seq_len=9", f"train.global_batch_size={BATCH}"])
-    with pytest.raises(LayoutError, match="multiplies 16 tokens at a time, and a rank's microbatch has 108"):
+    odd = load_job(
+        None, ["precision.compute=fp8", "data.seq_len=9", f"train.global_batch_size={BATCH}"]
+    )
+    with pytest.raises(
+        LayoutError, match="multiplies 16 tokens at a time, and a rank's microbatch has 108"
+    ):
         make_plan(odd, cluster=GPU, num_ranks=1)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_tp_and_pp_are_refused_while_loading(axis: str) -> None:
-    with pytest.raises(JobError, match=f"layouts without tp and pp, and parallel.{axis} is 2") as caught:
+    with pytest.raises(
+        JobError, match=f"layouts without tp and pp, and parallel.{axis} is 2"
+    ) as caught:
         load_job(None, ["precision.compute=fp8", f"parallel.{axis}=2"])
     assert caught.value.exit_code == 3
 
@@ -177,13 +213,17 @@ def test_tp_and_pp_are_refused_while_loading(axis: str) -> None:
 def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    with pytest.raises(EnvironmentProblem, match=r"capability 8\.9, and A100 has 8\.0; set precision.compute=bf16"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"capability 8\.9, and A100 has 8\.0; set precision.compute=bf16"
+    ):
         require_device(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     require_device(torch.device("cuda", 0))
     monkeypatch.setattr(_needs, "compute_capability", lambda: (8, 0))
     monkeypatch.setattr(_needs, "_is_installed", lambda name: True)
-    with pytest.raises(EnvironmentProblem, match=r"capability 8\.9, and one here has 8\.0") as caught:
+    with pytest.raises(
+        EnvironmentProblem, match=r"capability 8\.9, and one here has 8\.0"
+    ) as caught:
         _needs.check_needs(job(), "cuda")
     assert caught.value.exit_code == 6
     monkeypatch.setattr(_needs, "compute_capability", lambda: (9, 0))
@@ -200,7 +240,8 @@ def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "found"), [([(9, 0), (8, 6)], (8, 6)), ([], None), ([(0, 0)], None), ([(10, 0)], (10, 0))]
+    ("capabilities", "found"),
+    [([(9, 0), (8, 6)], (8, 6)), ([], None), ([(0, 0)], None), ([(10, 0)], (10, 0))],
 )
 def test_the_least_able_gpu_counts(
     capabilities: list[tuple[int, int]], found: object, monkeypatch: pytest.MonkeyPatch

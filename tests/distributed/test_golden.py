@@ -1,4 +1,5 @@
-"""Runs and checkpoints that earlier commits wrote are read, printed and continued (tests/golden/README.md)."""
+"""Runs and checkpoints that earlier commits wrote are read, printed and continued
+(tests/golden/README.md)."""
 
 from __future__ import annotations
 
@@ -52,13 +53,16 @@ def assert_holds(new: Any, old: Any, where: str = "") -> None:
 
 
 def stored_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The model's tensors of a checkpoint put together from its pieces, by the safetensors library alone."""
+    """The model's tensors of a checkpoint put together from its pieces, by the safetensors
+    library alone."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     files = {name: load_file(checkpoint / name) for name in manifest["files"]}
     weights = {}
     for name, facts in manifest["tensors"].items():
         if not name.startswith("optim/"):
-            weights[name] = torch.full(facts["shape"], torch.nan, dtype=getattr(torch, facts["dtype"]))
+            weights[name] = torch.full(
+                facts["shape"], torch.nan, dtype=getattr(torch, facts["dtype"])
+            )
             for piece in facts["pieces"]:
                 ranges = zip(piece["offset"], piece["size"], strict=True)
                 box = tuple(slice(offset, offset + size) for offset, size in ranges)
@@ -100,19 +104,37 @@ def test_a_run_is_continued_to_its_last_step(folder: Path) -> None:
     done = run("train", "--resume", "run", "train.sample_tokens=0", cwd=folder)
     assert done.code == 0, done.err
     run_dir = folder / "run"
-    restored = [envelope.event for envelope in events(run_dir, RunStarted) if envelope.event.restored_from]
+    restored = [
+        envelope.event for envelope in events(run_dir, RunStarted) if envelope.event.restored_from
+    ]
     assert [(event.step, event.restored_from) for event in restored] == [(3, "step-3")]
     assert events(run_dir, CheckpointSaved)[-1].event.step == 6
-    last = [envelope.event.step for envelope in events(run_dir, StepFinished) if envelope.attempt == 1]
+    last = [
+        envelope.event.step for envelope in events(run_dir, StepFinished) if envelope.attempt == 1
+    ]
     assert set(last) == {4, 5, 6}
-    assert run("checkpoint", "diff", str(GOLDEN / "run"), "run/checkpoints/step-3", cwd=folder).code == 0
+    assert (
+        run("checkpoint", "diff", str(GOLDEN / "run"), "run/checkpoints/step-3", cwd=folder).code
+        == 0
+    )
     assert run("checkpoint", "verify", "run", "--all", cwd=folder).code == 0
 
 
 def test_imported_weights_are_what_a_run_starts_from(folder: Path) -> None:
     shape = ("model.init_from=imported", "model.dim=8", "model.num_layers=2", "model.ffn_dim=32")
-    tied = ("model.tie_embeddings=true", "data.source=text/license.txt", "data.seq_len=8", "optim.lr=1e-30")
-    short = ("train.global_batch_size=2", "train.steps=1", "parallel.ranks=1", "run.dir=new", "optim.warmup_steps=0")
+    tied = (
+        "model.tie_embeddings=true",
+        "data.source=text/license.txt",
+        "data.seq_len=8",
+        "optim.lr=1e-30",
+    )
+    short = (
+        "train.global_batch_size=2",
+        "train.steps=1",
+        "parallel.ranks=1",
+        "run.dir=new",
+        "optim.warmup_steps=0",
+    )
     done = run("train", *TINY, *shape, *tied, *short, cwd=folder)
     assert done.code == 0, done.err
     for name, tensor in stored_weights(folder / "new" / "checkpoints" / "step-1").items():

@@ -1,4 +1,5 @@
-"""`train` on the files and code of a stranger: nothing of them moves the cursor of whoever looks on."""
+"""`train` on the files and code of a stranger: nothing of them moves the cursor of whoever looks
+on."""
 
 from __future__ import annotations
 
@@ -36,12 +37,24 @@ class Hostile(nn.Module):
             raise ValueError(EVIL)
         return self.head(self.embed(tokens))
 """
-RICHS_OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours, lines up, lines cleared, the cursor hidden
+RICHS_OWN = re.compile(
+    r"\x1b\[[0-9;?]*[A-Za-z]"
+)  # colours, lines up, lines cleared, the cursor hidden
 
 
 def words(text: Path, *more: str) -> list[str]:
-    own = ["model.kind=hostile_model:Hostile", "parallel.ranks=1", "resilience.max_restarts=1", "train.steps=5"]
-    return [*(word for word in TINY if not word.startswith("model.")), *own, f"data.source={text}", *more]
+    own = [
+        "model.kind=hostile_model:Hostile",
+        "parallel.ranks=1",
+        "resilience.max_restarts=1",
+        "train.steps=5",
+    ]
+    return [
+        *(word for word in TINY if not word.startswith("model.")),
+        *own,
+        f"data.source={text}",
+        *more,
+    ]
 
 
 @pytest.mark.long
@@ -66,7 +79,12 @@ def test_on_a_terminal(tmp_path: Path) -> None:
     text = write_text(tmp_path / EVIL_NAME[:-1])
     ours, theirs = pty.openpty()
     process = start(
-        "train", *words(text, "run.dir=run"), cwd=tmp_path, env=environment(TERM="xterm"), stdout=theirs, stderr=theirs
+        "train",
+        *words(text, "run.dir=run"),
+        cwd=tmp_path,
+        env=environment(TERM="xterm"),
+        stdout=theirs,
+        stderr=theirs,
     )
     os.close(theirs)
     shown = b""

@@ -1,4 +1,5 @@
-"""Rules made from a `tp_plan` are right for whatever architecture transformers knows: on two ranks, beside one."""
+"""Rules made from a `tp_plan` are right for whatever architecture transformers knows: on two
+ranks, beside one."""
 
 from __future__ import annotations
 
@@ -27,10 +28,23 @@ pytest.importorskip("transformers")
 LARGE = 30_000_000  # parameters, of models whose config has other names for its widths
 EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
 EXPERTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
-DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
+DROPOUTS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "dropout",
+)
 NO_DROPOUT = dict.fromkeys((*DROPOUTS, "residual_dropout"), 0.0)
 HEADS = {"head_dim": 8, "sliding_window": 8}
-LATENT = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
+LATENT = {
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+}
 SETTINGS = (HEADS, LATENT | {"num_key_value_heads": 4})
 TOLERANCE = 1e-5
 
@@ -43,7 +57,9 @@ def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | flo
     except PhalanxError as error:
         return f"refused: {error}"
     with torch.no_grad():
-        for parameter in module.parameters():  # norms that begin at one, and biases at zero, hide mistakes
+        for (
+            parameter
+        ) in module.parameters():  # norms that begin at one, and biases at zero, hide mistakes
             parameter.add_(torch.randn_like(parameter) * 0.05)
     if dtype == torch.float64:
         use_batched_products(module.double())
@@ -74,7 +90,9 @@ def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | flo
         pairs = [(mine, theirs)] if not boxes else []
         for box in boxes:
             there, here = (
-                tuple(slice(start, start + size) for start, size in zip(offset, box.size, strict=True))
+                tuple(
+                    slice(start, start + size) for start, size in zip(offset, box.size, strict=True)
+                )
                 for offset in (box.global_offset, box.local_offset)
             )
             pairs.append((mine[here], theirs[there]))
@@ -84,7 +102,9 @@ def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | flo
 
 
 @pytest.mark.long
-def test_rules_from_plans_of_every_architecture_compute_what_one_process_computes(tmp_path: Path) -> None:
+def test_rules_from_plans_of_every_architecture_compute_what_one_process_computes(
+    tmp_path: Path,
+) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     verdicts: dict[str, str | float] = {}
@@ -100,11 +120,15 @@ def test_rules_from_plans_of_every_architecture_compute_what_one_process_compute
                 continue
             if sum(p.numel() for p in module.parameters()) > LARGE:
                 verdicts[name] = "large"
-            elif not any(text.startswith(("row", "experts")) for text in brought_rules(module).values()):
+            elif not any(
+                text.startswith(("row", "experts")) for text in brought_rules(module).values()
+            ):
                 verdicts[name] = "whole"
             else:
                 verdicts[name] = found = run_ranks(2, judge, f"hf:{tmp_path}")[0]
-                if isinstance(found, float) and found >= TOLERANCE:  # gates whose float32 has few digits left
+                if (
+                    isinstance(found, float) and found >= TOLERANCE
+                ):  # gates whose float32 has few digits left
                     verdicts[name] = run_ranks(2, judge, f"hf:{tmp_path}", torch.float64)[0]
             if isinstance(verdicts[name], float):
                 break
@@ -127,10 +151,13 @@ def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
 
 
 @pytest.mark.long
-def test_a_head_that_the_objective_multiplies_by_is_cut_by_tokens_or_refused(tmp_path: Path) -> None:
+def test_a_head_that_the_objective_multiplies_by_is_cut_by_tokens_or_refused(
+    tmp_path: Path,
+) -> None:
     kind = f"hf:{write_config(tmp_path, 'llama')}"
     whole, by_tokens, otherwise = (
-        run_ranks(2, loss_with_head_cut, kind, rule) for rule in ("replicate", "vocab", "column gather")
+        run_ranks(2, loss_with_head_cut, kind, rule)
+        for rule in ("replicate", "vocab", "column gather")
     )
     assert whole == pytest.approx(by_tokens, rel=1e-5)
     assert all("the head of LlamaForCausalLM is not cut by tokens" in said for said in otherwise)

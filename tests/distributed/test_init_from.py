@@ -1,4 +1,5 @@
-"""Training that starts from weights: `model.init_from`, at any layout, once, checked at the door."""
+"""Training that starts from weights: `model.init_from`, at any layout, once, checked at the
+door."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 
 HERE = Path(__file__).parent
 KEYS = (*TINY, "optim.warmup_steps=0", "data.source=texts")
-NOTHING_MOVES = "optim.lr=1e-30"  # so that the weights after a step are those before it, to the last bit
+NOTHING_MOVES = (
+    "optim.lr=1e-30"  # so that the weights after a step are those before it, to the last bit
+)
 LAYOUTS = {
     "one rank": ("parallel.ranks=1",),
     "ddp": ("parallel.ranks=2", "parallel.dp_replicate=2"),
@@ -47,7 +50,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("init")
     shutil.copy(HERE / "user_code.py", folder)
     write_text(folder / "texts")
-    source = run("train", *KEYS, "train.steps=20", "parallel.dp_shard=2", "run.dir=source", "run.seed=5", cwd=folder)
+    source = run(
+        "train",
+        *KEYS,
+        "train.steps=20",
+        "parallel.dp_shard=2",
+        "run.dir=source",
+        "run.seed=5",
+        cwd=folder,
+    )
     assert source.code == 0, source.err
     return folder
 
@@ -55,7 +66,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def started(place: Path) -> dict[str, Done]:
     chosen = ("train", *KEYS, "train.steps=1", NOTHING_MOVES, "model.init_from=source")
-    commands = [[*chosen, f"run.dir={name.replace(' ', '-')}", *keys] for name, keys in LAYOUTS.items()]
+    commands = [
+        [*chosen, f"run.dir={name.replace(' ', '-')}", *keys] for name, keys in LAYOUTS.items()
+    ]
     return dict(zip(LAYOUTS, run_all(commands, place), strict=True))
 
 
@@ -72,11 +85,15 @@ def test_a_run_of_any_layout_begins_with_the_weights_it_was_given(
     attempts = len(events(run_dir, RunStarted)) // 1
     told = [envelope.event for envelope in events(run_dir, WeightsTaken)]
     assert len(told) == attempts == (2 if layout == "restarted" else 1)
-    assert all(isinstance(event, WeightsTaken) and event.checkpoint == str(source) for event in told)
+    assert all(
+        isinstance(event, WeightsTaken) and event.checkpoint == str(source) for event in told
+    )
     assert read_manifest(run_dir / "checkpoints" / "step-1").facts["tokens_seen"] == 8 * 32
 
 
-def test_the_first_loss_is_that_of_the_weights_at_every_layout(place: Path, started: dict[str, Done]) -> None:
+def test_the_first_loss_is_that_of_the_weights_at_every_layout(
+    place: Path, started: dict[str, Done]
+) -> None:
     """One rank is the reference; random weights would begin at log(257)."""
     losses = {layout: loss_curve(place / layout.replace(" ", "-"))[1] for layout in LAYOUTS}
     assert losses["one rank"] < 5.3 < np.log(257)
@@ -110,12 +127,23 @@ def test_a_run_that_continues_does_not_read_it(place: Path, started: dict[str, D
 @pytest.mark.long
 def test_a_users_own_module_is_asked_by_its_ranks(place: Path) -> None:
     """Its names are not known before: the ranks refuse, with the table."""
-    done = run("train", *KEYS[3:], "model.kind=user_code:bigram", "model.init_from=source", "run.dir=own", cwd=place)
+    done = run(
+        "train",
+        *KEYS[3:],
+        "model.kind=user_code:bigram",
+        "model.init_from=source",
+        "run.dir=own",
+        cwd=place,
+    )
     assert done.code == 5
     lines = done.err.splitlines()
-    header = next(number for number, line in enumerate(lines) if line.split() == ["tensor", "wanted", "found"])
+    header = next(
+        number for number, line in enumerate(lines) if line.split() == ["tensor", "wanted", "found"]
+    )
     assert "does not fit this model (3 missing, 11 not in this model)" in " ".join(lines)
-    assert any(line.split() == ["lookup.weight", "float32", "[257,", "16]", "-"] for line in lines[header:])
+    assert any(
+        line.split() == ["lookup.weight", "float32", "[257,", "16]", "-"] for line in lines[header:]
+    )
 
 
 # At the door, in this process: nothing is written
@@ -123,43 +151,77 @@ def test_a_users_own_module_is_asked_by_its_ranks(place: Path) -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], place: Path, *keys: str, code: int = 5) -> str:
     run_dir = place / "never"
-    assert phalanx(["train", *KEYS, f"data.source={place / 'texts'}", f"run.dir={run_dir}", *keys]) == code
+    assert (
+        phalanx(["train", *KEYS, f"data.source={place / 'texts'}", f"run.dir={run_dir}", *keys])
+        == code
+    )
     assert not run_dir.exists()
     return capsys.readouterr().err
 
 
-def test_weights_of_another_shape_are_refused_with_a_table(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    err = refused(capsys, place, f"model.init_from={place / 'source'}", "model.num_layers=2", "model.ffn_dim=64")
+def test_weights_of_another_shape_are_refused_with_a_table(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = refused(
+        capsys,
+        place,
+        f"model.init_from={place / 'source'}",
+        "model.num_layers=2",
+        "model.ffn_dim=64",
+    )
     lines = err.splitlines()
     assert lines[0].startswith(f"phalanx: {list_checkpoints(place / 'source')[-1]}: ")
     assert "9 missing, 3 of another shape" in lines[0]
     assert lines[1].split() == ["tensor", "wanted", "found"]
-    assert any("blocks.0.ffn.down.weight" in line and "[32, 64]" in line and "[32, 96]" in line for line in lines)
+    assert any(
+        "blocks.0.ffn.down.weight" in line and "[32, 64]" in line and "[32, 96]" in line
+        for line in lines
+    )
     assert not any("Traceback" in line for line in lines)
 
 
-def test_places_that_hold_no_weights(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no checkpoint is there" in refused(capsys, place, f"model.init_from={tmp_path / 'nowhere'}")
+def test_places_that_hold_no_weights(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no checkpoint is there" in refused(
+        capsys, place, f"model.init_from={tmp_path / 'nowhere'}"
+    )
     (tmp_path / "config.json").write_text("{}")
     err = refused(capsys, place, f"model.init_from={tmp_path}")
     assert "phalanx checkpoint import" in err
     damaged = tmp_path / "damaged"
     shutil.copytree(list_checkpoints(place / "source")[-1], damaged)
-    (damaged / "manifest.json").write_text((damaged / "manifest.json").read_text().replace('"seed": 5', '"seed": 6'))
+    (damaged / "manifest.json").write_text(
+        (damaged / "manifest.json").read_text().replace('"seed": 5', '"seed": 6')
+    )
     assert "its checksum differs" in refused(capsys, place, f"model.init_from={damaged}")
     assert "no weights to cast" in refused(capsys, place, "model.init_cast=true", code=3)
 
 
 @pytest.mark.long
 def test_another_type_is_rounded_only_when_asked(place: Path, tmp_path: Path) -> None:
-    """Exported in bfloat16, imported, refused, and taken: the first half of each number's bits is the reference."""
+    """Exported in bfloat16, imported, refused, and taken: the first half of each number's bits
+    is the reference."""
     half = tmp_path / "half"
-    done = run("checkpoint", "export", "source", "--out", str(tmp_path / "hf"), "--dtype", "bf16", cwd=place)
+    done = run(
+        "checkpoint",
+        "export",
+        "source",
+        "--out",
+        str(tmp_path / "hf"),
+        "--dtype",
+        "bf16",
+        cwd=place,
+    )
     assert done.code == 0, done.err
     assert phalanx(["checkpoint", "import", str(tmp_path / "hf"), "--out", str(half)]) == 0
     keys = (*KEYS, "train.steps=1", NOTHING_MOVES, f"model.init_from={half}", "parallel.dp_shard=2")
     without, taken = run_all(
-        [["train", *keys, "run.dir=no"], ["train", *keys, "run.dir=rounded", "model.init_cast=true"]], place
+        [
+            ["train", *keys, "run.dir=no"],
+            ["train", *keys, "run.dir=rounded", "model.init_cast=true"],
+        ],
+        place,
     )
     assert without.code == 5
     assert "model.init_cast=true rounds them" in without.err
@@ -167,7 +229,10 @@ def test_another_type_is_rounded_only_when_asked(place: Path, tmp_path: Path) ->
     assert not (place / "no").exists()
     assert taken.code == 0, taken.err
     assert "rounded to float32" in taken.out
-    wanted = {name: bits.astype(np.uint32) << 16 for name, bits in tensors(half / "checkpoints" / "step-0").items()}
+    wanted = {
+        name: bits.astype(np.uint32) << 16
+        for name, bits in tensors(half / "checkpoints" / "step-0").items()
+    }
     assert same(tensors(place / "rounded" / "checkpoints" / "step-1"), wanted)
     told = events(place / "rounded", WeightsTaken)[0].event
     assert isinstance(told, WeightsTaken)
@@ -184,6 +249,7 @@ def test_a_plan_says_where_training_starts_and_what_no_shape_shows(
     told = json.loads(capsys.readouterr().out)["initial"]
     assert (told["num_tensors"], told["dtypes"], told["differences"]) == (11, ["float32"], [])
     assert phalanx([*keys, "model.rope_theta=5e5"]) == 0
-    assert "warn    the weights were made for rope_theta 10000.0, and model.rope_theta is 500000.0" in (
-        capsys.readouterr().out
+    assert (
+        "warn    the weights were made for rope_theta 10000.0, and model.rope_theta is 500000.0"
+        in (capsys.readouterr().out)
     )

@@ -23,7 +23,14 @@ from test_launch_entries import Payload
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import Envelope, Note, RankFailed, RanksStarted, RestartScheduled, parse_line
+from phalanx.observe.events import (
+    Envelope,
+    Note,
+    RankFailed,
+    RanksStarted,
+    RestartScheduled,
+    parse_line,
+)
 
 HERE = Path(__file__).parent
 ENTRIES = "test_launch_entries"
@@ -69,13 +76,17 @@ class Run:
             on_tick()
 
         try:
-            return supervise(spec, bus=bus, on_tick=tick, say=self.said.append, newest_step=lambda: 40)
+            return supervise(
+                spec, bus=bus, on_tick=tick, say=self.said.append, newest_step=lambda: 40
+            )
         finally:
             bus.close()
 
     def events(self, kind: type) -> list[Envelope]:
         lines = (self.dir / "events" / "supervisor.jsonl").read_text().splitlines()
-        return [found for line in lines if (found := parse_line(line)) and isinstance(found.event, kind)]
+        return [
+            found for line in lines if (found := parse_line(line)) and isinstance(found.event, kind)
+        ]
 
     def marked(self) -> list[str]:
         return sorted(path.name for path in self.marks.iterdir() if path.suffix != ".partial")
@@ -92,17 +103,25 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """After every test: no process, no shared memory, no temporary file, no changed signal handler."""
+    """After every test: no process, no shared memory, no temporary file, no changed signal
+    handler."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     shared_before = set(os.listdir("/dev/shm"))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    }
     yield
     wait_until(lambda: not psutil.Process().children(recursive=True))
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert signal.set_wakeup_fd(-1) == -1
-    mine = [name for name in set(os.listdir("/dev/shm")) - shared_before if _is_mine(Path("/dev/shm") / name)]
+    mine = [
+        name
+        for name in set(os.listdir("/dev/shm")) - shared_before
+        if _is_mine(Path("/dev/shm") / name)
+    ]
     assert not mine
     assert not list(temporary.iterdir())
 
@@ -176,7 +195,9 @@ def test_traceback_of_the_first_rank_comes_first_and_the_others_are_folded(run: 
     assert lines[1].startswith("Traceback")
     assert ENTRIES in lines[2], "the first frame shown is the user's, not ours"
     assert lines[-5:-2] == ["ValueError: boom", "in two lines", "ranks 0, 2: ended because of that"]
-    assert re.fullmatch(rf"your code: .*{ENTRIES}\.py:\d+", lines[-2])  # what one looks for stands last
+    assert re.fullmatch(
+        rf"your code: .*{ENTRIES}\.py:\d+", lines[-2]
+    )  # what one looks for stands last
     assert lines[-1] == f"log: {run.dir / 'logs' / 'rank-0001-attempt-00.log'}"
     report = json.loads((run.dir / "logs" / "rank-0001-attempt-00.error.json").read_text())
     assert report["type"] == "ValueError"
@@ -189,7 +210,9 @@ def test_traceback_of_the_first_rank_comes_first_and_the_others_are_folded(run: 
 
 def test_a_phalanx_error_is_one_line_and_is_not_tried_again(run: Run) -> None:
     outcome = run.supervise("bad_data")
-    assert outcome == Outcome(4, "failed", "corpus.txt: the corpus is empty; choose another file", 1)
+    assert outcome == Outcome(
+        4, "failed", "corpus.txt: the corpus is empty; choose another file", 1
+    )
     assert not run.events(RestartScheduled)
 
 
@@ -198,13 +221,18 @@ def test_a_killed_rank_is_restarted_and_a_resumed_run_appends(run: Run) -> None:
     outcome = run.supervise("killed_once", of_attempt=lambda: {"epoch": next(epochs)})
     assert (outcome.exit_code, outcome.attempts) == (0, 2)
     told = {name for name in run.marked() if name.startswith("epoch")}
-    assert told == {f"epoch-{7 + attempt}-{rank}-{attempt}" for attempt in (0, 1) for rank in (0, 1)}
+    assert told == {
+        f"epoch-{7 + attempt}-{rank}-{attempt}" for attempt in (0, 1) for rank in (0, 1)
+    }
     [failed], [restart] = run.events(RankFailed), run.events(RestartScheduled)
     assert (failed.event.failed_rank, failed.event.step, failed.event.phase) == (1, 2, "forward")
     assert (failed.event.cause, failed.event.detail) == ("signal", "killed by SIGKILL")
     assert 0 <= failed.event.detected_s < 1 * SLACK
     assert restart.event == RestartScheduled(restart=1, budget=3, from_step=40)
-    expected = "rank 1 was killed by SIGKILL at step 2 in forward; starting again from step 40 (restart 1 of 3)"
+    expected = (
+        "rank 1 was killed by SIGKILL at step 2 in forward; starting again from step 40 (restart 1"
+        " of 3)"
+    )
     assert run.said == [expected]
     assert [started.attempt for started in run.events(RanksStarted)] == [0, 1]
     assert len(run.events(Note)) == 1, "the second attempt came from the same server"
@@ -236,7 +264,8 @@ def test_ranks_without_steps_are_started_once_and_no_budget_is_blamed(run: Run) 
     assert (outcome.exit_code, outcome.status, outcome.attempts) == (1, "failed", 1)
     first = outcome.message.splitlines()[0]
     assert re.fullmatch(
-        r"rank [01] was killed by SIGKILL while evaluating \(possibly by the kernel's .* killer\)", first
+        r"rank [01] was killed by SIGKILL while evaluating \(possibly by the kernel's .* killer\)",
+        first,
     )
     assert "restart" not in outcome.message
 
@@ -251,25 +280,47 @@ def test_a_segfault_shows_its_stack(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [("os._exit", 0), ("os._exit", 8), ("SystemExit", 0), ("SystemExit", 130), ("thread", 0), ("C", 75)],
+    [
+        ("os._exit", 0),
+        ("os._exit", 8),
+        ("SystemExit", 0),
+        ("SystemExit", 130),
+        ("thread", 0),
+        ("C", 75),
+    ],
 )
-def test_a_rank_that_leaves_before_its_work_is_done_has_crashed(run: Run, how: str, code: int) -> None:
-    """Whatever code it leaves with, and though the other one waits for it for ever: only the entry's return counts."""
-    outcome = run.supervise("exits", payload={"how": how, "code": code, "leavers": [1]}, max_restarts=1)
+def test_a_rank_that_leaves_before_its_work_is_done_has_crashed(
+    run: Run, how: str, code: int
+) -> None:
+    """Whatever code it leaves with, and though the other one waits for it for ever: only the
+    entry's return counts."""
+    outcome = run.supervise(
+        "exits", payload={"how": how, "code": code, "leavers": [1]}, max_restarts=1
+    )
     assert (outcome.exit_code, outcome.status, outcome.attempts) == (10, "failed", 2)
-    words = f"sys.exit({code}) was called" if how == "SystemExit" else f"exited with code {code} at step 5 in data"
+    words = (
+        f"sys.exit({code}) was called"
+        if how == "SystemExit"
+        else f"exited with code {code} at step 5 in data"
+    )
     assert words in outcome.message.splitlines()[0]
     assert [failed.event.failed_rank for failed in run.events(RankFailed)] == [1, 1]
 
 
 def test_all_ranks_that_leave_have_not_finished(run: Run) -> None:
-    outcome = run.supervise("exits", payload={"how": "os._exit", "code": 0, "leavers": [0, 1]}, max_restarts=10)
+    outcome = run.supervise(
+        "exits", payload={"how": "os._exit", "code": 0, "leavers": [0, 1]}, max_restarts=10
+    )
     assert (outcome.exit_code, outcome.status, outcome.attempts) == (10, "failed", 3)
-    assert outcome.message.startswith("deterministic failure at step 5: exited with code 0 (3 times in a row)")
+    assert outcome.message.startswith(
+        "deterministic failure at step 5: exited with code 0 (3 times in a row)"
+    )
 
 
 def test_a_rank_that_leaves_before_the_first_step_is_not_tried_again(run: Run) -> None:
-    outcome = run.supervise("exits", payload={"how": "SystemExit", "code": 0, "leavers": [0, 1], "step": 0})
+    outcome = run.supervise(
+        "exits", payload={"how": "SystemExit", "code": 0, "leavers": [0, 1], "step": 0}
+    )
     assert (outcome.exit_code, outcome.attempts) == (1, 1)
     assert "sys.exit(0) was called before the run was done" in outcome.message
     assert f"{ENTRIES}.py" in outcome.message, "the line that called it"
@@ -303,7 +354,9 @@ def test_a_stopped_rank_is_named_not_those_that_waited_for_it(run: Run) -> None:
     assert (failed.event.failed_rank, failed.event.cause, failed.event.step) == (1, "hang", 12)
 
 
-@pytest.mark.parametrize(("how", "line"), [("busy", "while True:"), ("lock held", "ctypes.PyDLL(None).sleep(600)")])
+@pytest.mark.parametrize(
+    ("how", "line"), [("busy", "while True:"), ("lock held", "ctypes.PyDLL(None).sleep(600)")]
+)
 def test_a_rank_that_hangs_is_named_with_its_line(run: Run, how: str, line: str) -> None:
     outcome = run.supervise("waits_for_one", payload={"how": how}, max_restarts=0)
     assert outcome.exit_code == 10
@@ -319,22 +372,40 @@ def test_a_rank_that_hangs_is_named_with_its_line(run: Run, how: str, line: str)
     ("hangs", "words"),
     [
         (False, "rank 1 exited with code 0 at step 12 in backward"),
-        (True, "rank 1 kept the others waiting at step 12 in backward: its process was waiting for something else"),
+        (
+            True,
+            (
+                "rank 1 kept the others waiting at step 12 in backward: its process was waiting for"
+                " something else"
+            ),
+        ),
     ],
 )
-def test_an_abort_because_of_another_rank_does_not_hide_that_rank(run: Run, hangs: bool, words: str) -> None:
+def test_an_abort_because_of_another_rank_does_not_hide_that_rank(
+    run: Run, hangs: bool, words: str
+) -> None:
     outcome = run.supervise("aborts_because_of_another", max_restarts=0, payload={"hangs": hangs})
     assert words in outcome.message.splitlines()[0]
 
 
 def test_an_abort_says_why_however_much_came_after(run: Run) -> None:
-    outcome = run.supervise("aborts_because_of_another", num_ranks=1, max_restarts=0, payload={"hangs": False})
-    assert "rank 0 was killed by SIGABRT at step 12 in collective (all_reduce gradients)" in outcome.message
-    assert "Watchdog caught collective operation timeout" in outcome.message, "60 lines before the end"
+    outcome = run.supervise(
+        "aborts_because_of_another", num_ranks=1, max_restarts=0, payload={"hangs": False}
+    )
+    assert (
+        "rank 0 was killed by SIGABRT at step 12 in collective (all_reduce gradients)"
+        in outcome.message
+    )
+    assert "Watchdog caught collective operation timeout" in outcome.message, (
+        "60 lines before the end"
+    )
 
 
 def test_sigterm_lets_the_ranks_save_and_leave(run: Run) -> None:
-    on_tick = once(lambda: run.has("training-0-0", "training-1-0"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    on_tick = once(
+        lambda: run.has("training-0-0", "training-1-0"),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
     outcome = run.supervise("trains", on_tick=on_tick)
     assert (outcome.exit_code, outcome.status) == (75, "preempted")
     assert run.said == ["SIGTERM: stopping after this step and saving, within 25 s"]
@@ -343,7 +414,10 @@ def test_sigterm_lets_the_ranks_save_and_leave(run: Run) -> None:
 
 @pytest.mark.parametrize("code", [ExitCode.RUN_LOCKED, ExitCode.RESOURCES])
 def test_a_stop_that_is_refused_is_not_to_be_queued_again(run: Run, code: ExitCode) -> None:
-    on_tick = once(lambda: run.has("training-0-0", "training-1-0"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    on_tick = once(
+        lambda: run.has("training-0-0", "training-1-0"),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
     outcome = run.supervise("refused_when_it_stops", payload={"code": int(code)}, on_tick=on_tick)
     assert outcome == Outcome(int(code), "failed", "run: the last save is refused", 1)
 
@@ -355,7 +429,9 @@ def test_sigterm_to_every_process_of_the_job_lets_the_ranks_save(run: Run) -> No
         for pid in [*descendants(os.getpid()), os.getpid()]:
             os.kill(pid, signal.SIGTERM)
 
-    outcome = run.supervise("trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate))
+    outcome = run.supervise(
+        "trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate)
+    )
     assert outcome == Outcome(75, "preempted", EXIT_CODE_MEANING[ExitCode.PREEMPTED], 1)
 
 
@@ -363,19 +439,25 @@ def test_a_rank_that_gets_sigterm_takes_the_others_along(run: Run) -> None:
     def terminate() -> None:
         os.kill(json.loads((run.marks / "training-1-0").read_text())["pid"], signal.SIGTERM)
 
-    outcome = run.supervise("trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate))
+    outcome = run.supervise(
+        "trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate)
+    )
     assert (outcome.exit_code, outcome.status, outcome.attempts) == (75, "preempted", 1)
 
 
 def test_one_ctrl_c_saves(run: Run) -> None:
-    on_tick = once(lambda: run.has("training-0-0", "training-1-0"), lambda: os.kill(os.getpid(), signal.SIGINT))
+    on_tick = once(
+        lambda: run.has("training-0-0", "training-1-0"), lambda: os.kill(os.getpid(), signal.SIGINT)
+    )
     outcome = run.supervise("trains", on_tick=on_tick)
     assert (outcome.exit_code, outcome.status) == (130, "interrupted")
     assert run.said == ["stopping after this step and saving; press Ctrl-C again to stop at once"]
 
 
 def test_two_ctrl_c_stop_at_once(run: Run) -> None:
-    first = once(lambda: run.has("stuck-0-0", "stuck-1-0"), lambda: os.kill(os.getpid(), signal.SIGINT))
+    first = once(
+        lambda: run.has("stuck-0-0", "stuck-1-0"), lambda: os.kill(os.getpid(), signal.SIGINT)
+    )
     pressed: list[float] = []
 
     def again() -> None:
@@ -383,21 +465,27 @@ def test_two_ctrl_c_stop_at_once(run: Run) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     second = once(lambda: bool(run.said), again)
-    outcome = run.supervise("stubborn", on_tick=lambda: (first(), second()), payload={"frozen": True})
+    outcome = run.supervise(
+        "stubborn", on_tick=lambda: (first(), second()), payload={"frozen": True}
+    )
     assert time.monotonic() - pressed[0] < 2 * SLACK
     assert (outcome.exit_code, outcome.status) == (130, "interrupted")
     assert "the last checkpoint, if any, stands" in outcome.message
 
 
 def test_ranks_that_outstay_the_grace_are_killed(run: Run) -> None:
-    on_tick = once(lambda: run.has("stuck-0-0", "stuck-1-0"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    on_tick = once(
+        lambda: run.has("stuck-0-0", "stuck-1-0"), lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
     outcome = run.supervise("stubborn", on_tick=on_tick, grace_s=0.2, payload={"frozen": True})
     assert (outcome.exit_code, outcome.status) == (75, "preempted")
     assert "last checkpoint stands" in outcome.message
 
 
 def test_a_stop_before_the_ranks_exist(run: Run) -> None:
-    outcome = run.supervise("trains", on_tick=once(lambda: True, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    outcome = run.supervise(
+        "trains", on_tick=once(lambda: True, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    )
     assert (outcome.exit_code, outcome.status) == (75, "preempted")
 
 
@@ -410,16 +498,23 @@ def test_a_killed_server_takes_its_ranks_along_and_is_replaced(run: Run) -> None
         server.kill()
 
     on_tick = once(lambda: run.has("stuck-0-0", "stuck-1-0"), kill_server)
-    outcome = run.supervise("stubborn", on_tick=on_tick, payload={"frozen": True, "willing_attempt": 1})
+    outcome = run.supervise(
+        "stubborn", on_tick=on_tick, payload={"frozen": True, "willing_attempt": 1}
+    )
     assert (outcome.exit_code, outcome.attempts) == (0, 2), outcome.message
     assert len(victims) == 4  # server, store, two ranks
     assert all(is_gone(pid) for pid in victims)
-    assert "the process that starts the ranks was killed by SIGKILL at step 1 in forward" in run.said[0]
+    assert (
+        "the process that starts the ranks was killed by SIGKILL at step 1 in forward"
+        in run.said[0]
+    )
 
 
 def test_a_killed_store_is_replaced(run: Run) -> None:
     def kill_store() -> None:
-        ranks = {json.loads((run.marks / f"stuck-{rank}-0").read_text())["pid"] for rank in range(2)}
+        ranks = {
+            json.loads((run.marks / f"stuck-{rank}-0").read_text())["pid"] for rank in range(2)
+        }
         [server] = psutil.Process().children()
         [store] = [child for child in server.children() if child.pid not in ranks]
         store.kill()
@@ -437,9 +532,12 @@ def test_helpers_that_a_rank_leaves_behind_are_killed(run: Run) -> None:
 
 
 def test_a_rank_ends_as_a_program_does(run: Run) -> None:
-    """Its threads finish their work, idle pools do not keep it, and what was registered for the exit is called."""
+    """Its threads finish their work, idle pools do not keep it, and what was registered for the
+    exit is called."""
     assert run.supervise("leaves_threads").status == "finished"
-    assert run.marked() == [f"{what}-{rank}-0" for what in ("at-exit", "left", "worked") for rank in (0, 1)]
+    assert run.marked() == [
+        f"{what}-{rank}-0" for what in ("at-exit", "left", "worked") for rank in (0, 1)
+    ]
 
 
 def test_ranks_of_a_killed_server_die_even_while_the_supervisor_cannot_act(run: Run) -> None:
@@ -457,7 +555,13 @@ def test_ranks_of_a_killed_server_die_even_while_the_supervisor_cannot_act(run: 
 def supervisor_process(run: Run, *, frozen: bool) -> Iterator[subprocess.Popen[bytes]]:
     """A supervisor in a process of its own, of two ranks that never end; killed on leaving."""
     payload = json.dumps(run.payload(frozen=frozen))
-    command = [sys.executable, str(HERE / f"{ENTRIES}.py"), str(run.dir), f"{ENTRIES}:stubborn", payload]
+    command = [
+        sys.executable,
+        str(HERE / f"{ENTRIES}.py"),
+        str(run.dir),
+        f"{ENTRIES}:stubborn",
+        payload,
+    ]
     supervisor = subprocess.Popen(command)
     try:
         yield supervisor
@@ -473,11 +577,17 @@ def test_nothing_survives_a_killed_supervisor(run: Run, frozen: bool) -> None:
         victims = descendants(supervisor.pid)
         assert len(victims) == 4
         if frozen:
-            wait_until(lambda: any(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in victims))
+            wait_until(
+                lambda: any(
+                    psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in victims
+                )
+            )
     assert wait_until(lambda: all(is_gone(pid) for pid in victims)) < 1 * SLACK
 
 
-def test_a_preload_that_does_not_import_is_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preload_that_does_not_import_is_reported(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outcome = run.supervise("trains", preload=("no_such_module_at_all",))
     assert outcome.exit_code == 6
     assert outcome.message.startswith("no_such_module_at_all cannot be imported")
@@ -502,7 +612,8 @@ def test_an_entry_that_is_not_there(run: Run) -> None:
 
 
 def test_ranks_hold_no_descriptor_of_the_server(run: Run) -> None:
-    """Above all not the link and the write end of the life pipe, through which they would outlive the server."""
+    """Above all not the link and the write end of the life pipe, through which they would
+    outlive the server."""
     held: dict[int, set[str]] = {}
     server_sockets: set[str] = set()
 

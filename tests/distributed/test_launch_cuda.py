@@ -25,13 +25,22 @@ BEGINS_CUDA = "import ctypes\nctypes.CDLL({driver!r}).cuInit(0)\n"
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library that answers as NVIDIA's driver does, and beside it a module that begins to use it when imported."""
+    """A library that answers as NVIDIA's driver does, and beside it a module that begins to use
+    it when imported."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler to build a driver with")
     (tmp_path / "driver.c").write_text(DRIVER)
     library = tmp_path / "libcuda.so.1"
-    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(tmp_path / "driver.c")]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        str(library),
+        str(tmp_path / "driver.c"),
+    ]
     subprocess.run(command, check=True)
     modules = tmp_path / "modules"
     modules.mkdir()
@@ -46,16 +55,28 @@ def test_a_module_that_begins_cuda_is_left_to_the_ranks(run: Run, driver: Path) 
     outcome = run.supervise("uses_the_driver", preload=modules, payload={"driver": str(driver)})
     assert (outcome.exit_code, outcome.attempts) == (0, 1), outcome.message
     assert run.marked() == [f"{name}-{rank}-0" for name in ("begun", "clean") for rank in (0, 1)]
-    said = [(note.event.code, note.event.facts) for note in run.events(Note) if isinstance(note.event, Note)]
-    assert [facts for code, facts in said if code == "preload_begins_cuda"] == [{"module": "begins_cuda"}]
+    said = [
+        (note.event.code, note.event.facts)
+        for note in run.events(Note)
+        if isinstance(note.event, Note)
+    ]
+    assert [facts for code, facts in said if code == "preload_begins_cuda"] == [
+        {"module": "begins_cuda"}
+    ]
     assert [code for code, _ in said].count("server_ready") == 1
 
 
 @pytest.mark.long
 def test_a_driver_that_is_only_loaded_is_no_obstacle(run: Run, driver: Path) -> None:  # noqa: F811
-    outcome = run.supervise("uses_the_driver", preload=("loads_driver",), payload={"driver": str(driver)})
+    outcome = run.supervise(
+        "uses_the_driver", preload=("loads_driver",), payload={"driver": str(driver)}
+    )
     assert outcome.exit_code == 0, outcome.message
-    assert not [n for n in run.events(Note) if isinstance(n.event, Note) and n.event.code == "preload_begins_cuda"]
+    assert not [
+        n
+        for n in run.events(Note)
+        if isinstance(n.event, Note) and n.event.code == "preload_begins_cuda"
+    ]
 
 
 PRELOADS = """
@@ -81,5 +102,7 @@ def test_nothing_that_the_server_imports_begins_cuda(tmp_path: Path) -> None:
     modules = preload(Job.model_validate({"model": {"kind": f"hf:{tmp_path}"}}))
     assert "transformers.modeling_utils" in modules
     command = [sys.executable, "-W", "ignore", "-c", PRELOADS, *modules]
-    done = subprocess.run(command, env=_server_environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=_server_environment(), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]

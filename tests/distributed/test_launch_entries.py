@@ -46,7 +46,9 @@ def attempt() -> int:
 def mark(payload: dict[str, Any], name: str) -> None:
     """Tell the test that this rank got here, and when."""
     path = Path(payload["marks"]) / f"{name}-{rank()}-{attempt()}"
-    path.with_suffix(".partial").write_text(json.dumps({"pid": os.getpid(), "monotonic_s": time.monotonic()}))
+    path.with_suffix(".partial").write_text(
+        json.dumps({"pid": os.getpid(), "monotonic_s": time.monotonic()})
+    )
     path.with_suffix(".partial").rename(path)
 
 
@@ -134,7 +136,8 @@ def leaves_a_helper(payload: dict[str, Any], link: RankLink) -> int:
 
 
 def leaves_threads(payload: dict[str, Any], link: RankLink) -> int:
-    """Finishes while one thread still works and a pool of others waits for work that never comes."""
+    """Finishes while one thread still works and a pool of others waits for work that never
+    comes."""
     payload["pool"] = ThreadPoolExecutor(2)  # as compilers keep theirs: nobody shuts it down
     payload["pool"].submit(time.monotonic).result()
 
@@ -156,7 +159,8 @@ def segfaults(payload: dict[str, Any], link: RankLink) -> int:
 
 
 def exits(payload: dict[str, Any], link: RankLink) -> int:
-    """The ranks of `leavers` leave, each in the way `how`; others wait for ever, as in a collective."""
+    """The ranks of `leavers` leave, each in the way `how`; others wait for ever, as in a
+    collective."""
     at_step(payload, payload.get("step", 5), "data")
     if rank() not in payload["leavers"]:
         signal.pause()
@@ -174,7 +178,8 @@ def exits(payload: dict[str, Any], link: RankLink) -> int:
 
 
 def reports_and_hangs(payload: dict[str, Any], link: RankLink) -> int:
-    """Rank 0 reports its error, then waits for ever in its cleanup, as for communicators of ranks that do not come."""
+    """Rank 0 reports its error, then waits for ever in its cleanup, as for communicators of
+    ranks that do not come."""
     if rank() == 0:
         link.report_error(ValueError("boom"))
     while True:
@@ -197,7 +202,8 @@ def reduces_without_one(payload: dict[str, Any], link: RankLink) -> int:
 
 
 def waits_for_one(payload: dict[str, Any], link: RankLink) -> int:
-    """Rank 1 hangs in the way `how`; the other raises what gloo raises when a peer does not come."""
+    """Rank 1 hangs in the way `how`; the other raises what gloo raises when a peer does not
+    come."""
     phases = at_step(payload, 12, "forward")
     mark(payload, "there")
     if rank() == 1:
@@ -209,27 +215,36 @@ def waits_for_one(payload: dict[str, Any], link: RankLink) -> int:
                 ctypes.PyDLL(None).sleep(600)
     wait_for(Path(payload["marks"]) / f"there-1-{attempt()}")
     with phases("collective", "all_reduce gradients"):
-        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation")
+        raise RuntimeError(
+            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation"
+        )
 
 
 def aborts_because_of_another(payload: dict[str, Any], link: RankLink) -> int:
-    """Rank 1 leaves, or hangs if it `hangs`; NCCL's watchdog aborts the other one, earlier than anybody reports."""
+    """Rank 1 leaves, or hangs if it `hangs`; NCCL's watchdog aborts the other one, earlier than
+    anybody reports."""
     phases = at_step(payload, 12, "backward")
     if rank() == 0:
         phases.enter("collective", "all_reduce gradients")
-        print("[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 9 s", flush=True)
+        print(
+            "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 9 s",
+            flush=True,
+        )
         print("a line\n" * 60, flush=True)
         mark(payload, "aborting")
         os.abort()
     wait_for(Path(payload["marks"]) / f"aborting-0-{attempt()}")
     while payload["hangs"]:
         signal.pause()
-    wait_until_gone(json.loads((Path(payload["marks"]) / f"aborting-0-{attempt()}").read_text())["pid"])
+    wait_until_gone(
+        json.loads((Path(payload["marks"]) / f"aborting-0-{attempt()}").read_text())["pid"]
+    )
     os._exit(0)
 
 
 def trains(payload: dict[str, Any], link: RankLink) -> int:
-    """Steps until told to stop; a rank that hears of it tells the others, and all leave with the same code."""
+    """Steps until told to stop; a rank that hears of it tells the others, and all leave with the
+    same code."""
     codes = {signal.SIGTERM: 75, signal.SIGINT: 130}
     heard: list[int] = []
     for number in codes:
@@ -254,11 +269,16 @@ def refused_when_it_stops(payload: dict[str, Any], link: RankLink) -> int:
     mark(payload, "training")
     while not heard:
         time.sleep(0.005)
-    raise {9: RunLockedError, 7: ResourceError}[payload["code"]]("the last save is refused", where="run")
+    raise {9: RunLockedError, 7: ResourceError}[payload["code"]](
+        "the last save is refused", where="run"
+    )
 
 
 def stubborn(payload: dict[str, Any], link: RankLink) -> int:
-    """Hears nothing; rank 1 may be frozen altogether. From the attempt `willing_attempt` on, it just finishes."""
+    """Hears nothing; rank 1 may be frozen altogether.
+
+    From the attempt `willing_attempt` on, it just finishes.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     at_step(payload, 1, "forward")
@@ -278,7 +298,9 @@ def main() -> int:
 
     run_dir, entry, payload = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     bus = Bus(rank=-1, run_dir=run_dir)
-    outcome = supervise(LaunchSpec(entry, lambda: Payload(payload), 2, run_dir, ()), bus=bus, say=print)
+    outcome = supervise(
+        LaunchSpec(entry, lambda: Payload(payload), 2, run_dir, ()), bus=bus, say=print
+    )
     bus.close()
     return outcome.exit_code
 
@@ -288,7 +310,8 @@ if __name__ == "__main__":
 
 
 def uses_the_driver(payload: dict[str, Any], link: RankLink) -> int:
-    """Marks this rank if the driver that lies at `payload["driver"]` can still be begun with here."""
+    """Marks this rank if the driver that lies at `payload["driver"]` can still be begun with
+    here."""
     driver = ctypes.CDLL(payload["driver"])
     if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 3:
         mark(payload, "clean")

@@ -1,4 +1,5 @@
-"""The supervisor's decisions as pure functions: whose fault, restart or not, who am I, which attempt."""
+"""The supervisor's decisions as pure functions: whose fault, restart or not, who am I, which
+attempt."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ class TestExternalRanks:
         assert place_of(TORCHRUN) == RankEnv(3, 4, 1, 2, attempt=2)
 
     def test_one_process_on_each_node_sets_no_local_rank(self) -> None:
-        kubernetes = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        kubernetes = {
+            name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        }
         assert place_of(kubernetes) == RankEnv(3, 4, 0, 1)
 
     def test_a_supervised_rank_reads_back_what_it_was_given(self) -> None:
@@ -80,7 +83,9 @@ class TestExternalRanks:
             ({"LOCAL_RANK": None}, "LOCAL_RANK is not set"),
         ],
     )
-    def test_half_a_description_is_refused(self, changes: dict[str, str | None], words: str) -> None:
+    def test_half_a_description_is_refused(
+        self, changes: dict[str, str | None], words: str
+    ) -> None:
         environ = {name: value for name, value in (TORCHRUN | changes).items() if value is not None}
         with pytest.raises(EnvironmentProblem) as caught:
             external_ranks(environ)
@@ -92,7 +97,11 @@ class TestExternalRanks:
 class TestAttempts:
     def test_counts_on_from_any_file_an_attempt_left(self, tmp_path: Path) -> None:
         assert next_attempt(tmp_path) == 0
-        for name in ("events/rank-0000-attempt-03.jsonl", "logs/rank-0001-attempt-12.error.json", "logs/server.log"):
+        for name in (
+            "events/rank-0000-attempt-03.jsonl",
+            "logs/rank-0001-attempt-12.error.json",
+            "logs/server.log",
+        ):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
         assert next_attempt(tmp_path) == 13
@@ -114,12 +123,21 @@ class TestReports:
     @pytest.mark.parametrize(
         "message",
         [
-            "[../third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:42113",
+            (
+                "[../third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer"
+                " [127.0.0.1]:42113"
+            ),
             "[enforce fail at pair.cc] Read error [127.0.0.1]:1: Connection reset by peer",
-            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation to complete",
+            (
+                "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv"
+                " operation to complete"
+            ),
             "Application timeout caused pair closure",
             "Gloo connectFullMesh failed with [127.0.0.1] Connection refused",
-            "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+            (
+                "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server"
+                " shutdown or crash?"
+            ),
             "wait timeout after 30000ms, keys: /default_pg/0//cpu//0/rank_1",
             "NCCL error: remote process exited or there was a network error",
         ],
@@ -133,15 +151,21 @@ class TestReports:
             ValueError("boom"),
             RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
             RuntimeError("CUDA out of memory"),
-            ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),  # the user's file server
+            ConnectionResetError(
+                errno.ECONNRESET, "Connection reset by peer"
+            ),  # the user's file server
             DataError("the corpus is empty"),
         ],
     )
     def test_an_error_of_its_own(self, error: Exception) -> None:
         assert not raised(error).secondary
 
-    @pytest.mark.parametrize("code", [errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EIO, errno.ENOSPC])
-    def test_a_disk_that_refuses_the_user_is_an_error_of_theirs(self, code: int, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "code", [errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EIO, errno.ENOSPC]
+    )
+    def test_a_disk_that_refuses_the_user_is_an_error_of_theirs(
+        self, code: int, tmp_path: Path
+    ) -> None:
         """A restart may well help: the file server is back, or the file is another one."""
         report = raised(OSError(code, os.strerror(code), str(tmp_path / "shard")))
         assert (report.exit_code, report.is_phalanx_error) == (1, False)
@@ -158,7 +182,12 @@ class TestReports:
         assert describe(caught.value).exit_code == 7
         in_run = OSError(errno.ENOSPC, "full", str(tmp_path / "run" / "mine"))
         assert (raised(in_run).exit_code, describe(in_run, tmp_path / "run").exit_code) == (1, 7)
-        assert describe(OSError(errno.ESTALE, "stale", str(tmp_path / "run" / "x")), tmp_path / "run").exit_code == 1
+        assert (
+            describe(
+                OSError(errno.ESTALE, "stale", str(tmp_path / "run" / "x")), tmp_path / "run"
+            ).exit_code
+            == 1
+        )
 
     def test_an_error_because_of_a_lost_connection_is_a_consequence_too(self) -> None:
         problem = EnvironmentProblem("a rank never came")
@@ -200,7 +229,9 @@ class TestEndRecords:
         assert told == record
         assert reader.read() is None
 
-    def test_a_pipe_that_user_code_closed_takes_no_other_file_for_itself(self, tmp_path: Path) -> None:
+    def test_a_pipe_that_user_code_closed_takes_no_other_file_for_itself(
+        self, tmp_path: Path
+    ) -> None:
         reader, fd = open_end_pipe()
         writer = EndWriter(fd)
         other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
@@ -237,7 +268,9 @@ class TestEndRecords:
         assert "cannot be printed" in raised(Broken()).message
 
 
-def died(rank: int, *, code: int | None = None, signal: int | None = None, by_us: bool = False) -> RankExit:
+def died(
+    rank: int, *, code: int | None = None, signal: int | None = None, by_us: bool = False
+) -> RankExit:
     return RankExit(rank, code, signal, by_us, died_monotonic_s=100.0 + rank, detected_s=0.01)
 
 
@@ -255,7 +288,9 @@ class TestVerdict:
         cause = replace(raised(ValueError("boom")), time_monotonic_s=2.0)
         later = replace(raised(KeyError("other")), time_monotonic_s=3.0)
         exits = {rank: died(rank, code=1) for rank in range(5)}
-        end = AttemptEnd(0, exits, {0: failed(early), 2: failed(cause), 3: failed(early), 4: failed(later)})
+        end = AttemptEnd(
+            0, exits, {0: failed(early), 2: failed(cause), 3: failed(early), 4: failed(later)}
+        )
         end.exits[1] = died(1, signal=9, by_us=True)
         failure = find_failure(end, tmp_path)
         assert failure is not None
@@ -290,7 +325,9 @@ class TestVerdict:
         assert failure.restartable
 
     @pytest.mark.parametrize("code", [0, 1, 3, 7, 42, 75, 130])
-    def test_an_exit_without_a_word_is_a_crash_whatever_its_code(self, tmp_path: Path, code: int) -> None:
+    def test_an_exit_without_a_word_is_a_crash_whatever_its_code(
+        self, tmp_path: Path, code: int
+    ) -> None:
         end = AttemptEnd(0, {0: died(0, code=code)})
         at_start = find_failure(end, tmp_path)
         assert at_start is not None
@@ -302,37 +339,66 @@ class TestVerdict:
         assert failure.summary == f"rank 0 exited with code {code} at step 3 in data"
 
     @pytest.mark.parametrize("code", [0, 75, 130])
-    def test_the_rank_that_left_is_blamed_not_those_that_lost_its_connection(self, tmp_path: Path, code: int) -> None:
+    def test_the_rank_that_left_is_blamed_not_those_that_lost_its_connection(
+        self, tmp_path: Path, code: int
+    ) -> None:
         self.at(tmp_path, 0, 12, "backward")
         self.at(tmp_path, 1, 12, "data")
-        lost = replace(raised(RuntimeError("Connection closed by peer [127.0.0.1]:4711")), time_monotonic_s=100.5)
+        lost = replace(
+            raised(RuntimeError("Connection closed by peer [127.0.0.1]:4711")),
+            time_monotonic_s=100.5,
+        )
         end = AttemptEnd(0, {0: died(0, code=1), 1: died(1, code=code)}, {0: failed(lost)})
         failure = find_failure(end, tmp_path)
         assert failure is not None
         assert failure.summary == f"rank 1 exited with code {code} at step 12 in data"
         assert "rank 0: ended because of that" in failure.report
 
-    @pytest.mark.parametrize(("code", "exit_code", "restartable"), [(7, 7, False), (11, 11, False), (42, 1, True)])
-    def test_a_code_that_the_entry_returned(self, tmp_path: Path, code: int, exit_code: int, restartable: bool) -> None:
+    @pytest.mark.parametrize(
+        ("code", "exit_code", "restartable"), [(7, 7, False), (11, 11, False), (42, 1, True)]
+    )
+    def test_a_code_that_the_entry_returned(
+        self, tmp_path: Path, code: int, exit_code: int, restartable: bool
+    ) -> None:
         self.at(tmp_path, 0, 3, "data")
-        failure = find_failure(AttemptEnd(0, {0: died(0, code=code)}, {0: EndRecord(code)}), tmp_path)
+        failure = find_failure(
+            AttemptEnd(0, {0: died(0, code=code)}, {0: EndRecord(code)}), tmp_path
+        )
         assert failure is not None
         assert (failure.exit_code, failure.restartable) == (exit_code, restartable)
 
     def test_leaving_in_agreement_is_no_failure(self, tmp_path: Path) -> None:
         left = {rank: died(rank, code=75) for rank in range(2)}
-        assert find_failure(AttemptEnd(0, left, {rank: EndRecord(75) for rank in left}), tmp_path) is None
-        assert find_failure(AttemptEnd(0, {0: died(0, code=0)}, {0: EndRecord(0)}), tmp_path) is None
+        assert (
+            find_failure(AttemptEnd(0, left, {rank: EndRecord(75) for rank in left}), tmp_path)
+            is None
+        )
+        assert (
+            find_failure(AttemptEnd(0, {0: died(0, code=0)}, {0: EndRecord(0)}), tmp_path) is None
+        )
 
-    def test_work_that_is_done_stays_done_if_the_process_then_dies_in_its_teardown(self, tmp_path: Path) -> None:
-        end = AttemptEnd(0, {0: died(0, signal=11), 1: died(1, code=0)}, {rank: EndRecord(0) for rank in range(2)})
+    def test_work_that_is_done_stays_done_if_the_process_then_dies_in_its_teardown(
+        self, tmp_path: Path
+    ) -> None:
+        end = AttemptEnd(
+            0,
+            {0: died(0, signal=11), 1: died(1, code=0)},
+            {rank: EndRecord(0) for rank in range(2)},
+        )
         assert find_failure(end, tmp_path) is None
         assert end.codes == {0}
 
 
-GLOO = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer"
-FULL_MESH = "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] connect"
-WATCHDOG = "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={}, OpType=ALLREDUCE) ran for {}"
+GLOO = (
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer"
+)
+FULL_MESH = (
+    "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] connect"
+)
+WATCHDOG = (
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={}, OpType=ALLREDUCE)"
+    " ran for {}"
+)
 C10D = "The client socket has timed out after {}ms while trying to connect to ({}, {})"
 
 
@@ -342,7 +408,10 @@ class TestSignatures:
         [
             (f"{GLOO} [127.0.0.1]:42113", f"{GLOO} [127.0.0.1]:51002"),
             (f"{GLOO} [fe80::1%eth0]:42113", f"{GLOO} [fe80::2%eth0]:1"),
-            (f"{FULL_MESH} [127.0.1.1]:43671: Connection refused", f"{FULL_MESH} [127.0.1.1]:1671: Connection refused"),
+            (
+                f"{FULL_MESH} [127.0.1.1]:43671: Connection refused",
+                f"{FULL_MESH} [127.0.1.1]:1671: Connection refused",
+            ),
             (WATCHDOG.format(12, "10032 milliseconds"), WATCHDOG.format(44, "10001 milliseconds")),
             (
                 f"[E1122 16:49:41.123456 4711 ProcessGroupNCCL.cpp:616] {WATCHDOG}",
@@ -350,20 +419,38 @@ class TestSignatures:
             ),
             (C10D.format(20000, "127.0.0.1", 34567), C10D.format(20001, "10.0.0.3", 567)),
             (
-                "recv failed on SocketImpl(fd=86, addr=[localhost]:34050, remote=[::ffff:127.0.0.1]:43567)",
-                "recv failed on SocketImpl(fd=8, addr=[localhost]:3050, remote=[::ffff:127.0.0.1]:567)",
+                (
+                    "recv failed on SocketImpl(fd=86, addr=[localhost]:34050,"
+                    " remote=[::ffff:127.0.0.1]:43567)"
+                ),
+                (
+                    "recv failed on SocketImpl(fd=8, addr=[localhost]:3050,"
+                    " remote=[::ffff:127.0.0.1]:567)"
+                ),
             ),
             (
                 "wait timeout after 20000ms, keys: /phalanx/0/default_pg/0//cpu//0/rank_1",
                 "wait timeout after 20003ms, keys: /phalanx/1/default_pg/0//cpu//0/rank_1",
             ),
             (
-                "The server socket has failed to listen on any local network address. port: 29500, code: -98",
-                "The server socket has failed to listen on any local network address. port: 29501, code: -98",
+                (
+                    "The server socket has failed to listen on any local network address. port:"
+                    " 29500, code: -98"
+                ),
+                (
+                    "The server socket has failed to listen on any local network address. port:"
+                    " 29501, code: -98"
+                ),
             ),
             (
-                "HTTPConnectionPool(host='127.0.0.1', port=8080): <HTTPConnection object at 0x7f00> failed",
-                "HTTPConnectionPool(host='127.0.0.1', port=8081): <HTTPConnection object at 0x7f3b> failed",
+                (
+                    "HTTPConnectionPool(host='127.0.0.1', port=8080): <HTTPConnection object at"
+                    " 0x7f00> failed"
+                ),
+                (
+                    "HTTPConnectionPool(host='127.0.0.1', port=8081): <HTTPConnection object at"
+                    " 0x7f3b> failed"
+                ),
             ),
             ("cannot reach db.example.org:5432", "cannot reach db.example.org:15432"),
             ("DataLoader worker (pid(s) 12, 13) exited", "DataLoader worker (pid(s) 777) exited"),
@@ -397,14 +484,19 @@ class TestSignatures:
         assert signature_of(one) != signature_of(another)
 
     def test_a_crash_loop_of_lost_connections_is_found(self, tmp_path: Path) -> None:
-        """Nobody knows why, each time over another port, and each time another rank says it first."""
+        """Nobody knows why, each time over another port, and each time another rank says it
+        first."""
         policy = RestartPolicy(max_restarts=100, window_s=3600)
         for rank in range(2):
             BlackBox(black_box(tmp_path, rank)).write(7, "backward")
         failures = []
-        for attempt, words in enumerate((f"{GLOO} [127.0.0.1]:4711", f"{FULL_MESH}: Connection reset by peer")):
+        for attempt, words in enumerate(
+            (f"{GLOO} [127.0.0.1]:4711", f"{FULL_MESH}: Connection reset by peer")
+        ):
             record = failed(raised(RuntimeError(words)))
-            failure = find_failure(AttemptEnd(attempt, {attempt: died(attempt, code=1)}, {attempt: record}), tmp_path)
+            failure = find_failure(
+                AttemptEnd(attempt, {attempt: died(attempt, code=1)}, {attempt: record}), tmp_path
+            )
             assert failure is not None
             failures.append(failure)
         policy.admit(failures[0], now_s=0)
@@ -422,19 +514,29 @@ class TestAbsence:
         assert absence == Absence(2, "its process was stopped (SIGSTOP)")
 
     def test_a_rank_elsewhere_than_in_a_collective(self) -> None:
-        computes = Place(12, 48.0, "forward", "F0")  # the action of a pipeline, which waits for nobody
+        computes = Place(
+            12, 48.0, "forward", "F0"
+        )  # the action of a pipeline, which waits for nobody
         places = {0: self.WAITS, 1: self.WAITS, 2: computes, 3: self.WAITS}
         absence = find_absence({0: self.LOST}, {1: "S", 2: "R", 3: "S"}, places)
         assert absence == Absence(2, "its process was running, in code that did not get there")
 
     def test_the_one_that_is_furthest_behind(self) -> None:
-        places = {0: self.WAITS, 1: Place(12, 48.0, "data", ""), 2: Place(11, 49.0, "optimizer", "")}
+        places = {
+            0: self.WAITS,
+            1: Place(12, 48.0, "data", ""),
+            2: Place(11, 49.0, "optimizer", ""),
+        }
         absence = find_absence({0: self.LOST}, {1: "S", 2: "S"}, places)
         assert absence is not None
         assert absence.rank == 2
 
     def test_a_rank_that_came_when_the_others_had_given_up(self) -> None:
-        places = {0: self.WAITS, 1: self.WAITS._replace(monotonic_s=58.5), 2: self.WAITS._replace(monotonic_s=50.1)}
+        places = {
+            0: self.WAITS,
+            1: self.WAITS._replace(monotonic_s=58.5),
+            2: self.WAITS._replace(monotonic_s=50.1),
+        }
         absence = find_absence(dict.fromkeys(range(3), self.LOST), {}, places)
         assert absence == Absence(1, "it came 8.4 s after the others")
 
@@ -444,15 +546,21 @@ class TestAbsence:
 
 
 class TestRestartPolicy:
-    def failure(self, step: int, signature: str = "killed by SIGKILL", cause: str = "signal") -> Failure:
+    def failure(
+        self, step: int, signature: str = "killed by SIGKILL", cause: str = "signal"
+    ) -> Failure:
         summary = f"rank 1 {signature} at step {step}"
-        return Failure(1, cause, step, "forward", summary, signature, summary, signature, 1, True, 0.0)
+        return Failure(
+            1, cause, step, "forward", summary, signature, summary, signature, 1, True, 0.0
+        )
 
     def test_the_budget_is_a_rate(self) -> None:
         policy = RestartPolicy(max_restarts=2, window_s=3600)
         policy.admit(self.failure(1), now_s=0)
         policy.admit(self.failure(2), now_s=1000)
-        with pytest.raises(RestartBudgetError, match="last cause: rank 1 killed by SIGKILL at step 3") as caught:
+        with pytest.raises(
+            RestartBudgetError, match="last cause: rank 1 killed by SIGKILL at step 3"
+        ) as caught:
             policy.admit(self.failure(3), now_s=2000)
         assert caught.value.exit_code == 10
         policy.admit(self.failure(4), now_s=3700)
@@ -488,6 +596,10 @@ def test_memory_of_gpus_grows_in_segments_unless_the_user_says_otherwise(
     assert wanted.items() <= rank_variables(ranks, 1, {}).items()
     assert wanted.items() <= _server_environment().items()
     monkeypatch.setenv(name, "max_split_size_mb:64")
-    assert not set(ALLOCATOR_VARIABLES) & set(rank_variables(ranks, 1, {name: "max_split_size_mb:64"}))
+    assert not set(ALLOCATOR_VARIABLES) & set(
+        rank_variables(ranks, 1, {name: "max_split_size_mb:64"})
+    )
     found = _server_environment()
-    assert {v: found[v] for v in ALLOCATOR_VARIABLES if v in found} == {name: "max_split_size_mb:64"}
+    assert {v: found[v] for v in ALLOCATOR_VARIABLES if v in found} == {
+        name: "max_split_size_mb:64"
+    }

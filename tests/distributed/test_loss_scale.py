@@ -1,4 +1,5 @@
-"""fp16: a scaled loss computes what fp32 does, an overflow on one rank is one on all, and the scale is state."""
+"""fp16: a scaled loss computes what fp32 does, an overflow on one rank is one on all, and the
+scale is state."""
 
 from __future__ import annotations
 
@@ -22,7 +23,18 @@ from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.planner import make_plan
 from phalanx.resilience.guards import SkippedStepsGuard
 from ranks import run_ranks
-from resuming import SAVED, STEPS, copy_run, differing, job_for, new_module, new_state, resume, train, write_corpus
+from resuming import (
+    SAVED,
+    STEPS,
+    copy_run,
+    differing,
+    job_for,
+    new_module,
+    new_state,
+    resume,
+    train,
+    write_corpus,
+)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"dp_replicate": 2},
@@ -49,11 +61,17 @@ def overflow_once(rank: int) -> dict[str, Any]:
                     facts = model.finish_step(sums, max_norm=1.0)
                     if facts.usable and step != 1:
                         optimizer.step()
-                    kept = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-                    steps.append((facts.reason_to_skip, facts.loss_scale, facts.loss, facts.grad_norm, kept))
+                    kept = all(
+                        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+                    )
+                    steps.append(
+                        (facts.reason_to_skip, facts.loss_scale, facts.loss, facts.grad_norm, kept)
+                    )
                 after = model.loss_scale.facts() if model.loss_scale is not None else {}
                 errors = all(bool(e.isfinite().all()) for e in model.unsent_gradients().values())
-                weights = sum(t.sum().item() for t in (s.tensor.double() for s in model.shards().values()))
+                weights = sum(
+                    t.sum().item() for t in (s.tensor.double() for s in model.shards().values())
+                )
                 found[f"{name} {precision}"] = (steps, after, errors, weights)
     return found
 
@@ -74,7 +92,9 @@ def overflowed() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_overflow_on_one_rank_is_skipped_by_all(overflowed: list[dict[str, Any]], layout: str) -> None:
+def test_an_overflow_on_one_rank_is_skipped_by_all(
+    overflowed: list[dict[str, Any]], layout: str
+) -> None:
     for found in overflowed:
         steps, after, errors, _ = found[f"{layout} fp16"]
         assert [reason for reason, *_ in steps] == [None, "overflow", None]
@@ -83,12 +103,15 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(overflowed: list[dict[str, An
         assert after == {"scale": 32768.0, "good_steps": 1}
         assert errors, "what compression keeps is not spoilt"
     if layout.startswith("ddp"):
-        assert overflowed[0][f"{layout} fp16"][3] == overflowed[1][f"{layout} fp16"][3], "weights are equal"
+        assert overflowed[0][f"{layout} fp16"][3] == overflowed[1][f"{layout} fp16"][3], (
+            "weights are equal"
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp16_is_close_to_fp32(overflowed: list[dict[str, Any]], layout: str) -> None:
-    """The reference is the same layout in fp32, which leaves out the same step. fp16 has three digits."""
+    """The reference is the same layout in fp32, which leaves out the same step. fp16 has three
+    digits."""
     wide, half = overflowed[0][f"{layout} fp32"][0], overflowed[0][f"{layout} fp16"][0]
     for step in (0, 2):
         assert half[step][2] == pytest.approx(wide[step][2], rel=2e-3)
@@ -128,19 +151,26 @@ def interrupt(rank: int, root: Path) -> dict[str, Any]:
                 "same facts": outcomes["continued"].facts == straight.facts,
                 "same losses": outcomes["continued"].losses == rest,
                 "weights": differing(straight.whole[STEPS], outcomes["continued"].whole[STEPS]),
-                "weights without it": differing(straight.whole[STEPS], outcomes["lost"].whole[STEPS]),
+                "weights without it": differing(
+                    straight.whole[STEPS], outcomes["lost"].whole[STEPS]
+                ),
             }
     return found
 
 
 def test_a_run_is_continued_bit_for_bit_with_its_scale() -> None:
-    """Against the run that nothing happened to; a checkpoint that lost the scale makes another run of it."""
+    """Against the run that nothing happened to; a checkpoint that lost the scale makes another
+    run of it."""
     with tempfile.TemporaryDirectory() as directory:
         write_corpus(Path(directory))
         for found in run_ranks(2, interrupt, Path(directory)):
             for name, seen in found.items():
                 assert seen["facts"]["scale"] < 2.0**19, "some steps overflowed"
-                assert (seen["same facts"], seen["same losses"], seen["weights"]) == (True, True, []), name
+                assert (seen["same facts"], seen["same losses"], seen["weights"]) == (
+                    True,
+                    True,
+                    [],
+                ), name
                 assert seen["weights without it"], name
 
 
@@ -181,7 +211,9 @@ def test_a_fixed_one_stays_and_its_skips_count() -> None:
         guard.reason_to_skip(3, fixed)
 
 
-@pytest.mark.parametrize("facts", [{}, {"scale": 0, "good_steps": 1}, {"scale": "nan", "good_steps": 0}, 7])
+@pytest.mark.parametrize(
+    "facts", [{}, {"scale": 0, "good_steps": 1}, {"scale": "nan", "good_steps": 0}, 7]
+)
 def test_a_scale_that_is_none_is_refused(facts: Any) -> None:
     with pytest.raises(CheckpointError, match="loss scale"):
         require_facts(facts, "step-3")
@@ -192,9 +224,13 @@ def test_the_plan_says_what_is_scaled() -> None:
     assert (dynamic.loss_scale, dynamic.loss_scale_growth_steps) == (65536.0, 2000)
     assert any("65504" in reason for reason in dynamic.reasons)
     assert plan(2, precision="bf16", dp_replicate=2).loss_scale is None
-    body = Job.model_validate({"precision": {"compute": "fp16", "loss_scale": 512.0}, "parallel": {"ranks": 1}})
+    body = Job.model_validate(
+        {"precision": {"compute": "fp16", "loss_scale": 512.0}, "parallel": {"ranks": 1}}
+    )
     fixed = make_plan(body, cluster=CPU)
     assert (fixed.loss_scale, fixed.loss_scale_growth_steps) == (512.0, 0)
     assert type(fixed).from_json(fixed.to_json()) == fixed
-    half, wide = (plan(2, precision=p, dp_replicate=2).chosen.predicted_bytes for p in ("fp16", "fp32"))
+    half, wide = (
+        plan(2, precision=p, dp_replicate=2).chosen.predicted_bytes for p in ("fp16", "fp32")
+    )
     assert half["activations"] < wide["activations"]

@@ -1,4 +1,5 @@
-"""Meshes of real ranks: who stands where, what they agree on, and what is refused when they meet."""
+"""Meshes of real ranks: who stands where, what they agree on, and what is refused when they
+meet."""
 
 from __future__ import annotations
 
@@ -102,21 +103,40 @@ def distribute(rank: int) -> dict[str, Any]:
     with open_mesh(HSDP, device="cpu") as mesh:
         for name, placement in placements.items():
             source = whole[:3] if name == "few" else whole
-            tensor: DTensor = distribute_tensor(source, mesh.submesh("dp_replicate", "dp_shard"), placement)
+            tensor: DTensor = distribute_tensor(
+                source, mesh.submesh("dp_replicate", "dp_shard"), placement
+            )
             shard = shard_of(name, tensor, replica=9, num_replicas=9)
             right = all(
                 torch.equal(
-                    shard.tensor[tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))],
-                    source[tuple(slice(o, o + n) for o, n in zip(box.global_offset, box.size, strict=True))],
+                    shard.tensor[
+                        tuple(
+                            slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True)
+                        )
+                    ],
+                    source[
+                        tuple(
+                            slice(o, o + n)
+                            for o, n in zip(box.global_offset, box.size, strict=True)
+                        )
+                    ],
                 )
                 for box in shard.boxes
             )
-            found[name] = (right, shard.global_shape, shard.boxes, shard.replica, shard.num_replicas, shard.num_local)
+            found[name] = (
+                right,
+                shard.global_shape,
+                shard.boxes,
+                shard.replica,
+                shard.num_replicas,
+                shard.num_local,
+            )
     return found
 
 
 def test_boxes_hold_what_they_say_and_tile_the_tensor_once_per_replica() -> None:
-    """7 x 5 over 2 x 2 ranks: uneven rows, uneven columns, both, none; and 3 rows over 4 ranks, one of them empty."""
+    """7 x 5 over 2 x 2 ranks: uneven rows, uneven columns, both, none; and 3 rows over 4 ranks,
+    one of them empty."""
     every = run_ranks(4, distribute)
     num_replicas = {"rows": 2, "columns": 2, "both": 1, "whole": 4, "few": 1}
     for name, replicas in num_replicas.items():
@@ -132,7 +152,9 @@ def test_boxes_hold_what_they_say_and_tile_the_tensor_once_per_replica() -> None
                         cell = (replica, box.global_offset[0] + row, box.global_offset[1] + column)
                         cells[cell] = cells.get(cell, 0) + 1
         rows, columns = shape
-        assert cells == {(r, i, j): 1 for r in range(replicas) for i in range(rows) for j in range(columns)}, name
+        assert cells == {
+            (r, i, j): 1 for r in range(replicas) for i in range(rows) for j in range(columns)
+        }, name
     assert every[3]["few"][2] == ()
     assert every[1]["rows"][2] == (Box((4, 0), (0, 0), (3, 5)),)
 
@@ -146,10 +168,15 @@ def free_port() -> int:
 
 
 def meet(rank: int, port: int, address: str, world_size: int, layout: Layout) -> Any:
-    """Through the environment, as under any launcher. (`run_ranks` opened a group already: leave it.)"""
+    """Through the environment, as under any launcher.
+
+    (`run_ranks` opened a group already: leave it.)
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), WORLD_SIZE=str(world_size), RANK=str(rank))
+    os.environ.update(
+        MASTER_ADDR=address, MASTER_PORT=str(port), WORLD_SIZE=str(world_size), RANK=str(rank)
+    )
     began = time.monotonic()
     try:
         with open_mesh(layout, device="cpu", rendezvous_s=2) as mesh:
@@ -164,7 +191,8 @@ def meet(rank: int, port: int, address: str, world_size: int, layout: Layout) ->
 
 
 def listeners(port: int) -> list[str]:
-    """Local addresses that listen on `port`, as the kernel tells it (hexadecimal, little-endian)."""
+    """Local addresses that listen on `port`, as the kernel tells it (hexadecimal,
+    little-endian)."""
     found = []
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in open(file).readlines()[1:]:
@@ -242,7 +270,11 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def threads_of_meshes(rank: int) -> list[int]:
     """How many threads there are after each mesh."""
     found = []
-    for layout in (Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_shard=4, ep=2)) * 2:
+    for layout in (
+        Layout(dp_shard=2, tp=2),
+        Layout(pp=2, dp_shard=2),
+        Layout(dp_shard=4, ep=2),
+    ) * 2:
         with open_mesh(layout, device="cpu") as mesh:
             mesh.stage_group(), mesh.data_parallel_group()
             mesh.barrier()
@@ -250,9 +282,12 @@ def threads_of_meshes(rank: int) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux's own list of threads")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/task"), reason="needs Linux's own list of threads"
+)
 def test_a_mesh_that_is_opened_again_costs_no_threads() -> None:
-    """A hundred layouts in one process, as `phalanx verify` has them, came to two thousand threads in each rank."""
+    """A hundred layouts in one process, as `phalanx verify` has them, came to two thousand
+    threads in each rank."""
     for found in run_ranks(4, threads_of_meshes):
         assert found[3:] == found[2:3] * 3
 
@@ -261,9 +296,12 @@ def test_a_mesh_that_is_opened_again_costs_no_threads() -> None:
 
 
 def timeouts(rank: int, port: int) -> dict[str, float]:
-    """Seconds, of every group of the process and of its store, for layouts with all axes; opened by ourselves."""
+    """Seconds, of every group of the process and of its store, for layouts with all axes; opened
+    by ourselves."""
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="4", RANK=str(rank))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="4", RANK=str(rank)
+    )
     found: dict[str, float] = {}
     layouts = {
         "a": Layout(dp_shard=2, tp=2),
@@ -275,15 +313,24 @@ def timeouts(rank: int, port: int) -> dict[str, float]:
     with open_mesh(layouts["a"], device="cpu", timeout_s=7, rendezvous_s=60):
         found["store"] = dist.distributed_c10d._get_default_store().timeout.total_seconds()
         for name, layout in layouts.items():
-            with open_mesh(layout, device="cpu", timeout_s=8) as mesh:  # of a group that was open: whoever opens more
+            with open_mesh(
+                layout, device="cpu", timeout_s=8
+            ) as mesh:  # of a group that was open: whoever opens more
                 mesh.stage_group(), mesh.data_parallel_group()
                 if layout.pp > 1:
                     mesh.second_group("pp")
                 if layout.ep > 1:
                     mesh.submesh("dp_replicate", "expert_shard")._flatten("experts_dp")
-                found |= {f"{name} {kind}": seconds for kind, seconds in timeouts_of_groups().items()}
-        with open_mesh(layouts["c"], device="cpu", timeout_s=9) as mesh:  # these groups are there already
-            found |= {f"again {axis}": timeout_of(mesh.submesh(axis).get_group()) for axis in ("cp", "dp_shard")}
+                found |= {
+                    f"{name} {kind}": seconds for kind, seconds in timeouts_of_groups().items()
+                }
+        with open_mesh(
+            layouts["c"], device="cpu", timeout_s=9
+        ) as mesh:  # these groups are there already
+            found |= {
+                f"again {axis}": timeout_of(mesh.submesh(axis).get_group())
+                for axis in ("cp", "dp_shard")
+            }
         beside = mesh.open_beside(timeout_s=5)
         assert beside.group is not None
         found["beside"] = timeout_of(beside.group)
@@ -312,15 +359,22 @@ def test_every_group_and_the_store_have_the_timeout_of_collectives() -> None:
 
 
 def slow_to_its_first_batch(rank: int, port: int) -> str:
-    """Rank 1 comes to the first use of the store after all had met, later than the rendezvous would have allowed."""
+    """Rank 1 comes to the first use of the store after all had met, later than the rendezvous
+    would have allowed."""
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank)
+    )
     rendezvous_s = 3.0
-    with open_mesh(Layout(dp_replicate=2), device="cpu", timeout_s=60, rendezvous_s=rendezvous_s) as mesh:
+    with open_mesh(
+        Layout(dp_replicate=2), device="cpu", timeout_s=60, rendezvous_s=rendezvous_s
+    ) as mesh:
         store = dist.distributed_c10d._get_default_store()
         if rank == 1:
             time.sleep(rendezvous_s + 1)  # the slow batch itself
-            store.set("unique id", "7")  # as the first rank of a group of NCCL does when it is first used
+            store.set(
+                "unique id", "7"
+            )  # as the first rank of a group of NCCL does when it is first used
         found = store.get("unique id").decode()
         mesh.barrier()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -334,7 +388,13 @@ def test_a_rank_may_be_slower_to_its_first_batch_than_to_the_rendezvous() -> Non
 def all_arrive_before_the_device(rank: int, port: int) -> list[str]:
     """What a rank on a GPU does, in order, with those calls replaced that need one."""
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK="0")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        WORLD_SIZE="2",
+        RANK=str(rank),
+        LOCAL_RANK="0",
+    )
     did: list[str] = []
     torch.cuda.is_available = lambda: True  # type: ignore[assignment]
     torch.cuda.device_count = lambda: 2  # type: ignore[assignment]
@@ -347,14 +407,19 @@ def all_arrive_before_the_device(rank: int, port: int) -> list[str]:
     torch.cuda.set_device = set_device  # type: ignore[assignment]
     mesh_file.name_gpu = lambda device: f"GPU-{rank}"  # type: ignore[assignment]
     store = open_store(rendezvous_s=30)
-    with contextlib.suppress(RuntimeError), open_mesh(Layout(dp_replicate=2), device="cuda", store=store):
+    with (
+        contextlib.suppress(RuntimeError),
+        open_mesh(Layout(dp_replicate=2), device="cuda", store=store),
+    ):
         pass
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return did
 
 
 def test_ranks_arrive_before_they_touch_their_device() -> None:
-    assert run_ranks(2, all_arrive_before_the_device, free_port()) == [["cuda:0, all there: True"]] * 2
+    assert (
+        run_ranks(2, all_arrive_before_the_device, free_port()) == [["cuda:0, all there: True"]] * 2
+    )
 
 
 # Ends
@@ -362,7 +427,9 @@ def test_ranks_arrive_before_they_touch_their_device() -> None:
 
 def fail_inside(rank: int, port: int) -> tuple[str, bool]:
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank)
+    )
     try:
         with open_mesh(Layout(dp_replicate=2), device="cpu"):
             raise ValueError("boom")
@@ -380,14 +447,18 @@ def test_an_error_on_a_gpu_aborts_instead_of_destroying(monkeypatch: pytest.Monk
     """Destroying waits for kernels that wait for the other ranks; here it would wait for ever."""
     did: list[str] = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: did.append("destroyed"))
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: did.append("aborted"))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_abort_process_group", lambda: did.append("aborted")
+    )
     mesh_file._abandon_groups(torch.device("cuda", 0))
     assert did == ["aborted"]
 
 
 def leave_early(rank: int, port: int) -> tuple[bool, bool]:
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank)
+    )
     with open_mesh(Layout(dp_replicate=2), device="cpu") as mesh:
         mesh.barrier()
         mesh_file.leave_at_once(mesh)
@@ -427,14 +498,24 @@ def refuse_to_join(*args: Any, **more: Any) -> None:
 def join_with_gpu(rank: int, gpus: list[str], port: int) -> str:
     """What a rank of another launcher's is told that has a GPU (which there is not)."""
     dist.destroy_process_group()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "RANK": str(rank),
+    }
     mesh_file.choose_device = lambda kind, local_rank: torch.device("cuda", 0)  # type: ignore[assignment]
     mesh_file.name_gpu = lambda device: gpus[rank]  # type: ignore[assignment]
     mesh_file.join = refuse_to_join  # type: ignore[assignment]
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
-    with pytest.raises(EnvironmentProblem) as caught, open_mesh(Layout(dp_shard=2), rendezvous_s=60):
+    with (
+        pytest.raises(EnvironmentProblem) as caught,
+        open_mesh(Layout(dp_shard=2), rendezvous_s=60),
+    ):
         pass
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what run_ranks leaves
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # what run_ranks leaves
     return str(caught.value)
 
 
@@ -475,8 +556,12 @@ def test_gloo_takes_the_interface_that_leads_to_rank_0() -> None:
     assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
-def test_of_several_machines_the_one_with_rank_0_does_not_announce_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "interface_towards", lambda host: "lo" if host.startswith("127.") else "eth1")
+def test_of_several_machines_the_one_with_rank_0_does_not_announce_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        rendezvous, "interface_towards", lambda host: "lo" if host.startswith("127.") else "eth1"
+    )
     environ = {"MASTER_ADDR": "127.0.1.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     choose_interface(environ)
     assert environ["GLOO_SOCKET_IFNAME"] == "eth1"
@@ -486,7 +571,9 @@ def meet_by_alias(rank: int, port: int) -> str:
     """As on two machines: rank 0 is known by an address that is none of LOOPBACK's names."""
     dist.destroy_process_group()
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    os.environ.update(MASTER_ADDR="127.0.0.3", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.3", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank)
+    )
     os.environ.update(LOCAL_WORLD_SIZE="2")
     with open_mesh(Layout(dp_replicate=2), device="cpu", rendezvous_s=60) as mesh:
         mesh.barrier()
@@ -500,16 +587,27 @@ def test_ranks_meet_at_an_address_that_is_not_the_first_of_its_interface() -> No
 
 
 def groups_in_order(rank: int, world_size: int, layouts: list[Layout]) -> list[list[list[int]]]:
-    """The ranks of each group that this rank of `world_size` asks for, in order, of each layout. No other rank runs."""
+    """The ranks of each group that this rank of `world_size` asks for, in order, of each layout.
+
+    No other rank runs.
+    """
     found = []
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
+    )
     for layout in layouts:
         asked: list[list[int]] = []
         store = FakeStore()
         dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
         new_group = dist.distributed_c10d.new_group
 
-        def noted(ranks: Any = None, *args: Any, to: list[list[int]] = asked, new: Any = new_group, **more: Any) -> Any:
+        def noted(
+            ranks: Any = None,
+            *args: Any,
+            to: list[list[int]] = asked,
+            new: Any = new_group,
+            **more: Any,
+        ) -> Any:
             to.append(list(range(world_size)) if ranks is None else list(ranks))
             return new(ranks, *args, **more)
 
@@ -534,7 +632,9 @@ def groups_in_order(rank: int, world_size: int, layouts: list[Layout]) -> list[l
 def products(world_size: int) -> list[Layout]:
     """Every product of degrees that are powers of two, over all axes, of this many ranks."""
     found = []
-    powers = [1 << power for power in range(world_size.bit_length()) if world_size % (1 << power) == 0]
+    powers = [
+        1 << power for power in range(world_size.bit_length()) if world_size % (1 << power) == 0
+    ]
     for pp, replicate, shard, cp, tp in itertools.product(powers, repeat=5):
         if pp * replicate * shard * cp * tp == world_size:
             found.append(Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp))
@@ -550,7 +650,8 @@ def orders(rank: int, world_size: int, layouts: list[Layout], seen_from: list[in
 
 @pytest.mark.parametrize(("world_size", "most"), [(16, 1000), (32, 16), (64, 10)])
 def test_all_ranks_ask_for_the_same_groups_in_the_same_order(world_size: int, most: int) -> None:
-    """NCCL and gloo match groups by their number: one more or another order on one rank is a hang."""
+    """NCCL and gloo match groups by their number: one more or another order on one rank is a
+    hang."""
     every = products(world_size)
     chosen = random.Random(world_size).sample(every, min(most, len(every)))
     ranks = [0, world_size // 2 - 1, world_size - 1]
@@ -562,7 +663,8 @@ def test_all_ranks_ask_for_the_same_groups_in_the_same_order(world_size: int, mo
 
 
 def threads_of(rank: int) -> tuple[int, int, int]:
-    """Before, inside and after, where the rank has a GPU (which there is not) and the server one thread."""
+    """Before, inside and after, where the rank has a GPU (which there is not) and the server one
+    thread."""
     mesh_file.choose_device = lambda kind, local_rank: torch.device("cuda", local_rank)  # type: ignore[assignment]
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     os.environ |= {"OMP_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "1"}

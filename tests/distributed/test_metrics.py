@@ -1,4 +1,5 @@
-"""Metrics of the user's objective: exact on every layout, the best is chosen by one, and what is none is refused.
+"""Metrics of the user's objective: exact on every layout, the best is chosen by one, and what is
+none is refused.
 
 The reference of every mean is the formula over all held-out samples, in one process.
 """
@@ -38,14 +39,21 @@ HIGH = {"every_steps": 1, "keep_best": True, "metric": "high", "mode": "max"}
 
 
 class Errors:
-    """Squared error, and what else one may want to know of it. `high` counts only targets above 1."""
+    """Squared error, and what else one may want to know of it.
+
+    `high` counts only targets above 1.
+    """
 
     def __call__(self, outputs: torch.Tensor, batch: Batch) -> Pair:
         return (outputs - batch["targets"]).square().sum(), torch.tensor(len(outputs))
 
     def metrics(self, outputs: torch.Tensor, batch: Batch) -> Mapping[str, tuple[Any, Any]]:
         absolute, high = (outputs - batch["targets"]).abs(), batch["targets"] > 1
-        return {"absolute": (absolute.sum(), len(outputs)), "high": (absolute[high].sum(), high.sum()), "none": (0, 0)}
+        return {
+            "absolute": (absolute.sum(), len(outputs)),
+            "high": (absolute[high].sum(), high.sum()),
+            "none": (0, 0),
+        }
 
 
 class Seen(Errors):
@@ -69,11 +77,18 @@ def shares(rank: int, num_ranks: int) -> Sequence[Batch]:
     ]
 
 
-def evaluated(rank: int, num_ranks: int, objective: Errors, layout: Mapping[str, int]) -> Evaluation:
-    """Moody as it is before it is trained, on two sources of which the second counts three times."""
+def evaluated(
+    rank: int, num_ranks: int, objective: Errors, layout: Mapping[str, int]
+) -> Evaluation:
+    """Moody as it is before it is trained, on two sources of which the second counts three
+    times."""
     first, second = shares(rank, num_ranks)
     job = Job.model_validate(
-        {"data": {"seq_len": 1}, "train": {"global_batch_size": 8}, "parallel": {"ranks": num_ranks, **layout}}
+        {
+            "data": {"seq_len": 1},
+            "train": {"global_batch_size": 8},
+            "parallel": {"ranks": num_ranks, **layout},
+        }
     )
     plan = make_plan(job, cluster=CPU, num_ranks=num_ranks)
     with open_mesh(plan.layout, device="cpu") as mesh:
@@ -87,7 +102,10 @@ def evaluated(rank: int, num_ranks: int, objective: Errors, layout: Mapping[str,
 
 
 def judged(rank: int, num_ranks: int) -> dict[str, Mapping[str, float]]:
-    return {name: evaluated(rank, num_ranks, Errors(), layout).metrics for name, layout in LAYOUTS[num_ranks].items()}
+    return {
+        name: evaluated(rank, num_ranks, Errors(), layout).metrics
+        for name, layout in LAYOUTS[num_ranks].items()
+    }
 
 
 def judged_alone(rank: int) -> tuple[Mapping[str, float], list[float], list[float]]:
@@ -106,7 +124,10 @@ def test_means_are_those_of_all_samples_on_every_layout() -> None:
     assert len(errors) == ROWS[0] + 2 * ROWS[1]
     first, second = slice(0, ROWS[0]), slice(ROWS[0], None)
     formula = {
-        name: mean(errors[first], targets[first], above) / 4 + mean(errors[second], targets[second], above) * 3 / 4
+        name: (
+            mean(errors[first], targets[first], above) / 4
+            + mean(errors[second], targets[second], above) * 3 / 4
+        )
         for name, above in (("absolute", -math.inf), ("high", 1.0))
     }
     assert alone == pytest.approx(formula, rel=1e-6)  # a batch adds up in fp32
@@ -116,12 +137,15 @@ def test_means_are_those_of_all_samples_on_every_layout() -> None:
 
 
 def kept(rank: int, folder: str) -> list[Outcome]:
-    """Judged by a metric and by the loss; and stopped after the third evaluation, then continued."""
+    """Judged by a metric and by the loss; and stopped after the third evaluation, then
+    continued."""
     sources = {"": shares(0, 1)}
     run_dir, stopped = Path(folder) / "run", Path(folder) / "stopped"
 
     def stop(evaluation: int, batch: int, flags: Any) -> None:
-        flags.sigterm = flags.sigterm or evaluation == 5  # the first one shows which metrics there are
+        flags.sigterm = (
+            flags.sigterm or evaluation == 5
+        )  # the first one shows which metrics there are
 
     return [
         train(rank, 1, run_dir, HIGH, objective=Errors(), sources=sources),
@@ -138,7 +162,9 @@ def test_the_best_is_chosen_by_the_metric_also_after_a_stop(tmp_path: Path) -> N
     values = {event.step: event.metrics["high"] for event in by_metric.evals}
     for event in by_metric.evals:
         so_far = {step: value for step, value in values.items() if step <= event.step}
-        assert (event.best_step, event.best_value) == max(so_far.items(), key=lambda item: (item[1], -item[0]))
+        assert (event.best_step, event.best_value) == max(
+            so_far.items(), key=lambda item: (item[1], -item[0])
+        )
         assert (event.judged_by, event.best) == ("high", event.best_value)
     last = by_metric.evals[-1]
     assert last.best_step != by_loss.evals[-1].best_step, "else this shows nothing"
@@ -154,7 +180,14 @@ def refused(rank: int) -> list[str]:
     found = []
     for objective, metric in ((Errors(), "accuracy"), (Errors().__call__, "accuracy")):
         try:
-            train(rank, 1, None, {"metric": metric, "mode": "max"}, objective=objective, sources={"": shares(0, 1)})
+            train(
+                rank,
+                1,
+                None,
+                {"metric": metric, "mode": "max"},
+                objective=objective,
+                sources={"": shares(0, 1)},
+            )
         except LayoutError as error:
             found.append(str(error))
     return found
@@ -162,8 +195,10 @@ def refused(rank: int) -> list[str]:
 
 def test_a_metric_that_there_is_not_is_refused_with_those_there_are() -> None:
     ((named, nameless),) = run_ranks(1, refused)
-    assert named == (
-        'eval.metric: evaluations have no metric "accuracy"; set eval.metric to one of loss, absolute, high, none'
+    assert (
+        named
+        == 'eval.metric: evaluations have no metric "accuracy"; set eval.metric to one of loss,'
+        " absolute, high, none"
     )
     assert "give model.objective a metrics(outputs, batch)" in nameless
 
@@ -201,18 +236,26 @@ def measure(mesh: Mesh, given: Any) -> dict[str, tuple[float, float]] | str:
 
 def bad_and_unequal(rank: int) -> tuple[list[Any], Any]:
     with open_mesh(Layout(dp_replicate=2), device="cpu") as mesh:
-        return [measure(mesh, given) for given, _ in BAD], measure(mesh, {"a" if rank else "b": (1, 2)})
+        return [measure(mesh, given) for given, _ in BAD], measure(
+            mesh, {"a" if rank else "b": (1, 2)}
+        )
 
 
 def test_what_is_no_metric_is_refused_on_every_rank() -> None:
     for rank, (bad, unequal) in enumerate(run_ranks(2, bad_and_unequal)):
-        assert [why in said for said, (_, why) in zip(bad, BAD, strict=True)] == [True] * len(BAD), bad
+        assert [why in said for said, (_, why) in zip(bad, BAD, strict=True)] == [True] * len(
+            BAD
+        ), bad
         assert "other names on other ranks" in unequal
         assert f"on rank {1 - rank}" in unequal
 
 
 def test_sources_count_as_in_the_loss_and_what_counts_nothing_has_no_mean() -> None:
-    by_source = {"a": {"x": (1.0, 4.0), "y": (0.0, 0.0)}, "b": {"x": (3.0, 4.0)}, "c": {"x": (0.0, 0.0)}}
+    by_source = {
+        "a": {"x": (1.0, 4.0), "y": (0.0, 0.0)},
+        "b": {"x": (3.0, 4.0)},
+        "c": {"x": (0.0, 0.0)},
+    }
     assert means(by_source) == {"x": 0.5}
     assert means(by_source, {"a": 3.0, "b": 1.0, "c": 9.0}) == {"x": (3 * 0.25 + 0.75) / 4}
     assert means({"a": {"x": (math.inf, 1.0)}}) == {}
@@ -221,7 +264,9 @@ def test_sources_count_as_in_the_loss_and_what_counts_nothing_has_no_mean() -> N
 
 
 def test_the_first_of_equals_is_the_best_and_what_is_no_number_never() -> None:
-    record = EvalRecord({2: Judged(1.0, 9, 0.5), 4: Judged(0.9, 9, 0.5), 6: Judged(0.8, 9, math.nan)})
+    record = EvalRecord(
+        {2: Judged(1.0, 9, 0.5), 4: Judged(0.9, 9, 0.5), 6: Judged(0.8, 9, math.nan)}
+    )
     record.add(8, Judged(0.1, 5, 0.9))  # over other data
     assert record.best(9, "max") == (2, Judged(1.0, 9, 0.5))
     assert record.best(7, "max")[0] == 0
@@ -231,7 +276,10 @@ def test_the_first_of_equals_is_the_best_and_what_is_no_number_never() -> None:
     ("overrides", "said"),
     [
         (["eval.metric=accuracy", "eval.mode=max"], 'has the loss and nothing named "accuracy"'),
-        (["model.kind=a:b", "model.objective=a:c", "eval.metric=accuracy"], "a high or a low accuracy is better"),
+        (
+            ["model.kind=a:b", "model.objective=a:c", "eval.metric=accuracy"],
+            "a high or a low accuracy is better",
+        ),
         (["eval.mode=max"], "the best loss is the lowest"),
         (["eval.metric="], "eval.metric"),
         (["eval.mode=most"], "eval.mode"),

@@ -1,4 +1,5 @@
-"""A loss that needs other rows: plan and train warn, verify names it; a buffer that a forward moves is named, too."""
+"""A loss that needs other rows: plan and train warn, verify names it; a buffer that a forward
+moves is named, too."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ COMMON = (
 
 def judged(tmp_path: Path, *overrides: str) -> tuple[int, dict[str, Any]]:
     """(exit code, the row in float64) of two copies of the model."""
-    done = run("verify", *COMMON, *overrides, "--layouts", "ddp", "--ranks", "2", "--json", cwd=tmp_path)
+    done = run(
+        "verify", *COMMON, *overrides, "--layouts", "ddp", "--ranks", "2", "--json", cwd=tmp_path
+    )
     return done.code, json.loads(done.out.splitlines()[0])
 
 
@@ -40,13 +43,21 @@ def test_plan_train_and_verify_name_an_objective_that_mixes_rows(tmp_path: Path)
     objective = "model.objective=mixing:contrastive"
     planned = run("plan", *COMMON, objective, "--json", cwd=tmp_path)
     assert planned.code == 0, planned.err
-    (warning,) = [one for one in json.loads(planned.out)["warnings"] if one["code"] == "rows_are_mixed"]
-    trained = run("train", *COMMON, objective, "train.steps=2", "run.dir=run", "eval.tokens=0", cwd=tmp_path)
+    (warning,) = [
+        one for one in json.loads(planned.out)["warnings"] if one["code"] == "rows_are_mixed"
+    ]
+    trained = run(
+        "train", *COMMON, objective, "train.steps=2", "run.dir=run", "eval.tokens=0", cwd=tmp_path
+    )
     assert trained.code == 0, trained.err
     notes = [envelope.event for envelope in events(tmp_path / "run", Note)]
-    texts = [note.facts["text"] for note in notes if isinstance(note, Note) and note.code == "warning"]
+    texts = [
+        note.facts["text"] for note in notes if isinstance(note, Note) and note.code == "warning"
+    ]
     assert warning["text"] in texts, "train says what plan said"
-    assert trained.out.count(warning["text"][:60]) == 1, "before the ranks start, and nothing is tried in them"
+    assert trained.out.count(warning["text"][:60]) == 1, (
+        "before the ranks start, and nothing is tried in them"
+    )
     code, row = judged(tmp_path, objective)
     assert (code, row["ok"]) == (11, False)
     assert "the objective lets the rows of a batch see each other" in row["first"]["cause"]
@@ -57,7 +68,10 @@ def test_an_objective_that_gathers_by_itself_is_refused_by_name(tmp_path: Path) 
     objective = "model.objective=mixing:gathering"
     code, row = judged(tmp_path, objective)
     assert (code, row["ok"], row["crashed"]) == (3, None, "")
-    assert "a collective of torch.distributed is called in the loss: all_gather (mixing.py:" in row["refused"]
+    assert (
+        "a collective of torch.distributed is called in the loss: all_gather (mixing.py:"
+        in row["refused"]
+    )
     planned = run("plan", *COMMON, objective, cwd=tmp_path)
     assert planned.code == 0, planned.err
     assert "warn    the loss calls all_gather (mixing.py:" in planned.out

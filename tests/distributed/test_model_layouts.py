@@ -1,4 +1,5 @@
-"""Models of every style under every layout of two ranks: the parity of test_parity, which takes one decoder further."""
+"""Models of every style under every layout of two ranks: the parity of test_parity, which takes
+one decoder further."""
 
 from __future__ import annotations
 
@@ -73,7 +74,12 @@ def batches(name: str, dtype: torch.dtype = torch.float64) -> list[Tensors]:
     for _ in range(STEPS):
         labels = torch.randint(5, (BATCH,), generator=generator)
         labels[3:6] = -100
-        found.append({"inputs": torch.randn(BATCH, 2, 8, 8, generator=generator).to(dtype), "targets": labels})
+        found.append(
+            {
+                "inputs": torch.randn(BATCH, 2, 8, 8, generator=generator).to(dtype),
+                "targets": labels,
+            }
+        )
     return found
 
 
@@ -85,7 +91,9 @@ def compare(rank: int, references: dict[str, Trace]) -> dict[Any, Any]:
     errors = {}
     for layout, degrees in LAYOUTS[2].items():
         with open_mesh(plan(2, **degrees).layout, device="cpu") as mesh:
-            for name, recompute in [(name, recompute) for name in SHAPES for recompute in ("none", "full")]:
+            for name, recompute in [
+                (name, recompute) for name in SHAPES for recompute in ("none", "full")
+            ]:
                 model = parallelize(filled(name), plan(2, 3, recompute=recompute, **degrees), mesh)
                 optimizer = sgd(model)  # not of the module: zero1 updates rows of it
                 errors[layout, name, recompute] = follow(
@@ -95,7 +103,8 @@ def compare(rank: int, references: dict[str, Trace]) -> dict[Any, Any]:
 
 
 def test_every_layout_equals_one_process() -> None:
-    """Loss, gradient norm, gradients and weights, with and without recompute, against the bare loop in fp64."""
+    """Loss, gradient norm, gradients and weights, with and without recompute, against the bare
+    loop in fp64."""
     found = run_ranks(2, compare, run_ranks(1, compute_references)[0])
     for case in found[0]:
         errors = over_all_ranks([mine[case] for mine in found])
@@ -112,10 +121,14 @@ def start_and_round(rank: int, num_ranks: int) -> dict[str, Any]:
                 with torch.device("meta"):
                     module = build(name)
                 model = parallelize(module, a_plan, mesh, seed=7)
-                found[f"{name} {layout} weights"] = {key: full(p) for key, p in model.named_parameters()}
+                found[f"{name} {layout} weights"] = {
+                    key: full(p) for key, p in model.named_parameters()
+                }
                 model = parallelize(filled(name, torch.float32), a_plan, mesh)
                 rows = slice(rank * BATCH // num_ranks, (rank + 1) * BATCH // num_ranks)
-                mine = {key: tensor[rows] for key, tensor in batches(name, torch.float32)[0].items()}
+                mine = {
+                    key: tensor[rows] for key, tensor in batches(name, torch.float32)[0].items()
+                }
                 sums = model.forward_backward([mine], causal_cross_entropy(5))
                 found[f"{name} {layout} loss"] = model.finish_step(sums).loss
     return found
@@ -131,7 +144,9 @@ def test_initial_weights_do_not_depend_on_the_layout_and_bf16_runs() -> None:
             for layout in LAYOUTS[2]:
                 weights = found[f"{name} {layout} weights"]
                 assert set(weights) == set(reference)
-                assert [key for key in reference if not torch.equal(weights[key], reference[key])] == []
+                assert [
+                    key for key in reference if not torch.equal(weights[key], reference[key])
+                ] == []
                 loss = found[f"{name} {layout} loss"]
                 assert loss == pytest.approx(exact[name].losses[0], rel=2e-2)
                 assert loss != pytest.approx(exact[name].losses[0], rel=1e-7)

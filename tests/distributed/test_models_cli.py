@@ -1,4 +1,5 @@
-"""Published shapes and images through the command line: trained, or refused before anything is written."""
+"""Published shapes and images through the command line: trained, or refused before anything is
+written."""
 
 from __future__ import annotations
 
@@ -40,16 +41,29 @@ GPT2 = (
     "parallel.ranks=1",
     "run.dir=gpt2",
 )
-VIT = ("model.kind=vit", "model.image_size=8", "model.patch_size=4", "model.num_channels=1", "model.num_classes=4")
+VIT = (
+    "model.kind=vit",
+    "model.image_size=8",
+    "model.patch_size=4",
+    "model.num_channels=1",
+    "model.num_classes=4",
+)
 
 
 @pytest.mark.long
 def test_a_gpt2_and_a_vision_transformer_learn(tmp_path: Path) -> None:
-    """GPT-2's shape with small widths on packed documents; images of a user's own dataset on two ranks."""
+    """GPT-2's shape with small widths on packed documents; images of a user's own dataset on two
+    ranks."""
     write_text(tmp_path / "text")
     (tmp_path / "my_images.py").write_text(IMAGES)
     keys = [key for key in TINY if not key.startswith("data.seq_len")]
-    images = ("data.source=my_images:build", "parallel.ranks=2", "run.dir=vit", "optim.lr=0.01", "train.steps=60")
+    images = (
+        "data.source=my_images:build",
+        "parallel.ranks=2",
+        "run.dir=vit",
+        "optim.lr=0.01",
+        "train.steps=60",
+    )
     env = environment(PYTHONPATH=str(tmp_path))
     processes = [
         start("train", *TINY, *GPT2, cwd=tmp_path),
@@ -78,7 +92,9 @@ def test_every_published_shape_can_be_planned(tmp_path: Path, preset: str) -> No
     keys = ("parallel.ranks=8", "cluster.memory_gib=8000", "cluster.device=cpu")
     done = run("plan", f"model.preset={preset}", *keys, cwd=tmp_path)
     assert done.code == ExitCode.OK, done.err
-    small = run("plan", f"model.preset={preset}", "cluster.memory_gib=4", "cluster.device=cpu", cwd=tmp_path)
+    small = run(
+        "plan", f"model.preset={preset}", "cluster.memory_gib=4", "cluster.device=cpu", cwd=tmp_path
+    )
     assert small.code == ExitCode.JOB
     assert "per rank and" in small.problem
     assert list(tmp_path.iterdir()) == []

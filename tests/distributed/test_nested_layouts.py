@@ -1,4 +1,5 @@
-"""Nested samples through loader workers, ranks and microbatches: trained, and judged equal to one process."""
+"""Nested samples through loader workers, ranks and microbatches: trained, and judged equal to
+one process."""
 
 from __future__ import annotations
 
@@ -22,10 +23,26 @@ COMMON = (
 @pytest.mark.long
 def test_nested_samples_are_trained_on_and_judged(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parents[1] / "nested.py", tmp_path)
-    more = ("train.global_batch_size=8", "train.micro_batch_size=2", "parallel.ranks=2", "train.steps=3")
+    more = (
+        "train.global_batch_size=8",
+        "train.micro_batch_size=2",
+        "parallel.ranks=2",
+        "train.steps=3",
+    )
     trained = run("train", *COMMON, *more, "run.dir=run", "optim.lr=0.01", cwd=tmp_path)
     assert trained.code == 0, trained.err
     assert "rows of a batch see each other" not in trained.out
-    done = run("verify", *COMMON, "--layouts", "ddp", "--ranks", "2", "--steps", "2", "--json", cwd=tmp_path)
+    done = run(
+        "verify",
+        *COMMON,
+        "--layouts",
+        "ddp",
+        "--ranks",
+        "2",
+        "--steps",
+        "2",
+        "--json",
+        cwd=tmp_path,
+    )
     assert done.code == 0, done.out
     assert [json.loads(line)["ok"] for line in done.out.splitlines()] == [True, True]

@@ -1,4 +1,5 @@
-"""A script that uses the library and is refused: one line from one rank and its exit code; other errors as ever."""
+"""A script that uses the library and is refused: one line from one rank and its exit code; other
+errors as ever."""
 
 from __future__ import annotations
 
@@ -22,9 +23,19 @@ def run_python(*arguments: str, cwd: Path, **variables: str) -> tuple[int, list[
     """(exit code, lines of phalanx on standard error, all of standard error)."""
     command = [sys.executable, *arguments]
     done = subprocess.run(
-        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        command,
+        cwd=cwd,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
-    return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("phalanx: ")], done.stderr
+    return (
+        done.returncode,
+        [line for line in done.stderr.splitlines() if line.startswith("phalanx: ")],
+        done.stderr,
+    )
 
 
 def test_torchrun_shows_one_line_of_one_rank(tmp_path: Path) -> None:
@@ -42,21 +53,31 @@ def test_torchrun_shows_one_line_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "code", "words"),
     [
-        ("phalanx.load_job(None, ['train.stepz=3', 'optim.lrr=1'])", 3, ["train.stepz", "optim.lrr"]),
-        ("with phalanx.open_mesh(phalanx.Layout(dp_replicate=2), device='cpu'): pass", 6, ["needs 2 ranks"]),
+        (
+            "phalanx.load_job(None, ['train.stepz=3', 'optim.lrr=1'])",
+            3,
+            ["train.stepz", "optim.lrr"],
+        ),
+        (
+            "with phalanx.open_mesh(phalanx.Layout(dp_replicate=2), device='cpu'): pass",
+            6,
+            ["needs 2 ranks"],
+        ),
         pytest.param(
-            "import torch\n"
-            "plan = phalanx.make_plan(phalanx.load_job(None, ['parallel.ranks=1']))\n"
-            "with phalanx.open_mesh(plan.layout, device='cpu') as mesh:\n"
-            "    model = phalanx.parallelize(torch.nn.Linear(2, 2), plan, mesh)\n"
-            "    model.forward_backward([{'x': torch.ones(1, 2)}], lambda o, b: (o.sum(), torch.tensor(1)))",
+            "import torch\nplan = phalanx.make_plan(phalanx.load_job(None,"
+            " ['parallel.ranks=1']))\nwith phalanx.open_mesh(plan.layout, device='cpu') as mesh:\n "
+            "   model = phalanx.parallelize(torch.nn.Linear(2, 2), plan, mesh)\n   "
+            " model.forward_backward([{'x': torch.ones(1, 2)}], lambda o, b: (o.sum(),"
+            " torch.tensor(1)))",
             3,
             ["names nothing of a batch with x"],
             marks=pytest.mark.long,
         ),
     ],
 )
-def test_alone_it_is_a_line_and_the_exit_code(tmp_path: Path, script: str, code: int, words: list[str]) -> None:
+def test_alone_it_is_a_line_and_the_exit_code(
+    tmp_path: Path, script: str, code: int, words: list[str]
+) -> None:
     (tmp_path / "mine.py").write_text(f"import phalanx\n{script}\n")
     found, lines, everything = run_python("mine.py", cwd=tmp_path)
     assert found == code, everything
@@ -80,9 +101,12 @@ phalanx.load_job(None, ['a=1'])
 
 
 @pytest.mark.parametrize(
-    ("script", "words"), [(RAISED, "ValueError: mine"), (RAISED_FROM, "OSError: x"), (HOOKED, "hooked")]
+    ("script", "words"),
+    [(RAISED, "ValueError: mine"), (RAISED_FROM, "OSError: x"), (HOOKED, "hooked")],
 )
-def test_other_errors_and_other_hooks_are_left_alone(tmp_path: Path, script: str, words: str) -> None:
+def test_other_errors_and_other_hooks_are_left_alone(
+    tmp_path: Path, script: str, words: str
+) -> None:
     (tmp_path / "mine.py").write_text(f"import phalanx\n{script}\n")
     code, lines, everything = run_python("mine.py", cwd=tmp_path)
     assert (code, lines) == (1, [])
@@ -103,7 +127,9 @@ def test_one_of_the_ranks_speaks_whatever_the_clock_on_the_wall_does(
     (tmp_path / "attempt").mkdir()
     assert [uncaught._is_first_to_say("no") for _ in range(2)] == [True, False]
     (marker,) = (tmp_path / "attempt").iterdir()
-    os.utime(marker, (time.time() - 86_400,) * 2)  # the clock was set forward since: these are the same ranks
+    os.utime(
+        marker, (time.time() - 86_400,) * 2
+    )  # the clock was set forward since: these are the same ranks
     assert not uncaught._is_first_to_say("no")
     clock, said_s = marker.read_text().split()
     marker.write_text(f"{clock} {float(said_s) - 2 * uncaught.STALE_S}")

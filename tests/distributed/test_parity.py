@@ -39,16 +39,30 @@ from ranks import run_ranks
 
 STEPS = 3
 LR = 0.3
-CLIP = {True: 0.5, False: None}  # tied: active in each step, which the references show; untied: no clipping
+CLIP = {
+    True: 0.5,
+    False: None,
+}  # tied: active in each step, which the references show; untied: no clipping
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 ADAM = Optim(lr=1e-2, weight_decay=0.1, eps=1e-3)
 OBJECTIVE = causal_cross_entropy(5)
-SELDOM = ("ddp", "zero2", "zero3", "hybrid zero1")  # on four ranks: each step of theirs is one of the others'
+SELDOM = (
+    "ddp",
+    "zero2",
+    "zero3",
+    "hybrid zero1",
+)  # on four ranks: each step of theirs is one of the others'
 ACTUAL_LAYOUTS = [
-    pytest.param(n, name, marks=[pytest.mark.long] * (n == 4 and name in SELDOM)) for n in (2, 4) for name in LAYOUTS[n]
+    pytest.param(n, name, marks=[pytest.mark.long] * (n == 4 and name in SELDOM))
+    for n in (2, 4)
+    for name in LAYOUTS[n]
 ]
-CASES = list(itertools.product((torch.float64, torch.float32), (1, 3), ("none", "full"), (True, False)))
-HALF = [c for c in CASES if (sum(c[i] == CASES[0][i] for i in range(4))) % 2 == 0]  # every three settings together
+CASES = list(
+    itertools.product((torch.float64, torch.float32), (1, 3), ("none", "full"), (True, False))
+)
+HALF = [
+    c for c in CASES if (sum(c[i] == CASES[0][i] for i in range(4))) % 2 == 0
+]  # every three settings together
 
 
 def sgd(module: nn.Module | ParallelModel) -> torch.optim.Optimizer:
@@ -66,7 +80,11 @@ def adamw_by_hand(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, foreach=False)
 
 
-ODD_MODELS = {"odd": Odd, "shared across blocks": SharedAcrossBlocks, "one block twice": OneBlockTwice}
+ODD_MODELS = {
+    "odd": Odd,
+    "shared across blocks": SharedAcrossBlocks,
+    "one block twice": OneBlockTwice,
+}
 
 
 def odd_model(name: str) -> nn.Module:
@@ -84,7 +102,9 @@ def compute_references(rank: int) -> dict[Any, Trace]:
     references: dict[Any, Trace] = {}
     for dtype, tied in itertools.product(TOLERANCE, (True, False)):
         batches = global_batches(STEPS, documents=not tied)
-        references[dtype, tied] = train_alone(decoder(tied=tied, dtype=dtype), batches, sgd, CLIP[tied])
+        references[dtype, tied] = train_alone(
+            decoder(tied=tied, dtype=dtype), batches, sgd, CLIP[tied]
+        )
         references["adamw", dtype, tied] = train_alone(
             decoder(tied=tied, dtype=dtype), batches, adamw_by_hand, CLIP[tied]
         )
@@ -104,7 +124,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What a rank should hold of `whole`: FSDP2 cuts dimension 0 as torch.chunk does; DDP holds all."""
+    """What a rank should hold of `whole`: FSDP2 cuts dimension 0 as torch.chunk does; DDP holds
+    all."""
     if not isinstance(like, DTensor):
         return whole
     assert like.shape == whole.shape
@@ -114,11 +135,19 @@ def part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def follow(
-    model: ParallelModel, batches: list[Tensors], optimizer: Any, max_norm: float | None, reference: Trace, rate: str
+    model: ParallelModel,
+    batches: list[Tensors],
+    optimizer: Any,
+    max_norm: float | None,
+    reference: Trace,
+    rate: str,
 ) -> dict[str, float]:
-    """The same steps as `train_alone`, through a ParallelModel. Returns this rank's part of the error of each tensor.
+    """The same steps as `train_alone`, through a ParallelModel.
 
-    A weight's error is relative to itself (rate = "weight") or to how far it moved (rate = "update").
+    Returns this rank's part of the error of each tensor.
+
+    A weight's error is relative to itself (rate = "weight") or to how far it moved (rate =
+    "update").
     """
     errors: dict[str, float] = {}
     mesh = model.mesh
@@ -136,7 +165,9 @@ def follow(
             off = local(named[name].grad) - part(whole, named[name])
             errors[f"gradient {step} {name}"] = error(off, whole, reference.gradients[step])
         model.update(optimizer)
-    named = dict(model.module.named_parameters())  # as the model has them, which may be more than what was updated here
+    named = dict(
+        model.module.named_parameters()
+    )  # as the model has them, which may be more than what was updated here
     for name, whole in reference.after.items():
         off = local(named[name]) - part(whole, named[name])
         scale = whole - reference.before[name] if rate == "update" else whole
@@ -145,7 +176,10 @@ def follow(
 
 
 def over_all_ranks(errors: list[dict[str, float]]) -> dict[str, float]:
-    """The error of whole tensors from the ranks' parts. Replicas count each time: never too small."""
+    """The error of whole tensors from the ranks' parts.
+
+    Replicas count each time: never too small.
+    """
     return {what: math.hypot(*(mine[what] for mine in errors)) for what in errors[0]}
 
 
@@ -156,14 +190,20 @@ def compare_decoders(
     with open_mesh(plan(num_ranks, **LAYOUTS[num_ranks][layout]).layout, device="cpu") as mesh:
         for case in cases:
             dtype, num_microbatches, recompute, tied = case
-            a_plan = plan(num_ranks, num_microbatches, recompute=recompute, **LAYOUTS[num_ranks][layout])
+            a_plan = plan(
+                num_ranks, num_microbatches, recompute=recompute, **LAYOUTS[num_ranks][layout]
+            )
             model = parallelize(decoder(tied=tied, dtype=dtype), a_plan, mesh)
             batches = global_batches(STEPS, documents=not tied)
-            errors[case] = follow(model, batches, sgd(model), CLIP[tied], references[dtype, tied], "weight")
+            errors[case] = follow(
+                model, batches, sgd(model), CLIP[tied], references[dtype, tied], "weight"
+            )
     return errors
 
 
-@pytest.mark.parametrize("cases", [HALF, pytest.param(CASES, marks=pytest.mark.long)], ids=["half", "all"])
+@pytest.mark.parametrize(
+    "cases", [HALF, pytest.param(CASES, marks=pytest.mark.long)], ids=["half", "all"]
+)
 @pytest.mark.parametrize(("num_ranks", "layout"), ACTUAL_LAYOUTS)
 def test_sgd_steps_equal_one_process(
     num_ranks: int, layout: str, cases: list[Any], references: dict[Any, Trace]
@@ -172,7 +212,9 @@ def test_sgd_steps_equal_one_process(
     found = run_ranks(num_ranks, compare_decoders, num_ranks, layout, references, cases)
     for case in found[0]:
         errors = over_all_ranks([mine[case] for mine in found])
-        assert {what: size for what, size in errors.items() if not size <= TOLERANCE[case[0]]} == {}, case
+        assert {
+            what: size for what, size in errors.items() if not size <= TOLERANCE[case[0]]
+        } == {}, case
 
 
 def test_clipping_is_active_in_the_references(references: dict[Any, Trace]) -> None:
@@ -188,14 +230,22 @@ def compare_adamw(rank: int, num_ranks: int, references: dict[Any, Trace]) -> di
             for dtype, tied in ((torch.float64, True), (torch.float32, False)):
                 model = parallelize(decoder(tied=tied, dtype=dtype), a_plan, mesh)
                 optimizer = build_optimizer(model, ADAM)
-                batches, reference = global_batches(STEPS, documents=not tied), references["adamw", dtype, tied]
-                errors[layout, dtype, tied] = follow(model, batches, optimizer, CLIP[tied], reference, "update")
+                batches, reference = (
+                    global_batches(STEPS, documents=not tied),
+                    references["adamw", dtype, tied],
+                )
+                errors[layout, dtype, tied] = follow(
+                    model, batches, optimizer, CLIP[tied], reference, "update"
+                )
     return errors
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_adamw_steps_equal_one_process(num_ranks: int, references: dict[Any, Trace]) -> None:
-    """Weights relative to how far they moved, against torch's AdamW in the bare loop. In fp32, to 1e-4 of it."""
+    """Weights relative to how far they moved, against torch's AdamW in the bare loop.
+
+    In fp32, to 1e-4 of it.
+    """
     found = run_ranks(num_ranks, compare_adamw, num_ranks, references)
     for case in found[0]:
         errors = over_all_ranks([mine[case] for mine in found])
@@ -210,13 +260,16 @@ def compare_odd(rank: int, num_ranks: int, references: dict[Any, Trace]) -> dict
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             for name in ODD_MODELS:
                 model = parallelize(odd_model(name), a_plan, mesh)
-                errors[layout, name] = follow(model, odd_batches(), sgd(model), None, references[name], "weight")
+                errors[layout, name] = follow(
+                    model, odd_batches(), sgd(model), None, references[name], "weight"
+                )
     return errors
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_unusual_modules_equal_one_process(num_ranks: int, references: dict[Any, Trace]) -> None:
-    """Convolution, buffers and weights tied across modules or blocks, against the bare loop in fp64."""
+    """Convolution, buffers and weights tied across modules or blocks, against the bare loop in
+    fp64."""
     found = run_ranks(num_ranks, compare_odd, num_ranks, references)
     for case in found[0]:
         errors = over_all_ranks([mine[case] for mine in found])
@@ -239,7 +292,9 @@ def initial_weights(rank: int, num_ranks: int) -> dict[str, Tensors]:
                 with torch.device("meta"):
                     module = Decoder(shape(tied=tied))
                 model = parallelize(module, a_plan, mesh, seed=7)
-                found[f"{layout} tied={tied}"] = {name: full(p) for name, p in model.named_parameters()}
+                found[f"{layout} tied={tied}"] = {
+                    name: full(p) for name, p in model.named_parameters()
+                }
     return found
 
 
@@ -251,7 +306,9 @@ def test_initial_weights_do_not_depend_on_the_layout() -> None:
             for case, weights in found.items():
                 reference = alone[f"one tied={case.endswith('True')}"]
                 assert set(weights) == set(reference)
-                assert [name for name in reference if not torch.equal(weights[name], reference[name])] == [], case
+                assert [
+                    name for name in reference if not torch.equal(weights[name], reference[name])
+                ] == [], case
 
 
 # bf16
@@ -267,14 +324,20 @@ def train_bf16(rank: int, num_ranks: int) -> dict[str, Any]:
             for batch in global_batches(STEPS):
                 optimizer.zero_grad()
                 mine = share(batch, rank, num_ranks, 1)
-                losses.append(model.finish_step(model.forward_backward(mine, OBJECTIVE), max_norm=0.5).loss)
+                losses.append(
+                    model.finish_step(model.forward_backward(mine, OBJECTIVE), max_norm=0.5).loss
+                )
                 model.update(optimizer)
-            found[layout] = (losses, {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()})
+            found[layout] = (
+                losses,
+                {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()},
+            )
     return found
 
 
 def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(references: dict[Any, Trace]) -> None:
-    """Losses of three steps within 1 % of the fp32 bare loop in every layout, and not those of fp32 itself."""
+    """Losses of three steps within 1 % of the fp32 bare loop in every layout, and not those of
+    fp32 itself."""
     exact = references[torch.float32, True].losses
     found = run_ranks(1, train_bf16, 1)[0] | run_ranks(2, train_bf16, 2)[0]
     assert set(found) == {"one", *LAYOUTS[2]}
@@ -326,12 +389,15 @@ def hand_in_oddities(rank: int) -> dict[str, Any]:
 
 
 def test_steps_without_finite_gradients_or_targets_are_not_usable() -> None:
-    """One rank's NaN and missing targets are facts of all ranks; a rank without targets alone is none."""
+    """One rank's NaN and missing targets are facts of all ranks; a rank without targets alone is
+    none."""
     batch = share(global_batches(1)[0], 1, 2, 1)[0]
     with torch.no_grad():
         outputs = decoder(tied=True, dtype=torch.float64)(batch["inputs"])
         logits_BTV = outputs.hidden_BTD @ outputs.head_VD.T
-        loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), batch["targets"].flatten()).item()
+        loss = torch.nn.functional.cross_entropy(
+            logits_BTV.flatten(0, 1), batch["targets"].flatten()
+        ).item()
     num_targets = int((batch["targets"] != -100).sum())
     for found in run_ranks(2, hand_in_oddities):
         for layout in LAYOUTS[2]:
@@ -408,13 +474,17 @@ def count_collectives(rank: int) -> dict[str, dict[str, int]]:
 
 
 def test_gradients_are_reduced_once_per_step() -> None:
-    """Three microbatches: one all-reduce of DDP's only bucket, one reduce-scatter of each of 3 FSDP units."""
+    """Three microbatches: one all-reduce of DDP's only bucket, one reduce-scatter of each of 3
+    FSDP units."""
     for found in run_ranks(2, count_collectives):
         assert found["ddp"] == found["zero1"] == {"allreduce_": 1}
-        # Over gloo a scatter is a reduction to each rank, and a gather a broadcast from each (phalanx.mesh.exchange).
+        # Over gloo a scatter is a reduction to each rank, and a gather a broadcast from each
+        # (phalanx.mesh.exchange).
         for layout in ("zero2", "zero3"):
             assert found[layout]["reduce_"] == 2 * 3
-        assert found["zero3"]["broadcast_"] == 2 * 3 * (1 + 2 + 2)  # root, two blocks forward, two blocks backward
+        assert found["zero3"]["broadcast_"] == 2 * 3 * (
+            1 + 2 + 2
+        )  # root, two blocks forward, two blocks backward
         assert found["zero2"]["broadcast_"] == 2 * 3 * (1 + 2)
 
 
@@ -457,7 +527,9 @@ def look_after_evaluation(rank: int) -> dict[str, list[str]]:
             after = {name: shard.tensor.shape for name, shard in model.shards().items()}
             found[f"{layout} shards"] = [name for name in before if before[name] != after[name]]
             model.evaluate(batch, OBJECTIVE)
-            found[f"{layout} parameters"] = [] if ids == [id(p) for p in model.parameters()] else ["other objects"]
+            found[f"{layout} parameters"] = (
+                [] if ids == [id(p) for p in model.parameters()] else ["other objects"]
+            )
             model.evaluate(batch, OBJECTIVE)
             with torch.no_grad():
                 for shard in model.shards().values():
@@ -468,6 +540,7 @@ def look_after_evaluation(rank: int) -> dict[str, list[str]]:
 
 
 def test_parameters_and_shards_are_the_sharded_ones_after_an_evaluation() -> None:
-    """A forward without a backward leaves FSDP's weights gathered: a checkpoint or an optimizer would take those."""
+    """A forward without a backward leaves FSDP's weights gathered: a checkpoint or an optimizer
+    would take those."""
     for found in run_ranks(2, look_after_evaluation):
         assert {key: value for key, value in found.items() if value} == {}

@@ -1,4 +1,7 @@
-"""Pipelines compute what one process computes: every schedule, alone and with each other axis. Reference: bare_loop."""
+"""Pipelines compute what one process computes: every schedule, alone and with each other axis.
+
+Reference: bare_loop.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ def kind(tied: bool, dtype: str) -> str:
 
 def compute_references(rank: int) -> dict[str, Trace]:
     return {
-        kind(tied, dtype): train_in_microbatches(decoder(tied, dtype), token_batches(), micro=16, lr=LR, max_norm=0.5)
+        kind(tied, dtype): train_in_microbatches(
+            decoder(tied, dtype), token_batches(), micro=16, lr=LR, max_norm=0.5
+        )
         for tied in (True, False)
         for dtype in DTYPES
     }
@@ -56,16 +61,33 @@ def references() -> dict[str, Trace]:
     return run_ranks(1, compute_references)[0]
 
 
-def case(name: str, tied: bool, dtype: str = "fp64", *, how: dict[str, Any] | None = None, **parallel: Any) -> Case:
+def case(
+    name: str,
+    tied: bool,
+    dtype: str = "fp64",
+    *,
+    how: dict[str, Any] | None = None,
+    **parallel: Any,
+) -> Case:
     reference = kind(tied, dtype)
-    return Case(f"{name} {reference}", partial(decoder, tied, dtype), parallel, how or {}, reference=reference)
+    return Case(
+        f"{name} {reference}",
+        partial(decoder, tied, dtype),
+        parallel,
+        how or {},
+        reference=reference,
+    )
 
 
 def require_parity(num_ranks: int, cases: list[Case], references: dict[str, Trace]) -> None:
     found = run_ranks(num_ranks, in_pipelines, num_ranks, cases, references, deadline_s=900.0)
     off = {}
     for place, one in enumerate(cases):
-        off[one.name] = worst([mine[place] for mine in found], references[one.reference], TOLERANCE[one.reference[-4:]])
+        off[one.name] = worst(
+            [mine[place] for mine in found],
+            references[one.reference],
+            TOLERANCE[one.reference[-4:]],
+        )
     assert {name: errors for name, errors in off.items() if errors} == {}
 
 
@@ -74,7 +96,9 @@ def test_each_schedule_alone(num_ranks: int, references: dict[str, Trace]) -> No
     tied = num_ranks == 2
     cases = [case(name, tied, pp=num_ranks, schedule=name) for name in SCHEDULES]
     cases += [case(name, not tied, pp=num_ranks, schedule=name) for name in ("1f1b", "zb-v")]
-    cases += [case(name, tied, "fp32", pp=num_ranks, schedule=name) for name in ("gpipe", "dualpipe-v")]
+    cases += [
+        case(name, tied, "fp32", pp=num_ranks, schedule=name) for name in ("gpipe", "dualpipe-v")
+    ]
     require_parity(num_ranks, cases, references)
 
 
@@ -88,7 +112,8 @@ WITH_DATA_PARALLELISM = {
 
 @pytest.mark.long
 def test_with_data_parallelism(references: dict[str, Trace]) -> None:
-    """Each kind of it with two schedules, of whole backwards and of split ones, tied and untied in turn."""
+    """Each kind of it with two schedules, of whole backwards and of split ones, tied and untied
+    in turn."""
     cases = [
         case(f"{schedule} {name}", (place + at) % 2 == 0, pp=2, schedule=schedule, **how)
         for at, (name, how) in enumerate(WITH_DATA_PARALLELISM.items())
@@ -100,7 +125,9 @@ def test_with_data_parallelism(references: dict[str, Trace]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_with_data_parallelism_every_schedule(references: dict[str, Trace], tied: bool, dtype: str) -> None:
+def test_with_data_parallelism_every_schedule(
+    references: dict[str, Trace], tied: bool, dtype: str
+) -> None:
     cases = [
         case(f"{schedule} {name}", tied, dtype, pp=2, schedule=schedule, **how)
         for name, how in WITH_DATA_PARALLELISM.items()
@@ -153,7 +180,8 @@ def test_all_axes_with_every_schedule(references: dict[str, Trace]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("each_tied_and_not", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_uneven_cuts(references: dict[str, Trace], each_tied_and_not: bool) -> None:
-    """A first stage of the embedding alone, a last one of the head alone; both; and a crooked cut."""
+    """A first stage of the embedding alone, a last one of the head alone; both; and a crooked
+    cut."""
     cuts = {"1f1b": [(0, 1, 4, 3), (3, 4, 1, 0), (0, 5, 3, 0)], "gpipe": [(5, 1, 1, 1)]}
     cases = [
         case(f"{name} {cut}", tied, pp=4, schedule=name, stage_blocks=cut)
@@ -162,7 +190,8 @@ def test_uneven_cuts(references: dict[str, Trace], each_tied_and_not: bool) -> N
         for tied in ((True, False) if each_tied_and_not else (number % 2 == 0,))
     ]
     cases += [
-        case(f"zb-v {tied}", tied, pp=4, schedule="zb-v", stage_blocks=(0, 1, 1, 2, 2, 1, 1, 0)) for tied in (1, 0)
+        case(f"zb-v {tied}", tied, pp=4, schedule="zb-v", stage_blocks=(0, 1, 1, 2, 2, 1, 1, 0))
+        for tied in (1, 0)
     ]
     cases.append(case("zero3", True, pp=2, dp_shard=2, zero_stage=3, stage_blocks=(0, 8)))
     cases.append(case("zero3 head", False, pp=2, dp_shard=2, zero_stage=3, stage_blocks=(8, 0)))
@@ -170,7 +199,8 @@ def test_uneven_cuts(references: dict[str, Trace], each_tied_and_not: bool) -> N
     require_parity(4, cases, references)
 
 
-# Rank 0 has stages 0 and 1, rank 1 the third: no named schedule does. Whole and split backwards, weights late.
+# Rank 0 has stages 0 and 1, rank 1 the third: no named schedule does. Whole and split backwards,
+# weights late.
 OWN = (
     "0F0,0F1,1F0,1F1,0F2,0F3,1F2,1F3,1B0,0I0,1I1,0B1,1B2,0B2,0W0,1I3,0I3,1W1,1W3,0W3\n"
     "2F0,2I0,2F1,2B1,2F2,2W0,2I2,2F3,2B3,2W2\n"
@@ -194,7 +224,9 @@ def test_a_schedule_from_a_file(tmp_path: Path, references: dict[str, Trace]) ->
     cases = [case("own", tied, how=how, pp=2, schedule_file=str(file)) for tied in (True, False)]
     require_parity(2, cases, references)
     how = {"micro": 2}
-    zero3 = case("own zero3", True, how=how, pp=2, dp_shard=2, zero_stage=3, schedule_file=str(file))
+    zero3 = case(
+        "own zero3", True, how=how, pp=2, dp_shard=2, zero_stage=3, schedule_file=str(file)
+    )
     require_parity(4, [zero3], references)
 
 

@@ -1,4 +1,5 @@
-"""A stage that fails in the middle of a schedule, as a user sees it: all ranks stop, and the one that failed speaks."""
+"""A stage that fails in the middle of a schedule, as a user sees it: all ranks stop, and the one
+that failed speaks."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from commands import SLACK, TINY, Done, events, loss_curve, run, run_all, survivors, weights, write_text
+from commands import (
+    SLACK,
+    TINY,
+    Done,
+    events,
+    loss_curve,
+    run,
+    run_all,
+    survivors,
+    weights,
+    write_text,
+)
 from phalanx.observe.events import RankFailed
 
 BREAKING = """
@@ -68,7 +80,9 @@ def test_a_stage_that_raises_amid_a_schedule_stops_all_and_is_named(tmp_path: Pa
     done = run("train", *WITHOUT_MODEL, *job, "model.kind=breaking:build", cwd=tmp_path)
     assert done.code == 10, done.err
     lines = done.err.splitlines()
-    assert lines[0].startswith("deterministic failure at step 1: ValueError: in the backward of microbatch 2")
+    assert lines[0].startswith(
+        "deterministic failure at step 1: ValueError: in the backward of microbatch 2"
+    )
     assert re.match(r"rank 3 failed at step 1 in backward", lines[1]), done.err
     assert lines[2] == "Traceback (most recent call last):"
     assert "breaking.py" in done.err
@@ -83,19 +97,38 @@ LAYOUT = ("parallel.ranks=2", "parallel.pp=2", "parallel.schedule=zb-v", "model.
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Done]]:
-    """A run that nothing happens to, one whose stages are killed, and one that is continued by hand."""
+    """A run that nothing happens to, one whose stages are killed, and one that is continued by
+    hand."""
     folder = tmp_path_factory.mktemp("killed")
     write_text(folder / "text")
-    job = ("train", *TINY, *LAYOUT, "data.source=text", "train.steps=12", "checkpoint.every_steps=4")
+    job = (
+        "train",
+        *TINY,
+        *LAYOUT,
+        "data.source=text",
+        "train.steps=12",
+        "checkpoint.every_steps=4",
+    )
     job += ("checkpoint.asynchronous=false", "optim.lr=0.01")
     faults = (
-        '"kill:rank=1,step=3,phase=backward", "kill:rank=0,step=7,phase=pipeline", "kill:rank=1,step=9,phase=forward"'
+        '"kill:rank=1,step=3,phase=backward", "kill:rank=0,step=7,phase=pipeline",'
+        ' "kill:rank=1,step=9,phase=forward"'
     )
     by_hand = '"kill:rank=0,step=6,phase=backward"'
     commands = {
         "straight": [*job, "run.dir=straight"],
-        "restarted": [*job, "run.dir=restarted", f"resilience.inject=[{faults}]", "resilience.max_restarts=5"],
-        "by hand": [*job, "run.dir=hand", f"resilience.inject=[{by_hand}]", "resilience.max_restarts=0"],
+        "restarted": [
+            *job,
+            "run.dir=restarted",
+            f"resilience.inject=[{faults}]",
+            "resilience.max_restarts=5",
+        ],
+        "by hand": [
+            *job,
+            "run.dir=hand",
+            f"resilience.inject=[{by_hand}]",
+            "resilience.max_restarts=0",
+        ],
     }
     found = dict(zip(commands, run_all(list(commands.values()), folder), strict=True))
     found["resumed"] = run("train", "--resume", "hand", cwd=folder)
@@ -103,8 +136,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Do
 
 
 @pytest.mark.long
-def test_a_killed_stage_starts_again_where_the_run_was(killed: tuple[Path, dict[str, Done]]) -> None:
-    """Losses of every step and weights of the last one equal those of the run that nothing happened to, bit for bit."""
+def test_a_killed_stage_starts_again_where_the_run_was(
+    killed: tuple[Path, dict[str, Done]],
+) -> None:
+    """Losses of every step and weights of the last one equal those of the run that nothing
+    happened to, bit for bit."""
     folder, done = killed
     assert (done["straight"].code, done["restarted"].code) == (0, 0), done["restarted"].err
     failures = events(folder / "restarted", RankFailed)
@@ -120,7 +156,9 @@ def test_a_killed_stage_starts_again_where_the_run_was(killed: tuple[Path, dict[
 
 
 @pytest.mark.long
-def test_a_pipeline_that_was_killed_is_continued_by_hand(killed: tuple[Path, dict[str, Done]]) -> None:
+def test_a_pipeline_that_was_killed_is_continued_by_hand(
+    killed: tuple[Path, dict[str, Done]],
+) -> None:
     folder, done = killed
     assert done["by hand"].code == 10, done["by hand"].err
     assert "was killed by SIGKILL at step 6 in backward" in done["by hand"].err

@@ -1,4 +1,5 @@
-"""Pipelines of other people's modules, in every precision and with every recomputation; and what cannot be cut."""
+"""Pipelines of other people's modules, in every precision and with every recomputation; and what
+cannot be cut."""
 
 from __future__ import annotations
 
@@ -99,11 +100,19 @@ def zoo_traces() -> dict[str, Trace]:
 
 
 def zoo_case(name: str, **parallel: Any) -> Case:
-    options = {"objective": token_cross_entropy, "batches": plain_batches, "holds": HOLDS.get(name, {})}
-    return Case(f"{name} {parallel}", partial(filled, CAN_BE_CUT[name]), parallel, reference=name, **options)
+    options = {
+        "objective": token_cross_entropy,
+        "batches": plain_batches,
+        "holds": HOLDS.get(name, {}),
+    }
+    return Case(
+        f"{name} {parallel}", partial(filled, CAN_BE_CUT[name]), parallel, reference=name, **options
+    )
 
 
-def require_parity(num_ranks: int, cases: list[Case], traces: dict[str, Trace], tolerance: float = 1e-10) -> None:
+def require_parity(
+    num_ranks: int, cases: list[Case], traces: dict[str, Trace], tolerance: float = 1e-10
+) -> None:
     found = run_ranks(num_ranks, in_pipelines, num_ranks, cases, traces, deadline_s=900.0)
     off = {
         one.name: worst([mine[place] for mine in found], traces[one.reference], tolerance)
@@ -114,7 +123,11 @@ def require_parity(num_ranks: int, cases: list[Case], traces: dict[str, Trace], 
 
 @pytest.mark.long
 def test_modules_of_others(zoo_traces: dict[str, Trace]) -> None:
-    cases = [zoo_case(name, pp=2, schedule=schedule) for name in CAN_BE_CUT for schedule in ("1f1b", "zb-v")]
+    cases = [
+        zoo_case(name, pp=2, schedule=schedule)
+        for name in CAN_BE_CUT
+        for schedule in ("1f1b", "zb-v")
+    ]
     require_parity(2, cases, zoo_traces)
 
 
@@ -128,7 +141,8 @@ FSDP_REFUSES = [
     ("in place", "zero2"),
     ("in place", "zero3"),
 ]  # FSDP2 hooks what blocks are given: torch forbids it then
-# Statistics of a microbatch: of all ranks under the plan's default, which the reference of MICRO rows does not have.
+# Statistics of a microbatch: of all ranks under the plan's default, which the reference of MICRO
+# rows does not have.
 PER_SAMPLE = [name for name in CAN_BE_CUT if name != "BatchNorm inside"]
 
 
@@ -137,7 +151,9 @@ def test_modules_of_others_with_data_parallelism(zoo_traces: dict[str, Trace]) -
     """Each module with one kind of data parallelism, and each kind with several modules."""
     kinds = list(DATA_PARALLEL.values())
     cases = [
-        zoo_case(name, pp=2, schedule=("interleaved-zero-bubble", "1f1b")[place % 2], **kinds[place % 4])
+        zoo_case(
+            name, pp=2, schedule=("interleaved-zero-bubble", "1f1b")[place % 2], **kinds[place % 4]
+        )
         for place, name in enumerate(PER_SAMPLE)
     ]
     require_parity(4, cases, zoo_traces)
@@ -163,10 +179,19 @@ CANNOT: dict[str, tuple[Make, str]] = {
     "tuples": (zoo.Tuples, "block 0 returns tuple"),
     "skip": (zoo.Skip, "output depends on what comes before"),
     "chooses": (partial(zoo.Chooses, "number"), "before the blocks the model decides something"),
-    "chooses by token": (partial(zoo.Chooses, "token"), "before the blocks the model decides something"),
+    "chooses by token": (
+        partial(zoo.Chooses, "token"),
+        "before the blocks the model decides something",
+    ),
     "skip of a tied embedding": (zoo.TiedSkip, "output depends on what comes before"),
-    "value embeddings": (zoo.ValueEmbeddings, "an argument of block . depends on what comes before"),
-    "tied value embeddings": (zoo.TiedValueEmbeddings, "an argument of block . depends on what comes before"),
+    "value embeddings": (
+        zoo.ValueEmbeddings,
+        "an argument of block . depends on what comes before",
+    ),
+    "tied value embeddings": (
+        zoo.TiedValueEmbeddings,
+        "an argument of block . depends on what comes before",
+    ),
     "through the back": (zoo.ThroughTheBack, "depends on what comes before"),
     "U-net": (zoo.UNet, "an argument of block 5 depends on what comes before"),
     "norms outside": (zoo.OuterNorms, "make it a part of the blocks"),
@@ -188,7 +213,9 @@ def refusals(rank: int, num_ranks: int) -> dict[str, str]:
             for name, (make, _) in CANNOT.items():
                 try:
                     model = parallelize(filled(make), a_plan, mesh)
-                    model.forward_backward(own_microbatches(plain_batches()[0], a_plan, 0), token_cross_entropy)
+                    model.forward_backward(
+                        own_microbatches(plain_batches()[0], a_plan, 0), token_cross_entropy
+                    )
                     found[f"{name} {schedule}"] = "it ran"
                 except LayoutError as error:
                     found[f"{name} {schedule}"] = str(error)
@@ -222,7 +249,9 @@ def refused_by_the_cut(rank: int) -> dict[str, str]:
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             try:
                 model = parallelize(filled(make), a_plan, mesh)
-                model.forward_backward(own_microbatches(plain_batches()[0], a_plan, 0), token_cross_entropy)
+                model.forward_backward(
+                    own_microbatches(plain_batches()[0], a_plan, 0), token_cross_entropy
+                )
                 found[name] = "it ran"
             except LayoutError as error:
                 found[name] = str(error)
@@ -254,9 +283,9 @@ def test_a_model_that_recomputes_its_blocks_itself_is_refused() -> None:
 # Models of every style, and what is done to them
 
 
-STYLES = {name: replace(found, num_layers=LAYERS) for name, found in SHAPES.items() if name != "vit"} | {
-    "vit": replace(SHAPES["vit"], num_layers=LAYERS)
-}
+STYLES = {
+    name: replace(found, num_layers=LAYERS) for name, found in SHAPES.items() if name != "vit"
+} | {"vit": replace(SHAPES["vit"], num_layers=LAYERS)}
 
 
 def styled(name: str) -> nn.Module:
@@ -278,7 +307,9 @@ def style_batches(name: str) -> list[Tensors]:
 
 def style_references(rank: int) -> dict[str, Trace]:
     return {
-        name: train_in_microbatches(styled(name), style_batches(name), micro=MICRO, lr=LR, max_norm=0.5)
+        name: train_in_microbatches(
+            styled(name), style_batches(name), micro=MICRO, lr=LR, max_norm=0.5
+        )
         for name in STYLES
     }
 
@@ -295,7 +326,14 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 def style_case(name: str, recompute: str = "none", **parallel: Any) -> Case:
     how = {"train": RECOMPUTED[recompute]}
     batches = partial(style_batches, name)
-    return Case(f"{name} {recompute} {parallel}", partial(styled, name), parallel, how, reference=name, batches=batches)
+    return Case(
+        f"{name} {recompute} {parallel}",
+        partial(styled, name),
+        parallel,
+        how,
+        reference=name,
+        batches=batches,
+    )
 
 
 @pytest.mark.long
@@ -303,17 +341,24 @@ def style_case(name: str, recompute: str = "none", **parallel: Any) -> Case:
 def test_models_of_every_style_and_every_recomputation(each_with_each: bool) -> None:
     """Learned positions, windows, documents, images; GQA is in all of test_pipeline."""
     traces = run_ranks(1, style_references)[0]
-    hows = list(zip(RECOMPUTED, ("gpipe", "1f1b", "zb-v", "interleaved", "dualpipe-v"), strict=True))
+    hows = list(
+        zip(RECOMPUTED, ("gpipe", "1f1b", "zb-v", "interleaved", "dualpipe-v"), strict=True)
+    )
     cases = [
         style_case(name, recompute, pp=2, schedule=schedule)
         for number, name in enumerate(STYLES)
-        for recompute, schedule in (hows if each_with_each else (hows[number % 5], hows[(number + 2) % 5]))
+        for recompute, schedule in (
+            hows if each_with_each else (hows[number % 5], hows[(number + 2) % 5])
+        )
     ]
     assert {case.how["train"].get("recompute", "none") for case in cases} == set(RECOMPUTED)
     require_parity(2, cases, traces)
     sharded = {"dp_shard": 2, "zero_stage": 3, "pp": 2}
     cases = [style_case(name, "full", schedule="zb-v", **sharded) for name in STYLES]
-    cases += [style_case("gpt2", mode, schedule="interleaved-zero-bubble", **sharded) for mode in ("selective", "sqrt")]
+    cases += [
+        style_case("gpt2", mode, schedule="interleaved-zero-bubble", **sharded)
+        for mode in ("selective", "sqrt")
+    ]
     cases.append(style_case("gemma3 with untied head", "full", pp=2, tp=2, schedule="zb-v"))
     require_parity(4, cases, traces)
 
@@ -322,7 +367,8 @@ def test_models_of_every_style_and_every_recomputation(each_with_each: bool) -> 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks() -> None:
-    """Also under a schedule that splits backwards, which compiled code does not do: a B in two halves is whole in I."""
+    """Also under a schedule that splits backwards, which compiled code does not do: a B in two
+    halves is whole in I."""
     traces = run_ranks(1, style_references)[0]
     cases = [
         replace(one, how={"train": {**RECOMPUTED[mode], "compile": True}})
@@ -351,13 +397,22 @@ def test_dropout_drops_what_one_process_drops() -> None:
     traces = run_ranks(1, dropped_reference)[0]
 
     def one(recompute: str, **parallel: Any) -> Case:
-        how, options = {"train": RECOMPUTED[recompute]}, {"objective": token_cross_entropy, "batches": plain_batches}
+        how, options = (
+            {"train": RECOMPUTED[recompute]},
+            {"objective": token_cross_entropy, "batches": plain_batches},
+        )
         module = partial(filled, zoo.Dropped)
-        return Case(f"{recompute} {parallel}", module, parallel, how, reference="dropped", **options)
+        return Case(
+            f"{recompute} {parallel}", module, parallel, how, reference="dropped", **options
+        )
 
-    cases = [one(r, pp=2, schedule=s) for r in ("none", "full") for s in ("1f1b", "zb-v", "interleaved")]
+    cases = [
+        one(r, pp=2, schedule=s) for r in ("none", "full") for s in ("1f1b", "zb-v", "interleaved")
+    ]
     require_parity(2, [*cases, one("sqrt", pp=2)], traces)
-    require_parity(4, [one("full", pp=2, dp_shard=2, zero_stage=3), one("none", pp=2, dp_replicate=2)], traces)
+    require_parity(
+        4, [one("full", pp=2, dp_shard=2, zero_stage=3), one("none", pp=2, dp_replicate=2)], traces
+    )
 
 
 def local_dropout(rank: int) -> list[float]:
@@ -381,7 +436,11 @@ def test_local_dropout_is_torchs_own() -> None:
 
 
 def wide_reference(rank: int) -> dict[str, Trace]:
-    return {"wide": train_in_microbatches(small_decoder(torch.float32), token_batches(), micro=16, lr=LR, max_norm=0.5)}
+    return {
+        "wide": train_in_microbatches(
+            small_decoder(torch.float32), token_batches(), micro=16, lr=LR, max_norm=0.5
+        )
+    }
 
 
 def small_decoder(dtype: torch.dtype) -> nn.Module:
@@ -390,7 +449,13 @@ def small_decoder(dtype: torch.dtype) -> nn.Module:
 
 def low_case(precision: str, **parallel: Any) -> Case:
     how = {"precision": precision}
-    return Case(f"{precision} {parallel}", partial(small_decoder, torch.float32), parallel, how, reference="wide")
+    return Case(
+        f"{precision} {parallel}",
+        partial(small_decoder, torch.float32),
+        parallel,
+        how,
+        reference="wide",
+    )
 
 
 BESIDE = {"alone": {}, "ddp": {"dp_replicate": 2}, "zero3": {"dp_shard": 2, "zero_stage": 3}}
@@ -405,13 +470,19 @@ BESIDE = {"alone": {}, "ddp": {"dp_replicate": 2}, "zero3": {"dp_shard": 2, "zer
         pytest.param("fp16", ("alone", "zero3"), marks=pytest.mark.long),
     ],
 )
-def test_low_precision_is_as_good_as_without_a_pipeline(precision: str, kinds: tuple[str, ...]) -> None:
+def test_low_precision_is_as_good_as_without_a_pipeline(
+    precision: str, kinds: tuple[str, ...]
+) -> None:
     """Reference: fp32, and how far off the same data parallelism is from it on as many samples."""
     traces = run_ranks(1, wide_reference)[0]
     for name in kinds:
         how: dict[str, Any] = BESIDE[name]
-        plain = run_ranks(2 if how else 1, in_pipelines, 2 if how else 1, [low_case(precision, **how)], traces)
-        cases = [low_case(precision, pp=2, schedule=schedule, **how) for schedule in ("1f1b", "zb-v")]
+        plain = run_ranks(
+            2 if how else 1, in_pipelines, 2 if how else 1, [low_case(precision, **how)], traces
+        )
+        cases = [
+            low_case(precision, pp=2, schedule=schedule, **how) for schedule in ("1f1b", "zb-v")
+        ]
         num_ranks = 4 if how else 2
         for mine in zip(*run_ranks(num_ranks, in_pipelines, num_ranks, cases, traces), strict=True):
             for what in traces["wide"].after:
@@ -425,7 +496,8 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24}
 
 
 def casts_that_autograd_keeps(rank: int, schedule: str, changes: dict[str, Any]) -> tuple[int, int]:
-    """(bytes of the casts of weights that all microbatches of a step saved, number of this rank's weights)."""
+    """(bytes of the casts of weights that all microbatches of a step saved, number of this
+    rank's weights)."""
     a_plan = pipeline_plan(2, pp=2, schedule=schedule, precision="bf16")
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -435,26 +507,37 @@ def casts_that_autograd_keeps(rank: int, schedule: str, changes: dict[str, Any])
         return tensor
 
     with open_mesh(a_plan.layout, device="cpu") as mesh:
-        module = filled(lambda: Decoder(replace(small_shape(num_layers=LAYERS), **changes)), torch.float32)
+        module = filled(
+            lambda: Decoder(replace(small_shape(num_layers=LAYERS), **changes)), torch.float32
+        )
         model = parallelize(module, a_plan, mesh)
         (batch,) = token_batches(steps=1)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model.forward_backward(own_microbatches(batch, a_plan, 0), OBJECTIVE)
-        return sum(storage.nbytes() for storage in kept.values()), sum(p.numel() for p in model.module.parameters())
+        return sum(storage.nbytes() for storage in kept.values()), sum(
+            p.numel() for p in model.module.parameters()
+        )
 
 
 @pytest.mark.parametrize(
-    ("schedule", "changes"), [("gpipe", {}), ("1f1b", EXPERTS), ("interleaved", {}), ("zb-v", EXPERTS)]
+    ("schedule", "changes"),
+    [("gpipe", {}), ("1f1b", EXPERTS), ("interleaved", {}), ("zb-v", EXPERTS)],
 )
-def test_microbatches_in_flight_share_one_copy_of_cast_weights(schedule: str, changes: dict[str, Any]) -> None:
-    """As the plan counts: two bytes for each weight that a rank holds, however many microbatches wait."""
+def test_microbatches_in_flight_share_one_copy_of_cast_weights(
+    schedule: str, changes: dict[str, Any]
+) -> None:
+    """As the plan counts: two bytes for each weight that a rank holds, however many microbatches
+    wait."""
     for num_bytes, num_params in run_ranks(2, casts_that_autograd_keeps, schedule, changes):
         assert num_bytes <= 2.1 * num_params  # norms cast their few weights themselves
-        assert num_bytes > num_params or schedule == "zb-v", "nothing was cast, and so nothing was tested"
+        assert num_bytes > num_params or schedule == "zb-v", (
+            "nothing was cast, and so nothing was tested"
+        )
 
 
 def mixed_uses(rank: int) -> dict[str, torch.Tensor]:
-    """Gradients where a weight is used with and without gradients, by torch and by layers whose gradient can wait."""
+    """Gradients where a weight is used with and without gradients, by torch and by layers whose
+    gradient can wait."""
     torch.manual_seed(0)
     found = {}
     for shares in (False, True):
@@ -466,7 +549,9 @@ def mixed_uses(rank: int) -> dict[str, torch.Tensor]:
                 with torch.autocast("cpu", torch.bfloat16):
                     with torch.no_grad(), unshared_casts():
                         lin(x)
-                    y = split_linear(x, lin.weight, lin.bias) + torch.nn.functional.linear(x, lin.weight)
+                    y = split_linear(x, lin.weight, lin.bias) + torch.nn.functional.linear(
+                        x, lin.weight
+                    )
                 y.float().sum().backward()
         assert lin.weight.grad is not None
         found[str(shares)] = lin.weight.grad
@@ -481,7 +566,10 @@ def test_shared_casts_lose_no_gradient() -> None:
 
 def overflow(rank: int) -> list[Any]:
     found = []
-    for schedule, how in (("1f1b", {"dp_replicate": 2}), ("zb-v", {"dp_shard": 2, "zero_stage": 3})):
+    for schedule, how in (
+        ("1f1b", {"dp_replicate": 2}),
+        ("zb-v", {"dp_shard": 2, "zero_stage": 3}),
+    ):
         a_plan = pipeline_plan(4, pp=2, schedule=schedule, precision="fp16", **how)
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             model = parallelize(small_decoder(torch.float32), a_plan, mesh)
@@ -491,10 +579,15 @@ def overflow(rank: int) -> list[Any]:
                 optimizer.zero_grad()
                 before = {name: shard.tensor.clone() for name, shard in model.shards().items()}
                 mine = own_microbatches(batch, a_plan, mesh.data_parallel_rank)
-                facts = model.finish_step(model.forward_backward(mine, _times(1e30 if is_large else 1.0)), max_norm=1.0)
+                facts = model.finish_step(
+                    model.forward_backward(mine, _times(1e30 if is_large else 1.0)), max_norm=1.0
+                )
                 if facts.usable:
                     model.update(optimizer)
-                kept = all(torch.equal(shard.tensor, before[name]) for name, shard in model.shards().items())
+                kept = all(
+                    torch.equal(shard.tensor, before[name])
+                    for name, shard in model.shards().items()
+                )
                 found.append((facts.reason_to_skip, facts.loss_scale, kept))
     return found
 
@@ -524,7 +617,11 @@ def frozen_stage(rank: int) -> list[float]:
         losses = []
         for _ in range(3):
             mine = own_microbatches(plain_batches()[0], a_plan, 0)
-            losses.append(model.finish_step(model.forward_backward(mine, token_cross_entropy), max_norm=1.0).loss)
+            losses.append(
+                model.finish_step(
+                    model.forward_backward(mine, token_cross_entropy), max_norm=1.0
+                ).loss
+            )
             model.update(optimizer)
             optimizer.zero_grad()
     return losses
@@ -540,7 +637,8 @@ Step = list[Tensors]
 
 
 def changing_steps() -> list[Step]:
-    """Microbatches of other lengths in one step and in the next, and of another number than was planned."""
+    """Microbatches of other lengths in one step and in the next, and of another number than was
+    planned."""
     lengths = [(8, 5, 8, 3), (6,) * 8, (8,) * 8, (4, 8, 1, 8)]
     generator, steps = torch.Generator().manual_seed(3), []
     for row in lengths:
@@ -565,7 +663,8 @@ def evaluated() -> list[Step]:
 
 
 def one_process_walks(rank: int) -> tuple[list[float], list[float], list[float], Tensors]:
-    """Losses of steps, losses of evaluations after each, logits of a call after each; weights at the end."""
+    """Losses of steps, losses of evaluations after each, logits of a call after each; weights at
+    the end."""
     module, losses, evaluations, sums = filled(zoo.Lm), [], [], []
     for step in changing_steps():
         num_targets = sum(batch["targets"].numel() for batch in step)
@@ -579,7 +678,9 @@ def one_process_walks(rank: int) -> tuple[list[float], list[float], list[float],
             for some in evaluated():
                 targets = sum(batch["targets"].numel() for batch in some)
                 evaluations.append(sum(_loss_of(module, batch).item() for batch in some) / targets)
-            sums += [module(step[0]["inputs"][:, :length])[:, -1].sum().item() for length in (1, 2, 3)]
+            sums += [
+                module(step[0]["inputs"][:, :length])[:, -1].sum().item() for length in (1, 2, 3)
+            ]
     return losses, evaluations, sums, {name: p.detach() for name, p in module.named_parameters()}
 
 
@@ -599,7 +700,8 @@ WALKS: dict[int, list[dict[str, Any]]] = {
 
 
 def walk(rank: int, num_ranks: int) -> list[Any]:
-    """Every pipeline of data parallelism has the same microbatches: their means are those of one."""
+    """Every pipeline of data parallelism has the same microbatches: their means are those of
+    one."""
     found = []
     for parallel in WALKS[num_ranks]:
         a_plan = pipeline_plan(num_ranks, **parallel)
@@ -609,11 +711,15 @@ def walk(rank: int, num_ranks: int) -> list[Any]:
             losses, evaluations, sums = [], [], []
             for step in changing_steps():
                 optimizer.zero_grad()
-                losses.append(model.finish_step(model.forward_backward(step, token_cross_entropy)).loss)
+                losses.append(
+                    model.finish_step(model.forward_backward(step, token_cross_entropy)).loss
+                )
                 model.update(optimizer)
                 model.train(False)
                 for some in evaluated():
-                    evaluations.append(model.reduce_sums(model.evaluate(some, token_cross_entropy))[0])
+                    evaluations.append(
+                        model.reduce_sums(model.evaluate(some, token_cross_entropy))[0]
+                    )
                 for length in (1, 2, 3):
                     batch = {"inputs": step[0]["inputs"][:, :length]}
                     sums.append(model.call_then(batch, lambda logits: logits[:, -1].sum()).item())
@@ -626,11 +732,17 @@ def walk(rank: int, num_ranks: int) -> list[Any]:
 def _all_of(model: ParallelModel, name: str) -> torch.Tensor:
     """Put together from all ranks' boxes."""
     shard = model.shards().get(name)
-    mine = [] if shard is None else [(box, _part(shard.tensor, box.local_offset, box.size)) for box in shard.boxes]
+    mine = (
+        []
+        if shard is None
+        else [(box, _part(shard.tensor, box.local_offset, box.size)) for box in shard.boxes]
+    )
     shape = None if shard is None else shard.global_shape
     every: list[Any] = [None] * model.mesh.world_size
     torch.distributed.all_gather_object(every, (shape, mine))
-    whole = torch.full(next(shape for shape, _ in every if shape is not None), torch.nan, dtype=torch.float64)
+    whole = torch.full(
+        next(shape for shape, _ in every if shape is not None), torch.nan, dtype=torch.float64
+    )
     for _, boxes in every:
         for box, part in boxes:
             _part(whole, box.global_offset, box.size).copy_(part)
@@ -650,7 +762,9 @@ def test_steps_of_other_lengths_evaluations_and_calls_between_them(num_ranks: in
             assert found[0] == pytest.approx(losses, rel=1e-10), parallel
             assert found[1] == pytest.approx(evaluations, rel=1e-10), parallel
             assert found[2] == pytest.approx(sums, rel=1e-9), parallel
-            off = {name: float((found[3][name] - w).norm() / w.norm()) for name, w in weights.items()}
+            off = {
+                name: float((found[3][name] - w).norm() / w.norm()) for name, w in weights.items()
+            }
             assert {name: error for name, error in off.items() if not error < 1e-10} == {}, parallel
 
 

@@ -1,4 +1,5 @@
-"""What a pipeline sets up before CUDA and NCCL are used, as far as a machine without a GPU can see it."""
+"""What a pipeline sets up before CUDA and NCCL are used, as far as a machine without a GPU can
+see it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_variables_of_cuda_are_set_before_it_is_asked_for_anything() -> None:
 
 
 def look_at_groups(rank: int) -> list[Any]:
-    """What groups are made with where ranks join on a GPU: gloo makes them, as there is no NCCL here."""
+    """What groups are made with where ranks join on a GPU: gloo makes them, as there is no NCCL
+    here."""
     dist.destroy_process_group()
     found: list[Any] = []
     init = dist.init_process_group
@@ -56,8 +58,12 @@ def look_at_groups(rank: int) -> list[Any]:
 
 
 def test_ranks_join_without_a_device_id() -> None:
-    """NCCL then opens communicators of two ranks when they first talk, each with a stream of its own. With a device_id
-    all messages of a pipeline share one, and its ranks wait for each other for ever."""
+    """NCCL then opens communicators of two ranks when they first talk, each with a stream of its
+    own.
+
+    With a device_id all messages of a pipeline share one, and its ranks wait for each other for
+    ever.
+    """
     for (backend, device_id), bound in run_ranks(2, look_at_groups):
         assert "nccl" in backend
         assert device_id is None

@@ -1,5 +1,8 @@
-"""Pipelines on a device whose queue is strict: a receive keeps back whatever the rank does later until its message is
-there, and a send until somebody takes it. So NCCL can behave; here gloo does, by sends and receives that block."""
+"""Pipelines on a device whose queue is strict: a receive keeps back whatever the rank does later
+until its message is there, and a send until somebody takes it.
+
+So NCCL can behave; here gloo does, by sends and receives that block.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ def compute_reference(rank: int) -> Trace:
     return train_in_microbatches(decoder(), token_batches(), micro=16, lr=LR, max_norm=0.5)
 
 
-def train_in_one_queue(rank: int, num_ranks: int, cases: list[Case], references: dict[str, Trace]) -> Any:
+def train_in_one_queue(
+    rank: int, num_ranks: int, cases: list[Case], references: dict[str, Trace]
+) -> Any:
     pp.Peers = PeersInOneQueue  # type: ignore[misc]
     return in_pipelines(rank, num_ranks, cases, references)
 
@@ -56,7 +61,15 @@ def train_in_one_queue(rank: int, num_ranks: int, cases: list[Case], references:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_schedule_ends_with_equal_weights_where_receives_block(num_ranks: int) -> None:
     reference = run_ranks(1, compute_reference)[0]
-    cases = [Case(name, decoder, {"pp": num_ranks, "schedule": name}, reference="bare loop") for name in SCHEDULES]
-    found = run_ranks(num_ranks, train_in_one_queue, num_ranks, cases, {"bare loop": reference}, deadline_s=300.0)
-    off = {case.name: worst([mine[at] for mine in found], reference, 1e-10) for at, case in enumerate(cases)}
+    cases = [
+        Case(name, decoder, {"pp": num_ranks, "schedule": name}, reference="bare loop")
+        for name in SCHEDULES
+    ]
+    found = run_ranks(
+        num_ranks, train_in_one_queue, num_ranks, cases, {"bare loop": reference}, deadline_s=300.0
+    )
+    off = {
+        case.name: worst([mine[at] for mine in found], reference, 1e-10)
+        for at, case in enumerate(cases)
+    }
     assert {name: errors for name, errors in off.items() if errors} == {}

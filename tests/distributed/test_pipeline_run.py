@@ -1,6 +1,8 @@
-"""A whole run through a pipeline: steps, evaluations, saves, resuming, a sample of text, and what it tells of itself.
+"""A whole run through a pipeline: steps, evaluations, saves, resuming, a sample of text, and what
+it tells of itself.
 
-The reference is the same run in one process, in fp64; of what comes after a resumption the run that went on.
+The reference is the same run in one process, in fp64; of what comes after a resumption the run that
+went on.
 """
 
 from __future__ import annotations
@@ -63,14 +65,22 @@ class Steps:
     num_microbatches: int
 
     def step_microbatches(self, step: int) -> Sequence[Batch]:
-        return share(global_batches(STEPS)[step - 1], self.rank, self.num_ranks, self.num_microbatches)
+        return share(
+            global_batches(STEPS)[step - 1], self.rank, self.num_ranks, self.num_microbatches
+        )
 
 
 def job_of(name: str) -> Job:
     num_ranks, layout = LAYOUTS[name]
     return Job.model_validate(
         {
-            "model": {"dim": 32, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 40},
+            "model": {
+                "dim": 32,
+                "num_layers": LAYERS,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "ffn_dim": 40,
+            },
             "data": {"seq_len": SEQ_LEN},
             "train": {"global_batch_size": BATCH, "micro_batch_size": 3, "steps": STEPS},
             "eval": {"every_steps": 3},
@@ -81,7 +91,10 @@ def job_of(name: str) -> Job:
 
 
 def trained(rank: int, name: str, folder: str, restore_from: str | None = None) -> list[int]:
-    """Train to the end, from the third step on if there is one to `restore_from`. Returns a sample."""
+    """Train to the end, from the third step on if there is one to `restore_from`.
+
+    Returns a sample.
+    """
     job = job_of(name)
     plan = make_plan(job, cluster=CPU, vocab_size=VOCAB)
     bus = Bus(rank=rank, run_dir=Path(folder))
@@ -119,7 +132,9 @@ class Ran:
 
 
 def run(name: str, folder: Path, restore_from: Path | None = None) -> Ran:
-    samples = run_ranks(LAYOUTS[name][0], trained, name, str(folder), restore_from and str(restore_from))
+    samples = run_ranks(
+        LAYOUTS[name][0], trained, name, str(folder), restore_from and str(restore_from)
+    )
     assert all(sample == samples[0] for sample in samples), "every rank has the same tokens"
     return Ran(folder, samples[0])
 
@@ -139,9 +154,13 @@ PIPELINES = sorted(set(LAYOUTS) - {"one"})
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_pipeline_trains_evaluates_and_writes_as_one_process_does(ran: dict[str, Ran], name: str) -> None:
+def test_a_pipeline_trains_evaluates_and_writes_as_one_process_does(
+    ran: dict[str, Ran], name: str
+) -> None:
     found, reference = ran[name], ran["one"]
-    losses, wanted = ([(e.step, e.loss) for e in r.events(StepFinished)] for r in (found, reference))
+    losses, wanted = (
+        [(e.step, e.loss) for e in r.events(StepFinished)] for r in (found, reference)
+    )
     assert [step for step, _ in losses] == list(range(1, STEPS + 1))
     assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in wanted], rel=1e-10)
     assert off(found.weights, reference.weights) < 1e-8
@@ -156,7 +175,9 @@ def test_a_pipeline_trains_evaluates_and_writes_as_one_process_does(ran: dict[st
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_its_checkpoints_are_those_of_one_process(ran: dict[str, Ran], name: str) -> None:
-    for folder, reference in zip(*(list_checkpoints(ran[key].folder) for key in (name, "one")), strict=True):
+    for folder, reference in zip(
+        *(list_checkpoints(ran[key].folder) for key in (name, "one")), strict=True
+    ):
         assert not verify_checkpoint(folder)
         found, wanted = read_manifest(folder), read_manifest(reference)
         assert found.facts == wanted.facts
@@ -167,9 +188,12 @@ def test_its_checkpoints_are_those_of_one_process(ran: dict[str, Ran], name: str
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader"), [("1f1b", "1f1b"), ("1f1b", "one"), ("one", "zb-v"), ("zb-v", "pp-ddp"), ("pp-ddp", "1f1b")]
+    ("writer", "reader"),
+    [("1f1b", "1f1b"), ("1f1b", "one"), ("one", "zb-v"), ("zb-v", "pp-ddp"), ("pp-ddp", "1f1b")],
 )
-def test_any_cut_continues_from_any_other(ran: dict[str, Ran], writer: str, reader: str, tmp_path: Path) -> None:
+def test_any_cut_continues_from_any_other(
+    ran: dict[str, Ran], writer: str, reader: str, tmp_path: Path
+) -> None:
     resumed = run(reader, tmp_path, ran[writer].folder)
     assert [e.step for e in resumed.events(StepFinished)] == [4, 5, 6]
     difference = off(resumed.weights, ran[writer].weights)
@@ -188,7 +212,11 @@ def test_what_it_tells_of_a_step_could_have_happened(ran: dict[str, Ran], name: 
         assert [[action for action, _, _ in row] for row in event.spans] == [
             list(map(str, r)) for r in schedule.actions
         ]
-        when = {Action.from_text(action): (begin, end) for row in event.spans for action, begin, end in row}
+        when = {
+            Action.from_text(action): (begin, end)
+            for row in event.spans
+            for action, begin, end in row
+        }
         last = schedule.num_stages - 1
         for action, (begin, end) in when.items():
             before = end

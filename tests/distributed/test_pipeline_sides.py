@@ -1,7 +1,8 @@
-"""What surrounds a pipeline: ranks that hold other stages evaluate, save, restore and tell of a step together.
+"""What surrounds a pipeline: ranks that hold other stages evaluate, save, restore and tell of a
+step together.
 
-There is no pipeline at work here: each rank has a stage of its own as its whole model: all that these paths see.
-The reference of what a checkpoint holds is one process with every stage.
+There is no pipeline at work here: each rank has a stage of its own as its whole model: all that
+these paths see. The reference of what a checkpoint holds is one process with every stage.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ from phalanx.train.state import TrainState
 from ranks import run_ranks
 
 NUM_STAGES = 2
-PIPELINE = named_pipeline("1f1b", NUM_STAGES, 4, Stages((1, 1)), costs=(StageCosts(1.0, 1.0, 1.0),) * NUM_STAGES)
+PIPELINE = named_pipeline(
+    "1f1b", NUM_STAGES, 4, Stages((1, 1)), costs=(StageCosts(1.0, 1.0, 1.0),) * NUM_STAGES
+)
 
 
 class Part(nn.Module):
-    """The given stages of a model of two: a product each, of its own size, and a count that is no parameter."""
+    """The given stages of a model of two: a product each, of its own size, and a count that is
+    no parameter."""
 
     def __init__(self, *stages: int) -> None:
         super().__init__()
@@ -57,12 +61,16 @@ class Part(nn.Module):
 
 
 def model_of(module: nn.Module, mesh: Mesh) -> ParallelModel:
-    job = Job.model_validate({"data": {"seq_len": 1}, "train": {"global_batch_size": 8}, "parallel": {"ranks": 1}})
+    job = Job.model_validate(
+        {"data": {"seq_len": 1}, "train": {"global_batch_size": 8}, "parallel": {"ranks": 1}}
+    )
     plan = make_plan(job, cluster=CPU, num_ranks=1)
     pipeline = PIPELINE if mesh.layout.pp > 1 else None
     plan = replace(plan, layout=mesh.layout, pipeline=pipeline)
     root = Root(module)
-    return ParallelModel(Workpiece(root=root, plan=plan, mesh=mesh, phases=Phases(), blocks=[], outer=root))
+    return ParallelModel(
+        Workpiece(root=root, plan=plan, mesh=mesh, phases=Phases(), blocks=[], outer=root)
+    )
 
 
 def stages_of(mesh: Mesh) -> tuple[int, ...]:
@@ -70,7 +78,8 @@ def stages_of(mesh: Mesh) -> tuple[int, ...]:
 
 
 def state_of(mesh: Mesh, value: float) -> TrainState:
-    """All that the optimizer keeps is known by the stage: moments, counts as tensors, and counts as numbers."""
+    """All that the optimizer keeps is known by the stage: moments, counts as tensors, and counts
+    as numbers."""
     module = Part(*stages_of(mesh))
     model = model_of(module, mesh)
     state = TrainState(model, build_optimizer(model, Optim()), seed=3)
@@ -121,15 +130,24 @@ def restored(rank: int, layout: Mapping[str, int], folder: str) -> dict[str, flo
         return numbers(state)
 
 
-LAYOUTS: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {"pp": 2}), (4, {"pp": 2, "dp_replicate": 2})]
+LAYOUTS: list[tuple[int, dict[str, int]]] = [
+    (1, {}),
+    (2, {"pp": 2}),
+    (4, {"pp": 2, "dp_replicate": 2}),
+]
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), LAYOUTS)
 @pytest.mark.parametrize(("num_savers", "save_layout"), LAYOUTS)
 def test_a_checkpoint_has_the_optimizer_of_every_stage(
-    num_savers: int, save_layout: dict[str, int], num_ranks: int, layout: dict[str, int], tmp_path: Path
+    num_savers: int,
+    save_layout: dict[str, int],
+    num_ranks: int,
+    layout: dict[str, int],
+    tmp_path: Path,
 ) -> None:
-    """Written by any cut, read by any cut; what one rank alone writes is the reference of what is in it."""
+    """Written by any cut, read by any cut; what one rank alone writes is the reference of what
+    is in it."""
     run_ranks(num_savers, saved, save_layout, str(tmp_path))
     run_ranks(1, saved, {}, str(tmp_path / "alone"))
     (folder,), (alone,) = list_checkpoints(tmp_path), list_checkpoints(tmp_path / "alone")
@@ -141,7 +159,9 @@ def test_a_checkpoint_has_the_optimizer_of_every_stage(
     }
     for rank, found in enumerate(run_ranks(num_ranks, restored, layout, str(tmp_path))):
         stages = [rank // (num_ranks // NUM_STAGES)] if layout else range(NUM_STAGES)
-        assert found == {f"blocks.{s}.{kind}": expected(s) for s in stages for kind in ("weight", "bias")}
+        assert found == {
+            f"blocks.{s}.{kind}": expected(s) for s in stages for kind in ("weight", "bias")
+        }
 
 
 def misfit(rank: int, folder: str) -> str:
@@ -206,7 +226,8 @@ def test_stages_without_outputs_evaluate_with_the_others() -> None:
 
 
 def gathered(rank: int, folder: str) -> None:
-    """Each rank's spans are those of its stage; of two ranks with the same stage the second one's are other ones."""
+    """Each rank's spans are those of its stage; of two ranks with the same stage the second
+    one's are other ones."""
     with open_mesh(Layout(pp=2, dp_replicate=2), device="cpu") as mesh:
         model = model_of(Part(*stages_of(mesh)), mesh)
         timeline = simulate(PIPELINE.schedule(), [StageCosts(0.5, 0.5, 0.25)] * NUM_STAGES, 0.125)
@@ -248,7 +269,10 @@ def left(rank: int) -> float:
 
 
 def test_ranks_leave_the_reduction_of_a_step_together() -> None:
-    """Their common zero where clocks are not one. Here there is one clock, on which they can be compared."""
+    """Their common zero where clocks are not one.
+
+    Here there is one clock, on which they can be compared.
+    """
     first, second = run_ranks(2, left)
     assert math.isclose(first, second, abs_tol=1.0)
     assert min(first, second) > 0
@@ -259,12 +283,16 @@ class Speechless(nn.Module):
         return {"nothing": inputs}
 
 
-def test_a_model_without_logits_is_said_to_have_none_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_logits_is_said_to_have_none_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with open_mesh(Layout(), device="cpu") as mesh:
         model = model_of(Speechless(), mesh)
         with pytest.raises(TypeError, match="cannot sample from dict"):
             generate(model, [1, 2], num_tokens=1, context=4, seed=0)
         # a rank that has not the last stage gets what that one's function gave
-        monkeypatch.setattr(model, "call_then", lambda batch, then: torch.empty(0, dtype=torch.float64))
+        monkeypatch.setattr(
+            model, "call_then", lambda batch, then: torch.empty(0, dtype=torch.float64)
+        )
         with pytest.raises(TypeError, match="cannot sample from what the last stage returns"):
             generate(model, [1, 2], num_tokens=1, context=4, seed=0)

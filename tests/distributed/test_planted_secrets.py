@@ -1,4 +1,5 @@
-"""A run whose user code lets secrets out in every way: no file of its directory holds one, nor does its output."""
+"""A run whose user code lets secrets out in every way: no file of its directory holds one, nor
+does its output."""
 
 from __future__ import annotations
 
@@ -46,8 +47,12 @@ def pieces_in(content: bytes) -> list[str]:
     """What of the secrets stands in `content`, in any way that somebody could read."""
     plain, encoded = SECRET.encode(), base64.b64encode(SECRET.encode())
     shifted = base64.b64encode(b"user:" + plain)[8:]
-    looked_for = [text[at : at + 14] for text in (plain, encoded, shifted) for at in range(len(text) - 16)]
-    looked_for += [plain.hex().encode()[at : at + 24] for at in range(2 * len(plain) - 24)] + [PASSWORD.encode()]
+    looked_for = [
+        text[at : at + 14] for text in (plain, encoded, shifted) for at in range(len(text) - 16)
+    ]
+    looked_for += [plain.hex().encode()[at : at + 24] for at in range(2 * len(plain) - 24)] + [
+        PASSWORD.encode()
+    ]
     joined = b"".join(content.split())
     return [piece.decode() for piece in looked_for if piece in content or piece in joined]
 

@@ -1,6 +1,8 @@
-"""bf16 and fp16 in products of axes: each layout trains as one process in fp32 does, to the digits of its type.
+"""bf16 and fp16 in products of axes: each layout trains as one process in fp32 does, to the digits
+of its type.
 
-What a layout computes is held to 1e-5 in float32 (`phalanx verify`); here it is only its types that are new.
+What a layout computes is held to 1e-5 in float32 (`phalanx verify`); here it is only its types that
+are new.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from phalanx.verify.cases import list_layouts
 from ranks import run_ranks
 
 ROWS, SEQ_LEN, STEPS, LR = 16, 16, 4, 0.5
-TOLERANCE = {"bf16": 3e-3, "fp16": 5e-4}  # of the loss: both have few digits, and rounding grows over the steps
+TOLERANCE = {
+    "bf16": 3e-3,
+    "fp16": 5e-4,
+}  # of the loss: both have few digits, and rounding grows over the steps
 MORE_FOR_EXPERTS = 8  # some tokens visit another expert than in fp32
 EXPERTS = {
     "num_experts": 4,
@@ -38,8 +43,19 @@ EXPERTS = {
 SHAPES = {"dense": shape(num_kv_heads=4, num_layers=4), "experts": None}
 SHAPES["experts"] = replace(SHAPES["dense"], **EXPERTS)
 PRODUCTS = {
-    "dense": ("pp2-zero3-tp2-1f1b", "hsdp2x4-zero3-cp2", "zero3-tp2-cp2", "pp2-tp2-cp2-zb-v", "ddp-tp2-cp2"),
-    "experts": ("pp2-zero3-tp2-ep2-1f1b", "zero3-tp2-cp2-ep4", "hsdp2x4-zero3-ep4", "pp2-zero3-cp2-ep4-zb-v"),
+    "dense": (
+        "pp2-zero3-tp2-1f1b",
+        "hsdp2x4-zero3-cp2",
+        "zero3-tp2-cp2",
+        "pp2-tp2-cp2-zb-v",
+        "ddp-tp2-cp2",
+    ),
+    "experts": (
+        "pp2-zero3-tp2-ep2-1f1b",
+        "zero3-tp2-cp2-ep4",
+        "hsdp2x4-zero3-ep4",
+        "pp2-zero3-cp2-ep4-zb-v",
+    ),
 }
 ON_FOUR = {"dense": ("pp2-cp2-1f1b",), "experts": ("zero3-tp2-ep2",)}
 
@@ -67,7 +83,10 @@ def plan_of(kind: str, parallel: dict[str, Any], precision: str, num_ranks: int)
         "data": {"seq_len": SEQ_LEN},
         "train": {"global_batch_size": ROWS},
         "parallel": {"ranks": num_ranks, **own},
-        "precision": {"compute": precision, **({"loss_scale_initial": 2.0**12} if precision == "fp16" else {})},
+        "precision": {
+            "compute": precision,
+            **({"loss_scale_initial": 2.0**12} if precision == "fp16" else {}),
+        },
     }
     shares = num_ranks // (own.get("pp", 1) * own.get("tp", 1) * own.get("cp", 1))
     body["train"]["micro_batch_size"] = ROWS // shares // parts["pp" if "pp" in own else "micro"]
@@ -90,7 +109,9 @@ def alone(kind: str) -> list[float]:
     return losses
 
 
-def train_in_each(rank: int, num_ranks: int, names: dict[str, tuple[str, ...]]) -> dict[str, list[tuple[float, bool]]]:
+def train_in_each(
+    rank: int, num_ranks: int, names: dict[str, tuple[str, ...]]
+) -> dict[str, list[tuple[float, bool]]]:
     """(loss, whether the step was applied) of each step, by kind, layout and type."""
     known, found = dict(list_layouts(num_ranks, experts=True)), {}
     for kind, layouts in names.items():
@@ -104,11 +125,16 @@ def train_in_each(rank: int, num_ranks: int, names: dict[str, tuple[str, ...]]) 
                     for batch in steps():
                         optimizer.zero_grad()
                         mine = {
-                            k: t[mesh.data_parallel_rank :: plan.layout.data_parallel_size] for k, t in batch.items()
+                            k: t[mesh.data_parallel_rank :: plan.layout.data_parallel_size]
+                            for k, t in batch.items()
                         }
-                        parts = zip(*(t.split(plan.micro_batch_size) for t in mine.values()), strict=True)
+                        parts = zip(
+                            *(t.split(plan.micro_batch_size) for t in mine.values()), strict=True
+                        )
                         microbatches = [dict(zip(mine, part, strict=True)) for part in parts]
-                        facts = model.finish_step(model.forward_backward(microbatches, causal_cross_entropy(16)))
+                        facts = model.finish_step(
+                            model.forward_backward(microbatches, causal_cross_entropy(16))
+                        )
                         if facts.usable:
                             model.update(optimizer)
                         seen.append((facts.loss, facts.usable))
@@ -125,12 +151,16 @@ def train_in_each(rank: int, num_ranks: int, names: dict[str, tuple[str, ...]]) 
 def test_each_type_trains_as_fp32_does(num_ranks: int, names: dict[str, tuple[str, ...]]) -> None:
     first, *others = run_ranks(num_ranks, train_in_each, num_ranks, names, deadline_s=600.0)
     assert len(first) == len(TOLERANCE) * sum(map(len, names.values()))
-    assert all(found == first for found in others), "every rank has the same losses, and skips the same steps"
+    assert all(found == first for found in others), (
+        "every rank has the same losses, and skips the same steps"
+    )
     for kind in names:
         wanted = alone(kind)
         assert wanted[-1] < 0.9 * wanted[0], "something was learned"
         for key, seen in first.items():
             if key.startswith(f"{kind} "):
                 assert all(usable for _, usable in seen), key
-                tolerance = TOLERANCE[key.rpartition(" ")[2]] * (MORE_FOR_EXPERTS if kind == "experts" else 1)
+                tolerance = TOLERANCE[key.rpartition(" ")[2]] * (
+                    MORE_FOR_EXPERTS if kind == "experts" else 1
+                )
                 assert [loss for loss, _ in seen] == pytest.approx(wanted, rel=tolerance), key

@@ -1,6 +1,8 @@
-"""Each way of keeping less from the forward: the same gradients, drawn with the same numbers, gathered as often.
+"""Each way of keeping less from the forward: the same gradients, drawn with the same numbers,
+gathered as often.
 
-That each equals one process in its layouts is judged by verify (test_verify.py); here is what verify does not see.
+That each equals one process in its layouts is judged by verify (test_verify.py); here is what
+verify does not see.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        block = lambda: nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.4), nn.Linear(12, 12), nn.GELU())  # noqa: E731
+        block = lambda: nn.Sequential(
+            nn.Linear(12, 12), nn.Dropout(0.4), nn.Linear(12, 12), nn.GELU()
+        )  # noqa: E731
         self.lookup, self.out = nn.Embedding(VOCAB, 12), nn.Linear(12, VOCAB)
         self.blocks = nn.ModuleList(block() for _ in range(NUM_BLOCKS))
         self.double()
@@ -65,7 +69,14 @@ class Dropping(nn.Module):
 def with_mode(a_plan: Plan, mode: str, num_blocks: int = NUM_BLOCKS, **changes: Any) -> Plan:
     segments = segments_of(mode, num_blocks, 2)
     shape = {**a_plan.shape, "num_layers": num_blocks}
-    return replace(a_plan, recompute=mode, recompute_every=2, recompute_segments=segments, shape=shape, **changes)
+    return replace(
+        a_plan,
+        recompute=mode,
+        recompute_every=2,
+        recompute_segments=segments,
+        shape=shape,
+        **changes,
+    )
 
 
 def objective(outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,14 +84,19 @@ def objective(outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.square().sum(), torch.tensor(batch["inputs"].numel())
 
 
-def gradients(module: nn.Module, a_plan: Plan, mesh: Mesh, phases: Phases | None = None) -> dict[str, torch.Tensor]:
-    """Local ones, after two microbatches; the numbers that are drawn begin at the same place each time."""
+def gradients(
+    module: nn.Module, a_plan: Plan, mesh: Mesh, phases: Phases | None = None
+) -> dict[str, torch.Tensor]:
+    """Local ones, after two microbatches; the numbers that are drawn begin at the same place
+    each time."""
     model = parallelize(module, a_plan, mesh, phases=phases)
     torch.manual_seed(100 + mesh.rank)
     batch = {"inputs": global_batches(1)[0]["inputs"]}
     model.forward_backward([batch, {"inputs": batch["inputs"][:3]}], objective)
     found = {name: p.grad for name, p in model.named_parameters()}
-    return {name: (g.to_local() if hasattr(g, "to_local") else g).clone() for name, g in found.items()}
+    return {
+        name: (g.to_local() if hasattr(g, "to_local") else g).clone() for name, g in found.items()
+    }
 
 
 def compare_modes(rank: int) -> dict[str, float]:
@@ -105,16 +121,23 @@ def compare_modes(rank: int) -> dict[str, float]:
                 num_blocks = len(dict.fromkeys(build().blocks))
                 wanted = gradients(again(), a_plan, mesh)
                 for mode in MODES if name == "dropping" else ("sqrt",):
-                    for offloads in (False, True) if name == "dropping" and mode != "full" else (False,):
+                    for offloads in (
+                        (False, True) if name == "dropping" and mode != "full" else (False,)
+                    ):
                         changed = with_mode(a_plan, mode, num_blocks, offload_activations=offloads)
                         found = gradients(again(), changed, mesh)
-                        off = [(found[key] - wanted[key]).abs().max().item() for key in wanted if wanted[key].numel()]
+                        off = [
+                            (found[key] - wanted[key]).abs().max().item()
+                            for key in wanted
+                            if wanted[key].numel()
+                        ]
                         errors[f"{layout} {name} {mode} {offloads}"] = max(off)
     return errors
 
 
 def test_gradients_are_those_of_a_forward_that_keeps_everything() -> None:
-    """With dropout in the blocks, blocks that share weights, and one that is called twice; bit by bit or nearly."""
+    """With dropout in the blocks, blocks that share weights, and one that is called twice; bit
+    by bit or nearly."""
     for errors in run_ranks(2, compare_modes):
         assert {case: error for case, error in errors.items() if not error <= 1e-12} == {}
         assert len(errors) == len(LAYOUTS[2]) * (7 + 1 + 1)
@@ -180,7 +203,8 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_what_is_done_again_and_what_is_not() -> None:
-    """Parity would not see a recompute that does nothing, and a segment of two FSDP units gathers each once more."""
+    """Parity would not see a recompute that does nothing, and a segment of two FSDP units
+    gathers each once more."""
     for found in run_ranks(2, count_work):
         forwards = {mode: calls for mode, (calls, _, _) in found.items()}
         assert forwards == {"none": 4, "selective": 8, "full": 8, "every-k": 6, "sqrt": 8}
@@ -191,7 +215,8 @@ def test_what_is_done_again_and_what_is_not() -> None:
 
 
 def keep_nothing(rank: int) -> list[bool]:
-    """Whether a pass through a segment is still there after its backward, and after a forward without one."""
+    """Whether a pass through a segment is still there after its backward, and after a forward
+    without one."""
     passes: list[weakref.ref[Any]] = []
     make = stretch._Pass.__init__
 

@@ -1,4 +1,7 @@
-"""A start from a checkpoint draws no initial weights: they would be replaced at once. What cannot be restored stops."""
+"""A start from a checkpoint draws no initial weights: they would be replaced at once.
+
+What cannot be restored stops.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,13 @@ from phalanx.run.trained.rank import open_model
 from phalanx.run.weights import build_state, find_checkpoints, restore_newest
 from ranks import run_ranks
 
-SMALL = ("model.num_layers=2", "model.dim=32", "model.num_heads=2", "model.vocab_size=64", "data.seq_len=16")
+SMALL = (
+    "model.num_layers=2",
+    "model.dim=32",
+    "model.num_heads=2",
+    "model.vocab_size=64",
+    "data.seq_len=16",
+)
 TINY = (*SMALL[:3], "data.seq_len=32", "train.sample_tokens=0", "eval.tokens=0", "observe.sinks=[]")
 
 
@@ -53,13 +62,19 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zero1": ("parallel.dp_shard=2", "parallel.zero_stage=1", "parallel.offload=optimizer"),
     "zero3": ("parallel.dp_shard=2", "parallel.keep_whole_below=40"),
     "zero3 on the host": ("parallel.dp_shard=2", "parallel.offload=parameters"),
-    "tp": ("parallel.tp=2", "model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=24"),
+    "tp": (
+        "parallel.tp=2",
+        "model.num_experts=4",
+        "model.experts_per_token=2",
+        "model.expert_ffn_dim=24",
+    ),
     "pp": ("parallel.pp=2", "model.tie_embeddings=true"),
 }
 
 
 def restored(rank: int, folder: Path, layout: str) -> dict[str, Any]:
-    """What a state that was built without drawing is before and after it is restored, beside the one that was saved."""
+    """What a state that was built without drawing is before and after it is restored, beside the
+    one that was saved."""
     job = load_job(None, [*SMALL, "parallel.ranks=2", "cluster.device=cpu", *LAYOUTS[layout]])
     plan = make_plan(job, cluster=Cluster("cpu", 2, 2**33))
     made = counted()
@@ -68,7 +83,9 @@ def restored(rank: int, folder: Path, layout: str) -> dict[str, Any]:
         drawn = len(made)
         with torch.no_grad():
             for number, shard in enumerate(state.model.shards().values()):
-                shard.tensor.add_(torch.full_like(shard.tensor, number + 1.0))  # no longer what a draw gives
+                shard.tensor.add_(
+                    torch.full_like(shard.tensor, number + 1.0)
+                )  # no longer what a draw gives
         state.model.refresh()
         store = open_store(folder, None)
         state.save(store, job_digest="", phases=Phases())
@@ -82,12 +99,22 @@ def restored(rank: int, folder: Path, layout: str) -> dict[str, Any]:
         want, have = state.model.trained_shards(), again.model.trained_shards()
         equal = [name for name in want if torch.equal(want[name].tensor, have[name].tensor)]
         weights = {name: shard.tensor for name, shard in again.model.shards().items()}
-        same = all(torch.equal(shard.tensor, weights[name]) for name, shard in state.model.shards().items())
-        return {"drawn": drawn, "again": len(made), "empty": empty, "same": same, "all": len(equal) == len(want) > 0}
+        same = all(
+            torch.equal(shard.tensor, weights[name]) for name, shard in state.model.shards().items()
+        )
+        return {
+            "drawn": drawn,
+            "again": len(made),
+            "empty": empty,
+            "same": same,
+            "all": len(equal) == len(want) > 0,
+        }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_restored_is_not_drawn_and_has_the_bits_of_the_checkpoint(tmp_path: Path, layout: str) -> None:
+def test_what_is_restored_is_not_drawn_and_has_the_bits_of_the_checkpoint(
+    tmp_path: Path, layout: str
+) -> None:
     for found in run_ranks(2, restored, tmp_path, layout):
         assert found.pop("drawn") > 0
         assert found == {"again": 0, "empty": True, "same": True, "all": True}
@@ -96,9 +123,18 @@ def test_what_is_restored_is_not_drawn_and_has_the_bits_of_the_checkpoint(tmp_pa
 # The start of a run
 
 
-def start(folder: Path, run: str, attempt: int, *keys: str) -> tuple[int, list[tuple[int, float]], str]:
-    """(how many initial values are drawn, the steps of this start with their loss, what refused it)."""
-    overrides = [*TINY, f"data.source={folder / 'text'}", "parallel.ranks=1", "cluster.device=cpu", *keys]
+def start(
+    folder: Path, run: str, attempt: int, *keys: str
+) -> tuple[int, list[tuple[int, float]], str]:
+    """(how many initial values are drawn, the steps of this start with their loss, what refused
+    it)."""
+    overrides = [
+        *TINY,
+        f"data.source={folder / 'text'}",
+        "parallel.ranks=1",
+        "cluster.device=cpu",
+        *keys,
+    ]
     job = load_job(None, [*overrides, "train.global_batch_size=2", "optim.schedule=constant"])
     made, refusal, run_dir = counted(), "", folder / run
     with prepare_run(job, run_dir, resume=attempt > 0, num_ranks=None) as ready:
@@ -107,7 +143,11 @@ def start(folder: Path, run: str, attempt: int, *keys: str) -> tuple[int, list[t
         except CheckpointError as error:
             refusal = str(error)
         told = [envelope.event for envelope in EventTail(run_dir, attempt_from=attempt).poll()]
-    return sum(made), [(event.step, event.loss) for event in told if isinstance(event, StepFinished)], refusal
+    return (
+        sum(made),
+        [(event.step, event.loss) for event in told if isinstance(event, StepFinished)],
+        refusal,
+    )
 
 
 def damage(folders: Sequence[Path]) -> None:
@@ -127,7 +167,9 @@ def starts(rank: int, folder: Path) -> dict[str, Any]:
     found["fallback"] = start(folder, "run", 2, "train.steps=3", "checkpoint.fallback=true")
     damage(saved)
     found["none left"] = start(folder, "run", 3, "train.steps=4", "checkpoint.fallback=true")
-    found["init_from"] = start(folder, "tuned", 0, "train.steps=1", f"model.init_from={folder / 'whole'}")
+    found["init_from"] = start(
+        folder, "tuned", 0, "train.steps=1", f"model.init_from={folder / 'whole'}"
+    )
     return found
 
 
@@ -159,7 +201,9 @@ def looked_at(rank: int, folder: Path) -> tuple[int, bool]:
     made = counted()
     with open_model(ModelPayload(job, plan, folder, str(folder), step=0, casts=False)) as opened:
         have = opened.model.shards()
-        return len(made), all(torch.equal(s.tensor, have[name].tensor) for name, s in state.model.shards().items())
+        return len(made), all(
+            torch.equal(s.tensor, have[name].tensor) for name, s in state.model.shards().items()
+        )
 
 
 def test_a_checkpoint_that_is_looked_at_is_not_drawn_either(tmp_path: Path) -> None:
@@ -170,7 +214,10 @@ def test_what_has_no_weights_yet_does_not_train() -> None:
     job = load_job(None, [*SMALL, "parallel.ranks=1", "cluster.device=cpu"])
     plan = make_plan(job, cluster=Cluster("cpu", 1, 2**33))
     model = parallelize(
-        build_model(job, plan.model_shape), plan, Mesh(plan.layout, 0, 0, torch.device("cpu")), initialize=False
+        build_model(job, plan.model_shape),
+        plan,
+        Mesh(plan.layout, 0, 0, torch.device("cpu")),
+        initialize=False,
     )
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     batch = {"inputs": tokens, "targets": tokens}

@@ -1,5 +1,5 @@
-"""A run continued at another world size or sharding: every bit of its state, its data in the order it would have had,
-and the losses of the run that had that layout from its first step.
+"""A run continued at another world size or sharding: every bit of its state, its data in the order
+it would have had, and the losses of the run that had that layout from its first step.
 """
 
 from __future__ import annotations
@@ -74,9 +74,16 @@ MANY: dict[int, dict[str, Degrees]] = {
         "zero1": {"dp_shard": 3, "zero_stage": 1},
         "zero3": {"dp_shard": 3, "zero_stage": 3},
     },
-    4: {"zero2": {"dp_shard": 4, "zero_stage": 2}, "zero3": {"dp_shard": 4, "zero_stage": 3}, **FEW[4]},
+    4: {
+        "zero2": {"dp_shard": 4, "zero_stage": 2},
+        "zero3": {"dp_shard": 4, "zero_stage": 3},
+        **FEW[4],
+    },
     6: {"hsdp": {"dp_replicate": 2, "dp_shard": 3, "zero_stage": 2}},
-    8: {"hsdp": {"dp_replicate": 4, "dp_shard": 2, "zero_stage": 3}, "zero3": {"dp_shard": 8, "zero_stage": 3}},
+    8: {
+        "hsdp": {"dp_replicate": 4, "dp_shard": 2, "zero_stage": 3},
+        "zero3": {"dp_shard": 8, "zero_stage": 3},
+    },
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -88,7 +95,9 @@ def each(num_ranks: int, layouts: dict[str, Degrees]) -> Iterator[tuple[str, Any
             yield f"{name}-{num_ranks}", job_for(num_ranks, **degrees), plan, mesh
 
 
-def run_straight(rank: int, num_ranks: int, layouts: dict[str, Degrees], root: Path, dtype: torch.dtype) -> Any:
+def run_straight(
+    rank: int, num_ranks: int, layouts: dict[str, Degrees], root: Path, dtype: torch.dtype
+) -> Any:
     """An uninterrupted run under each layout, saved on the way."""
     found = {}
     for name, job, plan, mesh in each(num_ranks, layouts):
@@ -99,22 +108,34 @@ def run_straight(rank: int, num_ranks: int, layouts: dict[str, Degrees], root: P
 
 
 def continue_all(
-    rank: int, num_ranks: int, layouts: dict[str, Degrees], root: Path, dtype: torch.dtype, saved: dict[str, Tensors]
+    rank: int,
+    num_ranks: int,
+    layouts: dict[str, Degrees],
+    root: Path,
+    dtype: torch.dtype,
+    saved: dict[str, Tensors],
 ) -> Any:
-    """Each saved run continued under each layout: (tensors not restored to the bit, the rest of the run)."""
+    """Each saved run continued under each layout: (tensors not restored to the bit, the rest of
+    the run)."""
     found = {}
     for name, job, plan, mesh in each(num_ranks, layouts):
         for source, reference in saved.items():
-            run_dir = copy_run(root / f"{dtype} {source}", root / f"{dtype} {source} to {name}", mesh)
+            run_dir = copy_run(
+                root / f"{dtype} {source}", root / f"{dtype} {source} to {name}", mesh
+            )
             state = new_state(mesh, job, plan, new_module(dtype, seed=2))
             outcome = resume(state, job, plan, run_dir)
-            found[source, name] = (differing(outcome.whole[SAVED], reference), replace(outcome, whole={}))
+            found[source, name] = (
+                differing(outcome.whole[SAVED], reference),
+                replace(outcome, whole={}),
+            )
     return found
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """Straight runs and continued ones, rank 0's account of each; `wrong` names what any rank restored otherwise."""
+    """Straight runs and continued ones, rank 0's account of each; `wrong` names what any rank
+    restored otherwise."""
 
     root: Path
     dtype: torch.dtype
@@ -133,7 +154,9 @@ def campaign(root: Path, dtype: torch.dtype, layouts: dict[int, dict[str, Degree
     continued: dict[tuple[str, str], Outcome] = {}
     wrong: dict[tuple[str, str], list[str]] = {}
     for num_ranks, some in layouts.items():
-        outcomes = run_ranks(num_ranks, continue_all, num_ranks, some, root, dtype, saved, deadline_s=1200)
+        outcomes = run_ranks(
+            num_ranks, continue_all, num_ranks, some, root, dtype, saved, deadline_s=1200
+        )
         for pair in outcomes[0]:
             continued[pair] = outcomes[0][pair][1]
             wrong[pair] = sorted({name for outcome in outcomes for name in outcome[pair][0]})
@@ -148,11 +171,17 @@ def require_all(found: Campaign, num_layouts: int) -> None:
         reference = found.straight[target]
         for step in range(SAVED + 1, STEPS + 1):
             case = (source, target, step)
-            assert outcome.losses[step] == pytest.approx(reference.losses[step], rel=TOLERANCE[found.dtype]), case
+            assert outcome.losses[step] == pytest.approx(
+                reference.losses[step], rel=TOLERANCE[found.dtype]
+            ), case
             assert outcome.read[step] == reference.read[step], case
         assert {**outcome.facts} == {**reference.facts}
         report = check_ledger(found.root / f"{found.dtype} {source} to {target}")
-        assert (report.ok, report.num_steps, report.num_attempts) == (True, STEPS, 2), (source, target, report.problems)
+        assert (report.ok, report.num_steps, report.num_attempts) == (True, STEPS, 2), (
+            source,
+            target,
+            report.problems,
+        )
         assert report.num_samples == STEPS * 24
 
 
@@ -168,7 +197,8 @@ def require_all(found: Campaign, num_layouts: int) -> None:
 def test_continued_under_every_layout(
     dtype: torch.dtype, layouts: dict[int, dict[str, Degrees]], tmp_path: Path
 ) -> None:
-    """The state to the bit, the samples of the ledger, and the losses of the run that was never interrupted."""
+    """The state to the bit, the samples of the ledger, and the losses of the run that was never
+    interrupted."""
     found = campaign(tmp_path, dtype, layouts)
     require_all(found, sum(map(len, layouts.values())))
     if len(found.straight) > 2:  # each layout has its own rounding, but two of them may agree
@@ -184,13 +214,16 @@ LARGE_VOCAB = 32_771
 def large_state(mesh: Mesh, plan: Plan) -> TrainState:
     """51 MB, nearly all of it an embedding of uneven rows in bf16 and its two moments."""
     with torch.device("meta"):
-        module = Decoder(replace(shape(num_layers=1), vocab_size=LARGE_VOCAB, dim=256, ffn_dim=41)).to(torch.bfloat16)
+        module = Decoder(
+            replace(shape(num_layers=1), vocab_size=LARGE_VOCAB, dim=256, ffn_dim=41)
+        ).to(torch.bfloat16)
     model = parallelize(module, plan, mesh, seed=0)
     return TrainState(model, build_optimizer(model, Optim()), 0)
 
 
 def pattern(shard: LogicalShard) -> torch.Tensor:
-    """What a rank's storage holds if every element is a function of the tensor's name and of its place in the whole."""
+    """What a rank's storage holds if every element is a function of the tensor's name and of its
+    place in the whole."""
     local = torch.zeros_like(shard.tensor)
     for box in shard.boxes:
         values = torch.full(box.size, stable_hash64(shard.name) % 7, dtype=torch.int64)
@@ -214,7 +247,8 @@ def save_large(rank: int, num_ranks: int, root: Path, layout: str, degrees: Degr
 def load_large(
     rank: int, num_ranks: int, root: Path, layouts: list[str], degrees: Degrees
 ) -> dict[str, tuple[list[str], dict[str, int], dict[str, int], int]]:
-    """By writer: what was not restored, bytes read and bytes needed by file, and this rank's bytes."""
+    """By writer: what was not restored, bytes read and bytes needed by file, and this rank's
+    bytes."""
     found = {}
     plan = plan_for(num_ranks, **degrees)
     with open_mesh(plan.layout, device="cpu") as mesh:
@@ -223,13 +257,23 @@ def load_large(
             with counting_reads() as read:
                 restore_state(state, newest(root / layout))
             shards = state.shards()
-            wrong = [name for name, shard in shards.items() if not torch.equal(shard.tensor, pattern(shard))]
-            found[layout] = (wrong, read, bytes_needed(newest(root / layout), shards), local_bytes(shards))
+            wrong = [
+                name
+                for name, shard in shards.items()
+                if not torch.equal(shard.tensor, pattern(shard))
+            ]
+            found[layout] = (
+                wrong,
+                read,
+                bytes_needed(newest(root / layout), shards),
+                local_bytes(shards),
+            )
     return found
 
 
 def test_a_rank_of_a_real_model_reads_its_part_and_no_more(tmp_path: Path) -> None:
-    """In bf16: those chunks of 4 MiB that hold bytes of its own, each once, whatever layout wrote them."""
+    """In bf16: those chunks of 4 MiB that hold bytes of its own, each once, whatever layout
+    wrote them."""
     writers = {"one": (1, {}), "zero3": (3, {"dp_shard": 3})}
     for name, (num_ranks, degrees) in writers.items():
         run_ranks(num_ranks, save_large, num_ranks, tmp_path, name, degrees)
@@ -238,7 +282,8 @@ def test_a_rank_of_a_real_model_reads_its_part_and_no_more(tmp_path: Path) -> No
         for writer, (wrong, read, needed, own_bytes) in outcome.items():
             assert wrong == [], (rank, writer)
             assert read == needed, (rank, writer)
-            # Its own bytes, and for each of three large tensors in each file not more than a chunk at either end.
+            # Its own bytes, and for each of three large tensors in each file not more than a chunk
+            # at either end.
             assert sum(read.values()) <= own_bytes + 3 * len(read) * 2 * CHUNK_BYTES, (rank, writer)
 
 
@@ -246,7 +291,8 @@ def test_a_rank_of_a_real_model_reads_its_part_and_no_more(tmp_path: Path) -> No
 
 
 class Counting(torch.optim.Optimizer):
-    """Gradient descent whose steps shrink with counts: a plain number for each parameter and one of the group."""
+    """Gradient descent whose steps shrink with counts: a plain number for each parameter and one
+    of the group."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "updates": 0})
@@ -265,7 +311,9 @@ OWN: dict[str, Callable[[Groups, Optim], torch.optim.Optimizer]] = {
     "as docs/own-code.md shows it": lambda groups, optim: torch.optim.RMSprop(
         groups.with_decay(optim.weight_decay, auto=0.0), lr=optim.lr
     ),
-    "with a start that is not zero": lambda groups, optim: torch.optim.NAdam(groups.parameters(), lr=optim.lr),
+    "with a start that is not zero": lambda groups, optim: torch.optim.NAdam(
+        groups.parameters(), lr=optim.lr
+    ),
     "counting in plain numbers": lambda groups, optim: Counting(groups.parameters()),
     "counting in groups and under names of its own": counted_adamw,
 }
@@ -286,36 +334,53 @@ def continue_own(rank: int, num_ranks: int, root: Path, degrees: Degrees) -> dic
         for kind in OWN:
             run_dir = copy_run(root / "empty", root / f"{kind} {num_ranks}", mesh)
             straight = train(
-                own_state(mesh, job, plan, kind, seed=1), job, plan, run_dir, attempt=0, look_at=(SAVED, STEPS)
+                own_state(mesh, job, plan, kind, seed=1),
+                job,
+                plan,
+                run_dir,
+                attempt=0,
+                look_at=(SAVED, STEPS),
             )
             resumed = resume(own_state(mesh, job, plan, kind, seed=2), job, plan, run_dir)
             wrong = differing(resumed.whole[SAVED], straight.whole[SAVED])
             wrong += differing(resumed.whole[STEPS], straight.whole[STEPS])
             wrong += [
-                f"loss of step {step}" for step in resumed.losses if resumed.losses[step] != straight.losses[step]
+                f"loss of step {step}"
+                for step in resumed.losses
+                if resumed.losses[step] != straight.losses[step]
             ]
-            found[kind] = wrong + ([] if resumed.facts == straight.facts else [f"{resumed.facts} {straight.facts}"])
+            found[kind] = wrong + (
+                [] if resumed.facts == straight.facts else [f"{resumed.facts} {straight.facts}"]
+            )
     return found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("num_ranks", "degrees"), [(1, {}), (2, {"dp_shard": 2})], ids=["one", "zero3"])
-def test_an_optimizer_of_ones_own_goes_on_where_it_was(num_ranks: int, degrees: Degrees, tmp_path: Path) -> None:
-    """To the bit, whenever it makes its state, and whether it counts in tensors or in plain numbers."""
+@pytest.mark.parametrize(
+    ("num_ranks", "degrees"), [(1, {}), (2, {"dp_shard": 2})], ids=["one", "zero3"]
+)
+def test_an_optimizer_of_ones_own_goes_on_where_it_was(
+    num_ranks: int, degrees: Degrees, tmp_path: Path
+) -> None:
+    """To the bit, whenever it makes its state, and whether it counts in tensors or in plain
+    numbers."""
     write_corpus(tmp_path)
     for found in run_ranks(num_ranks, continue_own, num_ranks, tmp_path, degrees):
         assert found == {kind: [] for kind in OWN}
 
 
 def refuse_own(rank: int, root: Path) -> tuple[str, str, bool]:
-    """What is said of state that cannot be saved, and of another optimizer's; whether that one stayed as it was."""
+    """What is said of state that cannot be saved, and of another optimizer's; whether that one
+    stayed as it was."""
     job, plan = job_for(1), plan_for(1)
     with open_mesh(plan.layout, device="cpu") as mesh:
         strange = own_state(mesh, job, plan, "counting in plain numbers", seed=1)
         strange.optimizer.state[next(strange.model.parameters())]["history"] = ["up", "down"]
         with pytest.raises(CheckpointError) as unsaved:
             save_state(strange, root / "strange")
-        directory = save_state(own_state(mesh, job, plan, "counting in plain numbers", seed=1), root / "saved")
+        directory = save_state(
+            own_state(mesh, job, plan, "counting in plain numbers", seed=1), root / "saved"
+        )
         other = own_state(mesh, job, plan, "as docs/own-code.md shows it", seed=2)
         before = whole_tensors(other)
         with pytest.raises(CheckpointError) as unfit:
@@ -327,7 +392,9 @@ def refuse_own(rank: int, root: Path) -> tuple[str, str, bool]:
         edit_manifest(incomplete, lambda body: body["tensors"].pop("lookup.weight"))
         with pytest.raises(CheckpointError):
             restore_state(other, incomplete)
-        untouched = not differing(whole_tensors(other), before) and not any(other.optimizer.state.values())
+        untouched = not differing(whole_tensors(other), before) and not any(
+            other.optimizer.state.values()
+        )
         return str(unsaved.value), str(unfit.value), untouched
 
 
@@ -354,7 +421,14 @@ def refuse_at_the_first_step(rank: int, root: Path) -> tuple[str, int]:
         kind = Moody if rank == 1 else torch.optim.SGD
         state = TrainState(model, kind(list(model.parameters()), lr=0.1), job.run.seed)
         with pytest.raises(CheckpointError) as raised:
-            train(state, job, plan, copy_run(root / "empty", root / "run", mesh), attempt=0, look_at=())
+            train(
+                state,
+                job,
+                plan,
+                copy_run(root / "empty", root / "run", mesh),
+                attempt=0,
+                look_at=(),
+            )
         return str(raised.value), state.step
 
 

@@ -1,4 +1,5 @@
-"""A sample of text comes after the last step is done and saved: whatever is wrong with it, the run is finished."""
+"""A sample of text comes after the last step is done and saved: whatever is wrong with it, the
+run is finished."""
 
 from __future__ import annotations
 
@@ -49,11 +50,20 @@ def test_a_sample_that_fails_does_not_fail_a_finished_run(
     (tmp_path / "own_bigram.py").write_text(MODULE)
     monkeypatch.setenv("FAILS_ON", fails_on)
     keys = [key for key in TINY if not key.startswith(("model.", "train.sample_tokens"))]
-    keys += ["model.kind=own_bigram:build", "parallel.ranks=2", "parallel.dp_shard=2", "train.steps=5"]
+    keys += [
+        "model.kind=own_bigram:build",
+        "parallel.ranks=2",
+        "parallel.dp_shard=2",
+        "train.steps=5",
+    ]
     done = run("train", *keys, "train.sample_tokens=8", "run.dir=R", cwd=tmp_path)
     assert done.code == 0, done.err
     found = [line.event for line in events_of(tmp_path / "R")]
-    notes = [event.facts["why"] for event in found if isinstance(event, Note) and event.code == "no_sample"]
+    notes = [
+        event.facts["why"]
+        for event in found
+        if isinstance(event, Note) and event.code == "no_sample"
+    ]
     assert "RuntimeError: a mistake that only sampling shows" in notes
     assert not [event for event in found if isinstance(event, RankFailed | TextGenerated)]
 
@@ -108,7 +118,8 @@ class OnDevice(torch.Tensor):
 
 
 class StagedModel:
-    """Answers as a pipeline does on GPUs: logits come from the last stage, on the rank's own device."""
+    """Answers as a pipeline does on GPUs: logits come from the last stage, on the rank's own
+    device."""
 
     mesh = SimpleNamespace(device=torch.device("cpu"))
 

@@ -1,4 +1,5 @@
-"""`phalanx train` with sinks, from the command line to what the tools read back; and no secret in any file of it."""
+"""`phalanx train` with sinks, from the command line to what the tools read back; and no secret
+in any file of it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from phalanx.observe.events import RankFailed, RestartScheduled, SinkDropped
 from sink_readers import CURVES, wandb_runs
 
 PACKAGE = "phalanx.observe.sinks"
-INSTALLED = [kind for kind in names(PACKAGE) if all(map(importlib.util.find_spec, resolve(kind, PACKAGE, "REQUIRES")))]
+INSTALLED = [
+    kind
+    for kind in names(PACKAGE)
+    if all(map(importlib.util.find_spec, resolve(kind, PACKAGE, "REQUIRES")))
+]
 OFFLINE = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": None}
 SECRETS = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
@@ -58,18 +63,28 @@ def test_a_run_and_its_resumption_are_one_curve_in_every_sink(tmp_path: Path) ->
         assert CURVES[kind](run_dir)["train/loss"] == pytest.approx(losses), kind
     rows = (run_dir / "steps.csv").read_text().splitlines()
     assert {int(number): float(loss) for number, loss, _ in csv.reader(rows)} == losses
-    configs = [{item.key: item.value_json for item in record.config.update} for record in wandb_runs(run_dir)]
+    configs = [
+        {item.key: item.value_json for item in record.config.update}
+        for record in wandb_runs(run_dir)
+    ]
     assert [json.loads(config["train"])["steps"] for config in configs] == [6, 12]
     assert len({record.run_id for record in wandb_runs(run_dir)}) == 1
 
 
 @pytest.mark.long
 def test_no_secret_of_the_environment_reaches_a_file_of_the_run(tmp_path: Path) -> None:
-    """With every sink on, and a model that prints the token in every way there is and raises with it."""
+    """With every sink on, and a model that prints the token in every way there is and raises
+    with it."""
     for name in ("user_code.py", "user_code_leaky.py"):
         shutil.copy(Path(__file__).parent / name, tmp_path)
     write_text(tmp_path / "text")
-    job = [*TINY, "data.source=text", "parallel.ranks=2", "model.kind=user_code_leaky:leaky", sinks(INSTALLED)]
+    job = [
+        *TINY,
+        "data.source=text",
+        "parallel.ranks=2",
+        "model.kind=user_code_leaky:leaky",
+        sinks(INSTALLED),
+    ]
     shape = ("model.num_layers", "model.dim", "model.num_heads")
     job = [override for override in job if not override.startswith(shape)]
     done = run("train", *job, "run.dir=run", cwd=tmp_path, env=environment(**OFFLINE, **SECRETS))
@@ -78,7 +93,11 @@ def test_no_secret_of_the_environment_reaches_a_file_of_the_run(tmp_path: Path) 
     assert events(run_dir, RestartScheduled), "the model raised"
     (failure,) = (envelope.event for envelope in events(run_dir, RankFailed))
     assert failure.detail == "RuntimeError: postgres://trainer:***@store/db refuses '***'"
-    hidden = [*(value for name, value in SECRETS.items() if not name.endswith("_URL")), PASSWORD, *SHORT]
+    hidden = [
+        *(value for name, value in SECRETS.items() if not name.endswith("_URL")),
+        PASSWORD,
+        *SHORT,
+    ]
     written = [done.out.encode(), done.err.encode()]
     written += [path.read_bytes() for path in run_dir.rglob("*") if path.is_file()]
     for secret in hidden:
@@ -93,7 +112,9 @@ def test_no_secret_of_the_environment_reaches_a_file_of_the_run(tmp_path: Path) 
 def test_a_job_that_carries_a_secret_is_refused(tmp_path: Path) -> None:
     """Whatever it is named, and without saying it; nothing is left behind."""
     refused = {
-        f"model.args.where={SECRETS['WANDB_API_KEY']}": "holds the secret of the environment variable WANDB_API_KEY",
+        f"model.args.where={SECRETS['WANDB_API_KEY']}": (
+            "holds the secret of the environment variable WANDB_API_KEY"
+        ),
         'model.args.api_key="anything"': "is named like a secret",
         f"data.source={SECRETS['STORE_URL']}": "is a URL with a password in it",
     }

@@ -1,4 +1,5 @@
-"""What a rank can still do when its part of a schedule has failed: nothing that would mix up messages."""
+"""What a rank can still do when its part of a schedule has failed: nothing that would mix up
+messages."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from ranks import run_ranks
 
 
 def fails_at_the_end(rank: int) -> bool:
-    """Of one microbatch, rank 0 does the first forward and the last backward: when that fails, rank 1 is done."""
+    """Of one microbatch, rank 0 does the first forward and the last backward: when that fails,
+    rank 1 is done."""
     plan = pipeline_plan(2, pp=2, schedule="gpipe", micro=BATCH)
     batch = [token_batches(steps=1)[0]]
 

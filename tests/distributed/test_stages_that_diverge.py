@@ -1,4 +1,5 @@
-"""Weights that are no longer finite, met by a microbatch of a new length: a step to skip, not a model to refuse."""
+"""Weights that are no longer finite, met by a microbatch of a new length: a step to skip, not a
+model to refuse."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from ranks import run_ranks
 
 
 def reasons(rank: int, where: int) -> list[str | None]:
-    """Why steps of two lengths are skipped, once a weight of block `where` is NaN. Two stages of four blocks."""
+    """Why steps of two lengths are skipped, once a weight of block `where` is NaN.
+
+    Two stages of four blocks.
+    """
     plan, found = pipeline_plan(2, pp=2), []
     with open_mesh(plan.layout, device="cpu") as mesh:
         model = parallelize(decoder_of(LAYERS), plan, mesh)
@@ -28,4 +32,6 @@ def reasons(rank: int, where: int) -> list[str | None]:
 
 @pytest.mark.parametrize("where", [1, 5])
 def test_diverged_weights_are_no_fault_of_the_model(where: int) -> None:
-    assert run_ranks(2, reasons, where) == [[None, "nonfinite_gradients", "nonfinite_gradients"]] * 2
+    assert (
+        run_ranks(2, reasons, where) == [[None, "nonfinite_gradients", "nonfinite_gradients"]] * 2
+    )

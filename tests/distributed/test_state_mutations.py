@@ -1,8 +1,9 @@
-"""Every piece of state in a checkpoint is needed: what a resume must give is lost if any one of them is.
+"""Every piece of state in a checkpoint is needed: what a resume must give is lost if any one of
+them is.
 
-The pieces are those found in a real checkpoint. Each is dropped, and each is set back to what a new process begins
-with; then the tests of resuming below must notice. One that notices nothing is a piece that nobody needs, or a hole in
-the tests.
+The pieces are those found in a real checkpoint. Each is dropped, and each is set back to what a new
+process begins with; then the tests of resuming below must notice. One that notices nothing is a
+piece that nobody needs, or a hole in the tests.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ Damage = Callable[[Path], None]
 
 
 def new_process(mesh: Mesh, *, tokenizer: str = TOKENIZER) -> TrainState:
-    """A state as a process has it before it restores: other weights than any run has, and dropout."""
-    return new_state(mesh, JOB, PLAN, new_module(torch.float32, dropout=0.2, seed=2), tokenizer=tokenizer)
+    """A state as a process has it before it restores: other weights than any run has, and
+    dropout."""
+    return new_state(
+        mesh, JOB, PLAN, new_module(torch.float32, dropout=0.2, seed=2), tokenizer=tokenizer
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class Workshop:
     straight: Outcome
 
     def lost(self, damage: Damage) -> list[str]:
-        """The first thing that a resume no longer gives when `damage` was done to its run; empty if none is missed."""
+        """The first thing that a resume no longer gives when `damage` was done to its run; empty
+        if none is missed."""
         run_dir = copy_run(self.root / "straight", self.root / "damaged", self.mesh)
         try:
             damage(run_dir)
@@ -78,7 +83,9 @@ class Workshop:
             yield f"refused: {error}"
             return
         for what in ("losses", "norms", "read"):
-            rest = {step: value for step, value in getattr(self.straight, what).items() if step > SAVED}
+            rest = {
+                step: value for step, value in getattr(self.straight, what).items() if step > SAVED
+            }
             if getattr(outcome, what) != rest:
                 yield what
         if outcome.facts != self.straight.facts:
@@ -86,7 +93,10 @@ class Workshop:
         yield from differing(outcome.whole.get(STEPS, {}), self.straight.whole[STEPS])
         other_seed = new_process(self.mesh)
         other_seed.seed += 1
-        for name, other in (("seed", other_seed), ("tokenizer", new_process(self.mesh, tokenizer="00bb"))):
+        for name, other in (
+            ("seed", other_seed),
+            ("tokenizer", new_process(self.mesh, tokenizer="00bb")),
+        ):
             if not _refuses(other, saved):
                 yield f"protection from another {name}"
         if state.other_cpu or not _says_another_cpu(new_process(self.mesh), saved):
@@ -121,7 +131,8 @@ def drop(part: str, key: str, run_dir: Path) -> None:
 
 
 def reset_tensor(state: TrainState, fresh: TrainState, name: str, run_dir: Path) -> None:
-    """What the checkpoint has of one tensor becomes what a new process has; zeros where that is the same."""
+    """What the checkpoint has of one tensor becomes what a new process has; zeros where that is
+    the same."""
     restore_state(state, newest(run_dir))
     target, begun = state.shards()[name].tensor, fresh.shards()
     source = begun[name].tensor if name in begun else target
@@ -133,7 +144,9 @@ def reset_tensor(state: TrainState, fresh: TrainState, name: str, run_dir: Path)
     save_state(state, run_dir)
 
 
-def change_fact(path: tuple[str, ...], change: Callable[[dict[str, Any], str], Any], run_dir: Path) -> None:
+def change_fact(
+    path: tuple[str, ...], change: Callable[[dict[str, Any], str], Any], run_dir: Path
+) -> None:
     """Change the fact that these keys lead to."""
 
     def at(body: dict[str, Any]) -> None:
@@ -177,12 +190,16 @@ def damages(checkpoint: Path, mesh: Mesh) -> Iterator[tuple[str, Damage]]:
 
 def mutate(rank: int, root: Path) -> dict[str, list[str]]:
     with open_mesh(PLAN.layout, device="cpu") as mesh:
-        state = new_state(mesh, JOB, PLAN, new_module(torch.float32, dropout=0.2), tokenizer=TOKENIZER)
+        state = new_state(
+            mesh, JOB, PLAN, new_module(torch.float32, dropout=0.2), tokenizer=TOKENIZER
+        )
         run_dir = copy_run(root / "empty", root / "straight", mesh)
         straight = train(state, JOB, PLAN, run_dir, attempt=0, look_at=(STEPS,))
         workshop = Workshop(root, mesh, straight)
         found = {"nothing": workshop.lost(lambda run_dir: None)}
-        return found | {name: workshop.lost(damage) for name, damage in damages(newest(run_dir), mesh)}
+        return found | {
+            name: workshop.lost(damage) for name, damage in damages(newest(run_dir), mesh)
+        }
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +210,8 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def test_nothing_is_lost_where_nothing_was_changed(lost: dict[str, list[str]]) -> None:
-    """The reference: a new process at another place of its random numbers, with other weights, goes on to the bit."""
+    """The reference: a new process at another place of its random numbers, with other weights,
+    goes on to the bit."""
     assert lost["nothing"] == []
 
 
@@ -204,18 +222,31 @@ def test_every_key_of_the_state_is_needed(lost: dict[str, list[str]]) -> None:
 
 
 def test_what_is_not_there_is_never_made_up(lost: dict[str, list[str]]) -> None:
-    """A tensor or a fact that was dropped is refused, never begun anew. What an optimizer makes at its first step is
-    noticed by what follows (as numbers are): before it nobody can know of it.
+    """A tensor or a fact that was dropped is refused, never begun anew.
+
+    What an optimizer makes at its first step is noticed by what follows (as numbers are): before it
+    nobody can know of it.
     """
     made_later = ("drop tensor optim/group/", "drop tensor optim/own/")
     informs = ("drop fact cpu_kind",)  # older checkpoints do not say it, and no step depends on it
     for name, missing in lost.items():
-        if name.startswith(("drop tensor", "drop fact")) and not name.startswith((*made_later, *informs)):
+        if name.startswith(("drop tensor", "drop fact")) and not name.startswith(
+            (*made_later, *informs)
+        ):
             assert missing[0].startswith("refused"), name
 
 
 def test_the_mutations_reach_every_kind_of_state(lost: dict[str, list[str]]) -> None:
-    kinds = ("exp_avg", "exp_avg_sq", "/step", "running_var", "scale", "frozen.weight", "lookup.weight", "samples_seen")
+    kinds = (
+        "exp_avg",
+        "exp_avg_sq",
+        "/step",
+        "running_var",
+        "scale",
+        "frozen.weight",
+        "lookup.weight",
+        "samples_seen",
+    )
     for kind in (
         *kinds,
         "tokens_seen",

@@ -1,4 +1,5 @@
-"""A stop that arrives twice, at a rank and at the guard above it, ends the rank once and lets it clean up."""
+"""A stop that arrives twice, at a rank and at the guard above it, ends the rank once and lets it
+clean up."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ with stop_by_exception():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_stop_of_the_whole_group_lets_preparation_clean_up(number: int, code: int, tmp_path: Path) -> None:
+def test_a_stop_of_the_whole_group_lets_preparation_clean_up(
+    number: int, code: int, tmp_path: Path
+) -> None:
     """As torchrun stops its workers: the guard hands on what the rank has got already."""
     guard = subprocess.Popen(
         [sys.executable, "-c", PREPARING, str(tmp_path)],

@@ -1,4 +1,5 @@
-"""A run whose checkpoints are in an object store: a real S3 server on loopback, which fails now and then."""
+"""A run whose checkpoints are in an object store: a real S3 server on loopback, which fails now
+and then."""
 
 from __future__ import annotations
 
@@ -13,7 +14,19 @@ from typing import Any
 import fsspec
 import pytest
 
-from commands import TINY, Done, environment, events, finish, loss_curve, run, start, wait_until, watching, write_text
+from commands import (
+    TINY,
+    Done,
+    environment,
+    events,
+    finish,
+    loss_curve,
+    run,
+    start,
+    wait_until,
+    watching,
+    write_text,
+)
 from phalanx.checkpoint.stores import open_store
 from phalanx.cli._app import run as phalanx
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Note, RunStarted, StepFinished
@@ -40,10 +53,11 @@ JOB = (
 
 @dataclass(frozen=True)
 class Story:
-    """A run with an outage in its middle, the same run continued, and what the verbs say of its store.
+    """A run with an outage in its middle, the same run continued, and what the verbs say of its
+    store.
 
-    `held`: requests that the store does not answer, and steps that were saved, when the continued run had done step 38
-    and the save of step 35 stood still.
+    `held`: requests that the store does not answer, and steps that were saved, when the continued
+    run had done step 38 and the save of step 35 stood still.
     """
 
     folder: Path
@@ -78,7 +92,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         run_dir = folder / "run"
         try:
             wait_until(
-                lambda: process.poll() is not None or (server.num_failed() and max(loss_curve(run_dir)) >= 38),
+                lambda: (
+                    process.poll() is not None
+                    or (server.num_failed() and max(loss_curve(run_dir)) >= 38)
+                ),
                 deadline_s=120.0,
             )
             held = server.num_failed(), saved_steps(run_dir)
@@ -90,8 +107,14 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 def saved_steps(run_dir: Path) -> list[int]:
     """In order, also while the run is at work."""
-    lines = [line for path in (run_dir / "events").iterdir() for line in path.read_text().splitlines()]
-    return sorted(json.loads(line)["step"] for line in lines if '"event":"checkpoint_saved"' in line.replace(" ", ""))
+    lines = [
+        line for path in (run_dir / "events").iterdir() for line in path.read_text().splitlines()
+    ]
+    return sorted(
+        json.loads(line)["step"]
+        for line in lines
+        if '"event":"checkpoint_saved"' in line.replace(" ", "")
+    )
 
 
 def test_an_outage_costs_one_checkpoint_and_training_goes_on(story: Story) -> None:
@@ -117,7 +140,8 @@ def test_the_run_continues_from_the_store(story: Story) -> None:
 
 
 def test_training_goes_on_while_the_store_does_not_answer(story: Story) -> None:
-    """Steps are done that come after the one that is being saved; its checkpoint is there when the store answers."""
+    """Steps are done that come after the one that is being saved; its checkpoint is there when
+    the store answers."""
     num_requests, saved = story.held
     assert num_requests == 1
     assert saved[-1] == 30
@@ -141,7 +165,9 @@ def test_the_verbs_work_on_the_run_and_on_the_url(
         steps = [checkpoint["step"] for checkpoint in listed["checkpoints"]]
         assert steps == sorted(steps)
         assert steps[-1] == 40
-        assert [checkpoint["epoch"] for checkpoint in listed["checkpoints"]] == [1 + (step > 30) for step in steps]
+        assert [checkpoint["epoch"] for checkpoint in listed["checkpoints"]] == [
+            1 + (step > 30) for step in steps
+        ]
         code, verified = facts("verify", place)
         assert (code, verified["checkpoints"][0]["ok"]) == (0, True)
     names = [checkpoint["name"] for checkpoint in listed["checkpoints"]]
@@ -161,14 +187,19 @@ def in_this_process(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores that are opened here are on `server`."""
     for name, value in server.env.items():
         monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # other tests of this process had another server
+    fsspec.get_filesystem_class(
+        "s3"
+    ).clear_instance_cache()  # other tests of this process had another server
 
 
 def test_the_facts_of_a_run_need_no_store(story: Story) -> None:
     """What a laptop without the run's credentials sees."""
     said = run_json(reduce_run(story.run_dir))["checkpoints"]
     assert [checkpoint["step"] for checkpoint in said][-1] == 40
-    assert all(checkpoint["path"].startswith(f"{URL}/step-") and checkpoint["num_bytes"] > 0 for checkpoint in said)
+    assert all(
+        checkpoint["path"].startswith(f"{URL}/step-") and checkpoint["num_bytes"] > 0
+        for checkpoint in said
+    )
 
 
 def test_a_new_run_does_not_take_the_checkpoints_of_another(story: Story) -> None:
@@ -183,7 +214,8 @@ SHORT = (*TINY, "data.source=text", "train.steps=4", f"checkpoint.url=s3://{BUCK
 
 @pytest.mark.long
 def test_of_two_runs_that_race_for_a_url_one_is_refused(story: Story) -> None:
-    """Both have looked and seen nobody's; the store hears of one's claim while the other's is on its way."""
+    """Both have looked and seen nobody's; the store hears of one's claim while the other's is on
+    its way."""
     server, names = story.server, ("one", "two")
     server.fail(times=1, method="PUT", part="owner.json", holds=True)
     racing = {name: story.start("train", *SHORT, f"run.dir={name}") for name in names}
@@ -195,7 +227,10 @@ def test_of_two_runs_that_race_for_a_url_one_is_refused(story: Story) -> None:
     done = {name: finish(process) for name, process in racing.items()}
     assert sorted(one.code for one in done.values()) == [0, 9]
     winner, loser = sorted(names, key=lambda name: done[name].code)
-    assert f"s3://{BUCKET}/raced: checkpoint.url belongs to the run '{winner}' of " in done[loser].problem
+    assert (
+        f"s3://{BUCKET}/raced: checkpoint.url belongs to the run '{winner}' of "
+        in done[loser].problem
+    )
     assert not (story.folder / loser).exists()
     assert saved_steps(story.folder / winner) == [4]
 
@@ -210,7 +245,9 @@ def test_a_claim_that_was_lost_is_noticed_before_anything_is_loaded(
     job = (*SHORT, f"checkpoint.url={url}")
     first = story.start("train", *job, "run.dir=first")
     try:
-        wait_until(lambda: first.poll() is not None or (story.folder / "first" / "job.json").exists())
+        wait_until(
+            lambda: first.poll() is not None or (story.folder / "first" / "job.json").exists()
+        )
         server.fail(times=1, method="GET", part="owner.json", holds=True)
         wait_until(lambda: first.poll() is not None or server.num_failed() == 1)
         owner = open_store(story.folder, url).owner
@@ -234,8 +271,14 @@ def test_a_claim_that_was_lost_is_noticed_before_anything_is_loaded(
 
 @pytest.mark.long
 def test_a_store_that_takes_the_right_away_while_it_trains(story: Story) -> None:
-    """It is asked once for each save, because asking again cannot help; training goes on until the last one."""
-    job = (*SHORT, f"checkpoint.url=s3://{BUCKET}/forbidden", "train.steps=40", "checkpoint.every_steps=8")
+    """It is asked once for each save, because asking again cannot help; training goes on until
+    the last one."""
+    job = (
+        *SHORT,
+        f"checkpoint.url=s3://{BUCKET}/forbidden",
+        "train.steps=40",
+        "checkpoint.every_steps=8",
+    )
     process = story.start("train", *job, "run.dir=forbidden", "checkpoint.asynchronous=false")
     with watching(process) as watched:
         watched.wait_for("saved checkpoint")
@@ -263,8 +306,12 @@ def test_what_cannot_be_written_is_said_before_anything_starts(story: Story) -> 
 
 def test_no_credential_is_in_any_file(story: Story) -> None:
     secret = CREDENTIALS["AWS_SECRET_ACCESS_KEY"].encode()
-    assert not [path for path in story.run_dir.rglob("*") if path.is_file() and secret in path.read_bytes()]
-    done = story.phalanx("train", *JOB, "run.dir=other", f"checkpoint.url=s3://id:{secret.decode()}@{BUCKET}/run")
+    assert not [
+        path for path in story.run_dir.rglob("*") if path.is_file() and secret in path.read_bytes()
+    ]
+    done = story.phalanx(
+        "train", *JOB, "run.dir=other", f"checkpoint.url=s3://id:{secret.decode()}@{BUCKET}/run"
+    )
     assert done.code == 3
     assert secret.decode() not in done.err
     assert not (story.folder / "other").exists()
@@ -296,10 +343,19 @@ def test_what_is_no_url_of_a_store_is_refused(url: str, capsys: pytest.CaptureFi
 def test_a_run_whose_store_is_taken_while_it_trains_stops_and_says_whose_it_is(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No further save could be committed. The directory is still the run's, and has the end in it."""
+    """No further save could be committed.
+
+    The directory is still the run's, and has the end in it.
+    """
     in_this_process(story.server, monkeypatch)
     url = f"s3://{BUCKET}/moved"
-    job = (*TINY, "data.source=text", "train.steps=1000000", "checkpoint.every_steps=4", f"checkpoint.url={url}")
+    job = (
+        *TINY,
+        "data.source=text",
+        "train.steps=1000000",
+        "checkpoint.every_steps=4",
+        f"checkpoint.url={url}",
+    )
     with watching(story.start("train", *job, "parallel.ranks=2", "run.dir=moved")) as watched:
         watched.wait_for("saved checkpoint of step")
         owner = open_store(story.folder, url).owner

@@ -1,4 +1,5 @@
-"""The formulas of docs/strategies.md beside what ranks really send; its tables are what the planner says today."""
+"""The formulas of docs/strategies.md beside what ranks really send; its tables are what the
+planner says today."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ RANKS, MICROBATCHES = 2, 3
 
 
 def sent(rank: int) -> dict[str, Any]:
-    """What collectives made in a step's passes and in its update, beside what phalanx says that it sent."""
+    """What collectives made in a step's passes and in its update, beside what phalanx says that
+    it sent."""
     found: dict[str, Any] = {}
     ways = {"ddp": {"dp_replicate": 2}, "tp": {"tp": 2}} | {
         f"zero{n}": {"dp_shard": 2, "zero_stage": n} for n in (1, 2, 3)
@@ -85,23 +87,30 @@ def measured() -> dict[str, Sent]:
 def test_copies_all_reduce_fp32_gradients_once_and_zero1_gathers_what_was_updated(
     measured: dict[str, Sent], stage: int, name: str
 ) -> None:
-    """However many microbatches; gathered within the padding of what does not divide (a vocabulary of 37)."""
+    """However many microbatches; gathered within the padding of what does not divide (a
+    vocabulary of 37)."""
     found = measured[name]
     assert set(found.moved) == {"allreduce_"}, "gradients, and nothing besides"
     reduced = COSTS["all_reduce"](found.moved["allreduce_"], RANKS)
     assert reduced == COSTS["all_reduce"](4 * SHAPE.num_params, RANKS) == found.told
     assert set(found.updated) == ({"broadcast_"} if stage else set())
     gathered = COSTS["all_gather"](found.updated.get("broadcast_", 0), RANKS)
-    wanted = COSTS["data_parallel_bytes"](stage, SHAPE.num_params, 0, RANKS, microbatches=MICROBATCHES)
+    wanted = COSTS["data_parallel_bytes"](
+        stage, SHAPE.num_params, 0, RANKS, microbatches=MICROBATCHES
+    )
     assert reduced + gathered == pytest.approx(wanted, rel=0.01 if stage else 0)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_shards_gather_for_each_microbatch_and_scatter_once(measured: dict[str, Sent], stage: int) -> None:
+def test_shards_gather_for_each_microbatch_and_scatter_once(
+    measured: dict[str, Sent], stage: int
+) -> None:
     """Within the padding of what does not divide (a vocabulary of 37)."""
     moved = measured[f"zero{stage}"].moved
     root = SHAPE.num_params - SHAPE.blocks_params
-    wanted = COSTS["data_parallel_bytes"](stage, SHAPE.num_params, root, RANKS, microbatches=MICROBATCHES)
+    wanted = COSTS["data_parallel_bytes"](
+        stage, SHAPE.num_params, root, RANKS, microbatches=MICROBATCHES
+    )
     assert set(moved) == {"broadcast_", "reduce_"}
     assert COSTS["all_gather"](sum(moved.values()), RANKS) == pytest.approx(wanted, rel=0.01)
     scattered = COSTS["all_gather"](moved["reduce_"], RANKS)
@@ -109,12 +118,20 @@ def test_shards_gather_for_each_microbatch_and_scatter_once(measured: dict[str, 
     assert scattered == pytest.approx(COSTS["all_gather"](4 * SHAPE.num_params, RANKS), rel=0.01)
 
 
-def test_tensor_parallel_ranks_send_activations_in_each_microbatch(measured: dict[str, Sent]) -> None:
+def test_tensor_parallel_ranks_send_activations_in_each_microbatch(
+    measured: dict[str, Sent],
+) -> None:
     """Besides: three numbers per token for the loss, the gradients of norms."""
     found = measured["tp"]
-    kinds = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "all_gather"}
+    kinds = {
+        "all_reduce": "all_reduce",
+        "all_gather_into_tensor": "all_gather",
+        "reduce_scatter_tensor": "all_gather",
+    }
     num_bytes = sum(COSTS[kind](found.of_step.get(name, 0), RANKS) for name, kind in kinds.items())
-    wanted = MICROBATCHES * COSTS["tensor_parallel_bytes"](SHAPE.num_layers, found.tokens, SHAPE.dim, 4, 2)
+    wanted = MICROBATCHES * COSTS["tensor_parallel_bytes"](
+        SHAPE.num_layers, found.tokens, SHAPE.dim, 4, 2
+    )
     assert wanted < num_bytes < 1.03 * wanted
     assert found.told_of_tp == num_bytes
 

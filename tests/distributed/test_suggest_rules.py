@@ -1,4 +1,5 @@
-"""`phalanx plan --suggest-rules`: what it proposes equals the plain loop, and what it cannot tell stays whole."""
+"""`phalanx plan --suggest-rules`: what it proposes equals the plain loop, and what it cannot
+tell stays whole."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from phalanx.verify.batches import make_global_steps
 from phalanx.verify.cases import SMALL_VOCAB
 from ranks import run_ranks
 
-ZOO = ("mixer", "gqa", "fused_gqa", "interleaved_groups", "interleaved_heads", "conv1d", "fused_gate", "normed_inside")
+ZOO = (
+    "mixer",
+    "gqa",
+    "fused_gqa",
+    "interleaved_groups",
+    "interleaved_heads",
+    "conv1d",
+    "fused_gate",
+    "normed_inside",
+)
 HARD = {  # a module of which something can be cut -> a rule that must be there
     "flat": ("layers.*", "replicate divide=n_head"),
     "experts": ("layers.*.inner.experts.*.0", "column"),
@@ -50,7 +60,9 @@ Rules = dict[str, tuple[str, str]]
 
 def job_of(kind: str, **parallel: Any) -> Job:
     model = {"kind": kind}
-    return Job.model_validate({"model": model, "data": {"seq_len": tp_zoo.SEQ_LEN}, "parallel": parallel})
+    return Job.model_validate(
+        {"model": model, "data": {"seq_len": tp_zoo.SEQ_LEN}, "parallel": parallel}
+    )
 
 
 def suggestions(rank: int, kinds: list[str]) -> dict[str, tuple[Rules, dict[str, str]]]:
@@ -71,7 +83,12 @@ def test_the_rules_that_a_person_wrote_are_found() -> None:
         for pattern, text in written.items():
             if text.split()[0] in CUTS or text.startswith("replicate"):
                 assert rules[pattern] == text, (name, pattern)
-        assert set(rules) - set(written) <= {"embed", "head", "layers.*.tokens", "layers.*.channels"}
+        assert set(rules) - set(written) <= {
+            "embed",
+            "head",
+            "layers.*.tokens",
+            "layers.*.channels",
+        }
 
 
 @pytest.mark.long
@@ -81,7 +98,10 @@ def test_what_is_proposed_for_hard_ones_equals_the_plain_loop() -> None:
     for name, why in WHOLE.items():
         rules, whole = found[f"tp_zoo_hard:{name}"]
         assert set(rules) == {"embed", "head"}, name
-        assert any(why in reason for pattern, reason in whole.items() if "inner" in pattern), (name, whole)
+        assert any(why in reason for pattern, reason in whole.items() if "inner" in pattern), (
+            name,
+            whole,
+        )
     wanted: Wanted = {}
     for name, (pattern, text) in HARD.items():
         rules, _ = found[f"tp_zoo_hard:{name}"]
@@ -94,7 +114,8 @@ def test_what_is_proposed_for_hard_ones_equals_the_plain_loop() -> None:
 
 @pytest.mark.long
 def test_from_a_module_to_a_job_that_is_equal(tmp_path: Path) -> None:
-    """As a person does it: look, paste, verify; a bare module is refused before, and says what to do."""
+    """As a person does it: look, paste, verify; a bare module is refused before, and says what
+    to do."""
     (tmp_path / "tp_zoo.py").write_text(Path(tp_zoo.__file__).read_text())
     job = 'model.kind = "tp_zoo:without_rules"\ndata.seq_len = 8\n'
     (tmp_path / "job.toml").write_text(job)

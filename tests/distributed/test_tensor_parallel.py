@@ -1,4 +1,5 @@
-"""What tensor parallelism says between ranks, counted twice; what it never holds; and what it refuses on the way."""
+"""What tensor parallelism says between ranks, counted twice; what it never holds; and what it
+refuses on the way."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ WHOLE = BATCH * SEQ_LEN * DIM * 4  # bytes of the activations between blocks, of
 
 
 class Heard(TorchDispatchMode):
-    """Counts what is asked of torch's process groups, on its own, and remembers the largest tensors."""
+    """Counts what is asked of torch's process groups, on its own, and remembers the largest
+    tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +42,11 @@ class Heard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and "wait" not in str(func):
-            kind = func._schema.name.partition("::")[2].removesuffix("_into_tensor").removesuffix("_tensor")
+            kind = (
+                func._schema.name.partition("::")[2]
+                .removesuffix("_into_tensor")
+                .removesuffix("_tensor")
+            )
             self.counts[kind] += 1
             self.num_bytes[kind] += out.numel() * out.element_size()
         if isinstance(out, torch.Tensor) and out.is_floating_point():
@@ -49,7 +55,8 @@ class Heard(TorchDispatchMode):
 
 
 def sums_of(rank: int, num_layers: int, cuts_sequence: bool, chunks: int) -> dict[str, Any]:
-    """Forward and backward of a decoder of so many blocks: counts and bytes of each, as the group has counted them."""
+    """Forward and backward of a decoder of so many blocks: counts and bytes of each, as the
+    group has counted them."""
     cases = plan(TP, tp=TP, sequence_parallel=cuts_sequence, tp_chunks=chunks)
     module = Decoder(ModelShape(num_layers, DIM, 4, 2, 8, 40, 37, False))
     fill(module)
@@ -61,10 +68,26 @@ def sums_of(rank: int, num_layers: int, cuts_sequence: bool, chunks: int) -> dic
         found, seen = {}, []
         with Heard() as heard:
             loss, _ = model._loss(batch, causal_cross_entropy(4096))
-            seen.append((dict(group.counts), dict(group.num_bytes), dict(heard.counts), dict(heard.num_bytes)))
+            seen.append(
+                (
+                    dict(group.counts),
+                    dict(group.num_bytes),
+                    dict(heard.counts),
+                    dict(heard.num_bytes),
+                )
+            )
             loss.backward()
-            seen.append((dict(group.counts), dict(group.num_bytes), dict(heard.counts), dict(heard.num_bytes)))
-        for name, (counts, num_bytes, heard_counts, heard_bytes) in zip(("forward", "both"), seen, strict=True):
+            seen.append(
+                (
+                    dict(group.counts),
+                    dict(group.num_bytes),
+                    dict(heard.counts),
+                    dict(heard.num_bytes),
+                )
+            )
+        for name, (counts, num_bytes, heard_counts, heard_bytes) in zip(
+            ("forward", "both"), seen, strict=True
+        ):
             assert (counts, num_bytes) == (heard_counts, heard_bytes), name
             found[name] = (counts, num_bytes)
         _require_told(model, batch)
@@ -78,7 +101,10 @@ def _require_told(model: ParallelModel, batch: Batch) -> None:
         sums = model.forward_backward([batch], objective)
         facts = model.finish_step(sums)
     model.evaluate([batch], objective)
-    assert model.finish_step(model.forward_backward([batch], objective)).sent_tp_bytes == facts.sent_tp_bytes
+    assert (
+        model.finish_step(model.forward_backward([batch], objective)).sent_tp_bytes
+        == facts.sent_tp_bytes
+    )
     made = heard.num_bytes
     ring = 2 * made["all_reduce"] * (TP - 1) / TP
     ring += made["all_gather"] * (TP - 1) / TP + made["reduce_scatter"] * (TP - 1)
@@ -89,23 +115,39 @@ def per_block(two: dict[str, Any], three: dict[str, Any]) -> dict[str, Any]:
     """What a third block adds to two: {"forward": {kind: (number, bytes)}, "backward": ...}."""
     added = {
         name: {
-            kind: (counts[kind] - two[name][0].get(kind, 0), num_bytes[kind] - two[name][1].get(kind, 0))
+            kind: (
+                counts[kind] - two[name][0].get(kind, 0),
+                num_bytes[kind] - two[name][1].get(kind, 0),
+            )
             for kind in counts
         }
         for name, (counts, num_bytes) in three.items()
     }
     zero = (0, 0)
     backward = {
-        kind: tuple(b - f for b, f in zip(added["both"][kind], added["forward"].get(kind, zero), strict=True))
+        kind: tuple(
+            b - f
+            for b, f in zip(added["both"][kind], added["forward"].get(kind, zero), strict=True)
+        )
         for kind in added["both"]
     }
     kept = {"forward": added["forward"], "backward": backward}
-    return {name: {kind: value for kind, value in kinds.items() if value != zero} for name, kinds in kept.items()}
+    return {
+        name: {kind: value for kind, value in kinds.items() if value != zero}
+        for name, kinds in kept.items()
+    }
 
 
 def collectives(rank: int) -> dict[str, Any]:
-    cases = {"whole": (False, 1), "sequence": (True, 1), "whole-chunks": (False, 2), "sequence-chunks": (True, 2)}
-    return {name: per_block(*(sums_of(rank, n, *case) for n in (2, 3))) for name, case in cases.items()}
+    cases = {
+        "whole": (False, 1),
+        "sequence": (True, 1),
+        "whole-chunks": (False, 2),
+        "sequence-chunks": (True, 2),
+    }
+    return {
+        name: per_block(*(sums_of(rank, n, *case) for n in (2, 3))) for name, case in cases.items()
+    }
 
 
 def test_collectives_of_a_block_and_their_bytes() -> None:
@@ -160,7 +202,9 @@ def test_logits_of_the_vocabulary_are_never_put_together(kind: str) -> None:
 
 class TiedElsewhere(tp_zoo.Lm):
     def __init__(self) -> None:
-        super().__init__(lambda: tp_zoo.Residual(tp_zoo.MLP()), tp_zoo.MLP_RULES | {"embed": "vocab"}, tied=True)
+        super().__init__(
+            lambda: tp_zoo.Residual(tp_zoo.MLP()), tp_zoo.MLP_RULES | {"embed": "vocab"}, tied=True
+        )
 
 
 class TiedOtherwise(tp_zoo.Lm):
@@ -213,8 +257,14 @@ def with_dropout(**options: Any) -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "tied, cut on one side": (TiedElsewhere, ("head.weight is tied", "no rule cuts it", "give its module the same")),
-    "tied, cut otherwise": (TiedOtherwise, ("head.weight is tied", "cut otherwise", "cut both alike")),
+    "tied, cut on one side": (
+        TiedElsewhere,
+        ("head.weight is tied", "no rule cuts it", "give its module the same"),
+    ),
+    "tied, cut otherwise": (
+        TiedOtherwise,
+        ("head.weight is tied", "cut otherwise", "cut both alike"),
+    ),
     "a region of numbers": (Ints, ("Ints is called without activations",)),
     "an argument it lacks": (
         lambda: lm({**tp_zoo.MLP_RULES, "layers.*.inner": "region hidden"}),
@@ -234,7 +284,10 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "a column that is added to what is whole": (
         lambda: lm({"layers.*.inner.fc2": "column"}),
-        ('rule "layers.*.inner.fc2" = "column"', "layers.0.inner.fc2, 8 of 16, meet what is whole: The size of tensor"),
+        (
+            'rule "layers.*.inner.fc2" = "column"',
+            "layers.0.inner.fc2, 8 of 16, meet what is whole: The size of tensor",
+        ),
     ),
     "a head cut by features": (
         lambda: lm({**tp_zoo.MLP_RULES, "head": "column"}),
@@ -252,12 +305,18 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda: lm({**tp_zoo.MLP_RULES, "head": "vocab"}, in_a_dict=True),
         ("does not return its head's logits as they are", '"column gather"'),
     ),
-    "nobody begins the sequence": (lambda: lm(tp_zoo.MLP_RULES, per_token=True), ("no rule cuts an embedding",)),
+    "nobody begins the sequence": (
+        lambda: lm(tp_zoo.MLP_RULES, per_token=True),
+        ("no rule cuts an embedding",),
+    ),
     "nobody ends the sequence": (
         lambda: lm({**tp_zoo.MLP_RULES, "embed": "vocab"}, per_token=True),
         ("returns a part of the sequence", '"vocab" or "column gather"'),
     ),
-    "no module": (lambda: lm({"layers.*.iner.fc1": "column"}), ("did you mean", "layers.*.inner.fc1")),
+    "no module": (
+        lambda: lm({"layers.*.iner.fc1": "column"}),
+        ("did you mean", "layers.*.inner.fc1"),
+    ),
     "torch's attention": (
         lambda: _with_torch_attention(),
         ("self_attn.out_proj belongs to an nn.MultiheadAttention", "stays whole"),
@@ -266,11 +325,19 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda: between(nn.Dropout(0.1), {"layers.*.inner": "region"}),
         ("dropout of layers.0.inner.drop", "parts of the activations", "behind the row"),
     ),
-    "dropout outside of one": (lambda: between(nn.Dropout(0.1), {}), ("dropout of layers.0.inner.drop",)),
+    "dropout outside of one": (
+        lambda: between(nn.Dropout(0.1), {}),
+        ("dropout of layers.0.inner.drop",),
+    ),
     "dropout in a forward": (lambda: between(None, {}), ("dropout of layers.0.inner is where",)),
-    "dropout of a part": (lambda: with_dropout(per_token=True), ("dropout of layers.0.drop (0.1)",)),
+    "dropout of a part": (
+        lambda: with_dropout(per_token=True),
+        ("dropout of layers.0.drop (0.1)",),
+    ),
     "tokens dropped in a forward": (
-        lambda: tp_zoo.Lm(lambda: FreelyDropped(tp_zoo.MLP()), tp_zoo.MLP_RULES | tp_zoo.ENDS, per_token=True),
+        lambda: tp_zoo.Lm(
+            lambda: FreelyDropped(tp_zoo.MLP()), tp_zoo.MLP_RULES | tp_zoo.ENDS, per_token=True
+        ),
         ("dropout of layers.0 is where",),
     ),
 }

@@ -1,4 +1,5 @@
-"""Tensor parallelism of modules that are not phalanx's own, judged by `verify` against the plain loop in float64."""
+"""Tensor parallelism of modules that are not phalanx's own, judged by `verify` against the plain
+loop in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS
 from ranks import run_ranks
 
-SHAPE = measured_shape("tp_zoo", 2, Measured(20_000, 20_000, 4_000, 8_000))  # for the plan's memory alone
+SHAPE = measured_shape(
+    "tp_zoo", 2, Measured(20_000, 20_000, 4_000, 8_000)
+)  # for the plan's memory alone
 LAYOUTS = {
     "tp4": {"tp": 4},
     "tp4-chunks": {"tp": 4, "tp_chunks": 2},
@@ -35,7 +38,9 @@ def zoo_job(name: str, **parallel: Any) -> Job:
     model = {"kind": f"tp_zoo:{name}"}
     if name.startswith("dict_head"):
         model["objective"] = "tp_zoo:dict_objective"
-    return Job.model_validate({"model": model, "data": {"seq_len": tp_zoo.SEQ_LEN}, "parallel": parallel})
+    return Job.model_validate(
+        {"model": model, "data": {"seq_len": tp_zoo.SEQ_LEN}, "parallel": parallel}
+    )
 
 
 Wanted = dict[str, tuple[Job, tuple[str, ...]]]
@@ -47,7 +52,11 @@ def judge_jobs(rank: int, wanted: Wanted, directory: str) -> None:
         job = make_verified_job(wanted_job, 4)
         chosen = [(layout, LAYOUTS[layout]) for layout in layouts]
         cases = make_cases(job, chosen, num_ranks=4, cluster=CPU, shape=SHAPE)
-        work = [VerifyCase("float64", case.name, case.parallel, case.plan) for case in cases if case.plan is not None]
+        work = [
+            VerifyCase("float64", case.name, case.parallel, case.plan)
+            for case in cases
+            if case.plan is not None
+        ]
         folder = Path(directory) / name
         folder.mkdir(exist_ok=True)
         verify_rank.compare_layouts(VerifyPayload(job, folder, None, 1, 4, name, tuple(work)))
@@ -57,7 +66,9 @@ def rows_of(wanted: Wanted) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         run_ranks(4, judge_jobs, wanted, directory)
         rows = [
-            json.loads(line) for name in wanted for line in (Path(directory) / name / ROWS).read_text().splitlines()
+            json.loads(line)
+            for name in wanted
+            for line in (Path(directory) / name / ROWS).read_text().splitlines()
         ]
     return {f"{row['model']} {row['layout']}": row for row in rows}
 
@@ -65,7 +76,9 @@ def rows_of(wanted: Wanted) -> dict[str, dict[str, Any]]:
 def require_equal(wanted: Wanted) -> None:
     rows = rows_of(wanted)
     assert len(rows) == sum(len(layouts) for _, layouts in wanted.values())
-    assert {name: row["refused"] or row["first"] for name, row in rows.items() if not row["ok"]} == {}
+    assert {
+        name: row["refused"] or row["first"] for name, row in rows.items() if not row["ok"]
+    } == {}
     assert all(row["errors"]["gradient"] > 0 for row in rows.values()), "something was compared"
 
 
@@ -82,9 +95,12 @@ def test_every_module_equals_the_plain_loop() -> None:
 @pytest.mark.long
 def test_every_module_in_every_layout() -> None:
     layouts = {2: ("ddp-tp2", "zero3-tp2"), 4: ("tp4", "tp4-chunks", "ddp-tp2", "zero3-tp2")}
-    require_equal({name: (zoo_job(name), layouts[max(degrees)]) for name, degrees in tp_zoo.RULED.items()})
+    require_equal(
+        {name: (zoo_job(name), layouts[max(degrees)]) for name, degrees in tp_zoo.RULED.items()}
+    )
 
 
 def test_chunks_of_modules_of_your_own() -> None:
-    """Columns that are entered together, and those that cannot be (Conv1D); with and without a cut sequence."""
+    """Columns that are entered together, and those that cannot be (Conv1D); with and without a
+    cut sequence."""
     require_equal({name: (zoo_job(name), ("tp4-chunks",)) for name in CHUNKED})

@@ -15,7 +15,16 @@ from test_bad_input import free_port, rank_environment
 from commands import TINY, Done, environment, finish, loss_curve, run, start, weights, write_text
 
 JOB = (*TINY, "data.source=text", "eval.tokens=512", "checkpoint.every_steps=10")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "phalanx",
+)
 
 
 @dataclass(frozen=True)
@@ -47,13 +56,23 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.mark.long
 def test_torchrun_needs_no_run_directory_and_changes_no_bit(reference: Reference) -> None:
-    done = finish(start("train", *JOB, cwd=reference.folder, env=environment(OMP_NUM_THREADS="1"), command=TORCHRUN))
+    done = finish(
+        start(
+            "train",
+            *JOB,
+            cwd=reference.folder,
+            env=environment(OMP_NUM_THREADS="1"),
+            command=TORCHRUN,
+        )
+    )
     assert done.code == 0, done.err
     (run_dir,) = (reference.folder / "runs").iterdir()
     assert loss_curve(run_dir) == loss_curve(reference.dir)
     assert weights(run_dir) == weights(reference.dir)
     lines = done.out.splitlines()
-    assert lines[0] == lines[-1] == f"run     {run_dir.relative_to(reference.folder)}"  # one rank speaks for all
+    assert (
+        lines[0] == lines[-1] == f"run     {run_dir.relative_to(reference.folder)}"
+    )  # one rank speaks for all
     assert re.search(r"^loss +held out.*trigram", done.out, re.MULTILINE)
     assert (run_dir / "report.html").exists()
     assert not (run_dir / "lock").exists()
@@ -63,19 +82,32 @@ def test_torchrun_needs_no_run_directory_and_changes_no_bit(reference: Reference
 def test_a_run_is_resumed_under_torchrun(reference: Reference) -> None:
     copy = reference.interrupted("under torchrun")
     arguments = ["train", "--resume", copy.name]
-    done = finish(start(*arguments, cwd=reference.folder, env=environment(OMP_NUM_THREADS="1"), command=TORCHRUN))
+    done = finish(
+        start(
+            *arguments, cwd=reference.folder, env=environment(OMP_NUM_THREADS="1"), command=TORCHRUN
+        )
+    )
     assert done.code == 0, done.err
     assert "continues at step 10 from step-10" in done.out
-    assert loss_curve(copy) == loss_curve(reference.dir)  # which also holds the steps of both attempts against another
+    assert loss_curve(copy) == loss_curve(
+        reference.dir
+    )  # which also holds the steps of both attempts against another
     assert weights(copy) == weights(reference.dir)
 
 
 @pytest.mark.long
 def test_ranks_started_by_hand(reference: Reference) -> None:
-    """Two processes with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, of a run started by ourselves."""
+    """Two processes with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, of a run
+    started by ourselves."""
     copy, port = reference.interrupted("by hand"), free_port()
     ranks = [
-        start("train", "--resume", copy.name, cwd=reference.folder, env=rank_environment(rank, 2, port))
+        start(
+            "train",
+            "--resume",
+            copy.name,
+            cwd=reference.folder,
+            env=rank_environment(rank, 2, port),
+        )
         for rank in range(2)
     ]
     done = [finish(rank) for rank in ranks]
@@ -89,12 +121,18 @@ SLURM = {"SLURM_JOB_NODELIST": "localhost", "SLURM_NTASKS": "2"}
 
 
 def of_slurm(rank: int, port: int) -> dict[str, str]:
-    return SLURM | {"SLURM_JOB_ID": str(port), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    return SLURM | {
+        "SLURM_JOB_ID": str(port),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
 
 
 def of_open_mpi(rank: int, port: int) -> dict[str, str]:
     place = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
-    return {"MASTER_PORT": str(port)} | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
+    return {"MASTER_PORT": str(port)} | {
+        f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()
+    }
 
 
 def of_hydra(rank: int, port: int) -> dict[str, str]:
@@ -112,16 +150,30 @@ def of_hydra(rank: int, port: int) -> dict[str, str]:
 def test_tasks_of_another_launcher_train_one_job(
     reference: Reference, place_of: Callable[[int, int], dict[str, str]], origin: str
 ) -> None:
-    """Without a variable of torch's: one training, told by rank 0 alone, with the losses of our own two ranks."""
+    """Without a variable of torch's: one training, told by rank 0 alone, with the losses of our
+    own two ranks."""
     copy, port = reference.interrupted(f"of {origin}"), free_port()
     tasks = [
-        start("train", "--resume", copy.name, cwd=reference.folder, env=environment(OMP_NUM_THREADS="1") | place)
+        start(
+            "train",
+            "--resume",
+            copy.name,
+            cwd=reference.folder,
+            env=environment(OMP_NUM_THREADS="1") | place,
+        )
         for place in (place_of(0, port), place_of(1, port))
     ]
     done = [finish(task) for task in tasks]
     assert [d.code for d in done] == [0, 0], [d.err for d in done]
     assert (
-        len(re.findall(rf"^ranks   from {origin}: 2 .*; rank 0 at 127\.0\.0\.1:\d+$", done[0].out, re.MULTILINE)) == 1
+        len(
+            re.findall(
+                rf"^ranks   from {origin}: 2 .*; rank 0 at 127\.0\.0\.1:\d+$",
+                done[0].out,
+                re.MULTILINE,
+            )
+        )
+        == 1
     )
     assert done[1].out == ""
     assert loss_curve(copy) == loss_curve(reference.dir)
@@ -129,7 +181,8 @@ def test_tasks_of_another_launcher_train_one_job(
 
 
 def test_a_batch_script_of_slurm_starts_its_own_ranks(reference: Reference) -> None:
-    """It has SLURM_PROCID and SLURM_NTASKS as a task of srun has, and nobody starts the other one."""
+    """It has SLURM_PROCID and SLURM_NTASKS as a task of srun has, and nobody starts the other
+    one."""
     copy = reference.interrupted("in a batch script")
     place = of_slurm(0, 4711) | {"ENVIRONMENT": "BATCH", "SLURM_SUBMIT_DIR": "/somewhere"}
     done = run("train", "--resume", copy.name, cwd=reference.folder, env=environment() | place)
@@ -137,7 +190,9 @@ def test_a_batch_script_of_slurm_starts_its_own_ranks(reference: Reference) -> N
     assert loss_curve(copy) == loss_curve(reference.dir)
 
 
-def test_half_of_slurms_variables_are_refused_before_anything_is_written(reference: Reference) -> None:
+def test_half_of_slurms_variables_are_refused_before_anything_is_written(
+    reference: Reference,
+) -> None:
     place = of_slurm(1, 4711) | {"SLURM_LOCALID": ""}
     done = run("train", *JOB, "run.dir=none", cwd=reference.folder, env=environment() | place)
     assert done.code == 6
@@ -146,13 +201,24 @@ def test_half_of_slurms_variables_are_refused_before_anything_is_written(referen
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_an_end_that_cannot_be_recorded_is_no_success(world_size: int, reference: Reference) -> None:
-    """Files may grow to 32 MiB, and the one that takes the end of the run is as large: all else is written."""
+def test_an_end_that_cannot_be_recorded_is_no_success(
+    world_size: int, reference: Reference
+) -> None:
+    """Files may grow to 32 MiB, and the one that takes the end of the run is as large: all else
+    is written."""
     run_dir, port = reference.folder / f"unrecorded {world_size}", free_port()
     (run_dir / "events").mkdir(parents=True)
     with open(run_dir / "events" / "supervisor.jsonl", "wb") as file:
         file.truncate(32 << 20)
-    limited = ("bash", "-c", 'ulimit -f 32768 && exec "$@"', "bash", sys.executable, "-m", "phalanx")
+    limited = (
+        "bash",
+        "-c",
+        'ulimit -f 32768 && exec "$@"',
+        "bash",
+        sys.executable,
+        "-m",
+        "phalanx",
+    )
     ranks = [
         start(
             *("train", *JOB, f"run.dir={run_dir}"),

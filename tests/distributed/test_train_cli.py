@@ -31,7 +31,14 @@ from commands import (
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.core.files import read_json
 from phalanx.job.load import load_job_json
-from phalanx.observe.events import BaselineMeasured, EvalFinished, MemoryMeasured, RunFinished, RunStarted, StepFinished
+from phalanx.observe.events import (
+    BaselineMeasured,
+    EvalFinished,
+    MemoryMeasured,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
 from phalanx.plan.plan import job_digest
 
 JOB = """\
@@ -67,9 +74,16 @@ SAME_MATHS = {
     ),
 }
 BF16 = ("parallel.dp_replicate=2", "precision.compute=bf16")
-# What a run is asked to tell, besides, which must not change what it learns. A save that is still on its way would put
-# off the next one.
-ASKED = {"zero3": ("--json", "eval.every_steps=8", "eval.keep_best=true", "checkpoint.asynchronous=false")}
+# What a run is asked to tell, besides, which must not change what it learns. A save that is still
+# on its way would put off the next one.
+ASKED = {
+    "zero3": (
+        "--json",
+        "eval.every_steps=8",
+        "eval.keep_best=true",
+        "checkpoint.asynchronous=false",
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,15 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
     before = set(os.listdir(folder))
     layouts = {"ddp": ("parallel.ranks=2", "parallel.dp_replicate=2"), **SAME_MATHS, "bf16": BF16}
     commands = [
-        ["train", "job.toml", "train.steps=20", "observe.sinks=[]", *more, *ASKED.get(name, ()), f"run.dir=run {name}"]
+        [
+            "train",
+            "job.toml",
+            "train.steps=20",
+            "observe.sinks=[]",
+            *more,
+            *ASKED.get(name, ()),
+            f"run.dir=run {name}",
+        ]
         for name, more in layouts.items()
     ]
     done = run_all(commands[:2], folder) + run_all(commands[2:], folder)
@@ -114,7 +136,9 @@ def test_a_run_ends_well_and_says_where_it_is_first_and_last(house: House) -> No
 def test_a_pipe_gets_plain_lines(house: House) -> None:
     out = house.done["ddp"].out
     assert not [letter for letter in out if ord(letter) < 32 and letter != "\n"]
-    steps = re.findall(r"^step (\d+)/20  loss [\d.]+  lr \S+  norm [\d.]+  (.+)  eta (.+)  mem ", out, re.MULTILINE)
+    steps = re.findall(
+        r"^step (\d+)/20  loss [\d.]+  lr \S+  norm [\d.]+  (.+)  eta (.+)  mem ", out, re.MULTILINE
+    )
     assert [step for step, _, _ in steps] == ["1", "10", "20"]
     (_, first, first_eta), *others = steps
     assert (first.endswith("for this step, warming up"), first_eta) == (True, "not known yet")
@@ -136,7 +160,11 @@ def test_everything_is_inside_the_run_directory(house: House) -> None:
     assert house.after - house.before == {f"run {name}" for name in house.done}
     inside = {name.split("/")[0] for name in snapshot(house.dir("ddp"))}
     assert inside == {*FILES, "blackbox", "checkpoints", "data", "events", "logs"}
-    assert not [name for name in snapshot(house.dir("ddp")) if "partial" in name or name.endswith(".error.json")]
+    assert not [
+        name
+        for name in snapshot(house.dir("ddp"))
+        if "partial" in name or name.endswith(".error.json")
+    ]
 
 
 def test_the_facts_of_a_run_can_be_read_back(house: House) -> None:
@@ -147,16 +175,23 @@ def test_the_facts_of_a_run_can_be_read_back(house: House) -> None:
     assert plan["job_digest"] == job_digest(job)
     found = [envelope.event for envelope in events(run_dir)]
     assert [e.step for e in found if isinstance(e, RunStarted)] == [0]
-    assert [(e.status, e.exit_code, e.step) for e in found if isinstance(e, RunFinished)] == [("finished", 0, 20)]
+    assert [(e.status, e.exit_code, e.step) for e in found if isinstance(e, RunFinished)] == [
+        ("finished", 0, 20)
+    ]
     assert len([e for e in found if isinstance(e, StepFinished)]) == 2 * 20
-    assert {key for e in found if isinstance(e, MemoryMeasured) for key in e.measured_bytes} >= {"peak", "parameters"}
+    assert {key for e in found if isinstance(e, MemoryMeasured) for key in e.measured_bytes} >= {
+        "peak",
+        "parameters",
+    }
 
 
 def test_the_seconds_of_a_step_are_accounted_for(house: House) -> None:
     for envelope in events(house.dir("ddp"), StepFinished):
         event = envelope.event
         assert isinstance(event, StepFinished)
-        assert sum(event.phases_s.values()) + event.unaccounted_s == pytest.approx(event.step_s, abs=1e-4)
+        assert sum(event.phases_s.values()) + event.unaccounted_s == pytest.approx(
+            event.step_s, abs=1e-4
+        )
         assert {"data", "forward", "backward", "collective", "optimizer"} <= set(event.phases_s)
         assert ("ckpt_stage" in event.phases_s) == (event.step in (10, 20))
 
@@ -173,7 +208,9 @@ def test_checkpoints_hold_the_whole_state(house: House) -> None:
         assert {key: manifest.facts[key] for key in facts} == facts
         trained = {tensor for tensor in manifest.tensors if not tensor.startswith("optim/")}
         for tensor in trained:
-            assert {f"optim/{tensor}/exp_avg", f"optim/{tensor}/exp_avg_sq"} <= set(manifest.tensors)
+            assert {f"optim/{tensor}/exp_avg", f"optim/{tensor}/exp_avg_sq"} <= set(
+                manifest.tensors
+            )
 
 
 def test_the_page_is_there_and_asks_nothing_of_the_network(house: House) -> None:
@@ -183,7 +220,8 @@ def test_the_page_is_there_and_asks_nothing_of_the_network(house: House) -> None
 
 
 def test_json_is_all_that_standard_output_gets(house: House) -> None:
-    """The facts on one line; words for people are on standard error, as they would be on standard output."""
+    """The facts on one line; words for people are on standard error, as they would be on
+    standard output."""
     done, run_dir = house.done["zero3"], house.dir("zero3")
     (line,) = done.out.splitlines()
     facts = json.loads(line)
@@ -211,17 +249,29 @@ def test_evaluations_on_the_way_and_the_best_of_them(house: House) -> None:
     assert list(told) == [8, 16, 20]
     loss, step = min((loss, step) for step, loss in told.items())
     place = f"checkpoints/step-{step}"
-    assert facts["best"] == {"step": step, "loss": loss, "metric": "loss", "value": loss, "checkpoint": place}
+    assert facts["best"] == {
+        "step": step,
+        "loss": loss,
+        "metric": "loss",
+        "value": loss,
+        "checkpoint": place,
+    }
     assert (run_dir / facts["best"]["checkpoint"] / "manifest.json").is_file()
     (last,) = (e.event.loss for e in events(house.dir("ddp"), EvalFinished))
     assert told[20] == pytest.approx(last, rel=1e-5)  # of the same run without any of this
     err = house.done["zero3"].err
     assert f"held-out loss {told[8]:.4f} nats/token at step 8, the best so far" in err
-    assert re.search(rf"^best    run zero3/checkpoints/step-{step} \(loss {loss:.4f} at step {step}\)$", err, re.M)
+    assert re.search(
+        rf"^best    run zero3/checkpoints/step-{step} \(loss {loss:.4f} at step {step}\)$",
+        err,
+        re.M,
+    )
 
 
 def test_explaining_a_job_leaves_no_trace(house: House) -> None:
-    done = run("train", "job.toml", "--explain", "train.steps=20", "parallel.ranks=2", cwd=house.folder)
+    done = run(
+        "train", "job.toml", "--explain", "train.steps=20", "parallel.ranks=2", cwd=house.folder
+    )
     assert (done.code, done.err) == (0, "")
     assert re.search(r"^steps +20 +override +job.toml:11:1 says 10$", done.out, re.MULTILINE)
     assert "\033" not in done.out
@@ -275,10 +325,22 @@ def test_a_terminal_shows_the_run_live(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_compiled_model_has_the_same_curve(house: House, tmp_path: Path) -> None:
-    """Compiled kernels add in another order; anything more is a mistake. With nothing compiled before, as a user's."""
+    """Compiled kernels add in another order; anything more is a mistake.
+
+    With nothing compiled before, as a user's.
+    """
     env = environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    arguments = ["job.toml", "train.steps=20", "observe.sinks=[]", "train.compile=true", "parallel.dp_shard=2"]
-    done = finish(start("train", *arguments, "run.dir=run compiled", cwd=house.folder, env=env), deadline_s=600)
+    arguments = [
+        "job.toml",
+        "train.steps=20",
+        "observe.sinks=[]",
+        "train.compile=true",
+        "parallel.dp_shard=2",
+    ]
+    done = finish(
+        start("train", *arguments, "run.dir=run compiled", cwd=house.folder, env=env),
+        deadline_s=600,
+    )
     assert done.code == 0, done.err
     reference = loss_curve(house.dir("ddp"))
     for step, loss in loss_curve(house.folder / "run compiled").items():
@@ -287,7 +349,10 @@ def test_a_compiled_model_has_the_same_curve(house: House, tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_no_arguments_train_the_default_job(tmp_path: Path) -> None:
-    """The first thing anybody does. The model beats an interpolated trigram by 0.15 nats per byte, within minutes."""
+    """The first thing anybody does.
+
+    The model beats an interpolated trigram by 0.15 nats per byte, within minutes.
+    """
     done = finish(start("train", cwd=tmp_path), deadline_s=900)
     assert done.code == 0, done.err
     (run_dir,) = (tmp_path / "runs").iterdir()

@@ -24,11 +24,18 @@ def job(tmp_path: Path) -> Iterator[phalanx.Job]:
         yield phalanx.load_job(None, overrides)
 
 
-def test_a_thread_trains_and_says_nothing(job: phalanx.Job, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_thread_trains_and_says_nothing(
+    job: phalanx.Job, capfd: pytest.CaptureFixture[str]
+) -> None:
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(phalanx.train_job, job, quiet=True).result()
     run_dir = Path(str(job.run.dir))
-    assert (result.run_dir, result.status, result.exit_code, result.error) == (run_dir, "finished", 0, "")
+    assert (result.run_dir, result.status, result.exit_code, result.error) == (
+        run_dir,
+        "finished",
+        0,
+        "",
+    )
     assert result.last_step == 4
     assert result.metrics["loss"] == loss_curve(run_dir)[4]
     assert 0 < result.metrics["held_out_loss"] < 10
@@ -41,14 +48,19 @@ def test_a_thread_trains_and_says_nothing(job: phalanx.Job, capfd: pytest.Captur
     assert (again.status, again.last_step, again.metrics) == ("finished", 4, result.metrics)
 
 
-def test_a_run_that_fails_says_why_and_goes_on(job: phalanx.Job, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_says_why_and_goes_on(
+    job: phalanx.Job, capfd: pytest.CaptureFixture[str]
+) -> None:
     fault = {"inject": ("crash:rank=1,step=3,phase=backward",), "max_restarts": 0}
     broken = job.model_copy(update={"resilience": job.resilience.model_copy(update=fault)})
     result = phalanx.train_job(broken)
     assert (result.status, result.exit_code) == ("failed", ExitCode.RESTART_BUDGET)
     assert "rank 1" in result.error
     assert result.error in capfd.readouterr().err
-    assert (result.last_step, result.newest_checkpoint) == (2, str(result.run_dir / "checkpoints" / "step-2"))
+    assert (result.last_step, result.newest_checkpoint) == (
+        2,
+        str(result.run_dir / "checkpoints" / "step-2"),
+    )
     resumed = phalanx.resume_job(result.run_dir, ["resilience.inject=[]"], quiet=True)
     assert (resumed.status, resumed.last_step) == ("finished", 4)
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,5 @@
-"""torch's own tensor parallelism under FSDP2, a layout to come: its tensors are saved and loaded like all others."""
+"""torch's own tensor parallelism under FSDP2, a layout to come: its tensors are saved and loaded
+like all others."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from checkpoints import Tensors, load_shards, newest, save_shards
 from phalanx.mesh.logical import Place, module_shards
@@ -24,12 +30,17 @@ SIZES = {"hybrid": (12, 8), "uneven": (11, 7)}
 def new_module(size: tuple[int, int], seed: int) -> nn.Module:
     torch.manual_seed(seed)
     wide, narrow = size
-    parts = {"up": nn.Linear(narrow, wide), "down": nn.Linear(wide, narrow), "norm": nn.LayerNorm(narrow)}
+    parts = {
+        "up": nn.Linear(narrow, wide),
+        "down": nn.Linear(wide, narrow),
+        "norm": nn.LayerNorm(narrow),
+    }
     return nn.Sequential(OrderedDict(parts))
 
 
 def cut(module: nn.Module, mesh: Mesh) -> nn.Module:
-    """Columns and rows over tp, the norm on each of its ranks; and what that leaves of each tensor over dp_shard."""
+    """Columns and rows over tp, the norm on each of its ranks; and what that leaves of each
+    tensor over dp_shard."""
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "norm": SequenceParallel()}
     parallelize_module(module, mesh.submesh("tp"), plan)
     fully_shard(module, mesh=mesh.submesh("dp_shard"))
@@ -38,11 +49,15 @@ def cut(module: nn.Module, mesh: Mesh) -> nn.Module:
 
 def whole(module: nn.Module) -> Tensors:
     named = module.named_parameters()
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in named
+    }
 
 
 def save_and_load(rank: int, root: Path, kind: str) -> list[str]:
-    """Loads what one rank saved, and saves what one rank is to load; which tensors were not restored."""
+    """Loads what one rank saved, and saves what one rank is to load; which tensors were not
+    restored."""
     with open_mesh(Layout(dp_shard=2, tp=2), device="cpu") as mesh:
         module = cut(new_module(SIZES[kind], seed=1), mesh)
         shards, _ = module_shards(module, Place(rank, 4))

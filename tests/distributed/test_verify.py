@@ -1,7 +1,9 @@
-"""`verify` finds bugs planted in the transforms, names tensor and likely cause; without them all rows are equal.
+"""`verify` finds bugs planted in the transforms, names tensor and likely cause; without them all
+rows are equal.
 
-The bugs are planted in the code under judgement, in forked ranks, never in what compares. The judge itself imports its
-reference from a module that knows no layouts (tests/unit/test_verify_judge.py holds that).
+The bugs are planted in the code under judgement, in forked ranks, never in what compares. The judge
+itself imports its reference from a module that knows no layouts (tests/unit/test_verify_judge.py
+holds that).
 """
 
 from __future__ import annotations
@@ -83,7 +85,11 @@ def judge_all(
     if plant is not None:
         plant()
     judged = make_verified_job(job, num_ranks)
-    layouts = [(name, keys) for name, keys in list_layouts(num_ranks, experts=True) if not only or name in only]
+    layouts = [
+        (name, keys)
+        for name, keys in list_layouts(num_ranks, experts=True)
+        if not only or name in only
+    ]
     layouts = list(list_compressed_layouts(num_ranks)) if compressed else layouts
     cases = make_cases(judged, layouts, num_ranks=num_ranks, cluster=CPU, shape=shape)
     work = [
@@ -92,7 +98,9 @@ def judge_all(
         for case in cases
         if case.plan is not None
     ]
-    verify_rank.compare_layouts(VerifyPayload(judged, Path(directory), None, 3, num_ranks, "small", tuple(work)))
+    verify_rank.compare_layouts(
+        VerifyPayload(judged, Path(directory), None, 3, num_ranks, "small", tuple(work))
+    )
 
 
 def rows_with(
@@ -115,7 +123,18 @@ def rows_of(
     compressed: bool = False,
 ) -> Rows:
     with tempfile.TemporaryDirectory() as directory:
-        run_ranks(num_ranks, judge_all, num_ranks, job, directory, plant, list(dtypes), shape, only, compressed)
+        run_ranks(
+            num_ranks,
+            judge_all,
+            num_ranks,
+            job,
+            directory,
+            plant,
+            list(dtypes),
+            shape,
+            only,
+            compressed,
+        )
         lines = (Path(directory) / ROWS).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return {f"{row['layout']} {row['dtype']}": row for row in rows}
@@ -123,16 +142,29 @@ def rows_of(
 
 HYBRID = ("hsdp2x2-zero1", "hsdp2x2-zero2", "hsdp2x2-zero3")
 TENSOR = ("tp2", "tp2-whole-sequence", "tp2-chunks")
-TENSOR_4 = ("ddp-tp2", "zero1-tp2", "zero2-tp2", "zero3-tp2", "tp4", "tp4-whole-sequence", "tp4-chunks")
+TENSOR_4 = (
+    "ddp-tp2",
+    "zero1-tp2",
+    "zero2-tp2",
+    "zero3-tp2",
+    "tp4",
+    "tp4-whole-sequence",
+    "tp4-chunks",
+)
 
 
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "names"),
     [
         ("gpt2", 4, ("zero3-tp2",)),
-        pytest.param("gpt2", 4, ("zero1", "zero3", "hsdp2x2-zero2", "tp4-chunks"), marks=pytest.mark.long),
         pytest.param(
-            "small-latent", 2, ("ddp", "zero3", "tp2", "tp2-whole-sequence", "cp2", "pp2-1f1b"), marks=pytest.mark.long
+            "gpt2", 4, ("zero1", "zero3", "hsdp2x2-zero2", "tp4-chunks"), marks=pytest.mark.long
+        ),
+        pytest.param(
+            "small-latent",
+            2,
+            ("ddp", "zero3", "tp2", "tp2-whole-sequence", "cp2", "pp2-1f1b"),
+            marks=pytest.mark.long,
         ),
         pytest.param("gpt2", 4, (*EVERY, *HYBRID, *TENSOR_4), marks=pytest.mark.long),
         pytest.param("gemma3-1b", 2, (*EVERY, *TENSOR, *RECOMPUTED), marks=pytest.mark.long),
@@ -179,7 +211,9 @@ def norm_of_shards() -> None:
     def forget_squares(self: Mesh, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.clone()
         reduce(self, tensor)
-        if self.layout.dp_shard > 1 and tensor.ndim == 1 and len(tensor) == 3:  # loss, targets, squares
+        if (
+            self.layout.dp_shard > 1 and tensor.ndim == 1 and len(tensor) == 3
+        ):  # loss, targets, squares
             tensor[2] = own[2]
         return tensor
 
@@ -203,8 +237,13 @@ def mean_of_means() -> None:
 
     def averaged(self: Any, sums: StepSums, **options: Any) -> Any:
         facts = finish(self, sums, **options)
-        mean = self.mesh.all_reduce_sum(torch.stack(self.means).mean().reshape(1)) / self.mesh.world_size
-        return type(facts)(float(mean), facts.num_targets, facts.grad_norm, facts.finite, facts.votes)
+        mean = (
+            self.mesh.all_reduce_sum(torch.stack(self.means).mean().reshape(1))
+            / self.mesh.world_size
+        )
+        return type(facts)(
+            float(mean), facts.num_targets, facts.grad_norm, facts.finite, facts.votes
+        )
 
     ParallelModel.forward_backward = noting  # type: ignore[method-assign]
     ParallelModel.finish_step = averaged  # type: ignore[assignment, method-assign]
@@ -218,7 +257,9 @@ def clip_by_local_norms() -> None:
         facts = finish(self, sums, votes=votes)
         if max_norm is None:
             return facts
-        gradients = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in self.parameters()]
+        gradients = [
+            p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in self.parameters()
+        ]
         norm = sum(g.square().sum() for g in gradients) ** 0.5
         for gradient in gradients:
             gradient *= min(1.0, max_norm / float(norm))
@@ -258,7 +299,9 @@ def one_rank_misses_a_reduction() -> None:
             named = dict(self.named_parameters())
             gradient = named["blocks.1.ffn.up.weight"].grad
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            local += 0.1 * torch.linspace(-1, 1, local.numel()).reshape(local.shape) * local.abs().max()
+            local += (
+                0.1 * torch.linspace(-1, 1, local.numel()).reshape(local.shape) * local.abs().max()
+            )
         return after(self, sums, **options)
 
     ParallelModel.finish_step = spoil  # type: ignore[assignment, method-assign]
@@ -301,7 +344,8 @@ def decay_of_everything() -> None:
 
 
 def shard_borders_by_the_floor() -> None:
-    """The borders of shards of uneven sizes are taken from the floor of size / ranks; even ones are right."""
+    """The borders of shards of uneven sizes are taken from the floor of size / ranks; even ones
+    are right."""
     place = logical.compute_local_shape_and_global_offset
 
     def floored(shape: Any, mesh: Any, placements: Any) -> Any:
@@ -350,8 +394,13 @@ def gradients_reduced_in_bfloat16() -> None:
 
 
 def other_draws_when_recomputed() -> None:
-    """A recomputed block does not draw what its forward drew: here it adds noise, and its forward did not."""
-    checkpoint, call_again, contexts_of = recompute.checkpoint, stretch._call_again, recompute.contexts_of
+    """A recomputed block does not draw what its forward drew: here it adds noise, and its
+    forward did not."""
+    checkpoint, call_again, contexts_of = (
+        recompute.checkpoint,
+        stretch._call_again,
+        recompute.contexts_of,
+    )
     selective = []
 
     def noted(block: Any, mode: str, draws: Any) -> Any:
@@ -360,19 +409,25 @@ def other_draws_when_recomputed() -> None:
         return found
 
     def drawing(forward: Any, *args: Any, **options: Any) -> Any:
-        if options["context_fn"] in selective:  # torch itself sees that other operations are called, and raises
+        if (
+            options["context_fn"] in selective
+        ):  # torch itself sees that other operations are called, and raises
             return checkpoint(forward, *args, **options)
 
         def again(x: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
             calls.append(1)
-            return forward(x if len(calls) == 1 else x + 0.1 * torch.randn_like(x.detach()), *rest, **kwargs)
+            return forward(
+                x if len(calls) == 1 else x + 0.1 * torch.randn_like(x.detach()), *rest, **kwargs
+            )
 
         calls: list[int] = []
         return checkpoint(again, *args, **options)
 
     def drawing_again(call: Any, before: Any, fill: Any) -> Any:
         forward = call.forward
-        changed = replace(call, forward=lambda x, *rest: forward(x + 0.1 * torch.randn_like(x.detach()), *rest))
+        changed = replace(
+            call, forward=lambda x, *rest: forward(x + 0.1 * torch.randn_like(x.detach()), *rest)
+        )
         return call_again(changed, before, fill)
 
     recompute.contexts_of, recompute.checkpoint = noted, drawing  # type: ignore[assignment]
@@ -450,8 +505,18 @@ EXPECTED = {
     ),
     norm_of_shards: (("zero1", "zero2", "zero3"), "gradient norm", "", "norm of what rank"),
     mean_of_means: (EVERY, "loss", "", "a mean of means"),
-    clip_by_local_norms: (("zero1", "zero2", "zero3"), "gradient", "embed.weight", "clipped by local norms"),
-    stale_copy_of_a_tied_weight: (("ddp", "zero1"), "no tensor of the module:", "stale_head.weight", "tied weight"),
+    clip_by_local_norms: (
+        ("zero1", "zero2", "zero3"),
+        "gradient",
+        "embed.weight",
+        "clipped by local norms",
+    ),
+    stale_copy_of_a_tied_weight: (
+        ("ddp", "zero1"),
+        "no tensor of the module:",
+        "stale_head.weight",
+        "tied weight",
+    ),
     one_rank_misses_a_reduction: (EVERY, "gradient", "blocks.1.ffn.up.weight", "only rank 1"),
     same_share_on_every_rank: (EVERY, "number of targets", "", "other shares of the batch"),
     decay_of_everything: (
@@ -460,11 +525,26 @@ EXPECTED = {
         "embed.weight",
         "optimizer sees or keeps something else",
     ),
-    shard_borders_by_the_floor: (("zero1", "zero2", "zero3"), "initial weight", "embed.weight", "borders of shards"),
-    gradients_reduced_in_bfloat16: (("zero2", "zero3"), "gradient", "embed.weight", "bfloat16's rounding"),
+    shard_borders_by_the_floor: (
+        ("zero1", "zero2", "zero3"),
+        "initial weight",
+        "embed.weight",
+        "borders of shards",
+    ),
+    gradients_reduced_in_bfloat16: (
+        ("zero2", "zero3"),
+        "gradient",
+        "embed.weight",
+        "bfloat16's rounding",
+    ),
     evaluation_of_something_else: (EVERY, "evaluation loss", "", "a forward without gradients"),
     updated_weights_that_stay_away: (("zero1",), "loss", "", "saw other weights: a stale copy"),
-    a_slice_updated_with_the_gradient_of_the_step_before: (("zero1",), "loss", "", "saw other weights: a stale copy"),
+    a_slice_updated_with_the_gradient_of_the_step_before: (
+        ("zero1",),
+        "loss",
+        "",
+        "saw other weights: a stale copy",
+    ),
     weights_by_rank: (EVERY, "initial weight", "embed.weight", "depend on the layout"),
 }
 
@@ -485,7 +565,8 @@ EXPECTED_OF_RECOMPUTE = {
     ids=lambda plant: plant.__name__,
 )
 def test_bugs_of_recompute_are_found_in_the_variants_that_have_them(plant: Plant) -> None:
-    """In the gradient, with loss and initial weights as they should be; what keeps everything is equal."""
+    """In the gradient, with loss and initial weights as they should be; what keeps everything is
+    equal."""
     rows = rows_with(plant, only=("zero3", *RECOMPUTED))
     assert len(rows) == 1 + len(RECOMPUTED)
     wrong = {name.split()[0]: row["first"] for name, row in rows.items() if not row["ok"]}
@@ -502,9 +583,16 @@ def test_planted_bugs_are_found_and_named(plant: Plant) -> None:
         assert row["ok"] is (layout not in layouts), (layout, row["first"])
         if not row["ok"]:
             first = row["first"]
-            is_whole = (plant, layout) == (shard_borders_by_the_floor, "zero1")  # there weights have no borders
+            is_whole = (plant, layout) == (
+                shard_borders_by_the_floor,
+                "zero1",
+            )  # there weights have no borders
             expected = ("gradient" if is_whole else what, True, True)
-            assert (first["what"], name in first["name"], cause in first["cause"]) == expected, first
+            assert (
+                first["what"],
+                name in first["name"],
+                cause in first["cause"],
+            ) == expected, first
             assert first["error"] > row["tolerance"]
 
 
@@ -526,7 +614,8 @@ class Model(nn.Module):
 
 @pytest.mark.long
 def test_batchnorm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias whose true gradient is zero is no alarm; statistics that stay, or are those of a rank, are one."""
+    """A bias whose true gradient is zero is no alarm; statistics that stay, or are those of a
+    rank, are one."""
     (tmp_path / "with_batchnorm.py").write_text(WITH_BATCHNORM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
@@ -534,7 +623,9 @@ def test_batchnorm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = foreign_shape(job)
     right = rows_of(job, None, 2, ("float64", "float32"), shape)
     assert {name: row["first"] for name, row in right.items() if not row["ok"]} == {}
-    assert set(right) == {f"{layout} {dtype}" for layout in EVERY for dtype in ("float64", "float32")}
+    assert set(right) == {
+        f"{layout} {dtype}" for layout in EVERY for dtype in ("float64", "float32")
+    }
     assert all(row["errors"]["buffer"] > 0 for row in right.values())
     for row in rows_of(job, running_statistics_that_stay, 2, ("float64",), shape).values():
         assert (row["first"]["what"], row["first"]["name"]) == ("buffer", "norm.running_mean")
@@ -573,12 +664,15 @@ class Model(nn.Module):
 
 @pytest.mark.long
 def test_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers and a call of F.dropout, equal in every layout; masks by rank, or of another recomputation, are found."""
+    """Layers and a call of F.dropout, equal in every layout; masks by rank, or of another
+    recomputation, are found."""
     (tmp_path / "with_dropout.py").write_text(WITH_DROPOUT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
     model = {"model": {"kind": "with_dropout:Model"}, "data": {"seq_len": 16}}
-    job, recomputed = (Job.model_validate(model | {"train": {"recompute": how}}) for how in ("none", "full"))
+    job, recomputed = (
+        Job.model_validate(model | {"train": {"recompute": how}}) for how in ("none", "full")
+    )
     shape = foreign_shape(job)
     right = rows_of(recomputed, None, 2, ("float64", "float32"), shape)
     assert {name: row["first"] for name, row in right.items() if not row["ok"]} == {}
@@ -591,9 +685,16 @@ def test_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "those of the others are not" in first["cause"]
     for row in rows_of(job, dropout_drawn_by_rank, 2, ("float64",), shape).values():
         first = row["first"]
-        assert (first["what"], first["name"], first["ranks"]) == ("dropout", "blocks.0.drop", [0, 1])
+        assert (first["what"], first["name"], first["ranks"]) == (
+            "dropout",
+            "blocks.0.drop",
+            [0, 1],
+        )
     for row in rows_of(recomputed, recomputed_with_other_masks, 2, ("float64",), shape).values():
-        assert (row["first"]["what"], "goes wrong where it meets" in row["first"]["cause"]) == ("gradient", True)
+        assert (row["first"]["what"], "goes wrong where it meets" in row["first"]["cause"]) == (
+            "gradient",
+            True,
+        )
 
 
 # Compressed gradients
@@ -652,7 +753,9 @@ def test_compressed_gradients_lose_nothing() -> None:
     for row in rows.values():
         is_cast = row["compress"] in ("bf16", "fp16")
         assert ("sent" in row["errors"]) is not is_cast
-        assert ("rounds gradients" if is_cast else "changes gradients by design") in row["notes"][-1]
+        assert ("rounds gradients" if is_cast else "changes gradients by design") in row["notes"][
+            -1
+        ]
 
 
 @pytest.mark.parametrize("plant", some(EXPECTED_COMPRESSED), ids=lambda plant: plant.__name__)
@@ -664,11 +767,16 @@ def test_planted_bugs_of_compression_are_found(plant: Plant) -> None:
         assert row["ok"] is (kind not in kinds), (kind, row["first"])
         if not row["ok"]:
             first = row["first"]
-            assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), first
+            assert (first["what"], name in first["name"], cause in first["cause"]) == (
+                what,
+                True,
+                True,
+            ), first
 
 
 def one_rank_rounds_otherwise() -> None:
-    """What rank 1 makes of the bytes differs in the last place: no loss shows it for a long time."""
+    """What rank 1 makes of the bytes differs in the last place: no loss shows it for a long
+    time."""
     reduce = Compression.reduce
 
     def odd(self: Compression, parameters: Any, tensors: Any) -> None:

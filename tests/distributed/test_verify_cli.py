@@ -1,4 +1,5 @@
-"""`phalanx verify` as a person calls it: rows, exit codes, JSON, refusals, and modules that are not right."""
+"""`phalanx verify` as a person calls it: rows, exit codes, JSON, refusals, and modules that are
+not right."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def rows_of(output: str) -> list[dict[str, object]]:
 
 @pytest.mark.long
 def test_the_default_job_is_equal_and_says_so(tmp_path: Path) -> None:
-    done = run("verify", "--shrink", "--ranks", "2", "--layouts", "all", "--steps", "2", cwd=tmp_path)
+    done = run(
+        "verify", "--shrink", "--ranks", "2", "--layouts", "all", "--steps", "2", cwd=tmp_path
+    )
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[0].startswith(
@@ -68,28 +71,44 @@ def test_the_default_job_is_equal_and_says_so(tmp_path: Path) -> None:
             [head, name, dtype] for dtype in ("float64", "float32") for name in names
         ]
     exact, rounded = len(list(list_layouts(2))), len(list(list_compressed_layouts(2)))
-    assert lines[-1] == (
-        f"verdict {2 * exact} of {2 * exact} rows equal the reference, "
+    assert (
+        lines[-1] == f"verdict {2 * exact} of {2 * exact} rows equal the reference, "
         f"{2 * rounded} of {2 * rounded} with compressed gradients do what they should"
     )
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
 @pytest.mark.long
-def test_a_job_that_compiles_is_judged_compiled_and_what_is_not_judged_is_said(tmp_path: Path) -> None:
+def test_a_job_that_compiles_is_judged_compiled_and_what_is_not_judged_is_said(
+    tmp_path: Path,
+) -> None:
     layouts = ("--shrink", "--ranks", "2", "--layouts", "ddp,tp2,ddp,cp2", "--steps", "2", "--json")
     done = run("verify", *layouts, "train.compile=true", "precision.compute=bf16", cwd=tmp_path)
     rows = rows_of(done.out)
     judged = [(row["layout"], row["dtype"], row["ok"]) for row in rows if row["ok"] is not None]
-    assert judged == [(name, dtype, True) for dtype in ("float64", "float32") for name in ("ddp", "tp2")], done.err
-    assert {row["layout"]: "train.compile" in str(row["refused"]) for row in rows if row["ok"] is None} == {"cp2": True}
+    assert judged == [
+        (name, dtype, True) for dtype in ("float64", "float32") for name in ("ddp", "tp2")
+    ], done.err
+    assert {
+        row["layout"]: "train.compile" in str(row["refused"]) for row in rows if row["ok"] is None
+    } == {"cp2": True}
     said = "not judged: precision.compute=bf16: layouts are judged in float64 and float32"
     assert all(said in row["notes"] for row in rows)
 
 
-def test_a_module_that_computes_something_else_per_rank_is_exit_11_and_named(tmp_path: Path) -> None:
+def test_a_module_that_computes_something_else_per_rank_is_exit_11_and_named(
+    tmp_path: Path,
+) -> None:
     own(tmp_path)
-    done = run("verify", "model.kind=own:build", "model.args={by_rank = 1}", "--ranks", "2", "--json", cwd=tmp_path)
+    done = run(
+        "verify",
+        "model.kind=own:build",
+        "model.args={by_rank = 1}",
+        "--ranks",
+        "2",
+        "--json",
+        cwd=tmp_path,
+    )
     assert done.code == 11, done.err
     rows = rows_of(done.out)
     assert {row["dtype"] for row in rows} == {"float64", "float32"}
@@ -108,7 +127,15 @@ def test_dropout_that_each_rank_draws_is_switched_off_and_said(tmp_path: Path) -
 
 def test_a_crash_is_a_row_and_exit_11(tmp_path: Path) -> None:
     own(tmp_path)
-    done = run("verify", "model.kind=own:build", "model.args={crash = 1}", "--ranks", "2", "--json", cwd=tmp_path)
+    done = run(
+        "verify",
+        "model.kind=own:build",
+        "model.args={crash = 1}",
+        "--ranks",
+        "2",
+        "--json",
+        cwd=tmp_path,
+    )
     assert done.code == 11
     rows = rows_of(done.out)
     assert [row["ok"] for row in rows] == [False, False]
@@ -125,7 +152,9 @@ def test_a_crash_is_a_row_and_exit_11(tmp_path: Path) -> None:
 
 def test_a_disk_that_takes_no_more_is_exit_7_and_no_layout_is_blamed(tmp_path: Path) -> None:
     own(tmp_path)
-    done = run("verify", "model.kind=own:build", "model.args={full = 1}", "--ranks", "2", cwd=tmp_path)
+    done = run(
+        "verify", "model.kind=own:build", "model.args={full = 1}", "--ranks", "2", cwd=tmp_path
+    )
     assert done.code == 7, done.out
     assert "refused" not in done.out
     assert "failed while writing the reference (File too large); raise the limit" in done.problem
@@ -178,7 +207,8 @@ JUDGE_ODD = ("model.kind=odd:Odd", "data.seq_len=16", "--json")
 
 @pytest.mark.long
 def test_a_module_with_all_kinds_of_things_in_it_is_no_alarm(tmp_path: Path) -> None:
-    """Dropout inside attention, a buffer that each forward moves, frozen weights, logits rounded to float32."""
+    """Dropout inside attention, a buffer that each forward moves, frozen weights, logits rounded
+    to float32."""
     (tmp_path / "odd.py").write_text(ODD)
     done = run("verify", *JUDGE_ODD, "--ranks", "2", "--layouts", "all", cwd=tmp_path)
     rows = rows_of(done.out)
@@ -190,7 +220,9 @@ def test_a_module_with_all_kinds_of_things_in_it_is_no_alarm(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_a_module_that_alone_cannot_be_judged_is_refused_and_no_layout_is_blamed(tmp_path: Path) -> None:
+def test_a_module_that_alone_cannot_be_judged_is_refused_and_no_layout_is_blamed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "odd.py").write_text(ODD)
     cases = {
         "draws = true": (3, "the forward of Odd draws random numbers"),
@@ -214,7 +246,9 @@ def test_a_job_is_verified_from_python_outside_the_main_thread(
     job = phalanx.load_job(None, ["model.kind=own:build", "model.args={by_rank = 1}"])
     rows: list[Row] = []
     with ThreadPoolExecutor(1) as thread:
-        call = thread.submit(phalanx.verify_job, job, ["ddp", "tp2"], ranks=2, steps=1, on_row=rows.append)
+        call = thread.submit(
+            phalanx.verify_job, job, ["ddp", "tp2"], ranks=2, steps=1, on_row=rows.append
+        )
         result = call.result()
     assert tuple(rows) == result.rows
     assert {(row.layout, row.dtype): row.ok for row in rows} == {

@@ -1,4 +1,5 @@
-"""`verify` finds bugs planted in context parallelism and names the likely cause; without them its layouts are equal."""
+"""`verify` finds bugs planted in context parallelism and names the likely cause; without them
+its layouts are equal."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from plants import some
 SMALL = {"num_kv_heads": 2, "sliding_window": 5}
 
 
-def rows_with(plant: Plant | None, num_ranks: int, only: tuple[str, ...], *dtypes: str, num_blocks: int = 2) -> Rows:
+def rows_with(
+    plant: Plant | None, num_ranks: int, only: tuple[str, ...], *dtypes: str, num_blocks: int = 2
+) -> Rows:
     """Documents, a sliding window, grouped heads, uneven and masked targets."""
     body = {"model": SMALL, "data": {"seq_len": 16, "document_masks": True}}
     job = shrink_job(Job.model_validate(body), num_blocks=num_blocks)[0]
@@ -27,7 +30,9 @@ def rows_with(plant: Plant | None, num_ranks: int, only: tuple[str, ...], *dtype
 
 CP2 = tuple(name for name, _ in list_context_layouts(2))
 PIPELINES = ("pp2-cp2-1f1b", "pp2-cp2-interleaved-zero-bubble", "pp2-cp2-zb-v", "pp2-cp2-full-1f1b")
-CP4 = tuple(name for name, _ in list_context_layouts(4) if not name.endswith(("-selective", "-sqrt")))
+CP4 = tuple(
+    name for name, _ in list_context_layouts(4) if not name.endswith(("-selective", "-sqrt"))
+)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +45,16 @@ CP4 = tuple(name for name, _ in list_context_layouts(4) if not name.endswith(("-
     ],
     ids=["two ranks", "two ranks, float32", "four ranks, all", "four ranks"],
 )
-def test_layouts_equal_the_reference(num_ranks: int, names: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
+def test_layouts_equal_the_reference(
+    num_ranks: int, names: tuple[str, ...], dtypes: tuple[str, ...]
+) -> None:
     rows = rows_with(None, num_ranks, names, *dtypes)
     known = dict(list_layouts(num_ranks))
     # Ulysses divides heads: two of keys, of which tensor parallelism leaves one.
     refused = {n for n in names if "ulysses" in n and known[n].get("tp", 1) * known[n]["cp"] > 2}
-    assert set(rows) == {f"{name} {dtype}" for name in names if name not in refused for dtype in dtypes}
+    assert set(rows) == {
+        f"{name} {dtype}" for name in names if name not in refused for dtype in dtypes
+    }
     assert {name: row["first"] for name, row in rows.items() if not row["ok"]} == {}
     assert all(row["errors"]["gradient"] > 0 for row in rows.values()), "something was compared"
 
@@ -53,7 +62,9 @@ def test_layouts_equal_the_reference(num_ranks: int, names: tuple[str, ...], dty
 @pytest.mark.long
 def test_in_stages_of_a_pipeline() -> None:
     rows = rows_with(None, 4, PIPELINES, num_blocks=3)
-    assert {name: row["first"] for name, row in rows.items()} == {f"{name} float64": None for name in PIPELINES}
+    assert {name: row["first"] for name, row in rows.items()} == {
+        f"{name} float64": None for name in PIPELINES
+    }
 
 
 # Planted bugs
@@ -137,4 +148,6 @@ def test_planted_bugs_are_found_and_named(plant: Callable[[], None]) -> None:
     (row,) = rows_with(plant, 2, ("cp2",)).values()
     first = row["first"]
     assert first is not None
-    assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), first
+    assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), (
+        first
+    )

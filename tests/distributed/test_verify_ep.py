@@ -1,4 +1,5 @@
-"""`verify` of models with experts: layouts are equal, planted bugs are found and named, flips of near-ties are told."""
+"""`verify` of models with experts: layouts are equal, planted bugs are found and named, flips of
+near-ties are told."""
 
 from __future__ import annotations
 
@@ -22,19 +23,33 @@ from phalanx.verify.products import list_expert_layouts
 from plants import some
 
 MIXTRAL = {"preset": "small-mixtral", "num_experts": 4}
-DEEPSEEK = {"preset": "small-deepseek", "num_experts": 8, "balance_loss": 0.05, "balance_bias": 0.01}
+DEEPSEEK = {
+    "preset": "small-deepseek",
+    "num_experts": 8,
+    "balance_loss": 0.05,
+    "balance_bias": 0.01,
+}
 
 
-def rows_with(plant: Plant | None, num_ranks: int, only: tuple[str, ...], *dtypes: str, **model: Any) -> Rows:
+def rows_with(
+    plant: Plant | None, num_ranks: int, only: tuple[str, ...], *dtypes: str, **model: Any
+) -> Rows:
     """Two blocks of experts, and balance that weighs enough to be seen."""
     body = {"model": {**MIXTRAL, "balance_loss": 0.05, **model}, "data": {"seq_len": 16}}
     job = shrink_job(Job.model_validate(body))[0]
     return rows_of(job, plant, num_ranks, dtypes or ("float64",), only=only)
 
 
-EVERY_2, EVERY_4 = (tuple(name for name, _ in list_expert_layouts(num_ranks)) for num_ranks in (2, 4))
+EVERY_2, EVERY_4 = (
+    tuple(name for name, _ in list_expert_layouts(num_ranks)) for num_ranks in (2, 4)
+)
 OF_EACH_KIND = ("zero3-cp2-ep4", "pp2-zero3-ep2-zb-v", "pp2-ddp-ep2-zb-v")
-PRODUCTS = ("pp2-zero3-tp2-ep2-zb-v", "pp2-zero3-cp2-ep4-1f1b", "zero3-tp2-cp2-ep4", "hsdp2x4-zero3-ep4")
+PRODUCTS = (
+    "pp2-zero3-tp2-ep2-zb-v",
+    "pp2-zero3-cp2-ep4-1f1b",
+    "zero3-tp2-cp2-ep4",
+    "hsdp2x4-zero3-ep4",
+)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +61,17 @@ PRODUCTS = ("pp2-zero3-tp2-ep2-zb-v", "pp2-zero3-cp2-ep4-1f1b", "zero3-tp2-cp2-e
         pytest.param(4, (*EVERY_4, "tp4", "pp2-tp2-zb-v"), DEEPSEEK, marks=pytest.mark.long),
         pytest.param(8, PRODUCTS, DEEPSEEK | {"expert_capacity": 1.0}, marks=pytest.mark.long),
     ],
-    ids=["four ranks", "four ranks, with capacity", "two ranks, all", "four ranks, all", "products"],
+    ids=[
+        "four ranks",
+        "four ranks, with capacity",
+        "two ranks, all",
+        "four ranks, all",
+        "products",
+    ],
 )
-def test_layouts_equal_the_reference(num_ranks: int, names: tuple[str, ...], model: dict[str, Any]) -> None:
+def test_layouts_equal_the_reference(
+    num_ranks: int, names: tuple[str, ...], model: dict[str, Any]
+) -> None:
     rows = rows_with(None, num_ranks, names, **model)
     assert set(rows) == {f"{name} float64" for name in names}
     assert {name: row["first"] for name, row in rows.items() if not row["ok"]} == {}
@@ -62,7 +85,9 @@ def rows_stay_in_the_order_of_experts() -> None:
     """What experts make goes back as it lies, expert by expert, not rank by rank."""
     call = ep.BetweenRanks.__call__
 
-    def unsorted(self: Any, x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Any) -> torch.Tensor:
+    def unsorted(
+        self: Any, x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Any
+    ) -> torch.Tensor:
         def shuffled(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             made: torch.Tensor = experts(rows, counts)
             return made.roll(1, 0)
@@ -159,9 +184,30 @@ EXPECTED: dict[Callable[[], None], tuple[int, str, dict[str, Any], str, str, str
         "blocks.1.moe.router",
         "rows of experts come back",
     ),
-    experts_not_divided_by_ep: (2, "zero3-ep2", {}, "gradient", "blocks.0.moe.experts", "was not divided by ep 2"),
-    experts_averaged_over_all: (2, "ddp-ep2", {}, "gradient", "blocks.0.moe.experts", "that hold other experts"),
-    experts_never_averaged: (4, "ddp-ep2", {}, "gradient", "blocks.0.moe.experts", "not over all that hold the same"),
+    experts_not_divided_by_ep: (
+        2,
+        "zero3-ep2",
+        {},
+        "gradient",
+        "blocks.0.moe.experts",
+        "was not divided by ep 2",
+    ),
+    experts_averaged_over_all: (
+        2,
+        "ddp-ep2",
+        {},
+        "gradient",
+        "blocks.0.moe.experts",
+        "that hold other experts",
+    ),
+    experts_never_averaged: (
+        4,
+        "ddp-ep2",
+        {},
+        "gradient",
+        "blocks.0.moe.experts",
+        "not over all that hold the same",
+    ),
     capacity_per_rank: (
         2,
         "cp2-ep2",
@@ -171,10 +217,38 @@ EXPECTED: dict[Callable[[], None], tuple[int, str, dict[str, Any], str, str, str
         "capacity is counted",
     ),
     balance_of_own_tokens: (2, "cp2-ep2", {}, "gradient", "", "made of a rank's own tokens"),
-    balance_counted_by_each_rank_of_tp: (2, "tp2", {}, "gradient", "", "counted by each rank of tp"),
-    router_not_summed_over_tp: (2, "tp2", {}, "gradient", "blocks.0.moe.router.weight", "nobody added them up"),
-    loads_of_one_rank: (2, "zero3-ep2", BIAS, "routing", ".moe.router", "its bias was moved by other counts"),
-    one_rank_keeps_its_bias: (2, "zero3-ep2", BIAS, "routing", ".moe.router", "its bias was moved by other counts"),
+    balance_counted_by_each_rank_of_tp: (
+        2,
+        "tp2",
+        {},
+        "gradient",
+        "",
+        "counted by each rank of tp",
+    ),
+    router_not_summed_over_tp: (
+        2,
+        "tp2",
+        {},
+        "gradient",
+        "blocks.0.moe.router.weight",
+        "nobody added them up",
+    ),
+    loads_of_one_rank: (
+        2,
+        "zero3-ep2",
+        BIAS,
+        "routing",
+        ".moe.router",
+        "its bias was moved by other counts",
+    ),
+    one_rank_keeps_its_bias: (
+        2,
+        "zero3-ep2",
+        BIAS,
+        "routing",
+        ".moe.router",
+        "its bias was moved by other counts",
+    ),
 }
 
 
@@ -185,15 +259,17 @@ def test_planted_bugs_are_found_and_named(plant: Callable[[], None]) -> None:
     first = row["first"]
     assert first is not None
     assert not row["flips"]
-    assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), first
+    assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), (
+        first
+    )
 
 
 # Near-ties
 
 
 def scores_that_tie() -> None:
-    """The scores of the experts 0 and 1 are equal in one process; a layout rounds that of the second, up for one token
-    and down for the next."""
+    """The scores of the experts 0 and 1 are equal in one process; a layout rounds that of the
+    second, up for one token and down for the next."""
     is_layout, beside = [False], layout_run.LayoutRun.beside
 
     def linear(x_BTD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
@@ -227,7 +303,9 @@ def scores_that_differ() -> None:
 
 @pytest.mark.long
 def test_a_near_tie_that_flips_is_no_mismatch() -> None:
-    rows = rows_with(scores_that_tie, 2, ("zero3-ep2", "cp2-ep2"), "float64", "float32", balance_bias=0.01)
+    rows = rows_with(
+        scores_that_tie, 2, ("zero3-ep2", "cp2-ep2"), "float64", "float32", balance_bias=0.01
+    )
     assert len(rows) == 4
     for row in rows.values():
         assert (row["ok"], row["first"]) == (True, None)

@@ -1,4 +1,5 @@
-"""`verify` finds bugs planted in pipelines, names tensor, stage, schedule and likely cause; else all rows are equal."""
+"""`verify` finds bugs planted in pipelines, names tensor, stage, schedule and likely cause; else
+all rows are equal."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ SPLIT = ("interleaved-zero-bubble", "zb-v", "dualpipe-v")  # schedules with a W
 
 def deep_job(num_layers: int = 4, **model: Any) -> Job:
     """A decoder with a block for each stage."""
-    body = {"model": {"num_layers": num_layers, "tie_embeddings": True, **model}, "data": {"seq_len": 8}}
+    body = {
+        "model": {"num_layers": num_layers, "tie_embeddings": True, **model},
+        "data": {"seq_len": 8},
+    }
     return shrink_job(Job.model_validate(body), num_blocks=num_layers)[0]
 
 
@@ -49,10 +53,17 @@ def differing(rows: Rows) -> dict[str, Any]:
 def every(num_ranks: int, *places: str) -> tuple[str, ...]:
     """The names of all schedules in these places."""
     names = {2: "pp2", 4: "pp4"} if "" in places else {2: "pp2", 4: "pp2"}
-    return tuple(f"{names[num_ranks]}{place}-{schedule}" for place in places for schedule in SCHEDULE_NAMES)
+    return tuple(
+        f"{names[num_ranks]}{place}-{schedule}" for place in places for schedule in SCHEDULE_NAMES
+    )
 
 
-VARIANTS = ("pp2-full-zb-v", "pp2-selective-1f1b", "pp2-sqrt-interleaved-zero-bubble", "pp2-uneven-1f1b")
+VARIANTS = (
+    "pp2-full-zb-v",
+    "pp2-selective-1f1b",
+    "pp2-sqrt-interleaved-zero-bubble",
+    "pp2-uneven-1f1b",
+)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +75,14 @@ VARIANTS = ("pp2-full-zb-v", "pp2-selective-1f1b", "pp2-sqrt-interleaved-zero-bu
         pytest.param(2, 4, (*every(2, ""), *VARIANTS), marks=pytest.mark.long),
         pytest.param(4, 7, every(4, ""), marks=pytest.mark.long),
         pytest.param(4, 4, every(4, "-zero3", "-tp2"), marks=pytest.mark.long),
-        pytest.param(8, 4, tuple(f"pp2-zero3-tp2-{s}" for s in SCHEDULE_NAMES), marks=pytest.mark.long),
+        pytest.param(
+            8, 4, tuple(f"pp2-zero3-tp2-{s}" for s in SCHEDULE_NAMES), marks=pytest.mark.long
+        ),
     ],
 )
-def test_pipelines_equal_the_reference(num_ranks: int, num_layers: int, names: tuple[str, ...]) -> None:
+def test_pipelines_equal_the_reference(
+    num_ranks: int, num_layers: int, names: tuple[str, ...]
+) -> None:
     """With tied embeddings, in fp64 and fp32, against the plain loop in one process."""
     rows = rows_of(deep_job(num_layers), None, num_ranks, ("float64", "float32"), only=names)
     assert set(rows) == {f"{name} {dtype}" for name in names for dtype in ("float64", "float32")}
@@ -79,7 +94,8 @@ def test_pipelines_equal_the_reference(num_ranks: int, num_layers: int, names: t
 
 
 def gradients_reduced_before_the_last_w() -> None:
-    """Data parallelism reduces when the last gradient has left the rank: a W that is still to come is too late."""
+    """Data parallelism reduces when the last gradient has left the rank: a W that is still to
+    come is too late."""
     do = PipelineRun._do
 
     def early(self: Any, action: Any, post: Any, microbatches: Any, *rest: Any) -> None:
@@ -87,14 +103,18 @@ def gradients_reduced_before_the_last_w() -> None:
         row = self._schedule(len(microbatches)).actions[self.staged.peers.rank]
         if action == [other for other in row if other.kind in ("B", "I")][-1]:
             if not hasattr(self, "reduce"):
-                self.reduce, self.piece.trained.before_update[0] = self.piece.trained.before_update[0], lambda: None
+                self.reduce, self.piece.trained.before_update[0] = (
+                    self.piece.trained.before_update[0],
+                    lambda: None,
+                )
             self.reduce()
 
     PipelineRun._do = early  # type: ignore[method-assign]
 
 
 def weights_freed_between_the_halves() -> None:
-    """As `fully_shard` does by itself under torch's schedules: it reduces, and frees weights, after the first half."""
+    """As `fully_shard` does by itself under torch's schedules: it reduces, and frees weights,
+    after the first half."""
     keep = dp_shard.keep_for_pipeline
 
     def left_to_fsdp(piece: Workpiece, units: Any) -> None:
@@ -185,7 +205,9 @@ def swap_parcels(*, on: int, are_gradients: bool) -> None:
     def swapped(self: Any, *args: Any) -> None:
         init(self, *args)
         for source, coming in self._coming.items() if self._peers.rank == on else ():
-            places = [at for at, parcel in enumerate(coming) if parcel.is_gradient is are_gradients][:2]
+            places = [
+                at for at, parcel in enumerate(coming) if parcel.is_gradient is are_gradients
+            ][:2]
             if len(places) == 2 and coming[places[0]].stage == coming[places[1]].stage:
                 first, second = places
                 coming[first], coming[second] = coming[second], coming[first]
@@ -249,8 +271,11 @@ def replicas_of_a_stage_not_averaged() -> None:
 
 ZERO = tuple(f"pp2-zero3-{schedule}" for schedule in ("1f1b", "interleaved-zero-bubble", "zb-v"))
 W = "a W is left out or is of another microbatch, or gradients were reduced"
-EXPECTED: dict[Plant, tuple[int, tuple[str, ...], tuple[str, ...], str, str, tuple[int, ...] | None, str]] = {
-    # bug: (ranks, layouts that are judged, those it is in, what differs first, a part of its name, stages, cause)
+EXPECTED: dict[
+    Plant, tuple[int, tuple[str, ...], tuple[str, ...], str, str, tuple[int, ...] | None, str]
+] = {
+    # bug: (ranks, layouts that are judged, those it is in, what differs first, a part of its name,
+    # stages, cause)
     gradients_reduced_before_the_last_w: (
         4,
         (*ZERO, "pp2-zero1-zb-v"),
@@ -263,8 +288,24 @@ EXPECTED: dict[Plant, tuple[int, tuple[str, ...], tuple[str, ...], str, str, tup
     weights_freed_between_the_halves: (4, ZERO, ZERO[1:], "gradient", "blocks.0", (0,), W),
     a_dropped_w: (2, BOTH, BOTH[1:], "gradient", "blocks.1.", (1,), W),
     w_of_the_microbatch_before: (2, BOTH, BOTH[1:], "gradient", "blocks.0.", (0,), W),
-    tied_gradients_not_added_up: (2, BOTH[:1], BOTH[:1], "gradient", "embed.weight", (0, 1), "not added up"),
-    norm_of_a_stage: (2, BOTH, BOTH, "gradient norm", "", (), "those of the other stages are missing"),
+    tied_gradients_not_added_up: (
+        2,
+        BOTH[:1],
+        BOTH[:1],
+        "gradient",
+        "embed.weight",
+        (0, 1),
+        "not added up",
+    ),
+    norm_of_a_stage: (
+        2,
+        BOTH,
+        BOTH,
+        "gradient norm",
+        "",
+        (),
+        "those of the other stages are missing",
+    ),
     norm_of_the_first_rank_twice: (2, BOTH, BOTH, "gradient norm", "", (), "are counted twice"),
     tied_weight_counted_by_each_holder: (
         2,
@@ -275,11 +316,35 @@ EXPECTED: dict[Plant, tuple[int, tuple[str, ...], tuple[str, ...], str, str, tup
         (),
         "embed.weight is counted twice",
     ),
-    activations_of_another_microbatch: (2, BOTH, BOTH, "loss", "", (), "hidden states of another microbatch"),
+    activations_of_another_microbatch: (
+        2,
+        BOTH,
+        BOTH,
+        "loss",
+        "",
+        (),
+        "hidden states of another microbatch",
+    ),
     gradients_of_another_microbatch: (2, BOTH, BOTH, "gradient", "", None, "sends back to stage 0"),
-    a_stage_that_ends_a_block_early: (2, BOTH, BOTH[:1], "loss", "", (), "does not compute its own blocks"),
+    a_stage_that_ends_a_block_early: (
+        2,
+        BOTH,
+        BOTH[:1],
+        "loss",
+        "",
+        (),
+        "does not compute its own blocks",
+    ),
     mean_of_means: (2, BOTH, BOTH, "loss", "", (), "a mean of means"),
-    clip_by_local_norms: (2, BOTH, BOTH, "gradient", "embed.weight", None, "clipped by local norms"),
+    clip_by_local_norms: (
+        2,
+        BOTH,
+        BOTH,
+        "gradient",
+        "embed.weight",
+        None,
+        "clipped by local norms",
+    ),
     replicas_of_a_stage_not_averaged: (
         4,
         ("pp2-ddp-zb-v",),
@@ -303,7 +368,11 @@ def test_planted_bugs_are_found_and_named(plant: Plant) -> None:
         if row["ok"]:
             continue
         first = row["first"]
-        assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), first
+        assert (first["what"], name in first["name"], cause in first["cause"]) == (
+            what,
+            True,
+            True,
+        ), first
         assert layout.endswith(first["schedule"])
         assert first["schedule"]
         assert f"in schedule {first['schedule']}" in first["text"]
@@ -356,12 +425,15 @@ def own(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **arguments: A
     (folder / f"{name}.py").write_text(WITH_BOTH)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)  # type: ignore[no-untyped-call]
-    job = Job.model_validate({"model": {"kind": f"{name}:Model", "args": arguments}, "data": {"seq_len": 8}})
+    job = Job.model_validate(
+        {"model": {"kind": f"{name}:Model", "args": arguments}, "data": {"seq_len": 8}}
+    )
     return job, foreign_shape(job)
 
 
 def masks_in_the_order_of_the_schedule() -> None:
-    """Microbatches draw by when a stage computes them in a step, counted by each rank over all of its stages."""
+    """Microbatches draw by when a stage computes them in a step, counted by each rank over all
+    of its stages."""
     microbatch = Drawing.microbatch
     counts: dict[int, int] = {}
 
@@ -374,12 +446,15 @@ def masks_in_the_order_of_the_schedule() -> None:
 
 @pytest.mark.long
 def test_dropout_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers and a call of F.dropout drop what one process drops; masks by the order of the schedule are found."""
+    """Layers and a call of F.dropout drop what one process drops; masks by the order of the
+    schedule are found."""
     job, shape = own(tmp_path, monkeypatch, "stages_with_dropout", p=0.2)
     names = ("pp2-interleaved", "pp2-full-zb-v")
     right = rows_of(job, None, 2, ("float64",), shape, only=names)
     assert (set(right), differing(right)) == ({f"{name} float64" for name in names}, {})
-    wrong = rows_of(job, masks_in_the_order_of_the_schedule, 2, ("float64",), shape, only=("pp2-zb-v",))
+    wrong = rows_of(
+        job, masks_in_the_order_of_the_schedule, 2, ("float64",), shape, only=("pp2-zb-v",)
+    )
     first = wrong["pp2-zb-v float64"]["first"]
     assert (first["what"], "masks depend on the layout" in first["cause"]) == ("dropout", True)
 

@@ -1,5 +1,6 @@
-"""`verify` finds bugs planted in tensor parallelism, names tensor and likely cause. Without them all rows are equal:
-tests/distributed/test_verify.py and test_tensor_parallel_zoo.py.
+"""`verify` finds bugs planted in tensor parallelism, names tensor and likely cause.
+
+Without them all rows are equal: tests/distributed/test_verify.py and test_tensor_parallel_zoo.py.
 """
 
 from __future__ import annotations
@@ -36,13 +37,21 @@ LAYOUTS = {
 }
 
 
-def judge_tp(rank: int, job: Job, shape: ModelShape | None, directory: str, plant: Callable[[], None]) -> None:
+def judge_tp(
+    rank: int, job: Job, shape: ModelShape | None, directory: str, plant: Callable[[], None]
+) -> None:
     plant()
     judged = make_verified_job(job, 2)
     layouts = [(name, axes) for name, axes in LAYOUTS.items() if shape is None or name == "whole"]
     cases = make_cases(judged, layouts, num_ranks=2, cluster=CPU, shape=shape)
-    work = [VerifyCase("float64", case.name, case.parallel, case.plan) for case in cases if case.plan is not None]
-    verify_rank.compare_layouts(VerifyPayload(judged, Path(directory), None, 2, 2, "small", tuple(work)))
+    work = [
+        VerifyCase("float64", case.name, case.parallel, case.plan)
+        for case in cases
+        if case.plan is not None
+    ]
+    verify_rank.compare_layouts(
+        VerifyPayload(judged, Path(directory), None, 2, 2, "small", tuple(work))
+    )
 
 
 # Planted bugs
@@ -137,8 +146,15 @@ def masks_by_rank_of_tp() -> None:
 
 SMALL = {"num_kv_heads": 1, "qk_norm": True, "bias": "all", "tie_embeddings": True}
 EXPECTED: dict[Callable[[], None], tuple[Any, tuple[str, ...], str, str, str]] = {
-    # bug: (the zoo's module, or a model; layouts it is in; what differs first; a part of its name, of the cause)
-    rows_of_the_other_rank: (SMALL, ("sequence", "whole"), "loss", "", "a sharding rule cuts elsewhere"),
+    # bug: (the zoo's module, or a model; layouts it is in; what differs first; a part of its name,
+    # of the cause)
+    rows_of_the_other_rank: (
+        SMALL,
+        ("sequence", "whole"),
+        "loss",
+        "",
+        "a sharding rule cuts elsewhere",
+    ),
     columns_cut_along_the_inputs: (
         SMALL,
         ("sequence", "whole"),
@@ -146,7 +162,13 @@ EXPECTED: dict[Callable[[], None], tuple[Any, tuple[str, ...], str, str, str]] =
         "blocks.0.attention.q.weight",
         "another dimension is cut",
     ),
-    whole_parameters_not_summed: (SMALL, ("sequence", "whole"), "gradient", "norm", "nobody added them up"),
+    whole_parameters_not_summed: (
+        SMALL,
+        ("sequence", "whole"),
+        "gradient",
+        "norm",
+        "nobody added them up",
+    ),
     shared_heads_not_summed: (
         SMALL,
         ("sequence", "whole"),
@@ -154,7 +176,13 @@ EXPECTED: dict[Callable[[], None], tuple[Any, tuple[str, ...], str, str, str]] =
         "blocks.0.attention.k.weight",
         "nobody added them up",
     ),
-    head_cut_apart_from_the_embedding: ("gqa", ("whole",), "no tensor of the module:", "head.weight", "tied weight"),
+    head_cut_apart_from_the_embedding: (
+        "gqa",
+        ("whole",),
+        "no tensor of the module:",
+        "head.weight",
+        "tied weight",
+    ),
     entry_without_a_sum: (
         SMALL,
         ("sequence", "whole"),
@@ -164,8 +192,20 @@ EXPECTED: dict[Callable[[], None], tuple[Any, tuple[str, ...], str, str, str]] =
     ),
     masks_by_rank_of_tp: ("dropout", ("whole",), "dropout", "layers.0.inner.drop", ""),
     bias_on_every_rank: ("attention", ("whole",), "loss", "", "a bias is added on every one"),
-    replicated_parameters_summed: (SMALL, ("whole",), "gradient", "norm", 'a rule "replicate" is missing'),
-    clip_by_local_norms: (SMALL, ("sequence", "whole"), "gradient", "embed.weight", "clipped by local norms"),
+    replicated_parameters_summed: (
+        SMALL,
+        ("whole",),
+        "gradient",
+        "norm",
+        'a rule "replicate" is missing',
+    ),
+    clip_by_local_norms: (
+        SMALL,
+        ("sequence", "whole"),
+        "gradient",
+        "embed.weight",
+        "clipped by local norms",
+    ),
 }
 
 
@@ -176,9 +216,15 @@ def test_planted_bugs_are_found_and_named(plant: Callable[[], None]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         run_ranks(2, judge_tp, job, shape, directory, plant)
         rows = [json.loads(line) for line in (Path(directory) / ROWS).read_text().splitlines()]
-    assert [row["layout"] for row in rows] == [layout for layout in LAYOUTS if shape is None or layout == "whole"]
+    assert [row["layout"] for row in rows] == [
+        layout for layout in LAYOUTS if shape is None or layout == "whole"
+    ]
     for row in rows:
         assert row["ok"] is (row["layout"] not in layouts), (row["layout"], row["first"])
         if not row["ok"]:
             first = row["first"]
-            assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), first
+            assert (first["what"], name in first["name"], cause in first["cause"]) == (
+                what,
+                True,
+                True,
+            ), first

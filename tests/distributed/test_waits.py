@@ -1,7 +1,9 @@
-"""What a step waits for on a GPU, counted on a device that is not there (tests/second_device.py): one number, the facts
-of the step; of mixtures one more for each layer where the host must know how many rows there are.
+"""What a step waits for on a GPU, counted on a device that is not there (tests/second_device.py):
+one number, the facts of the step; of mixtures one more for each layer where the host must know how
+many rows there are.
 
-The third step of each layout is counted, as the first ones make what later ones keep. On a GPU this has not run.
+The third step of each layout is counted, as the first ones make what later ones keep. On a GPU this
+has not run.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2, "expert_ffn
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, and what its steps wait for beside their facts. `dtype`: of weights; kernels of cp need fp64."""
+    """A layout, and what its steps wait for beside their facts.
+
+    `dtype`: of weights; kernels of cp need fp64.
+    """
 
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -73,19 +78,27 @@ CASES: dict[str, Case] = {
     "tp": Case({"tp": 2}, ranks=2),
     "tp, dropout": Case({"tp": 2, "sequence_parallel": False}, drops=True, ranks=2),
     "pp": Case({"pp": 2}, ranks=2),
-    "pp, interleaved": Case({"pp": 2, "schedule": "interleaved", "stage_blocks": (0, 1, 1, 0)}, ranks=2),
-    "pp, split backwards": Case({"pp": 2, "schedule": "zb-v", "stage_blocks": (0, 1, 1, 0)}, ranks=2),
+    "pp, interleaved": Case(
+        {"pp": 2, "schedule": "interleaved", "stage_blocks": (0, 1, 1, 0)}, ranks=2
+    ),
+    "pp, split backwards": Case(
+        {"pp": 2, "schedule": "zb-v", "stage_blocks": (0, 1, 1, 0)}, ranks=2
+    ),
     "cp, ring": Case({"cp": 2}, **CP),
     "cp, ring, documents": Case({"cp": 2}, documents=True, **CP),
     "cp, ulysses": Case({"cp": 2, "cp_attention": "ulysses"}, **CP),
     "cp, ulysses, documents": Case({"cp": 2, "cp_attention": "ulysses"}, documents=True, **CP),
     "offload of the optimizer": Case({"offload": "optimizer"}, more=1),
-    "offload of the optimizer, zero3": Case({"dp_shard": 2, "offload": "optimizer"}, ranks=2, more=1),
+    "offload of the optimizer, zero3": Case(
+        {"dp_shard": 2, "offload": "optimizer"}, ranks=2, more=1
+    ),
     # A kernel for groups is of bf16; without it the host must know how many rows each expert has.
     "experts, bf16": Case(changed={"precision": "bf16"}, **MOE),
     "experts, fp32": Case(of_layers=1, **MOE),
     "experts, biases": Case(model={**EXPERTS, "balance_bias": 0.01}, changed={"precision": "bf16"}),
-    "experts, capacity": Case(model={**EXPERTS, "expert_capacity": 1.0}, changed={"precision": "bf16"}, of_layers=1),
+    "experts, capacity": Case(
+        model={**EXPERTS, "expert_capacity": 1.0}, changed={"precision": "bf16"}, of_layers=1
+    ),
     "experts, capacity, fp32": Case(model={**EXPERTS, "expert_capacity": 1.0}, of_layers=1),
     "ep over cp": Case({"cp": 2, "ep": 2}, of_layers=1, **{**CP, **MOE}),
 }
@@ -111,7 +124,9 @@ def module_of(case: Case, a_plan: Plan) -> nn.Module:
     return module.to(case.dtype)
 
 
-def own(batches: list[dict[str, torch.Tensor]], model: ParallelModel) -> list[list[dict[str, torch.Tensor]]]:
+def own(
+    batches: list[dict[str, torch.Tensor]], model: ParallelModel
+) -> list[list[dict[str, torch.Tensor]]]:
     """This rank's microbatches of each step."""
     size, at = model.plan.layout.data_parallel_size, model.mesh.data_parallel_rank
     rows = torch.arange(BATCH).view(model.plan.num_microbatches, size, -1)[:, at]
@@ -119,7 +134,8 @@ def own(batches: list[dict[str, torch.Tensor]], model: ParallelModel) -> list[li
 
 
 def waits_of(case: Case) -> tuple[Counter[str], Counter[str], int]:
-    """Of the third step, of an evaluation of two batches after it, and how many there may be in a step."""
+    """Of the third step, of an evaluation of two batches after it, and how many there may be in
+    a step."""
     batches, a_plan = global_batches(4, documents=case.documents), plan_of(case)
     with open_mesh(a_plan.layout, device="cpu") as here, second_device() as waits:
         model = parallelize(module_of(case, a_plan), a_plan, replace(here, device=CUDA), seed=3)
@@ -154,12 +170,17 @@ def counted() -> dict[int, list[dict[str, Any]]]:
     by_ranks: dict[int, list[str]] = {}
     for name, case in CASES.items():
         by_ranks.setdefault(case.ranks, []).append(name)
-    return {ranks: run_ranks(ranks, of_all, names, deadline_s=600.0) for ranks, names in by_ranks.items()}
+    return {
+        ranks: run_ranks(ranks, of_all, names, deadline_s=600.0)
+        for ranks, names in by_ranks.items()
+    }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_waits_for_its_facts_alone(name: str, counted: dict[int, list[dict[str, Any]]]) -> None:
+def test_a_step_waits_for_its_facts_alone(
+    name: str, counted: dict[int, list[dict[str, Any]]]
+) -> None:
     require_waits(name, counted[CASES[name].ranks])
 
 
@@ -177,11 +198,20 @@ def require_waits(name: str, of_ranks: list[dict[str, Any]]) -> None:
         assert sum(of_evaluation.values()) <= allowed, of_evaluation
 
 
-def used(rank: int, root: Path, parallel: dict[str, Any], place: str) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Tokens that a trained model writes, and its weights after they were saved and read into another one."""
+def used(
+    rank: int, root: Path, parallel: dict[str, Any], place: str
+) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Tokens that a trained model writes, and its weights after they were saved and read into
+    another one."""
     case = Case(parallel)
-    batches, a_plan = global_batches(1), plan(dist.get_world_size() if dist.is_initialized() else 1, 2, **parallel)
-    with open_mesh(a_plan.layout, device="cpu") as here, second_device() if place == "device" else nullcontext():
+    batches, a_plan = (
+        global_batches(1),
+        plan(dist.get_world_size() if dist.is_initialized() else 1, 2, **parallel),
+    )
+    with (
+        open_mesh(a_plan.layout, device="cpu") as here,
+        second_device() if place == "device" else nullcontext(),
+    ):
         mesh = replace(here, device=CUDA) if place == "device" else here
 
         def state() -> TrainState:
@@ -189,16 +219,24 @@ def used(rank: int, root: Path, parallel: dict[str, Any], place: str) -> tuple[l
             return TrainState(model, build_optimizer(model, Optim(lr=1e-2)), 0)
 
         one = state()
-        one.model.finish_step(one.model.forward_backward(own(batches, one.model)[0], OBJECTIVE), max_norm=1.0)
+        one.model.finish_step(
+            one.model.forward_backward(own(batches, one.model)[0], OBJECTIVE), max_norm=1.0
+        )
         one.model.update(one.optimizer)
         one.step = 1
         tokens = generate(one.model, [1, 2, 3], num_tokens=4, context=8, seed=5)
         one.save(LocalStore(root / place / "checkpoints"), job_digest="0", phases=Phases())
         other = state()  # of the weights before the step
         other.restore(list_checkpoints(root / place)[-1], phases=Phases())
-        before, after = ({n: s.tensor.cpu().clone() for n, s in each.shards().items()} for each in (one, other))
-        assert {str(shard.tensor.device) for shard in other.model.shards().values()} == {str(mesh.device)}
-    assert {name for name in before.keys() | after.keys() if not torch.equal(before[name], after[name])} == set()
+        before, after = (
+            {n: s.tensor.cpu().clone() for n, s in each.shards().items()} for each in (one, other)
+        )
+        assert {str(shard.tensor.device) for shard in other.model.shards().values()} == {
+            str(mesh.device)
+        }
+    assert {
+        name for name in before.keys() | after.keys() if not torch.equal(before[name], after[name])
+    } == set()
     return tokens, after
 
 
@@ -207,12 +245,19 @@ def used_in_both(rank: int, root: Path, parallel: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{}, pytest.param({"dp_shard": 2, "zero_stage": 3}, marks=pytest.mark.long)], ids=["one rank", "zero3"]
+    "parallel",
+    [{}, pytest.param({"dp_shard": 2, "zero_stage": 3}, marks=pytest.mark.long)],
+    ids=["one rank", "zero3"],
 )
-def test_text_and_checkpoints_are_those_of_the_host(parallel: dict[str, Any], tmp_path: Path) -> None:
-    """Nothing of them mixes tensors of both places, and a checkpoint of one is read by the other."""
+def test_text_and_checkpoints_are_those_of_the_host(
+    parallel: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nothing of them mixes tensors of both places, and a checkpoint of one is read by the
+    other."""
     for (tokens, weights), (tokens_of_host, weights_of_host) in run_ranks(
         parallel.get("dp_shard", 1), used_in_both, tmp_path, parallel
     ):
         assert tokens == tokens_of_host
-        torch.testing.assert_close(weights, weights_of_host, rtol=1e-3, atol=1e-4)  # other kernels of the CPU
+        torch.testing.assert_close(
+            weights, weights_of_host, rtol=1e-3, atol=1e-4
+        )  # other kernels of the CPU

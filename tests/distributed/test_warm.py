@@ -1,4 +1,5 @@
-"""The tests themselves: ranks of their commands start from a process that has imported torch already."""
+"""The tests themselves: ranks of their commands start from a process that has imported torch
+already."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from phalanx.launch.server_process import start_server
 
 @pytest.mark.usefixtures("warm_starts")
 def test_a_server_of_ranks_is_a_fork_of_the_nursery(tmp_path: Path) -> None:
-    """Else every test that trains imports torch anew, and the whole takes three times as long, in silence."""
+    """Else every test that trains imports torch anew, and the whole takes three times as long,
+    in silence."""
     server = start_server(tmp_path)
     try:
         assert psutil.Process(server.pid).ppid() == nursery().pid

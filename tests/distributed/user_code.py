@@ -1,4 +1,7 @@
-"""What users bring: models and objectives, good ones and others. Imported by name in the tests' runs."""
+"""What users bring: models and objectives, good ones and others.
+
+Imported by name in the tests' runs.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,9 @@ def no_module() -> Any:
     return {"weights": 1}
 
 
-def squared_error(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def squared_error(
+    logits: torch.Tensor, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """An objective of the user's own: the probability of the target should be 1."""
     chosen = logits.softmax(-1).gather(-1, batch["targets"][..., None])
     return (1 - chosen).square().sum(), torch.tensor(batch["targets"].numel())
@@ -65,7 +70,8 @@ _calls = 0
 
 
 def poisoned(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy, except that rank 1 returns NaN at the steps POISON names ("3,4": one call is one step)."""
+    """Cross-entropy, except that rank 1 returns NaN at the steps POISON names ("3,4": one call
+    is one step)."""
     global _calls
     _calls += 1
     loss, count = causal_cross_entropy(64)(outputs, batch)
@@ -75,7 +81,8 @@ def poisoned(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Ten
 
 
 class Slow(Bigram):
-    """Says that it is in its forward, and stays there: in a rank, not where a plan tries what it does."""
+    """Says that it is in its forward, and stays there: in a rank, not where a plan tries what it
+    does."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if "RANK" in os.environ:

@@ -1,4 +1,5 @@
-"""A user's model that does what happens: once, it prints a secret in every way there is and raises with it."""
+"""A user's model that does what happens: once, it prints a secret in every way there is and
+raises with it."""
 
 from __future__ import annotations
 

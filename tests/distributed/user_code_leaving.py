@@ -1,4 +1,5 @@
-"""An objective that leaves its rank in the way LEAVE says, at a step of training or in evaluation."""
+"""An objective that leaves its rank in the way LEAVE says, at a step of training or in
+evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from user_code import squared_error
 calls = 0
 
 
-def objective(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def objective(
+    outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The squared error; LEAVE="ranks,call,how" with call counted from 1, or "eval"."""
     global calls
     ranks, when, how = os.environ["LEAVE"].split(",")
@@ -36,6 +39,8 @@ def leave(how: str) -> None:
             ctypes.CDLL(None).exit(int(code))
         case "interrupt":
             raise KeyboardInterrupt
-        case "blocked":  # an error, after which the groups cannot be destroyed: the other ranks do not come
+        case (
+            "blocked"
+        ):  # an error, after which the groups cannot be destroyed: the other ranks do not come
             dist.destroy_process_group = lambda *group: time.sleep(1000)
             raise ValueError("boom")

@@ -1,4 +1,5 @@
-"""The wall clock of every process of a run is stepped by a day and back by an hour: nothing of the run notices."""
+"""The wall clock of every process of a run is stepped by a day and back by an hour: nothing of
+the run notices."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import pytest
 from commands import COLD, TINY, environment, events, loss_curve, run, start, watching, write_text
 from phalanx.observe.events import RestartScheduled, StepFinished
 
-# What every process of the run asks for the time. The monotonic clock, which nobody can step, is left alone.
+# What every process of the run asks for the time. The monotonic clock, which nobody can step, is
+# left alone.
 STEPPED_CLOCK = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -56,7 +58,14 @@ time_t time(time_t *now) {
     return fine.tv_sec;
 }
 """
-JOB = (*TINY, "data.source=text", "parallel.ranks=2", "train.steps=90", "checkpoint.every_steps=15", "run.dir=run")
+JOB = (
+    *TINY,
+    "data.source=text",
+    "parallel.ranks=2",
+    "train.steps=90",
+    "checkpoint.every_steps=15",
+    "run.dir=run",
+)
 DAY_S = 86400.0
 
 
@@ -64,7 +73,9 @@ DAY_S = 86400.0
 def test_a_run_whose_clocks_are_stepped_ends_as_any_other(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("needs a C compiler, for what steps the clocks of the run's processes and of no others")
+        pytest.skip(
+            "needs a C compiler, for what steps the clocks of the run's processes and of no others"
+        )
     library, clock = tmp_path / "clock.so", tmp_path / "clock"
     command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
     subprocess.run(command, input=STEPPED_CLOCK, text=True, check=True)
@@ -89,9 +100,11 @@ def test_a_run_whose_clocks_are_stepped_ends_as_any_other(tmp_path: Path) -> Non
     assert done.code == 0, done.err
     assert re.search(r"^saved +.*step-90", done.out, re.MULTILINE), done.out
     run_dir = tmp_path / "run"
-    assert [e.event.from_step for e in events(run_dir, RestartScheduled) if isinstance(e.event, RestartScheduled)] == [
-        45
-    ]
+    assert [
+        e.event.from_step
+        for e in events(run_dir, RestartScheduled)
+        if isinstance(e.event, RestartScheduled)
+    ] == [45]
     steps = [e.time_unix_s for e in events(run_dir, StepFinished)]
     assert max(steps) - min(steps) > 3 * DAY_S  # the clocks were stepped
     assert list(loss_curve(run_dir)) == list(range(1, 91))

@@ -1,4 +1,5 @@
-"""A job that was taken for dead wakes up when another has its run: it stops, writes nothing, and says who has it."""
+"""A job that was taken for dead wakes up when another has its run: it stops, writes nothing, and
+says who has it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from commands import TINY, Done, environment, nursery, run, snapshot, start, wait_until, watching, write_text
+from commands import (
+    TINY,
+    Done,
+    environment,
+    nursery,
+    run,
+    snapshot,
+    start,
+    wait_until,
+    watching,
+    write_text,
+)
 from phalanx.checkpoint.fence import LOOK_EVERY_S
 from phalanx.core.phases import read_black_box
 from phalanx.launch.paths import black_box
@@ -22,12 +34,28 @@ from phalanx.observe.events import CheckpointSaved
 from phalanx.observe.tail import recorded
 from s3_server import BUCKET, s3_server
 
-JOB = (*TINY, "data.source=text", "parallel.ranks=2", "checkpoint.every_steps=4", "train.steps=1000000")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx")
+JOB = (
+    *TINY,
+    "data.source=text",
+    "parallel.ranks=2",
+    "checkpoint.every_steps=4",
+    "train.steps=1000000",
+)
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "phalanx",
+)
 
 
 def family(pid: int, run_dir: Path) -> list[psutil.Process]:
-    """The supervisor, all that hold something open below its run (two ranks), and who forked these: the server."""
+    """The supervisor, all that hold something open below its run (two ranks), and who forked
+    these: the server."""
     deadline = time.monotonic() + 30.0
     while len(found := _family(pid, run_dir)) < 4:  # not all of them have started
         assert time.monotonic() < deadline, found
@@ -38,22 +66,35 @@ def _family(pid: int, run_dir: Path) -> list[psutil.Process]:
     found = {pid}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if any(str(run_dir) in text for text in (*process.cmdline(), *(f.path for f in process.open_files()))):
+            if any(
+                str(run_dir) in text
+                for text in (*process.cmdline(), *(f.path for f in process.open_files()))
+            ):
                 found |= {process.pid, process.ppid()}
-    return [psutil.Process(pid) for pid in found - {os.getpid(), nursery().pid, nursery("commands").pid}]
+    return [
+        psutil.Process(pid) for pid in found - {os.getpid(), nursery().pid, nursery("commands").pid}
+    ]
 
 
 def take_over(folder: Path, run_dir: Path, env: dict[str, str] | None = None) -> int:
-    """Another job continues the run, to an end of its own, as if the first one's machine were gone; its exit code."""
+    """Another job continues the run, to an end of its own, as if the first one's machine were
+    gone; its exit code."""
     (run_dir / "lock").unlink()
     step = max(envelope.event.step for envelope in recorded(run_dir, CheckpointSaved))  # type: ignore[attr-defined]
-    later, since = step + 11, time.monotonic()  # the newest checkpoint may be one that was stopped before it was told
+    later, since = (
+        step + 11,
+        time.monotonic(),
+    )  # the newest checkpoint may be one that was stopped before it was told
     code = run("train", "--resume", run_dir.name, f"train.steps={later}", cwd=folder, env=env).code
-    wait_until(lambda: time.monotonic() - since > LOOK_EVERY_S)  # who was stopped for longer looks before all else
+    wait_until(
+        lambda: time.monotonic() - since > LOOK_EVERY_S
+    )  # who was stopped for longer looks before all else
     return code
 
 
-def test_a_job_that_wakes_up_stops_at_once_and_leaves_the_run_as_the_other_left_it(tmp_path: Path) -> None:
+def test_a_job_that_wakes_up_stops_at_once_and_leaves_the_run_as_the_other_left_it(
+    tmp_path: Path,
+) -> None:
     write_text(tmp_path / "text")
     run_dir = tmp_path / "run"
     process = start("train", *JOB, "run.dir=run", cwd=tmp_path)
@@ -74,18 +115,27 @@ def test_a_job_that_wakes_up_stops_at_once_and_leaves_the_run_as_the_other_left_
     assert "--fallback" not in done.out + done.err
     assert len(done.err.splitlines()) == 1
     after = snapshot(run_dir)
-    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == set()
+    assert {
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    } == set()
 
 
 @pytest.mark.parametrize("who", ["nobody", pytest.param("ranks", marks=pytest.mark.long)])
-def test_a_lock_removed_by_hand_and_taken_by_another_stops_the_first(tmp_path: Path, who: str) -> None:
-    """Both live: the first hears of it within seconds, its supervisor even where its ranks stand still."""
+def test_a_lock_removed_by_hand_and_taken_by_another_stops_the_first(
+    tmp_path: Path, who: str
+) -> None:
+    """Both live: the first hears of it within seconds, its supervisor even where its ranks stand
+    still."""
     write_text(tmp_path / "text")
     run_dir = tmp_path / "run"
     first = start("train", *JOB, "run.dir=run", cwd=tmp_path)
     with watching(first) as watched:
         watched.wait_for("saved checkpoint")
-        ranks = [p for p in family(first.pid, run_dir) if _is_rank(p, run_dir)] if who == "ranks" else []
+        ranks = (
+            [p for p in family(first.pid, run_dir) if _is_rank(p, run_dir)]
+            if who == "ranks"
+            else []
+        )
         for one in ranks:
             one.send_signal(signal.SIGSTOP)
         (run_dir / "lock").unlink()
@@ -104,10 +154,17 @@ def test_a_lock_removed_by_hand_and_taken_by_another_stops_the_first(tmp_path: P
 
 
 @pytest.mark.long
-def test_a_job_that_stood_still_in_an_evaluation_names_no_best_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_job_that_stood_still_in_an_evaluation_names_no_best_and_writes_nothing(
+    tmp_path: Path,
+) -> None:
     write_text(tmp_path / "text")
     run_dir = tmp_path / "run"
-    evals = ("eval.tokens=3000", "eval.every_steps=2", "eval.keep_best=true", "data.held_out_fraction=0.2")
+    evals = (
+        "eval.tokens=3000",
+        "eval.every_steps=2",
+        "eval.keep_best=true",
+        "data.held_out_fraction=0.2",
+    )
     process = start("train", *JOB, *evals, "run.dir=run", cwd=tmp_path)
     with watching(process) as watched:
         watched.wait_for("saved checkpoint")
@@ -117,7 +174,9 @@ def test_a_job_that_stood_still_in_an_evaluation_names_no_best_and_writes_nothin
 
 
 @pytest.mark.long
-def test_a_job_that_stood_still_while_its_save_was_in_flight_commits_nothing(tmp_path: Path) -> None:
+def test_a_job_that_stood_still_while_its_save_was_in_flight_commits_nothing(
+    tmp_path: Path,
+) -> None:
     write_text(tmp_path / "text")
     run_dir = tmp_path / "run"
     with s3_server() as server:
@@ -152,7 +211,9 @@ def test_a_job_of_another_launcher_that_stood_still_is_fenced(tmp_path: Path) ->
         before = taken_over(stopped, tmp_path, run_dir)
         done = watched.finish()
     after = snapshot(run_dir)
-    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == set()
+    assert {
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    } == set()
     assert done.err.count("another job has this run: process") == 1, done.err
     assert "exitcode  : 9" in done.err  # torchrun's own is 1, whatever its ranks' are
 
@@ -179,7 +240,8 @@ def taken_over(
     env: dict[str, str] | None = None,
     awake: Callable[[], None] = lambda: None,
 ) -> dict[str, tuple[int, int]]:
-    """Have another job continue the run to an end, then the first one wake up; what the other left."""
+    """Have another job continue the run to an end, then the first one wake up; what the other
+    left."""
     try:
         assert take_over(folder, run_dir, env) == 0
         before = snapshot(run_dir)
@@ -195,7 +257,9 @@ def require_fenced(done: Done, run_dir: Path, before: dict[str, tuple[int, int]]
     assert "another job has this run: process" in done.err
     assert len(done.err.splitlines()) == 1
     after = snapshot(run_dir)
-    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == set()
+    assert {
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    } == set()
 
 
 def _phase(run_dir: Path) -> str:

@@ -1,4 +1,5 @@
-"""A real file system that runs full while a job trains on it: nothing is lost but the saves that did not fit."""
+"""A real file system that runs full while a job trains on it: nothing is lost but the saves that
+did not fit."""
 
 from __future__ import annotations
 
@@ -25,14 +26,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root can mount a file system")
     place = tmp_path / "disk"
     place.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", place], capture_output=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", place], capture_output=True
+    )
     if mount.returncode:
         pytest.skip(f"no file system can be mounted here: {mount.stderr.decode().strip()}")
     yield place
     subprocess.run(["umount", "-l", place], check=True)
 
 
-def test_training_goes_on_says_what_to_do_and_saves_once_there_is_space(small_disk: Path, tmp_path: Path) -> None:
+def test_training_goes_on_says_what_to_do_and_saves_once_there_is_space(
+    small_disk: Path, tmp_path: Path
+) -> None:
     write_text(tmp_path / "text")
     run_dir = small_disk / "run"
     job = (
@@ -44,7 +49,12 @@ def test_training_goes_on_says_what_to_do_and_saves_once_there_is_space(small_di
         "checkpoint.keep_last=2",
     )
     process = start(
-        "train", *job, "checkpoint.every_steps=4", f"run.dir={run_dir}", cwd=tmp_path, env=environment(TMPDIR=None)
+        "train",
+        *job,
+        "checkpoint.every_steps=4",
+        f"run.dir={run_dir}",
+        cwd=tmp_path,
+        env=environment(TMPDIR=None),
     )
     with watching(process) as watched:
         watched.wait_for("saved checkpoint")

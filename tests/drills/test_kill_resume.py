@@ -1,5 +1,5 @@
-"""Killed at any moment, continued by itself or by hand: the loss curve and the final weights are those of a run that
-nothing happened to, to the last bit.
+"""Killed at any moment, continued by itself or by hand: the loss curve and the final weights are
+those of a run that nothing happened to, to the last bit.
 """
 
 from __future__ import annotations
@@ -50,20 +50,35 @@ def noisy(outputs, batch):
     return loss * (1 + 0.01 * noise), num_targets
 """
 LAYOUTS = {"ddp": "parallel.dp_replicate=2", "zero3": "parallel.dp_shard=2"}
-WAITED = "checkpoint.asynchronous=false"  # saves come at exactly the steps that are a multiple of EVERY
-BESIDE = ("checkpoint.asynchronous=true", "checkpoint.every_steps=1", "checkpoint.keep_last=2")  # one after the other
+WAITED = (
+    "checkpoint.asynchronous=false"  # saves come at exactly the steps that are a multiple of EVERY
+)
+BESIDE = (
+    "checkpoint.asynchronous=true",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep_last=2",
+)  # one after the other
 STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
 SAVE_PHASES = ("ckpt_stage", "ckpt_write", "before_commit", "after_commit")
 
 
 @dataclass(frozen=True)
 class Drill:
-    """A folder with an uninterrupted run of each layout. Their loss has noise of three generators in it."""
+    """A folder with an uninterrupted run of each layout.
+
+    Their loss has noise of three generators in it.
+    """
 
     folder: Path
 
     def arguments(self, layout: str, name: str, *more: str) -> list[str]:
-        job = (*TINY, "data.source=text", f"train.steps={STEPS}", f"checkpoint.every_steps={EVERY}", "optim.lr=0.01")
+        job = (
+            *TINY,
+            "data.source=text",
+            f"train.steps={STEPS}",
+            f"checkpoint.every_steps={EVERY}",
+            "optim.lr=0.01",
+        )
         return [
             "train",
             *job,
@@ -107,7 +122,8 @@ def _inject(faults: list[str]) -> str:
 
 
 def draw_faults(seed: int, phases: tuple[str, ...]) -> list[str]:
-    """One kill for each of `phases`, at a drawn rank and at steps far enough apart to be met one after the other."""
+    """One kill for each of `phases`, at a drawn rank and at steps far enough apart to be met one
+    after the other."""
     draw = random.Random(seed)
     order = draw.sample(phases, len(phases))
     faults = []
@@ -131,15 +147,25 @@ def draw_faults(seed: int, phases: tuple[str, ...]) -> list[str]:
             ("data", "forward", "optimizer", "evaluate", "ckpt_write", "after_commit", "ckpt_load"),
             marks=pytest.mark.long,
         ),
-        ("zero3", 2, ("backward", "collective", "ckpt_stage", "before_commit", "optimizer", "ckpt_load")),
+        (
+            "zero3",
+            2,
+            ("backward", "collective", "ckpt_stage", "before_commit", "optimizer", "ckpt_load"),
+        ),
     ],
 )
 def test_killed_ranks_start_again(
-    drill: Drill, layout: str, seed: int, phases: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    drill: Drill,
+    layout: str,
+    seed: int,
+    phases: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Six or seven kills in one run, each met once; the supervisor names rank and phase and starts again.
+    """Six or seven kills in one run, each met once; the supervisor names rank and phase and starts
+    again.
 
-    It is evaluated on the way, and the run that nothing happened to is not: that changes nothing, either.
+    It is evaluated on the way, and the run that nothing happened to is not: that changes nothing,
+    either.
     """
     faults = draw_faults(seed, phases)
     show(capsys, f"{layout}: {len(faults)} kills, seed {seed}")
@@ -152,7 +178,9 @@ def test_killed_ranks_start_again(
     struck = sorted(f"kill:rank={e.event.failed_rank},phase={e.event.phase}" for e in failures)
     assert struck == sorted(re.sub(r"step=\d+,", "", fault) for fault in faults)
     assert len(os.listdir(run_dir / "faults")) == len(phases)
-    assert len(re.findall(r"was killed by SIGKILL .*; starting again from step \d+ \(restart", done.out)) == len(phases)
+    assert len(
+        re.findall(r"was killed by SIGKILL .*; starting again from step \d+ \(restart", done.out)
+    ) == len(phases)
     drill.require_same(layout, run_dir.name)
     told = {e.event.step: e.event.loss for e in events(run_dir, EvalFinished)}
     assert list(told) == list(range(EVALUATED, STEPS + 1, EVALUATED))
@@ -162,7 +190,9 @@ def test_killed_ranks_start_again(
     # Seen within a second, the ranks there again within ten: none of that is an import of torch.
     assert max(e.event.detected_s for e in failures) < 1.0
     restarts = [e for e in events(run_dir, RanksStarted) if e.attempt]
-    assert [e.attempt for e in events(run_dir, RestartScheduled)] == [e.attempt - 1 for e in restarts]
+    assert [e.attempt for e in events(run_dir, RestartScheduled)] == [
+        e.attempt - 1 for e in restarts
+    ]
     for failure, restart in zip(failures, restarts, strict=True):
         assert restart.time_unix_s - failure.time_unix_s < 10.0
 
@@ -186,26 +216,42 @@ def test_a_killed_run_is_continued_by_hand(
     drill.require_same(layout, name)
 
 
-@pytest.mark.parametrize(("layout", "seed"), [("ddp", 5), pytest.param("zero3", 6, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("layout", "seed"), [("ddp", 5), pytest.param("zero3", 6, marks=pytest.mark.long)]
+)
 def test_killed_while_saves_are_in_flight(
     drill: Drill, layout: str, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Saves beside training, one after the other: kills in each phase of the thread that writes, at its first save and
-    at a drawn step, which it may be saving or not, and in phases of the steps that training does meanwhile.
+    """Saves beside training, one after the other: kills in each phase of the thread that writes, at
+    its first save and at a drawn step, which it may be saving or not, and in phases of the steps
+    that training does meanwhile.
     """
     name = f"{layout} beside"
     draw = random.Random(seed)
-    first = [f"kill:rank={draw.randrange(2)},phase={phase}" for phase in (*SAVE_PHASES, "ckpt_load")]
+    first = [
+        f"kill:rank={draw.randrange(2)},phase={phase}" for phase in (*SAVE_PHASES, "ckpt_load")
+    ]
     steps = draw_faults(seed, ("forward", "optimizer"))
-    perhaps = [f"kill:rank={draw.randrange(2)},step={draw.randrange(2, STEPS)},phase={phase}" for phase in SAVE_PHASES]
-    show(capsys, f"{name}: {len(first) + len(steps)} kills and at most {len(perhaps)} more, seed {seed}")
+    perhaps = [
+        f"kill:rank={draw.randrange(2)},step={draw.randrange(2, STEPS)},phase={phase}"
+        for phase in SAVE_PHASES
+    ]
+    show(
+        capsys,
+        f"{name}: {len(first) + len(steps)} kills and at most {len(perhaps)} more, seed {seed}",
+    )
     print(first, steps, perhaps)
-    done = drill.injured(layout, name, [*first, *steps, *perhaps], "resilience.max_restarts=20", *BESIDE)
+    done = drill.injured(
+        layout, name, [*first, *steps, *perhaps], "resilience.max_restarts=20", *BESIDE
+    )
     assert done.code == 0, done.err
     run_dir = drill.folder / name
     struck = os.listdir(run_dir / "faults")
     assert len(first) + len(steps) <= len(struck) <= len(first) + len(steps) + len(perhaps)
-    assert len(events(run_dir, RankFailed)) in (len(struck), len(struck) - 1)  # two at the same moment end one attempt
+    assert len(events(run_dir, RankFailed)) in (
+        len(struck),
+        len(struck) - 1,
+    )  # two at the same moment end one attempt
     drill.require_same(layout, name)
     kept = {path.name for path in list_checkpoints(run_dir)}
     assert f"step-{STEPS}" in kept
@@ -214,7 +260,8 @@ def test_killed_while_saves_are_in_flight(
 
 @pytest.mark.parametrize("whole_group", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_killed_supervisor_takes_its_ranks_along(drill: Drill, whole_group: bool) -> None:
-    """kill -9 of the supervisor, alone or with its process group; nothing is left and the run continues."""
+    """kill -9 of the supervisor, alone or with its process group; nothing is left and the run
+    continues."""
     name = f"supervisor killed {whole_group}"
     process = start(*drill.arguments("ddp", name), cwd=drill.folder)
     with watching(process) as watched:
@@ -234,7 +281,8 @@ def test_a_killed_supervisor_takes_its_ranks_along(drill: Drill, whole_group: bo
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_campaign(drill: Drill, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twenty seeds, both layouts, every phase; half of them with a kill of the supervisor at a drawn moment."""
+    """Twenty seeds, both layouts, every phase; half of them with a kill of the supervisor at a
+    drawn moment."""
     draw = random.Random(seed)
     layout = draw.choice(list(LAYOUTS))
     phases = tuple(draw.sample((*STEP_PHASES, *SAVE_PHASES, "ckpt_load", "startup"), 5))

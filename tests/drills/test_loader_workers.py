@@ -1,4 +1,5 @@
-"""Loader workers of a real run are killed and frozen: it goes on, and its losses are those of a run without any."""
+"""Loader workers of a real run are killed and frozen: it goes on, and its losses are those of a
+run without any."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ STEPS = 60
 
 
 def workers(run_dir: Path) -> list[int]:
-    """Pids of the loader workers whose command line or open files name this run's ranks, in order of their ranks."""
+    """Pids of the loader workers whose command line or open files name this run's ranks, in
+    order of their ranks."""
     found = []
     for process in psutil.process_iter(["cmdline", "ppid"]):
         if "phalanx.data.worker" in (process.info["cmdline"] or []):
@@ -31,11 +33,22 @@ def workers(run_dir: Path) -> list[int]:
 @pytest.mark.long
 def test_killed_and_frozen_workers_change_nothing(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
-    job = (*TINY, "data.source=text", f"train.steps={STEPS}", "parallel.ranks=2", "observe.samples=true")
+    job = (
+        *TINY,
+        "data.source=text",
+        f"train.steps={STEPS}",
+        "parallel.ranks=2",
+        "observe.samples=true",
+    )
     straight = run("train", *job, "run.dir=straight", cwd=tmp_path)
     assert straight.code == 0, straight.err
 
-    options = ("data.workers=1", "data.worker_timeout_s=1", "observe.log_every=5", "run.dir=injured")
+    options = (
+        "data.workers=1",
+        "data.worker_timeout_s=1",
+        "observe.log_every=5",
+        "run.dir=injured",
+    )
     with watching(start("train", *job, *options, cwd=tmp_path)) as injured:
         injured.wait_for("step 5/")
         first, second = workers(tmp_path / "injured")
@@ -51,7 +64,9 @@ def test_killed_and_frozen_workers_change_nothing(tmp_path: Path) -> None:
     }
     assert loss_curve(tmp_path / "injured") == loss_curve(tmp_path / "straight")
     assert len(loss_curve(tmp_path / "injured")) == STEPS
-    waited = max(e.event.phases_s["data"] for e in events(tmp_path / "injured", StepFinished) if e.rank == 1)
+    waited = max(
+        e.event.phases_s["data"] for e in events(tmp_path / "injured", StepFinished) if e.rank == 1
+    )
     assert waited > 0.5  # the wait for the frozen worker is charged to the data
     assert run("data", "ledger", "injured", cwd=tmp_path).code == 0
     assert survivors(tmp_path / "injured") == []

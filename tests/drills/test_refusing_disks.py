@@ -1,4 +1,7 @@
-"""Disks that refuse while a job trains: full to the last byte, without inodes. One line, exit 7, no restart."""
+"""Disks that refuse while a job trains: full to the last byte, without inodes.
+
+One line, exit 7, no restart.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,9 @@ def test_a_log_and_a_black_box_on_a_full_disk_stop_nothing(tmp_path: Path) -> No
             print("x" * 1000, file=stream)
         stream.flush()
         assert stream.num_lost > 0
-        BlackBox(disk / "blackbox" / "rank-0000").write(3, "forward")  # SIGBUS, if the file only was made longer
+        BlackBox(disk / "blackbox" / "rank-0000").write(
+            3, "forward"
+        )  # SIGBUS, if the file only was made longer
 
 
 def test_what_to_do_about_each_refusal(tmp_path: Path) -> None:
@@ -132,9 +137,13 @@ def ext4(place: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("how", ["full", pytest.param("no inodes", marks=pytest.mark.long)])
-def test_a_disk_that_refuses_the_last_save_ends_the_run_with_its_cause_and_no_restart(how: str, tmp_path: Path) -> None:
+def test_a_disk_that_refuses_the_last_save_ends_the_run_with_its_cause_and_no_restart(
+    how: str, tmp_path: Path
+) -> None:
     write_text(tmp_path / "text")
-    with mounted(tmp_path / "disk", "size=8m,nr_inodes=60" if how == "no inodes" else "size=8m") as disk:
+    with mounted(
+        tmp_path / "disk", "size=8m,nr_inodes=60" if how == "no inodes" else "size=8m"
+    ) as disk:
         done = train_until_struck(tmp_path, disk, fill if how == "full" else use_up_inodes)
         assert "No space left on device" in done.err
         if how == "no inodes":
@@ -148,7 +157,10 @@ def test_a_disk_that_refuses_the_last_save_ends_the_run_with_its_cause_and_no_re
 @pytest.mark.parametrize(
     ("strike", "causes"),
     [
-        (remount_read_only, ("Read-only file system", "Input/output error")),  # EIO: of a write that is on its way
+        (
+            remount_read_only,
+            ("Read-only file system", "Input/output error"),
+        ),  # EIO: of a write that is on its way
         (cut_off, ("Input/output error",)),
     ],
 )
@@ -164,7 +176,8 @@ def test_a_disk_that_fails_while_it_trains(
 
 @pytest.mark.long
 def test_a_file_that_may_not_grow_any_more(tmp_path: Path) -> None:
-    """EFBIG, which a process gets where ulimit -f is reached: the events', and no checkpoint is as large."""
+    """EFBIG, which a process gets where ulimit -f is reached: the events', and no checkpoint is
+    as large."""
     write_text(tmp_path / "text")
 
     def limit() -> None:
@@ -198,7 +211,11 @@ def train_until_struck(folder: Path, disk: Path, strike: Callable[[Path], None])
     with watching(process) as watched:
         watched.wait_for("step 10/")
         strike(disk)
-        if strike is fill:  # a save that was on its way gives back what it had written, and events would fit in there
+        if (
+            strike is fill
+            # a save that was on its way gives back what it had written, and events would fit in
+            # there
+        ):
             watched.wait_for("a checkpoint (rank 0: ")
             fill(disk)
         done = watched.finish()
@@ -209,13 +226,16 @@ def train_until_struck(folder: Path, disk: Path, strike: Callable[[Path], None])
 
 
 def require_told(done: Done, *causes: str) -> None:
-    """What whoever watches sees although no event is in a file: each thing once, the same again in few words."""
+    """What whoever watches sees although no event is in a file: each thing once, the same again
+    in few words."""
     assert 1 <= done.out.count("events cannot be written") <= len(causes), done.out
     assert "step 60/60" in done.out
     failed = [line for line in done.out.splitlines() if line.startswith("checkpoint of step")]
     assert len(failed) >= 4
     told = [line for line in failed if "failed for the same reason" not in line]
-    assert 1 <= len(told) <= len(causes) + 1, failed  # one more: the save that was on its way was in another phase
+    assert 1 <= len(told) <= len(causes) + 1, (
+        failed
+    )  # one more: the save that was on its way was in another phase
     assert [line for line in told if not any(cause in line for cause in causes)] == []
     assert failed[0].endswith("training goes on, and tries again later")
     assert "training goes on" not in failed[-1]

@@ -55,7 +55,11 @@ def _nothing_is_left(folder: Path) -> Iterator[None]:
     before = set(os.listdir("/dev/shm"))
     yield
     wait_until(lambda: not survivors(folder))
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if "torch" in name or "phalanx" in name}
+    assert not {
+        name
+        for name in set(os.listdir("/dev/shm")) - before
+        if "torch" in name or "phalanx" in name
+    }
     assert not list(folder.glob("*/lock"))
 
 
@@ -69,12 +73,18 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(folder: Path) -> None:
     run_dir = folder / "preempted"
     (step,) = {e.event.step for e in events(run_dir, StopRequested)}
     assert [e.event.step for e in events(run_dir, CheckpointSaved)] == [step]
-    assert f"resume  phalanx train --resume preempted   (newest checkpoint: step-{step})" in stopped.out
+    assert (
+        f"resume  phalanx train --resume preempted   (newest checkpoint: step-{step})"
+        in stopped.out
+    )
     (ended,) = (e.event for e in events(run_dir, RunFinished))
     assert (ended.status, ended.exit_code, ended.step) == ("preempted", 75, step)
     refused = run("train", "--resume", "preempted", f"train.steps={step - 1}", cwd=folder)
     assert refused.code == 2
-    assert f"train.steps is {step - 1}, and step {step} is done and saved; set train.steps to more" in refused.problem
+    assert (
+        f"train.steps is {step - 1}, and step {step} is done and saved; set train.steps to more"
+        in refused.problem
+    )
     done = run("train", "--resume", "preempted", cwd=folder)
     assert done.code == 0, done.err
     assert loss_curve(run_dir) == loss_curve(folder / "straight")
@@ -84,8 +94,11 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(folder: Path) -> None:
 
 @pytest.mark.long
 def test_a_stop_while_a_save_is_in_flight(folder: Path) -> None:
-    """Saves beside training all the time: the one in flight ends, the stop's own comes after it, nothing is lost."""
-    process = start("train", *JOB, "run.dir=in flight", "checkpoint.every_minutes=0.00001", cwd=folder)
+    """Saves beside training all the time: the one in flight ends, the stop's own comes after it,
+    nothing is lost."""
+    process = start(
+        "train", *JOB, "run.dir=in flight", "checkpoint.every_minutes=0.00001", cwd=folder
+    )
     stopped = _stopped(process, "is still being written")
     assert stopped.code == 75, stopped.err
     run_dir = folder / "in flight"
@@ -105,9 +118,12 @@ def test_a_stop_while_a_save_is_in_flight(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("phase", ["ckpt_write", pytest.param("before_commit", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "phase", ["ckpt_write", pytest.param("before_commit", marks=pytest.mark.long)]
+)
 def test_a_grace_period_too_short_leaves_the_checkpoint_before(folder: Path, phase: str) -> None:
-    """The save of the stop stands still (a disk that does not answer): it is killed, and the one before stands."""
+    """The save of the stop stands still (a disk that does not answer): it is killed, and the one
+    before stands."""
     shutil.copy(Path(__file__).parents[1] / "distributed" / "user_code.py", folder)
     name = f"no time {phase}"
     run_dir = folder / name
@@ -115,10 +131,16 @@ def test_a_grace_period_too_short_leaves_the_checkpoint_before(folder: Path, pha
     assert first.code == 75, first.err
     (step,) = {e.event.step for e in events(run_dir, StopRequested)}
     before = weights(run_dir)
-    limits = ("resilience.grace_s=1", f'resilience.inject=["user_code:stand_still:rank=0,phase={phase}"]')
+    limits = (
+        "resilience.grace_s=1",
+        f'resilience.inject=["user_code:stand_still:rank=0,phase={phase}"]',
+    )
     done = _stopped(start("train", "--resume", name, *limits, cwd=folder), f"step {step + 5}/")
     assert done.code == 75, done.err
-    assert "did not save within the grace period and were killed; the last checkpoint stands" in done.err
+    assert (
+        "did not save within the grace period and were killed; the last checkpoint stands"
+        in done.err
+    )
     assert f"newest checkpoint: step-{step})" in done.out
     assert weights(run_dir) == before
     done = run("train", "--resume", name, cwd=folder)
@@ -137,8 +159,11 @@ def _stopped(process: subprocess.Popen[str], words: str) -> Done:
 
 
 def test_ctrl_c_saves_and_says_how_to_continue(folder: Path) -> None:
-    """The whole foreground group gets it, as from a terminal; checkpoints by the clock were written meanwhile."""
-    process = start("train", *JOB, "run.dir=interrupted", "checkpoint.every_minutes=0.0001", cwd=folder)
+    """The whole foreground group gets it, as from a terminal; checkpoints by the clock were
+    written meanwhile."""
+    process = start(
+        "train", *JOB, "run.dir=interrupted", "checkpoint.every_minutes=0.0001", cwd=folder
+    )
     with watching(process) as watched:
         watched.wait_for("saved checkpoint of step")
         watched.wait_for("saved checkpoint of step")
@@ -177,11 +202,16 @@ def test_ctrl_c_twice_is_at_once(folder: Path) -> None:
 
 @pytest.mark.long
 def test_steps_that_are_not_a_number_are_skipped_by_all_ranks(folder: Path) -> None:
-    """NaN on one rank at steps 3 and 5: nobody applies them, the run says which samples, and it goes on."""
+    """NaN on one rank at steps 3 and 5: nobody applies them, the run says which samples, and it
+    goes on."""
     shutil.copy(Path(__file__).parents[1] / "distributed" / "user_code.py", folder)
     mine = ["model.objective=user_code:poisoned", "train.steps=8", "parallel.ranks=2"]
     # Each step, however short it is, in files of its own, however little has changed.
-    saves = ("checkpoint.every_steps=1", "checkpoint.asynchronous=false", "checkpoint.incremental=false")
+    saves = (
+        "checkpoint.every_steps=1",
+        "checkpoint.asynchronous=false",
+        "checkpoint.incremental=false",
+    )
     job = ["train", *TINY, "data.source=text", *mine, *saves]
     limit = "resilience.max_skipped_steps=2"
     some = start(*job, "run.dir=nan", limit, cwd=folder, env=environment(POISON="3,5"))
@@ -202,8 +232,8 @@ def test_steps_that_are_not_a_number_are_skipped_by_all_ranks(folder: Path) -> N
     out, err = many.communicate()
     assert many.returncode == 8, err
     assert err.splitlines() == [
-        "3 steps in a row had non-finite gradients, up to step 4; lower optim.lr, lengthen optim.warmup_steps, "
-        "or continue from an older checkpoint"
+        "3 steps in a row had non-finite gradients, up to step 4; lower optim.lr, lengthen"
+        " optim.warmup_steps, or continue from an older checkpoint"
     ]
     assert [e.event.step for e in events(folder / "all nan", StepSkipped)] == [2, 3]
 
@@ -211,11 +241,16 @@ def test_steps_that_are_not_a_number_are_skipped_by_all_ranks(folder: Path) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0, 1.5, 2.0, 2.5, 3.5])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_at_any_moment_of_the_start(folder: Path, after_s: float, number: signal.Signals) -> None:
+def test_a_stop_at_any_moment_of_the_start(
+    folder: Path, after_s: float, number: signal.Signals
+) -> None:
     """Whether or not the ranks have started: the agreed exit code, no traceback, nothing left."""
     name = f"early {number.name} {after_s}"
-    # So many steps that a run which does not hear of the signal cannot be done before it is noticed.
-    process = start("train", *JOB, "train.steps=1000000", f"run.dir={name}", cwd=folder, command=COLD)
+    # So many steps that a run which does not hear of the signal cannot be done before it is
+    # noticed.
+    process = start(
+        "train", *JOB, "train.steps=1000000", f"run.dir={name}", cwd=folder, command=COLD
+    )
     with watching(process) as watched:
         watched.wait_for("run     ")
         deadline = time.monotonic() + after_s

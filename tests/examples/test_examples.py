@@ -13,7 +13,17 @@ from types import ModuleType
 
 import pytest
 
-from commands import TINY, Done, environment, events, finish, forked_ranks, loss_curve, start, write_text
+from commands import (
+    TINY,
+    Done,
+    environment,
+    events,
+    finish,
+    forked_ranks,
+    loss_curve,
+    start,
+    write_text,
+)
 from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.observe.events import EvalFinished, Note, StepFinished
@@ -63,15 +73,22 @@ def test_the_trainer_as_a_library(tmp_path: Path) -> None:
 def test_training_from_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It finishes, goes on, and says where the newest checkpoint is."""
     source = write_text(tmp_path / "text")
-    more = [f"data.source={source}", "eval.tokens=0", "train.sample_tokens=0", "observe.sinks=[]", "parallel.ranks=2"]
+    more = [
+        f"data.source={source}",
+        "eval.tokens=0",
+        "train.sample_tokens=0",
+        "observe.sinks=[]",
+        "parallel.ranks=2",
+    ]
     with forked_ranks():
         result = load("train_from_python").main(str(tmp_path / "run"), more)
     assert (result.status, result.exit_code, result.last_step) == ("finished", 0, 60)
     assert result.newest_checkpoint == str(tmp_path / "run" / "checkpoints" / "step-60")
     out = capfd.readouterr().out
-    assert out.splitlines()[-1] == (
-        f"dp_replicate=2: step 60, loss {loss_curve(tmp_path / 'run')[30]:.3f} -> {result.metrics['loss']:.3f}, "
-        f"{result.newest_checkpoint}"
+    assert (
+        out.splitlines()[-1]
+        == f"dp_replicate=2: step 60, loss {loss_curve(tmp_path / 'run')[30]:.3f} ->"
+        f" {result.metrics['loss']:.3f}, {result.newest_checkpoint}"
     )
     assert out.count("step 30/30") == 1
     assert "step 60/60" not in out, "the second run is quiet"
@@ -85,7 +102,12 @@ def test_your_own_model_under_phalanx_train(tmp_path: Path) -> None:
     before = set(os.listdir(EXAMPLES)) - {"__pycache__"}
     text = write_text(tmp_path / "text")
     run_dir = tmp_path / "run"
-    more = ["parallel.dp_shard=2", f"data.source={text}", f"run.dir={run_dir}", "train.sample_tokens=8"]
+    more = [
+        "parallel.dp_shard=2",
+        f"data.source={text}",
+        f"run.dir={run_dir}",
+        "train.sample_tokens=8",
+    ]
     done = finish(start("train", *SMALL, *command.groups(), *more, cwd=EXAMPLES))
     assert done.code == 0, done.err
     curve = loss_curve(run_dir)
@@ -115,7 +137,8 @@ def train_example(folder: str, run_dir: Path, *overrides: str) -> Done:
 
 @pytest.mark.long
 def test_digits_are_told_apart_by_a_net_with_batchnorm(tmp_path: Path) -> None:
-    """At least 95 % of the held-out ones, trained on two ranks and evaluated as a plain module in one process."""
+    """At least 95 % of the held-out ones, trained on two ranks and evaluated as a plain module
+    in one process."""
     done = train_example("digits", tmp_path / "run")
     assert "warn" not in done.out
     said = run_script("digits", "evaluate.py", tmp_path / "run")
@@ -123,15 +146,27 @@ def test_digits_are_told_apart_by_a_net_with_batchnorm(tmp_path: Path) -> None:
     assert found is not None, said
     assert float(found[1]) >= 95
     evaluated = [envelope.event for envelope in events(tmp_path / "run", EvalFinished)]
-    accuracies = {event.step: event.metrics["accuracy"] for event in evaluated if isinstance(event, EvalFinished)}
-    assert f"{accuracies[150]:.1%}" == f"{found[1]}%", "what two ranks measured is what one process measures"
+    accuracies = {
+        event.step: event.metrics["accuracy"]
+        for event in evaluated
+        if isinstance(event, EvalFinished)
+    }
+    assert f"{accuracies[150]:.1%}" == f"{found[1]}%", (
+        "what two ranks measured is what one process measures"
+    )
     best = read_best(tmp_path / "run")
     assert best is not None
     assert (best.metric, best.value) == ("accuracy", max(accuracies.values()))
     assert accuracies[best.step] == best.value
 
 
-FEW = ("train.steps=10", "eval.tokens=0", "eval.every_steps=none", "eval.keep_best=false", "data.args.shift=true")
+FEW = (
+    "train.steps=10",
+    "eval.tokens=0",
+    "eval.every_steps=none",
+    "eval.keep_best=false",
+    "data.args.shift=true",
+)
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +178,15 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
 
 
 @pytest.mark.long
-def test_digits_learn_the_same_on_one_rank_and_on_two(sharded: tuple[Path, Done], tmp_path: Path) -> None:
-    """Own dataset with random shifts, BatchNorm over both ranks: the losses of ten steps are those of one rank.
+def test_digits_learn_the_same_on_one_rank_and_on_two(
+    sharded: tuple[Path, Done], tmp_path: Path
+) -> None:
+    """Own dataset with random shifts, BatchNorm over both ranks: the losses of ten steps are those
+    of one rank.
 
-    The first steps are equal but for rounding. AdamW divides by gradients that are near 0 in these steps, so that later
-    ones differ by up to a few ten-thousandths, on some CPUs more than on others.
+    The first steps are equal but for rounding. AdamW divides by gradients that are near 0 in these
+    steps, so that later ones differ by up to a few ten-thousandths, on some CPUs more than on
+    others.
     """
     train_example("digits", tmp_path / "run", *FEW, "parallel.ranks=1", "checkpoint.at_end=false")
     alone, two = loss_curve(tmp_path / "run"), loss_curve(sharded[0])
@@ -161,20 +200,33 @@ def test_a_run_says_its_warnings_and_keeps_them(sharded: tuple[Path, Done]) -> N
     run_dir, done = sharded
     (line,) = re.findall(r"^warn    (.*)$", done.out, re.MULTILINE)
     assert "lr 0.003 was tuned for 32" in line
-    assert json.loads((run_dir / "plan.json").read_text())["warnings"] == [{"code": "lr_ignores_batch", "text": line}]
+    assert json.loads((run_dir / "plan.json").read_text())["warnings"] == [
+        {"code": "lr_ignores_batch", "text": line}
+    ]
     notes = [envelope.event for envelope in events(run_dir, Note)]
-    assert [note.facts["text"] for note in notes if isinstance(note, Note) and note.code == "warning"] == [line]
+    assert [
+        note.facts["text"] for note in notes if isinstance(note, Note) and note.code == "warning"
+    ] == [line]
 
 
 @pytest.mark.long
 def test_a_resumed_run_with_another_batch_scales_its_rate(sharded: tuple[Path, Done]) -> None:
-    """Batch 128 instead of the reference of 32: twice the rate, in the reasons and in what the steps used."""
+    """Batch 128 instead of the reference of 32: twice the rate, in the reasons and in what the
+    steps used."""
     run_dir, _ = sharded
     before = len(events(run_dir, StepFinished))
-    more = ("train.steps=12", "train.global_batch_size=128", "optim.lr_scaling=auto", "optim.schedule=constant")
+    more = (
+        "train.steps=12",
+        "train.global_batch_size=128",
+        "optim.lr_scaling=auto",
+        "optim.schedule=constant",
+    )
     done = finish(start("train", "--resume", str(run_dir), *more, cwd=EXAMPLES / "digits"))
     assert done.code == 0, done.err
-    assert "why     lr 0.003 x sqrt(128/32) = 0.006: batch 128 instead of 32; Adam follows the square root" in done.out
+    assert (
+        "why     lr 0.003 x sqrt(128/32) = 0.006: batch 128 instead of 32; Adam follows the square"
+        " root" in done.out
+    )
     new = [envelope.event for envelope in events(run_dir, StepFinished)][before:]
     assert {event.learning_rate for event in new if isinstance(event, StepFinished)} == {0.006}
 

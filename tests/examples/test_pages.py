@@ -1,6 +1,8 @@
-"""Pages of docs/ that tell how to add something: their files are written and their commands run, in the page's order.
+"""Pages of docs/ that tell how to add something: their files are written and their commands run, in
+the page's order.
 
-A page shows more runs than a quick test has the time for: what stands under "long" is for `make test-all`.
+A page shows more runs than a quick test has the time for: what stands under "long" is for `make
+test-all`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from commands import TINY, loss_curve, write_text
 from walks import checkout, follow
 
 SHORT = [key for key in TINY if not key.startswith("train.steps")]
-BOTH_LONG = pytest.mark.parametrize("long", [pytest.param(each, marks=pytest.mark.long) for each in (False, True)])
+BOTH_LONG = pytest.mark.parametrize(
+    "long", [pytest.param(each, marks=pytest.mark.long) for each in (False, True)]
+)
 
 
 @pytest.mark.parametrize("page", ["new-model.md", "new-axis-implementation.md"])
@@ -48,14 +52,28 @@ def test_a_new_model_is_one_file(tmp_path: Path, long: bool) -> None:
 
 
 @BOTH_LONG
-def test_a_new_reduction_of_gradients_is_one_file_and_a_new_attention_two(tmp_path: Path, long: bool) -> None:
-    """Tests find both; schema, plan and verify know them. Signs learn, and send a bit for each element; turns
-    send what the plan says."""
+def test_a_new_reduction_of_gradients_is_one_file_and_a_new_attention_two(
+    tmp_path: Path, long: bool
+) -> None:
+    """Tests find both; schema, plan and verify know them.
+
+    Signs learn, and send a bit for each element; turns send what the plan says.
+    """
     root = checkout(tmp_path)
     text = write_text(tmp_path / "text")
     also = [*SHORT, "train.steps=12", f"data.source={text}"]
-    said = follow("new-axis-implementation.md", root, also=also, env={"PYTHONPATH": str(root / "src")}, long=long)
-    passed = [int(each.done.out.split(" passed")[0].split()[-1]) for each in said if each.command.startswith("pytest")]
+    said = follow(
+        "new-axis-implementation.md",
+        root,
+        also=also,
+        env={"PYTHONPATH": str(root / "src")},
+        long=long,
+    )
+    passed = [
+        int(each.done.out.split(" passed")[0].split()[-1])
+        for each in said
+        if each.command.startswith("pytest")
+    ]
     assert passed[0] >= 9
     assert passed[1:] == [7], "on 2 and 4 ranks, bf16 and fp16, two texts, and the table"
     if long:
@@ -64,7 +82,8 @@ def test_a_new_reduction_of_gradients_is_one_file_and_a_new_attention_two(tmp_pa
 
 @BOTH_LONG
 def test_a_module_of_your_own_is_cut_by_rules(tmp_path: Path, long: bool) -> None:
-    """Rules are found, what is left whole is named, wrong ones are refused or differ, and the right ones train."""
+    """Rules are found, what is left whole is named, wrong ones are refused or differ, and the
+    right ones train."""
     text = write_text(tmp_path / "text")
     short = [key for key in SHORT if not key.startswith("model.")]
     also = [*short, "train.steps=12", f"data.source={text}"]

@@ -1,4 +1,5 @@
-"""What the plan says of activations, held to what autograd saves; and that the count itself is right."""
+"""What the plan says of activations, held to what autograd saves; and that the count itself is
+right."""
 
 from __future__ import annotations
 
@@ -31,10 +32,21 @@ BATCH, LENGTH = 48, 64
 BASE = ModelShape(3, 64, 4, 4, 16, 160, 97, True)
 LEARNED = {"positions": "learned", "max_positions": 64}
 GPT2 = {"norm": "layernorm", "activation": "gelu_tanh", "bias": "all", **LEARNED}
-GEMMA3 = {"activation": "geglu_tanh", "qk_norm": True, "post_norms": True, "num_kv_heads": 1, "sliding_window": 16}
+GEMMA3 = {
+    "activation": "geglu_tanh",
+    "qk_norm": True,
+    "post_norms": True,
+    "num_kv_heads": 1,
+    "sliding_window": 16,
+}
 LATENT = {"head_dim": 24, "kv_rank": 20, "rope_head_dim": 8, "value_head_dim": 16}
 MIXTRAL = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_dim": 96, "balance_loss": 0.01}
-SIGMOID = {"router_scores": "sigmoid", "router_scale": 2.5, "balance_loss": 1e-4, "balance_bias": 1e-3}
+SIGMOID = {
+    "router_scores": "sigmoid",
+    "router_scale": 2.5,
+    "balance_loss": 1e-4,
+    "balance_bias": 1e-3,
+}
 DEEPSEEK = SIGMOID | {
     "num_experts": 16,
     "experts_per_token": 3,
@@ -75,18 +87,26 @@ def filled(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("documents", [False, True], ids=["packed", "documents"])
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_prediction_is_what_autograd_keeps(changes: dict[str, Any], precision: str, documents: bool) -> None:
-    """In a process of its own: what was saved for a backward that never comes is never given back."""
+def test_prediction_is_what_autograd_keeps(
+    changes: dict[str, Any], precision: str, documents: bool
+) -> None:
+    """In a process of its own: what was saved for a backward that never comes is never given
+    back."""
     (num_bytes,) = run_ranks(1, saved_bytes, changes, precision, documents)
     shape = replace(BASE, **changes)
     work = Workload(BATCH, LENGTH, precision, "none", 1024, document_masks=documents)
     # What autocast made of weights stays, too, which the plan counts as communication.
-    assert num_bytes == pytest.approx(activation_bytes(shape, work), rel=0.003 if precision == "fp32" else 0.02)
+    assert num_bytes == pytest.approx(
+        activation_bytes(shape, work), rel=0.003 if precision == "fp32" else 0.02
+    )
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["packed", "documents"])
 def test_masks_of_long_sequences_are_not_kept(documents: bool) -> None:
-    """Made for a block of queries at a time: autograd keeps what it keeps without a mask. Some blocks have a window."""
+    """Made for a block of queries at a time: autograd keeps what it keeps without a mask.
+
+    Some blocks have a window.
+    """
     changes, length = VARIANTS["gemma3"], QUERY_BLOCK + 100
     (num_bytes,) = run_ranks(1, saved_bytes, changes, "fp32", documents, 2, length)
     work = Workload(2, length, "fp32", "none", 1024, document_masks=documents)
@@ -94,7 +114,12 @@ def test_masks_of_long_sequences_are_not_kept(documents: bool) -> None:
 
 
 def saved_bytes(
-    rank: int, changes: dict[str, Any], precision: str, documents: bool, batch: int = BATCH, length: int = LENGTH
+    rank: int,
+    changes: dict[str, Any],
+    precision: str,
+    documents: bool,
+    batch: int = BATCH,
+    length: int = LENGTH,
 ) -> int:
     shape = replace(BASE, **changes)
     model = filled(Decoder(shape))
@@ -109,7 +134,13 @@ def saved_bytes(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("pooling", ["class_token", "mean"])
 def test_prediction_for_a_vision_transformer(pooling: Any, precision: str) -> None:
-    changes = {"norm": "layernorm", "activation": "gelu", "bias": "all", "ffn_dim": 256, "vocab_size": 0}
+    changes = {
+        "norm": "layernorm",
+        "activation": "gelu",
+        "bias": "all",
+        "ffn_dim": 256,
+        "vocab_size": 0,
+    }
     images = {"image_size": 32, "patch_size": 4, "num_channels": 3, "num_classes": 10}
     shape = replace(BASE, kind="vit", tie_embeddings=False, pooling=pooling, **changes, **images)
     model, batch = filled(VisionTransformer(shape)), example_batch(shape, 32, 0, seed=0)
@@ -117,13 +148,18 @@ def test_prediction_for_a_vision_transformer(pooling: Any, precision: str) -> No
     with saved.counting(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         classification_cross_entropy(model(batch["images"]), batch)
     work = Workload(32, shape.tokens_of(0), precision, "none", 1024)
-    assert saved.num_bytes == pytest.approx(activation_bytes(shape, work), rel=0.003 if precision == "fp32" else 0.03)
+    assert saved.num_bytes == pytest.approx(
+        activation_bytes(shape, work), rel=0.003 if precision == "fp32" else 0.03
+    )
 
 
 def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
     work = Workload(4, 64, "fp32", "none", 1024)
     boundary = 4 * 64 * BASE.dim * 4
-    few, many = (activation_bytes(replace(BASE, num_layers=n), replace(work, recompute="full")) for n in (4, 9))
+    few, many = (
+        activation_bytes(replace(BASE, num_layers=n), replace(work, recompute="full"))
+        for n in (4, 9)
+    )
     assert many - few == 5 * boundary
     assert activation_bytes(
         replace(BASE, num_layers=1), replace(work, recompute="full")
@@ -131,11 +167,16 @@ def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
 
 
 def alive_with(mode: str, shape: ModelShape, precision: str) -> tuple[int, int, float, float]:
-    """(bytes where the forward ends, at the worst moment of the backward, and what is predicted of both)."""
+    """(bytes where the forward ends, at the worst moment of the backward, and what is predicted
+    of both)."""
     segments = segments_of(mode, shape.num_layers, 2)
     job = Job.model_validate({"train": {"global_batch_size": 48}, "parallel": {"ranks": 1}})
-    plan = replace(make_plan(job, cluster=CPU, shape=shape), recompute=mode, recompute_segments=segments)
-    model = parallelize(filled(Decoder(shape)), plan, Mesh(Layout(), 0, 0, torch.device("cpu"))).module
+    plan = replace(
+        make_plan(job, cluster=CPU, shape=shape), recompute=mode, recompute_segments=segments
+    )
+    model = parallelize(
+        filled(Decoder(shape)), plan, Mesh(Layout(), 0, 0, torch.device("cpu"))
+    ).module
     tokens = torch.randint(0, 97, (48, 64))
     with Alive() as alive:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -156,7 +197,9 @@ RECOMPUTED = (
 )
 
 
-def all_modes(rank: int, cases: Sequence[tuple[str, str]]) -> dict[Any, tuple[int, int, float, float]]:
+def all_modes(
+    rank: int, cases: Sequence[tuple[str, str]]
+) -> dict[Any, tuple[int, int, float, float]]:
     found = {}
     for variant, precision in cases:
         shape = replace(BASE, **VARIANTS[variant] | {"num_layers": 4})
@@ -165,14 +208,18 @@ def all_modes(rank: int, cases: Sequence[tuple[str, str]]) -> dict[Any, tuple[in
     return found
 
 
-@pytest.mark.parametrize("cases", [RECOMPUTED[:1], pytest.param(RECOMPUTED[1:], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "cases", [RECOMPUTED[:1], pytest.param(RECOMPUTED[1:], marks=pytest.mark.long)]
+)
 def test_prediction_with_recompute_is_what_stays_alive(cases: Sequence[tuple[str, str]]) -> None:
-    """Where the forward ends, each mode saves what the plan says it does; and so at the worst moment of the backward,
-    give or take gradients on their way."""
+    """Where the forward ends, each mode saves what the plan says it does; and so at the worst
+    moment of the backward, give or take gradients on their way."""
     (found,) = run_ranks(1, all_modes, cases)
     for (variant, precision, mode), (kept, most, predicted_kept, predicted_most) in found.items():
         kept_0, _, predicted_0, _ = found[variant, precision, "none"]
-        tolerance = 0.003 if precision == "fp32" else 0.03  # in bf16 autocast's weights stay with what is not redone
+        tolerance = (
+            0.003 if precision == "fp32" else 0.03
+        )  # in bf16 autocast's weights stay with what is not redone
         case = (variant, precision, mode)
         assert kept_0 - kept == pytest.approx(predicted_0 - predicted_kept, rel=tolerance), case
         loss_and_weights = kept_0 - predicted_0
@@ -182,7 +229,10 @@ def test_prediction_with_recompute_is_what_stays_alive(cases: Sequence[tuple[str
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_more_blocks_recomputed_keep_less(changes: dict[str, Any]) -> None:
     """So that a budget is kept to by the first choice that fits."""
-    shape, work = replace(BASE, **changes | {"num_layers": 6}), Workload(4, 64, "bf16", "none", 1024)
+    shape, work = (
+        replace(BASE, **changes | {"num_layers": 6}),
+        Workload(4, 64, "bf16", "none", 1024),
+    )
     choices = [mixed(6, n, 0) for n in range(7)] + [mixed(6, 6, n) for n in range(1, 7)]
     kept = [kept_bytes(shape, replace(work, segments=segments)) for segments in choices]
     assert kept == sorted(kept, reverse=True)
@@ -190,8 +240,9 @@ def test_more_blocks_recomputed_keep_less(changes: dict[str, Any]) -> None:
 
 
 def test_experts_cost_what_a_token_visits() -> None:
-    """Beside a dense block of their whole width: the router's scores and their sum, and of each expert input, output,
-    its number, that of its row, that of its token, and its weight before and after it was normalised."""
+    """Beside a dense block of their whole width: the router's scores and their sum, and of each
+    expert input, output, its number, that of its row, that of its token, and its weight before and
+    after it was normalised."""
     work = Workload(1, 64, "fp32", "none", 1024)
     experts = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_dim": 80}
     dense, sparse = activation_bytes(BASE, work), activation_bytes(replace(BASE, **experts), work)
@@ -205,7 +256,9 @@ def test_a_storage_is_counted_once_and_weights_not_at_all() -> None:
     with saved.counting():
         (layer(x) * layer(x).sigmoid()).sum()
     one = 16 * 8 * 4
-    assert saved.num_bytes == 3 * one  # x for both layers, the first output, and the sigmoid for itself and the product
+    assert (
+        saved.num_bytes == 3 * one
+    )  # x for both layers, the first output, and the sigmoid for itself and the product
 
 
 TENSOR_PARALLEL = {
@@ -222,7 +275,9 @@ def saved_under_tp(rank: int, cuts_sequence: bool) -> dict[str, tuple[int, float
     for name, changes in TENSOR_PARALLEL.items():
         shape = replace(BASE, num_layers=2, ffn_dim=160, vocab_size=98, **changes)
         body = {
-            key: getattr(shape, key) for key in Model.model_fields if getattr(shape, key, None) not in (None, "", 0)
+            key: getattr(shape, key)
+            for key in Model.model_fields
+            if getattr(shape, key, None) not in (None, "", 0)
         }
         body |= {"kind": None, "preset": None, "bias": shape.bias, "num_layers": 2}
         job = Job.model_validate(
@@ -239,7 +294,9 @@ def saved_under_tp(rank: int, cuts_sequence: bool) -> dict[str, tuple[int, float
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             model = parallelize(module, a_plan, mesh)
             tokens = torch.randint(0, 98, (48, 64), generator=torch.Generator().manual_seed(0))
-            model.forward_backward([{"inputs": tokens, "targets": tokens}], causal_cross_entropy(1024))
+            model.forward_backward(
+                [{"inputs": tokens, "targets": tokens}], causal_cross_entropy(1024)
+            )
         assert model.saved_bytes is not None
         found[name] = (model.saved_bytes, a_plan.chosen.predicted_bytes["activations"])
     return found

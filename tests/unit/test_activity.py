@@ -72,13 +72,17 @@ def test_a_log_gets_a_line_after_ten_seconds_and_twice_as_long_each_time() -> No
     assert said[20] == "starting the ranks (20.0 s so far)"
     activity.take(WorkProgressed(50, "evaluate", 3, 64), 0)
     clock.now += 9
-    activity.take(WorkProgressed(50, "evaluate", 30, 64), 0)  # the same evaluation: its clock goes on
+    activity.take(
+        WorkProgressed(50, "evaluate", 30, 64), 0
+    )  # the same evaluation: its clock goes on
     assert activity.line_if_due() is None
     clock.now += 1
     assert activity.line_if_due() == "evaluating at step 50: 30 of 64 batches (10.0 s so far)"
 
 
-def test_a_terminal_shows_it_before_the_first_step_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_it_before_the_first_step_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = io.StringIO()
     console = open_console(stream, total_steps=10, log_every=1, is_terminal=True)

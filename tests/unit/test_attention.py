@@ -1,4 +1,5 @@
-"""Every attention path against the formula, in fp64: an explicit mask over all pairs, a softmax, a sum."""
+"""Every attention path against the formula, in fp64: an explicit mask over all pairs, a softmax,
+a sum."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from phalanx.nn.models.decoder import Decoder
 T, HEADS, WIDTH = 9, 4, 6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
-# Rows with one document, several, one that is a single token, and one that comes back after another.
+# Rows with one document, several, one that is a single token, and one that comes back after
+# another.
 DOCUMENTS = torch.tensor(
     [[0] * 9, [0, 0, 0, 1, 1, 1, 1, 2, 2], [5, 6, 6, 6, 6, 6, 6, 6, 7], [1, 1, 1, 2, 2, 1, 1, 1, 1]]
 )
@@ -43,7 +45,9 @@ def kept(documents: torch.Tensor | None, window: int, causal: bool = True) -> to
 def inputs(kv_heads: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = [(len(DOCUMENTS), heads, T, WIDTH) for heads in (HEADS, kv_heads, kv_heads)]
-    return [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in sizes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in sizes
+    ]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -55,9 +59,13 @@ def test_every_path_equals_the_formula(
 ) -> None:
     q, k, v = inputs(kv_heads)
     wanted = attend(q, k, v, kept(documents, window, causal))
-    found = AttentionCore(causal=causal, window=window)(q, k, v, torch.arange(T).expand(len(q), T), documents)
+    found = AttentionCore(causal=causal, window=window)(
+        q, k, v, torch.arange(T).expand(len(q), T), documents
+    )
     torch.testing.assert_close(found, wanted, **EXACT)
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn(
+        found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     gradients = [torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (found, wanted)]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
@@ -66,11 +74,15 @@ def test_every_path_equals_the_formula(
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["packed", "documents"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
-def test_a_mask_made_beforehand_changes_nothing(causal: bool, documents: torch.Tensor | None, window: int) -> None:
+def test_a_mask_made_beforehand_changes_nothing(
+    causal: bool, documents: torch.Tensor | None, window: int
+) -> None:
     q, k, v = inputs(4)
     core, positions = AttentionCore(causal=causal, window=window), torch.arange(T).expand(len(q), T)
     mask = attention_mask(T, window, documents, q.dtype, q.device, causal=causal)
-    assert torch.equal(core(q, k, v, positions, documents, mask), core(q, k, v, positions, documents))
+    assert torch.equal(
+        core(q, k, v, positions, documents, mask), core(q, k, v, positions, documents)
+    )
 
 
 def test_plain_causal_attention_needs_no_mask() -> None:
@@ -82,8 +94,13 @@ def test_plain_causal_attention_needs_no_mask() -> None:
 def test_a_document_of_a_packed_sequence_computes_what_it_computes_alone(window: int) -> None:
     """Whole decoder, with blocks of both kinds, rotary and learned positions."""
     for positions in ("rope", "learned"):
-        changes = {"positions": positions, "max_positions": SEQ_LEN if positions == "learned" else 0}
-        module = built(replace(shape(num_layers=3), sliding_window=window, global_every=2, **changes))
+        changes = {
+            "positions": positions,
+            "max_positions": SEQ_LEN if positions == "learned" else 0,
+        }
+        module = built(
+            replace(shape(num_layers=3), sliding_window=window, global_every=2, **changes)
+        )
         tokens = torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
         ids = (torch.arange(SEQ_LEN) >= 3).long().expand(2, -1)
         at = torch.cat((torch.arange(3), torch.arange(SEQ_LEN - 3))).expand(2, -1)

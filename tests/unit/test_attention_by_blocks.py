@@ -1,4 +1,5 @@
-"""Masked attention block by block, against today's reference: torch's attention with the whole mask."""
+"""Masked attention block by block, against today's reference: torch's attention with the whole
+mask."""
 
 from __future__ import annotations
 
@@ -24,19 +25,28 @@ CPU = torch.device("cpu")
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def given(num_tokens: int, kv_heads: int, dtype: torch.dtype, batch: int = BATCH) -> tuple[Leaves, torch.Tensor]:
+def given(
+    num_tokens: int, kv_heads: int, dtype: torch.dtype, batch: int = BATCH
+) -> tuple[Leaves, torch.Tensor]:
     """q, k and v as linear layers lay them out, and a gradient."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (
-        torch.randn(batch, num_tokens, heads, WIDTH, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
+        torch.randn(batch, num_tokens, heads, WIDTH, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .transpose(1, 2)
         for heads in (HEADS, kv_heads, kv_heads, HEADS)
     )
     return (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), grad
 
 
 def documents(num_tokens: int, batch: int = BATCH) -> torch.Tensor:
-    """Documents that cross blocks, end in them and where they end; the last row's are each as long as a block."""
-    drawn = torch.randint(0, 5, (batch - 1, num_tokens), generator=torch.Generator().manual_seed(1)).sort(-1).values
+    """Documents that cross blocks, end in them and where they end; the last row's are each as
+    long as a block."""
+    drawn = (
+        torch.randint(0, 5, (batch - 1, num_tokens), generator=torch.Generator().manual_seed(1))
+        .sort(-1)
+        .values
+    )
     return torch.cat((drawn, (torch.arange(num_tokens) // BLOCK)[None]))
 
 
@@ -52,7 +62,10 @@ def results(out: torch.Tensor, leaves: Leaves, grad: torch.Tensor) -> tuple[torc
 def test_equals_attention_with_the_whole_mask(
     is_causal: bool, has_documents: bool, window: int, num_tokens: int, kv_heads: int
 ) -> None:
-    """Output and gradients. Reference: attend with attention_mask. Lengths that blocks divide and that they do not."""
+    """Output and gradients.
+
+    Reference: attend with attention_mask. Lengths that blocks divide and that they do not.
+    """
     ids = documents(num_tokens) if has_documents else None
     for dtype, near in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
         leaves, grad = given(num_tokens, kv_heads, dtype)
@@ -80,13 +93,19 @@ def test_in_bf16_gradients_of_keys_do_not_lose_more_than_with_the_whole_mask() -
 @pytest.mark.parametrize("window", [0, 1, 5, 8, 20])
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_masks_of_blocks_are_parts_of_the_whole_mask(is_causal: bool, has_documents: bool, window: int) -> None:
+def test_masks_of_blocks_are_parts_of_the_whole_mask(
+    is_causal: bool, has_documents: bool, window: int
+) -> None:
     """Of any rectangle, also one that the diagonal or the window's edge does not cross."""
     ids, whole = documents(24) if has_documents else None, 24
     mask = attention_mask(whole, window, ids, torch.float32, CPU, causal=is_causal)
     if mask is None:  # without documents and window
         mask = torch.zeros(1, 1, whole, whole)
-        mask = mask.masked_fill(torch.ones(whole, whole, dtype=torch.bool).triu(1), -torch.inf) if is_causal else mask
+        mask = (
+            mask.masked_fill(torch.ones(whole, whole, dtype=torch.bool).triu(1), -torch.inf)
+            if is_causal
+            else mask
+        )
     seen = Seen(ids, window, is_causal)
     for first, last in ((0, 8), (8, 16), (5, 6), (16, 24)):
         begin, end = seen.reach(first, last, whole)
@@ -114,7 +133,9 @@ def test_no_tensor_has_an_element_for_each_pair_of_tokens(kind: str) -> None:
     def compute() -> None:
         forward: Any = module
         if selective:
-            forward = lambda *x: checkpoint(module, *x, use_reentrant=False, context_fn=selective_contexts)  # noqa: E731
+            forward = lambda *x: checkpoint(
+                module, *x, use_reentrant=False, context_fn=selective_contexts
+            )  # noqa: E731
         forward(tokens, None, ids).hidden_BTD.sum().backward()
 
     largest, worst = most_allocated(compute)
@@ -124,13 +145,16 @@ def test_no_tensor_has_an_element_for_each_pair_of_tokens(kind: str) -> None:
 
 
 def test_a_longer_sequence_takes_more_memory_in_proportion_only() -> None:
-    """Peak of attention, forward and backward, of 2, 4 and 8 blocks: quadruple memory would be that of T x T."""
+    """Peak of attention, forward and backward, of 2, 4 and 8 blocks: quadruple memory would be
+    that of T x T."""
 
     def peak(num_tokens: int) -> int:
         leaves, grad = given(num_tokens, 1, torch.float32, 1)
         ids = documents(num_tokens, 2)[:1]
         _, worst = most_allocated(
-            lambda: attend_by_blocks(*leaves, ids, window=0, is_causal=True, block=64).backward(grad)
+            lambda: attend_by_blocks(*leaves, ids, window=0, is_causal=True, block=64).backward(
+                grad
+            )
         )
         return worst
 
@@ -139,7 +163,8 @@ def test_a_longer_sequence_takes_more_memory_in_proportion_only() -> None:
 
 
 def test_the_core_takes_its_blocks_where_one_mask_would_be_too_long() -> None:
-    """The same as with a whole mask that is handed to it; where one block suffices, the same bits."""
+    """The same as with a whole mask that is handed to it; where one block suffices, the same
+    bits."""
     for num_tokens, window in ((QUERY_BLOCK, 0), (QUERY_BLOCK + 5, 0), (QUERY_BLOCK + 5, 700)):
         leaves, grad = given(num_tokens, 2, torch.float64, 1)
         ids = documents(num_tokens, 2)[:1]
@@ -154,13 +179,16 @@ def test_the_core_takes_its_blocks_where_one_mask_would_be_too_long() -> None:
 
 
 def test_selective_recompute_keeps_what_it_computed() -> None:
-    """The forward of attention runs once, as torch's own does; gradients are those without recompute."""
+    """The forward of attention runs once, as torch's own does; gradients are those without
+    recompute."""
     leaves, grad = given(20, 2, torch.float64)
     ids = documents(20)
     calls: list[str] = []
 
     class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             calls.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -176,8 +204,10 @@ def test_selective_recompute_keeps_what_it_computed() -> None:
 
 
 def test_a_compiler_sees_one_operation() -> None:
-    """No graph break, also under autocast, whose type the operation computes in; the same bits. In its own process: a
-    compiler keeps what it traced with."""
+    """No graph break, also under autocast, whose type the operation computes in; the same bits.
+
+    In its own process: a compiler keeps what it traced with.
+    """
     assert run_ranks(1, compiled_is_equal) == [[True] * 8]
 
 
@@ -185,7 +215,9 @@ def compiled_is_equal(rank: int) -> list[bool]:
     leaves, grad = given(20, 2, torch.float32)
     ids, equal = documents(20), []
 
-    def computed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def computed(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
         return attend_by_blocks(q * 2, k, v, ids, window=5, is_causal=True, block=BLOCK) * 3
 
     for dtype in (torch.float32, torch.bfloat16):

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from phalanx.bench.__main__ import QUICK_STEPS, main, parse, run
-from phalanx.bench.cases import BARE, CASES, CEILING, NO_SINKS, PHALANX, WHOLE_LOGITS, WHOLE_LOGITS_CASE, plan_rows
+from phalanx.bench.cases import (
+    BARE,
+    CASES,
+    CEILING,
+    NO_SINKS,
+    PHALANX,
+    WHOLE_LOGITS,
+    WHOLE_LOGITS_CASE,
+    plan_rows,
+)
 from phalanx.bench.contenders import BARE_LOOP, RankTimes, command_of, find_rank_pids, read_times
 from phalanx.bench.machine import default_label, machine_facts
 from phalanx.bench.measure import RowError, _environment, summarise
@@ -30,8 +39,17 @@ from phalanx.job.load import load_job
 
 
 def record(contender: str, repeat: int, tokens_per_s: float, **more: Any) -> dict[str, Any]:
-    measured = {"tokens_per_s": tokens_per_s, "median_step_s": 1000 / tokens_per_s, "first_step_s": 5.0}
-    head = {"case": {"name": "tiny"}, "contender": contender, "repeat": repeat, "machine": machine_facts()}
+    measured = {
+        "tokens_per_s": tokens_per_s,
+        "median_step_s": 1000 / tokens_per_s,
+        "first_step_s": 5.0,
+    }
+    head = {
+        "case": {"name": "tiny"},
+        "contender": contender,
+        "repeat": repeat,
+        "machine": machine_facts(),
+    }
     return head | measured | {"peak_bytes": [300 * MIB, 200 * MIB]} | more
 
 
@@ -105,7 +123,12 @@ def test_contenders_of_a_case_are_side_by_side_and_repetitions_outermost():
 
 
 def test_optional_rows():
-    assert {row.contender for row in plan_rows(CASES[:1], 1, observe=True)} == {PHALANX, BARE, CEILING, NO_SINKS}
+    assert {row.contender for row in plan_rows(CASES[:1], 1, observe=True)} == {
+        PHALANX,
+        BARE,
+        CEILING,
+        NO_SINKS,
+    }
     whole = [row for row in plan_rows(CASES, 1) if row.contender == WHOLE_LOGITS]
     assert [row.case.name for row in whole] == [WHOLE_LOGITS_CASE]
 
@@ -158,8 +181,13 @@ def test_a_spent_budget_starts_no_row_and_says_which(tmp_path, capsys, monkeypat
 
 
 def test_a_step_is_the_time_between_ends_on_the_slowest_rank():
-    ranks = [RankTimes([10.0, 11.0, 12.0, 13.5], [4.0, 3.0, 2.0, 1.0]), RankTimes([10.5, 11.0, 12.2, 13.2], [2.0] * 4)]
-    found = summarise(ranks, [1, 2], started_unix_s=8.0, ended_unix_s=20.0, steps=2, warmup=2, tokens_per_step=300)
+    ranks = [
+        RankTimes([10.0, 11.0, 12.0, 13.5], [4.0, 3.0, 2.0, 1.0]),
+        RankTimes([10.5, 11.0, 12.2, 13.2], [2.0] * 4),
+    ]
+    found = summarise(
+        ranks, [1, 2], started_unix_s=8.0, ended_unix_s=20.0, steps=2, warmup=2, tokens_per_step=300
+    )
     assert found.step_s == [1.2, 1.5]
     assert found.median_step_s == pytest.approx(1.35)
     assert found.tokens_per_s == pytest.approx(300 / 1.35)
@@ -170,7 +198,13 @@ def test_a_step_is_the_time_between_ends_on_the_slowest_rank():
 def test_a_rank_with_missing_steps_is_an_error():
     with pytest.raises(RowError, match="rank 0 has 1 steps instead of 4"):
         summarise(
-            [RankTimes([1.0], [1.0])], [1], started_unix_s=0, ended_unix_s=2, steps=3, warmup=1, tokens_per_step=1
+            [RankTimes([1.0], [1.0])],
+            [1],
+            started_unix_s=0,
+            ended_unix_s=2,
+            steps=3,
+            warmup=1,
+            tokens_per_step=1,
         )
 
 
@@ -179,12 +213,22 @@ def test_phalanx_and_the_bare_loop_are_given_the_same_work(case):
     train = command_of(PHALANX, case, data=Path("ids.npy"), out=Path("out"), steps=9)
     job = load_job(None, train[train.index("train") + 1 :])
     bare = command_of(BARE, case, data=Path("ids.npy"), out=Path("out"), steps=9)
-    flags = dict(word.removeprefix("--").split("=") for word in bare[bare.index(str(BARE_LOOP)) + 1 :])
+    flags = dict(
+        word.removeprefix("--").split("=") for word in bare[bare.index(str(BARE_LOOP)) + 1 :]
+    )
     assert int(flags["steps"]) == job.train.steps
     assert int(flags["micro-batch"]) * int(flags["microbatches"]) * 2 == job.train.global_batch_size
     assert int(flags["micro-batch"]) == job.train.micro_batch_size
-    widths = (job.model.dim, job.model.num_layers, job.model.num_heads, job.model.vocab_size, job.data.seq_len)
-    assert tuple(int(flags[key]) for key in ("dim", "layers", "heads", "vocab", "seq-len")) == widths
+    widths = (
+        job.model.dim,
+        job.model.num_layers,
+        job.model.num_heads,
+        job.model.vocab_size,
+        job.data.seq_len,
+    )
+    assert (
+        tuple(int(flags[key]) for key in ("dim", "layers", "heads", "vocab", "seq-len")) == widths
+    )
     assert flags["precision"] == job.precision.compute
     assert not job.checkpoint.at_end
     assert job.eval.tokens == 0
@@ -193,7 +237,10 @@ def test_phalanx_and_the_bare_loop_are_given_the_same_work(case):
 def test_only_the_ceiling_is_told_to_be_alone():
     for contender in (BARE, CEILING, WHOLE_LOGITS):
         command = command_of(contender, CASES[0], data=Path("d"), out=Path("o"), steps=1)
-        assert ("--alone" in command, "--whole-logits" in command) == (contender == CEILING, contender == WHOLE_LOGITS)
+        assert ("--alone" in command, "--whole-logits" in command) == (
+            contender == CEILING,
+            contender == WHOLE_LOGITS,
+        )
 
 
 def test_a_row_that_left_nothing_is_said_to_have_left_nothing(tmp_path):
@@ -204,7 +251,9 @@ def test_a_row_that_left_nothing_is_said_to_have_left_nothing(tmp_path):
 
 
 def test_every_contender_has_one_thread_and_no_launcher_around_it():
-    environment = _environment({"RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "8", "HOME": "/nowhere"})
+    environment = _environment(
+        {"RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "8", "HOME": "/nowhere"}
+    )
     assert not {"RANK", "WORLD_SIZE"} & environment.keys()
     assert environment["OMP_NUM_THREADS"] == "1"
 

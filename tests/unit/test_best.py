@@ -22,10 +22,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [BEST]
 
 
-def test_the_metric_that_it_is_the_best_by_is_kept_and_older_files_have_the_loss(tmp_path: Path) -> None:
+def test_the_metric_that_it_is_the_best_by_is_kept_and_older_files_have_the_loss(
+    tmp_path: Path,
+) -> None:
     write_best(tmp_path, step=3, loss=1.25, num_targets=9, metric="accuracy", value=0.75)
     assert read_best(tmp_path) == Best(3, 1.25, 9, "checkpoints/step-3", "accuracy", 0.75)
-    (tmp_path / BEST).write_text('{"format": 1, "step": 3, "loss": 1.25, "num_targets": 9, "checkpoint": "x"}')
+    (tmp_path / BEST).write_text(
+        '{"format": 1, "step": 3, "loss": 1.25, "num_targets": 9, "checkpoint": "x"}'
+    )
     assert read_best(tmp_path) == Best(3, 1.25, 9, "x", "loss", 1.25)
 
 

@@ -12,7 +12,8 @@ from phalanx.train.cadence import FIRST_AUTO_S, FIRST_AUTO_STEPS, Clock, optimal
 
 
 def lost(interval_s: float, stall_s: float, mtbf_s: float) -> float:
-    """Part of the time that is lost: a save per interval, and half an interval done again per failure."""
+    """Part of the time that is lost: a save per interval, and half an interval done again per
+    failure."""
     return stall_s / interval_s + interval_s / (2 * mtbf_s)
 
 
@@ -22,7 +23,10 @@ def test_no_other_interval_loses_less() -> None:
         stall_s, mtbf_s = 10 ** draw.uniform(-3, 2), 10 ** draw.uniform(3, 6)
         best = optimal_interval_s(stall_s, 0.0, mtbf_s)
         assert best == pytest.approx(math.sqrt(2 * stall_s * mtbf_s))
-        assert all(lost(best * factor, stall_s, mtbf_s) > lost(best, stall_s, mtbf_s) for factor in (0.5, 0.9, 1.1, 2))
+        assert all(
+            lost(best * factor, stall_s, mtbf_s) > lost(best, stall_s, mtbf_s)
+            for factor in (0.5, 0.9, 1.1, 2)
+        )
 
 
 def test_never_more_often_than_a_save_takes() -> None:

@@ -1,4 +1,5 @@
-"""Casts of weights that are shared outlive regions of autocast in other threads, as the backward on a GPU has them."""
+"""Casts of weights that are shared outlive regions of autocast in other threads, as the backward
+on a GPU has them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,10 @@ def test_verify_reads_the_newest_or_all(a_run: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
 def test_what_is_found_in_a_checkpoint_is_printed_without_secrets(
-    a_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: list[str]
+    a_run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    as_json: list[str],
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "SEKRET-1234567")
     newest = a_run / "checkpoints" / "step-30"
@@ -89,8 +92,13 @@ def test_what_is_found_in_a_checkpoint_is_printed_without_secrets(
         assert "https://me:***@host/***" in out + err or verb == "ls"
 
 
-def test_a_checkpoint_without_its_manifest_is_damaged(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It was renamed into place with one. The older ones are not taken for the newest in silence."""
+def test_a_checkpoint_without_its_manifest_is_damaged(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was renamed into place with one.
+
+    The older ones are not taken for the newest in silence.
+    """
     newest = a_run / "checkpoints" / "step-30"
     (newest / "manifest.json").unlink()
     for verb in (["verify", str(newest)], ["verify", str(a_run)], ["diff", str(a_run), str(a_run)]):
@@ -102,7 +110,9 @@ def test_a_checkpoint_without_its_manifest_is_damaged(a_run: Path, capsys: pytes
         load_weights(nn.ParameterDict({"w": nn.Parameter(torch.zeros(8))}), a_run)
 
 
-def test_a_manifest_with_half_a_letter_is_damaged(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_manifest_with_half_a_letter_is_damaged(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     newest = a_run / "checkpoints" / "step-30"
     body = json.loads((newest / "manifest.json").read_text())
     body["facts"] = {"said": "\ud800"}
@@ -145,7 +155,9 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(
     module = nn.ParameterDict({"w": nn.Parameter(torch.zeros(8))})
     with pytest.raises(CheckpointError, match="step-90 holds step 20"):
         load_weights(module, a_run)
-    (a_run / "checkpoints" / "step-90").rename(a_run / "a copy of step 20")  # a name that says nothing of a step
+    (a_run / "checkpoints" / "step-90").rename(
+        a_run / "a copy of step 20"
+    )  # a name that says nothing of a step
     assert phalanx(capsys, "verify", str(a_run / "a copy of step 20"))[0] == 0
     assert load_weights(module, a_run / "a copy of step 20") == 20
 
@@ -156,10 +168,16 @@ def test_diff(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, facts["tensors"][0]["max_abs"]) == (11, 20.0)
 
 
-def test_prune_keeps_the_best_and_refuses_a_run_in_use(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_keeps_the_best_and_refuses_a_run_in_use(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ("prune", str(a_run), "--keep-last", "1")
     code, out, _ = phalanx(capsys, *arguments, "--dry-run")
-    assert (code, "would remove  step-20" in out, "would keep  step-10, step-30" in out) == (0, True, True)
+    assert (code, "would remove  step-20" in out, "would keep  step-10, step-30" in out) == (
+        0,
+        True,
+        True,
+    )
     with hold_run_lock(a_run):
         code, _, err = phalanx(capsys, *arguments)
         assert (code, "in use" in err) == (9, True)
@@ -176,7 +194,11 @@ def test_a_run_may_be_named_by_its_folder_of_checkpoints_or_by_a_url(
     (a_run / "job.json").write_text("{}")
     place = form.format(a_run)
     code, facts = as_json(capsys, "ls", place)
-    assert (code, facts["best"], [found["step"] for found in facts["checkpoints"]]) == (0, 10, [10, 20, 30])
+    assert (code, facts["best"], [found["step"] for found in facts["checkpoints"]]) == (
+        0,
+        10,
+        [10, 20, 30],
+    )
     assert phalanx(capsys, "verify", place, "--all")[0] == 0
     with hold_run_lock(a_run):
         assert phalanx(capsys, "prune", place, "--keep-last", "1")[0] == 9
@@ -196,7 +218,9 @@ def test_prune_of_a_url_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["step-10", "step-20"]
 
 
-def test_prune_removes_nothing_where_the_best_is_not_known(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_removes_nothing_where_the_best_is_not_known(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (a_run / "best.json").write_text('{"step": 1')
     code, _, err = phalanx(capsys, "prune", str(a_run), "--keep-last", "1")
     assert (code, "best.json" in err) == (5, True)
@@ -204,7 +228,9 @@ def test_prune_removes_nothing_where_the_best_is_not_known(a_run: Path, capsys: 
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "prune"])
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
     more = ["--keep-last", "1"] if verb == "prune" else []
     assert phalanx(capsys, verb, str(tmp_path / "nowhere"), *more)[0] == 2
     code, out, err = phalanx(capsys, verb, str(tmp_path), *more)
@@ -212,12 +238,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_one_checkpoint_is_no_run_to_prune(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = phalanx(capsys, "prune", str(a_run / "checkpoints" / "step-20"), "--keep-last", "1")
+    code, _, err = phalanx(
+        capsys, "prune", str(a_run / "checkpoints" / "step-20"), "--keep-last", "1"
+    )
     assert (code, "give the run's directory" in err) == (2, True)
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}"])
-def test_ls_of_one_checkpoint_is_its_row(a_run: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+def test_ls_of_one_checkpoint_is_its_row(
+    a_run: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
     place = a_run / "checkpoints" / "step-20"
     of_run = phalanx(capsys, "ls", str(a_run))[1].splitlines()
     code, out, _ = phalanx(capsys, "ls", form.format(place))
@@ -275,12 +305,24 @@ def resize(body: dict[str, Any], shape: list[int]) -> None:
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a directory in it": ("more is in it", lambda d: (d / "more").mkdir()),
     "a pipe in it": ("more is in it", lambda d: os.mkfifo(d / "more")),
-    "a type that nobody writes": ("of type int3", lambda d: edit(d, lambda b: b["tensors"]["w"].update(dtype="int3"))),
-    "a tie to no tensor": ("'v' is tied to 'u'", lambda d: edit(d, lambda b: b.update(aliases={"v": "u"}))),
+    "a type that nobody writes": (
+        "of type int3",
+        lambda d: edit(d, lambda b: b["tensors"]["w"].update(dtype="int3")),
+    ),
+    "a tie to no tensor": (
+        "'v' is tied to 'u'",
+        lambda d: edit(d, lambda b: b.update(aliases={"v": "u"})),
+    ),
     "a negative length": ("-1 is no count", lambda d: edit(d, lambda b: resize(b, [-1]))),
     "a negative step": ("-6 is no count", lambda d: edit(d, lambda b: b.update(step=-6))),
-    "more than the pieces make": ("the pieces of w do not", lambda d: edit(d, lambda b: resize(b, [9]))),
-    "no pieces": ("the pieces of w do not", lambda d: edit(d, lambda b: b["tensors"]["w"].update(pieces=[]))),
+    "more than the pieces make": (
+        "the pieces of w do not",
+        lambda d: edit(d, lambda b: resize(b, [9])),
+    ),
+    "no pieces": (
+        "the pieces of w do not",
+        lambda d: edit(d, lambda b: b["tensors"]["w"].update(pieces=[])),
+    ),
     "another file's piece": (
         "is not the block of w",
         lambda d: edit(d, lambda b: b["tensors"]["w"]["pieces"][0].update(key="v#0")),
@@ -289,7 +331,9 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_verify_refuses_diff_refuses(a_run: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+def test_what_verify_refuses_diff_refuses(
+    a_run: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
     """Also where nothing is compared: of this tensor, the other side has none."""
     words, apply = DAMAGES[damage]
     whole, damaged = (a_run / "checkpoints" / f"step-{step}" for step in (10, 20))

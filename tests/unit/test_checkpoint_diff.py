@@ -29,7 +29,9 @@ def base() -> Tensors:
     }
 
 
-def save(run_dir: Path, tensors: Tensors, *, rows_cut_at: int = 0, step: int = 3, **facts: object) -> Path:
+def save(
+    run_dir: Path, tensors: Tensors, *, rows_cut_at: int = 0, step: int = 3, **facts: object
+) -> Path:
     shards = {}
     for name, whole in tensors.items():
         size = tuple(whole.shape)
@@ -48,7 +50,9 @@ def save(run_dir: Path, tensors: Tensors, *, rows_cut_at: int = 0, step: int = 3
 
 
 def test_the_same_state_cut_differently_is_the_same(tmp_path: Path) -> None:
-    found = diff_checkpoints(save(tmp_path / "a", base()), save(tmp_path / "b", base(), rows_cut_at=2))
+    found = diff_checkpoints(
+        save(tmp_path / "a", base()), save(tmp_path / "b", base(), rows_cut_at=2)
+    )
     assert found.same
     assert found.num_equal == 5  # with the tied one
     assert list(describe_difference(found)) == ["same    5 tensors are equal bit by bit"]
@@ -68,7 +72,10 @@ def test_one_bit_of_any_type_is_said_with_its_size(tmp_path: Path) -> None:
     assert by_name["w"].relative == pytest.approx(reference, rel=1e-5)
     assert by_name["half"].max_abs == pytest.approx(abs(float(base()["half"][0])))
     assert by_name["flags"].max_abs == 1.0
-    assert any(line.startswith("values  w: 1 of 24 differ, at most 0.5") for line in describe_difference(found))
+    assert any(
+        line.startswith("values  w: 1 of 24 differ, at most 0.5")
+        for line in describe_difference(found)
+    )
 
 
 def test_negative_zero_is_not_zero_and_nan_is_itself(tmp_path: Path) -> None:
@@ -85,7 +92,9 @@ def test_names_shapes_types_and_facts_are_said(tmp_path: Path) -> None:
     other["new"] = torch.zeros(2)
     other["w"] = other["w"].T.contiguous()
     other["scalar"] = other["scalar"].double()
-    found = diff_checkpoints(save(tmp_path / "a", base(), seed=1), save(tmp_path / "b", other, step=4, seed=1))
+    found = diff_checkpoints(
+        save(tmp_path / "a", base(), seed=1), save(tmp_path / "b", other, step=4, seed=1)
+    )
     assert {(t.name, t.what) for t in found.tensors} == {
         ("flags", "only_a"),
         ("new", "only_b"),

@@ -17,7 +17,14 @@ from commands import COLD, TINY, environment, run, write_text
 from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.cli import _app
 from phalanx.cli._arguments import split_arguments
-from phalanx.core.errors import DataError, ExitCode, LayoutError, ResourceError, RunLockedError, UsageError
+from phalanx.core.errors import (
+    DataError,
+    ExitCode,
+    LayoutError,
+    ResourceError,
+    RunLockedError,
+    UsageError,
+)
 from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
@@ -70,7 +77,14 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
 def test_training_goes_on_where_nothing_can_be_printed(tmp_path: Path, where: str) -> None:
     """`phalanx train >&-`, `phalanx train > /dev/full`: the run is what counts."""
     text = write_text(tmp_path / "text")
-    arguments = ["train", *TINY, f"data.source={text}", "parallel.ranks=1", "run.dir=run", "train.steps=5"]
+    arguments = [
+        "train",
+        *TINY,
+        f"data.source={text}",
+        "parallel.ranks=1",
+        "run.dir=run",
+        "train.steps=5",
+    ]
     redirect = {"closed": "<&- >&- 2>&-", "full": "> /dev/full"}[where]
     command = ["sh", "-c", f'exec "$@" {redirect}', "sh", *COLD, *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -87,7 +101,9 @@ def test_a_refused_resume_leaves_the_facts_of_the_run(tmp_path: Path) -> None:
         pass
     before = {name: (run_dir / name).read_bytes() for name in ("job.json", "plan.json")}
     with prepare_run(load_job(None, [*job, "model.dim=64"]), run_dir, resume=True, num_ranks=None):
-        assert (run_dir / "job.json").read_bytes() != before["job.json"]  # and then the ranks refuse it
+        assert (run_dir / "job.json").read_bytes() != before[
+            "job.json"
+        ]  # and then the ranks refuse it
     assert {name: (run_dir / name).read_bytes() for name in before} == before
 
 
@@ -100,7 +116,9 @@ def test_a_name_that_no_file_system_takes(tmp_path: Path) -> None:
 def test_the_loser_of_a_race_for_a_new_directory_leaves_the_winner_alone(tmp_path: Path) -> None:
     """Both found no directory there; the second must not tidy up the first one's run."""
     run_dir = tmp_path / "run"
-    job = load_job(None, [f"data.source={Path(__file__).parent}", "data.seq_len=32", "parallel.ranks=2"])
+    job = load_job(
+        None, [f"data.source={Path(__file__).parent}", "data.seq_len=32", "parallel.ranks=2"]
+    )
     with prepare_run(job, run_dir, resume=False, num_ranks=None):
         kept = sorted(path.name for path in run_dir.iterdir())
         with pytest.raises(RunLockedError):
@@ -111,7 +129,8 @@ def test_the_loser_of_a_race_for_a_new_directory_leaves_the_winner_alone(tmp_pat
 
 
 def test_a_live_job_is_named_before_anything_slow(tmp_path: Path) -> None:
-    """Also where the other one has not got further than its lock, and planning would import torch."""
+    """Also where the other one has not got further than its lock, and planning would import
+    torch."""
     job = load_job(None, ["model.kind=no_such_module:build"])
     with hold_run_lock(tmp_path):
         with pytest.raises(RunLockedError, match=f"process {os.getpid()} on"):
@@ -150,14 +169,28 @@ def test_what_a_users_code_raises_shows_no_secrets(tmp_path: Path) -> None:
 
 
 LIBRARIES = (
-    *("numpy", "xxhash", "safetensors", "torch", "typer", "pydantic", "pydantic_core", "fsspec", "click", "rich"),
+    *(
+        "numpy",
+        "xxhash",
+        "safetensors",
+        "torch",
+        "typer",
+        "pydantic",
+        "pydantic_core",
+        "fsspec",
+        "click",
+        "rich",
+    ),
     *sorted(sys.stdlib_module_names),
 )
 
 
 @pytest.mark.long
 def test_nothing_in_the_folder_one_stands_in_stands_for_a_library(tmp_path: Path) -> None:
-    """A stranger's folder: `python -m phalanx` is as inert there as the command. A module of one's own is found."""
+    """A stranger's folder: `python -m phalanx` is as inert there as the command.
+
+    A module of one's own is found.
+    """
     text = write_text(tmp_path / "texts")
     folder = tmp_path / "downloads"
     folder.mkdir()
@@ -166,8 +199,12 @@ def test_nothing_in_the_folder_one_stands_in_stands_for_a_library(tmp_path: Path
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     there = {name for name in LIBRARIES if importlib.util.find_spec(name)}
     for name in there - set(done.stdout.split()):  # which python -m imports by itself, before us
-        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + chr(10))")
-    (folder / "of_my_own.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2)\n")
+        (folder / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + chr(10))"
+        )
+    (folder / "of_my_own.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(2, 2)\n"
+    )
     verbs = [
         ["train", *TINY, f"data.source={text}", "parallel.ranks=1", "run.dir=run", "train.steps=4"],
         ["checkpoint", "verify", "run"],
@@ -196,7 +233,10 @@ def test_an_exception_that_nobody_expected_is_a_traceback_without_secrets(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["data", "build", "--out", "x"], "phalanx: Missing argument 'INPUT...'; see phalanx data build --help"),
+        (
+            ["data", "build", "--out", "x"],
+            "phalanx: Missing argument 'INPUT...'; see phalanx data build --help",
+        ),
         (["train", "--bogus"], "phalanx: No such option: --bogus; see phalanx train --help"),
     ],
 )
@@ -215,13 +255,19 @@ def data(split, size):
 """
 
 
-def test_images_of_another_size_are_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_another_size_are_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "pictures.py").write_text(IMAGES)
     monkeypatch.syspath_prepend(str(tmp_path))
     model = ["model.preset=small-vit", "model.num_classes=2", "data.source=pictures:data"]
     for size in (32, 64):
-        job = load_job(None, [*model, f"data.args={{ size = {size} }}", f"run.dir={tmp_path / 'run'}"])
-        refused = pytest.raises(LayoutError, match=r"images are 3 x 64 x 64 .* and the model takes 3 x 32 x 32")
+        job = load_job(
+            None, [*model, f"data.args={{ size = {size} }}", f"run.dir={tmp_path / 'run'}"]
+        )
+        refused = pytest.raises(
+            LayoutError, match=r"images are 3 x 64 x 64 .* and the model takes 3 x 32 x 32"
+        )
         with contextlib.nullcontext() if size == 32 else refused:
             with prepare_run(job, tmp_path / "run", resume=False, num_ranks=1) as run:
                 run.forget()
@@ -230,14 +276,19 @@ def test_images_of_another_size_are_refused_before_the_start(tmp_path: Path, mon
 
 def test_how_a_single_document_is_held_out_is_said_before_the_start(tmp_path: Path) -> None:
     source = write_text(tmp_path / "text") / "abc.py"
-    job = load_job(None, [*TINY, f"data.source={source}", "parallel.ranks=1", f"run.dir={tmp_path / 'run'}"])
+    job = load_job(
+        None, [*TINY, f"data.source={source}", "parallel.ranks=1", f"run.dir={tmp_path / 'run'}"]
+    )
     with prepare_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
         said = "\n".join(announcement(run))
     assert re.search(r"in 1 documents, [0-9,]+ held out by position \(there is one document", said)
 
 
-def test_a_run_without_a_directory_gets_a_fresh_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the name of this second is taken: by another run, or before the clock was set back."""
+def test_a_run_without_a_directory_gets_a_fresh_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the name of this second is taken: by another run, or before the clock was set
+    back."""
     from phalanx.job.schema import Job
     from phalanx.run import training
 

@@ -1,4 +1,5 @@
-"""Which devices a machine has, with drivers, tools and libraries that answer, are slow, are broken or are missing."""
+"""Which devices a machine has, with drivers, tools and libraries that answer, are slow, are
+broken or are missing."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ A100 = "NVIDIA A100-SXM4-40GB, 40960, GPU-bbbb, 8.0, Disabled"
 
 
 class Here:
-    """A machine as `phalanx` finds it: what lies on PATH, which NVML can be imported, whether there is a driver."""
+    """A machine as `phalanx` finds it: what lies on PATH, which NVML can be imported, whether
+    there is a driver."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,10 +96,17 @@ class Here:
         (self.folder / "lib" / "libcuda.so.1").symlink_to(library)
 
     def detect(self, device: str = "auto", *, patience_s: float = 20.0, **variables: str) -> Any:
-        environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | variables
-        for name, folder, rest in (("PATH", "bin", "/usr/bin:/bin"), ("LD_LIBRARY_PATH", "lib", "")):
+        environ = {
+            name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
+        } | variables
+        for name, folder, rest in (
+            ("PATH", "bin", "/usr/bin:/bin"),
+            ("LD_LIBRARY_PATH", "lib", ""),
+        ):
             environ[name] = f"{self.folder / folder}:{rest}".rstrip(":")
-        environ["PYTHONPATH"] = os.pathsep.join([str(self.folder / "modules"), *filter(None, sys.path)])
+        environ["PYTHONPATH"] = os.pathsep.join(
+            [str(self.folder / "modules"), *filter(None, sys.path)]
+        )
         command = [sys.executable, "-c", LOOK, device, str(patience_s)]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
@@ -132,9 +141,19 @@ def test_nvml_is_asked_first_and_knows_what_the_driver_keeps(here: Here) -> None
 
 @pytest.mark.parametrize(
     ("visible", "found"),
-    [("0", 81559), ("1", 40960), ("GPU-b", 40960), ("0,7,1", 81559), ("1,0", 40960), ("", "cpu"), ("-1", "cpu")],
+    [
+        ("0", 81559),
+        ("1", 40960),
+        ("GPU-b", 40960),
+        ("0,7,1", 81559),
+        ("1,0", 40960),
+        ("", "cpu"),
+        ("-1", "cpu"),
+    ],
 )
-def test_cuda_visible_devices_is_read_as_cuda_reads_it(here: Here, visible: str, found: Any) -> None:
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(
+    here: Here, visible: str, found: Any
+) -> None:
     here.smi(f"echo '{H100}'", f"echo '{A100}'")
     device, count, memory, *_ = here.detect(CUDA_VISIBLE_DEVICES=visible)
     assert (device if found == "cpu" else memory / 2**20) == found
@@ -144,12 +163,20 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(here: Here, visible: str,
 
 def test_a_list_that_names_no_gpu_is_refused(here: Here) -> None:
     here.smi(f"echo '{H100}'")
-    assert here.detect(CUDA_VISIBLE_DEVICES="3")["said"].startswith("CUDA_VISIBLE_DEVICES is '3', which names none")
+    assert here.detect(CUDA_VISIBLE_DEVICES="3")["said"].startswith(
+        "CUDA_VISIBLE_DEVICES is '3', which names none"
+    )
 
 
 def test_a_slice_of_a_gpu_has_its_own_memory(here: Here) -> None:
     here.nvml(NVML.format(gpus=[(b"A100", 80 * 2**30, 0, 3)] * 2, refuses=0))
-    assert here.detect() == ["cuda", 1, 10 * 2**30, "slice of A100", [9, 0]], "CUDA shows a process one slice"
+    assert here.detect() == [
+        "cuda",
+        1,
+        10 * 2**30,
+        "slice of A100",
+        [9, 0],
+    ], "CUDA shows a process one slice"
     assert here.detect(CUDA_VISIBLE_DEVICES="MIG-1-2")[1:3] == [1, 10 * 2**30]
     here.nvml(NO_NVML)
     here.smi("echo 'NVIDIA A100, 81920, GPU-cccc, 8.0, Enabled'")

@@ -20,7 +20,14 @@ PHALANX = [sys.executable, "-m", "phalanx"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder: job files, a run, a directory with another."""
     folder = tmp_path_factory.mktemp("home")
-    for name in ("job.toml", "jobs/large.toml", "notes.txt", "runs/first/job.json", "runs/empty/x", "other/job.json"):
+    for name in (
+        "job.toml",
+        "jobs/large.toml",
+        "notes.txt",
+        "runs/first/job.json",
+        "runs/empty/x",
+        "other/job.json",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
     return folder
@@ -65,15 +72,23 @@ def test_verbs_and_options(folder: Path) -> None:
 
 def test_keys_of_a_section(folder: Path) -> None:
     assert bash(folder, "train", "optim.") == [f"optim.{key}=" for key in Optim.model_fields]
-    assert bash(folder, "plan", "job.toml", "optim.b") == ["optim.betas=", "optim.betas=[0.9, 0.95]"]
+    assert bash(folder, "plan", "job.toml", "optim.b") == [
+        "optim.betas=",
+        "optim.betas=[0.9, 0.95]",
+    ]
 
 
-def test_one_key_is_offered_twice_so_that_no_space_is_set_behind_its_equals_sign(folder: Path) -> None:
+def test_one_key_is_offered_twice_so_that_no_space_is_set_behind_its_equals_sign(
+    folder: Path,
+) -> None:
     assert bash(folder, "train", "train.step") == ["train.steps=", "train.steps=500"]
 
 
 def test_a_key_without_its_section_and_a_misspelt_one_are_found(folder: Path) -> None:
-    assert bash(folder, "train", "global_b") == ["train.global_batch_size=", "train.global_batch_size=16"]
+    assert bash(folder, "train", "global_b") == [
+        "train.global_batch_size=",
+        "train.global_batch_size=16",
+    ]
     assert "train.steps=" in bash(folder, "train", "trian.steps")
     assert bash(folder, "train", "qqqqqq") == []
 
@@ -104,7 +119,10 @@ def test_runs(folder: Path) -> None:
 
 def test_zsh_and_fish_see_the_whole_word(folder: Path) -> None:
     assert '"optim.schedule=wsd"' in zsh(folder, "phalanx train optim.schedule=w")
-    assert fish(folder, "phalanx train optim.schedule=c") == ["optim.schedule=cosine", "optim.schedule=constant"]
+    assert fish(folder, "phalanx train optim.schedule=c") == [
+        "optim.schedule=cosine",
+        "optim.schedule=constant",
+    ]
     first = fish(folder, "phalanx train optim.sch")[0]
     assert first.startswith("optim.schedule=\tShape after warm-up")  # with its words
 
@@ -120,25 +138,31 @@ def test_bash_takes_the_script(folder: Path) -> None:
     ).stdout
     lines = [
         f"phalanx() {{ {sys.executable} -m phalanx; }}; export -f phalanx",
-        script.replace("_PHALANX_COMPLETE=complete_bash $1", f"_PHALANX_COMPLETE=complete_bash {' '.join(PHALANX)}"),
+        script.replace(
+            "_PHALANX_COMPLETE=complete_bash $1",
+            f"_PHALANX_COMPLETE=complete_bash {' '.join(PHALANX)}",
+        ),
         "COMP_WORDS=(phalanx train optim.schedule = w); COMP_CWORD=4",
         "_phalanx_completion phalanx",
         'echo "${COMPREPLY[@]}"',
     ]
-    done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], cwd=folder, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "wsd"
 
 
 def test_completion_is_quick_and_imports_nothing_heavy(folder: Path) -> None:
     """A person waits for it at every press of a key."""
     code = (
-        "import os, sys; os.environ.update(_PHALANX_COMPLETE='complete_bash', COMP_WORDS='phalanx\\ntrain\\noptim.',"
-        " COMP_CWORD='2'); sys.argv = ['phalanx'];\n"
-        "from phalanx.__main__ import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "print([name for name in ('torch', 'numpy', 'phalanx.job.schema', 'phalanx.cli.plan') if name in sys.modules])"
+        "import os, sys; os.environ.update(_PHALANX_COMPLETE='complete_bash',"
+        " COMP_WORDS='phalanx\\ntrain\\noptim.', COMP_CWORD='2'); sys.argv = ['phalanx'];\nfrom"
+        " phalanx.__main__ import main\ntry: main()\nexcept SystemExit: pass\nprint([name for name"
+        " in ('torch', 'numpy', 'phalanx.job.schema', 'phalanx.cli.plan') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"
     began = time.perf_counter()
     bash(folder, "train", "optim.")

@@ -25,9 +25,21 @@ from phalanx.observe.words import describe
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
-def step(number: int, *, rank: int = 0, attempt: int = 0, step_s: float = 0.1, loss: float = 2.5) -> Envelope:
+def step(
+    number: int, *, rank: int = 0, attempt: int = 0, step_s: float = 0.1, loss: float = 2.5
+) -> Envelope:
     event = StepFinished(
-        number, loss, 4096, number * 4096, 2.9e-3, 0.81, step_s, 4096 / step_s, {"forward": 0.05}, 0.01, 2**29
+        number,
+        loss,
+        4096,
+        number * 4096,
+        2.9e-3,
+        0.81,
+        step_s,
+        4096 / step_s,
+        {"forward": 0.05},
+        0.01,
+        2**29,
     )
     return Envelope(event, rank, attempt, 100.0 + number)
 
@@ -80,7 +92,10 @@ def test_the_numbers_of_a_line_are_those_of_the_step() -> None:
     stream, console = plain()
     for number in (8, 9, 10):  # the first two of an attempt do not count for its pace
         console.write(step(number, loss=2.43124, step_s=0.1 if number == 10 else 5.0))
-    wanted = "step 10/100  loss 2.4312  lr 2.9e-03  norm 0.81  41.0k tok/s  100 ms/step  eta 9.0 s  mem 512 MiB\n"
+    wanted = (
+        "step 10/100  loss 2.4312  lr 2.9e-03  norm 0.81  41.0k tok/s  100 ms/step  eta 9.0 s  mem"
+        " 512 MiB\n"
+    )
     assert stream.getvalue().splitlines(keepends=True)[-1] == wanted
 
 
@@ -132,7 +147,12 @@ def test_steps_done_again_after_a_restart_are_shown_as_they_come() -> None:
         console.write(step(number, attempt=1))
     lines = stream.getvalue().splitlines()
     assert not any("failed" in line for line in lines)  # the supervisor says why, in its own words
-    assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/100", "10/100", "11/100", "20/100"]
+    assert [line.split()[1] for line in lines if line.startswith("step")] == [
+        "1/100",
+        "10/100",
+        "11/100",
+        "20/100",
+    ]
     assert "eta 8.0 s" in lines[-1]
 
 
@@ -144,7 +164,9 @@ def test_not_a_number_is_shown_and_breaks_nothing() -> None:
     assert "skipped step 1: nonfinite gradients (gradient norm not finite)" in stream.getvalue()
 
 
-def evaluated(step: int, loss: float, best_step: int, best_loss: float, **sources: float) -> Envelope:
+def evaluated(
+    step: int, loss: float, best_step: int, best_loss: float, **sources: float
+) -> Envelope:
     return tell(events.EvalFinished(step, loss, 5000, 0.5, sources, best_step, best_loss))
 
 
@@ -155,8 +177,10 @@ def test_an_evaluation_stands_beside_the_best_so_far() -> None:
     console.write(tell(events.EvalFinished(500, math.nan, 0, 0.1)))
     assert stream.getvalue().splitlines() == [
         "held-out loss 1.4000 nats/token at step 300, the best so far (5.00K tokens, 500 ms)",
-        "held-out loss 1.4200 nats/token at step 400, best 1.4000 at step 300 (5.00K tokens, 500 ms): "
-        "code 1.3000, prose 1.7000",
+        (
+            "held-out loss 1.4200 nats/token at step 400, best 1.4000 at step 300 (5.00K tokens,"
+            " 500 ms): code 1.3000, prose 1.7000"
+        ),
         "held-out loss nan nats/token at step 500 (0 tokens, 100 ms)",
     ]
 
@@ -173,13 +197,18 @@ def test_the_bar_shows_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_a_user_measures_is_not_called_nats_or_tokens() -> None:
     stream = io.StringIO()
-    console = open_console(stream, total_steps=100, log_every=1, units=units_of({"model": {"objective": "own:loss"}}))
+    console = open_console(
+        stream, total_steps=100, log_every=1, units=units_of({"model": {"objective": "own:loss"}})
+    )
     for number in (1, 2, 3):
         console.write(step(number))
     console.write(evaluated(3, 0.25, 3, 0.25))
     assert "nats" not in stream.getvalue()
     assert "41.0k targets/s" in stream.getvalue()
-    assert "held-out loss 0.2500 at step 3, the best so far (5.00K targets, 500 ms)" in stream.getvalue()
+    assert (
+        "held-out loss 0.2500 at step 3, the best so far (5.00K targets, 500 ms)"
+        in stream.getvalue()
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,8 +235,10 @@ def test_units(job: dict[str, object], is_text: bool) -> None:
     [
         (
             events.CheckpointSaved(8, "checkpoints/step-8", 3 * 2**20, 2.0, 0.1, 2**20),
-            "saved checkpoint of step 8: checkpoints/step-8 (3.0 MiB, 1.0 MiB of it new, 2.0 s, training stood still "
-            "for 100 ms)",
+            (
+                "saved checkpoint of step 8: checkpoints/step-8 (3.0 MiB, 1.0 MiB of it new, 2.0 s,"
+                " training stood still for 100 ms)"
+            ),
         ),
         (
             events.CheckpointSaved(8, "checkpoints/step-8", 2**20, 2.0, 2.0, 2**20),
@@ -219,7 +250,10 @@ def test_units(job: dict[str, object], is_text: bool) -> None:
         ),
         (
             events.CheckpointIntervalChosen(11, 600.0, 2.0, 9.0, 90000.0),
-            "a checkpoint each 10 m 00 s: a save stops training for 2.0 s and takes 9.0 s; a failure each 25 h 00 m",
+            (
+                "a checkpoint each 10 m 00 s: a save stops training for 2.0 s and takes 9.0 s; a"
+                " failure each 25 h 00 m"
+            ),
         ),
         (events.CheckpointsRemoved([5, 10]), "removed old checkpoints step-5, step-10"),
     ],
@@ -237,9 +271,16 @@ def test_a_replaced_loader_worker_and_a_warning_are_told() -> None:
 @pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize("kind", sorted(EVENTS))
 def test_no_event_can_move_the_cursor(kind: str, is_terminal: bool) -> None:
-    """Text of a run is untrusted: it reaches the terminal without control characters, whatever the event."""
+    """Text of a run is untrusted: it reaches the terminal without control characters, whatever
+    the event."""
     evil = "\x1b[2J\r\x07[red]x\u009b1m\nnext"
-    values = {"str": evil, "int": 1, "float": math.nan, "dict[str, int]": {evil: 2}, "dict[str, float]": {evil: 1.0}}
+    values = {
+        "str": evil,
+        "int": 1,
+        "float": math.nan,
+        "dict[str, int]": {evil: 2},
+        "dict[str, float]": {evil: 1.0},
+    }
     values |= {"dict[str, Any]": {"why": evil}, "list[int]": [1], "bool": True}
     values |= {"dict[str, list[int]]": {evil: [1]}}
     values |= {"list[list[float]]": [[1.0]], "list[list[list[Any]]]": [[[evil, 0.0, 1.0]]]}
@@ -342,10 +383,19 @@ def test_a_save_that_fails_again_is_told_in_few_words() -> None:
     fail(60, "Read-only file system", goes_on=False)
     goes_on = "; training goes on, and tries again later"
     assert [line for line in stream.getvalue().splitlines() if "failed" in line] == [
-        f"checkpoint of step 10 failed: /run/step-10: failed while writing (rank 0: No space left on device){goes_on}",
+        (
+            "checkpoint of step 10 failed: /run/step-10: failed while writing (rank 0: No space"
+            f" left on device){goes_on}"
+        ),
         f"checkpoint of step 20 failed for the same reason{goes_on}",
-        f"checkpoint of step 30 failed: /run/step-30: failed while writing (rank 0: Read-only file system){goes_on}",
-        f"checkpoint of step 50 failed: /run/step-50: failed while writing (rank 0: Read-only file system){goes_on}",
+        (
+            "checkpoint of step 30 failed: /run/step-30: failed while writing (rank 0: Read-only"
+            f" file system){goes_on}"
+        ),
+        (
+            "checkpoint of step 50 failed: /run/step-50: failed while writing (rank 0: Read-only"
+            f" file system){goes_on}"
+        ),
         "checkpoint of step 60 failed for the same reason",
     ]
 
@@ -371,7 +421,9 @@ def test_no_fact_of_the_live_bar_is_cut_off(columns: int, monkeypatch: pytest.Mo
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", text)]
     assert "…" not in text
-    at = max(number for number, line in enumerate(lines) if line.startswith("step  40/100"))  # what stays on the screen
+    at = max(
+        number for number, line in enumerate(lines) if line.startswith("step  40/100")
+    )  # what stays on the screen
     assert max(map(len, lines[at:])) <= columns
     last = " ".join(lines[at:])
     for fact in ("loss ", "eval 1.4000", "lr ", "norm ", "mem ", "restarts 1"):

@@ -1,4 +1,5 @@
-"""Chunks, block products and their merge, against the reference of a dozen lines and torch's whole attention."""
+"""Chunks, block products and their merge, against the reference of a dozen lines and torch's
+whole attention."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ from phalanx.plan.planner import make_plan
 BALANCES = ("zigzag", "none")
 
 
-def inputs(num_tokens: int, heads: int = 4, kv_heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(
+    num_tokens: int, heads: int = 4, kv_heads: int = 4
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def made(count: int) -> torch.Tensor:
@@ -51,8 +54,12 @@ def test_the_reference_is_softmax_attention(size: int) -> None:
     keep = torch.ones(16, 16, dtype=torch.bool).tril()
     keep[:, 3] = False
     keep[3, 2] = True
-    whole = F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None], attn_mask=keep)
-    torch.testing.assert_close(attention_by_blocks(q, k, v, keep, size), whole[0, 0], rtol=1e-12, atol=1e-12)
+    whole = F.scaled_dot_product_attention(
+        q[None, None], k[None, None], v[None, None], attn_mask=keep
+    )
+    torch.testing.assert_close(
+        attention_by_blocks(q, k, v, keep, size), whole[0, 0], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_the_docs_show_the_reference() -> None:
@@ -74,7 +81,9 @@ def test_ranks_share_a_sequence_without_rest(balance: str, size: int) -> None:
 @pytest.mark.parametrize("window", [0, 1, 4, 5, 13])
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_parts_hold_all_that_is_seen_and_without_a_window_nothing_else(size: int, balance: str, window: int) -> None:
+def test_parts_hold_all_that_is_seen_and_without_a_window_nothing_else(
+    size: int, balance: str, window: int
+) -> None:
     chunks, total = Chunks(size, balance), 48
     length = total // chunks.count
     for rank in range(size):
@@ -145,7 +154,8 @@ def test_the_kernel_of_the_cpu_is_the_plain_one(causal: bool, masked: bool) -> N
 def test_each_block_has_a_kernel_that_takes_it(
     device: str, dtype: torch.dtype, width: int, is_masked: bool, kernel: Kernel
 ) -> None:
-    """And which takes arguments and gives results as torch declares them, a GPU's kernels without one."""
+    """And which takes arguments and gives results as torch declares them, a GPU's kernels
+    without one."""
     with FakeTensorMode():
         far = torch.empty(2, 4, 6, width, dtype=dtype, device=device)
         assert kernel_of(far, far if is_masked else None) is kernel
@@ -161,7 +171,8 @@ def test_each_block_has_a_kernel_that_takes_it(
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("size", [4, 6, 12])
 def test_blocks_merge_to_the_whole_forward_and_backward(kv_heads: int, size: int) -> None:
-    """Against the reference, and its gradients by autograd: some queries see nothing of a block, one not of itself."""
+    """Against the reference, and its gradients by autograd: some queries see nothing of a block,
+    one not of itself."""
     q, k, v = inputs(12, 4, kv_heads)
     keep = torch.rand(12, 12, generator=torch.Generator().manual_seed(1)) < 0.5
     keep[:, 1] = True
@@ -175,12 +186,17 @@ def test_blocks_merge_to_the_whole_forward_and_backward(kv_heads: int, size: int
             for b, row in enumerate(leaves[0])
         ]
     )  # fmt: skip
-    grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    grad = torch.randn(
+        wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     wanted.backward(grad)
     running, products, kv = Running.empty(q), Products(q), torch.stack((k, v))
-    starts = [size * place for place in reversed(range(12 // size))]  # out of order, and queries begin blind
+    starts = [
+        size * place for place in reversed(range(12 // size))
+    ]  # out of order, and queries begin blind
     blocks = [
-        Block(kv, slice(0, 12), slice(at, at + size), mask[..., at : at + size], is_causal=False) for at in starts
+        Block(kv, slice(0, 12), slice(at, at + size), mask[..., at : at + size], is_causal=False)
+        for at in starts
     ]
     for block in blocks:
         products.forward(running, block)
@@ -196,12 +212,19 @@ def test_blocks_merge_to_the_whole_forward_and_backward(kv_heads: int, size: int
 # The plan
 
 
-def plan(num_ranks: int, model: dict[str, object] | None = None, seq_len: int = 64, **parallel: object) -> Plan:
+def plan(
+    num_ranks: int, model: dict[str, object] | None = None, seq_len: int = 64, **parallel: object
+) -> Plan:
     return make_plan(job_of(num_ranks, model, seq_len, **parallel), cluster=CPU, vocab_size=251)
 
 
-def job_of(num_ranks: int, model: dict[str, object] | None = None, seq_len: int = 64, **parallel: object) -> Job:
-    body = {"model": {"num_heads": 4, "num_kv_heads": 2, **(model or {})}, "data": {"seq_len": seq_len}}
+def job_of(
+    num_ranks: int, model: dict[str, object] | None = None, seq_len: int = 64, **parallel: object
+) -> Job:
+    body = {
+        "model": {"num_heads": 4, "num_kv_heads": 2, **(model or {})},
+        "data": {"seq_len": seq_len},
+    }
     return Job.model_validate({**body, "parallel": {"ranks": num_ranks, **parallel}})
 
 
@@ -212,11 +235,18 @@ def job_of(num_ranks: int, model: dict[str, object] | None = None, seq_len: int 
         (2, {"cp": 2, "zero_stage": 3}, "zero3", Layout(cp=2)),
         (4, {"cp": 2, "dp_shard": 2}, "zero3", Layout(dp_shard=2, cp=2)),
         (4, {"cp": 2}, "ddp", Layout(dp_replicate=2, cp=2)),
-        (4, {"cp": 2, "dp_replicate": 2, "dp_shard": 1, "zero_stage": 3}, "zero3", Layout(dp_replicate=2, cp=2)),
+        (
+            4,
+            {"cp": 2, "dp_replicate": 2, "dp_shard": 1, "zero_stage": 3},
+            "zero3",
+            Layout(dp_replicate=2, cp=2),
+        ),
         (4, {"cp": 2, "tp": 2}, "ddp", Layout(cp=2, tp=2)),
     ],
 )
-def test_degrees_become_layouts(num_ranks: int, parallel: dict[str, object], name: str, layout: Layout) -> None:
+def test_degrees_become_layouts(
+    num_ranks: int, parallel: dict[str, object], name: str, layout: Layout
+) -> None:
     found = plan(num_ranks, **parallel)
     assert (found.chosen.name, found.layout) == (name, layout)
     assert found.targets_per_rank == found.micro_batch_size * found.num_microbatches * 64 // 2
@@ -241,8 +271,20 @@ def test_each_rank_keeps_the_activations_of_its_tokens() -> None:
     [
         ({}, 66, {"cp": 2}, {}, "nearest seq_len: 64 or 68"),
         ({}, 66, {"cp": 4, "cp_load_balance": "none"}, {}, "nearest seq_len: 64 or 68"),
-        ({}, 64, {"cp": 4, "cp_attention": "ulysses"}, {}, "nearest: 2, or parallel.cp_attention=ring"),
-        ({"num_kv_heads": 1}, 64, {"cp": 2, "cp_attention": "ulysses"}, {}, "needs; set parallel.cp_attention=ring"),
+        (
+            {},
+            64,
+            {"cp": 4, "cp_attention": "ulysses"},
+            {},
+            "nearest: 2, or parallel.cp_attention=ring",
+        ),
+        (
+            {"num_kv_heads": 1},
+            64,
+            {"cp": 2, "cp_attention": "ulysses"},
+            {},
+            "needs; set parallel.cp_attention=ring",
+        ),
         ({"preset": "vit-l16"}, 64, {"cp": 2}, {}, "reads images"),
         ({"objective": "own:loss"}, 64, {"cp": 2}, {}, "leave model.objective or parallel.cp out"),
         ({}, 64, {"cp": 2, "compress": "bf16"}, {}, "for ddp alone"),
@@ -250,11 +292,20 @@ def test_each_rank_keeps_the_activations_of_its_tokens() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(
-    model: dict[str, object], seq_len: int, parallel: dict[str, object], train: dict[str, object], words: str
+    model: dict[str, object],
+    seq_len: int,
+    parallel: dict[str, object],
+    train: dict[str, object],
+    words: str,
 ) -> None:
     is_preset = "preset" in model
-    body = {"model": model if is_preset else {"num_heads": 4, "num_kv_heads": 2, **model}, "train": train}
-    job = Job.model_validate({**body, "data": {"seq_len": seq_len}, "parallel": {"ranks": 4, **parallel}})
+    body = {
+        "model": model if is_preset else {"num_heads": 4, "num_kv_heads": 2, **model},
+        "train": train,
+    }
+    job = Job.model_validate(
+        {**body, "data": {"seq_len": seq_len}, "parallel": {"ranks": 4, **parallel}}
+    )
     with pytest.raises(LayoutError) as caught:
         make_plan(job, cluster=CPU, vocab_size=None if is_preset else 251)
     assert words in str(caught.value)
@@ -267,20 +318,29 @@ def test_models_of_hugging_face_are_refused_by_the_plan() -> None:
 
 
 @pytest.mark.parametrize("has_seam", [False, True])
-def test_an_own_module_without_the_seam_is_refused_by_the_plan(tmp_path: Path, has_seam: bool) -> None:
+def test_an_own_module_without_the_seam_is_refused_by_the_plan(
+    tmp_path: Path, has_seam: bool
+) -> None:
     """As its ranks would refuse it: what they look for, the probe looks for."""
     name = f"seam_{has_seam}"
-    (tmp_path / f"{name}.py").write_text(SEAM if has_seam else SEAM.replace("self.core =", "self.kernel ="))
+    (tmp_path / f"{name}.py").write_text(
+        SEAM if has_seam else SEAM.replace("self.core =", "self.kernel =")
+    )
     sys.path.insert(0, str(tmp_path))
     try:
         shape = probe_foreign_shape(f"{name}:Model", {})
     finally:
         sys.path.remove(str(tmp_path))
-    job = Job.model_validate({"model": {"kind": f"{name}:Model"}, "parallel": {"ranks": 2, "cp": 2}})
+    job = Job.model_validate(
+        {"model": {"kind": f"{name}:Model"}, "parallel": {"ranks": 2, "cp": 2}}
+    )
     if has_seam:
         assert make_plan(job, cluster=CPU, shape=shape).layout.cp == 2
         return
-    with pytest.raises(LayoutError, match=f"cp needs a model whose attention can be swapped, and {name}:Model has no"):
+    with pytest.raises(
+        LayoutError,
+        match=f"cp needs a model whose attention can be swapped, and {name}:Model has no",
+    ):
         make_plan(job, cluster=CPU, shape=shape)
 
 
@@ -307,6 +367,7 @@ class Model(nn.Module):
 def test_keys_that_nothing_reads_are_told() -> None:
     body = {"parallel": {"cp_attention": "ulysses", "cp_load_balance": "none"}}
     found = [
-        ".".join(map(str, finding.path)) for finding in context_parallel_keys_are_read.run(Job.model_validate(body))
+        ".".join(map(str, finding.path))
+        for finding in context_parallel_keys_are_read.run(Job.model_validate(body))
     ]
     assert found == ["parallel.cp_attention", "parallel.cp_load_balance"]

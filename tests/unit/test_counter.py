@@ -1,4 +1,5 @@
-"""Masks by their place: against a definition in plain Python, and as good as what they stand in for."""
+"""Masks by their place: against a definition in plain Python, and as good as what they stand in
+for."""
 
 from __future__ import annotations
 
@@ -31,10 +32,15 @@ def is_kept(key: int, keep: float, row: int, number: int) -> bool:
     return signed >= 2**31 - round(keep * 2**32)
 
 
-def defined(key: int, keep: float, sizes: Sequence[int], offsets: Sequence[int], whole: Sequence[int]) -> list[bool]:
+def defined(
+    key: int, keep: float, sizes: Sequence[int], offsets: Sequence[int], whole: Sequence[int]
+) -> list[bool]:
     strides = [math.prod(whole[d + 1 :]) for d in range(len(sizes))]
     places = itertools.product(*(range(o, o + n) for o, n in zip(offsets, sizes, strict=True)))
-    return [is_kept(key, keep, p[0], sum(i * s for i, s in zip(p[1:], strides[1:], strict=True))) for p in places]
+    return [
+        is_kept(key, keep, p[0], sum(i * s for i, s in zip(p[1:], strides[1:], strict=True)))
+        for p in places
+    ]
 
 
 CASES = [
@@ -83,15 +89,20 @@ def statistics(rank: int) -> dict[str, Any]:
         found[f"mean {keep}"] = float(mask.sum() / (variance * mask.numel()) ** 0.5)
         for what, (a, b) in apart.items():
             found[f"{what} {keep}"] = float((a * b).sum() / variance / a.numel() ** 0.5)
-    # How many of 64 in a row are kept, against the binomial distribution: chi-square over the sums that are likely.
+    # How many of 64 in a row are kept, against the binomial distribution: chi-square over the sums
+    # that are likely.
     for what, mask in {
         "along": keep_mask(3, 0.5, (512, 4096)).view(-1, 64),
         "across rows": keep_mask(3, 0.5, (4096, 512)).T.reshape(-1, 64),
         "across keys": torch.stack([keep_mask(key, 0.5, (1, 1 << 15))[0] for key in range(64)], 1),
     }.items():
         sums = torch.bincount(mask.sum(1), minlength=65)[22:43].double()
-        expected = torch.tensor([math.comb(64, k) / 2**64 for k in range(22, 43)], dtype=torch.float64) * len(mask)
-        found[f"chi-square {what}"] = float((((sums - expected) ** 2 / expected).sum() - 21) / 42**0.5)
+        expected = torch.tensor(
+            [math.comb(64, k) / 2**64 for k in range(22, 43)], dtype=torch.float64
+        ) * len(mask)
+        found[f"chi-square {what}"] = float(
+            (((sums - expected) ** 2 / expected).sum() - 21) / 42**0.5
+        )
     ones = keep_mask(1, 1.0, (64, 1 << 12)), keep_mask(1, 0.0, (64, 1 << 12))
     found["certain"] = (bool(ones[0].all()), bool(ones[1].any()))
     rare = keep_mask(9, 1 - 1e-4, (64, 1 << 16))
@@ -100,7 +111,8 @@ def statistics(rank: int) -> dict[str, Any]:
 
 
 def test_masks_are_as_good_as_independent_draws() -> None:
-    """Mean, correlation of neighbours (elements, rows, keys) and distribution of sums, in standard deviations."""
+    """Mean, correlation of neighbours (elements, rows, keys) and distribution of sums, in
+    standard deviations."""
     (found,) = run_ranks(1, statistics)
     assert found.pop("certain") == (True, False)
     assert {what: value for what, value in found.items() if not abs(value) < 4} == {}

@@ -1,6 +1,8 @@
-"""Killed, without power, or without space at any operation: the newest checkpoint is the old one or the new, whole.
+"""Killed, without power, or without space at any operation: the newest checkpoint is the old one or
+the new, whole.
 
-The operations are counted by a disk that records them. `make test` takes a sample of the power losses; `-m long` all.
+The operations are counted by a disk that records them. `make test` takes a sample of the power
+losses; `-m long` all.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def shards(whole: Tensors) -> dict[str, LogicalShard]:
     found = {}
     for name, tensor in whole.items():
         origin, size = (0,) * tensor.dim(), tuple(tensor.shape)
-        found[name] = LogicalShard(name, size, dtype_name(tensor.dtype), (Box(origin, origin, size),), tensor)
+        found[name] = LogicalShard(
+            name, size, dtype_name(tensor.dtype), (Box(origin, origin, size),), tensor
+        )
     return found
 
 
@@ -83,7 +87,10 @@ def save_step(run_dir: Path, step: int, value: int, disk: Disk | None = None) ->
 
 @dataclass(frozen=True)
 class Case:
-    """`prepare` makes what is there before; `act` is what fails. `old` and `new` are (step, value) of the newest."""
+    """`prepare` makes what is there before; `act` is what fails.
+
+    `old` and `new` are (step, value) of the newest.
+    """
 
     prepare: Callable[[Path], None]
     act: Callable[[Path, Disk], object]
@@ -147,13 +154,17 @@ CASES = {
     "the same step again": Case(one_saved, saving(1, 7), (1, 1), (1, 7)),
     "the same step again, with links": Case(three_saved, saving(3, 7), (3, 3), (3, 7)),
     "a save after a killed one": Case(one_saved_and_one_killed, saving(3, 3), (2, 2), (3, 3)),
-    "a save after one that was replaced": Case(one_caught_while_replaced, saving(2, 2), (1, 1), (2, 2)),
+    "a save after one that was replaced": Case(
+        one_caught_while_replaced, saving(2, 2), (1, 1), (2, 2)
+    ),
     "retention": Case(three_saved, prune_to_one, (3, 3), (3, 3)),
     "cleaning up": Case(one_saved_and_one_killed, clean_up, (2, 2), (2, 2)),
     "best.json": Case(three_saved, best, (3, 3), (3, 3)),
     "the epoch": Case(three_saved, epoch, (3, 3), (3, 3)),
 }
-SAVING = [case.act for case in CASES.values() if case.act not in (best, epoch, prune_to_one, clean_up)]
+SAVING = [
+    case.act for case in CASES.values() if case.act not in (best, epoch, prune_to_one, clean_up)
+]
 
 
 @pytest.fixture(scope="module")
@@ -174,12 +185,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def operations(name: str, run_dir: Path, scratch: Path) -> tuple[str, ...]:
     """What an act does to the disk, in order: "create", "write", ..."""
     found: list[str] = []
-    CASES[name].act(copy_tree(run_dir, scratch), CountingDisk(lambda number, kind, path: found.append(kind)))
+    CASES[name].act(
+        copy_tree(run_dir, scratch), CountingDisk(lambda number, kind, path: found.append(kind))
+    )
     return tuple(found)
 
 
 def newest(run_dir: Path) -> tuple[int, int] | None:
-    """(step, value) of the newest checkpoint as the next job finds it: whole, and bit-equal to what was saved."""
+    """(step, value) of the newest checkpoint as the next job finds it: whole, and bit-equal to
+    what was saved."""
     store = LocalStore(run_dir / "checkpoints")
     store.clean_up()
     folders = store.folders()
@@ -221,7 +235,8 @@ def test_killed_at_any_operation(
     record_property: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the middle of each write and before each other operation; the long part is what is left: before each write."""
+    """In the middle of each write and before each other operation; the long part is what is
+    left: before each write."""
     case, base = CASES[name], prepared(name)
     kinds = operations(name, base, tmp_path / "counted")
     assert len(kinds) > 3
@@ -235,7 +250,11 @@ def test_killed_at_any_operation(
             case.act(run_dir, Disk())
             assert newest(run_dir) == case.new
             assert hidden(run_dir) == []
-    show(capsys, f"{name}: {len(kinds)} operations, {kinds.count('write')} of them writes, {len(places)} deaths")
+    show(
+        capsys,
+        f"{name}: {len(kinds)} operations, {kinds.count('write')} of them writes, {len(places)}"
+        " deaths",
+    )
     record_property("deaths", len(places))
 
 
@@ -259,11 +278,16 @@ def test_power_lost_at_any_operation_in_many_ways(
     record_property: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    record_property("states", lose_power(name, prepared(name), tmp_path, capsys, seeds=range(1000, 1060)))
+    record_property(
+        "states", lose_power(name, prepared(name), tmp_path, capsys, seeds=range(1000, 1060))
+    )
 
 
-def lose_power(name: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: range) -> int:
-    """Data that was not synced is dropped, cut or zeroed, names that were not are old or new in any mixture.
+def lose_power(
+    name: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: range
+) -> int:
+    """Data that was not synced is dropped, cut or zeroed, names that were not are old or new in any
+    mixture.
 
     Before the act has ended the newest checkpoint is the old or the new one, after it the new one.
     """
@@ -311,23 +335,36 @@ def test_an_error_at_any_operation(
     record_property: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One that passes, and a disk that stays full. What fails says so, leaves nothing, and works the next time."""
+    """One that passes, and a disk that stays full.
+
+    What fails says so, leaves nothing, and works the next time.
+    """
     case, base = CASES[name], prepared(name)
     count = len(operations(name, base, tmp_path / "counted"))
     for number in range(1, count + 1):
         with scratch(tmp_path, base) as run_dir:
             disk = FailingDisk(number, getattr(errno, kind), lasts=lasts)
-            expected = (CheckpointError,) if case.act in SAVING else (CheckpointError, ResourceError, OSError)
+            expected = (
+                (CheckpointError,)
+                if case.act in SAVING
+                else (CheckpointError, ResourceError, OSError)
+            )
             ended_well = False
             with contextlib.suppress(*expected):
                 case.act(run_dir, disk)
                 ended_well = True
-            if not disk.failed.startswith("remove"):  # or something is left, which goes the next time
-                assert [entry for entry in hidden(run_dir / "checkpoints") if entry.endswith(".partial")] == [], number
+            if not disk.failed.startswith(
+                "remove"
+            ):  # or something is left, which goes the next time
+                assert [
+                    entry for entry in hidden(run_dir / "checkpoints") if entry.endswith(".partial")
+                ] == [], number
                 assert hidden(run_dir) == []
             seen = [folder.step for folder in LocalStore(run_dir / "checkpoints").folders()]
             found = newest(run_dir)
-            if case.prepare is not one_caught_while_replaced:  # it is there also before anybody has cleaned up
+            if (
+                case.prepare is not one_caught_while_replaced
+            ):  # it is there also before anybody has cleaned up
                 assert seen[-1:] == ([found[0]] if found else []), number
             assert found == case.new if ended_well else found in (case.old, case.new), number
             case.act(run_dir, Disk())

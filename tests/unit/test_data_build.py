@@ -1,4 +1,5 @@
-"""A build gives the same bytes however it is done, goes on after a kill, and leaves nothing half-written."""
+"""A build gives the same bytes however it is done, goes on after a kill, and leaves nothing
+half-written."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def bpe(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def build(source: Path | str, out: Path, **options: Any) -> Dataset:
-    return build_dataset([str(source)], out, shard_bytes=options.pop("shard_bytes", SMALL), **options)
+    return build_dataset(
+        [str(source)], out, shard_bytes=options.pop("shard_bytes", SMALL), **options
+    )
 
 
 def bytes_of(directory: Path) -> dict[str, bytes]:
@@ -68,7 +71,9 @@ def all_tokens(dataset: Dataset) -> list[int]:
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_any_number_of_workers_writes_the_same_bytes(corpus: Path, bpe: str, tmp_path: Path, tokenizer: str) -> None:
+def test_any_number_of_workers_writes_the_same_bytes(
+    corpus: Path, bpe: str, tmp_path: Path, tokenizer: str
+) -> None:
     name = bpe if tokenizer == "bpe" else "bytes"
     one = build(corpus, tmp_path / "one", tokenizer=name)
     assert len(one.shards) > 10
@@ -82,12 +87,22 @@ def test_a_file_of_many_shards_has_the_tokens_of_the_whole(
     corpus: Path, bpe: str, tmp_path: Path, tokenizer: str
 ) -> None:
     encoder = load_tokenizer(bpe if tokenizer == "bpe" else "bytes")
-    dataset = build(corpus / "large.txt", tmp_path / "out", tokenizer=bpe if tokenizer == "bpe" else "bytes")
+    dataset = build(
+        corpus / "large.txt", tmp_path / "out", tokenizer=bpe if tokenizer == "bpe" else "bytes"
+    )
     assert len(dataset.shards) > 2
-    assert all_tokens(dataset) == [*encoder.encode((corpus / "large.txt").read_text()), encoder.end_of_document]
+    assert all_tokens(dataset) == [
+        *encoder.encode((corpus / "large.txt").read_text()),
+        encoder.end_of_document,
+    ]
     assert dataset.num_documents == 1
-    assert [shard.facts.continues for shard in dataset.shards] == [False, *[True] * (len(dataset.shards) - 1)]
-    assert {int(key) for shard in dataset.shards for key in shard.keys} == {int(dataset.shards[0].keys[0])}
+    assert [shard.facts.continues for shard in dataset.shards] == [
+        False,
+        *[True] * (len(dataset.shards) - 1),
+    ]
+    assert {int(key) for shard in dataset.shards for key in shard.keys} == {
+        int(dataset.shards[0].keys[0])
+    }
 
 
 def test_shards_of_any_size_hold_the_same_documents(corpus: Path, tmp_path: Path) -> None:
@@ -129,7 +144,8 @@ def test_a_finished_dataset_is_not_built_again(corpus: Path, tmp_path: Path) -> 
 
 
 def rewrite(path: Path, old: bytes, new: bytes, *, keep_times: bool = True) -> None:
-    """Another content of the same size; with the old modification time, as `cp -p` and archives give one."""
+    """Another content of the same size; with the old modification time, as `cp -p` and archives
+    give one."""
     times = path.stat()
     content = path.read_bytes()
     assert old in content
@@ -149,7 +165,9 @@ def write_table(path: Path, *texts: str) -> None:
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet", "a.feather"])
 @pytest.mark.parametrize("keep_times", [True, False])
-def test_a_file_that_changed_and_kept_its_size_is_noticed(tmp_path: Path, name: str, keep_times: bool) -> None:
+def test_a_file_that_changed_and_kept_its_size_is_noticed(
+    tmp_path: Path, name: str, keep_times: bool
+) -> None:
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
     (folder / "b.txt").write_text("nobody touches this")
@@ -162,7 +180,9 @@ def test_a_file_that_changed_and_kept_its_size_is_noticed(tmp_path: Path, name: 
         path.write_text('{"text": "before"}\n')
     build(folder, out)
     rewrite(path, b"before", b"behind", keep_times=keep_times)
-    with pytest.raises(DataError, match=rf"another dataset is there \({path} had another content when it was built"):
+    with pytest.raises(
+        DataError, match=rf"another dataset is there \({path} had another content when it was built"
+    ):
         build(folder, out)
     rewrite(path, b"behind", b"before")
     build(folder, out)
@@ -176,11 +196,15 @@ def test_a_file_that_was_only_touched_or_copied_is_the_same(corpus: Path, tmp_pa
     shutil.copytree(corpus, folder, copy_function=shutil.copy)  # new times
     assert build(folder, out).digest == digest
     shutil.rmtree(out)
-    assert build(folder, out).digest == digest  # dataset.json does not tell when its inputs were written
+    assert (
+        build(folder, out).digest == digest
+    )  # dataset.json does not tell when its inputs were written
 
 
 @pytest.mark.parametrize(("old", "new"), [(b"def", b"fed"), (b"def", b"def")])
-def test_a_file_that_changes_after_it_was_read(corpus: Path, tmp_path: Path, old: bytes, new: bytes) -> None:
+def test_a_file_that_changes_after_it_was_read(
+    corpus: Path, tmp_path: Path, old: bytes, new: bytes
+) -> None:
     """Another content is refused at the end, once; another time alone is no matter."""
     folder, out = tmp_path / "in", tmp_path / "out"
     shutil.copytree(corpus, folder)
@@ -203,7 +227,11 @@ def test_progress_ends_with_everything_done(corpus: Path, tmp_path: Path) -> Non
     assert told[0].num_shards_done == 0
     last = told[-1]
     assert last.num_shards_done == last.num_shards == len(dataset.shards)
-    assert last.counts.read_bytes == last.total_bytes == sum(path.stat().st_size for path in corpus.iterdir())
+    assert (
+        last.counts.read_bytes
+        == last.total_bytes
+        == sum(path.stat().st_size for path in corpus.iterdir())
+    )
     assert last.counts.num_tokens == dataset.num_tokens
     assert last.counts.num_documents == dataset.num_documents
 
@@ -211,15 +239,24 @@ def test_progress_ends_with_everything_done(corpus: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("total_bytes", [0, 1, 10**6, 10**9, 3 * 10**10, 10**12, 7 * 10**14])
 def test_shards_are_many_enough_to_share_and_few_enough_to_map(total_bytes: int) -> None:
     size = default_shard_bytes(total_bytes)
-    assert size == default_shard_bytes(total_bytes + total_bytes // 1000)  # a little more keeps its shards
+    assert size == default_shard_bytes(
+        total_bytes + total_bytes // 1000
+    )  # a little more keeps its shards
     assert total_bytes / size <= 1024
-    assert size <= 4 * 2**20 or total_bytes / size >= 64 or size == 64 * 2**20 or total_bytes / size > 512
+    assert (
+        size <= 4 * 2**20
+        or total_bytes / size >= 64
+        or size == 64 * 2**20
+        or total_bytes / size > 512
+    )
 
 
 # Text that spells a special token
 
 
-def test_text_about_the_end_of_a_document_does_not_end_there(corpus: Path, bpe: str, tmp_path: Path) -> None:
+def test_text_about_the_end_of_a_document_does_not_end_there(
+    corpus: Path, bpe: str, tmp_path: Path
+) -> None:
     """Reference: the document, decoded, and the ends that were put behind documents."""
     text = "A text ends with <|endoftext|> in GPT-2.\n<|endoftext|><|endoftext|>"
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'text': text})}\n" * 3)
@@ -234,7 +271,9 @@ def test_a_tokenizer_that_cannot_tell_its_end_from_text_is_found_out(tmp_path: P
     """Unigram models hold "</s>" as a piece of text like any other."""
     import tokenizers
 
-    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -1.0)], 0, False))
+    unigram = tokenizers.Tokenizer(
+        tokenizers.models.Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -1.0)], 0, False)
+    )
     unigram.add_special_tokens(["</s>"])
     unigram.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("aa</s>a</s>")
@@ -257,7 +296,9 @@ def interrupted(corpus: Path, out: Path, after: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_an_interrupted_build_keeps_its_shards_and_goes_on(corpus: Path, tmp_path: Path, num_workers: int) -> None:
+def test_an_interrupted_build_keeps_its_shards_and_goes_on(
+    corpus: Path, tmp_path: Path, num_workers: int
+) -> None:
     build(corpus, tmp_path / "straight")
     out = tmp_path / "out"
     interrupted(corpus, out, 4, num_workers=num_workers)
@@ -275,7 +316,9 @@ def test_an_interrupted_build_keeps_its_shards_and_goes_on(corpus: Path, tmp_pat
     assert bytes_of(out) == bytes_of(tmp_path / "straight")
 
 
-def test_other_options_do_not_go_on_with_an_unfinished_build(corpus: Path, bpe: str, tmp_path: Path) -> None:
+def test_other_options_do_not_go_on_with_an_unfinished_build(
+    corpus: Path, bpe: str, tmp_path: Path
+) -> None:
     interrupted(corpus, tmp_path / "out", 2)
     with pytest.raises(DataError, match=r"unfinished build with other options.*tokenizer"):
         build(corpus, tmp_path / "out", tokenizer=bpe)
@@ -294,7 +337,9 @@ def test_inputs_that_changed_meanwhile_are_read_again(corpus: Path, tmp_path: Pa
     assert all_tokens(dataset) == all_tokens(open_dataset(tmp_path / "straight"))
 
 
-def test_inputs_that_changed_and_kept_size_and_time_are_read_again(corpus: Path, tmp_path: Path) -> None:
+def test_inputs_that_changed_and_kept_size_and_time_are_read_again(
+    corpus: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(corpus, folder)
     interrupted(folder, tmp_path / "out", 8)
@@ -322,7 +367,9 @@ def test_two_builds_of_one_place(corpus: Path, tmp_path: Path) -> None:
         shards_done.append(progress.num_shards_done)
 
     dataset = build(corpus, tmp_path / "out", progress=second)
-    assert shards_done[0] < len(dataset.shards), "the second build was refused while the first had shards to write"
+    assert shards_done[0] < len(dataset.shards), (
+        "the second build was refused while the first had shards to write"
+    )
     build(corpus, tmp_path / "straight")
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "straight")
 
@@ -371,7 +418,9 @@ def test_a_place_that_holds_something_else(corpus: Path, tmp_path: Path, content
     else:
         out.mkdir()
         (out / "thesis.tex").write_text("precious")
-    with pytest.raises(DataError, match="not a folder" if content == "file" else "'thesis.tex' is there"):
+    with pytest.raises(
+        DataError, match="not a folder" if content == "file" else "'thesis.tex' is there"
+    ):
         build(corpus, out)
     assert (out if content == "file" else out / "thesis.tex").read_text() == "precious"
     assert content == "file" or os.listdir(out) == ["thesis.tex"]
@@ -385,7 +434,9 @@ def test_a_place_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_full_disk_leaves_whole_shards_only(corpus: Path, tmp_path: Path, num_workers: int) -> None:
+def test_a_full_disk_leaves_whole_shards_only(
+    corpus: Path, tmp_path: Path, num_workers: int
+) -> None:
     """Really full: files may grow to 40 kB and no further, here and in the workers."""
     code = """
 import resource, signal, sys
@@ -401,7 +452,9 @@ except PhalanxError as error:
 """
     out = tmp_path / "out"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(corpus), str(out), str(num_workers)], capture_output=True, text=True
+        [sys.executable, "-c", code, str(corpus), str(out), str(num_workers)],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("ResourceError")
@@ -413,7 +466,9 @@ except PhalanxError as error:
     build(corpus, out, shard_bytes=60_000)
 
 
-def test_no_space_is_said_as_such(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_is_said_as_such(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: ShardWriter, *anything: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -464,9 +519,16 @@ def test_an_error_of_a_worker_is_the_error_of_the_build(corpus: Path, tmp_path: 
 # Memory
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's own account of memory")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="needs Linux's own account of memory"
+)
 @pytest.mark.parametrize(
-    "kind", ["txt", pytest.param("jsonl", marks=pytest.mark.long), pytest.param("parquet", marks=pytest.mark.long)]
+    "kind",
+    [
+        "txt",
+        pytest.param("jsonl", marks=pytest.mark.long),
+        pytest.param("parquet", marks=pytest.mark.long),
+    ],
 )
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, kind: str) -> None:
     """200 MB go through an interpreter that never holds 100 MB more than it had before."""
@@ -474,7 +536,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, kind: str) -> None
     block = "".join(f"line {number} of a file that does not fit\n" for number in range(2500))
     if kind == "parquet":
         table = pa.table({"text": [block] * 2000})
-        pa.parquet.write_table(table, path, row_group_size=50, compression="none", use_dictionary=False)
+        pa.parquet.write_table(
+            table, path, row_group_size=50, compression="none", use_dictionary=False
+        )
     else:
         with open(path, "w") as file:
             for _ in range(2000):
@@ -494,7 +558,9 @@ build_dataset([sys.argv[1]], Path(sys.argv[2]), shard_bytes=2**40)
 print(peak_kib() - before)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(tmp_path / "out")], capture_output=True, text=True
+        [sys.executable, "-c", code, str(path), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert open_dataset(tmp_path / "out").source_bytes > 180e6
@@ -548,7 +614,9 @@ def test_a_shard_in_the_place_of_another(built: Path) -> None:
     assert "shard-00001.tokens: the shard is not of this dataset (checksum" in found_wrong(built)
 
 
-def test_a_shard_made_with_another_tokenizer(corpus: Path, built: Path, bpe: str, tmp_path: Path) -> None:
+def test_a_shard_made_with_another_tokenizer(
+    corpus: Path, built: Path, bpe: str, tmp_path: Path
+) -> None:
     build(corpus, tmp_path / "other", tokenizer=bpe)
     shutil.copy(tmp_path / "other" / "shard-00001.tokens", built / "shard-00001.tokens")
     assert "made with tokenizer" in found_wrong(built)
@@ -565,7 +633,9 @@ def test_a_tokenizer_that_is_not_that_of_its_shards(corpus: Path, bpe: str, tmp_
 
 
 def test_token_ids_beyond_the_vocabulary(built: Path) -> None:
-    with ShardWriter(built / "shard-00001.tokens", "<u2", 60_000, open_dataset(built).tokenizer.digest) as writer:
+    with ShardWriter(
+        built / "shard-00001.tokens", "<u2", 60_000, open_dataset(built).tokenizer.digest
+    ) as writer:
         writer.begin_document(1)
         writer.write(np.array([5, 50_000]))
         writer.commit()
@@ -617,7 +687,9 @@ def test_a_dataset_json_that_is_not_one(built: Path, content: str) -> None:
         ("vocab_size", 10**15, "vocab_size 257, dataset.json says 1000000000000000"),
     ],
 )
-def test_a_dataset_json_with_a_value_that_cannot_be(built: Path, key: str, value: Any, said: str) -> None:
+def test_a_dataset_json_with_a_value_that_cannot_be(
+    built: Path, key: str, value: Any, said: str
+) -> None:
     edit_manifest(built, {key: value})
     with pytest.raises(DataError) as caught:
         open_dataset(built)
@@ -633,9 +705,14 @@ def edit_manifest(directory: Path, changed: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"end_of_document": 255}, "it was changed: its checksum is"), ({"checksum": None}, "and it says None")],
+    [
+        ({"end_of_document": 255}, "it was changed: its checksum is"),
+        ({"checksum": None}, "and it says None"),
+    ],
 )
-def test_a_dataset_json_that_was_edited_is_refused(built: Path, changed: dict[str, Any], said: str) -> None:
+def test_a_dataset_json_that_was_edited_is_refused(
+    built: Path, changed: dict[str, Any], said: str
+) -> None:
     """Values that could be, too: another end of a document is another dataset."""
     manifest = json.loads((built / "dataset.json").read_text()) | changed
     (built / "dataset.json").write_text(json.dumps(manifest))
@@ -660,18 +737,25 @@ def test_a_dataset_is_not_text(built: Path, tmp_path: Path) -> None:
         build(built, tmp_path / "again")
 
 
-def test_state_of_a_build_that_died_on_its_last_step_is_taken_away(corpus: Path, built: Path) -> None:
+def test_state_of_a_build_that_died_on_its_last_step_is_taken_away(
+    corpus: Path, built: Path
+) -> None:
     (built / STATE).mkdir()
     build(corpus, built)
     assert not (built / STATE).exists()
 
 
 def test_building_does_not_import_torch_or_arrow() -> None:
-    code = "import sys, phalanx.data.build, phalanx.data.stats; sys.exit(bool({'torch', 'pyarrow'} & set(sys.modules)))"
+    code = (
+        "import sys, phalanx.data.build, phalanx.data.stats; sys.exit(bool({'torch', 'pyarrow'} &"
+        " set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_reader_of_the_docs_reads_what_is_written(corpus: Path, bpe: str, tmp_path: Path) -> None:
+def test_the_reader_of_the_docs_reads_what_is_written(
+    corpus: Path, bpe: str, tmp_path: Path
+) -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     names: dict[str, Any] = {}
@@ -680,12 +764,16 @@ def test_the_reader_of_the_docs_reads_what_is_written(corpus: Path, bpe: str, tm
     (shard,) = dataset.shards
     documents, header = names["read_shard"](tmp_path / "out" / "shard-00000.tokens")
     assert header["max_token_id"] == shard.facts.max_token_id
-    assert [len(document) for document in documents] == np.diff(shard.ends.astype(int), prepend=0).tolist()
+    assert [len(document) for document in documents] == np.diff(
+        shard.ends.astype(int), prepend=0
+    ).tolist()
     assert np.concatenate(documents).tolist() == shard.tokens.tolist()
 
 
 def test_a_dataset_of_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(90)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(90))
+    )
     assert len(build(tmp_path / "rows.jsonl", tmp_path / "out", shard_bytes=18).shards) > 80
     code = """
 import resource, sys
@@ -694,7 +782,9 @@ from phalanx.data.dataset import open_dataset
 resource.setrlimit(resource.RLIMIT_NOFILE, (50, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 print(open_dataset(Path(sys.argv[1])).num_documents)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr) == ("90\n", "")
 
 

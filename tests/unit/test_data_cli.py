@@ -29,7 +29,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer and a dataset made with it."""
     folder = tmp_path_factory.mktemp("made")
-    assert _app.run(["data", "tokenizer", str(texts), "--vocab-size", "500", "--out", str(folder)]) == 0
+    assert (
+        _app.run(["data", "tokenizer", str(texts), "--vocab-size", "500", "--out", str(folder)])
+        == 0
+    )
     arguments = ["--tokenizer", str(folder), "--out", str(folder / "tokens"), "--workers", "1"]
     assert _app.run(["data", "build", str(texts), *arguments]) == 0
     return folder
@@ -56,24 +59,32 @@ def test_what_a_build_says(texts: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert again.startswith("there   ")
 
 
-def test_what_a_build_left_out_is_said(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_build_left_out_is_said(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.txt").write_text("a text")
     (folder / "b.txt").symlink_to("a.txt")
     said(capsys, "build", texts, "--out", folder / "tokens")
     out = said(capsys, "build", folder, folder / "a.txt", "--out", tmp_path / "out")
-    assert "1 folder skipped, a dataset or a run and not text; 2 files given again, read once\n" in out
+    assert (
+        "1 folder skipped, a dataset or a run and not text; 2 files given again, read once\n" in out
+    )
 
 
 def test_a_build_says_how_fast_the_tokenizer_alone_is(
     texts: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = said(capsys, "build", texts, "--tokenizer", made, "--out", tmp_path / "out", "--workers", 1)
+    out = said(
+        capsys, "build", texts, "--tokenizer", made, "--out", tmp_path / "out", "--workers", 1
+    )
     assert re.search(r"the tokenizer alone [\d.,]+ MB/s per worker, \d+ % of the time", out)
 
 
-def test_facts_have_a_versioned_schema(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_facts_have_a_versioned_schema(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As those of all verbs; so has an error."""
     (tmp_path / "a.txt").write_text("a text")
     arguments = [tmp_path / "a.txt", "--out", tmp_path / "out", "--json"]
@@ -87,10 +98,15 @@ def test_facts_have_a_versioned_schema(made: Path, tmp_path: Path, capsys: pytes
         assert facts["schema"] == f"phalanx.data-{verb}/1"
         assert "format" not in facts
         assert _app.run(["data", verb, "nowhere", *map(str, rest[1:])]) == 4
-        assert json.loads(capsys.readouterr().out)["schema"] in ("phalanx.error/1", "phalanx.data-verify/1")
+        assert json.loads(capsys.readouterr().out)["schema"] in (
+            "phalanx.error/1",
+            "phalanx.data-verify/1",
+        )
 
 
-def test_facts_of_a_build_as_json(texts: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_facts_of_a_build_as_json(
+    texts: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     facts = json.loads(said(capsys, "build", texts, "--tokenizer", made, "--out", out, "--json"))
     dataset = open_dataset(out)
@@ -98,16 +114,25 @@ def test_facts_of_a_build_as_json(texts: Path, made: Path, tmp_path: Path, capsy
     assert (facts["digest"], facts["num_tokens"]) == (dataset.digest, dataset.num_tokens)
     assert facts["build"]["text_bytes"] == facts["source_bytes"]
     assert facts["build"]["tokenizer_bytes_per_s_per_worker"] > 0
-    assert json.loads(said(capsys, "build", texts, "--tokenizer", made, "--out", out, "--json"))["build"] is None
+    assert (
+        json.loads(said(capsys, "build", texts, "--tokenizer", made, "--out", out, "--json"))[
+            "build"
+        ]
+        is None
+    )
 
 
 def test_training_a_tokenizer_twice_gives_the_same_file(
     texts: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = said(capsys, "tokenizer", texts, "--vocab-size", 500, "--out", tmp_path / "deep" / "mine.json")
+    out = said(
+        capsys, "tokenizer", texts, "--vocab-size", 500, "--out", tmp_path / "deep" / "mine.json"
+    )
     assert "500 tokens from 0.1 MB of text" in out
     assert (tmp_path / "deep" / "mine.json").read_bytes() == (made / "tokenizer.json").read_bytes()
-    assert "is there already" in said(capsys, "tokenizer", texts, "--vocab-size", 500, "--out", made, code=4)
+    assert "is there already" in said(
+        capsys, "tokenizer", texts, "--vocab-size", 500, "--out", made, code=4
+    )
 
 
 def test_a_tokenizer_of_a_corpus_with_few_pairs_is_smaller_and_says_so(
@@ -116,16 +141,26 @@ def test_a_tokenizer_of_a_corpus_with_few_pairs_is_smaller_and_says_so(
     (tmp_path / "a.txt").write_text("aaaa")
     out = said(capsys, "tokenizer", tmp_path / "a.txt", "--vocab-size", 5000, "--out", tmp_path)
     assert "the corpus has no more; 5,000 were asked for" in out
-    assert "at least 257" in said(capsys, "tokenizer", "stdlib", "--vocab-size", 256, "--out", tmp_path, code=2)
-    assert "at most 4,194,304" in said(capsys, "tokenizer", "stdlib", "--vocab-size", 10**11, "--out", "x", code=2)
+    assert "at least 257" in said(
+        capsys, "tokenizer", "stdlib", "--vocab-size", 256, "--out", tmp_path, code=2
+    )
+    assert "at most 4,194,304" in said(
+        capsys, "tokenizer", "stdlib", "--vocab-size", 10**11, "--out", "x", code=2
+    )
 
 
-def test_a_part_of_the_corpus_is_enough(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {n} " * 99}) + "\n" for n in range(3000)))
+def test_a_part_of_the_corpus_is_enough(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"row {n} " * 99}) + "\n" for n in range(3000))
+    )
     arguments = ("tokenizer", tmp_path / "rows.jsonl", "--vocab-size", 300, "--max-mb", 1, "--json")
     facts = [json.loads(said(capsys, *arguments, "--out", tmp_path / name)) for name in ("a", "b")]
     assert 0.8e6 < facts[0]["text_bytes"] == facts[1]["text_bytes"] < 1.2e6
-    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (
+        tmp_path / "b" / "tokenizer.json"
+    ).read_bytes()
 
 
 def test_verifying(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +168,11 @@ def test_verifying(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = made / "tokens" / "shard-00000.tokens"
     content = path.read_bytes()
     try:
-        path.write_bytes(content[: PAYLOAD_AT + 9] + bytes([content[PAYLOAD_AT + 9] ^ 4]) + content[PAYLOAD_AT + 10 :])
+        path.write_bytes(
+            content[: PAYLOAD_AT + 9]
+            + bytes([content[PAYLOAD_AT + 9] ^ 4])
+            + content[PAYLOAD_AT + 10 :]
+        )
         line = said(capsys, "verify", made / "tokens", code=4)
         assert line.startswith(f"phalanx: {path}: bytes 4096 to ")
         assert "checksum differs; tokens 0 to " in line
@@ -150,7 +189,10 @@ def test_verifying(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_what_is_wrong_with_a_dataset_is_said_without_secrets(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "SEKRET-1234567")
     assert _app.run(["data", "verify", str(tmp_path / "SEKRET-1234567"), *more]) == 4
@@ -159,7 +201,9 @@ def test_what_is_wrong_with_a_dataset_is_said_without_secrets(
     assert "SEKRET" not in told
 
 
-def test_statistics_are_those_of_the_tokens(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_are_those_of_the_tokens(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dataset = open_dataset(made / "tokens")
     (shard,) = dataset.shards
     ends = shard.ends.tolist()
@@ -173,7 +217,8 @@ def test_statistics_are_those_of_the_tokens(made: Path, tmp_path: Path, capsys: 
     assert sum(bin["num_documents"] for bin in histogram) == len(lengths)
     assert sum(bin["num_tokens"] for bin in histogram) == len(shard.tokens)
     assert all(
-        bin["num_documents"] == sum(bin["low"] <= length <= bin["high"] for length in lengths) for bin in histogram
+        bin["num_documents"] == sum(bin["low"] <= length <= bin["high"] for length in lengths)
+        for bin in histogram
     )
     counts = {token: shard.tokens.tolist().count(token) for token in set(shard.tokens.tolist())}
     top = facts["frequent_tokens"][0]
@@ -193,7 +238,9 @@ def test_statistics_count_a_document_of_several_shards_once(
     assert facts["length_quantiles"]["1"] == large.stat().st_size + 1
 
 
-def test_a_picture_of_lengths(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_of_lengths(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "tokens.html"
     out = said(capsys, "stats", made / "tokens", "--page", page)
     assert "█" * 40 in out  # the highest bar is full
@@ -205,7 +252,9 @@ def test_a_picture_of_lengths(made: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_picture_where_only_ascii_can_be_shown(made: Path) -> None:
-    done = finish(start("data", "stats", "tokens", cwd=made, env=environment(PYTHONIOENCODING="ascii")))
+    done = finish(
+        start("data", "stats", "tokens", cwd=made, env=environment(PYTHONIOENCODING="ascii"))
+    )
     assert (done.code, done.err) == (0, "")
     assert "#" * 40 in done.out
 
@@ -217,8 +266,16 @@ def test_a_picture_where_only_ascii_can_be_shown(made: Path) -> None:
         (["stdlb", "--out", "out"], 4, 'did you mean "stdlib"?'),
         (["stdlib", "--out", "."], 4, "the folder holds something else"),
         (["stdlib", "--out", "out", "--tokenizer", "nowhere.json"], 4, "no such tokenizer"),
-        (["stdlib", "--out", "out", "--tokenizer", "note.txt"], 4, "not a Hugging Face tokenizer.json"),
-        (["rows.jsonl", "--out", "out", "--column", "txt"], 4, "rows.jsonl:1: there is no field 'txt'"),
+        (
+            ["stdlib", "--out", "out", "--tokenizer", "note.txt"],
+            4,
+            "not a Hugging Face tokenizer.json",
+        ),
+        (
+            ["rows.jsonl", "--out", "out", "--column", "txt"],
+            4,
+            "rows.jsonl:1: there is no field 'txt'",
+        ),
         (["ids.npy", "--out", "out"], 4, "data.source takes the .npy itself"),
         (["stdlib"], 2, "--out"),
         (["--out", "out"], 2, "INPUT"),
@@ -248,7 +305,9 @@ def slow_corpus(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_a_build_that_is_stopped_goes_on(made: Path, tmp_path: Path, how: signal.Signals) -> None:
     """Also kill -9: whole shards are kept and not written again, workers end with their parent."""
     corpus = slow_corpus(tmp_path / "corpus")
@@ -268,7 +327,8 @@ def test_a_build_that_is_stopped_goes_on(made: Path, tmp_path: Path, how: signal
         # A slow machine sees progress on the way, and nothing else.
         assert [line for line in done.err.splitlines() if not line.startswith("building ")] == []
         assert re.fullmatch(
-            r"stopped: \d+ of \d+ shards are whole and kept; the same command goes on from there\n", done.out
+            r"stopped: \d+ of \d+ shards are whole and kept; the same command goes on from there\n",
+            done.out,
         )
     written = {
         path.name: path.stat().st_mtime_ns
@@ -296,9 +356,22 @@ def test_progress_on_a_terminal(made: Path, texts: Path, tmp_path: Path) -> None
     """A bar on standard error, taken away at the end; without colours if NO_COLOR is set."""
     slow_corpus(tmp_path / "corpus")
     ours, theirs = pty.openpty()
-    command = [*PHALANX, "data", "build", "corpus", "--tokenizer", str(made), "--out", "tokens", "--workers", "2"]
+    command = [
+        *PHALANX,
+        "data",
+        "build",
+        "corpus",
+        "--tokenizer",
+        str(made),
+        "--out",
+        "tokens",
+        "--workers",
+        "2",
+    ]
     env = environment(NO_COLOR="1", TERM="xterm", COLUMNS="120")
-    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=theirs)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=theirs
+    )
     os.close(theirs)
     drawn = b""
     while True:

@@ -1,4 +1,5 @@
-"""What a run trains on: built from text once, or used where it lies; all that is unusable is refused in one line."""
+"""What a run trains on: built from text once, or used where it lies; all that is unusable is
+refused in one line."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def out_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """Forty documents, one of them below a folder, one binary, one hidden, one in a hidden folder."""
+    """Forty documents, one of them below a folder, one binary, one hidden, one in a hidden
+    folder."""
     folder = tmp_path / "library"
     (folder / "below").mkdir(parents=True)
     (folder / ".git").mkdir()
@@ -87,13 +89,19 @@ def test_a_text_file_is_one_document_split_by_position(tmp_path: Path, out_dir: 
     tokens = tokens_of(b"0123456789abcdefghi")
     assert read(corpus, "train").tolist() == tokens[:15]
     assert read(corpus, "held_out").tolist() == tokens[15:]
-    assert (corpus.components[0].tokenizer.kind, corpus.vocab_size, corpus.source_bytes) == ("bytes", 257, 19)
+    assert (corpus.components[0].tokenizer.kind, corpus.vocab_size, corpus.source_bytes) == (
+        "bytes",
+        257,
+        19,
+    )
     assert (corpus.components[0].split_by, corpus.components[0].held_out_keys) == ("position", ())
     assert "one document" in corpus.components[0].why_split
     assert not read(corpus, "train").flags.writeable
 
 
-def test_a_folder_is_its_text_files_in_order_each_followed_by_the_end_token(library: Path, out_dir: Path) -> None:
+def test_a_folder_is_its_text_files_in_order_each_followed_by_the_end_token(
+    library: Path, out_dir: Path
+) -> None:
     corpus = prepare(library, out_dir)
     names = sorted(path.relative_to(library).as_posix() for path in library.rglob("[0-9]*.txt"))
     expected = [token for name in names for token in tokens_of((library / name).read_bytes())]
@@ -103,11 +111,15 @@ def test_a_folder_is_its_text_files_in_order_each_followed_by_the_end_token(libr
     assert read(corpus, "held_out").size == 0
 
 
-def test_documents_are_held_out_whole_disjoint_and_complete(library: Path, out_dir: Path, tmp_path: Path) -> None:
+def test_documents_are_held_out_whole_disjoint_and_complete(
+    library: Path, out_dir: Path, tmp_path: Path
+) -> None:
     corpus = prepare(library, out_dir, fraction=0.3)
     texts = {split: text_of(corpus, split).split("\n\n")[:-1] for split in SPLITS}
     assert all(texts.values())
-    assert sorted(texts["train"] + texts["held_out"]) == sorted(f"document {number}" for number in range(40))
+    assert sorted(texts["train"] + texts["held_out"]) == sorted(
+        f"document {number}" for number in range(40)
+    )
     assert corpus.splits["train"].num_documents == len(texts["train"])
 
     # The name decides, not where the tree lies nor what else is in it.
@@ -119,7 +131,9 @@ def test_documents_are_held_out_whole_disjoint_and_complete(library: Path, out_d
     assert held_out == [text for text in texts["held_out"] if text != "document 0"]
 
 
-def test_of_few_documents_a_whole_one_is_held_out_and_stays_so(tmp_path: Path, out_dir: Path) -> None:
+def test_of_few_documents_a_whole_one_is_held_out_and_stays_so(
+    tmp_path: Path, out_dir: Path
+) -> None:
     folder = tmp_path / "few"
     folder.mkdir()
     for name in "abc":
@@ -162,7 +176,9 @@ def test_names_alone_never_leave_training_without_a_sequence(tmp_path: Path, out
     folder.mkdir()
     for name in ("a", "b"):
         (folder / name).write_bytes(b"x" * 49)
-    corpus = prepare(folder, out_dir, fraction=0.01, seq_len=90)  # either document alone is too short
+    corpus = prepare(
+        folder, out_dir, fraction=0.01, seq_len=90
+    )  # either document alone is too short
     assert (corpus.splits["train"].num_tokens, corpus.splits["held_out"].num_tokens) == (98, 2)
 
 
@@ -173,7 +189,11 @@ def test_npy_ids_are_taken_as_they_are(tmp_path: Path, out_dir: Path, dtype: str
     corpus = prepare(tmp_path / "ids.npy", out_dir, fraction=0.2)
     assert read(corpus, "train").tolist() == ids[:8].tolist()
     assert read(corpus, "held_out").tolist() == ids[8:].tolist()
-    assert (corpus.components[0].tokenizer.kind, corpus.vocab_size, corpus.tokenizer()) == ("none", 201, None)
+    assert (corpus.components[0].tokenizer.kind, corpus.vocab_size, corpus.tokenizer()) == (
+        "none",
+        201,
+        None,
+    )
     assert not out_dir.joinpath("source-0").exists()  # it is used where it lies
 
 
@@ -199,8 +219,15 @@ def test_the_fact_sheet_says_what_the_sequences_hold(library: Path, out_dir: Pat
     assert set(facts["files"]) == {"dataset.json", "shard-00000.tokens"}
     for split in SPLITS:
         tokens = read(corpus, split)
-        assert facts["splits"][split] == {"num_tokens": tokens.size, "num_documents": int((tokens == EOD).sum())}
-    assert everything_below(out_dir) == {"corpus.json", "source-0", *(f"source-0/{name}" for name in facts["files"])}
+        assert facts["splits"][split] == {
+            "num_tokens": tokens.size,
+            "num_documents": int((tokens == EOD).sum()),
+        }
+    assert everything_below(out_dir) == {
+        "corpus.json",
+        "source-0",
+        *(f"source-0/{name}" for name in facts["files"]),
+    }
 
 
 def test_memory_does_not_grow_with_the_source(tmp_path: Path, out_dir: Path) -> None:
@@ -219,7 +246,9 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path, out_dir: Path) -> 
 # Again: resumed runs and restarted attempts
 
 
-def test_what_is_there_is_taken_even_if_the_source_has_changed(library: Path, out_dir: Path) -> None:
+def test_what_is_there_is_taken_even_if_the_source_has_changed(
+    library: Path, out_dir: Path
+) -> None:
     first = prepare(library, out_dir, fraction=0.3)
     before = snapshot(out_dir)
     (library / "00.txt").write_text("something else entirely")
@@ -230,7 +259,9 @@ def test_what_is_there_is_taken_even_if_the_source_has_changed(library: Path, ou
     assert snapshot(out_dir) == before
 
 
-def test_what_a_killed_process_left_is_replaced(library: Path, out_dir: Path, tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_replaced(
+    library: Path, out_dir: Path, tmp_path: Path
+) -> None:
     reference = prepare(library, tmp_path / "reference", fraction=0.3)
     prepare(library, out_dir, fraction=0.3)
     (out_dir / "corpus.json").unlink()
@@ -246,7 +277,10 @@ def test_another_source_does_not_replace_the_tokens_of_a_run(
 ) -> None:
     prepare(library, out_dir, fraction=0.3)
     before = (out_dir / "corpus.json").read_bytes()
-    refused(lambda: prepare(**({"source": library, "out_dir": out_dir, "fraction": 0.3} | change)), "another job")
+    refused(
+        lambda: prepare(**({"source": library, "out_dir": out_dir, "fraction": 0.3} | change)),
+        "another job",
+    )
     assert (out_dir / "corpus.json").read_bytes() == before
 
 
@@ -259,11 +293,15 @@ def _other_release(out_dir: Path) -> None:
 
 
 def _other_fields(out_dir: Path) -> None:
-    (out_dir / "corpus.json").write_text('{"format": 2, "wanted": {}, "components": [{"path": 3}], "user": null}')
+    (out_dir / "corpus.json").write_text(
+        '{"format": 2, "wanted": {}, "components": [{"path": 3}], "user": null}'
+    )
 
 
 @pytest.mark.parametrize("damage", [_garble, _other_release, _other_fields])
-def test_a_damaged_fact_sheet_is_refused(library: Path, out_dir: Path, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_fact_sheet_is_refused(
+    library: Path, out_dir: Path, damage: Callable[[Path], None]
+) -> None:
     prepare(library, out_dir, fraction=0.3)
     damage(out_dir)
     refused(lambda: prepare(library, out_dir, fraction=0.3), "cannot be used", "remove that folder")
@@ -312,7 +350,10 @@ def flip_a_bit(path: Path, at: int) -> None:
 def test_shards_hold_the_same_split_as_the_text_they_were_made_of(
     library: Path, shards: Path, out_dir: Path, tmp_path: Path
 ) -> None:
-    text, built = prepare(library, tmp_path / "text", fraction=0.3), prepare(shards, out_dir, fraction=0.3)
+    text, built = (
+        prepare(library, tmp_path / "text", fraction=0.3),
+        prepare(shards, out_dir, fraction=0.3),
+    )
     assert len(built.components[0].files) > 3
     assert everything_below(out_dir) == {"corpus.json"}
     for split in SPLITS:
@@ -325,7 +366,9 @@ def test_a_flipped_bit_is_named_by_shard_and_offset(shards: Path, out_dir: Path)
     corpus = prepare(shards, out_dir)
     flip_a_bit(shards / "shard-00001.tokens", 4096 + 20)
     refused(lambda: verify_corpus(corpus), "shard-00001.tokens", "bytes 4096", "tokens 0 to")
-    refused(lambda: verify_corpus(corpus, is_new=True), "shard-00001.tokens")  # who wrote them is long gone
+    refused(
+        lambda: verify_corpus(corpus, is_new=True), "shard-00001.tokens"
+    )  # who wrote them is long gone
 
 
 def test_shards_without_their_dataset_json_are_no_text(shards: Path, out_dir: Path) -> None:
@@ -344,7 +387,9 @@ def test_what_is_too_much_to_read_is_said_to_be_unverified(
     assert "phalanx data verify" in said
 
 
-def test_shards_that_were_built_again_since_the_run_began(library: Path, shards: Path, out_dir: Path) -> None:
+def test_shards_that_were_built_again_since_the_run_began(
+    library: Path, shards: Path, out_dir: Path
+) -> None:
     corpus = prepare(shards, out_dir)
     shutil.rmtree(shards)
     (library / "39.txt").write_text("one more document")
@@ -363,33 +408,55 @@ def test_token_ids_that_changed_since_the_run_began(tmp_path: Path, out_dir: Pat
     refused(lambda: corpus.sequences("train"), "ids.npy", "changed since the run began", "bytes")
 
 
-def test_shards_and_data_tokenizer_that_do_not_match(shards: Path, out_dir: Path, tmp_path: Path) -> None:
+def test_shards_and_data_tokenizer_that_do_not_match(
+    shards: Path, out_dir: Path, tmp_path: Path
+) -> None:
     other = a_tokenizer(tmp_path / "other.json")
-    refused_without_trace(shards, out_dir, "is not the one of the shards", str(shards), tokenizer=str(other))
+    refused_without_trace(
+        shards, out_dir, "is not the one of the shards", str(shards), tokenizer=str(other)
+    )
 
 
 def test_bytes_are_a_tokenizer_like_another_where_the_job_names_them(
     library: Path, out_dir: Path, tmp_path: Path
 ) -> None:
-    build_dataset([str(library)], tmp_path / "words", tokenizer=str(a_tokenizer(tmp_path / "words.json")))
+    build_dataset(
+        [str(library)], tmp_path / "words", tokenizer=str(a_tokenizer(tmp_path / "words.json"))
+    )
     words = "data.tokenizer bytes is not the one of the shards"
     refused_without_trace(tmp_path / "words", out_dir, words, tokenizer="bytes")
     np.save(tmp_path / "ids.npy", np.frombuffer(b"six or more bytes", np.uint8))
-    assert prepare(tmp_path / "ids.npy", out_dir, tokenizer="bytes").tokenizer().decode([98, 121]) == "by"
+    assert (
+        prepare(tmp_path / "ids.npy", out_dir, tokenizer="bytes").tokenizer().decode([98, 121])
+        == "by"
+    )
 
 
-def test_a_tokenizer_that_is_not_the_one_of_its_shards(library: Path, tmp_path: Path, out_dir: Path) -> None:
-    first, second = a_tokenizer(tmp_path / "first.json"), a_tokenizer(tmp_path / "second.json", extra="zebra")
+def test_a_tokenizer_that_is_not_the_one_of_its_shards(
+    library: Path, tmp_path: Path, out_dir: Path
+) -> None:
+    first, second = (
+        a_tokenizer(tmp_path / "first.json"),
+        a_tokenizer(tmp_path / "second.json", extra="zebra"),
+    )
     build_dataset([str(library)], tmp_path / "shards", tokenizer=str(first))
     shutil.copy(second, tmp_path / "shards" / "tokenizer.json")
-    refused_without_trace(tmp_path / "shards", out_dir, "tokenizer.json", "not the one of its shards")
+    refused_without_trace(
+        tmp_path / "shards", out_dir, "tokenizer.json", "not the one of its shards"
+    )
 
 
-def test_a_tokenizer_that_changed_since_the_run_began(library: Path, tmp_path: Path, out_dir: Path) -> None:
-    build_dataset([str(library)], tmp_path / "shards", tokenizer=str(a_tokenizer(tmp_path / "first.json")))
+def test_a_tokenizer_that_changed_since_the_run_began(
+    library: Path, tmp_path: Path, out_dir: Path
+) -> None:
+    build_dataset(
+        [str(library)], tmp_path / "shards", tokenizer=str(a_tokenizer(tmp_path / "first.json"))
+    )
     prepare(tmp_path / "shards", out_dir)
     a_tokenizer(tmp_path / "shards" / "tokenizer.json", extra="zebra")
-    refused(lambda: prepare(tmp_path / "shards", out_dir), "tokenizer.json", "not the one of its shards")
+    refused(
+        lambda: prepare(tmp_path / "shards", out_dir), "tokenizer.json", "not the one of its shards"
+    )
 
 
 def test_token_ids_can_be_given_a_tokenizer(tmp_path: Path, out_dir: Path) -> None:
@@ -401,7 +468,9 @@ def test_token_ids_can_be_given_a_tokenizer(tmp_path: Path, out_dir: Path) -> No
     a_tokenizer(tokenizer, extra="zebra")
     refused(corpus.tokenizer, "changed since the run began", "words.json")
     np.save(tmp_path / "more.npy", np.array([1, 2, 50, 1, 1, 1]))
-    refused_without_trace(tmp_path / "more.npy", tmp_path / "b", "token 50 does not fit", tokenizer=str(tokenizer))
+    refused_without_trace(
+        tmp_path / "more.npy", tmp_path / "b", "token 50 does not fit", tokenizer=str(tokenizer)
+    )
 
 
 def a_tokenizer(path: Path, extra: str = "yak") -> Path:
@@ -417,7 +486,9 @@ def a_tokenizer(path: Path, extra: str = "yak") -> Path:
 
 
 def mixture(*sources: Path | str) -> tuple[Source, ...]:
-    return tuple(Source(source=str(source), weight=number + 1) for number, source in enumerate(sources))
+    return tuple(
+        Source(source=str(source), weight=number + 1) for number, source in enumerate(sources)
+    )
 
 
 def test_a_mixture_has_components_with_splits_of_their_own(
@@ -431,27 +502,47 @@ def test_a_mixture_has_components_with_splits_of_their_own(
     ]
     alone = prepare(library, tmp_path / "alone", fraction=0.3)
     for split in SPLITS:
-        assert [sequence[:].tolist() for sequence in corpus.sequences(split)] == [read(alone, split).tolist()] * 2
+        assert [sequence[:].tolist() for sequence in corpus.sequences(split)] == [
+            read(alone, split).tolist()
+        ] * 2
         assert corpus.splits[split].num_tokens == 2 * alone.splits[split].num_tokens
     assert corpus.names == [str(library), str(shards)]
     assert load_corpus(out_dir) == corpus
 
 
-def test_a_mixture_of_two_tokenizers_is_refused(library: Path, tmp_path: Path, out_dir: Path) -> None:
-    build_dataset([str(library)], tmp_path / "words", tokenizer=str(a_tokenizer(tmp_path / "words.json")))
+def test_a_mixture_of_two_tokenizers_is_refused(
+    library: Path, tmp_path: Path, out_dir: Path
+) -> None:
+    build_dataset(
+        [str(library)], tmp_path / "words", tokenizer=str(a_tokenizer(tmp_path / "words.json"))
+    )
     np.save(tmp_path / "ids.npy", np.arange(1_000))
     for other in (tmp_path / "words", tmp_path / "ids.npy"):
         data = Data(mixture=mixture(library, other), seq_len=4)
-        refused(lambda data=data: prepare_corpus(data, out_dir, vocab_size=None), "one tokenizer", str(other))
+        refused(
+            lambda data=data: prepare_corpus(data, out_dir, vocab_size=None),
+            "one tokenizer",
+            str(other),
+        )
         assert not out_dir.exists()
 
 
-def test_tokens_that_are_there_are_checked_against_the_model_of_today(library: Path, tmp_path: Path) -> None:
+def test_tokens_that_are_there_are_checked_against_the_model_of_today(
+    library: Path, tmp_path: Path
+) -> None:
     prepare(library, tmp_path / "text")
-    refused(lambda: prepare(library, tmp_path / "text", seq_len=10_000), "not enough tokens", "10001 needed")
+    refused(
+        lambda: prepare(library, tmp_path / "text", seq_len=10_000),
+        "not enough tokens",
+        "10001 needed",
+    )
     np.save(tmp_path / "ids.npy", np.array([1, 2, 3, 9, 2, 1]))
     prepare(tmp_path / "ids.npy", tmp_path / "ids")
-    refused(lambda: prepare(tmp_path / "ids.npy", tmp_path / "ids", vocab_size=9), "ids.npy: position 3", "token 9")
+    refused(
+        lambda: prepare(tmp_path / "ids.npy", tmp_path / "ids", vocab_size=9),
+        "ids.npy: position 3",
+        "token 9",
+    )
 
 
 # Refusals
@@ -467,7 +558,9 @@ def refused(act: Callable[[], object], *said: str, code: ExitCode = ExitCode.DAT
         assert part in line, line
 
 
-def refused_without_trace(source: Path | str, out_dir: Path, *said: str, **options: int | float | None) -> None:
+def refused_without_trace(
+    source: Path | str, out_dir: Path, *said: str, **options: int | float | None
+) -> None:
     refused(lambda: prepare(source, out_dir, **options), *said)
     assert not out_dir.exists()
 
@@ -521,14 +614,23 @@ def test_a_source_of_binary_files_only(tmp_path: Path, out_dir: Path) -> None:
 
 def test_too_few_tokens_for_one_sequence(tmp_path: Path, out_dir: Path) -> None:
     (tmp_path / "short.txt").write_text("0123456789")
-    assert prepare(tmp_path / "short.txt", tmp_path / "ok", seq_len=10).splits["train"].num_tokens == 11
-    refused_without_trace(tmp_path / "short.txt", out_dir, "11 to train on, 12 needed", "at most 10", seq_len=11)
-    refused_without_trace(tmp_path / "short.txt", out_dir, "9 to train on", seq_len=10, fraction=0.1)
+    assert (
+        prepare(tmp_path / "short.txt", tmp_path / "ok", seq_len=10).splits["train"].num_tokens
+        == 11
+    )
+    refused_without_trace(
+        tmp_path / "short.txt", out_dir, "11 to train on, 12 needed", "at most 10", seq_len=11
+    )
+    refused_without_trace(
+        tmp_path / "short.txt", out_dir, "9 to train on", seq_len=10, fraction=0.1
+    )
     np.save(tmp_path / "one.npy", np.array([3]))
     refused_without_trace(tmp_path / "one.npy", out_dir, "0 to train on, 5 needed", fraction=0.5)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file that opens and cannot be read")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/mem"), reason="needs a file that opens and cannot be read"
+)
 def test_an_unreadable_file(tmp_path: Path, out_dir: Path) -> None:
     """A disk that fails, not data that is damaged."""
     folder = tmp_path / "folder"
@@ -559,7 +661,9 @@ def test_something_that_is_not_a_regular_file(tmp_path: Path, out_dir: Path) -> 
         (np.array(["a", 1], object), "not a readable .npy file"),
     ],
 )
-def test_npy_that_is_not_a_list_of_ids(tmp_path: Path, out_dir: Path, array: np.ndarray, said: str) -> None:
+def test_npy_that_is_not_a_list_of_ids(
+    tmp_path: Path, out_dir: Path, array: np.ndarray, said: str
+) -> None:
     np.save(tmp_path / "ids.npy", array, allow_pickle=True)
     refused_without_trace(tmp_path / "ids.npy", out_dir, "ids.npy", said)
 
@@ -571,21 +675,33 @@ def test_a_damaged_npy(tmp_path: Path, out_dir: Path, length: int) -> None:
     refused_without_trace(tmp_path / "ids.npy", out_dir, "not a readable .npy file")
 
 
-def test_tokens_beyond_the_models_vocabulary(tmp_path: Path, library: Path, shards: Path, out_dir: Path) -> None:
-    refused_without_trace(library, out_dir, "token 256 does not fit", "the end of a document", vocab_size=256)
-    refused_without_trace(shards, out_dir, "shard-00000.tokens: position 11", "token 256", vocab_size=256)
+def test_tokens_beyond_the_models_vocabulary(
+    tmp_path: Path, library: Path, shards: Path, out_dir: Path
+) -> None:
+    refused_without_trace(
+        library, out_dir, "token 256 does not fit", "the end of a document", vocab_size=256
+    )
+    refused_without_trace(
+        shards, out_dir, "shard-00000.tokens: position 11", "token 256", vocab_size=256
+    )
     ids = np.zeros(2_000_000, np.uint16)
     ids[1_500_000] = 50
     np.save(tmp_path / "ids.npy", ids)
     refused_without_trace(
-        tmp_path / "ids.npy", out_dir, "position 1500000: token 50", "vocabulary of 50", vocab_size=50
+        tmp_path / "ids.npy",
+        out_dir,
+        "position 1500000: token 50",
+        "vocabulary of 50",
+        vocab_size=50,
     )
     assert prepare(tmp_path / "ids.npy", out_dir, vocab_size=51).vocab_size == 51
 
 
 def test_documents_of_an_array_cannot_be_masked(tmp_path: Path, out_dir: Path) -> None:
     np.save(tmp_path / "ids.npy", np.arange(100))
-    refused_without_trace(tmp_path / "ids.npy", out_dir, "needs documents", "ids.npy", document_masks=True)
+    refused_without_trace(
+        tmp_path / "ids.npy", out_dir, "needs documents", "ids.npy", document_masks=True
+    )
 
 
 # The place it is written to
@@ -597,7 +713,9 @@ def test_a_place_that_cannot_be_written(library: Path, tmp_path: Path) -> None:
         prepare(library, tmp_path / "file" / "data")
 
 
-def test_a_failure_leaves_nothing(library: Path, out_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_nothing(
+    library: Path, out_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(path: Path, value: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

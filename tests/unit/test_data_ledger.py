@@ -1,4 +1,5 @@
-"""The ledger proves that samples were read exactly once, over restarts too, and finds every fault planted in it."""
+"""The ledger proves that samples were read exactly once, over restarts too, and finds every
+fault planted in it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def run_dir(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     data = Data(source=str(tmp_path / "texts"), seq_len=8, held_out_fraction=0.1)
     prepare_corpus(data, run / "data", vocab_size=None)
-    write_json_atomic(run / "job.json", Job(run=Run(seed=SEED), data=data, observe=Observe(samples=True)).to_json())
+    write_json_atomic(
+        run / "job.json",
+        Job(run=Run(seed=SEED), data=data, observe=Observe(samples=True)).to_json(),
+    )
     return run
 
 
@@ -47,11 +51,23 @@ def read(
     only: Sequence[int] | None = None,
     changed: Callable[[SamplesRead], SamplesRead | None] = lambda event: event,
 ) -> None:
-    """Do what the ranks of an attempt do: read the steps, and say so. It continues where `steps` begin."""
+    """Do what the ranks of an attempt do: read the steps, and say so.
+
+    It continues where `steps` begin.
+    """
     before = steps[0] - 1
     for rank in range(ranks) if only is None else only:
-        share = Share(batch, batch // ranks, ranks, rank, done_steps=before, done_samples=DONE.get(before, before * 8))
-        batches = TrainBatches(SampleSpec(str(run / "data"), 8, seed), share, prefetch=False, keep_record=True)
+        share = Share(
+            batch,
+            batch // ranks,
+            ranks,
+            rank,
+            done_steps=before,
+            done_samples=DONE.get(before, before * 8),
+        )
+        batches = TrainBatches(
+            SampleSpec(str(run / "data"), 8, seed), share, prefetch=False, keep_record=True
+        )
         bus = Bus(rank=rank, attempt=attempt, run_dir=run)
         if rank == 0:
             bus.emit(RunStarted("train", "", ranks, before, 99, "cpu", {}))
@@ -70,8 +86,15 @@ def test_a_straight_run(run_dir: Path) -> None:
     read(run_dir, 0, range(1, 11))
     report = check_ledger(run_dir)
     assert report.problems == ()
-    assert (report.num_samples, report.num_steps, report.num_attempts, report.num_compared) == (80, 10, 1, 20)
-    assert report.lines() == ["80 samples in 10 steps, each exactly once (checksums as the tokens say)"]
+    assert (report.num_samples, report.num_steps, report.num_attempts, report.num_compared) == (
+        80,
+        10,
+        1,
+        20,
+    )
+    assert report.lines() == [
+        "80 samples in 10 steps, each exactly once (checksums as the tokens say)"
+    ]
     assert json.loads(json.dumps(report.to_json()))["ok"] is True
 
 
@@ -100,7 +123,9 @@ def test_the_newest_step_may_be_cut_off_by_a_kill(run_dir: Path) -> None:
     assert (report.problems, report.num_steps, report.num_samples) == ((), 4, 32)
 
 
-def at(step: int, rank: int, change: Callable[[SamplesRead], SamplesRead | None]) -> Callable[[SamplesRead], object]:
+def at(
+    step: int, rank: int, change: Callable[[SamplesRead], SamplesRead | None]
+) -> Callable[[SamplesRead], object]:
     def changed(event: SamplesRead) -> SamplesRead | None:
         return change(event) if (event.step, event.data_parallel_rank) == (step, rank) else event
 
@@ -112,8 +137,14 @@ def at(step: int, rank: int, change: Callable[[SamplesRead], SamplesRead | None]
     [
         (at(4, 1, lambda event: None), ["step 4: rank 1 has no record"]),
         (at(4, 1, lambda event: replace(event, ranges=[28, 31])), ["step 5: sample 31 is missing"]),
-        (at(4, 1, lambda event: replace(event, ranges=[24, 28])), ["step 4: samples 24 to 27 are repeated"]),
-        (at(4, 1, lambda event: replace(event, ranges=[12, 16])), ["step 4: samples 12 to 15 are repeated"]),
+        (
+            at(4, 1, lambda event: replace(event, ranges=[24, 28])),
+            ["step 4: samples 24 to 27 are repeated"],
+        ),
+        (
+            at(4, 1, lambda event: replace(event, ranges=[12, 16])),
+            ["step 4: samples 12 to 15 are repeated"],
+        ),
         (at(4, 0, lambda event: replace(event, ranges=[25, 28])), ["step 4: sample 24 is missing"]),
         (
             at(4, 1, lambda event: replace(event, xxh3="0" * 16)),
@@ -121,7 +152,9 @@ def at(step: int, rank: int, change: Callable[[SamplesRead], SamplesRead | None]
         ),
     ],
 )
-def test_a_planted_fault_is_found_and_named(run_dir: Path, fault: Callable[..., object], said: list[str]) -> None:
+def test_a_planted_fault_is_found_and_named(
+    run_dir: Path, fault: Callable[..., object], said: list[str]
+) -> None:
     read(run_dir, 0, range(1, 11), changed=fault)
     report = check_ledger(run_dir)
     assert not report.ok
@@ -168,11 +201,16 @@ def test_no_record_and_no_run_are_refused(run_dir: Path, tmp_path: Path) -> None
         ({"step": 10**12}, "the attempt has steps 1 to 99"),
         ({"step": 2.5}, "the attempt has steps 1 to 99"),
         ({"step": 0}, "the attempt has steps 1 to 99"),
-        ({"data_parallel_size": 10**12}, "of 1000000000000 data-parallel ranks, and there are 2 ranks"),
+        (
+            {"data_parallel_size": 10**12},
+            "of 1000000000000 data-parallel ranks, and there are 2 ranks",
+        ),
         ({"data_parallel_rank": 2}, "of 2 data-parallel ranks"),
     ],
 )
-def test_a_damaged_record_is_a_problem_that_is_named(run_dir: Path, damage: dict[str, object], said: str) -> None:
+def test_a_damaged_record_is_a_problem_that_is_named(
+    run_dir: Path, damage: dict[str, object], said: str
+) -> None:
     read(run_dir, 0, range(1, 4), changed=at(2, 0, lambda event: replace(event, **damage)))
     report = check_ledger(run_dir)
     assert said in report.problems[0]
@@ -183,12 +221,21 @@ def test_a_damaged_record_is_a_problem_that_is_named(run_dir: Path, damage: dict
 
 def test_a_far_step_is_one_gap_where_no_start_of_the_attempt_is_on_record(run_dir: Path) -> None:
     far = at(2, 1, lambda event: replace(event, step=10**12))
-    read(run_dir, 0, range(1, 4), ranks=2, only=[1], changed=far)  # rank 0, which says how it began, wrote nothing
+    read(
+        run_dir, 0, range(1, 4), ranks=2, only=[1], changed=far
+    )  # rank 0, which says how it began, wrote nothing
     problems = check_ledger(run_dir).problems
     assert "steps 4 to 999999999999: no rank has a record" in problems
     assert len(problems) < 8
 
 
 def test_a_step_that_claims_other_numbers_of_samples_is_named_and_not_read(run_dir: Path) -> None:
-    read(run_dir, 0, range(1, 4), changed=at(3, 1, lambda event: replace(event, ranges=[20, 20 + 2**24])))
-    assert check_ledger(run_dir).problems == ("step 3: rank 1 read 16777216 samples, and 4 in other steps",)
+    read(
+        run_dir,
+        0,
+        range(1, 4),
+        changed=at(3, 1, lambda event: replace(event, ranges=[20, 20 + 2**24])),
+    )
+    assert check_ledger(run_dir).problems == (
+        "step 3: rank 1 read 16777216 samples, and 4 in other steps",
+    )

@@ -1,4 +1,5 @@
-"""Batches are one global sequence: the same at any number of ranks, from any step on, prefetched or not."""
+"""Batches are one global sequence: the same at any number of ranks, from any step on, prefetched
+or not."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ SEQ_LEN = 8
 def corpus_of(folder: Path, num_tokens: int, held_out_fraction: float) -> Corpus:
     """Every token is its own position, so that a batch says what it read."""
     np.save(folder / "ids.npy", np.arange(num_tokens))
-    data = Data(source=str(folder / "ids.npy"), held_out_fraction=held_out_fraction, seq_len=SEQ_LEN)
+    data = Data(
+        source=str(folder / "ids.npy"), held_out_fraction=held_out_fraction, seq_len=SEQ_LEN
+    )
     return prepare_corpus(data, folder / "data", vocab_size=None)
 
 
@@ -40,7 +43,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def open_batches(corpus: Corpus) -> Iterator[object]:
     opened: list[TrainBatches] = []
 
-    def open_one(micro: int = 2, dp: int = 1, rank: int = 0, prefetch: bool = False, seed: int = 3) -> TrainBatches:
+    def open_one(
+        micro: int = 2, dp: int = 1, rank: int = 0, prefetch: bool = False, seed: int = 3
+    ) -> TrainBatches:
         spec = SampleSpec(str(corpus.directory), SEQ_LEN, seed)
         opened.append(TrainBatches(spec, Share(12, micro, dp, rank), prefetch=prefetch))
         return opened[-1]
@@ -50,8 +55,12 @@ def open_batches(corpus: Corpus) -> Iterator[object]:
         batches.close()
 
 
-def held_out_of(corpus: Corpus, micro: int, dp: int, rank: int, max_tokens: int | None = None) -> HeldOutBatches:
-    return HeldOutBatches(corpus.sequences("held_out")[0], Windows(SEQ_LEN), micro, dp, rank, max_tokens)
+def held_out_of(
+    corpus: Corpus, micro: int, dp: int, rank: int, max_tokens: int | None = None
+) -> HeldOutBatches:
+    return HeldOutBatches(
+        corpus.sequences("held_out")[0], Windows(SEQ_LEN), micro, dp, rank, max_tokens
+    )
 
 
 def rows(microbatches: list[Batch]) -> list[list[int]]:
@@ -68,7 +77,9 @@ def same(first: list[Batch], second: list[Batch]) -> bool:
 def test_a_batch_is_inputs_targets_one_later_and_positions(open_batches) -> None:
     for batch in open_batches(micro=4).step_microbatches(1):
         assert set(batch) == {"inputs", "targets", "positions"}
-        assert all((value.shape, value.dtype) == ((4, SEQ_LEN), torch.int64) for value in batch.values())
+        assert all(
+            (value.shape, value.dtype) == ((4, SEQ_LEN), torch.int64) for value in batch.values()
+        )
         assert torch.equal(batch["targets"], batch["inputs"] + 1)
         assert torch.equal(batch["positions"], torch.arange(SEQ_LEN).repeat(4, 1))
         assert batch["inputs"].is_contiguous()
@@ -82,11 +93,17 @@ def test_steps_read_the_samples_of_the_order(corpus: Corpus, open_batches) -> No
     assert read == starts.tolist()
 
 
-@pytest.mark.parametrize(("micro", "dp"), [(1, 1), (12, 1), (1, 3), (2, 3), (3, 4), (1, 12), (6, 2)])
-def test_the_union_over_ranks_is_what_one_rank_reads_in_order(open_batches, micro: int, dp: int) -> None:
+@pytest.mark.parametrize(
+    ("micro", "dp"), [(1, 1), (12, 1), (1, 3), (2, 3), (3, 4), (1, 12), (6, 2)]
+)
+def test_the_union_over_ranks_is_what_one_rank_reads_in_order(
+    open_batches, micro: int, dp: int
+) -> None:
     for step in (1, 2, 40):
         ranks = [open_batches(micro, dp, rank).step_microbatches(step) for rank in range(dp)]
-        together = [row for microbatch in zip(*ranks, strict=True) for row in rows(list(microbatch))]
+        together = [
+            row for microbatch in zip(*ranks, strict=True) for row in rows(list(microbatch))
+        ]
         assert together == rows(open_batches(12).step_microbatches(step))
 
 
@@ -97,7 +114,8 @@ def test_the_cursor_counts_samples_of_all_ranks() -> None:
 
 
 def test_another_batch_size_and_number_of_ranks_go_on_where_the_samples_ended() -> None:
-    """Two ranks with batches of 8 for five steps, then four ranks with batches of 12: each sample once, in order."""
+    """Two ranks with batches of 8 for five steps, then four ranks with batches of 12: each
+    sample once, in order."""
     before = [Share(8, 2, 2, rank) for rank in range(2)]
     after = [Share(12, 3, 4, rank, done_steps=5, done_samples=40) for rank in range(4)]
     steps = [[share.sample_indices(step) for share in before] for step in range(1, 6)]
@@ -120,7 +138,9 @@ def test_prefetched_batches_are_those_built_directly_also_after_jumps(open_batch
         assert same(prefetched.step_microbatches(step), direct.step_microbatches(step))
 
 
-def test_the_next_step_is_built_while_this_one_is_used(open_batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_is_built_while_this_one_is_used(
+    open_batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built: list[int] = []
     second_built = threading.Event()
     take = TokenSamples.take
@@ -167,26 +187,41 @@ def test_closing_ends_the_thread_and_may_be_repeated(open_batches) -> None:
 
 
 def test_seeds_give_other_samples(open_batches) -> None:
-    assert rows(open_batches(seed=3).step_microbatches(1)) != rows(open_batches(seed=4).step_microbatches(1))
+    assert rows(open_batches(seed=3).step_microbatches(1)) != rows(
+        open_batches(seed=4).step_microbatches(1)
+    )
 
 
 @pytest.mark.parametrize("num_held_out", [2, 8, 9, 10, 64, 65, 101])
-def test_every_held_out_token_but_the_first_is_predicted_once(tmp_path: Path, num_held_out: int) -> None:
+def test_every_held_out_token_but_the_first_is_predicted_once(
+    tmp_path: Path, num_held_out: int
+) -> None:
     corpus = corpus_of(tmp_path, 300, num_held_out / 300)
     for dp, micro, max_tokens in itertools.product((1, 2, 3), (1, 2, 5), (None, 0, 1, 8, 50)):
         ranks = [held_out_of(corpus, micro, dp, rank, max_tokens) for rank in range(dp)]
         batches = [list(rank) for rank in ranks]
-        assert {len(each) for each in batches} == {len(ranks[0])}  # or an all-reduce would wait for ever
+        assert {len(each) for each in batches} == {
+            len(ranks[0])
+        }  # or an all-reduce would wait for ever
         predicted: list[int] = []
         for batch in itertools.chain(*batches):
-            assert batch["inputs"].shape == batch["targets"].shape == batch["positions"].shape == (micro, SEQ_LEN)
+            assert (
+                batch["inputs"].shape
+                == batch["targets"].shape
+                == batch["positions"].shape
+                == (micro, SEQ_LEN)
+            )
             real = batch["targets"] != IGNORE_INDEX
             assert torch.equal(batch["inputs"][real] + 1, batch["targets"][real])
             assert batch["inputs"].min() >= 0
             predicted += batch["targets"][real].tolist()
         expected = num_held_out - 1 if max_tokens is None else min(num_held_out - 1, max_tokens)
         first = 300 - num_held_out
-        assert sorted(predicted) == list(range(first + 1, first + 1 + expected)), (dp, micro, max_tokens)
+        assert sorted(predicted) == list(range(first + 1, first + 1 + expected)), (
+            dp,
+            micro,
+            max_tokens,
+        )
         assert ranks[0].num_targets == expected
 
 
@@ -219,8 +254,11 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def check_places(arrays: Arrays) -> None:
-    """Ids step where an end of a document was the input before, from 0 on, and positions restart there."""
-    for inputs, ids, positions in zip(arrays["inputs"], arrays["document_ids"], arrays["positions"], strict=True):
+    """Ids step where an end of a document was the input before, from 0 on, and positions restart
+    there."""
+    for inputs, ids, positions in zip(
+        arrays["inputs"], arrays["document_ids"], arrays["positions"], strict=True
+    ):
         document, position = 0, 0
         for at in range(len(inputs)):
             assert (ids[at], positions[at]) == (document, position)
@@ -233,24 +271,32 @@ def test_masks_number_the_documents_of_a_sample_and_restart_positions(documents:
     masked = open_samples(documents, SEQ_LEN, seed=3, document_masks=True).take(np.arange(200))
     assert set(masked) == {*plain, "document_ids"}
     assert np.array_equal(masked["inputs"], plain["inputs"])
-    assert np.array_equal(masked["targets"], plain["targets"])  # after the end of a document comes what begins one
+    assert np.array_equal(
+        masked["targets"], plain["targets"]
+    )  # after the end of a document comes what begins one
     assert masked["document_ids"].max() > 2
     check_places(masked)
 
 
 def test_held_out_documents_are_masked_too(documents: Corpus) -> None:
-    ranks = [build_held_out_batches(documents, Share(4, 2, 2, rank), **EVERYTHING) for rank in (0, 1)]
+    ranks = [
+        build_held_out_batches(documents, Share(4, 2, 2, rank), **EVERYTHING) for rank in (0, 1)
+    ]
     for batch in itertools.chain(*(rank[""] for rank in ranks)):
         real = [(batch["targets"][row] != IGNORE_INDEX).sum() for row in range(2)]
         for row, num_real in enumerate(real):
-            check_places({name: tensor[row : row + 1, :num_real].numpy() for name, tensor in batch.items()})
+            check_places(
+                {name: tensor[row : row + 1, :num_real].numpy() for name, tensor in batch.items()}
+            )
             assert not set(batch["document_ids"][row, num_real:].tolist()) & set(range(SEQ_LEN))
 
 
 EVERYTHING = {"seq_len": SEQ_LEN, "max_tokens": 10**6, "seed": 0, "document_masks": True}
 
 
-def test_where_no_token_marks_an_end_the_last_token_of_a_document_has_no_target(documents: Corpus) -> None:
+def test_where_no_token_marks_an_end_the_last_token_of_a_document_has_no_target(
+    documents: Corpus,
+) -> None:
     (sequence,) = documents.sequences("train")
     starts = np.arange(0, 160, SEQ_LEN)
     marked = Windows(SEQ_LEN, document_masks=True).cut(sequence, starts)
@@ -267,12 +313,16 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("mixed")
     for number, name in enumerate("ab"):
         np.save(folder / f"{name}.npy", np.arange(1_000) + number * 1_000)
-    sources = tuple(Source(source=str(folder / f"{name}.npy"), weight=w) for name, w in (("a", 3.0), ("b", 1.0)))
+    sources = tuple(
+        Source(source=str(folder / f"{name}.npy"), weight=w) for name, w in (("a", 3.0), ("b", 1.0))
+    )
     data = Data(mixture=sources, held_out_fraction=0.1, seq_len=SEQ_LEN)
     return prepare_corpus(data, folder / "data", vocab_size=None)
 
 
-def test_samples_of_a_mixture_come_by_weight_each_source_in_an_order_of_its_own(mixed: Corpus) -> None:
+def test_samples_of_a_mixture_come_by_weight_each_source_in_an_order_of_its_own(
+    mixed: Corpus,
+) -> None:
     starts = open_samples(mixed, SEQ_LEN, seed=3).take(np.arange(640))["inputs"][:, 0]
     assert (starts < 1_000).sum() == 480
     for number, mine in enumerate((starts[starts < 1_000], starts[starts >= 1_000] - 1_000)):
@@ -287,7 +337,9 @@ def test_a_mixture_is_the_same_at_any_number_of_ranks(mixed: Corpus) -> None:
     ranks = [TrainBatches(spec, Share(12, 2, 3, rank), prefetch=False) for rank in range(3)]
     for step in (1, 30):
         parts = zip(*(rank.step_microbatches(step) for rank in ranks), strict=True)
-        assert [row for part in parts for row in rows(list(part))] == rows(alone.step_microbatches(step))
+        assert [row for part in parts for row in rows(list(part))] == rows(
+            alone.step_microbatches(step)
+        )
 
 
 def test_a_mixture_is_evaluated_by_source_with_tokens_by_weight(mixed: Corpus) -> None:
@@ -301,7 +353,9 @@ def test_a_mixture_is_evaluated_by_source_with_tokens_by_weight(mixed: Corpus) -
 
 def test_a_record_names_what_was_read_and_is_told_once(corpus: Corpus) -> None:
     share = Share(12, 2, 3, 1, done_steps=4, done_samples=100)
-    batches = TrainBatches(SampleSpec(str(corpus.directory), SEQ_LEN, 3), share, prefetch=False, keep_record=True)
+    batches = TrainBatches(
+        SampleSpec(str(corpus.directory), SEQ_LEN, 3), share, prefetch=False, keep_record=True
+    )
     first, again = batches.step_microbatches(5), batches.step_microbatches(5)
     assert same(first, again)
     (event,) = batches.record(5)
@@ -309,16 +363,28 @@ def test_a_record_names_what_was_read_and_is_told_once(corpus: Corpus) -> None:
     assert batches.record(5) == batches.record(6) == []
     batches.step_microbatches(6)
     assert batches.record(6)[0].xxh3 != event.xxh3
-    assert TrainBatches(SampleSpec(str(corpus.directory), SEQ_LEN, 3), share, prefetch=False).record(5) == []
+    assert (
+        TrainBatches(SampleSpec(str(corpus.directory), SEQ_LEN, 3), share, prefetch=False).record(5)
+        == []
+    )
 
 
-def test_batches_for_a_gpu_lie_in_page_locked_memory_before_they_are_asked_for(corpus: Corpus) -> None:
-    """From other memory a copy waits for the device. The thread that reads ahead puts them there, on its own GPU."""
+def test_batches_for_a_gpu_lie_in_page_locked_memory_before_they_are_asked_for(
+    corpus: Corpus,
+) -> None:
+    """From other memory a copy waits for the device.
+
+    The thread that reads ahead puts them there, on its own GPU.
+    """
     chosen: list[tuple[str, object]] = []
     spec = SampleSpec(str(corpus.directory), SEQ_LEN, 3)
     plain = TrainBatches(spec, Share(12, 4), prefetch=False).step_microbatches(1)
     with second_device() as waits, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device)))
+        patch.setattr(
+            torch.cuda,
+            "set_device",
+            lambda device: chosen.append((threading.current_thread().name, device)),
+        )
         batches = TrainBatches(spec, Share(12, 4), pin_for=CUDA)
         try:
             found = batches.step_microbatches(1)
@@ -330,4 +396,6 @@ def test_batches_for_a_gpu_lie_in_page_locked_memory_before_they_are_asked_for(c
             for tensor in batch.values():
                 tensor.to(CUDA, non_blocking=True)
         assert not waits.counts
-    assert {(name.rpartition("_")[0], device) for name, device in chosen} == {("phalanx-data", CUDA)}
+    assert {(name.rpartition("_")[0], device) for name, device in chosen} == {
+        ("phalanx-data", CUDA)
+    }

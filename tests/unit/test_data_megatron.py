@@ -1,4 +1,5 @@
-"""Megatron's .bin and .idx, written here by their published layout, are read as they are, or refused in one line."""
+"""Megatron's .bin and .idx, written here by their published layout, are read as they are, or
+refused in one line."""
 
 from __future__ import annotations
 
@@ -16,11 +17,20 @@ from phalanx.data.prepare import prepare_corpus
 from phalanx.job.schema import Data
 
 CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
-DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6, 7, 8]], [], [[9], [10, 11], [12]]]  # documents of sequences of tokens
+DOCUMENTS = [
+    [[1, 2, 3], [4]],
+    [[5, 6, 7, 8]],
+    [],
+    [[9], [10, 11], [12]],
+]  # documents of sequences of tokens
 
 
 def write(
-    folder: Path, documents: list[list[list[int]]], dtype: str = "<i4", modes: bool = False, **changed: object
+    folder: Path,
+    documents: list[list[list[int]]],
+    dtype: str = "<i4",
+    modes: bool = False,
+    **changed: object,
 ) -> str:
     """A dataset named "corpus"; `changed` replaces a part of the index."""
     sequences = [sequence for document in documents for sequence in document]
@@ -32,8 +42,12 @@ def write(
         "num_sequences": struct.pack("<Q", len(sequences)),
         "num_boundaries": struct.pack("<Q", len(documents) + 1),
         "lengths": lengths.tobytes(),
-        "pointers": ((np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize).astype("<i8").tobytes(),
-        "boundaries": np.cumsum([0, *(len(document) for document in documents)]).astype("<i8").tobytes(),
+        "pointers": ((np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize)
+        .astype("<i8")
+        .tobytes(),
+        "boundaries": np.cumsum([0, *(len(document) for document in documents)])
+        .astype("<i8")
+        .tobytes(),
         "modes": bytes(len(sequences)) if modes else b"",
     }
     tokens = np.array([token for sequence in sequences for token in sequence], dtype)
@@ -44,7 +58,9 @@ def write(
 
 def prepare(source: str, out_dir: Path, **keys: object) -> Corpus:
     return prepare_corpus(
-        Data(source=source, **{"seq_len": 4, "held_out_fraction": 0.0} | keys), out_dir, vocab_size=None
+        Data(source=source, **{"seq_len": 4, "held_out_fraction": 0.0} | keys),
+        out_dir,
+        vocab_size=None,
     )
 
 
@@ -69,7 +85,9 @@ def test_the_prefix_and_both_files_name_it(tmp_path: Path) -> None:
 
 def test_documents_are_held_out_whole_and_can_be_masked(tmp_path: Path) -> None:
     documents = [[[number] * 5] for number in range(100)]
-    corpus = prepare(write(tmp_path, documents), tmp_path / "data", held_out_fraction=0.3, document_masks=True)
+    corpus = prepare(
+        write(tmp_path, documents), tmp_path / "data", held_out_fraction=0.3, document_masks=True
+    )
     sides = [set(corpus.sequences(split)[0][:].tolist()) for split in ("train", "held_out")]
     assert not sides[0] & sides[1]
     assert sides[0] | sides[1] == set(range(100))
@@ -90,7 +108,10 @@ def _bytes(dtype: str, *values: int) -> bytes:
         ({"num_sequences": struct.pack("<Q", 0)}, "it describes no document"),
         ({"num_sequences": struct.pack("<Q", 2**60)}, "sequences need"),
         ({"boundaries": _bytes("<i8", 0, 2, 3, 3)}, "sequences need"),
-        ({"lengths": _bytes("<i4", 3, 1, 4, 1, 2, 2)}, "it has 48 bytes, and its index describes 52"),
+        (
+            {"lengths": _bytes("<i4", 3, 1, 4, 1, 2, 2)},
+            "it has 48 bytes, and its index describes 52",
+        ),
         ({"lengths": _bytes("<i4", 3, -1, 4, 1, 2, 1)}, "hold no tokens"),
         ({"pointers": _bytes("<i8", 0, 12, 20, 32, 36, 44)}, "do not follow one another"),
         ({"boundaries": _bytes("<i8", 0, 2, 3, 3, 5)}, "do not cover its 6 sequences"),
@@ -99,7 +120,9 @@ def _bytes(dtype: str, *values: int) -> bytes:
         ({"bin": b""}, "it has 0 bytes"),
     ],
 )
-def test_what_does_not_add_up_is_refused(tmp_path: Path, changed: dict[str, bytes], said: str) -> None:
+def test_what_does_not_add_up_is_refused(
+    tmp_path: Path, changed: dict[str, bytes], said: str
+) -> None:
     source = write(tmp_path, DOCUMENTS, **changed)
     with pytest.raises(DataError) as caught:
         prepare(source, tmp_path / "data")
@@ -129,7 +152,9 @@ def test_files_that_changed_since_the_run_began_are_named(
     prefix = write(tmp_path, DOCUMENTS)
     corpus = prepare(prefix, tmp_path / "data")
     damage(Path(f"{prefix}.{part}"))
-    with pytest.raises(DataError, match=rf"corpus\.{part}: the corpus has changed since the run began"):
+    with pytest.raises(
+        DataError, match=rf"corpus\.{part}: the corpus has changed since the run began"
+    ):
         corpus.sequences("train")
 
 

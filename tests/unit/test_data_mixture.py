@@ -1,4 +1,5 @@
-"""Which source a sample is of: exact shares everywhere, each source in its own order, and no state."""
+"""Which source a sample is of: exact shares everywhere, each source in its own order, and no
+state."""
 
 from __future__ import annotations
 
@@ -22,18 +23,24 @@ def test_quotas_are_the_shares_rounded_and_sum_up(weights: list[float]) -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(weights=weights_of, seed=st.integers(0, 2**40), table=st.integers(0, 50))
-def test_shares_are_exact_in_every_run_of_samples(weights: list[float], seed: int, table: int) -> None:
+def test_shares_are_exact_in_every_run_of_samples(
+    weights: list[float], seed: int, table: int
+) -> None:
     mixture = Mixture(weights, seed)
     source = mixture.turns(np.arange(TABLE) + table * TABLE).source
     counts = np.bincount(source, minlength=len(weights))
     assert counts.tolist() == mixture.quotas.tolist()
-    runs = np.stack([np.bincount(run, minlength=len(weights)) for run in source.reshape(-1, SHUFFLED)])
+    runs = np.stack(
+        [np.bincount(run, minlength=len(weights)) for run in source.reshape(-1, SHUFFLED)]
+    )
     assert np.abs(runs - np.array(weights) / sum(weights) * SHUFFLED).max() <= len(weights)
 
 
 @settings(deadline=None, max_examples=15)
 @given(weights=weights_of, seed=st.integers(0, 2**40), num_runs=st.integers(1, 2100))
-def test_every_sample_of_a_source_has_its_turn_once(weights: list[float], seed: int, num_runs: int) -> None:
+def test_every_sample_of_a_source_has_its_turn_once(
+    weights: list[float], seed: int, num_runs: int
+) -> None:
     mixture = Mixture(weights, seed)
     source, index = mixture.turns(np.arange(num_runs * SHUFFLED))
     for number in range(len(weights)):
@@ -49,7 +56,9 @@ def test_turns_depend_on_nothing_but_seed_and_index() -> None:
     assert together.source.ravel().tolist() == [int(turn.source[0]) for turn in again]
     assert together.sample.ravel().tolist() == [int(turn.sample[0]) for turn in again]
     some = np.arange(10_000)
-    assert not np.array_equal(mixture.turns(some).source, Mixture([5, 1, 2], seed=2).turns(some).source)
+    assert not np.array_equal(
+        mixture.turns(some).source, Mixture([5, 1, 2], seed=2).turns(some).source
+    )
 
 
 def test_turns_have_no_rhythm() -> None:

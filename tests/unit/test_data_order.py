@@ -1,4 +1,5 @@
-"""The order of samples is a bijection, a pure function of (seed, index), and different in each epoch."""
+"""The order of samples is a bijection, a pure function of (seed, index), and different in each
+epoch."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def test_distinct_keys_give_different_orders(n: int, first: int, second: int) ->
 def test_a_key_per_index_is_the_same_as_one_call_per_key() -> None:
     keys_of = np.array([3, 3, 9, 2**63], dtype=np.uint64)
     together = permute(np.array([5, 6, 5, 5]), 77, keys_of)
-    one_by_one = [permute(np.array([i]), 77, int(key))[0] for i, key in zip([5, 6, 5, 5], keys_of, strict=True)]
+    one_by_one = [
+        permute(np.array([i]), 77, int(key))[0]
+        for i, key in zip([5, 6, 5, 5], keys_of, strict=True)
+    ]
     assert list(together) == one_by_one
 
 
@@ -48,7 +52,9 @@ def test_permute_spreads_every_index_evenly_over_keys() -> None:
 
 @settings(deadline=None, max_examples=80)
 @given(seq_len=st.integers(1, 40), extra=st.integers(1, 400), seed=st.integers(0, 2**40))
-def test_an_epoch_reads_every_window_that_fits_once_within_the_tokens(seq_len: int, extra: int, seed: int) -> None:
+def test_an_epoch_reads_every_window_that_fits_once_within_the_tokens(
+    seq_len: int, extra: int, seed: int
+) -> None:
     order = SampleOrder(seq_len + extra, seq_len, seed)
     per_epoch = order.samples_per_epoch
     num_with_target = order.num_tokens - 1  # of the last token nothing is to be predicted
@@ -56,7 +62,9 @@ def test_an_epoch_reads_every_window_that_fits_once_within_the_tokens(seq_len: i
         starts = order.starts(np.arange(per_epoch) + epoch * per_epoch)
         assert starts.min() >= 0
         assert starts.max() + seq_len + 1 <= order.num_tokens
-        assert (np.diff(np.sort(starts)) == seq_len).all()  # distinct, side by side: no input is read twice
+        assert (
+            np.diff(np.sort(starts)) == seq_len
+        ).all()  # distinct, side by side: no input is read twice
         before, after = starts.min(), num_with_target - (starts.max() + seq_len)
         assert before + after == num_with_target % seq_len
 
@@ -101,7 +109,9 @@ def test_starts_depend_on_nothing_but_seed_and_index() -> None:
 
 def test_the_order_never_changes_between_releases() -> None:
     # A checkpoint's cursor means these samples. If this fails, old runs no longer resume exactly.
-    assert SampleOrder(1_000_000, 128, seed=0).starts(np.array([0, 1, 2, 7_812, 10**9])).tolist() == [
+    assert SampleOrder(1_000_000, 128, seed=0).starts(
+        np.array([0, 1, 2, 7_812, 10**9])
+    ).tolist() == [
         586298,
         300858,
         844730,
@@ -114,11 +124,15 @@ def test_the_order_never_changes_between_releases() -> None:
     ("num_tokens", "max_tokens", "expected"),
     [(0, None, 0), (1, 5, 0), (2, 5, 1), (10, 0, 0), (10, None, 9), (10, 3, 3)],
 )
-def test_held_out_targets_are_all_tokens_but_the_first(num_tokens: int, max_tokens: int | None, expected: int) -> None:
+def test_held_out_targets_are_all_tokens_but_the_first(
+    num_tokens: int, max_tokens: int | None, expected: int
+) -> None:
     assert num_held_out_targets(num_tokens, max_tokens) == expected
 
 
-def test_a_shuffled_order_has_every_sample_once_in_each_epoch_and_another_order_in_the_next() -> None:
+def test_a_shuffled_order_has_every_sample_once_in_each_epoch_and_another_order_in_the_next() -> (
+    None
+):
     order = ShuffledOrder(1_000, seed=4)
     epochs = order.at(np.arange(3_000)).reshape(3, 1_000)
     assert all(sorted(epoch) == list(range(1_000)) for epoch in epochs.tolist())

@@ -1,4 +1,5 @@
-"""Files of every kind become documents; what is wrong in them is named by file and line, row or column."""
+"""Files of every kind become documents; what is wrong in them is named by file and line, row or
+column."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def refused(inputs: Iterable[Path | str], out: Path, *said: str, **options: Any)
 
 
 def write_jsonl(path: Path, rows: Iterable[Any], column: str = "text") -> Path:
-    lines = "".join(json.dumps({"id": number, column: row}) + "\n" for number, row in enumerate(rows))
+    lines = "".join(
+        json.dumps({"id": number, column: row}) + "\n" for number, row in enumerate(rows)
+    )
     if path.name.endswith(".gz"):
         path.write_bytes(gzip.compress(lines.encode()))
     elif path.name.endswith(".zst"):
@@ -64,7 +67,9 @@ def write_jsonl(path: Path, rows: Iterable[Any], column: str = "text") -> Path:
     return path
 
 
-def write_parquet(path: Path, values: Any = ROWS, column: str = "text", rows_per_group: int = 2) -> Path:
+def write_parquet(
+    path: Path, values: Any = ROWS, column: str = "text", rows_per_group: int = 2
+) -> Path:
     table = pa.table({"id": list(range(len(values))), column: values})
     pa.parquet.write_table(table, path, row_group_size=rows_per_group)
     return path
@@ -102,7 +107,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("name", list(WRITERS))
 @pytest.mark.parametrize("shard_bytes", [20, 1 << 20])
 def test_every_row_is_a_document(tmp_path: Path, name: str, shard_bytes: int) -> None:
-    """Also where every row group, batch or line is a shard of its own; null rows are skipped and counted."""
+    """Also where every row group, batch or line is a shard of its own; null rows are skipped and
+    counted."""
     path = WRITERS[name](tmp_path / name)
     dataset = build([path], tmp_path / "out", shard_bytes=shard_bytes)
     assert texts_of(dataset) == TEXTS
@@ -127,7 +133,9 @@ def test_who_a_row_is_does_not_depend_on_shards(tmp_path: Path) -> None:
     parts = build([tmp_path / "a" / "rows.jsonl"], tmp_path / "many", shard_bytes=30)
     assert len(parts.shards) > 2
     assert np.concatenate([s.keys for s in parts.shards]).tolist() == whole.shards[0].keys.tolist()
-    assert np.concatenate([s.tokens for s in parts.shards]).tolist() == whole.shards[0].tokens.tolist()
+    assert (
+        np.concatenate([s.tokens for s in parts.shards]).tolist() == whole.shards[0].tokens.tolist()
+    )
 
 
 def test_a_tree_of_everything(tmp_path: Path) -> None:
@@ -156,7 +164,11 @@ def test_several_inputs_are_taken_in_turn(tmp_path: Path) -> None:
     assert len(set(dataset.shards[0].keys.tolist())) == 3
     assert [one["num_files"] for one in dataset.manifest.inputs] == [1, 1, 1]
     alone = build([tmp_path / "y"], tmp_path / "alone")
-    assert alone.shards[0].keys[0] == dataset.shards[0].keys[0] == stable_hash64("held_out", "same.txt")
+    assert (
+        alone.shards[0].keys[0]
+        == dataset.shards[0].keys[0]
+        == stable_hash64("held_out", "same.txt")
+    )
 
 
 # What is in an input, and is not to be read
@@ -186,7 +198,11 @@ def tree(tmp_path: Path) -> Path:
     ],
 )
 def test_a_file_is_read_once_whatever_ways_lead_to_it(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], num_repeated: int
+    tree: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    inputs: list[str],
+    num_repeated: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     dataset = build(inputs, tmp_path / "out")
@@ -196,7 +212,8 @@ def test_a_file_is_read_once_whatever_ways_lead_to_it(
 
 @pytest.mark.parametrize("pattern", ["", "/**", "/**/*.*"])
 def test_datasets_in_an_input_are_no_text(tree: Path, tmp_path: Path, pattern: str) -> None:
-    """The one that is being built neither, however often; one that was not finished, nor one with its own tokenizer."""
+    """The one that is being built neither, however often; one that was not finished, nor one
+    with its own tokenizer."""
     straight = build([tree], tmp_path / "straight")
     out = tree / "sub" / "tokens"
     build([f"{tree}{pattern}"], out)
@@ -210,12 +227,18 @@ def test_datasets_in_an_input_are_no_text(tree: Path, tmp_path: Path, pattern: s
     (out / "dataset.json").unlink()
     assert texts_of(build([f"{tree}{pattern}"], tmp_path / "third")) == texts_of(straight)
     for source in (out, f"{out}/*"):
-        refused([source], tmp_path / "fourth", "a dataset that was not finished", "token shards without dataset.json")
+        refused(
+            [source],
+            tmp_path / "fourth",
+            "a dataset that was not finished",
+            "token shards without dataset.json",
+        )
 
 
 @pytest.mark.parametrize("pattern", ["", "/**", "/**/*.*"])
 def test_runs_in_an_input_are_no_text(tree: Path, tmp_path: Path, pattern: str) -> None:
-    """data.source="." is the natural thing to say, and runs lie below it from the second time on."""
+    """data.source="." is the natural thing to say, and runs lie below it from the second time
+    on."""
     run = tree / "runs" / "train-1"
     (run / "events").mkdir(parents=True)
     for name in ("job.json", "plan.json", "events/rank-0000.jsonl"):
@@ -228,19 +251,24 @@ def test_runs_in_an_input_are_no_text(tree: Path, tmp_path: Path, pattern: str) 
 def test_nothing_but_a_dataset(tree: Path, tmp_path: Path) -> None:
     build([tree], tmp_path / "only" / "tokens")
     refused(
-        [tmp_path / "only"], tmp_path / "out", "only: there is no text in it (a dataset or a run is all that is there)"
+        [tmp_path / "only"],
+        tmp_path / "out",
+        "only: there is no text in it (a dataset or a run is all that is there)",
     )
     refused([tmp_path / "only" / "tokens" / "*"], tmp_path / "out", "it is a dataset already")
 
 
 def test_what_is_no_file_is_counted(tree: Path, tmp_path: Path) -> None:
-    """A broken link, a pipe, a folder that a link leads to; nobody waits for what comes out of a pipe."""
+    """A broken link, a pipe, a folder that a link leads to; nobody waits for what comes out of a
+    pipe."""
     straight = build([tree], tmp_path / "straight")
     assert straight.manifest.num_not_files == 1, "linked/"
     (tree / "broken.txt").symlink_to("gone.txt")
     os.mkfifo(tree / "sub" / "pipe.txt")
     for source, number in ((tree, 3), (f"{tree}/**/*.txt", 2)):
-        found = build([source], tmp_path / f"out-{number}")  # a pattern follows linked/, and knows the pipe again
+        found = build(
+            [source], tmp_path / f"out-{number}"
+        )  # a pattern follows linked/, and knows the pipe again
         assert (texts_of(found), found.manifest.num_not_files) == (["first", "second"], number)
         assert f"{number} entries that are no files skipped" in "; ".join(left_out(found.manifest))
 
@@ -264,7 +292,15 @@ def test_a_dataset_is_not_built_inside_another(tree: Path, tmp_path: Path, where
         ("1\n2\n", None, 1),
         ("[" * 100_000, None, 1),
     ],
-    ids=["objects", "byte order mark", "array", "one object", "one object in lines", "numbers", "deep"],
+    ids=[
+        "objects",
+        "byte order mark",
+        "array",
+        "one object",
+        "one object in lines",
+        "numbers",
+        "deep",
+    ],
 )
 def test_a_json_file_is_rows_where_it_has_an_object_per_line(
     content: str, texts: list[str] | None, num_as_text: int, tmp_path: Path
@@ -274,7 +310,9 @@ def test_a_json_file_is_rows_where_it_has_an_object_per_line(
     dataset = build([tmp_path / "a.json"], tmp_path / "out")
     assert texts_of(dataset) == (texts or [content])
     assert dataset.manifest.num_json_as_text == num_as_text
-    assert ("1 .json file read as text" in "; ".join(left_out(dataset.manifest))) == bool(num_as_text)
+    assert ("1 .json file read as text" in "; ".join(left_out(dataset.manifest))) == bool(
+        num_as_text
+    )
 
 
 def test_a_dataset_json_of_somebody_else_is_text(tree: Path, tmp_path: Path) -> None:
@@ -285,7 +323,9 @@ def test_a_dataset_json_of_somebody_else_is_text(tree: Path, tmp_path: Path) -> 
 def test_another_column(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["one"], "content")
     write_parquet(tmp_path / "b.parquet", ["two"], "content")
-    dataset = build([tmp_path / "a.jsonl", tmp_path / "b.parquet"], tmp_path / "out", column="content")
+    dataset = build(
+        [tmp_path / "a.jsonl", tmp_path / "b.parquet"], tmp_path / "out", column="content"
+    )
     assert texts_of(dataset) == ["one", "two"]
 
 
@@ -313,7 +353,10 @@ def test_a_byte_order_mark_before_the_first_row(tmp_path: Path, ending: str) -> 
         ('{"text": "broken', "rows.jsonl:4: not JSON"),
         ('["text"]', "rows.jsonl:4: the row is an array, not an object"),
         ('"text"', "rows.jsonl:4: the row is a string"),
-        ('{"txt": "x", "id": 3}', "rows.jsonl:4: there is no field 'text' (it has: txt, id); did you mean \"txt\"?"),
+        (
+            '{"txt": "x", "id": 3}',
+            "rows.jsonl:4: there is no field 'text' (it has: txt, id); did you mean \"txt\"?",
+        ),
         ("{}", "it has none"),
         ('{"text": 12}', "rows.jsonl:4: the field 'text' is an integer, not a string"),
         ('{"text": 1.5}', "a number, not a string"),
@@ -322,7 +365,9 @@ def test_a_byte_order_mark_before_the_first_row(tmp_path: Path, ending: str) -> 
     ],
 )
 @pytest.mark.parametrize("ending", ["", ".gz"])
-def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, said: str, ending: str) -> None:
+def test_a_bad_row_is_named_by_file_and_line(
+    tmp_path: Path, line: str, said: str, ending: str
+) -> None:
     good = json.dumps({"text": "fine"})
     content = f"{good}\n\n{good}\n{line}\n{good}\n".encode()
     path = tmp_path / f"rows.jsonl{ending}"
@@ -340,7 +385,15 @@ def test_a_bad_row_far_into_a_file_that_is_read_in_parts(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "stream.arrow", "rows.feather"])
 def test_a_column_that_does_not_exist(tmp_path: Path, name: str) -> None:
     path = WRITERS[name](tmp_path / name)
-    refused([path], tmp_path / "out", name, "no column 'txt'", "text", 'did you mean "text"?', column="txt")
+    refused(
+        [path],
+        tmp_path / "out",
+        name,
+        "no column 'txt'",
+        "text",
+        'did you mean "text"?',
+        column="txt",
+    )
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
@@ -356,15 +409,30 @@ def test_two_columns_of_one_name(tmp_path: Path, ending: str) -> None:
 
 
 def test_a_column_of_many_is_listed_in_part(tmp_path: Path) -> None:
-    pa.parquet.write_table(pa.table({f"c{number}": ["x"] for number in range(100)}), tmp_path / "wide.parquet")
-    refused([tmp_path / "wide.parquet"], tmp_path / "out", "c0, c1", "and 80 more", "--column", column="zzz")
+    pa.parquet.write_table(
+        pa.table({f"c{number}": ["x"] for number in range(100)}), tmp_path / "wide.parquet"
+    )
+    refused(
+        [tmp_path / "wide.parquet"],
+        tmp_path / "out",
+        "c0, c1",
+        "and 80 more",
+        "--column",
+        column="zzz",
+    )
 
 
 def test_a_column_that_is_text_in_one_file_and_a_number_in_another(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", ["one", "two"])
     write_parquet(tmp_path / "b.parquet", [1, 2])
     write_arrow(tmp_path / "c.arrow", [[1.5], [2.5]])
-    refused([tmp_path], tmp_path / "out", "b.parquet", "'text' holds int64, not text", "columns of text: none")
+    refused(
+        [tmp_path],
+        tmp_path / "out",
+        "b.parquet",
+        "'text' holds int64, not text",
+        "columns of text: none",
+    )
     refused([tmp_path / "c.arrow"], tmp_path / "out", "c.arrow", "list<item: double>")
 
 
@@ -390,7 +458,9 @@ def test_a_truncated_parquet_file(tmp_path: Path) -> None:
 def test_a_damaged_page_of_a_parquet_file(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     values = [f"row {number} " * 50 for number in range(3000)]
-    pa.parquet.write_table(pa.table({"text": values}), path, compression="zstd", use_dictionary=False)
+    pa.parquet.write_table(
+        pa.table({"text": values}), path, compression="zstd", use_dictionary=False
+    )
     content = bytearray(path.read_bytes())
     content[2000:2100] = bytes(100)
     path.write_bytes(content)
@@ -407,7 +477,9 @@ def test_damaged_compressed_rows(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl.zst"])
-def test_without_arrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_without_arrow_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     path = WRITERS[name](tmp_path / name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(EnvironmentProblem, match=r"needs pyarrow .*pip install 'phalanx\[data\]'"):
@@ -418,7 +490,8 @@ def test_without_arrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
-    """As bytes they stay what they are; a tokenizer of text gets U+FFFD for them, and that is said."""
+    """As bytes they stay what they are; a tokenizer of text gets U+FFFD for them, and that is
+    said."""
     (tmp_path / "latin1.txt").write_bytes("Größe\n".encode("latin-1"))
     dataset = build([tmp_path / "latin1.txt"], tmp_path / "bytes")
     assert bytes(dataset.shards[0].tokens[:-1].astype(np.uint8)) == "Größe\n".encode("latin-1")
@@ -426,7 +499,9 @@ def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "Gr\xf6\xdfe"}\n{"text": "half a \\ud83d pair"}\n')
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "Gr\xf6\xdfe"}\n{"text": "half a \\ud83d pair"}\n'
+    )
     dataset = build([tmp_path / "a.jsonl"], tmp_path / "out")
     assert texts_of(dataset) == ["Gr��e", "half a � pair"]
     assert dataset.manifest.num_not_utf8 == 2

@@ -13,13 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import DataError
-from phalanx.data.shards import CHUNK_BYTES, PAYLOAD_AT, Shard, ShardFacts, ShardWriter, open_shard, verify_shard
+from phalanx.data.shards import (
+    CHUNK_BYTES,
+    PAYLOAD_AT,
+    Shard,
+    ShardFacts,
+    ShardWriter,
+    open_shard,
+    verify_shard,
+)
 
 VOCAB = 50_000
 DIGEST = "0123456789abcdef"
 
 
-def write(path: Path, documents: list[list[int]], dtype: str = "<u2", vocab_size: int = VOCAB) -> ShardFacts:
+def write(
+    path: Path, documents: list[list[int]], dtype: str = "<u2", vocab_size: int = VOCAB
+) -> ShardFacts:
     with ShardWriter(path, dtype, vocab_size, DIGEST) as writer:
         for key, document in enumerate(documents):
             writer.begin_document(key + 7)
@@ -48,10 +58,14 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    documents=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=9), min_size=1, max_size=9).filter(any),
+    documents=st.lists(
+        st.lists(st.integers(0, VOCAB - 1), max_size=9), min_size=1, max_size=9
+    ).filter(any),
     dtype=st.sampled_from(["<u2", "<u4"]),
 )
-def test_what_is_written_is_what_is_read(tmp_path_factory, documents: list[list[int]], dtype: str) -> None:
+def test_what_is_written_is_what_is_read(
+    tmp_path_factory, documents: list[list[int]], dtype: str
+) -> None:
     path = tmp_path_factory.mktemp("shard") / "s.tokens"
     facts = write(path, documents, dtype)
     shard = open_shard(path)
@@ -88,12 +102,16 @@ def test_a_shard_can_be_read_with_numpy_alone(tmp_path: Path) -> None:
     assert np.frombuffer(raw, "<u2", 5, 4096).tolist() == [1, 2, 3, 4, 5]
     assert np.frombuffer(raw, "<u8", 2, 4096 + 16).tolist() == [3, 5]
     assert np.frombuffer(raw, "<u8", 2, 4096 + 32).tolist() == [7, 8]
-    assert np.frombuffer(raw, "<u8", 1, 4096 + 48)[0] == xxhash.xxh3_64_intdigest(raw[4096 : 4096 + 48])
+    assert np.frombuffer(raw, "<u8", 1, 4096 + 48)[0] == xxhash.xxh3_64_intdigest(
+        raw[4096 : 4096 + 48]
+    )
 
 
 def test_the_same_tokens_make_the_same_bytes(tmp_path: Path) -> None:
     documents = [[3, 1], [4]]
-    assert write(tmp_path / "a.tokens", documents).xxh3 == write(tmp_path / "b.tokens", documents).xxh3
+    assert (
+        write(tmp_path / "a.tokens", documents).xxh3 == write(tmp_path / "b.tokens", documents).xxh3
+    )
     assert (tmp_path / "a.tokens").read_bytes() == (tmp_path / "b.tokens").read_bytes()
     other = dataclasses.replace(write(tmp_path / "b.tokens", [[3, 1], [5]]), file="a.tokens")
     assert other.xxh3 != write(tmp_path / "a.tokens", documents).xxh3
@@ -152,7 +170,9 @@ def test_neighbouring_damage_is_one_problem_and_distant_damage_several(big: Path
     finally:
         for at in places:
             flip(big, at)
-    ranges = [(PAYLOAD_AT + a * CHUNK_BYTES, PAYLOAD_AT + b * CHUNK_BYTES) for a, b in ((3, 6), (90, 91))]
+    ranges = [
+        (PAYLOAD_AT + a * CHUNK_BYTES, PAYLOAD_AT + b * CHUNK_BYTES) for a, b in ((3, 6), (90, 91))
+    ]
     assert [place_of(error) for error in errors] == ranges
 
 
@@ -182,7 +202,9 @@ def test_a_flipped_bit_in_the_checksums_is_said(big: Path) -> None:
 def test_a_flipped_bit_in_the_header_is_found_when_it_is_opened(tmp_path: Path, at: int) -> None:
     write(tmp_path / "s.tokens", [[1, 2, 3]])
     flip(tmp_path / "s.tokens", at)
-    with pytest.raises(DataError, match=r"s\.tokens: (the shard's header is not what was written|format)"):
+    with pytest.raises(
+        DataError, match=r"s\.tokens: (the shard's header is not what was written|format)"
+    ):
         open_shard(tmp_path / "s.tokens")
 
 

@@ -20,9 +20,15 @@ from phalanx.report.dataset_page import render_dataset_page
 
 @settings(max_examples=30, deadline=None)
 @given(
-    lengths=st.lists(st.one_of(st.integers(2, 9), st.integers(200, 300), st.integers(2, 5000)), min_size=1, max_size=40)
+    lengths=st.lists(
+        st.one_of(st.integers(2, 9), st.integers(200, 300), st.integers(2, 5000)),
+        min_size=1,
+        max_size=40,
+    )
 )
-def test_lengths_are_those_of_the_documents(tmp_path_factory: pytest.TempPathFactory, lengths: list[int]) -> None:
+def test_lengths_are_those_of_the_documents(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int]
+) -> None:
     folder = tmp_path_factory.mktemp("stats")
     (folder / "in").mkdir()
     for number, length in enumerate(lengths):
@@ -33,13 +39,17 @@ def test_lengths_are_those_of_the_documents(tmp_path_factory: pytest.TempPathFac
     assert found.num_documents == len(lengths)
     assert found.num_tokens == sum(lengths)
     assert found.mean_length == pytest.approx(np.mean(lengths))
-    assert found.quantiles == {part: ordered[max(1, math.ceil(part * len(ordered))) - 1] for part in QUANTILES}
+    assert found.quantiles == {
+        part: ordered[max(1, math.ceil(part * len(ordered))) - 1] for part in QUANTILES
+    }
     for bin in found.bins:
         held = [length for length in lengths if bin.low <= length <= bin.high]
         assert (bin.num_documents, bin.num_tokens) == (len(held), sum(held))
     assert found.bins[0].num_documents
     assert found.bins[-1].num_documents
-    assert all(left.high + 1 == right.low for left, right in zip(found.bins, found.bins[1:], strict=False))
+    assert all(
+        left.high + 1 == right.low for left, right in zip(found.bins, found.bins[1:], strict=False)
+    )
     assert sum(bin.num_documents for bin in found.bins) == len(lengths)
 
 
@@ -54,7 +64,8 @@ def test_tokens_are_counted(tmp_path: Path) -> None:
 
 
 def test_labels_of_lengths_do_not_run_into_each_other(tmp_path: Path) -> None:
-    """Lengths from 1 to a million: between the middles of two labels there is room for both of their halves."""
+    """Lengths from 1 to a million: between the middles of two labels there is room for both of
+    their halves."""
     (tmp_path / "in").mkdir()
     for power in range(21):
         (tmp_path / "in" / f"{power:02d}.txt").write_text("x" * (2**power - 1))
@@ -65,7 +76,10 @@ def test_labels_of_lengths_do_not_run_into_each_other(tmp_path: Path) -> None:
     assert len(labels) > 4
     width_letters = 50  # of a picture, in digits of its labels
     for (left, text), (right, other) in pairwise(labels):
-        assert float(right) - float(left) > 100 * (len(text) + len(other)) / 2 / width_letters, (text, other)
+        assert float(right) - float(left) > 100 * (len(text) + len(other)) / 2 / width_letters, (
+            text,
+            other,
+        )
 
 
 def test_a_page_counts_in_whole_numbers(tmp_path: Path) -> None:
@@ -79,7 +93,8 @@ def test_a_page_counts_in_whole_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "drawn"), [(0.0, ""), (1.0, "█" * BAR_CELLS), (0.5, "█" * (BAR_CELLS // 2)), (1e-9, "▏"), (1 / 80, "▌")]
+    ("part", "drawn"),
+    [(0.0, ""), (1.0, "█" * BAR_CELLS), (0.5, "█" * (BAR_CELLS // 2)), (1e-9, "▏"), (1 / 80, "▌")],
 )
 def test_bars_are_drawn_to_an_eighth_of_a_cell(part: float, drawn: str) -> None:
     assert draw_bar(part) == drawn

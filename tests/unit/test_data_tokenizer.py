@@ -1,4 +1,5 @@
-"""Text to ids and back; and where a text may be cut so that its parts have the tokens of the whole."""
+"""Text to ids and back; and where a text may be cut so that its parts have the tokens of the
+whole."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from phalanx.data.cuts import cutter_for
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, without_surrogates
 
 CORPUS = [
-    "The quick brown fox jumps over the lazy dog.\n\n  And then it sleeps,\r\nit dreams of 1234 other foxes.\n",
+    (
+        "The quick brown fox jumps over the lazy dog.\n\n  And then it sleeps,\r\nit dreams of 1234"
+        " other foxes.\n"
+    ),
     "def f(x):\n    return x + 1\n\n\nclass A:\n\tpass\n",
     "Größe, naïve, 漢字かな交じり文。\nمرحبا بالعالم\n🙂🙃\n",
 ] * 20
@@ -43,7 +47,10 @@ def _bpe(pre_tokenizer: Any, normalizer: Any = None) -> tokenizers.Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=600,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
@@ -53,7 +60,9 @@ def _wordpiece() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]"], show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=400, special_tokens=["[UNK]"], show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -61,7 +70,9 @@ def _wordpiece() -> tokenizers.Tokenizer:
 def _unigram() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # marks the beginning of every text
-    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=["</s>"], unk_token="</s>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=["</s>"], unk_token="</s>", show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -138,13 +149,17 @@ def test_ids_are_those_of_the_library(saved: dict[str, Path]) -> None:
         assert ours.vocab_size == theirs.get_vocab_size(), name
 
 
-def test_a_folder_names_its_tokenizer_and_its_end_of_document(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_names_its_tokenizer_and_its_end_of_document(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
     content = json.loads(saved["gpt2"].read_text())
     end = len(content["model"]["vocab"])
     content["added_tokens"].append({**content["added_tokens"][0], "id": end, "content": "<my end>"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert load_tokenizer(str(tmp_path)).end_of_document == 0
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<my end>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<my end>"}})
+    )
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.end_of_document == end
     assert tokenizer.decode([*tokenizer.encode("a"), end, *tokenizer.encode("b")]) == "a\nb"
@@ -152,12 +167,18 @@ def test_a_folder_names_its_tokenizer_and_its_end_of_document(saved: dict[str, P
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "unigram"])
-def test_text_that_spells_a_special_token_is_text(saved: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_text_that_spells_a_special_token_is_text(
+    saved: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     content = json.loads(saved[name].read_text())
     end = max(content["model"]["vocab"].values()) + 1
     # Not said to be special, but it ends documents.
-    content["added_tokens"].append({**content["added_tokens"][0], "id": end, "content": "<end>", "special": False})
-    content["added_tokens"].append({**content["added_tokens"][0], "id": end + 1, "content": "<word>", "special": False})
+    content["added_tokens"].append(
+        {**content["added_tokens"][0], "id": end, "content": "<end>", "special": False}
+    )
+    content["added_tokens"].append(
+        {**content["added_tokens"][0], "id": end + 1, "content": "<word>", "special": False}
+    )
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     tokenizer = load_tokenizer(str(tmp_path))
@@ -167,18 +188,26 @@ def test_text_that_spells_a_special_token_is_text(saved: dict[str, Path], tmp_pa
         assert name == "wordpiece" or 0 not in ids  # there, 0 is what is unknown
     if name in ("gpt2", "llama3"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert end + 1 in tokenizer.encode("one <word> more")  # an added token that is no special one is a token of text
+    assert end + 1 in tokenizer.encode(
+        "one <word> more"
+    )  # an added token that is no special one is a token of text
 
 
-def test_what_a_file_says_of_length_does_not_cut_documents(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_what_a_file_says_of_length_does_not_cut_documents(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(saved["gpt2"]))
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(str(tmp_path)).encode(CORPUS[0]) == load_tokenizer(str(saved["gpt2"])).encode(CORPUS[0])
+    assert load_tokenizer(str(tmp_path)).encode(CORPUS[0]) == load_tokenizer(
+        str(saved["gpt2"])
+    ).encode(CORPUS[0])
 
 
-def test_the_digest_follows_the_content_and_not_its_spacing(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_the_digest_follows_the_content_and_not_its_spacing(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
     content = json.loads(saved["gpt2"].read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(content, indent=3))
     assert load_tokenizer(str(tmp_path)).digest == load_tokenizer(str(saved["gpt2"])).digest
@@ -191,7 +220,10 @@ def test_the_digest_follows_the_content_and_not_its_spacing(saved: dict[str, Pat
         ("once upon a time", "Expecting value"),
         ("[1, 2]", "not an object"),
         ('{"hello": 1}', "not a Hugging Face tokenizer.json"),
-        ('{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "not a Hugging Face tokenizer.json"),
+        (
+            '{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+            "not a Hugging Face tokenizer.json",
+        ),
         ("[" * 100_000, "recursion"),
         (b"\xff\xfe", "not a Hugging Face tokenizer.json"),
     ],
@@ -212,7 +244,9 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
             load_tokenizer(name)
 
 
-def test_without_the_library_the_extra_is_named(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_extra_is_named(
+    saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(EnvironmentProblem, match=r"needs tokenizers .*pip install 'phalanx\[hf\]'"):
         load_tokenizer(str(saved["gpt2"]))
@@ -233,7 +267,22 @@ def in_pieces(tokenizer: Tokenizer, text: str) -> list[int]:
 
 LINES = st.lists(
     st.one_of(
-        st.sampled_from(["", " ", "\t", "word", "Größe 12", "x = 1", "...", "\r", "漢字", "  indented", "end. ", "'s"]),
+        st.sampled_from(
+            [
+                "",
+                " ",
+                "\t",
+                "word",
+                "Größe 12",
+                "x = 1",
+                "...",
+                "\r",
+                "漢字",
+                "  indented",
+                "end. ",
+                "'s",
+            ]
+        ),
         st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
     ),
     min_size=1,
@@ -243,7 +292,9 @@ LINES = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(lines=LINES)
-def test_pieces_have_the_tokens_of_the_whole(loaded: dict[str, Tokenizer], lines: list[str]) -> None:
+def test_pieces_have_the_tokens_of_the_whole(
+    loaded: dict[str, Tokenizer], lines: list[str]
+) -> None:
     text = "\n".join(lines)
     for name, tokenizer in loaded.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -252,14 +303,18 @@ def test_pieces_have_the_tokens_of_the_whole(loaded: dict[str, Tokenizer], lines
 
 
 @pytest.mark.parametrize(
-    ("name", "can_cut"), [("gpt2", True), ("llama3", True), ("nfc", True), ("wordpiece", True), ("unigram", False)]
+    ("name", "can_cut"),
+    [("gpt2", True), ("llama3", True), ("nfc", True), ("wordpiece", True), ("unigram", False)],
 )
-def test_which_tokenizers_take_their_documents_in_pieces(saved: dict[str, Path], name: str, can_cut: bool) -> None:
+def test_which_tokenizers_take_their_documents_in_pieces(
+    saved: dict[str, Path], name: str, can_cut: bool
+) -> None:
     assert cutter_for(load_tokenizer(str(saved[name]))).can_cut is can_cut
 
 
 def test_neighbours_agree_where_a_file_is_cut_between_them(tokenizer: Tokenizer) -> None:
-    """Spans find their own beginnings: cuts are the same for all who ask, ascending, and keep the tokens."""
+    """Spans find their own beginnings: cuts are the same for all who ask, ascending, and keep
+    the tokens."""
     data = ("".join(CORPUS) * 3).encode() + b"\xff\xfe bad bytes\nand more \xe6\xbc\n" * 40
     cutter, file = cutter_for(tokenizer), io.BytesIO(data)
     offsets = [0, 1, 777, 5_000, 5_001, 9_999, len(data) - 5, len(data)]
@@ -274,7 +329,13 @@ def test_neighbours_agree_where_a_file_is_cut_between_them(tokenizer: Tokenizer)
     assert ids == whole(tokenizer, text)
 
 
-def test_a_huge_document_that_cannot_be_cut_is_refused(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_document_that_cannot_be_cut_is_refused(
+    saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuts, "MAX_WHOLE_CHARS", 1000)
     with pytest.raises(DataError, match=r"books\.jsonl: .*in one piece.*divide it into documents"):
-        list(cutter_for(load_tokenizer(str(saved["unigram"]))).pieces("a line\n" * 200, "books.jsonl"))
+        list(
+            cutter_for(load_tokenizer(str(saved["unigram"]))).pieces(
+                "a line\n" * 200, "books.jsonl"
+            )
+        )

@@ -1,4 +1,5 @@
-"""A split is one sequence over several arrays: what a concatenation of its documents holds, without making one."""
+"""A split is one sequence over several arrays: what a concatenation of its documents holds,
+without making one."""
 
 from __future__ import annotations
 
@@ -40,17 +41,23 @@ def slow_split(arrays: list[Array], fraction: float) -> tuple[list[list[int]], l
     return sides
 
 
-lengths_of_arrays = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=5)
+lengths_of_arrays = st.lists(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=5
+)
 
 
 @settings(deadline=None, max_examples=80)
-@given(lengths=lengths_of_arrays, fraction=st.sampled_from([0.1, 0.4, 0.9]), length=st.integers(1, 12))
+@given(
+    lengths=lengths_of_arrays, fraction=st.sampled_from([0.1, 0.4, 0.9]), length=st.integers(1, 12)
+)
 def test_a_split_by_document_is_the_concatenation_of_its_documents(
     lengths: list[list[int]], fraction: float, length: int
 ) -> None:
     arrays = arrays_of(lengths)
     splits = split_tokens(arrays, fraction, "document")
-    for sequence, documents in zip((splits.train, splits.held_out), slow_split(arrays, fraction), strict=True):
+    for sequence, documents in zip(
+        (splits.train, splits.held_out), slow_split(arrays, fraction), strict=True
+    ):
         tokens = [token for document in documents for token in document]
         ids = [number for number, document in enumerate(documents) for _ in document]
         assert len(sequence) == len(tokens)
@@ -60,7 +67,9 @@ def test_a_split_by_document_is_the_concatenation_of_its_documents(
         starts = np.arange(max(0, len(tokens) - length + 1))
         windows = [tokens[start : start + length] for start in starts]
         assert sequence.gather(starts, length).tolist() == windows
-        assert sequence.document_ids(starts, length).tolist() == [ids[start : start + length] for start in starts]
+        assert sequence.document_ids(starts, length).tolist() == [
+            ids[start : start + length] for start in starts
+        ]
 
 
 @settings(deadline=None, max_examples=50)
@@ -73,7 +82,10 @@ def test_a_split_by_position_is_a_cut(lengths: list[list[int]], fraction: float)
     held_out = min(total, max(2, int(np.ceil(total * fraction)))) if fraction else 0
     assert len(splits.held_out) == held_out
     every = splits.train.num_documents + splits.held_out.num_documents
-    assert every - len([n for each in lengths for n in each]) in (0, 1)  # one document may be cut in two
+    assert every - len([n for each in lengths for n in each]) in (
+        0,
+        1,
+    )  # one document may be cut in two
 
 
 def test_gather_takes_starts_of_any_shape() -> None:
@@ -144,7 +156,9 @@ def test_of_a_long_and_a_short_document_the_short_one_is_held_out() -> None:
         assert split_tokens(arrays, 0.001, *chosen).held_out.num_tokens == 20
     for lengths in permutations([650, 340, 870, 2300, 1150]):  # of which no more than a tenth
         arrays = arrays_of([list(lengths)])
-        assert split_tokens(arrays, 0.001, *choose_split(arrays, 0.001, 32)).held_out.num_tokens == 340
+        assert (
+            split_tokens(arrays, 0.001, *choose_split(arrays, 0.001, 32)).held_out.num_tokens == 340
+        )
 
 
 def test_a_document_that_two_shards_share_is_held_out_whole() -> None:
@@ -159,7 +173,8 @@ def test_a_document_that_two_shards_share_is_held_out_whole() -> None:
 
 
 def test_ten_million_documents_take_no_loop() -> None:
-    """By its structure, not by a clock: extents are neighbours joined, so few documents held out make few extents."""
+    """By its structure, not by a clock: extents are neighbours joined, so few documents held out
+    make few extents."""
     array = Array([1], 0, [0])
     array.ends = np.arange(1, 10_000_001).astype(np.uint64)
     array.keys = hash_numbers(np.arange(10_000_000))

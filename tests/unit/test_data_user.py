@@ -1,4 +1,5 @@
-"""A user's own dataset: stacked as they would expect, and what cannot be a batch is said with its sample."""
+"""A user's own dataset: stacked as they would expect, and what cannot be a batch is said with
+its sample."""
 
 from __future__ import annotations
 
@@ -35,13 +36,29 @@ class Listed:
 
 
 def batch_of(*samples: object) -> dict[str, np.ndarray]:
-    return UserSamples(Listed(list(samples)), "own:data", 0, shuffled=False).take(np.arange(len(samples)))
+    return UserSamples(Listed(list(samples)), "own:data", 0, shuffled=False).take(
+        np.arange(len(samples))
+    )
 
 
 def test_arrays_tensors_and_numbers_are_stacked() -> None:
     batch = batch_of(
-        {"inputs": np.ones((2, 3), np.float16), "t": torch.zeros(4), "n": 3, "x": 0.5, "y": np.float64(2), "b": True},
-        {"inputs": np.zeros((2, 3), np.float16), "t": torch.ones(4), "n": 4, "x": 1, "y": np.float64(3), "b": False}
+        {
+            "inputs": np.ones((2, 3), np.float16),
+            "t": torch.zeros(4),
+            "n": 3,
+            "x": 0.5,
+            "y": np.float64(2),
+            "b": True,
+        },
+        {
+            "inputs": np.zeros((2, 3), np.float16),
+            "t": torch.ones(4),
+            "n": 4,
+            "x": 1,
+            "y": np.float64(3),
+            "b": False,
+        }
         | {"x": 1.0},
     )
     types = {name: (array.dtype.name, array.shape) for name, array in batch.items()}
@@ -64,8 +81,14 @@ def test_arrays_tensors_and_numbers_are_stacked() -> None:
         (([1, 2],), "a sample must be a dict of arrays, tensors or numbers (it is list)"),
         (((np.zeros(3), 1),), "it is tuple"),
         (({},), "(it is dict)"),
-        (({"inputs": np.zeros(3)}, {"inputs": np.zeros(4)}), "'inputs' of different shapes ((3,) in sample 0, (4,)"),
-        (({"inputs": 1}, {"inputs": 1.5}), "'inputs' of different types (int64 in sample 0, float32 in sample 1)"),
+        (
+            ({"inputs": np.zeros(3)}, {"inputs": np.zeros(4)}),
+            "'inputs' of different shapes ((3,) in sample 0, (4,)",
+        ),
+        (
+            ({"inputs": 1}, {"inputs": 1.5}),
+            "'inputs' of different types (int64 in sample 0, float32 in sample 1)",
+        ),
         (({"inputs": 1}, {"inputs": 1, "mask": 2}), "sample 1 has ['inputs', 'mask']"),
         (({"inputs": 1, "name": "cat"},), "'name' is no number and no array of numbers (str)"),
         (({"inputs": [[1, 2], [3]]},), "sample 0"),
@@ -188,14 +211,22 @@ def test_the_facts_of_a_dataset_are_known_before_the_start(prepare: Callable[...
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("raises", "own_factories.py:19, data.source own_factories:raises, split 'train': RuntimeError: no disk"),
+        (
+            "raises",
+            (
+                "own_factories.py:19, data.source own_factories:raises, split 'train':"
+                " RuntimeError: no disk"
+            ),
+        ),
         ("a_list_of_nothing", "the dataset is empty"),
         ("an_iterator", "has no __len__"),
         ("tuples", "a sample must be a dict of arrays, tensors or numbers (it is tuple)"),
         ("dies", "the library says why"),
     ],
 )
-def test_a_dataset_that_cannot_be_used(prepare: Callable[..., object], tmp_path: Path, name: str, said: str) -> None:
+def test_a_dataset_that_cannot_be_used(
+    prepare: Callable[..., object], tmp_path: Path, name: str, said: str
+) -> None:
     with pytest.raises(DataError) as caught:
         prepare(name)
     assert said in str(caught.value)
@@ -203,15 +234,21 @@ def test_a_dataset_that_cannot_be_used(prepare: Callable[..., object], tmp_path:
 
 
 def test_a_sample_that_ends_the_process_is_named(prepare: Callable[..., object]) -> None:
-    with pytest.raises(DataError, match=r"the process that read sample 9 ended \(ended with exit code 0\)"):
+    with pytest.raises(
+        DataError, match=r"the process that read sample 9 ended \(ended with exit code 0\)"
+    ):
         prepare("sticky", how="ends")
 
 
 def test_a_sample_that_never_comes_is_waited_for_aloud_and_not_for_ever(
-    prepare: Callable[..., object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepare: Callable[..., object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(workers, "SAID_AFTER_S", 0.4)
-    with pytest.raises(DataError, match=r"sample 9 did not come within 1\.5 s; .* raise data\.worker_timeout_s"):
+    with pytest.raises(
+        DataError, match=r"sample 9 did not come within 1\.5 s; .* raise data\.worker_timeout_s"
+    ):
         prepare("sticky", how="hangs", worker_timeout_s=1.5)
     assert "own_factories:sticky: waiting for sample 9 (" in capsys.readouterr().err
 
@@ -221,14 +258,21 @@ def test_a_factory_that_does_not_exist(prepare: Callable[..., object]) -> None:
         prepare("goood")
 
 
-def test_held_out_samples_are_dealt_once_and_in_equally_many_batches(prepare: Callable[..., object]) -> None:
+def test_held_out_samples_are_dealt_once_and_in_equally_many_batches(
+    prepare: Callable[..., object],
+) -> None:
     corpus = prepare("good")
     for num_ranks, micro in itertools.product((1, 2, 3, 5, 7), (1, 2, 4)):
         shares = [Share(micro * num_ranks, micro, num_ranks, rank) for rank in range(num_ranks)]
-        found = [build_held_out_batches(corpus, share, seq_len=1, max_tokens=100, seed=0)[""] for share in shares]
+        found = [
+            build_held_out_batches(corpus, share, seq_len=1, max_tokens=100, seed=0)[""]
+            for share in shares
+        ]
         ranks = [[batch["targets"].tolist() for batch in batches] for batches in found]
         assert len({len(batches) for batches in ranks}) == 1
-        assert sorted(target for batches in ranks for batch in batches for target in batch) == list(range(7))
+        assert sorted(target for batches in ranks for batch in batches for target in batch) == list(
+            range(7)
+        )
 
 
 def test_no_held_out_dataset_is_no_evaluation(prepare: Callable[..., object]) -> None:
@@ -238,7 +282,9 @@ def test_no_held_out_dataset_is_no_evaluation(prepare: Callable[..., object]) ->
 
 def test_fewer_held_out_samples_than_ranks_are_refused(prepare: Callable[..., object]) -> None:
     corpus = prepare("good")
-    with pytest.raises(DataError, match="7 held-out samples cannot be shared by 8 data-parallel ranks"):
+    with pytest.raises(
+        DataError, match="7 held-out samples cannot be shared by 8 data-parallel ranks"
+    ):
         build_held_out_batches(corpus, Share(8, 1, 8, 0), seq_len=1, max_tokens=100, seed=0)
 
 
@@ -252,7 +298,9 @@ def test_fewer_held_out_samples_than_ranks_are_refused(prepare: Callable[..., ob
         ({"source": "stdlib", "workers": 2}, 2),
     ],
 )
-def test_an_own_dataset_is_read_ahead_by_a_worker_unless_the_job_says_otherwise(keys: dict, expected: int) -> None:
+def test_an_own_dataset_is_read_ahead_by_a_worker_unless_the_job_says_otherwise(
+    keys: dict, expected: int
+) -> None:
     assert num_workers(Data(**keys)) == expected
 
 
@@ -270,9 +318,14 @@ class Masking(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("module", "why"),
-    [(Plain(), "forward names no document_ids; add"), (Anything(), "it takes any keyword, which does not say")],
+    [
+        (Plain(), "forward names no document_ids; add"),
+        (Anything(), "it takes any keyword, which does not say"),
+    ],
 )
-def test_a_module_that_may_let_documents_see_each_other_is_refused(module: torch.nn.Module, why: str) -> None:
+def test_a_module_that_may_let_documents_see_each_other_is_refused(
+    module: torch.nn.Module, why: str
+) -> None:
     batch = {name: torch.zeros(1) for name in ("inputs", "positions", "document_ids")}
     with pytest.raises(LayoutError, match=f"cannot keep documents apart.*{why}"):
         call_with_batch(module, batch)
@@ -282,8 +335,11 @@ def test_a_module_that_may_let_documents_see_each_other_is_refused(module: torch
 
 
 def test_datasets_that_differ_in_few_samples_are_told_apart_though_one_looks_the_same() -> None:
-    """Two classes, shuffled by each process: any single sample is the same in both half of the time."""
-    one, other = ([{"inputs": np.zeros(2), "labels": (i >> bit) & 1} for i in range(64)] for bit in (0, 1))
+    """Two classes, shuffled by each process: any single sample is the same in both half of the
+    time."""
+    one, other = (
+        [{"inputs": np.zeros(2), "labels": (i >> bit) & 1} for i in range(64)] for bit in (0, 1)
+    )
     assert sum(a["labels"] == b["labels"] for a, b in zip(one, other, strict=True)) == 32
     assert digest_of_some(Listed(one), "own:data") == digest_of_some(Listed(one), "own:data")
     assert digest_of_some(Listed(one), "own:data") != digest_of_some(Listed(other), "own:data")

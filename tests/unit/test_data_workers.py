@@ -1,4 +1,5 @@
-"""Loader workers read ahead in order; real ones are killed and stopped here, and the samples stay what they were."""
+"""Loader workers read ahead in order; real ones are killed and stopped here, and the samples
+stay what they were."""
 
 from __future__ import annotations
 
@@ -121,7 +122,9 @@ def same(first: list[Batch], second: list[Batch]) -> bool:
     )
 
 
-def test_workers_give_what_the_rank_itself_reads_also_after_jumps(open_batches: Open, heard: list[Event]) -> None:
+def test_workers_give_what_the_rank_itself_reads_also_after_jumps(
+    open_batches: Open, heard: list[Event]
+) -> None:
     direct, behind = open_batches(workers=0, prefetch=False), open_batches(workers=2)
     for step in (1, 2, 3, 4, 5, 90, 91, 7):
         assert same(behind.step_microbatches(step), direct.step_microbatches(step)), step
@@ -133,22 +136,35 @@ def test_reading_ahead_is_bounded(open_batches: Open) -> None:
     batches.step_microbatches(1)
     pool = batches._reader
     owed = [step for worker in pool._workers for step in worker.owed]
-    assert sorted({*owed, *pool._ready}) == [2, 3, 4]  # two steps of each worker, one of which is delivered
+    assert sorted({*owed, *pool._ready}) == [
+        2,
+        3,
+        4,
+    ]  # two steps of each worker, one of which is delivered
 
 
-def test_a_killed_worker_is_replaced_and_the_order_kept(open_batches: Open, heard: list[Event]) -> None:
+def test_a_killed_worker_is_replaced_and_the_order_kept(
+    open_batches: Open, heard: list[Event]
+) -> None:
     direct, behind = open_batches(workers=0, prefetch=False), open_batches(workers=2)
     for step in range(1, 19):
         assert same(behind.step_microbatches(step), direct.step_microbatches(step)), step
         if step in (3, 10):
             os.kill(worker_pids()[0], signal.SIGKILL)
     assert len(heard) == 2
-    assert all(isinstance(event, LoaderWorkerReplaced) and "SIGKILL" in event.reason for event in heard)
+    assert all(
+        isinstance(event, LoaderWorkerReplaced) and "SIGKILL" in event.reason for event in heard
+    )
     assert 3 < heard[0].step <= 8 < 10 < heard[1].step  # what it had answered before counts
 
 
-def test_a_frozen_worker_is_replaced_and_the_order_kept(open_batches: Open, heard: list[Event]) -> None:
-    direct, behind = open_batches(workers=0, prefetch=False), open_batches(workers=2, worker_timeout_s=1.0)
+def test_a_frozen_worker_is_replaced_and_the_order_kept(
+    open_batches: Open, heard: list[Event]
+) -> None:
+    direct, behind = (
+        open_batches(workers=0, prefetch=False),
+        open_batches(workers=2, worker_timeout_s=1.0),
+    )
     for step in range(1, 9):
         assert same(behind.step_microbatches(step), direct.step_microbatches(step)), step
         if step == 3:
@@ -162,7 +178,9 @@ def test_a_step_that_kills_every_worker_is_an_error_with_their_last_words(
     own_dataset: Callable[..., Path], open_batches: Open, heard: list[Event]
 ) -> None:
     batches = open_batches(own_dataset(bad=17, how="die"), workers=2)
-    with pytest.raises(DataError, match=r"SIGKILL at sample 17; it said last: about to die of this sample") as caught:
+    with pytest.raises(
+        DataError, match=r"SIGKILL at sample 17; it said last: about to die of this sample"
+    ) as caught:
         read_all(batches)
     assert "again and again" in caught.value.what
     assert len(heard) == 3
@@ -182,7 +200,8 @@ def test_what_workers_print_is_in_their_logs_and_said_by_name_when_one_dies(
         read_all(batches)
     (guilty,) = {event.reason.split()[1] for event in heard}
     assert [event.reason for event in heard] == [
-        f"worker {guilty} of rank 1 killed by SIGKILL at sample 17; it said last: about to die of this sample"
+        f"worker {guilty} of rank 1 killed by SIGKILL at sample 17; it said last: about to die of"
+        " this sample"
     ] * 3
     path = logs.with_name(f"{logs.name}-worker-{guilty}.log")
     assert str(path) in str(caught.value)
@@ -193,7 +212,10 @@ def test_what_workers_print_is_in_their_logs_and_said_by_name_when_one_dies(
 
 
 def test_what_a_living_worker_prints_is_only_in_its_log(
-    own_dataset: Callable[..., Path], open_batches: Open, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_dataset: Callable[..., Path],
+    open_batches: Open,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     options = {"workers": 1, "worker_logs": tmp_path / "rank-0000-attempt-02"}
     batches = open_batches(own_dataset(bad=17, how="warn"), **options)
@@ -228,13 +250,20 @@ def test_own_samples_are_a_permutation_of_each_epoch_and_draw_the_same_everywher
     assert len(set(drawn)) == len(drawn)
     assert np.array_equal(np.random.get_state()[1], before[0])
     assert torch.equal(torch.get_rng_state(), before[1])
-    every = [TrainBatches(SampleSpec(str(directory), 1, 3), Share(1_000, 500, 2, rank)) for rank in (0, 1)]
-    first, second = (torch.cat([rank.step_microbatches(step)[0]["targets"] for rank in every]) for step in (1, 2))
+    every = [
+        TrainBatches(SampleSpec(str(directory), 1, 3), Share(1_000, 500, 2, rank))
+        for rank in (0, 1)
+    ]
+    first, second = (
+        torch.cat([rank.step_microbatches(step)[0]["targets"] for rank in every]) for step in (1, 2)
+    )
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(1_000))
     assert first.tolist() != second.tolist()
 
 
-def test_workers_end_when_closed_and_when_their_rank_is_killed(tokens: Path, open_batches: Open) -> None:
+def test_workers_end_when_closed_and_when_their_rank_is_killed(
+    tokens: Path, open_batches: Open
+) -> None:
     batches = open_batches(workers=2)
     batches.step_microbatches(1)
     assert len(worker_pids()) == 2
@@ -255,7 +284,9 @@ os.kill(pids[0], signal.SIGSTOP)  # one that could not notice by itself
 print(*pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     wait_until(lambda: not any(psutil.pid_exists(pid) and _runs(pid) for pid in pids))

@@ -1,4 +1,5 @@
-"""The decoder: documents kept apart, grouped heads, relative positions, and the counts that planning relies on."""
+"""The decoder: documents kept apart, grouped heads, relative positions, and the counts that
+planning relies on."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_no_token_sees_a_later_one(tokens: torch.Tensor) -> None:
 
 
 def test_documents_do_not_see_each_other(tokens: torch.Tensor) -> None:
-    """Changing the first document changes nothing in the second, which computes what it would compute alone."""
+    """Changing the first document changes nothing in the second, which computes what it would
+    compute alone."""
     module = decoder(tied=True, dtype=torch.float64)
     ids = (torch.arange(SEQ_LEN) >= 3).long().expand(2, -1)
     positions = torch.cat((torch.arange(3), torch.arange(SEQ_LEN - 3))).expand(2, -1)
@@ -49,7 +51,9 @@ def test_documents_do_not_see_each_other(tokens: torch.Tensor) -> None:
     assert torch.equal(before[:, 3:], after[:, 3:])
     assert (before[:, :3] != after[:, :3]).any(-1).all()
     torch.testing.assert_close(before[:, 3:], logits(module, tokens[:, 3:]), rtol=1e-12, atol=1e-12)
-    assert (logits(module, tokens)[:, 3:] != logits(module, changed)[:, 3:]).any()  # without ids they are seen
+    assert (
+        logits(module, tokens)[:, 3:] != logits(module, changed)[:, 3:]
+    ).any()  # without ids they are seen
 
 
 def test_one_document_is_plain_causal_attention(tokens: torch.Tensor) -> None:
@@ -59,7 +63,8 @@ def test_one_document_is_plain_causal_attention(tokens: torch.Tensor) -> None:
 
 
 def test_grouped_heads_equal_repeated_key_and_value_heads(tokens: torch.Tensor) -> None:
-    """GQA with 2 key-value heads is multi-head attention whose 4 heads have the weights of their group's."""
+    """GQA with 2 key-value heads is multi-head attention whose 4 heads have the weights of their
+    group's."""
     grouped = decoder(tied=True, dtype=torch.float64)
     full = Decoder(shape(num_kv_heads=4)).double()
     weights = grouped.state_dict()
@@ -67,7 +72,9 @@ def test_grouped_heads_equal_repeated_key_and_value_heads(tokens: torch.Tensor) 
         if name.endswith(("attention.k.weight", "attention.v.weight")):
             weights[name] = weight.unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1)
     full.load_state_dict(weights)
-    torch.testing.assert_close(logits(full, tokens), logits(grouped, tokens), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        logits(full, tokens), logits(grouped, tokens), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_rotation_depends_on_the_difference_of_positions_only() -> None:
@@ -80,7 +87,9 @@ def test_rotation_depends_on_the_difference_of_positions_only() -> None:
 
     assert score(7, 3) == pytest.approx(score(104, 100), rel=1e-12)
     assert score(7, 3) != pytest.approx(score(7, 4), rel=1e-3)
-    assert rotate(q, rotary_table(torch.tensor([[9]]), shape(), torch.float64)).norm() == pytest.approx(q.norm().item())
+    assert rotate(
+        q, rotary_table(torch.tensor([[9]]), shape(), torch.float64)
+    ).norm() == pytest.approx(q.norm().item())
 
 
 def test_shifting_all_positions_changes_nothing(tokens: torch.Tensor) -> None:
@@ -106,9 +115,16 @@ SHAPES = {
     ),
     "qwen2": replace(shape(), bias="qkv"),
     "qwen3": replace(shape(), qk_norm=True, head_dim=12),
-    "latent": replace(shape(num_kv_heads=4), kv_rank=10, head_dim=12, rope_head_dim=4, value_head_dim=6),
+    "latent": replace(
+        shape(num_kv_heads=4), kv_rank=10, head_dim=12, rope_head_dim=4, value_head_dim=6
+    ),
     "latent queries": replace(
-        shape(num_kv_heads=4), query_rank=14, kv_rank=10, head_dim=12, rope_head_dim=4, value_head_dim=12
+        shape(num_kv_heads=4),
+        query_rank=14,
+        kv_rank=10,
+        head_dim=12,
+        rope_head_dim=4,
+        value_head_dim=12,
     ),
     "gemma3": replace(
         shape(num_layers=4),
@@ -133,8 +149,10 @@ def test_parameters_are_those_of_the_shape(a_shape: ModelShape) -> None:
 
 @pytest.mark.parametrize("a_shape", SHAPES.values(), ids=SHAPES)
 def test_flops_are_those_torch_counts(a_shape: ModelShape) -> None:
-    """Against torch.utils.flop_counter of a forward. Matrix products are equal; of attention torch counts all T x T
-    pairs, ModelShape those that the mask of each block keeps.
+    """Against torch.utils.flop_counter of a forward.
+
+    Matrix products are equal; of attention torch counts all T x T pairs, ModelShape those that the
+    mask of each block keeps.
     """
     module, seq_len = Decoder(replace(a_shape)), 16
     for parameter in module.parameters():
@@ -144,11 +162,16 @@ def test_flops_are_those_torch_counts(a_shape: ModelShape) -> None:
         outputs = module(torch.zeros(1, seq_len, dtype=torch.long))
         batch = {"targets": torch.zeros(1, seq_len, dtype=torch.long)}
         causal_cross_entropy(seq_len)(outputs, batch)
-    counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
+    counts = {
+        str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()
+    }
     wanted = a_shape.flops_per_sample(seq_len)
     assert counts.get("aten.mm", 0) + counts.get("aten.addmm", 0) == wanted["matmul"]
     # Of all pairs that torch counts, the mask keeps these.
-    pairs = [causal_pairs(seq_len, a_shape.sliding_window * a_shape.is_local(n)) for n in range(a_shape.num_layers)]
+    pairs = [
+        causal_pairs(seq_len, a_shape.sliding_window * a_shape.is_local(n))
+        for n in range(a_shape.num_layers)
+    ]
     useful = counts["aten.bmm"] * sum(pairs)
     if a_shape.kv_rank:  # values are computed as wide as keys
         useful = useful * (a_shape.head_dim + a_shape.value_head_dim) // (2 * a_shape.head_dim)
@@ -187,7 +210,10 @@ def test_initial_norms_are_the_identity_and_biases_zero(name: str) -> None:
 
 @pytest.mark.parametrize("a_shape", SHAPES.values(), ids=SHAPES)
 def test_bf16_runs_and_keeps_its_type(a_shape: ModelShape) -> None:
-    module, tokens = Decoder(a_shape), torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    module, tokens = (
+        Decoder(a_shape),
+        torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0)),
+    )
     fill(module)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = module(tokens).hidden_BTD

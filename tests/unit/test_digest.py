@@ -33,7 +33,9 @@ def test_golden_values() -> None:
 
 def test_hashes_are_equal_in_another_process_and_parts_do_not_run_together() -> None:
     code = "from phalanx.core.digest import *; print(stable_hash64('a', 1), digest({'x': 'y'}))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert found == [str(stable_hash64("a", 1)), digest({"x": "y"})]
     assert stable_hash64("ab", "c") != stable_hash64("a", "bc")
     assert 0 <= stable_hash64("a") < 2**64

@@ -9,12 +9,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def test_reference_is_what_the_code_says() -> None:
     generated = runpy.run_path(str(ROOT / "docs" / "generate.py"))["reference"]()
-    assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == generated, "run make docs"
+    assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == generated, (
+        "run make docs"
+    )
 
 
 def test_code_on_the_page_about_own_code_is_that_of_the_examples() -> None:
@@ -45,15 +52,27 @@ def test_links_point_at_files(page: Path) -> None:
 
 
 def test_annotated_tree_of_the_readme_is_the_tree() -> None:
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("src/phalanx/\n")[1].split("\ntests/")[0]
+    tree = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .split("src/phalanx/\n")[1]
+        .split("\ntests/")[0]
+    )
     named = {word.rstrip("/") for word in re.findall(r"\b[a-z]+/", tree)}
     rooms = {p.name for p in (ROOT / "src" / "phalanx").iterdir() if (p / "__init__.py").exists()}
     assert named == rooms
 
 
 def test_pages_named_in_the_readme_are_the_pages() -> None:
-    listed = (ROOT / "README.md").read_text(encoding="utf-8").split("\ndocs/ ")[1].split("\nexamples/")[0]
-    assert set(re.findall(r"[\w-]+\.md", listed)) == {page.name for page in (ROOT / "docs").glob("*.md")}
+    listed = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .split("\ndocs/ ")[1]
+        .split("\nexamples/")[0]
+    )
+    assert set(re.findall(r"[\w-]+\.md", listed)) == {
+        page.name for page in (ROOT / "docs").glob("*.md")
+    }
 
 
 def test_make_targets_named_in_the_docs_exist() -> None:
@@ -67,8 +86,13 @@ def test_every_pinned_dependency_of_the_project_is_in_the_constraints() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(d for group in project["optional-dependencies"].values() for d in group)]
-    names = {re.split(r"[\[<>=~! ]", d, maxsplit=1)[0].lower().replace("_", "-") for d in wanted} - {"phalanx"}
+    wanted = [
+        *project["dependencies"],
+        *(d for group in project["optional-dependencies"].values() for d in group),
+    ]
+    names = {
+        re.split(r"[\[<>=~! ]", d, maxsplit=1)[0].lower().replace("_", "-") for d in wanted
+    } - {"phalanx"}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     assert names <= pinned

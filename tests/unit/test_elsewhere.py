@@ -1,4 +1,5 @@
-"""The selection of tests by what they assert, and the runner of `make test-elsewhere` on a folder of three tests."""
+"""The selection of tests by what they assert, and the runner of `make test-elsewhere` on a
+folder of three tests."""
 
 from __future__ import annotations
 
@@ -35,10 +36,22 @@ CORES = sorted(os.sched_getaffinity(0))
     ("path", "test", "expected"),
     [
         ("distributed/test_bad_input.py", "test_a_run_directory_in_use", {"bits", "deadline"}),
-        ("unit/test_verify_flips.py", "test_forced_choices_are_taken_and_those_that_differ_are_told", {"bits"}),
+        (
+            "unit/test_verify_flips.py",
+            "test_forced_choices_are_taken_and_those_that_differ_are_told",
+            {"bits"},
+        ),
         ("unit/test_verify_flips.py", "test_ranks_that_disagree_are_found", set()),
-        ("contracts/test_hooks.py", "test_all_ranks_get_the_same_bits", {"bits"}),  # its fixture compares
-        ("distributed/test_launch.py", "test_a_killed_rank_is_restarted_and_a_resumed_run_appends", {"deadline"}),
+        (
+            "contracts/test_hooks.py",
+            "test_all_ranks_get_the_same_bits",
+            {"bits"},
+        ),  # its fixture compares
+        (
+            "distributed/test_launch.py",
+            "test_a_killed_rank_is_restarted_and_a_resumed_run_appends",
+            {"deadline"},
+        ),
     ],
 )
 def test_marks_are_read_from_what_a_test_uses(path: str, test: str, expected: set[str]) -> None:
@@ -53,7 +66,9 @@ def test_the_tenth_is_a_tenth_and_depends_on_the_seed() -> None:
 
 
 @pytest.mark.long
-def test_a_variant_runs_its_tests_and_goes_on_from_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_runs_its_tests_and_goes_on_from_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tests, records, mended = tmp_path / "tests", tmp_path / "records", tmp_path / "mended"
     tests.mkdir()
     records.mkdir()
@@ -77,16 +92,22 @@ def test_a_variant_runs_its_tests_and_goes_on_from_its_record(tmp_path: Path, mo
     second = run_variant(variant, records, 0, 60.0, CORES, tests)
     assert second.is_good
     assert second.passed == len(planned)
-    assert len(read_record(records / "plain.jsonl")) == num_lines + 1, "only what had failed ran again"
+    assert len(read_record(records / "plain.jsonl")) == num_lines + 1, (
+        "only what had failed ran again"
+    )
 
 
 @pytest.mark.long
-def test_what_this_machine_is_not_is_skipped_and_what_did_not_take_hold_is_a_problem(tmp_path: Path) -> None:
+def test_what_this_machine_is_not_is_skipped_and_what_did_not_take_hold_is_a_problem(
+    tmp_path: Path,
+) -> None:
     missing = run_variant(Variant("none", ("bits",), needs_flag="avx99"), tmp_path, 0, 9.0, CORES)
     assert missing.skipped == "this CPU has no avx99"
     assert missing.is_good
     (tmp_path / "test_bits.py").write_text(BITS)
-    other = run_variant(Variant("other", ("bits",), capability="AVX99"), tmp_path, 0, 9.0, CORES, tmp_path)
+    other = run_variant(
+        Variant("other", ("bits",), capability="AVX99"), tmp_path, 0, 9.0, CORES, tmp_path
+    )
     assert other.problem.startswith("pytest ended with 4")
     assert not other.is_good
 

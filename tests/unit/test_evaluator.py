@@ -9,7 +9,8 @@ from phalanx.train.evaluator import AGREE_S, MOST_BATCHES, next_wait
 
 @pytest.mark.parametrize("batch_s", [1e-4, 3e-3, 0.02, 0.2, 3.0])
 def test_ranks_agree_about_twice_a_second_and_never_wait_for_many_batches(batch_s: float) -> None:
-    """A stop is heard within two such waits, or one batch where that is longer; short batches share one wait."""
+    """A stop is heard within two such waits, or one batch where that is longer; short batches
+    share one wait."""
     batches, waits = 1, []
     for _ in range(20):
         batches = next_wait(batches, batches * batch_s)

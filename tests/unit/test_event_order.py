@@ -24,19 +24,32 @@ BOOT_S = 5000.0
 
 
 class Clocked:
-    """Writes a run of two commands: 20 steps, a restart, 20 more; then a resume, 20 more. A second per event.
+    """Writes a run of two commands: 20 steps, a restart, 20 more; then a resume, 20 more.
+
+    A second per event.
 
     From the event `stepped_at` on, every process's wall clock is off by `stepped_s`.
     """
 
-    def __init__(self, run_dir: Path, stepped_s: float, stepped_at: int, *, is_old: bool = False) -> None:
-        self.dir, self._stepped_s, self._stepped_at, self._is_old = run_dir, stepped_s, stepped_at, is_old
+    def __init__(
+        self, run_dir: Path, stepped_s: float, stepped_at: int, *, is_old: bool = False
+    ) -> None:
+        self.dir, self._stepped_s, self._stepped_at, self._is_old = (
+            run_dir,
+            stepped_s,
+            stepped_at,
+            is_old,
+        )
         self._num_told = 0
 
     def say(self, event: Event, attempt: int, rank: int = 0) -> None:
         self._num_told += 1
         now_s = BOOT_S + self._num_told
-        wall_s = 1_700_000_000.0 + now_s + (self._stepped_s if self._num_told >= self._stepped_at else 0.0)
+        wall_s = (
+            1_700_000_000.0
+            + now_s
+            + (self._stepped_s if self._num_told >= self._stepped_at else 0.0)
+        )
         seq, steady_s = (-1, math.nan) if self._is_old else (self._num_told, now_s)
         path = event_path(self.dir, rank, attempt)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,14 +57,24 @@ class Clocked:
             file.write(Envelope(event, rank, attempt, wall_s, seq, steady_s).to_line() + "\n")
 
     def write(self) -> None:
-        started = {"run": "r", "job_digest": "d", "world_size": 1, "total_steps": 60, "device": "cpu", "layout": {}}
+        started = {
+            "run": "r",
+            "job_digest": "d",
+            "world_size": 1,
+            "total_steps": 60,
+            "device": "cpu",
+            "layout": {},
+        }
         for attempt, (first, last) in enumerate(((1, 20), (21, 40), (41, 60))):
             if attempt != 1:
                 self.say(events.Note("server_ready"), attempt, -1)
             self.say(events.RanksStarted([1], 0.1), attempt, -1)
             self.say(events.RunStarted(step=first - 1, startup_s=1.0, **started), attempt)
             for step in range(first, last + 1):
-                self.say(StepFinished(step, 2.0, 1, step, 0.1, 0.1, 1.0, 1.0, {"forward": 1.0}, 0.0, 1), attempt)
+                self.say(
+                    StepFinished(step, 2.0, 1, step, 0.1, 0.1, 1.0, 1.0, {"forward": 1.0}, 0.0, 1),
+                    attempt,
+                )
             self.say(events.CheckpointSaved(last, f"checkpoints/step-{last}", 1, 0.1), attempt)
             if attempt == 0:
                 self.say(events.RankFailed(0, last, "data", "signal", "killed", 0.1), attempt, -1)
@@ -81,9 +104,13 @@ def test_a_stepped_clock_changes_nothing_but_what_is_shown_of_it(
             assert facts.timeline.alive_s == pytest.approx(73, abs=2)
     assert told[1]["status"] == "finished"
     assert seen[0] == seen[1]
-    if is_old:  # without another clock the wall's is all there is; where the run itself said how long, that counts
+    # without another clock the wall's is all there is; where the run itself said how long, that
+    # counts
+    if is_old:
         told = [facts | {"wall_s": 0} for facts in told]
-    assert {key: (told[0][key], told[1][key]) for key in told[0] if told[0][key] != told[1][key]} == {}
+    assert {
+        key: (told[0][key], told[1][key]) for key in told[0] if told[0][key] != told[1][key]
+    } == {}
 
 
 def test_ranks_of_two_machines_whose_clocks_have_nothing_in_common() -> None:
@@ -110,7 +137,8 @@ HERE, THERE = "a" * 16, "b" * 16
 class TwoHours:
     """Writes the files of a run of two hours: a step every ten minutes, on two ranks.
 
-    `uptimes_s` by rank: what the rank's clock shows when it starts. A run without clocks that have names is an old one.
+    `uptimes_s` by rank: what the rank's clock shows when it starts. A run without clocks that have
+    names is an old one.
     """
 
     def __init__(self, run_dir: Path, uptimes_s: dict[int, float], names: dict[int, str]) -> None:
@@ -137,7 +165,11 @@ class TwoHours:
             for rank in self._uptimes_s:
                 after_s = 600.0 * number + rank / 10
                 self.say(
-                    after_s, StepFinished(number, 2.0, 1, number, 0.1, 0.1, 600, 1, {"forward": 1.0}, 0.0, 1), rank
+                    after_s,
+                    StepFinished(
+                        number, 2.0, 1, number, 0.1, 0.1, 600, 1, {"forward": 1.0}, 0.0, 1
+                    ),
+                    rank,
                 )
         for rank in self._uptimes_s:
             self.say(7205.0 + rank, events.Note(f"late {rank}"), rank)
@@ -145,20 +177,31 @@ class TwoHours:
         self.say(7211.0, events.RunFinished("finished", 0, 12, 7211.0), -1)
 
 
-UPTIMES_S = [{0: 5000.0, 1: 5000.0}, {0: 5000.0, 1: 900_000.0}, {0: 900_000.0, 1: 5000.0}, {0: 5000.0, 1: 8000.0}]
+UPTIMES_S = [
+    {0: 5000.0, 1: 5000.0},
+    {0: 5000.0, 1: 900_000.0},
+    {0: 900_000.0, 1: 5000.0},
+    {0: 5000.0, 1: 8000.0},
+]
 
 
 @pytest.mark.parametrize("uptimes_s", UPTIMES_S)
 @pytest.mark.parametrize("is_supervised", [True, False])
-def test_a_run_of_hours_ends_with_its_end(tmp_path: Path, uptimes_s: dict[int, float], is_supervised: bool) -> None:
-    """Another launcher's ranks have no supervisor that speaks before the end; a rank may say little but steps until
-    then. Its machine is known by the name of its clock, not by the time.
+def test_a_run_of_hours_ends_with_its_end(
+    tmp_path: Path, uptimes_s: dict[int, float], is_supervised: bool
+) -> None:
+    """Another launcher's ranks have no supervisor that speaks before the end; a rank may say little
+    but steps until then.
+
+    Its machine is known by the name of its clock, not by the time.
     """
     names = {0: HERE, 1: HERE if uptimes_s[0] == uptimes_s[1] else THERE}
     TwoHours(tmp_path, uptimes_s, names).write(is_supervised=is_supervised)
     facts = reduce_run(tmp_path)
     assert facts.status == "finished"
-    told = [e.event.code if isinstance(e.event, events.Note) else e.event.kind() for e in facts.story]
+    told = [
+        e.event.code if isinstance(e.event, events.Note) else e.event.kind() for e in facts.story
+    ]
     assert told == [
         *["ranks_started"][: int(is_supervised)],
         "run_started",
@@ -181,23 +224,40 @@ def test_a_run_of_hours_of_an_earlier_release_ends_with_its_end(
     TwoHours(tmp_path, {0: 5000.0, 1: uptime_s}, {}).write(is_supervised=is_supervised)
     facts = reduce_run(tmp_path)
     assert facts.status == "finished"
-    told = [e.event.code if isinstance(e.event, events.Note) else e.event.kind() for e in facts.story]
+    told = [
+        e.event.code if isinstance(e.event, events.Note) else e.event.kind() for e in facts.story
+    ]
     assert told[-3:] == ["late 0", "late 1", "run_finished"]
 
 
 def test_a_resume_after_the_machine_was_started_anew(tmp_path: Path) -> None:
     """Its clock begins at zero again; the supervisor's file holds both."""
     for began_s, name, attempt in ((900_000.0, HERE, 0), (50.0, THERE, 1)):
-        for rank, event in ((-1, events.RanksStarted([1], 0.1)), (0, events.Note(f"rank {attempt}"))):
+        for rank, event in (
+            (-1, events.RanksStarted([1], 0.1)),
+            (0, events.Note(f"rank {attempt}")),
+        ):
             clock = SteadyClock(name, began_s)
             line = Envelope(event, rank, attempt, 1.0, 0, began_s, clock).to_line() + "\n"
-            line += Envelope(events.Note(f"end {rank}"), rank, attempt, 1.0, 1, began_s + 9).to_line() + "\n"
+            line += (
+                Envelope(events.Note(f"end {rank}"), rank, attempt, 1.0, 1, began_s + 9).to_line()
+                + "\n"
+            )
             path = event_path(tmp_path, rank, attempt)
             path.parent.mkdir(exist_ok=True)
             with open(path, "a", encoding="utf-8") as file:
                 file.write(line)
     seen = EventTail(tmp_path).poll()
-    assert [(e.attempt, e.rank) for e in seen] == [(0, -1), (0, 0), (0, -1), (0, 0), (1, -1), (1, 0), (1, -1), (1, 0)]
+    assert [(e.attempt, e.rank) for e in seen] == [
+        (0, -1),
+        (0, 0),
+        (0, -1),
+        (0, 0),
+        (1, -1),
+        (1, 0),
+        (1, -1),
+        (1, 0),
+    ]
     assert {e.clock.name for e in seen if e.clock and e.attempt == 1} == {THERE}
 
 

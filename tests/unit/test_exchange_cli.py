@@ -1,4 +1,5 @@
-"""`phalanx checkpoint import` and `export` as a person uses them; weights that are not what they say; pickles."""
+"""`phalanx checkpoint import` and `export` as a person uses them; weights that are not what they
+say; pickles."""
 
 from __future__ import annotations
 
@@ -42,11 +43,16 @@ def phalanx(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int) -> str:
-    """Standard error of a command that must fail so, and say it in one line unless there is a table."""
+    """Standard error of a command that must fail so, and say it in one line unless there is a
+    table."""
     found, out, err = phalanx(capsys, *arguments)
     assert (found, out) == (code, ""), err
     assert err.startswith("phalanx: ")
-    assert len(err.splitlines()) == 1 or err.splitlines()[1].split() == ["tensor", "wanted", "found"]
+    assert len(err.splitlines()) == 1 or err.splitlines()[1].split() == [
+        "tensor",
+        "wanted",
+        "found",
+    ]
     return err
 
 
@@ -54,7 +60,11 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """The format by hand: what is read must not depend on our own writer."""
     header, data = {}, b""
     for name, tensor in tensors.items():
-        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [len(data), len(data) + tensor.nbytes]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": tensor.shape,
+            "data_offsets": [len(data), len(data) + tensor.nbytes],
+        }
         data += tensor.tobytes()
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -92,7 +102,9 @@ def llama(tmp_path: Path) -> Path:
         write_safetensors(folder / file, {name: found[name] for name in chosen})
         parts |= dict.fromkeys(chosen, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
-    (folder / "config.json").write_text(json.dumps(config_of_shape(SHAPE) | {"bos_token_id": 1, "eos_token_id": 2}))
+    (folder / "config.json").write_text(
+        json.dumps(config_of_shape(SHAPE) | {"bos_token_id": 1, "eos_token_id": 2})
+    )
     (folder / "tokenizer.json").write_text('{"a": 1}')
     return folder
 
@@ -104,7 +116,11 @@ def test_import_writes_a_checkpoint_and_a_job_file_that_fits(
     code, said, _ = phalanx(capsys, "import", llama, "--out", out)
     assert code == 0
     assert [line.split()[0] for line in said.splitlines()] == ["from", "wrote", "train"]
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "model.toml", "tokenizer.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoints",
+        "model.toml",
+        "tokenizer.json",
+    ]
     job = load_job(out / "model.toml")
     assert shape_of(job, 1) == SHAPE
     assert (job.model.init_from, job.data.tokenizer) == (str(out), str(out / "tokenizer.json"))
@@ -124,18 +140,31 @@ def test_export_of_an_import_has_its_weights_settings_and_tokenizer(
     assert phalanx(capsys, "import", llama, "--out", out)[0] == 0
     code, said, _ = phalanx(capsys, "export", out, "--out", back, "--json")
     facts = json.loads(said)
-    assert (code, facts["schema"], facts["architecture"]) == (0, "phalanx.checkpoint-export/1", "LlamaForCausalLM")
-    assert sorted(path.name for path in back.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (code, facts["schema"], facts["architecture"]) == (
+        0,
+        "phalanx.checkpoint-export/1",
+        "LlamaForCausalLM",
+    )
+    assert sorted(path.name for path in back.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     config = json.loads((back / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
     assert (back / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
     assert phalanx(capsys, "import", back, "--out", tmp_path / "again")[0] == 0
-    assert phalanx(capsys, "diff", out, tmp_path / "again", "--json")[0] in (0, 11)  # they say where they came from
+    assert phalanx(capsys, "diff", out, tmp_path / "again", "--json")[0] in (
+        0,
+        11,
+    )  # they say where they came from
     difference = json.loads(phalanx(capsys, "diff", out, tmp_path / "again", "--json")[1])
     assert (difference["tensors"], list(difference["facts"])) == ([], ["imported_from"])
 
 
-def test_a_type_to_round_to(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_type_to_round_to(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """bfloat16 by hand is the reference: the upper half of the bits, rounded to even."""
     from ranks import run_ranks
 
@@ -180,9 +209,17 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
 NO_JOB = edit_config(rope_theta=0.5)
 BAD: dict[str, tuple[int, str, Callable[[Path], object]]] = {
     "a missing file": (5, f"{SECOND} is missing", lambda d: (d / SECOND).unlink()),
-    "a file cut short": (5, "not a safetensors file", lambda d: (d / FIRST).write_bytes((d / FIRST).read_bytes()[:-4])),
+    "a file cut short": (
+        5,
+        "not a safetensors file",
+        lambda d: (d / FIRST).write_bytes((d / FIRST).read_bytes()[:-4]),
+    ),
     "a file that is empty": (5, "not a safetensors file", lambda d: (d / FIRST).write_bytes(b"")),
-    "a header longer than the file": (5, "longer than the file", lambda d: (d / FIRST).write_bytes(b"\xff" * 64)),
+    "a header longer than the file": (
+        5,
+        "longer than the file",
+        lambda d: (d / FIRST).write_bytes(b"\xff" * 64),
+    ),
     "a tensor in two files": (
         5,
         "in more than one file",
@@ -198,8 +235,16 @@ BAD: dict[str, tuple[int, str, Callable[[Path], object]]] = {
         "index cannot be read",
         lambda d: (d / "model.safetensors.index.json").write_text("[]"),
     ),
-    "a configuration that is no JSON": (5, "config.json cannot be read", lambda d: (d / "config.json").write_text("{")),
-    "a configuration that is no object": (5, "not an object", lambda d: (d / "config.json").write_text("[1]")),
+    "a configuration that is no JSON": (
+        5,
+        "config.json cannot be read",
+        lambda d: (d / "config.json").write_text("{"),
+    ),
+    "a configuration that is no object": (
+        5,
+        "not an object",
+        lambda d: (d / "config.json").write_text("[1]"),
+    ),
     "another width": (5, "of another shape", edit_config(intermediate_size=16)),
     "another depth": (5, "missing", edit_config(num_hidden_layers=2)),
     "a head that is not there": (5, "head.weight", edit_config(tie_word_embeddings=False)),
@@ -210,8 +255,16 @@ BAD: dict[str, tuple[int, str, Callable[[Path], object]]] = {
         "llama/config.json: config.json cannot be understood (ValueError: tie_embeddings 'x')",
         edit_config(tie_word_embeddings="x"),
     ),
-    "quantized weights": (3, "llama/config.json: the weights are q", edit_config(quantization_config={"bits": 4})),
-    "a configuration that no job can have": (3, "llama/config.json: config.json describes a model that no job", NO_JOB),
+    "quantized weights": (
+        3,
+        "llama/config.json: the weights are q",
+        edit_config(quantization_config={"bits": 4}),
+    ),
+    "a configuration that no job can have": (
+        3,
+        "llama/config.json: config.json describes a model that no job",
+        NO_JOB,
+    ),
     "another activation": (3, "hidden_act", edit_config(hidden_act="relu")),
 }
 
@@ -226,7 +279,9 @@ def test_a_directory_that_is_not_what_it_says_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
-def test_commands_that_make_no_sense(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_make_no_sense(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "imported"
     assert phalanx(capsys, "import", llama, "--out", out)[0] == 0
     (tmp_path / "empty").mkdir()
@@ -235,7 +290,11 @@ def test_commands_that_make_no_sense(llama: Path, tmp_path: Path, capsys: pytest
         ("phalanx's own already", 2, ("import", out, "--out", tmp_path / "x")),
         ("there are no weights in it", 5, ("import", tmp_path / "empty", "--out", tmp_path / "x")),
         ("something is there already", 2, ("import", llama, "--out", out)),
-        ("--prefix is for weights", 2, ("import", llama, "--out", tmp_path / "x", "--prefix", "model.")),
+        (
+            "--prefix is for weights",
+            2,
+            ("import", llama, "--out", tmp_path / "x", "--prefix", "model."),
+        ),
         ("something is there already", 2, ("export", out, "--out", llama)),
         ("unknown format", 2, ("export", out, "--out", tmp_path / "x", "--format", "gguf")),
         ("unknown type", 2, ("export", out, "--out", tmp_path / "x", "--dtype", "int8")),
@@ -253,7 +312,9 @@ def test_a_flipped_bit_is_found_and_nothing_is_exported(
     phalanx(capsys, "import", llama, "--out", out)
     file = out / "checkpoints" / "step-0" / "weights-0000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
-    assert "not those that were written" in refused(capsys, "export", out, "--out", tmp_path / "x", code=5)
+    assert "not those that were written" in refused(
+        capsys, "export", out, "--out", tmp_path / "x", code=5
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["imported", "llama"]
 
 
@@ -297,32 +358,81 @@ def as_torch_saves(path: Path, trace: Path) -> None:
 
 
 DISGUISES = (
-    *("job.toml", "job.json", "plan.json", "best.json", "init.json", "epoch", "config.json", "model.safetensors"),
-    *("model.safetensors.index.json", "pytorch_model.bin", ".metadata", "__0_0.distcp", "tokenizer.json", "tokens.npy"),
-    *("text.bin", "text.idx", "dataset.json", "manifest.json", "data/corpus.json", "checkpoints/step-1/manifest.json"),
-    *("checkpoints/step-1/rank-0000.safetensors", "events/rank-0.jsonl", "rows.parquet", "weights.pt", "weights.ckpt"),
+    *(
+        "job.toml",
+        "job.json",
+        "plan.json",
+        "best.json",
+        "init.json",
+        "epoch",
+        "config.json",
+        "model.safetensors",
+    ),
+    *(
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        ".metadata",
+        "__0_0.distcp",
+        "tokenizer.json",
+        "tokens.npy",
+    ),
+    *(
+        "text.bin",
+        "text.idx",
+        "dataset.json",
+        "manifest.json",
+        "data/corpus.json",
+        "checkpoints/step-1/manifest.json",
+    ),
+    *(
+        "checkpoints/step-1/rank-0000.safetensors",
+        "events/rank-0.jsonl",
+        "rows.parquet",
+        "weights.pt",
+        "weights.ckpt",
+    ),
 )
 VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
     ("checkpoint", "ls"): lambda d: [(d,)],
     ("checkpoint", "verify"): lambda d: [(d,), (d / "checkpoints" / "step-1",)],
     ("checkpoint", "diff"): lambda d: [(d, d)],
     ("checkpoint", "prune"): lambda d: [(d, "--keep-last", "1")],
-    ("checkpoint", "export"): lambda d: [(d, "--out", d.parent / "x"), (d, "--best", "--out", d.parent / "x")],
-    ("checkpoint", "import"): lambda d: [(path, "--out", d.parent / "x") for path in (d, *d.iterdir())],
-    ("data", "build"): lambda d: [(d / "job.json", "--tokenizer", d / "tokenizer.json", "--out", d.parent / "x")],
+    ("checkpoint", "export"): lambda d: [
+        (d, "--out", d.parent / "x"),
+        (d, "--best", "--out", d.parent / "x"),
+    ],
+    ("checkpoint", "import"): lambda d: [
+        (path, "--out", d.parent / "x") for path in (d, *d.iterdir())
+    ],
+    ("data", "build"): lambda d: [
+        (d / "job.json", "--tokenizer", d / "tokenizer.json", "--out", d.parent / "x")
+    ],
     ("data", "tokenizer"): lambda d: [(d / "job.toml", "--out", d.parent / "x")],
     ("data", "verify"): lambda d: [(d,)],
     ("data", "stats"): lambda d: [(d,)],
     ("data", "ledger"): lambda d: [(d,)],
     ("init",): lambda d: [(d / "job.toml",)],
-    ("plan",): lambda d: [(d / "job.toml",), (f"model.init_from={d}",), (f"data.tokenizer={d}", "--explain")],
+    ("plan",): lambda d: [
+        (d / "job.toml",),
+        (f"model.init_from={d}",),
+        (f"data.tokenizer={d}", "--explain"),
+    ],
     ("report",): lambda d: [(d,)],
     ("eval",): lambda d: [(d,), (d / "checkpoints" / "step-1",)],
-    ("generate",): lambda d: [(d, "--prompt", "a"), (d / "checkpoints" / "step-1", "--prompt", "a")],
-    ("verify",): lambda d: [(d / "job.toml",), (f"model.init_from={d}", "--ranks", "1", "--shrink")],
+    ("generate",): lambda d: [
+        (d, "--prompt", "a"),
+        (d / "checkpoints" / "step-1", "--prompt", "a"),
+    ],
+    ("verify",): lambda d: [
+        (d / "job.toml",),
+        (f"model.init_from={d}", "--ranks", "1", "--shrink"),
+    ],
     ("train",): lambda d: [
         *((d / "job.toml",), ("--resume", d)),
-        *((f"model.init_from={place}", f"run.dir={d.parent / 'x'}") for place in (d, d / "checkpoints" / "step-1")),
+        *(
+            (f"model.init_from={place}", f"run.dir={d.parent / 'x'}")
+            for place in (d, d / "checkpoints" / "step-1")
+        ),
         *(
             (f"data.source={d / name}", f"run.dir={d.parent / 'x'}")
             for name in ("tokens.npy", "text.bin", "rows.parquet")
@@ -338,10 +448,14 @@ def test_the_payload_is_one(tmp_path: Path) -> None:
 
 
 def test_every_verb_is_asked() -> None:
-    modules = {verb: importlib.import_module(f"phalanx.cli.{verb}") for verb in names("phalanx.cli")}
+    modules = {
+        verb: importlib.import_module(f"phalanx.cli.{verb}") for verb in names("phalanx.cli")
+    }
     groups = {verb: getattr(module, "COMMANDS", None) for verb, module in modules.items()}
     assert set(VERBS) == {
-        (verb, *sub) for verb, subs in groups.items() for sub in ([(s,) for s in subs] if subs else [()])
+        (verb, *sub)
+        for verb, subs in groups.items()
+        for sub in ([(s,) for s in subs] if subs else [()])
     }
 
 
@@ -390,11 +504,14 @@ READING: dict[str, Callable[[Path], list[object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*RUN_FILES, *(f"checkpoints/step-0/{name}" for name in STEP_FILES)])
+@pytest.mark.parametrize(
+    "name", [*RUN_FILES, *(f"checkpoints/step-0/{name}" for name in STEP_FILES)]
+)
 def test_one_pickle_in_a_whole_checkpoint_is_never_run(
     name: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing else is wrong: a file of the checkpoint that became one has its right checksum in the manifest."""
+    """Nothing else is wrong: a file of the checkpoint that became one has its right checksum in
+    the manifest."""
     good, folder, trace = tmp_path / "good", tmp_path / "gift", tmp_path / "trace"
     assert phalanx(capsys, "import", llama, "--out", good)[0] == 0
     shutil.copytree(good, folder)
@@ -406,7 +523,9 @@ def test_one_pickle_in_a_whole_checkpoint_is_never_run(
         body = json.loads((path.parent / MANIFEST).read_text())
         body["files"][path.name] = asdict(StoredFile.of(path))
         (path.parent / MANIFEST).write_bytes(manifest_bytes(body | {"xxh3": body_xxh3(body)}))
-    codes = {verb: phalanx(capsys, verb, *arguments(folder))[0] for verb, arguments in READING.items()}
+    codes = {
+        verb: phalanx(capsys, verb, *arguments(folder))[0] for verb, arguments in READING.items()
+    }
     codes["load"] = run(["plan", f"model.init_from={folder}"])
     assert "Traceback" not in capsys.readouterr().err
     assert not trace.exists()
@@ -416,19 +535,24 @@ def test_one_pickle_in_a_whole_checkpoint_is_never_run(
         assert codes["verify"] == 0  # the checkpoint is whole: the pickle lies beside it
 
 
-def test_a_pickle_is_read_only_when_it_is_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_is_read_only_when_it_is_trusted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And then elsewhere: this process does not even import torch for it."""
     file, trace = tmp_path / "weights.pt", tmp_path / "trace"
     as_torch_saves(file, trace)
     assert "--trust-pickle" in refused(capsys, "import", file, "--out", tmp_path / "x", code=5)
     assert not trace.exists()
-    refused(capsys, "import", file, "--out", tmp_path / "x", "--trust-pickle", code=5)  # it ran, and held no tensors
+    refused(
+        capsys, "import", file, "--out", tmp_path / "x", "--trust-pickle", code=5
+    )  # it ran, and held no tensors
     assert trace.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "weights.pt"]
 
 
 def save_as_torch_does(rank: int, folder: Path) -> None:
-    """A nested dictionary, a whole module, a DCP directory and a Hugging Face directory of before safetensors."""
+    """A nested dictionary, a whole module, a DCP directory and a Hugging Face directory of
+    before safetensors."""
     import torch
     from torch.distributed import checkpoint as dcp
 
@@ -440,7 +564,8 @@ def save_as_torch_does(rank: int, folder: Path) -> None:
     dcp.save({"model": inner, "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
     (folder / "hf").mkdir()
     torch.save(
-        {name: torch.from_numpy(tensor) for name, tensor in weights().items()} | {"sparse": torch.eye(2).to_sparse()},
+        {name: torch.from_numpy(tensor) for name, tensor in weights().items()}
+        | {"sparse": torch.eye(2).to_sparse()},
         folder / "hf" / "pytorch_model.bin",
     )
     (folder / "hf" / "config.json").write_text(json.dumps(config_of_shape(SHAPE)))
@@ -449,11 +574,15 @@ def save_as_torch_does(rank: int, folder: Path) -> None:
 def tensors_of(out: Path) -> dict[str, tuple[str, list[float]]]:
     with StoredBag(out / "checkpoints" / "step-0") as bag:
         loaded = {name: (tensor.dtype, bag.load(name)) for name, tensor in bag.tensors.items()}
-    return {name: (dtype, [hex(int(bit)) for bit in bits.reshape(-1)]) for name, (dtype, bits) in loaded.items()}
+    return {
+        name: (dtype, [hex(int(bit)) for bit in bits.reshape(-1)])
+        for name, (dtype, bits) in loaded.items()
+    }
 
 
 def save_what_loses_tensors(rank: int, folder: Path) -> None:
-    """By name: what must be refused, and with which words; and one whose strange tensors are named."""
+    """By name: what must be refused, and with which words; and one whose strange tensors are
+    named."""
     import torch
     from torch.distributed import checkpoint as dcp
 
@@ -471,11 +600,16 @@ def save_what_loses_tensors(rank: int, folder: Path) -> None:
     for name in ("two", "twice"):
         (folder / name).mkdir()
     theirs = {name: torch.from_numpy(tensor) for name, tensor in weights().items()}
-    torch.save(theirs | {"norm.weight": theirs["model.norm.weight"] + 1}, folder / "twice" / "pytorch_model.bin")
+    torch.save(
+        theirs | {"norm.weight": theirs["model.norm.weight"] + 1},
+        folder / "twice" / "pytorch_model.bin",
+    )
     (folder / "twice" / "config.json").write_text(json.dumps(config_of_shape(SHAPE)))
     for number in (1, 2):
         torch.save({"w": one}, folder / "two" / f"pytorch_model-{number}.bin")
-    torch.save({"w": one.to_sparse(), "z": one.to(torch.complex128), "s": one}, folder / "strange.pt")
+    torch.save(
+        {"w": one.to_sparse(), "z": one.to(torch.complex128), "s": one}, folder / "strange.pt"
+    )
 
 
 LOSES = {
@@ -503,45 +637,70 @@ def test_no_tensor_is_lost_in_silence(tmp_path: Path, capsys: pytest.CaptureFixt
     said = refused(capsys, "import", tmp_path / "twice", "--out", out, "--trust-pickle", code=5)
     assert said.startswith(f"phalanx: {tmp_path / 'twice'}: ")
     assert "are the same tensor of the model" in said
-    code, told, _ = phalanx(capsys, "import", tmp_path / "strange.pt", "--out", out, "--trust-pickle", "--json")
+    code, told, _ = phalanx(
+        capsys, "import", tmp_path / "strange.pt", "--out", out, "--trust-pickle", "--json"
+    )
     assert (code, list(tensors_of(out))) == (0, ["s"])
-    assert json.loads(told)["notes"] == ["no checkpoint can hold w (sparse_coo), z (complex128): left out"]
+    assert json.loads(told)["notes"] == [
+        "no checkpoint can hold w (sparse_coo), z (complex128): left out"
+    ]
 
 
-def test_trusted_files_of_torch_become_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trusted_files_of_torch_become_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nested names are joined by dots, strides are straightened, what is no tensor is counted."""
     from ranks import run_ranks
 
     run_ranks(1, save_as_torch_does, tmp_path)
     wanted = {
-        "a.weight": ("float32", [hex(int(np.float32(x).view(np.uint32))) for x in (0, 3, 1, 4, 2, 5)]),
+        "a.weight": (
+            "float32",
+            [hex(int(np.float32(x).view(np.uint32))) for x in (0, 3, 1, 4, 2, 5)],
+        ),
         "b": ("bfloat16", ["0x3f80"] * 3),
     }
 
     def taken(name: str, *more: str) -> tuple[dict[str, Any], list[str]]:
         out = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
-        code, said, err = phalanx(capsys, "import", tmp_path / name, "--out", out, "--trust-pickle", "--json", *more)
+        code, said, err = phalanx(
+            capsys, "import", tmp_path / name, "--out", out, "--trust-pickle", "--json", *more
+        )
         assert code == 0, err
         return tensors_of(out), json.loads(said)["notes"]
 
     found, notes = taken("nested.pt")
     assert {name: found[f"module.{name}"] for name in wanted} == wanted
     assert sorted(found) == ["list.0", "module.a.weight", "module.b", "net.bias", "net.weight"]
-    assert read_manifest(tmp_path / "out-0" / "checkpoints" / "step-0").aliases == {"tied.b": "module.b"}
+    assert read_manifest(tmp_path / "out-0" / "checkpoints" / "step-0").aliases == {
+        "tied.b": "module.b"
+    }
     assert notes[0] == "1 thing in it is no tensor and is left out"
     assert "unpickled in full" in notes[1]
     found, notes = taken("dcp", "--prefix", "model.a.")
     assert found == {"weight": wanted["a.weight"]}
-    assert notes == ["1 thing in it is no tensor and is left out", "of 2 tensors 1 do not begin with 'model.a.'"]
+    assert notes == [
+        "1 thing in it is no tensor and is left out",
+        "of 2 tensors 1 do not begin with 'model.a.'",
+    ]
     found, notes = taken("hf")
     assert "blocks.0.ffn.down.weight" in found
     assert notes == ["no checkpoint can hold sparse (sparse_coo): left out"]
-    assert "--trust-pickle" in refused(capsys, "import", tmp_path / "hf", "--out", tmp_path / "x", code=5)
+    assert "--trust-pickle" in refused(
+        capsys, "import", tmp_path / "hf", "--out", tmp_path / "x", code=5
+    )
 
 
-def test_a_safetensors_file_alone_keeps_its_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_safetensors(tmp_path / "w.safetensors", {"net.a": np.ones(3, np.float32), "net.b": np.zeros(2, np.float32)})
-    code, said, _ = phalanx(capsys, "import", tmp_path / "w.safetensors", "--out", tmp_path / "o", "--prefix", "net.")
+def test_a_safetensors_file_alone_keeps_its_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_safetensors(
+        tmp_path / "w.safetensors",
+        {"net.a": np.ones(3, np.float32), "net.b": np.zeros(2, np.float32)},
+    )
+    code, said, _ = phalanx(
+        capsys, "import", tmp_path / "w.safetensors", "--out", tmp_path / "o", "--prefix", "net."
+    )
     assert code == 0
     assert "model.init_from" in said
     assert list(tensors_of(tmp_path / "o")) == ["a", "b"]
@@ -551,16 +710,25 @@ def test_a_safetensors_file_alone_keeps_its_names(tmp_path: Path, capsys: pytest
 # Memory
 
 
-def test_weights_pass_through_one_tensor_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """50 MB of weights in tensors of at most 1.6 MB: neither way holds more than a few of them, and a chunk."""
+def test_weights_pass_through_one_tensor_at_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """50 MB of weights in tensors of at most 1.6 MB: neither way holds more than a few of them,
+    and a chunk."""
     shape = ModelShape(8, 256, 4, 4, 64, 1536, 512, False)
     folder, imported, sizes = tmp_path / "llama", tmp_path / "imported", _their_sizes(shape)
     folder.mkdir()
-    write_safetensors(folder / "model.safetensors", {name: np.ones(size, np.float32) for name, size in sizes.items()})
+    write_safetensors(
+        folder / "model.safetensors",
+        {name: np.ones(size, np.float32) for name, size in sizes.items()},
+    )
     (folder / "config.json").write_text(json.dumps(config_of_shape(shape)))
     total_bytes = sum(4 * math.prod(size) for size in sizes.values())
     assert total_bytes > 45e6
-    for arguments in (("import", folder, "--out", imported), ("export", imported, "--out", tmp_path / "x")):
+    for arguments in (
+        ("import", folder, "--out", imported),
+        ("export", imported, "--out", tmp_path / "x"),
+    ):
         tracemalloc.start()
         assert phalanx(capsys, *arguments)[0] == 0
         _, peak_bytes = tracemalloc.get_traced_memory()
@@ -570,4 +738,7 @@ def test_weights_pass_through_one_tensor_at_a_time(tmp_path: Path, capsys: pytes
 
 def _their_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     family = family_of("llama")
-    return {next(filter(None, (r.their_name(n) for r in family.rules))): s for n, s in tensor_shapes(shape).items()}
+    return {
+        next(filter(None, (r.their_name(n) for r in family.rules))): s
+        for n, s in tensor_shapes(shape).items()
+    }

@@ -1,4 +1,5 @@
-"""Experts between a tensor of each and a stack of all: any cut of ours goes out, what does not add up stays out."""
+"""Experts between a tensor of each and a stack of all: any cut of ours goes out, what does not
+add up stays out."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.plan.layout import Layout
 
 E, F, D = 4, 6, 8
-MIXTRAL = ModelShape(*(2, D, 2, 1, 4, F, 11, True), norm_eps=1e-5, num_experts=E, experts_per_token=2, expert_ffn_dim=F)
+MIXTRAL = ModelShape(
+    *(2, D, 2, 1, 4, F, 11, True),
+    norm_eps=1e-5,
+    num_experts=E,
+    experts_per_token=2,
+    expert_ffn_dim=F,
+)
 DOTS = replace(
     MIXTRAL,
     num_shared_experts=2,
@@ -43,7 +50,10 @@ ALONE = f"{LAYER}.block_sparse_moe.experts"
 
 def ours(shape: ModelShape) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    return {name: random.standard_normal(size).astype(np.float32) for name, size in stored_shapes(shape).items()}
+    return {
+        name: random.standard_normal(size).astype(np.float32)
+        for name, size in stored_shapes(shape).items()
+    }
 
 
 def theirs(weights: dict[str, np.ndarray], *, stacked: bool = False) -> dict[str, np.ndarray]:
@@ -51,7 +61,9 @@ def theirs(weights: dict[str, np.ndarray], *, stacked: bool = False) -> dict[str
     found = {}
     for layer in range(2):
         block, moe = f"model.layers.{layer}", f"blocks.{layer}.moe"
-        gate, up, down = (weights[f"{moe}.experts.{part}.weight"] for part in ("gate", "up", "down"))
+        gate, up, down = (
+            weights[f"{moe}.experts.{part}.weight"] for part in ("gate", "up", "down")
+        )
         if stacked:
             found[f"{block}.mlp.gate.weight"] = weights[f"{moe}.router.weight"]
             found[f"{block}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
@@ -71,22 +83,30 @@ def directory(place: Path, *, stacked: bool = False) -> Path:
     with StoredBag(place / "run" / "checkpoints" / "step-1") as bag:
         export_hugging_face(bag, MIXTRAL, place / "dense", shard_bytes=10**9)
     dense = open_safetensors(place / "dense")
-    tensors = {name: dense.load(name).view(np.float32) for name in dense.tensors if ".block_sparse_moe." not in name}
+    tensors = {
+        name: dense.load(name).view(np.float32)
+        for name in dense.tensors
+        if ".block_sparse_moe." not in name
+    }
     folder = place / "mixtral"
     folder.mkdir()
-    write_safetensors(folder / "model.safetensors", tensors | theirs(ours(MIXTRAL), stacked=stacked))
+    write_safetensors(
+        folder / "model.safetensors", tensors | theirs(ours(MIXTRAL), stacked=stacked)
+    )
     (folder / "config.json").write_text(json.dumps(config_of_shape(MIXTRAL)))
     return folder
 
 
 def whole_shard(name: str, value: np.ndarray) -> LogicalShard:
     zeros = (0,) * value.ndim
-    return LogicalShard(name, value.shape, "float32", (Box(zeros, zeros, value.shape),), torch.from_numpy(value))
+    return LogicalShard(
+        name, value.shape, "float32", (Box(zeros, zeros, value.shape),), torch.from_numpy(value)
+    )
 
 
 def cut_shard(name: str, value: np.ndarray, rank: int) -> LogicalShard:
-    """Of 8 ranks: experts cut in two over ep and in two over tp, and what is left in two over FSDP; all else in eight,
-    as far as it goes."""
+    """Of 8 ranks: experts cut in two over ep and in two over tp, and what is left in two over FSDP;
+    all else in eight, as far as it goes."""
     places: list[slice] = [slice(None)] * value.ndim
     if ".moe.experts." in name:
         ep, tp, fsdp = rank // 4, rank // 2 % 2, rank % 2
@@ -104,7 +124,9 @@ def cut_shard(name: str, value: np.ndarray, rank: int) -> LogicalShard:
 
 
 @pytest.mark.parametrize("shape", [MIXTRAL, DOTS], ids=["mixtral", "dots1"])
-def test_whatever_cuts_the_experts_they_go_out_one_by_one(shape: ModelShape, tmp_path: Path) -> None:
+def test_whatever_cuts_the_experts_they_go_out_one_by_one(
+    shape: ModelShape, tmp_path: Path
+) -> None:
     """The same weights in one piece are the reference, and a Mixtral's names by hand."""
     weights = ours(shape)
 
@@ -119,7 +141,9 @@ def test_whatever_cuts_the_experts_they_go_out_one_by_one(shape: ModelShape, tmp
     found = {}
     for place in (cut, one):
         with StoredBag(place) as bag:
-            export_hugging_face(bag, shape, tmp_path / f"of-{place.parents[1].name}", shard_bytes=10**9)
+            export_hugging_face(
+                bag, shape, tmp_path / f"of-{place.parents[1].name}", shard_bytes=10**9
+            )
             for name, value in weights.items():
                 if value.ndim == 3:
                     assert np.array_equal(bag.load_element(name, 2).view(np.float32), value[2])
@@ -128,7 +152,9 @@ def test_whatever_cuts_the_experts_they_go_out_one_by_one(shape: ModelShape, tmp
     assert found[cut].keys() == found[one].keys()
     assert all(np.array_equal(found[cut][name], found[one][name]) for name in found[one])
     if shape is MIXTRAL:
-        assert all(np.array_equal(found[cut][name], value) for name, value in theirs(weights).items())
+        assert all(
+            np.array_equal(found[cut][name], value) for name, value in theirs(weights).items()
+        )
     else:
         bias = found[cut]["model.layers.1.mlp.gate.e_score_correction_bias"]
         assert np.array_equal(bias, weights["blocks.1.moe.router.bias"])
@@ -136,16 +162,24 @@ def test_whatever_cuts_the_experts_they_go_out_one_by_one(shape: ModelShape, tmp
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
-def test_what_comes_in_is_a_stack_in_parts(stacked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_comes_in_is_a_stack_in_parts(
+    stacked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, out = directory(tmp_path, stacked=stacked), tmp_path / "imported"
     code, said, err = phalanx(capsys, "import", folder, "--out", out, "--json")
     assert code == 0, err
     assert json.loads(said)["num_tensors"] == len(stored_shapes(MIXTRAL))
     assert phalanx(capsys, "verify", out)[0] == 0
     stored = read_manifest(out / "checkpoints" / "step-0").tensors["blocks.1.moe.experts.up.weight"]
-    assert (stored.shape, [piece.offset for piece in stored.pieces]) == ((E, F, D), [(e, 0, 0) for e in range(E)])
+    assert (stored.shape, [piece.offset for piece in stored.pieces]) == (
+        (E, F, D),
+        [(e, 0, 0) for e in range(E)],
+    )
     with StoredBag(out / "checkpoints" / "step-0") as bag:
-        assert all(np.array_equal(bag.load(name).view(np.float32), value) for name, value in ours(MIXTRAL).items())
+        assert all(
+            np.array_equal(bag.load(name).view(np.float32), value)
+            for name, value in ours(MIXTRAL).items()
+        )
 
 
 def edit(change: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
@@ -184,20 +218,40 @@ WRONG: dict[str, tuple[bool, str, Callable[[Path], None]]] = {
         f"{UP}[1]",
         edit(lambda t: t.update({f"{ALONE}.1.w3.weight": np.ones((5, D), np.float32)})),
     ),
-    "a stack of another width": (True, f"{UP}[1]", edit(lambda t: t.update({GATE_UP: t[GATE_UP][:, 1:].copy()}))),
-    "a stack of one matrix": (True, GATE_UP, edit(lambda t: t.update({GATE_UP: t[GATE_UP][0].copy()}))),
-    "an empty stack": (True, GATE_UP, edit(lambda t: t.update({GATE_UP: np.ones((10**9, 0, D), np.float32)}))),
-    "a bias": (False, f"{ALONE}.0.w1.bias", edit(lambda t: t.update({f"{ALONE}.0.w1.bias": np.ones(F, np.float32)}))),
+    "a stack of another width": (
+        True,
+        f"{UP}[1]",
+        edit(lambda t: t.update({GATE_UP: t[GATE_UP][:, 1:].copy()})),
+    ),
+    "a stack of one matrix": (
+        True,
+        GATE_UP,
+        edit(lambda t: t.update({GATE_UP: t[GATE_UP][0].copy()})),
+    ),
+    "an empty stack": (
+        True,
+        GATE_UP,
+        edit(lambda t: t.update({GATE_UP: np.ones((10**9, 0, D), np.float32)})),
+    ),
+    "a bias": (
+        False,
+        f"{ALONE}.0.w1.bias",
+        edit(lambda t: t.update({f"{ALONE}.0.w1.bias": np.ones(F, np.float32)})),
+    ),
     "experts twice": (
         False,
         "are the same tensor of the model",
-        edit(lambda t: t.update({f"{LAYER}.mlp.experts.down_proj": np.ones((E, D, F), np.float32)})),
+        edit(
+            lambda t: t.update({f"{LAYER}.mlp.experts.down_proj": np.ones((E, D, F), np.float32)})
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_experts_that_do_not_add_up_are_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_that_do_not_add_up_are_refused(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stacked, words, damage = WRONG[case]
     folder = directory(tmp_path, stacked=stacked)
     damage(folder)
@@ -206,29 +260,61 @@ def test_experts_that_do_not_add_up_are_refused(case: str, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
-def test_no_stack_is_ever_in_memory(stacked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """50 MB in three stacks of 16 experts of 1 MB each: neither way holds more than a few experts, and a chunk."""
+def test_no_stack_is_ever_in_memory(
+    stacked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """50 MB in three stacks of 16 experts of 1 MB each: neither way holds more than a few
+    experts, and a chunk."""
     experts, wide = 16, 1024
-    big = replace(MIXTRAL, num_layers=1, dim=256, head_dim=128, ffn_dim=wide, num_experts=experts, expert_ffn_dim=wide)
+    big = replace(
+        MIXTRAL,
+        num_layers=1,
+        dim=256,
+        head_dim=128,
+        ffn_dim=wide,
+        num_experts=experts,
+        expert_ffn_dim=wide,
+    )
     folder, imported = tmp_path / "mixtral", tmp_path / "imported"
     folder.mkdir()
-    weights = {name: np.ones(size, np.float32) for name, size in stored_shapes(big).items() if ".moe." not in name}
-    names = {"attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj"}
+    weights = {
+        name: np.ones(size, np.float32)
+        for name, size in stored_shapes(big).items()
+        if ".moe." not in name
+    }
+    names = {
+        "attention.q": "self_attn.q_proj",
+        "attention.k": "self_attn.k_proj",
+        "attention.v": "self_attn.v_proj",
+    }
     names |= {"attention.o": "self_attn.o_proj", "attention_norm": "input_layernorm"}
     names |= {"ffn_norm": "post_attention_layernorm"}
-    tensors = {f"model.layers.0.{new}.weight": weights[f"blocks.0.{old}.weight"] for old, new in names.items()}
-    tensors |= {"model.embed_tokens.weight": weights["embed.weight"], "model.norm.weight": weights["norm.weight"]}
+    tensors = {
+        f"model.layers.0.{new}.weight": weights[f"blocks.0.{old}.weight"]
+        for old, new in names.items()
+    }
+    tensors |= {
+        "model.embed_tokens.weight": weights["embed.weight"],
+        "model.norm.weight": weights["norm.weight"],
+    }
     tensors[f"{LAYER}.mlp.gate.weight"] = np.ones((experts, 256), np.float32)
     if stacked:
         tensors[GATE_UP] = np.ones((experts, 2 * wide, 256), np.float32)
         tensors[f"{LAYER}.mlp.experts.down_proj"] = np.ones((experts, 256, wide), np.float32)
     else:
         sizes = {"w1": (wide, 256), "w3": (wide, 256), "w2": (256, wide)}
-        tensors |= {f"{ALONE}.{e}.{k}.weight": np.ones(s, np.float32) for e in range(experts) for k, s in sizes.items()}
+        tensors |= {
+            f"{ALONE}.{e}.{k}.weight": np.ones(s, np.float32)
+            for e in range(experts)
+            for k, s in sizes.items()
+        }
     write_safetensors(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(config_of_shape(big)))
     del tensors
-    for arguments in (("import", folder, "--out", imported), ("export", imported, "--out", tmp_path / "x")):
+    for arguments in (
+        ("import", folder, "--out", imported),
+        ("export", imported, "--out", tmp_path / "x"),
+    ):
         tracemalloc.start()
         assert phalanx(capsys, *arguments)[0] == 0
         _, peak_bytes = tracemalloc.get_traced_memory()

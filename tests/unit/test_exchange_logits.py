@@ -1,4 +1,5 @@
-"""Models of transformers through `import`, our module, `export` and back: the logits are theirs, the bits return.
+"""Models of transformers through `import`, our module, `export` and back: the logits are theirs,
+the bits return.
 
 All of it runs in one forked process: transformers takes seconds to import.
 """
@@ -16,7 +17,18 @@ from typing import Any
 import pytest
 import torch
 from test_exchange_experts import cut_shard
-from test_families import LATENT, SCALINGS, VOCAB, YARN, deepseek, gemma3, hf, randomised, theirs, tiny
+from test_families import (
+    LATENT,
+    SCALINGS,
+    VOCAB,
+    YARN,
+    deepseek,
+    gemma3,
+    hf,
+    randomised,
+    theirs,
+    tiny,
+)
 from torch import nn
 
 from checkpoints import run_threads, save_shards
@@ -62,25 +74,48 @@ def gemma() -> nn.Module:
 
 def gemma3_with_windows() -> nn.Module:
     shape = tiny("gemma3-1b", head_dim=16, num_kv_heads=1, sliding_window=6, global_every=3)
-    positions = {"sliding_attention": rope(shape.local_rope_theta), "full_attention": rope(shape.rope_theta)}
+    positions = {
+        "sliding_attention": rope(shape.local_rope_theta),
+        "full_attention": rope(shape.rope_theta),
+    }
     return gemma3(shape, positions)
 
 
 def gpt2(**more: Any) -> nn.Module:
     widths = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
-    return randomised(hf().GPT2LMHeadModel(hf().GPT2Config(**widths, attn_implementation="eager", **more)))
+    return randomised(
+        hf().GPT2LMHeadModel(hf().GPT2Config(**widths, attn_implementation="eager", **more))
+    )
 
 
 def built(name: str, **more: Any) -> nn.Module:
     """Of a configuration of its own."""
-    widths = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    said = {"intermediate_size": 48, "vocab_size": VOCAB, "attn_implementation": "eager", **widths, **more}
+    widths = {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    said = {
+        "intermediate_size": 48,
+        "vocab_size": VOCAB,
+        "attn_implementation": "eager",
+        **widths,
+        **more,
+    }
     return randomised(getattr(hf(), f"{name}ForCausalLM")(getattr(hf(), f"{name}Config")(**said)))
 
 
 def image_model() -> nn.Module:
-    widths = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
-    config = hf().ViTConfig(**widths, image_size=24, patch_size=8, num_labels=7, attn_implementation="eager")
+    widths = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
+    config = hf().ViTConfig(
+        **widths, image_size=24, patch_size=8, num_labels=7, attn_implementation="eager"
+    )
     return randomised(hf().ViTForImageClassification(config))
 
 
@@ -109,7 +144,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: of_preset("Llama", "llama2-7b"),
     "llama with grouped queries": lambda: of_preset("Llama", "llama3-8b"),
     "llama, tied": lambda: built("Llama", tie_word_embeddings=True),
-    "llama with biases": lambda: of_preset("Llama", "llama3-8b", attention_bias=True, mlp_bias=True),
+    "llama with biases": lambda: of_preset(
+        "Llama", "llama3-8b", attention_bias=True, mlp_bias=True
+    ),
     "llama with wide heads and GELU": lambda: built("Llama", head_dim=24, hidden_act="gelu"),
     "llama, linear": lambda: scaled("linear"),
     "llama, llama3": lambda: scaled("llama3"),
@@ -126,16 +163,28 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gemma": gemma,
     "gemma 3": gemma3_with_windows,
     "gpt2": gpt2,
-    "gpt2 with exact GELU, untied": lambda: gpt2(activation_function="gelu", tie_word_embeddings=False, n_inner=40),
-    "deepseek v3": lambda: latent("DeepseekV3", "deepseek-v3", {"rope_type": "default"}, query_rank=14),
-    "deepseek v3, yarn": lambda: latent("DeepseekV3", "deepseek-v3", YARN | mscale(1.0), query_rank=0),
-    "deepseek v2, yarn": lambda: latent("DeepseekV2", "deepseek-v2-lite", YARN | mscale(0.707), value_head_dim=12),
+    "gpt2 with exact GELU, untied": lambda: gpt2(
+        activation_function="gelu", tie_word_embeddings=False, n_inner=40
+    ),
+    "deepseek v3": lambda: latent(
+        "DeepseekV3", "deepseek-v3", {"rope_type": "default"}, query_rank=14
+    ),
+    "deepseek v3, yarn": lambda: latent(
+        "DeepseekV3", "deepseek-v3", YARN | mscale(1.0), query_rank=0
+    ),
+    "deepseek v2, yarn": lambda: latent(
+        "DeepseekV2", "deepseek-v2-lite", YARN | mscale(0.707), value_head_dim=12
+    ),
     "mixtral": lambda: built("Mixtral", num_local_experts=3, sliding_window=None),
     "mixtral, stacked": lambda: built("Mixtral", num_local_experts=3, sliding_window=7),
     "qwen3-moe": lambda: built("Qwen3Moe", **EXPERTS, norm_topk_prob=True),
-    "qwen3-moe, stacked, not normalized": lambda: built("Qwen3Moe", **EXPERTS, norm_topk_prob=False),
+    "qwen3-moe, stacked, not normalized": lambda: built(
+        "Qwen3Moe", **EXPERTS, norm_topk_prob=False
+    ),
     "dots1": lambda: built("Dots1", **OF_DOTS, norm_topk_prob=True, routed_scaling_factor=2.5),
-    "dots1, stacked, not normalized": lambda: built("Dots1", **OF_DOTS, norm_topk_prob=False, **WINDOWS),
+    "dots1, stacked, not normalized": lambda: built(
+        "Dots1", **OF_DOTS, norm_topk_prob=False, **WINDOWS
+    ),
     "glm4-moe that rotates whole heads": lambda: built(
         "Glm4Moe", **OF_DOTS, rope_parameters=rope() | {"partial_rotary_factor": 1.0}
     ),
@@ -156,9 +205,12 @@ def logits(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
-    """Theirs to ours to theirs; relative errors of the logits on both halves of the way, and what else is asked."""
+    """Theirs to ours to theirs; relative errors of the logits on both halves of the way, and
+    what else is asked."""
     stacked = "stacked" in name
-    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    biases = [
+        buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
+    ]
     for bias in biases:  # large enough to choose
         bias.copy_(0.3 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(3)))
     model.save_pretrained(place / "theirs", max_shard_size="20KB", save_original_format=not stacked)
@@ -176,30 +228,48 @@ def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
         else torch.randint(VOCAB, (2, length), generator=generator)
     )
     wanted = logits(model, inputs)
-    found = {"std": wanted.std().item(), "damage": [str(p) for p in verify_checkpoint(checkpoint)], "ours": 0.0}
+    found = {
+        "std": wanted.std().item(),
+        "damage": [str(p) for p in verify_checkpoint(checkpoint)],
+        "ours": 0.0,
+    }
     found["num_files"] = len(list(checkpoint.glob("*.safetensors")))
     module = (vit if is_vit else decoder).build(shape)
     load_weights(module, place / "imported")
     found["ours"] = ((logits(module, inputs) - wanted).abs().max() / wanted.abs().max()).item()
     with StoredBag(checkpoint) as bag:
         exported = export_hugging_face(bag, shape, place / "back", shard_bytes=FILE_BYTES)
-    opened = getattr(hf(), exported.auto_class).from_pretrained(place / "back", attn_implementation="eager")
+    opened = getattr(hf(), exported.auto_class).from_pretrained(
+        place / "back", attn_implementation="eager"
+    )
     found["class"] = type(opened) is type(model)
     found["back"] = ((logits(opened, inputs) - wanted).abs().max() / wanted.abs().max()).item()
     before, after = model.state_dict(), opened.state_dict()
-    found["bits"] = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    found["bits"] = before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     return found
 
 
 OURS = ModelShape(
-    *(2, 32, 4, 2, 8, 48, VOCAB, False), num_experts=4, experts_per_token=2, expert_ffn_dim=24, balance_loss=0.01
+    *(2, 32, 4, 2, 8, 48, VOCAB, False),
+    num_experts=4,
+    experts_per_token=2,
+    expert_ffn_dim=24,
+    balance_loss=0.01,
 )
 TRAINED: dict[str, tuple[str, ModelShape]] = {
     "our mixtral": ("MixtralForCausalLM", OURS),
     "our qwen3-moe": ("Qwen3MoeForCausalLM", replace(OURS, qk_norm=True, router_normalize=False)),
     "our glm4-moe": (
         "Glm4MoeForCausalLM",
-        replace(OURS, num_shared_experts=1, num_dense_layers=1, router_scores="sigmoid", balance_bias=0.001),
+        replace(
+            OURS,
+            num_shared_experts=1,
+            num_dense_layers=1,
+            router_scores="sigmoid",
+            balance_bias=0.001,
+        ),
     ),
     "our dots1": (
         "Dots1ForCausalLM",
@@ -217,7 +287,8 @@ TRAINED: dict[str, tuple[str, ModelShape]] = {
 
 
 def from_training(shape: ModelShape, place: Path) -> dict[str, Any]:
-    """Ours after three steps, saved as eight ranks of ep, tp and FSDP hold it, in transformers' hands."""
+    """Ours after three steps, saved as eight ranks of ep, tp and FSDP hold it, in transformers'
+    hands."""
     torch.manual_seed(0)
     module = decoder.build(shape)
     randomised(module)
@@ -226,7 +297,9 @@ def from_training(shape: ModelShape, place: Path) -> dict[str, Any]:
     tokens = torch.randint(VOCAB, (3, 32))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     for _ in range(3):
-        loss_sum, count = causal_cross_entropy(64)(module(tokens[:, :-1]), {"targets": tokens[:, 1:]})
+        loss_sum, count = causal_cross_entropy(64)(
+            module(tokens[:, :-1]), {"targets": tokens[:, 1:]}
+        )
         (loss_sum / count).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -242,14 +315,24 @@ def from_training(shape: ModelShape, place: Path) -> dict[str, Any]:
     opened = hf().AutoModelForCausalLM.from_pretrained(place / "out", attn_implementation="eager")
     wanted, have = logits(module.eval(), tokens), logits(opened, tokens)
     error = ((have - wanted).abs().max() / wanted.abs().max()).item()
-    return {"class": type(opened).__name__, "told": exported.architecture, "error": error, "std": wanted.std().item()}
+    return {
+        "class": type(opened).__name__,
+        "told": exported.architecture,
+        "error": error,
+        "std": wanted.std().item(),
+    }
 
 
 def journeys(rank: int, place: Path) -> dict[str, dict[str, Any]]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    found = {name: journey(name, make(), place / str(number)) for number, (name, make) in enumerate(MODELS.items())}
-    return found | {name: from_training(shape, place / name) for name, (_, shape) in TRAINED.items()}
+    found = {
+        name: journey(name, make(), place / str(number))
+        for number, (name, make) in enumerate(MODELS.items())
+    }
+    return found | {
+        name: from_training(shape, place / name) for name, (_, shape) in TRAINED.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +353,8 @@ def test_our_module_with_imported_weights_computes_what_theirs_does(name: str, f
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_was_exported_is_what_was_imported(name: str, found: Any) -> None:
-    """from_pretrained opens it as the same class, with every tensor equal to the last bit, and the same logits.
+    """from_pretrained opens it as the same class, with every tensor equal to the last bit, and the
+    same logits.
 
     DeepSeek-V2 without experts is written as V3, which computes the same.
     """
@@ -291,7 +375,8 @@ def test_experts_that_we_trained_compute_the_same_in_transformers(name: str, fou
 
 
 def old_spellings(rank: int, place: Path) -> dict[str, Any]:
-    """GPT-2 as published: no prefix, buffers of masks, a head beside a tied embedding; in bfloat16."""
+    """GPT-2 as published: no prefix, buffers of masks, a head beside a tied embedding; in
+    bfloat16."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     from safetensors.torch import load_file, save_file
@@ -299,7 +384,9 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
     model = gpt2().to(torch.bfloat16)
     model.save_pretrained(place / "gpt2")
     file = place / "gpt2" / "model.safetensors"
-    weights = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    weights = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()
+    }
     weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     weights["lm_head.weight"] = weights["wte.weight"].clone()
     save_file(weights, file)
@@ -316,10 +403,16 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
     wanted, have = model.state_dict()["transformer.wte.weight"], module.state_dict()["embed.weight"]
     with StoredBag(place / "imported" / "checkpoints" / "step-0") as bag:
         exported = export_hugging_face(
-            bag, found.shape, place / "fp32", shard_bytes=10**9, rounding=Rounding("float32", cast_bits)
+            bag,
+            found.shape,
+            place / "fp32",
+            shard_bytes=10**9,
+            rounding=Rounding("float32", cast_bits),
         )
     opened = hf().AutoModelForCausalLM.from_pretrained(place / "fp32")
-    same = all(torch.equal(t.float(), opened.state_dict()[name]) for name, t in model.state_dict().items())
+    same = all(
+        torch.equal(t.float(), opened.state_dict()[name]) for name, t in model.state_dict().items()
+    )
     config = json.loads((place / "fp32" / "config.json").read_text())
     told = run(["checkpoint", "import", str(place / "gpt2"), "--out", str(place / "by-hand")])
     return {
@@ -335,7 +428,9 @@ def test_a_directory_of_another_age_and_type(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     found = run_ranks(1, old_spellings, tmp_path)[0]
     assert found["job"] == (0, 64)  # its positions: the usual length would be refused
-    assert found["notes"] == ("lm_head.weight is left out: the embedding is the head, config.json says",)
+    assert found["notes"] == (
+        "lm_head.weight is left out: the embedding is the head, config.json says",
+    )
     assert "of another type" in found["refused"]
     assert "cast=True rounds them" in found["refused"]
     assert "bfloat16 [32]" in found["refused"]

@@ -1,4 +1,5 @@
-"""Hugging Face's config.json and our shapes, both ways; names and shapes of tensors; job files of shapes."""
+"""Hugging Face's config.json and our shapes, both ways; names and shapes of tensors; job files
+of shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ import pytest
 import torch
 
 from phalanx.checkpoint.exchange.families import list_families
-from phalanx.checkpoint.exchange.settings import canonical, computed, config_of_shape, shape_of_config
+from phalanx.checkpoint.exchange.settings import (
+    canonical,
+    computed,
+    config_of_shape,
+    shape_of_config,
+)
 from phalanx.checkpoint.exchange.translate import apart
 from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
@@ -51,36 +57,65 @@ def test_names_and_shapes_are_those_of_the_module(name: str) -> None:
     wanted = shape(name)
     with torch.device("meta"):
         module = (vit if wanted.reads_images else decoder).build(wanted)
-    assert tensor_shapes(wanted) == {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
-    assert stored_shapes(wanted) == {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    assert tensor_shapes(wanted) == {
+        name: tuple(tensor.shape) for name, tensor in module.named_parameters()
+    }
+    assert stored_shapes(wanted) == {
+        name: tuple(tensor.shape) for name, tensor in module.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("family", list_families(), ids=lambda family: family.model_type)
 def test_every_tensor_of_a_family_has_one_name(family: Any) -> None:
     """Both ways, for every tensor that a model of the family can have."""
-    experts = {"num_experts": 2, "experts_per_token": 1, "expert_ffn_dim": 8, "num_shared_experts": 3}
+    experts = {
+        "num_experts": 2,
+        "experts_per_token": 1,
+        "expert_ffn_dim": 8,
+        "num_shared_experts": 3,
+    }
     experts = {key: value for key, value in experts.items() if key in family.widths.values()}
     experts |= {"num_dense_layers": 1} if "num_dense_layers" in family.widths.values() else {}
     always = {key: value for key, value in family.always.items() if key != "kind"}
     always |= {} if family.is_gated else {"activation": "gelu"}
-    base = "small-vit" if family.always.get("kind") == "vit" else "small-latent" if family.latent else "small"
+    base = (
+        "small-vit"
+        if family.always.get("kind") == "vit"
+        else "small-latent"
+        if family.latent
+        else "small"
+    )
     wanted = shape(base, num_layers=2, **{**experts, **always})
     for name in apart(stored_shapes(wanted)):
-        theirs = list(dict.fromkeys(found for rule in family.rules if (found := rule.their_name(name))))
+        theirs = list(
+            dict.fromkeys(found for rule in family.rules if (found := rule.their_name(name)))
+        )
         assert len(theirs) == 1 or ".moe." in name, name  # experts' matrices lie alone or in stacks
         for their_name in theirs:
             assert name in [ours for rule in family.rules for ours in rule.our_names(their_name)]
 
 
 SAID = {  # what no model of transformers here computes, and a word of why
-    "shared experts beside QK-norm": ("qwen3-30b-a3b", {"num_shared_experts": 2}, "num_shared_experts"),
+    "shared experts beside QK-norm": (
+        "qwen3-30b-a3b",
+        {"num_shared_experts": 2},
+        "num_shared_experts",
+    ),
     "a sigmoid without a bias": ("mixtral-8x7b", {"router_scores": "sigmoid"}, "router_scores"),
     "experts with limited room": ("mixtral-8x7b", {"expert_capacity": 1.25}, "expert_capacity"),
     "a scaled sum of experts": ("qwen3-30b-a3b", {"router_scale": 2.5}, "router_scale"),
     "norms after, without Gemma's": ("llama3-8b", {"post_norms": True}, "post_norms"),
     "biases and QK-norm": ("qwen3-8b", {"bias": "qkv"}, "qk_norm"),
-    "learned positions in a Llama": ("llama3-8b", {"positions": "learned", "max_positions": 64}, "positions"),
-    "a window in some blocks of a Llama": ("llama3-8b", {"sliding_window": 64, "global_every": 3}, "global_every"),
+    "learned positions in a Llama": (
+        "llama3-8b",
+        {"positions": "learned", "max_positions": 64},
+        "positions",
+    ),
+    "a window in some blocks of a Llama": (
+        "llama3-8b",
+        {"sliding_window": 64, "global_every": 3},
+        "global_every",
+    ),
     "grouped queries in a GPT-2": ("gpt2", {"num_kv_heads": 4}, "num_kv_heads"),
     "latent attention with a window": ("small-latent", {"sliding_window": 64}, "sliding_window"),
     "a mean over patches": ("vit-b16", {"pooling": "mean"}, "pooling"),
@@ -98,7 +133,9 @@ def test_what_transformers_cannot_say_is_refused_with_the_reason(case: str) -> N
 
 def test_what_has_no_effect_does_not_stand_in_the_way() -> None:
     """NTK's rule is another base, and a factor without scaling scales nothing."""
-    plain = shape("llama3-8b", rope_factor=4.0, global_every=3, local_rope_theta=5.0, rope_original_len=7)
+    plain = shape(
+        "llama3-8b", rope_factor=4.0, global_every=3, local_rope_theta=5.0, rope_original_len=7
+    )
     assert canonical(plain) == shape("llama3-8b")
     ntk = shape("llama3-8b", rope_scaling="ntk", rope_factor=4.0)
     assert config_of_shape(ntk)["rope_theta"] == pytest.approx(500000.0 * 4 ** (128 / 126))
@@ -106,13 +143,18 @@ def test_what_has_no_effect_does_not_stand_in_the_way() -> None:
 
 def test_experts_are_said_by_the_family_that_has_them() -> None:
     assert config_of_shape(shape("mixtral-8x7b"))["architectures"] == ["MixtralForCausalLM"]
-    assert config_of_shape(shape("mixtral-8x7b", qk_norm=True))["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert config_of_shape(shape("mixtral-8x7b", qk_norm=True))["architectures"] == [
+        "Qwen3MoeForCausalLM"
+    ]
     loose = shape("mixtral-8x7b", router_normalize=False, qk_norm=True)
     assert config_of_shape(loose)["norm_topk_prob"] is False
     assert shape_of_config(config_of_shape(loose)) == canonical(loose)
     dots = config_of_shape(shape("deepseek-moe-16b", **OF_DOTS))
     assert dots["architectures"] == ["Dots1ForCausalLM"]
-    assert {key: dots[key] for key in ("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor")} == {
+    assert {
+        key: dots[key]
+        for key in ("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor")
+    } == {
         "n_shared_experts": 2,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
@@ -124,7 +166,8 @@ def test_experts_are_said_by_the_family_that_has_them() -> None:
 
 
 def test_what_evens_out_experts_in_training_does_not_stand_in_the_way() -> None:
-    """Weights mean the same: a directory of another weight of the balance loss is not another model."""
+    """Weights mean the same: a directory of another weight of the balance loss is not another
+    model."""
     trained = shape("mixtral-8x7b", balance_loss=0.01)
     assert config_of_shape(trained) == config_of_shape(shape("mixtral-8x7b"))
     fast = shape("deepseek-moe-16b", **{**OF_DOTS, "balance_bias": 0.5})
@@ -141,16 +184,32 @@ EXPERTS = {
 OTHER_EXPERTS = {
     "groups of experts": ("dots1", {"n_group": 8}, "n_group = 8"),
     "some groups": ("dots1", {"topk_group": 4}, "topk_group = 4"),
-    "experts in every second block": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    "experts in every second block": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2},
+        "decoder_sparse_step = 2",
+    ),
     "dense blocks in between": ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers = [3]"),
     "DeepSeek's every second block": ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
     "another score": ("deepseek", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
-    "a gate of the shared expert": ("mixtral", {"model_type": "qwen2_moe"}, "its shared expert has a gate"),
-    "experts beside latent attention": ("mixtral", {"model_type": "deepseek_v3"}, "29 of 32 blocks have experts"),
+    "a gate of the shared expert": (
+        "mixtral",
+        {"model_type": "qwen2_moe"},
+        "its shared expert has a gate",
+    ),
+    "experts beside latent attention": (
+        "mixtral",
+        {"model_type": "deepseek_v3"},
+        "29 of 32 blocks have experts",
+    ),
     "biases in experts": ("mixtral", {"model_type": "gpt_oss"}, "its experts have biases"),
     "more visits than experts": ("mixtral", {"num_experts_per_tok": 9}, "visits 9 of 8 experts"),
     "no expert": ("mixtral", {"num_local_experts": 0}, "cannot be understood"),
-    "no block with experts": ("deepseek", {"first_k_dense_replace": 28}, "28 of 28 blocks have no experts"),
+    "no block with experts": (
+        "deepseek",
+        {"first_k_dense_replace": 28},
+        "28 of 28 blocks have no experts",
+    ),
     "a word for a switch": ("qwen3_moe", {"norm_topk_prob": "yes"}, "router_normalize 'yes'"),
     "a scale that is none": ("dots1", {"routed_scaling_factor": float("nan")}, "router_scale nan"),
 }
@@ -172,10 +231,20 @@ UNKNOWN = {
     "another activation": ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
     "biases in attention alone": ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     "other bands of llama3": (
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0}},
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 2.0,
+                "high_freq_factor": 4.0,
+            }
+        },
         "low_freq_factor = 2.0",
     ),
-    "positions by length": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+    "positions by length": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_type = 'dynamic'",
+    ),
     "parts of heads": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "a width that is no number": ({"hidden_size": "wide"}, "cannot be understood"),
     "more blocks than anybody has": ({"num_hidden_layers": 10**9}, "cannot be understood"),
@@ -186,7 +255,9 @@ UNKNOWN = {
 }
 
 
-LATENT = config_of_shape(shape("small-latent", rope_scaling="yarn", rope_factor=4.0, rope_original_len=64))
+LATENT = config_of_shape(
+    shape("small-latent", rope_scaling="yarn", rope_factor=4.0, rope_original_len=64)
+)
 YARN = LATENT["rope_scaling"]
 UNKNOWN_OF_DEEPSEEK = {
     "experts": ({"first_k_dense_replace": 1}, "3 of 4 blocks have experts"),
@@ -194,14 +265,24 @@ UNKNOWN_OF_DEEPSEEK = {
         {"rope_scaling": {key: value for key, value in YARN.items() if "mscale" not in key}},
         "mscale = None",
     ),
-    "two temperatures": ({"rope_scaling": YARN | {"mscale": 0.5}}, "mscale = 0.5 and mscale_all_dim = 1.0"),
+    "two temperatures": (
+        {"rope_scaling": YARN | {"mscale": 0.5}},
+        "mscale = 0.5 and mscale_all_dim = 1.0",
+    ),
     "another order of pairs": ({"rope_interleave": False}, "rope_interleave"),
 }
 
 
-def test_a_rank_of_queries_that_is_null_is_none_and_one_that_is_left_out_is_the_published_one() -> None:
+def test_a_rank_of_queries_that_is_null_is_none_and_one_that_is_left_out_is_the_published_one() -> (
+    None
+):
     assert shape_of_config({**LATENT, "q_lora_rank": None}).query_rank == 0
-    assert shape_of_config({key: value for key, value in LATENT.items() if key != "q_lora_rank"}).query_rank == 1536
+    assert (
+        shape_of_config(
+            {key: value for key, value in LATENT.items() if key != "q_lora_rank"}
+        ).query_rank
+        == 1536
+    )
 
 
 @pytest.mark.parametrize("case", UNKNOWN_OF_DEEPSEEK)
@@ -229,7 +310,8 @@ def test_capped_scores_are_refused_and_their_absence_is_not() -> None:
 
 
 def test_published_configurations_of_before_and_after_transformers_5_mean_the_same() -> None:
-    """What the model cards hold: absent keys have the family's defaults, positions are said in two ways."""
+    """What the model cards hold: absent keys have the family's defaults, positions are said in
+    two ways."""
     old = {
         "model_type": "llama",
         "hidden_size": 4096,

@@ -1,4 +1,5 @@
-"""Mixture of experts against a loop over sequences, tokens and experts that follows the papers' formulas."""
+"""Mixture of experts against a loop over sequences, tokens and experts that follows the papers'
+formulas."""
 
 from __future__ import annotations
 
@@ -25,8 +26,12 @@ from phalanx.nn.routing import Balance, capacity
 from second_device import CUDA, second_device
 
 B, T, E, K = 3, 7, 6, 2
-MIXTRAL = replace(shape(), dim=16, num_experts=E, experts_per_token=K, expert_ffn_dim=12, balance_loss=0.1)
-DEEPSEEK = replace(MIXTRAL, num_shared_experts=2, router_scores="sigmoid", router_scale=2.5, balance_bias=0.01)
+MIXTRAL = replace(
+    shape(), dim=16, num_experts=E, experts_per_token=K, expert_ffn_dim=12, balance_loss=0.1
+)
+DEEPSEEK = replace(
+    MIXTRAL, num_shared_experts=2, router_scores="sigmoid", router_scale=2.5, balance_bias=0.01
+)
 CASES = {
     "mixtral": MIXTRAL,
     "deepseek": DEEPSEEK,
@@ -47,11 +52,16 @@ def made(shape: ModelShape) -> MixtureOfExperts:
     return moe
 
 
-def reference(moe: MixtureOfExperts, x: torch.Tensor, shape: ModelShape) -> tuple[torch.Tensor, torch.Tensor, int]:
+def reference(
+    moe: MixtureOfExperts, x: torch.Tensor, shape: ModelShape
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(outputs, balance loss, choices that were dropped)."""
     logits = x @ moe.router.weight.T
     scores = logits.softmax(-1) if shape.router_scores == "softmax" else logits.sigmoid()
-    shares, bias = scores / scores.sum(-1, keepdim=True), 0 if moe.router.bias is None else moe.router.bias
+    shares, bias = (
+        scores / scores.sum(-1, keepdim=True),
+        0 if moe.router.bias is None else moe.router.bias,
+    )
     room = math.ceil(shape.expert_capacity * T * K / E) if shape.expert_capacity else T
     rows, loss, dropped, experts = [], torch.zeros((), dtype=x.dtype), 0, moe.experts
     for b in range(B):
@@ -69,9 +79,13 @@ def reference(moe: MixtureOfExperts, x: torch.Tensor, shape: ModelShape) -> tupl
                 inner = experts.up.weight[e] @ x[b, t]
                 gate = None if experts.gate is None else experts.gate.weight[e] @ x[b, t]
                 inner = F.gelu(inner) if gate is None else F.silu(gate) * inner
-                out = out + shape.router_scale * scores[b, t, e] / total * (experts.down.weight[e] @ inner)
+                out = out + shape.router_scale * scores[b, t, e] / total * (
+                    experts.down.weight[e] @ inner
+                )
             rows.append(out)
-        loss = loss + shape.balance_loss * T * sum(E / (K * T) * chose[e] * shares[b, :, e].mean() for e in range(E))
+        loss = loss + shape.balance_loss * T * sum(
+            E / (K * T) * chose[e] * shares[b, :, e].mean() for e in range(E)
+        )
     return torch.stack(rows).view_as(x), loss, dropped
 
 
@@ -108,7 +122,11 @@ def test_grouped_products_equal_one_product_for_each_expert(dtype: torch.dtype, 
         (gx, gw) = torch.autograd.grad(out.sum(), [x, layer.weight])  # a gradient with strides of 0
         parts = [F.linear(rows, w) for rows, w in zip(x.split(sizes), layer.weight, strict=True)]
         wanted = torch.autograd.grad(torch.cat(parts).sum(), [x, layer.weight])
-        close = {"rtol": 0.02, "atol": 0.05} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        close = (
+            {"rtol": 0.02, "atol": 0.05}
+            if dtype is torch.bfloat16
+            else {"rtol": 1e-5, "atol": 1e-5}
+        )
         torch.testing.assert_close(out, torch.cat(parts), **close)
         torch.testing.assert_close(gx, wanted[0], **close)
         torch.testing.assert_close(gw, wanted[1], **close)
@@ -116,7 +134,9 @@ def test_grouped_products_equal_one_product_for_each_expert(dtype: torch.dtype, 
 
 def test_the_decoder_has_what_the_shape_says_and_its_objective_weighs_the_balance_loss() -> None:
     model = build(replace(DEEPSEEK, num_layers=3, num_dense_layers=1)).double()
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == tensor_shapes(model.shape)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == tensor_shapes(
+        model.shape
+    )
     assert sum(p.numel() for p in model.parameters()) == model.shape.num_params
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
@@ -149,8 +169,11 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def added_by_index(row_RD: torch.Tensor, row_KN: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
-    """The reference: index_add, which adds up in the order of rows on a CPU, and in any order on a GPU."""
+def added_by_index(
+    row_RD: torch.Tensor, row_KN: torch.Tensor, weight_R: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The reference: index_add, which adds up in the order of rows on a CPU, and in any order on
+    a GPU."""
     out_ND = row_RD.new_zeros(row_KN.shape[1], row_RD.shape[1])
     places = {int(row): token for of_token in row_KN for token, row in enumerate(of_token)}
     token_R = torch.tensor([places[row] for row in range(len(row_RD))], dtype=torch.int64)
@@ -160,11 +183,17 @@ def added_by_index(row_RD: torch.Tensor, row_KN: torch.Tensor, weight_R: torch.T
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("capacity", [0.0, 0.5, 1.0])
-def test_rows_are_added_up_in_one_order(capacity: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reference: index_add on the CPU, to the last bit; and it is none, which on a GPU has another order each time."""
+def test_rows_are_added_up_in_one_order(
+    capacity: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reference: index_add on the CPU, to the last bit; and it is none, which on a GPU has
+    another order each time."""
     torch.manual_seed(5)
     layer = MixtureOfExperts(
-        replace(MIXTRAL, num_experts=5, experts_per_token=3, balance_loss=0.0, expert_capacity=capacity), Balance()
+        replace(
+            MIXTRAL, num_experts=5, experts_per_token=3, balance_loss=0.0, expert_capacity=capacity
+        ),
+        Balance(),
     )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -189,11 +218,14 @@ def test_rows_are_added_up_in_one_order(capacity: float, dtype: torch.dtype, mon
 def test_experts_without_rows_have_gradient_zero_whatever_a_kernel_leaves_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A double of a grouped product that writes nothing for a group without rows, where NaN was before."""
+    """A double of a grouped product that writes nothing for a group without rows, where NaN was
+    before."""
 
     def poisoned(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
         ends = [0, *offs.cpu().tolist()]
-        made = torch.full((len(offs), a.shape[0], b.shape[1]), torch.nan, dtype=a.dtype, device=a.device)
+        made = torch.full(
+            (len(offs), a.shape[0], b.shape[1]), torch.nan, dtype=a.dtype, device=a.device
+        )
         for group, (start, end) in enumerate(itertools.pairwise(ends)):
             if end > start:
                 made[group] = a[:, start:end] @ b[start:end]

@@ -1,4 +1,5 @@
-"""What came to the experts, on the page of a run, on the console and for programs: all say the same numbers."""
+"""What came to the experts, on the page of a run, on the console and for programs: all say the
+same numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def section(page: Page) -> str:
 
 
 def staged(tmp_path: Path) -> Run:
-    """Two stages of a pipeline, each of which tells its own layers; a restart that does step 20 again."""
+    """Two stages of a pipeline, each of which tells its own layers; a restart that does step 20
+    again."""
     run = Run(tmp_path)
     run.start()
     run.steps(range(1, 21))
@@ -50,17 +52,24 @@ def test_stages_are_put_together_and_what_was_done_again_counts_once(tmp_path: P
     assert (experts.steps, experts.worst) == ([1, 20], [3.0, 3.0])
     assert experts.dropped_share == [8 / 64, 2 / 64]
     assert list(experts.tokens.items()) == [("blocks.2.moe", EVEN), ("blocks.10.moe", SKEWED)]
-    assert run_json(reduce_run(tmp_path))["experts"] == {"step": 20, "max_over_mean": 3.0, "dropped_share": 2 / 64}
+    assert run_json(reduce_run(tmp_path))["experts"] == {
+        "step": 20,
+        "max_over_mean": 3.0,
+        "dropped_share": 2 / 64,
+    }
 
 
 def test_the_page_says_who_is_busiest_and_draws_each_layer(tmp_path: Path) -> None:
     page = page_of(staged(tmp_path))
     text = page.text.replace("\u00a0", " ")
     assert (
-        "At step 20 the busiest is expert 3 of blocks.10.moe, with 3.00 times the mean. 1 expert got nothing." in text
+        "At step 20 the busiest is expert 3 of blocks.10.moe, with 3.00 times the mean. 1 expert"
+        " got nothing." in text
     )
     assert "3.1 % of the choices were dropped" in text
-    rows = re.findall(r'aria-label="(blocks[^:"]*): the busiest of 4 experts has (\S+) times', section(page))
+    rows = re.findall(
+        r'aria-label="(blocks[^:"]*): the busiest of 4 experts has (\S+) times', section(page)
+    )
     assert rows == [("blocks.2.moe", "1.00"), ("blocks.10.moe", "3.00")]
     assert "Choices that were dropped" in text
     assert "#experts" in page.attributes("href")
@@ -102,7 +111,12 @@ def test_numbers_that_nobody_can_count_break_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.start()
     run.steps([1])
-    run.say(loaded(1, {EVIL: [3, 1], "blocks.1.moe": [], "blocks.2.moe": [1, -1], "blocks.3.moe": [2, 2, 2]}))
+    run.say(
+        loaded(
+            1,
+            {EVIL: [3, 1], "blocks.1.moe": [], "blocks.2.moe": [1, -1], "blocks.3.moe": [2, 2, 2]},
+        )
+    )
     assert "1.50 times the mean" in page_of(run).text
 
 

@@ -16,7 +16,14 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.describe import describe
 from phalanx.plan.experts import sent_bytes_of_step
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import StateBytes, Workload, exchanged_bytes, held_params, state_bytes, uneven_share
+from phalanx.plan.memory import (
+    StateBytes,
+    Workload,
+    exchanged_bytes,
+    held_params,
+    state_bytes,
+    uneven_share,
+)
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 
@@ -27,13 +34,17 @@ SMALL = {"preset": "small-mixtral"}
 
 
 def plan(model: dict[str, Any] = SMALL, cluster: Cluster = CPU, **sections: dict[str, Any]) -> Plan:
-    return make_plan(Job.model_validate({"model": model, **sections}), cluster=cluster, vocab_size=256)
+    return make_plan(
+        Job.model_validate({"model": model, **sections}), cluster=cluster, vocab_size=256
+    )
 
 
 def mixtral(gpus: int = 64, **parallel: Any) -> Plan:
     sections: dict[str, Any] = {"data": {"seq_len": 4096}, "precision": {"compute": "bf16"}}
     sections["train"] = {"global_batch_size": gpus, "recompute": "full"}
-    return plan(MIXTRAL, Cluster("cuda", gpus, 80 * GIB), parallel={"ranks": gpus, **parallel}, **sections)
+    return plan(
+        MIXTRAL, Cluster("cuda", gpus, 80 * GIB), parallel={"ranks": gpus, **parallel}, **sections
+    )
 
 
 def test_experts_are_held_in_parts_and_the_rest_whole() -> None:
@@ -55,7 +66,11 @@ def test_experts_are_held_in_parts_and_the_rest_whole() -> None:
         ({"ranks": 8, "ep": 2, "cp": 4}, "ddp", Layout(dp_replicate=2, cp=4, ep=2)),
         ({"ranks": 8, "ep": 4, "dp_shard": 8}, "zero3", Layout(dp_shard=8, ep=4)),
         ({"ranks": 8, "ep": 2, "zero_stage": 2}, "zero2", Layout(dp_shard=8, ep=2)),
-        ({"ranks": 8, "ep": 2, "dp_shard": 2, "tp": 2}, "zero3", Layout(dp_replicate=2, dp_shard=2, tp=2, ep=2)),
+        (
+            {"ranks": 8, "ep": 2, "dp_shard": 2, "tp": 2},
+            "zero3",
+            Layout(dp_replicate=2, dp_shard=2, tp=2, ep=2),
+        ),
         ({"ranks": 8, "ep": 4, "pp": 2}, "ddp", Layout(pp=2, dp_shard=4, ep=4)),
         ({"ep": 8}, "ddp", Layout(dp_shard=8, ep=8)),
     ],
@@ -68,7 +83,8 @@ def test_ep_folds_over_dp_shard_and_cp(parallel: dict[str, Any], name: str, layo
 
 
 def test_where_no_dimension_of_experts_divides_the_rank_that_has_most_is_planned_for() -> None:
-    """zero1 cuts between experts: of 8 on 64 ranks 8 ranks have the state of one each, the others of none."""
+    """zero1 cuts between experts: of 8 on 64 ranks 8 ranks have the state of one each, the
+    others of none."""
     found = mixtral()
     zero1 = next(candidate for candidate in found.alternatives if candidate.name == "zero1")
     even = state_bytes(found.num_params, 1, 64, StateBytes())["optimizer"]
@@ -80,15 +96,21 @@ def test_where_no_dimension_of_experts_divides_the_rank_that_has_most_is_planned
 
 
 def test_shards_are_as_large_and_gathered_ones_smaller() -> None:
-    """Of ZeRO-3: experts are cut over ep, and the rest of the ranks; of a block only a rank's own are gathered."""
+    """Of ZeRO-3: experts are cut over ep, and the rest of the ranks; of a block only a rank's
+    own are gathered."""
     whole, spread = mixtral(zero_stage=3), mixtral(zero_stage=3, ep=8)
     for kind in ("parameters", "gradients", "optimizer", "activations", "loss"):
         assert whole.chosen.predicted_bytes[kind] == spread.chosen.predicted_bytes[kind]
     shape = whole.model_shape
     elsewhere, rest = experts_params(shape) * 7 // 8, shape.num_params - shape.blocks_params
-    gradients = 4 * (shape.block_params - rest)  # of the largest unit: it was a block, and is now the embedding
+    gradients = 4 * (
+        shape.block_params - rest
+    )  # of the largest unit: it was a block, and is now the embedding
     under_way = 2 * 4096 * 2 * 4096 * 2  # rows of both choices of a token, that leave and that come
-    saved = whole.chosen.predicted_bytes["communication"] - spread.chosen.predicted_bytes["communication"]
+    saved = (
+        whole.chosen.predicted_bytes["communication"]
+        - spread.chosen.predicted_bytes["communication"]
+    )
     assert saved == elsewhere * 2 + gradients - under_way
 
 
@@ -100,7 +122,9 @@ def test_mixtral_on_64_gpus_says_what_experts_take_and_send() -> None:
     assert "zero2 (dp_shard=64 x ep=8)" in spread
     assert "ep: each of 8 ranks has 1 of a block's 8 experts, split over 8 ranks" in spread
     assert "7.0 GiB per rank and step where experts get equally many" in spread
-    assert "zero1 is left out: with ep, experts are reduced over other ranks than the rest" in spread
+    assert (
+        "zero1 is left out: with ep, experts are reduced over other ranks than the rest" in spread
+    )
 
 
 def test_rows_are_sent_four_times_for_each_layer_and_microbatch() -> None:
@@ -113,7 +137,10 @@ def test_rows_are_sent_four_times_for_each_layer_and_microbatch() -> None:
 
 
 def test_stages_of_a_pipeline_hold_parts_of_their_experts() -> None:
-    whole, spread = plan(parallel={"ranks": 4, "pp": 2}), plan(parallel={"ranks": 4, "pp": 2, "ep": 2})
+    whole, spread = (
+        plan(parallel={"ranks": 4, "pp": 2}),
+        plan(parallel={"ranks": 4, "pp": 2, "ep": 2}),
+    )
     assert whole.pipeline is not None
     assert spread.pipeline is not None
     for before, after in zip(whole.pipeline.rank_memory, spread.pipeline.rank_memory, strict=True):
@@ -121,8 +148,11 @@ def test_stages_of_a_pipeline_hold_parts_of_their_experts() -> None:
 
 
 def test_what_does_not_fit_is_told_that_ep_would() -> None:
-    """Experts that are gathered whole are most of what a rank needs, and recompute is at its end."""
-    with pytest.raises(LayoutError, match=r"set parallel\.ep=\d: each rank then has \d of the experts"):
+    """Experts that are gathered whole are most of what a rank needs, and recompute is at its
+    end."""
+    with pytest.raises(
+        LayoutError, match=r"set parallel\.ep=\d: each rank then has \d of the experts"
+    ):
         plan(
             MIXTRAL | {"num_layers": 4},
             Cluster("cuda", 64, 10 * GIB),
@@ -136,20 +166,43 @@ def test_what_does_not_fit_is_told_that_ep_would() -> None:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"parallel": {"ranks": 4, "ep": 3}}, "parallel.ep 3 does not divide the 8 experts; nearest: 2 or 4"),
-        ({"parallel": {"ranks": 4, "ep": 8}}, "does not divide the 4 ranks that hold the same part .*nearest: 4"),
-        ({"parallel": {"ranks": 4, "ep": 4, "dp_shard": 2}}, "ep 4 does not divide dp_shard 2; nearest: 2"),
-        ({"parallel": {"ranks": 4, "ep": 4, "dp_replicate": 2}}, "divide dp_shard 2, what dp_replicate 2 leaves"),
+        (
+            {"parallel": {"ranks": 4, "ep": 3}},
+            "parallel.ep 3 does not divide the 8 experts; nearest: 2 or 4",
+        ),
+        (
+            {"parallel": {"ranks": 4, "ep": 8}},
+            "does not divide the 4 ranks that hold the same part .*nearest: 4",
+        ),
+        (
+            {"parallel": {"ranks": 4, "ep": 4, "dp_shard": 2}},
+            "ep 4 does not divide dp_shard 2; nearest: 2",
+        ),
+        (
+            {"parallel": {"ranks": 4, "ep": 4, "dp_replicate": 2}},
+            "divide dp_shard 2, what dp_replicate 2 leaves",
+        ),
         (
             {"parallel": {"ranks": 4, "ep": 2, "zero_stage": 1}},
             "parallel.zero_stage: 1 is not for .*reduced over other",
         ),
-        ({"parallel": {"ranks": 4, "ep": 2, "compress": "int8"}}, "parallel.compress: not with parallel.ep"),
-        ({"parallel": {"ranks": 4, "ep": 2}, "train": {"compile": True}}, "train.compile: not with parallel.ep"),
-        ({"parallel": {"ranks": 4, "ep": 2}, "model": {}}, "spreads experts over ranks, and the model has none"),
+        (
+            {"parallel": {"ranks": 4, "ep": 2, "compress": "int8"}},
+            "parallel.compress: not with parallel.ep",
+        ),
+        (
+            {"parallel": {"ranks": 4, "ep": 2}, "train": {"compile": True}},
+            "train.compile: not with parallel.ep",
+        ),
+        (
+            {"parallel": {"ranks": 4, "ep": 2}, "model": {}},
+            "spreads experts over ranks, and the model has none",
+        ),
     ],
 )
-def test_what_ep_cannot_do_is_refused_with_why(sections: dict[str, dict[str, Any]], words: str) -> None:
+def test_what_ep_cannot_do_is_refused_with_why(
+    sections: dict[str, dict[str, Any]], words: str
+) -> None:
     with pytest.raises(LayoutError, match=words):
         plan(**{"model": SMALL, **sections})
 
@@ -161,21 +214,36 @@ BASE = ("model.preset=small-mixtral", "train.global_batch_size=32")
     ("overrides", "line"),
     [
         ("parallel.ep=3", "parallel.ep: ep 3 does not divide the 8 experts; nearest: 2 or 4"),
-        ("model.preset=small parallel.ep=2", "parallel.ep: ep 2 spreads experts over ranks, and the model has none"),
-        ("model.preset=none model.kind=a.b:c parallel.ep=2", "parallel.ep: ep 2 spreads the experts of phalanx's own"),
-        ("parallel.ranks=8 parallel.tp=2 parallel.ep=8", "parallel.ep: ep 8 does not divide the 4 ranks that hold"),
-        ("parallel.dp_shard=2 parallel.ep=4", "parallel.ep: ep 4 does not divide dp_shard 2; nearest: 2"),
+        (
+            "model.preset=small parallel.ep=2",
+            "parallel.ep: ep 2 spreads experts over ranks, and the model has none",
+        ),
+        (
+            "model.preset=none model.kind=a.b:c parallel.ep=2",
+            "parallel.ep: ep 2 spreads the experts of phalanx's own",
+        ),
+        (
+            "parallel.ranks=8 parallel.tp=2 parallel.ep=8",
+            "parallel.ep: ep 8 does not divide the 4 ranks that hold",
+        ),
+        (
+            "parallel.dp_shard=2 parallel.ep=4",
+            "parallel.ep: ep 4 does not divide dp_shard 2; nearest: 2",
+        ),
         (
             "parallel.dp_shard=2 parallel.cp=2 parallel.ep=8",
             "parallel.ep: ep 8 does not divide dp_shard 2 x cp 2; near",
         ),
         (
             "model.preset=small-mixtral parallel.ep=2 parallel.pp=2 parallel.ranks=2",
-            "parallel.ranks: ep 2 does not divide the 1 rank that holds the same part of the model; nearest: 1, or "
-            "parallel.ranks=4",
+            (
+                "parallel.ranks: ep 2 does not divide the 1 rank that holds the same part of the"
+                " model; nearest: 1, or parallel.ranks=4"
+            ),
         ),
         (
-            "parallel.ranks=2 parallel.pp=2 parallel.ep=2 model.preset=small-mixtral",  # the model has no part in it
+            # the model has no part in it
+            "parallel.ranks=2 parallel.pp=2 parallel.ep=2 model.preset=small-mixtral",
             "override: parallel.ep: ep 2 does not divide the 1 rank that holds",
         ),
         (
@@ -184,11 +252,19 @@ BASE = ("model.preset=small-mixtral", "train.global_batch_size=32")
         ),
         (
             "parallel.ranks=8 parallel.cp=2 parallel.dp_replicate=2 parallel.ep=8",
-            "ep 8 does not divide dp_shard 2 x cp 2, what dp_replicate 2 leaves of the ranks; nearest: 4, or "
-            "parallel.ranks=16",
+            (
+                "ep 8 does not divide dp_shard 2 x cp 2, what dp_replicate 2 leaves of the ranks;"
+                " nearest: 4, or parallel.ranks=16"
+            ),
         ),
-        ("parallel.ep=2 parallel.zero_stage=1", "parallel.zero_stage: 1 is not for parallel.ep: experts are reduced"),
-        ("parallel.ep=2 parallel.compress=int8", "parallel.compress: not with parallel.ep: experts are reduced over"),
+        (
+            "parallel.ep=2 parallel.zero_stage=1",
+            "parallel.zero_stage: 1 is not for parallel.ep: experts are reduced",
+        ),
+        (
+            "parallel.ep=2 parallel.compress=int8",
+            "parallel.compress: not with parallel.ep: experts are reduced over",
+        ),
         ("parallel.ep=2 train.compile=true", "train.compile: not with parallel.ep"),
     ],
 )

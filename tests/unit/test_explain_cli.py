@@ -50,7 +50,9 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 MEMORY = "cluster.memory_gib=64"
 
 
-def test_every_key_is_explained_and_its_value_is_the_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_is_explained_and_its_value_is_the_jobs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = ask(capsys, "train", "job.toml", "--explain", "train.steps=20", MEMORY)
     job = load_job("job.toml", ["train.steps=20", MEMORY]).to_json()
     for section, keys in sections().items():
@@ -85,13 +87,21 @@ def test_origins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Adam" in found["optim.lr"]["why"]
 
 
-def test_the_default_job_is_explained_without_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_job_is_explained_without_a_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = ask(capsys, "train", "--explain")
-    assert {value["origin"] for key, value in found.items() if key} <= {"default", "derived", "preset"}
+    assert {value["origin"] for key, value in found.items() if key} <= {
+        "default",
+        "derived",
+        "preset",
+    }
     assert found["model.vocab_size"]["value"] == 257
 
 
-def test_a_resumed_run_is_explained_from_its_own_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_is_explained_from_its_own_job(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = Job().model_copy(update={"eval": Job().eval.model_copy(update={"tokens": 100})})
     write_json_atomic(folder / "job.json", job.to_json())
     found = ask(capsys, "train", "--resume", str(folder), "--explain", "train.steps=700")
@@ -101,7 +111,9 @@ def test_a_resumed_run_is_explained_from_its_own_job(folder: Path, capsys: pytes
     assert found["train.sample_tokens"]["origin"] == "default"
 
 
-def test_the_table_is_aligned_and_plain_where_nobody_looks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_aligned_and_plain_where_nobody_looks(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _app.run(["train", "job.toml", "--explain", MEMORY]) == 0
     out = capsys.readouterr().out
     assert out.isprintable() or "\033" not in out
@@ -113,7 +125,9 @@ def test_the_table_is_aligned_and_plain_where_nobody_looks(folder: Path, capsys:
     ]
 
 
-def test_a_bad_job_is_refused_and_told_as_json_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_job_is_refused_and_told_as_json_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _app.run(["train", "--explain", "--json", "train.steps=0", "optim.lrr=1"]) == 3
     captured = capsys.readouterr()
     body = json.loads(captured.out)
@@ -129,7 +143,9 @@ def test_a_bad_job_is_refused_and_told_as_json_too(folder: Path, capsys: pytest.
         (["eval.tokens=0", "eval.keep_best=true"], "needs an evaluation, and eval.tokens is 0"),
     ],
 )
-def test_evaluations_that_cannot_be(override: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations_that_cannot_be(
+    override: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _app.run(["plan", *override]) == 3
     assert what in capsys.readouterr().err
     assert _app.run(["plan", "eval.keep_best=true"]) == 0  # at the end only

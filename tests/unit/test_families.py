@@ -1,4 +1,5 @@
-"""Decoder and vision transformer against Hugging Face transformers: logits of tiny random models, and counts."""
+"""Decoder and vision transformer against Hugging Face transformers: logits of tiny random
+models, and counts."""
 
 from __future__ import annotations
 
@@ -32,16 +33,21 @@ def tiny(preset: str, **changes: Any) -> ModelShape:
     keys = {"dim": 32, "num_layers": 3, "num_heads": 4, "ffn_dim": 48}
     keys |= {"vocab_size": VOCAB} if published.kind == "decoder" else {}
     keys |= {"num_kv_heads": 2} if "num_kv_heads" in published.values else {}
-    return shape_with(preset, *(f"model.{key}={value}" for key, value in {**keys, **changes}.items()))
+    return shape_with(
+        preset, *(f"model.{key}={value}" for key, value in {**keys, **changes}.items())
+    )
 
 
 def shape_with(preset: str, *keys: str) -> ModelShape:
     """Of a job with any dataset: nothing reads it."""
-    return shape_of(load_job(None, [f"model.preset={preset}", "data.source=my.data:images", *keys]), VOCAB)
+    return shape_of(
+        load_job(None, [f"model.preset={preset}", "data.source=my.data:images", *keys]), VOCAB
+    )
 
 
 def theirs(name: str, shape: ModelShape, **more: Any) -> nn.Module:
-    """The model of transformers with this shape, and random weights that bend every nonlinearity."""
+    """The model of transformers with this shape, and random weights that bend every
+    nonlinearity."""
     config = getattr(hf(), f"{name}Config")(
         hidden_size=shape.dim,
         num_hidden_layers=shape.num_layers,
@@ -106,7 +112,8 @@ def ours(shape: ModelShape, model: nn.Module, names: dict[str, str]) -> Decoder:
 def renamed(weights: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, torch.Tensor]:
     """Each name with all of `names` replaced, in their order."""
     return {
-        functools.reduce(lambda name, pair: name.replace(*pair), names.items(), old): w for old, w in weights.items()
+        functools.reduce(lambda name, pair: name.replace(*pair), names.items(), old): w
+        for old, w in weights.items()
     }
 
 
@@ -131,12 +138,18 @@ def gpt2_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     for name in [name for name in weights if name.startswith("blocks.")]:
         weight = weights.pop(name).t()
         fused = "attn.c_attn." in name
-        names = [name.replace("attn.c_attn.", f"attention.{letter}.") for letter in "qkv"] if fused else [name]
+        names = (
+            [name.replace("attn.c_attn.", f"attention.{letter}.") for letter in "qkv"]
+            if fused
+            else [name]
+        )
         weights |= dict(zip(names, weight.chunk(len(names)), strict=True))
     return weights
 
 
-def assert_same(model: nn.Module, decoder: Decoder, length: int = LENGTH, tolerance: float = 1e-5) -> None:
+def assert_same(
+    model: nn.Module, decoder: Decoder, length: int = LENGTH, tolerance: float = 1e-5
+) -> None:
     tokens = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted = model(tokens, attention_mask=torch.ones_like(tokens)).logits
@@ -149,7 +162,13 @@ def assert_same(model: nn.Module, decoder: Decoder, length: int = LENGTH, tolera
 def test_gpt2() -> None:
     shape = tiny("gpt2")
     config = hf().GPT2Config(
-        n_embd=32, n_layer=3, n_head=4, n_inner=48, vocab_size=VOCAB, n_positions=1024, attn_implementation="eager"
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_inner=48,
+        vocab_size=VOCAB,
+        n_positions=1024,
+        attn_implementation="eager",
     )
     model = randomised(hf().GPT2LMHeadModel(config))
     decoder = Decoder(shape)
@@ -160,13 +179,20 @@ def test_gpt2() -> None:
 @pytest.mark.parametrize(
     ("preset", "name"),
     [
-        *(("llama2-7b", "Llama"), ("llama3-8b", "Llama"), ("qwen2.5-0.5b", "Qwen2"), ("qwen2.5-7b", "Qwen2")),
+        *(
+            ("llama2-7b", "Llama"),
+            ("llama3-8b", "Llama"),
+            ("qwen2.5-0.5b", "Qwen2"),
+            ("qwen2.5-7b", "Qwen2"),
+        ),
         *(("qwen3-0.6b", "Qwen3"), ("qwen3-8b", "Qwen3")),
     ],
 )
 def test_llamas_and_qwens(preset: str, name: str) -> None:
     shape = tiny(preset)
-    model = theirs(name, shape, rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta})
+    model = theirs(
+        name, shape, rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta}
+    )
     assert_same(model, ours(shape, model, LLAMA_NAMES))
 
 
@@ -219,7 +245,12 @@ SCALINGS = {
     "linear": ({"rope_factor": 4.0}, {"factor": 4.0}),
     "llama3": (
         {"rope_factor": 8.0, "rope_original_len": 16},
-        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
     ),
     "yarn": (
         {"rope_factor": 4.0, "rope_original_len": 64},
@@ -241,9 +272,15 @@ def test_scaled_rotary_positions(scaling: str) -> None:
 
 
 def test_ntk_scaling_is_the_dynamic_one_at_one_length() -> None:
-    """Theirs depends on the length: with factor f at n times the original length it takes f n - (f - 1), here 4."""
+    """Theirs depends on the length: with factor f at n times the original length it takes f n -
+    (f - 1), here 4."""
     shape = tiny("llama3-8b", dim=128, rope_theta=10000.0, rope_scaling="ntk", rope_factor=4.0)
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0, "original_max_position_embeddings": 100}
+    rope = {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 3.0,
+        "original_max_position_embeddings": 100,
+    }
     model = theirs("Llama", shape, rope_parameters=rope, max_position_embeddings=100)
     assert_same(model, ours(shape, model, LLAMA_NAMES), length=200, tolerance=1e-4)
 
@@ -262,11 +299,25 @@ LATENT = {"num_experts": 0, "head_dim": 12, "kv_rank": 10, "rope_head_dim": 4, "
 
 def deepseek(name: str, shape: ModelShape, rope: dict[str, Any]) -> nn.Module:
     """Dense blocks alone. Its `head_dim` is the rotated part."""
-    ranks = {"q_lora_rank": shape.query_rank or None, "kv_lora_rank": shape.kv_rank, "v_head_dim": shape.value_head_dim}
-    widths = {"qk_rope_head_dim": shape.rope_head_dim, "qk_nope_head_dim": shape.head_dim - shape.rope_head_dim}
+    ranks = {
+        "q_lora_rank": shape.query_rank or None,
+        "kv_lora_rank": shape.kv_rank,
+        "v_head_dim": shape.value_head_dim,
+    }
+    widths = {
+        "qk_rope_head_dim": shape.rope_head_dim,
+        "qk_nope_head_dim": shape.head_dim - shape.rope_head_dim,
+    }
     dense = {"first_k_dense_replace": shape.num_layers, "max_position_embeddings": 256}
     rope = {"rope_theta": shape.rope_theta, **rope}
-    return theirs(name, replace(shape, head_dim=shape.rope_head_dim), rope_parameters=rope, **ranks, **widths, **dense)
+    return theirs(
+        name,
+        replace(shape, head_dim=shape.rope_head_dim),
+        rope_parameters=rope,
+        **ranks,
+        **widths,
+        **dense,
+    )
 
 
 @pytest.mark.parametrize(
@@ -356,15 +407,28 @@ def config_of(shape: ModelShape, name: str) -> Any:
     if name == "GPT2":
         values = {"n_embd": shape.dim, "n_layer": shape.num_layers, "n_head": shape.num_heads}
     if name == "ViT":
-        values |= {"image_size": shape.image_size, "patch_size": shape.patch_size, "num_labels": shape.num_classes}
+        values |= {
+            "image_size": shape.image_size,
+            "patch_size": shape.patch_size,
+            "num_labels": shape.num_classes,
+        }
     if shape.num_experts:
         values |= {"num_local_experts": shape.num_experts, "num_experts": shape.num_experts}
-        values |= {"n_routed_experts": shape.num_experts, "n_shared_experts": shape.num_shared_experts}
-        values |= {"moe_intermediate_size": shape.expert_ffn_dim, "first_k_dense_replace": shape.num_dense_layers}
+        values |= {
+            "n_routed_experts": shape.num_experts,
+            "n_shared_experts": shape.num_shared_experts,
+        }
+        values |= {
+            "moe_intermediate_size": shape.expert_ffn_dim,
+            "first_k_dense_replace": shape.num_dense_layers,
+        }
     if shape.kv_rank:
         values |= {"q_lora_rank": shape.query_rank or None, "kv_lora_rank": shape.kv_rank}
         values |= {"qk_rope_head_dim": shape.rope_head_dim, "v_head_dim": shape.value_head_dim}
-        values |= {"qk_nope_head_dim": shape.head_dim - shape.rope_head_dim, "head_dim": shape.rope_head_dim}
+        values |= {
+            "qk_nope_head_dim": shape.head_dim - shape.rope_head_dim,
+            "head_dim": shape.rope_head_dim,
+        }
     if name == "Mixtral":
         del values["head_dim"]
     return getattr(hf(), f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(**values)
@@ -373,8 +437,18 @@ def config_of(shape: ModelShape, name: str) -> Any:
 @pytest.mark.parametrize(
     ("preset", "name"),
     [
-        *(("gpt2-xl", "GPT2"), ("llama3-405b", "Llama"), ("mistral-7b", "Mistral"), ("mixtral-8x22b", "Mixtral")),
-        *(("qwen2.5-3b", "Qwen2"), ("qwen2.5-14b", "Qwen2"), ("qwen3-4b", "Qwen3"), ("qwen3-235b-a22b", "Qwen3Moe")),
+        *(
+            ("gpt2-xl", "GPT2"),
+            ("llama3-405b", "Llama"),
+            ("mistral-7b", "Mistral"),
+            ("mixtral-8x22b", "Mixtral"),
+        ),
+        *(
+            ("qwen2.5-3b", "Qwen2"),
+            ("qwen2.5-14b", "Qwen2"),
+            ("qwen3-4b", "Qwen3"),
+            ("qwen3-235b-a22b", "Qwen3Moe"),
+        ),
         *(("gemma-7b", "Gemma"), ("gemma3-1b", "Gemma3"), ("vit-h14", "ViT")),
         *(("deepseek-v2-lite", "DeepseekV2"), ("deepseek-v3", "DeepseekV3")),
     ],
@@ -382,7 +456,13 @@ def config_of(shape: ModelShape, name: str) -> Any:
 def test_parameters_are_those_that_transformers_counts(preset: str, name: str) -> None:
     """With the preset's widths, theirs is built without memory; ours is arithmetic."""
     published = shape_with(preset)
-    kind = "ForImageClassification" if name == "ViT" else "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    kind = (
+        "ForImageClassification"
+        if name == "ViT"
+        else "LMHeadModel"
+        if name == "GPT2"
+        else "ForCausalLM"
+    )
     with torch.device("meta"):
         model = getattr(hf(), name + kind)(config_of(published, name))
     assert sum(parameter.numel() for parameter in model.parameters()) == published.num_params

@@ -12,8 +12,12 @@ from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.fence import Fence
 
 
-@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="the kernel has no clock that counts a suspension")
-def test_time_in_which_the_machine_was_suspended_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not hasattr(time, "CLOCK_BOOTTIME"), reason="the kernel has no clock that counts a suspension"
+)
+def test_time_in_which_the_machine_was_suspended_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Suspended:
         """The monotonic clock stands still while the other one goes on."""
 

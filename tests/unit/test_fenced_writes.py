@@ -1,4 +1,5 @@
-"""What a job must not write once another one has its run, at the moments at which no step asks the fence."""
+"""What a job must not write once another one has its run, at the moments at which no step asks
+the fence."""
 
 from __future__ import annotations
 

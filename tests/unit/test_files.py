@@ -1,4 +1,5 @@
-"""Files are whole or absent; names stay where they belong; a directory that cannot be used is refused."""
+"""Files are whole or absent; names stay where they belong; a directory that cannot be used is
+refused."""
 
 from __future__ import annotations
 
@@ -119,10 +120,14 @@ WRITERS: dict[Callable[[Path], None], int | None] = {
 
 
 @pytest.mark.parametrize("write", list(WRITERS))
-def test_what_a_disk_said_to_a_library_is_heard(tmp_path: Path, write: Callable[[Path], None]) -> None:
+def test_what_a_disk_said_to_a_library_is_heard(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
     with small_files(), pytest.raises(Exception) as caught:
         write(tmp_path / "file")
-    assert not (isinstance(caught.value, OSError) and caught.value.errno)  # that would need no words
+    assert not (
+        isinstance(caught.value, OSError) and caught.value.errno
+    )  # that would need no words
     found = os_error_of(caught.value, REFUSALS_THAT_LAST)
     assert isinstance(found, OSError), repr(caught.value)
     assert found.errno == WRITERS[write]
@@ -134,12 +139,16 @@ def test_arrow_has_the_number_itself(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EFBIG
 
 
-def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is_not(tmp_path: Path) -> None:
+def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is_not(
+    tmp_path: Path,
+) -> None:
     from phalanx.verify.trace import _save
 
     with small_files(), pytest.raises(Exception, match="os error 27") as caught:
         _save(tmp_path / "initial", {"x": torch.zeros(1000)})
-    problem = disk_problem(caught.value, "writing the reference", where=tmp_path / "phalanx-scratch-verify-a1b2c3d4")
+    problem = disk_problem(
+        caught.value, "writing the reference", where=tmp_path / "phalanx-scratch-verify-a1b2c3d4"
+    )
     assert isinstance(problem, ResourceError)
     assert problem.where == str(tmp_path / "phalanx-scratch-verify-a1b2c3d4")
     assert "(File too large); raise the limit" in str(problem)
@@ -163,9 +172,13 @@ def test_words_that_are_no_refusal_of_a_disk(error: Exception) -> None:
 
 
 def test_a_folder_for_a_while_is_mended_by_TMPDIR() -> None:
-    full = resource_error(OSError(errno.ENOSPC, "full"), "saving", "/tmp/phalanx-scratch-eval-abcd_123/rows.jsonl")
+    full = resource_error(
+        OSError(errno.ENOSPC, "full"), "saving", "/tmp/phalanx-scratch-eval-abcd_123/rows.jsonl"
+    )
     assert full.fix == "free space there, or choose another TMPDIR"
-    unwritable = resource_error(OSError(errno.EROFS, "ro"), "saving", "/tmp/phalanx-scratch-eval-abcd_123/logs")
+    unwritable = resource_error(
+        OSError(errno.EROFS, "ro"), "saving", "/tmp/phalanx-scratch-eval-abcd_123/logs"
+    )
     assert unwritable.fix == "make it writable, or choose another TMPDIR"
 
 

@@ -16,7 +16,10 @@ def test_every_way_not_to_fit_is_a_row() -> None:
     there = {"a": Wanted((3, 2), "float32"), "n": Wanted((), "int32"), "x": Wanted((1,), "float32")}
     error = MisfitError("it does not fit", find_misfits(MODEL, there), where="step-4", fix="do so")
     assert str(error).splitlines() == [
-        "step-4: it does not fit (1 missing, 1 not in this model, 1 of another shape, 1 of another type); do so",
+        (
+            "step-4: it does not fit (1 missing, 1 not in this model, 1 of another shape, 1 of"
+            " another type); do so"
+        ),
         "  tensor  wanted          found",
         "  b       float32 [4]     -",
         "  x       -               float32 [1]",
@@ -24,19 +27,37 @@ def test_every_way_not_to_fit_is_a_row() -> None:
         "  n       int64 []        int32 []",
     ]
     assert error.exit_code == 5
-    assert [row["kind"] for row in error.to_json()["tensors"]] == ["missing", "extra", "shape", "dtype"]  # type: ignore
+    assert [row["kind"] for row in error.to_json()["tensors"]] == [
+        "missing",
+        "extra",
+        "shape",
+        "dtype",
+    ]  # type: ignore
 
 
 def test_a_cast_is_between_floating_point_types_only() -> None:
     half = {name: Wanted(tensor.shape, "bfloat16") for name, tensor in MODEL.items()}
     assert [row.name for row in find_misfits(MODEL, half)] == ["a", "b", "n"]
     assert [row.name for row in find_misfits(MODEL, half, cast=True)] == ["n"]
-    assert [row.kind for row in find_misfits(MODEL, {**MODEL, "a": Wanted((2,), "bfloat16")}, cast=True)] == ["shape"]
+    assert [
+        row.kind for row in find_misfits(MODEL, {**MODEL, "a": Wanted((2,), "bfloat16")}, cast=True)
+    ] == ["shape"]
 
 
 def test_a_long_table_shows_some_of_each_kind_and_counts_the_rest() -> None:
     wanted = {f"w{number:03d}": Wanted((1,), "float32") for number in range(100)}
-    there = {f"x{number:03d}": Wanted((1,), "float32") for number in range(50)} | {"w000": Wanted((2,), "float32")}
+    there = {f"x{number:03d}": Wanted((1,), "float32") for number in range(50)} | {
+        "w000": Wanted((2,), "float32")
+    }
     rows = misfit_table(find_misfits(wanted, there), limit=6)
-    assert [row.split()[0] for row in rows] == ["tensor", "w001", "w002", "w003", "x000", "x001", "w000", "and"]
+    assert [row.split()[0] for row in rows] == [
+        "tensor",
+        "w001",
+        "w002",
+        "w003",
+        "x000",
+        "x001",
+        "w000",
+        "and",
+    ]
     assert rows[-1] == "  and 144 more"

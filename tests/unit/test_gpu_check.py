@@ -1,4 +1,5 @@
-"""The GPU check without a GPU: its processes, deadlines, tables and verdicts, and what its references can see."""
+"""The GPU check without a GPU: its processes, deadlines, tables and verdicts, and what its
+references can see."""
 
 from __future__ import annotations
 
@@ -25,18 +26,35 @@ from gpu_check import (  # noqa: E402
     training,
 )
 from gpu_check.carried import fits, unpack  # noqa: E402
-from gpu_check.cases import BARE, CEILING, FP8, FULL, PHALANX, SYSTEMS, TINY, Case, System  # noqa: E402
+from gpu_check.cases import (
+    BARE,
+    CEILING,
+    FP8,
+    FULL,
+    PHALANX,
+    SYSTEMS,
+    TINY,
+    Case,
+    System,
+)  # noqa: E402
 from gpu_check.children import Row, read_row, run_system  # noqa: E402
 from gpu_check.parity import compare  # noqa: E402
 from gpu_check.run import NO_GPU, WRONG, case_of, main, parse  # noqa: E402
-from gpu_check.systems import grouped_matmul, ring_attention, same_results, save_and_resume  # noqa: E402
+from gpu_check.systems import (
+    grouped_matmul,
+    ring_attention,
+    same_results,
+    save_and_resume,
+)  # noqa: E402
 from phalanx.core.errors import LayoutError  # noqa: E402
 from phalanx.parallel.cp_products import Running  # noqa: E402
 
 PRETENDERS = {
     "works": 'say({"tokens_per_s": 10.0, "losses": [2.0, 1.0]})',
     "hangs": "signal.pause()",
-    "hangs_late": 'say({"tokens_per_s": 10.0, "pid": subprocess.Popen(["sleep", "600"]).pid}); signal.pause()',
+    "hangs_late": (
+        'say({"tokens_per_s": 10.0, "pid": subprocess.Popen(["sleep", "600"]).pid}); signal.pause()'
+    ),
     "raises": 'say({"tokens_per_s": 10.0}); raise ValueError("two lines\\nand the last")',
     "misses": "import nowhere_to_be_found",
     "lacks_a_part": "import phalanx.nowhere",
@@ -63,11 +81,16 @@ def pretenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Sys
 
 
 def environ(tmp_path: Path) -> dict[str, str]:
-    return {"PYTHONPATH": f"{tmp_path / 'source'}:{BENCHMARKS.parent / 'src'}", "PATH": "/usr/bin:/bin"}
+    return {
+        "PYTHONPATH": f"{tmp_path / 'source'}:{BENCHMARKS.parent / 'src'}",
+        "PATH": "/usr/bin:/bin",
+    }
 
 
 def outcome(system: System, tmp_path: Path, deadline_s: float = 60) -> Row:
-    row, _ = run_system(system, TINY, deadline_s=deadline_s, folder=tmp_path, environ=environ(tmp_path))
+    row, _ = run_system(
+        system, TINY, deadline_s=deadline_s, folder=tmp_path, environ=environ(tmp_path)
+    )
     return row
 
 
@@ -118,7 +141,9 @@ def test_half_a_line_is_left_out(tmp_path: Path) -> None:
 def test_without_a_gpu_it_says_so_and_exits_6() -> None:
     """With nothing installed, not even torch: -S leaves site-packages out."""
     command = [sys.executable, "-S", "-E", str(BENCHMARKS / "gpu_check")]
-    done = subprocess.run(command, capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=60
+    )
     assert done.returncode == NO_GPU == 6
     assert done.stdout == ""
     assert done.stderr.startswith("gpu-check: no GPU here (")
@@ -140,16 +165,22 @@ class Driver:
 
 
 @pytest.mark.parametrize(
-    ("code", "count", "why"), [(0, 1, None), (0, 0, "shows none"), (100, 0, "error 100"), (999, 1, "error 999")]
+    ("code", "count", "why"),
+    [(0, 1, None), (0, 0, "shows none"), (100, 0, "error 100"), (999, 1, "error 999")],
 )
-def test_the_driver_is_asked(code: int, count: int, why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_asked(
+    code: int, count: int, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: Driver(code, count))
     found = gpu.why_not()
     assert found is None if why is None else found is not None and why in found
 
 
 def run(systems: Sequence[System], out: Path, *more: str) -> tuple[int, dict[str, Any]]:
-    code = main(["--device", "cpu", "--tiny", "--wheels", str(out / "none"), "--out", str(out), *more], systems)
+    code = main(
+        ["--device", "cpu", "--tiny", "--wheels", str(out / "none"), "--out", str(out), *more],
+        systems,
+    )
     return code, json.loads((out / "gpu-check.json").read_text())
 
 
@@ -161,7 +192,9 @@ def test_rows_come_as_they_are_done_and_the_rest_is_written(
     said = capsys.readouterr().out
     assert code == 0
     assert (
-        said.index("phalanx: 10 tokens/s [") < said.index("failed: ValueError: and the last [") < said.index("÷ bare")
+        said.index("phalanx: 10 tokens/s [")
+        < said.index("failed: ValueError: and the last [")
+        < said.index("÷ bare")
     )
     assert [row["system"] for row in written["rows"]] == [PHALANX, BARE]
     assert written["verdict"][0] == "at least 75% of the measured matmul ceiling: not measured"
@@ -192,7 +225,9 @@ def test_options_change_the_case() -> None:
 
 
 def test_every_system_is_a_file_with_time_for_all_of_them() -> None:
-    files = {path.stem for path in (BENCHMARKS / "gpu_check" / "systems").glob("*.py")} - {"__init__"}
+    files = {path.stem for path in (BENCHMARKS / "gpu_check" / "systems").glob("*.py")} - {
+        "__init__"
+    }
     assert {system.file for system in SYSTEMS} == files
     assert {CEILING, PHALANX, BARE, FP8} <= {system.name for system in SYSTEMS}
 
@@ -200,7 +235,13 @@ def test_every_system_is_a_file_with_time_for_all_of_them() -> None:
 # Tables
 
 
-CEILING_ROW = {"square_flops_per_s": 8e14, "square": 8192, "flops_per_token": 8e9, "device": "H100", "torch": "2.11"}
+CEILING_ROW = {
+    "square_flops_per_s": 8e14,
+    "square": 8192,
+    "flops_per_token": 8e9,
+    "device": "H100",
+    "torch": "2.11",
+}
 
 
 def rows(**tokens_per_s: float) -> list[Row]:
@@ -221,7 +262,10 @@ def test_a_verdict_follows_the_numbers() -> None:
     ]
     bad = table.verdict(rows(phalanx=70_000.0, hf=70_001.0))
     assert bad[0] == "at least 75% of the measured matmul ceiling: NOT reached: 70.0%"
-    assert bad[1:3] == ["ahead of bare torch loop: not measured", "ahead of HF Trainer: NOT reached: 1.000 of it"]
+    assert bad[1:3] == [
+        "ahead of bare torch loop: not measured",
+        "ahead of HF Trainer: NOT reached: 1.000 of it",
+    ]
 
 
 def test_a_row_has_its_share_its_ratio_and_both_memories() -> None:
@@ -249,7 +293,13 @@ def test_a_kernel_that_differs_is_wrong() -> None:
                  "parity": {"bf16": found}})  # fmt: skip
     assert not table.is_right(some)
     assert "ring attention: DIFFERS from its reference" in table.verdict(some)
-    assert table.parity_table(some)[1] == ["ring attention: bf16", "grad k", "1.00e+00", "1.00e-01", "DIFFERS"]
+    assert table.parity_table(some)[1] == [
+        "ring attention: bf16",
+        "grad k",
+        "1.00e+00",
+        "1.00e-01",
+        "DIFFERS",
+    ]
     assert "wrong: bf16" in table.line(some, some[-1])
 
 
@@ -262,7 +312,10 @@ def test_a_kernel_that_differs_is_wrong() -> None:
         ("rich-15.0.0-py3-none-any.whl", True),
         ("six-1.17.0-py2.py3-none-any.whl", True),
         ("old-1.0-py2-none-any.whl", False),
-        ("xxhash-4.1.0-cp312-cp312-manylinux2014_x86_64.manylinux_2_17_x86_64.whl", sys.version_info[:2] == (3, 12)),
+        (
+            "xxhash-4.1.0-cp312-cp312-manylinux2014_x86_64.manylinux_2_17_x86_64.whl",
+            sys.version_info[:2] == (3, 12),
+        ),
         ("psutil-7.2.2-cp36-abi3-manylinux2010_x86_64.whl", sys.platform == "linux"),
         ("new-1.0-cp399-abi3-manylinux2014_x86_64.whl", False),
         ("arm-1.0-cp36-abi3-manylinux2014_aarch64.whl", False),
@@ -277,9 +330,20 @@ def test_a_wheel_fits_by_its_tags(name: str, is_fitting: bool, tmp_path: Path) -
 
 
 def test_what_phalanx_imports_is_on_the_list_of_wheels() -> None:
-    listed = {line.split("==")[0] for line in (BENCHMARKS / "gpu_check" / "wheels.txt").read_text().splitlines()}
-    project = (BENCHMARKS.parent / "pyproject.toml").read_text().split("dependencies = [")[1].split("]")[0]
-    wanted = {line.strip(' ",').split(">=")[0] for line in project.splitlines() if line.strip()} - {"torch", "numpy"}
+    listed = {
+        line.split("==")[0]
+        for line in (BENCHMARKS / "gpu_check" / "wheels.txt").read_text().splitlines()
+    }
+    project = (
+        (BENCHMARKS.parent / "pyproject.toml")
+        .read_text()
+        .split("dependencies = [")[1]
+        .split("]")[0]
+    )
+    wanted = {line.strip(' ",').split(">=")[0] for line in project.splitlines() if line.strip()} - {
+        "torch",
+        "numpy",
+    }
     assert wanted <= listed
 
 
@@ -288,7 +352,11 @@ def test_what_phalanx_imports_is_on_the_list_of_wheels() -> None:
 
 def test_errors_are_measured_against_torchs_own() -> None:
     exact = {"x": torch.ones(4, dtype=torch.float64)}
-    near, far, nan = torch.full((4,), 1.01), torch.full((4,), 1.05), torch.tensor([1.0, 1.0, 1.0, torch.nan])
+    near, far, nan = (
+        torch.full((4,), 1.01),
+        torch.full((4,), 1.05),
+        torch.tensor([1.0, 1.0, 1.0, torch.nan]),
+    )
     assert compare({"x": near}, {"x": near}, exact)["agrees"]
     assert not compare({"x": far}, {"x": near}, exact)["agrees"]
     assert not compare({"x": nan}, {"x": near}, exact)["agrees"]
@@ -313,16 +381,20 @@ def test_ring_attention_in_one_process_is_the_reference_and_a_missing_rescale_is
     assert not measured(ring_attention)
 
 
-def test_grouped_products_are_the_loop_and_experts_off_by_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_products_are_the_loop_and_experts_off_by_one_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert measured(grouped_matmul)
     monkeypatch.setattr(
-        "phalanx.mesh.grouped._ends", lambda counts: (counts.cumsum(0) - 1).clamp(min=0).to(torch.int32)
+        "phalanx.mesh.grouped._ends",
+        lambda counts: (counts.cumsum(0) - 1).clamp(min=0).to(torch.int32),
     )
     assert not measured(grouped_matmul)
 
 
 def test_each_grouped_case_is_repeated_in_dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's grouped kernel does not write the gradients of experts without rows on some GPUs: after NaN they show."""
+    """torch's grouped kernel does not write the gradients of experts without rows on some GPUs:
+    after NaN they show."""
     said: dict[str, Any] = {}
     grouped_matmul.measure(TINY, said.update)
     clean = [name for name in said["parity"] if not name.endswith(", in dirty memory")]
@@ -353,7 +425,12 @@ def test_every_case_has_its_line_whatever_becomes_of_it() -> None:
         return same_results.Found(0.5, 0.1, "bits of masks")
 
     said: dict[str, Any] = {}
-    cases = {"breaks": breaks, "refused": is_refused, "differs": differs, "masks": same_results.compare_masks}
+    cases = {
+        "breaks": breaks,
+        "refused": is_refused,
+        "differs": differs,
+        "masks": same_results.compare_masks,
+    }
     same_results.run_cases(cases, TINY, said.update)
     assert not said["agrees"]
     rows = said["parity"]
@@ -367,13 +444,17 @@ def test_every_case_has_its_line_whatever_becomes_of_it() -> None:
 
 
 @pytest.mark.long
-def test_results_are_the_same_on_this_device_and_another_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_the_same_on_this_device_and_another_mask_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: dict[str, Any] = {}
     same_results.measure(TINY, said.update)
     assert said["agrees"], said
     assert set(said["parity"]) == set(same_results.CASES)
     keep_mask = same_results.keep_mask
-    monkeypatch.setattr(same_results, "keep_mask", lambda *a, device, **k: keep_mask(*a, **k) ^ (device != "cpu"))
+    monkeypatch.setattr(
+        same_results, "keep_mask", lambda *a, device, **k: keep_mask(*a, **k) ^ (device != "cpu")
+    )
     assert same_results.compare_masks(replace(TINY, device="meta")).error == 1.0
 
 

@@ -1,4 +1,5 @@
-"""A GPU that another process uses is told from the plan's numbers before training meets the wall."""
+"""A GPU that another process uses is told from the plan's numbers before training meets the
+wall."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from phalanx.train.gpu_room import describe_missing_room
 def test_the_gpu_with_too_little_room_is_named() -> None:
     assert describe_missing_room([(79 * GIB, 80 * GIB)] * 2, [70 * GIB] * 2) == ""
     one = describe_missing_room([(79 * GIB, 80 * GIB), (20 * GIB, 80 * GIB)], [70 * GIB, 60 * GIB])
-    assert one.startswith("the GPU of rank 1 has 20.0 GiB of 80.0 GiB free, and the plan predicts 60.0 GiB: ")
+    assert one.startswith(
+        "the GPU of rank 1 has 20.0 GiB of 80.0 GiB free, and the plan predicts 60.0 GiB: "
+    )
     two = describe_missing_room([(30 * GIB, 80 * GIB), (20 * GIB, 80 * GIB)], [70 * GIB, 60 * GIB])
     assert "of rank 0 " in two or "of rank 1 " in two
     assert "1 more ranks have too little" in two

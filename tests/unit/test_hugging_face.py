@@ -1,4 +1,5 @@
-"""Hugging Face models from a config.json: what is built is transformers' own; what cannot be, a line."""
+"""Hugging Face models from a config.json: what is built is transformers' own; what cannot be, a
+line."""
 
 from __future__ import annotations
 
@@ -52,9 +53,13 @@ def model_of(directory: Path, name: str, **args: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "phi", "mixtral"])
-def test_logits_are_those_that_transformers_computes_of_the_same_weights(tmp_path: Path, name: str) -> None:
+def test_logits_are_those_that_transformers_computes_of_the_same_weights(
+    tmp_path: Path, name: str
+) -> None:
     module = model_of(tmp_path, name)
-    theirs = transformers.AutoModelForCausalLM.from_config(module.config, dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        module.config, dtype=torch.float32
+    ).eval()
     assert [n for n, _ in theirs.named_parameters()] == [n for n, _ in module.named_parameters()]
     theirs.load_state_dict(module.state_dict())
     tokens = torch.randint(96, (2, 12))
@@ -70,8 +75,11 @@ def test_logits_are_those_that_transformers_computes_of_the_same_weights(tmp_pat
 
 
 @pytest.mark.parametrize(("model_type", "name"), [("vit", "ViT"), ("deit", "DeiT")])
-def test_images_are_classified_as_transformers_does(tmp_path: Path, model_type: str, name: str) -> None:
-    """Of DeiT's two classes the first, if config.json names none: transformers' own choice fails there."""
+def test_images_are_classified_as_transformers_does(
+    tmp_path: Path, model_type: str, name: str
+) -> None:
+    """Of DeiT's two classes the first, if config.json names none: transformers' own choice fails
+    there."""
     torch.manual_seed(3)
     (tmp_path / "config.json").write_text(json.dumps(ZOO["vit"] | {"model_type": model_type}))
     module = build(f"hf:{tmp_path}").eval()
@@ -89,7 +97,9 @@ def test_images_are_classified_as_transformers_does(tmp_path: Path, model_type: 
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_every_rule_names_layers_that_can_be_cut_and_blocks_are_found(tmp_path: Path, name: str) -> None:
+def test_every_rule_names_layers_that_can_be_cut_and_blocks_are_found(
+    tmp_path: Path, name: str
+) -> None:
     with torch.device("meta"):
         module = build(f"hf:{write_config(tmp_path, name)}")
     blocks = find_blocks(module)
@@ -102,22 +112,28 @@ def test_every_rule_names_layers_that_can_be_cut_and_blocks_are_found(tmp_path: 
 
 
 def test_what_is_not_known_to_stand_a_cut_is_whole(tmp_path: Path) -> None:
-    """Norms of all heads at once, fused matrices of unknown order, what stands beside experts, scaled embeddings."""
+    """Norms of all heads at once, fused matrices of unknown order, what stands beside experts,
+    scaled embeddings."""
     for name, whole in {
         "olmo2": "self_attn.q_proj",
         "phi3": "self_attn.qkv_proj",
         "qwen2_moe": "mlp.shared_expert.gate_proj",
         "gemma": "embed_tokens",
-        "minimax": "self_attn",  # linear in every other block, which a rule for the rest would be for as well
+        # linear in every other block, which a rule for the rest would be for as well
+        "minimax": "self_attn",
         "gpt_neox": "attention.query_key_value",
     }.items():
         with torch.device("meta"):
             rules = brought_rules(build(f"hf:{write_config(tmp_path, name)}"))
         assert not any(pattern.endswith(whole) for pattern in rules), name
-        assert any(text.startswith("row") for text in rules.values()) == (name not in ("phi3", "minimax")), name
+        assert any(text.startswith("row") for text in rules.values()) == (
+            name not in ("phi3", "minimax")
+        ), name
 
 
-def test_experts_are_cut_as_their_plan_says_and_left_where_their_matrices_lie_otherwise(tmp_path: Path) -> None:
+def test_experts_are_cut_as_their_plan_says_and_left_where_their_matrices_lie_otherwise(
+    tmp_path: Path,
+) -> None:
     name = "model.layers.*.mlp.experts"
     with torch.device("meta"):
         module = build(f"hf:{write_config(tmp_path, 'mixtral')}")
@@ -163,10 +179,23 @@ def test_a_config_that_says_all_that_its_model_reads_is_built(tmp_path: Path) ->
         (ZOO["bert"] | {"model_type": "bert"}, {}, "bert, which is no causal language model"),
         ({"model_type": "clip"}, {}, "a clip has no one image_size"),
         (ZOO["llama"] | {"model_type": "llama"}, {"hiden_size": 3}, 'did you mean "hidden_size"'),
-        (ZOO["llama"] | {"model_type": "llama", "hidden_size": 33}, {}, "a llama, is refused by transformers"),
-        (ZOO["mixtral"] | {"model_type": "mixtral", "output_router_logits": True}, {}, "auxiliary loss"),
+        (
+            ZOO["llama"] | {"model_type": "llama", "hidden_size": 33},
+            {},
+            "a llama, is refused by transformers",
+        ),
+        (
+            ZOO["mixtral"] | {"model_type": "mixtral", "output_router_logits": True},
+            {},
+            "auxiliary loss",
+        ),
         (ZOO["llama"] | {"model_type": "llama", "quantization_config": {}}, {}, "quantized"),
-        (ZOO["llama"] | {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, {}, "is a Llama"),
+        (
+            ZOO["llama"]
+            | {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            {},
+            "is a Llama",
+        ),
         (
             DBRX | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0}},
             {},
@@ -204,7 +233,8 @@ def test_what_runs_into_an_error_or_sees_its_targets_is_refused(
 
 
 def test_a_vocabulary_beside_config_json_is_refused(tmp_path: Path) -> None:
-    """Nothing would read it, and the data's tokens would not fit a model that was told to be larger."""
+    """Nothing would read it, and the data's tokens would not fit a model that was told to be
+    larger."""
     (tmp_path / "config.json").write_text(json.dumps(ZOO["llama"] | {"model_type": "llama"}))
     with pytest.raises(JobError, match="vocab_size is not read by your own model"):
         load_job(None, [f"model.kind=hf:{tmp_path}", "model.vocab_size=300"])
@@ -216,7 +246,9 @@ def test_weights_of_a_directory_are_taken_whole_or_refused(tmp_path: Path) -> No
     theirs.save_pretrained(tmp_path / "full")
     torch.manual_seed(99)
     taken = build(f"hf:{tmp_path / 'full'}")
-    for (name, found), (_, wanted) in zip(taken.named_parameters(), theirs.named_parameters(), strict=True):
+    for (name, found), (_, wanted) in zip(
+        taken.named_parameters(), theirs.named_parameters(), strict=True
+    ):
         assert torch.equal(found, wanted), name
     bare = build(f"hf:{tmp_path / 'full' / 'config.json'}")  # the file itself: random weights
     assert not torch.equal(bare.lm_head.weight, theirs.lm_head.weight)
@@ -228,7 +260,9 @@ def test_weights_of_a_directory_are_taken_whole_or_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
-def test_experts_by_batched_products_have_float64_and_say_what_grouped_ones_do(tmp_path: Path, name: str) -> None:
+def test_experts_by_batched_products_have_float64_and_say_what_grouped_ones_do(
+    tmp_path: Path, name: str
+) -> None:
     module = model_of(tmp_path, name)
     inputs = torch.arange(12).view(2, 6)
     grouped = together(module(inputs)).detach()
@@ -247,7 +281,8 @@ def test_a_dense_model_has_no_experts_to_compute_otherwise(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("mixtral", marks=pytest.mark.long)])
 def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path, name: str) -> None:
-    """Against a module that is really cut, and in stages: what no rule covers is whole on every rank."""
+    """Against a module that is really cut, and in stages: what no rule covers is whole on every
+    rank."""
     kind = f"hf:{write_config(tmp_path, name, vocab_size=97)}"
     shape = probe_foreign_shape(kind, {}, tmp_path / "cache")
     rules = check_rules({}, shape, 2)
@@ -261,25 +296,41 @@ def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path, name: st
     blocks = [sum(p.numel() for p in block.parameters()) for block in modules[0].model.layers]
     assert (here.block_params, here.blocks_params) == (blocks[0], sum(blocks))
     assert part_params(here).blocks == tuple(blocks)
-    after = sum(p.numel() for part in (modules[1].model.norm, modules[1].lm_head) for p in part.parameters())
+    after = sum(
+        p.numel() for part in (modules[1].model.norm, modules[1].lm_head) for p in part.parameters()
+    )
     assert part_params(here).after == after
 
 
-def test_documents_are_not_kept_apart_by_what_names_none_which_the_plan_says(tmp_path: Path) -> None:
+def test_documents_are_not_kept_apart_by_what_names_none_which_the_plan_says(
+    tmp_path: Path,
+) -> None:
     job = load_job(None, [f"model.kind=hf:{write_config(tmp_path, 'mixtral')}", "data.seq_len=8"])
     shape = probe_foreign_shape(str(job.model.kind), {}, tmp_path / "cache")
     assert make_plan(job, shape=shape).num_params == shape.num_params
     masked = job.model_copy(update={"data": job.data.model_copy(update={"document_masks": True})})
-    with pytest.raises(LayoutError, match="cannot keep documents apart: its forward names no document_ids"):
+    with pytest.raises(
+        LayoutError, match="cannot keep documents apart: its forward names no document_ids"
+    ):
         make_plan(masked, shape=shape)
 
 
 @pytest.mark.long
 def test_a_plan_counts_the_state_that_tp_leaves_of_it(tmp_path: Path) -> None:
     """Eight billion parameters are 120 GiB of state, of which a rank of eight has an eighth."""
-    widths = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    widths = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     path = write_config(
-        tmp_path, "llama", **widths, intermediate_size=14336, vocab_size=128256, max_position_embeddings=4096
+        tmp_path,
+        "llama",
+        **widths,
+        intermediate_size=14336,
+        vocab_size=128256,
+        max_position_embeddings=4096,
     )
     job = Job.model_validate(
         {
@@ -290,7 +341,9 @@ def test_a_plan_counts_the_state_that_tp_leaves_of_it(tmp_path: Path) -> None:
         }
     )
     plan = make_plan(job, cluster=Cluster("cpu", 8, 160 * 2**30))
-    state = sum(plan.chosen.predicted_bytes[kind] for kind in ("parameters", "gradients", "optimizer"))
+    state = sum(
+        plan.chosen.predicted_bytes[kind] for kind in ("parameters", "gradients", "optimizer")
+    )
     assert abs(state / (plan.num_params * 16 / 8) - 1) < 0.001
     assert any("as sharding rules cut them" in reason for reason in plan.reasons)
     staged = make_plan(

@@ -1,4 +1,5 @@
-"""Which models of transformers leave their head to the objective; the loss and all gradients are those of their own."""
+"""Which models of transformers leave their head to the objective; the loss and all gradients are
+those of their own."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ OTHERS = {
 }
 
 
-def own_loss(kind: Any, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def own_loss(
+    kind: Any, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     """By the forward of transformers' class, which ours is derived from."""
     logits = type(module).__mro__[1].forward(module, input_ids=tokens, use_cache=False).logits  # type: ignore[attr-defined]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -61,23 +64,32 @@ def compare(rank: int, kind: str, is_plain: bool) -> None:
     wanted = own_loss(kind, theirs, tokens, targets)
     loss.backward()
     wanted.backward()
-    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)  # parts of some models are computed in float32
+    torch.testing.assert_close(
+        loss, wanted, rtol=1e-6, atol=0
+    )  # parts of some models are computed in float32
     references = dict(theirs.named_parameters())
     for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.grad, references[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            parameter.grad, references[name].grad, rtol=1e-4, atol=1e-6, msg=name
+        )
     with torch.no_grad():
         logits = outputs.gathered() if is_plain else outputs
         own = type(module).__mro__[1].forward(theirs, input_ids=tokens, use_cache=False).logits  # type: ignore[attr-defined]
         assert torch.equal(logits, own)
 
 
-@pytest.mark.parametrize(("name", "settings"), PLAIN, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_plain_head_is_left_to_the_objective(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"), PLAIN, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_plain_head_is_left_to_the_objective(
+    tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
     run_ranks(1, compare, f"hf:{write_config(tmp_path, name, **settings)}", True)
 
 
 def test_the_head_of_a_mixture_is_left_to_the_objective(tmp_path: Path) -> None:
-    """The kernel of its experts refuses tensors without numbers in fp32; for the proof, others compute them."""
+    """The kernel of its experts refuses tensors without numbers in fp32; for the proof, others
+    compute them."""
     module = build(f"hf:{write_config(tmp_path, 'mixtral')}")
     assert module.config._experts_implementation == "grouped_mm"
     assert isinstance(module(torch.randint(96, (2, 16))), CausalOutput)
@@ -93,7 +105,11 @@ class Small(nn.Module):
 
     def __init__(self, after: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.embed, self.inner, self.head = nn.Embedding(8, 4), nn.Dropout(), nn.Linear(4, 8, bias=False)
+        self.embed, self.inner, self.head = (
+            nn.Embedding(8, 4),
+            nn.Dropout(),
+            nn.Linear(4, 8, bias=False),
+        )
         self.after = after
 
     def get_output_embeddings(self) -> nn.Module:
@@ -111,11 +127,16 @@ class Small(nn.Module):
         (lambda logits: logits / 2, ""),
         (lambda logits: logits.div_(2), ""),
         (lambda logits: logits[:, -1:], ""),
-        (lambda logits: logits if logits.mean() > 0 else -logits, ""),  # which the meta device cannot tell
+        (
+            lambda logits: logits if logits.mean() > 0 else -logits,
+            "",
+        ),  # which the meta device cannot tell
     ],
     ids=["as it is", "float", "scaled", "in place", "cut", "by its numbers"],
 )
-def test_what_comes_after_the_head_is_seen(after: Callable[[torch.Tensor], torch.Tensor], name: str) -> None:
+def test_what_comes_after_the_head_is_seen(
+    after: Callable[[torch.Tensor], torch.Tensor], name: str
+) -> None:
     module = Small(after).eval()
     module.inner.train()
     before, state = dict(module._modules), torch.get_rng_state()
@@ -126,7 +147,8 @@ def test_what_comes_after_the_head_is_seen(after: Callable[[torch.Tensor], torch
 
 
 def with_own_objective(rank: int, kind: str) -> tuple[list[tuple[int, ...]], float, list[int]]:
-    """What an objective of one's own sees, the largest difference to transformers' logits, and a sample."""
+    """What an objective of one's own sees, the largest difference to transformers' logits, and a
+    sample."""
     torch.manual_seed(0)
     module = build(kind)
     theirs, seen = copy.deepcopy(module).eval(), []
@@ -145,7 +167,9 @@ def with_own_objective(rank: int, kind: str) -> tuple[list[tuple[int, ...]], flo
 
 
 def test_an_objective_of_ones_own_sees_logits_and_samples_are_drawn(tmp_path: Path) -> None:
-    ((seen, off, sample),) = run_ranks(1, with_own_objective, f"hf:{write_config(tmp_path, 'llama')}")
+    ((seen, off, sample),) = run_ranks(
+        1, with_own_objective, f"hf:{write_config(tmp_path, 'llama')}"
+    )
     assert seen == [(12, 16, 96)]
     assert off == 0
     assert len(sample) == 4

@@ -1,4 +1,5 @@
-"""Saves that link what did not change: whatever changes, in whatever layout, every checkpoint is whole by itself."""
+"""Saves that link what did not change: whatever changes, in whatever layout, every checkpoint is
+whole by itself."""
 
 from __future__ import annotations
 
@@ -65,10 +66,13 @@ def save_step(store: LocalStore, step: int, whole: Tensors, num_ranks: int = 2) 
 
 
 def require_whole(folder: Folder, reference: Tensors) -> None:
-    """It verifies, is bit-equal to the reference, and no file holds a byte that the manifest does not speak of."""
+    """It verifies, is bit-equal to the reference, and no file holds a byte that the manifest
+    does not speak of."""
     assert verify_checkpoint(folder) == []
     found = {name: torch.full_like(tensor, 7) for name, tensor in reference.items()}
-    run_threads(Layout(), lambda group: load(folder, rows_of(found, 0, 1), group=group, phases=Phases()))
+    run_threads(
+        Layout(), lambda group: load(folder, rows_of(found, 0, 1), group=group, phases=Phases())
+    )
     assert [name for name in reference if not torch.equal(found[name], reference[name])] == []
     manifest = read_manifest(folder)
     listed = {(p.file, p.key) for tensor in manifest.tensors.values() for p in tensor.pieces}
@@ -79,7 +83,8 @@ def require_whole(folder: Folder, reference: Tensors) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_changes_under_any_layouts(seed: int, tmp_path: Path) -> None:
-    """Tensors change at random, ranks come and go, steps are saved again, checkpoints are removed in any order."""
+    """Tensors change at random, ranks come and go, steps are saved again, checkpoints are
+    removed in any order."""
     dice, store, whole = random.Random(seed), LocalStore(tmp_path), state()
     saved: dict[int, Tensors] = {}
     for _ in range(14):
@@ -97,8 +102,11 @@ def test_any_changes_under_any_layouts(seed: int, tmp_path: Path) -> None:
         require_whole(folder, saved[folder.step])
 
 
-def test_blocks_without_elements_that_several_files_hold_are_taken_over_once(tmp_path: Path) -> None:
-    """Of a tensor with one row two of three ranks hold none: the same block, as far as one can tell."""
+def test_blocks_without_elements_that_several_files_hold_are_taken_over_once(
+    tmp_path: Path,
+) -> None:
+    """Of a tensor with one row two of three ranks hold none: the same block, as far as one can
+    tell."""
     store, whole = LocalStore(tmp_path), {"row": torch.ones(1, 10), "none": torch.ones(0, 3)}
     for step, num_ranks in enumerate((3, 3, 3, 1, 2), 1):
         save_step(store, step, whole, num_ranks)
@@ -122,7 +130,9 @@ def test_what_is_linked_costs_no_space_and_the_last_link_keeps_it(tmp_path: Path
     require_whole(store.folders()[0], whole)
 
 
-def test_where_there_are_no_links_everything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_links_everything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, whole = LocalStore(tmp_path), state()
     save_step(store, 1, whole)
 
@@ -130,7 +140,9 @@ def test_where_there_are_no_links_everything_is_written(tmp_path: Path, monkeypa
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_link)
-    assert save_step(store, 2, whole).num_new_bytes >= sum(t.numel() * t.element_size() for t in whole.values())
+    assert save_step(store, 2, whole).num_new_bytes >= sum(
+        t.numel() * t.element_size() for t in whole.values()
+    )
     require_whole(store.folders()[-1], whole)
 
 
@@ -142,7 +154,9 @@ def test_files_do_not_become_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         name = f"layer.{step % 12}"
         whole[name] = whole[name] + 1
         saved = save_step(store, step, whole, 1)
-        assert len(saved.folder.sizes()) <= 3 + 3  # taken over, what changed, what did not, the manifest
+        assert (
+            len(saved.folder.sizes()) <= 3 + 3
+        )  # taken over, what changed, what did not, the manifest
     require_whole(store.folders()[-1], whole)
 
 
@@ -155,14 +169,19 @@ def test_bits_count_and_not_values(tmp_path: Path) -> None:
     save_step(store, 2, whole, 1)
     found = {name: torch.ones_like(tensor) for name, tensor in whole.items()}
     newest = store.folders()[-1]
-    run_threads(Layout(), lambda group: load(newest, rows_of(found, 0, 1), group=group, phases=Phases()))
+    run_threads(
+        Layout(), lambda group: load(newest, rows_of(found, 0, 1), group=group, phases=Phases())
+    )
     assert bool(torch.signbit(found["zeros"]).all())
-    pieces = [read_manifest(folder).tensors["nans"].pieces[0].xxh3_128 for folder in store.folders()]
+    pieces = [
+        read_manifest(folder).tensors["nans"].pieces[0].xxh3_128 for folder in store.folders()
+    ]
     assert len(set(pieces)) == 1
 
 
 def test_damage_is_not_linked_into_the_next_checkpoint(tmp_path: Path) -> None:
-    """A disk that rots costs the checkpoints that hold the bytes; the next save writes them anew, from memory."""
+    """A disk that rots costs the checkpoints that hold the bytes; the next save writes them
+    anew, from memory."""
     store, whole = LocalStore(tmp_path / "checkpoints"), state()
     save_step(store, 1, whole)
     (linked,) = (tmp_path / "checkpoints" / "step-1").glob("rank-0000*.safetensors")

@@ -1,4 +1,5 @@
-"""Initial weights are a function of (seed, name, global index): any part of a tensor is a part of the whole's bits."""
+"""Initial weights are a function of (seed, name, global index): any part of a tensor is a part
+of the whole's bits."""
 
 from __future__ import annotations
 
@@ -23,9 +24,13 @@ from ranks import run_ranks
 RULES = (InitRule("*norm*", constant=1.0), InitRule("zero", constant=0.0), InitRule("*", std=0.02))
 
 
-def filled(name: str, shape: tuple[int, ...], boxes: list[Box], local: tuple[int, ...], seed: int) -> torch.Tensor:
+def filled(
+    name: str, shape: tuple[int, ...], boxes: list[Box], local: tuple[int, ...], seed: int
+) -> torch.Tensor:
     tensor = torch.full(local, math.nan)
-    initialize_shards({name: LogicalShard(name, shape, "float32", tuple(boxes), tensor)}, RULES, seed)
+    initialize_shards(
+        {name: LogicalShard(name, shape, "float32", tuple(boxes), tensor)}, RULES, seed
+    )
     return tensor
 
 
@@ -90,12 +95,17 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("shape", "offset", "size"),
-    [((3000, 40), (0, 13), (3000, 7)), ((3000, 40), (1700, 20), (900, 20)), ((4, 900, 11), (1, 3, 5), (2, 800, 3))],
+    [
+        ((3000, 40), (0, 13), (3000, 7)),
+        ((3000, 40), (1700, 20), (900, 20)),
+        ((4, 900, 11), (1, 3, 5), (2, 800, 3)),
+    ],
 )
 def test_rows_that_are_cut_are_written_many_at_a_time(
     shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
 ) -> None:
-    """As tensor parallelism cuts a matrix along its second dimension, with the bits of the whole one."""
+    """As tensor parallelism cuts a matrix along its second dimension, with the bits of the whole
+    one."""
     wanted = whole("w", shape, 3)[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
     with Copies() as copies:
         found = filled("w", shape, [Box(offset, (0,) * len(shape), size)], size, 3)
@@ -104,7 +114,11 @@ def test_rows_that_are_cut_are_written_many_at_a_time(
 
 
 def test_rows_that_are_cut_are_drawn_on_all_threads_with_the_same_bits() -> None:
-    shape, offset, size = (init.THREADS_FROM // 128 + 5, 256), (0, 100), (init.THREADS_FROM // 128 + 5, 129)
+    shape, offset, size = (
+        (init.THREADS_FROM // 128 + 5, 256),
+        (0, 100),
+        (init.THREADS_FROM // 128 + 5, 129),
+    )
     before = torch.get_num_threads()
     found = []
     for threads in (1, 3):
@@ -163,7 +177,8 @@ def test_golden_values() -> None:
 
 
 def test_numbers_are_philox_bits_through_the_inverse_normal_distribution() -> None:
-    """Against the standard library in fp64: 23 bits of each half of a draw, centred in their interval."""
+    """Against the standard library in fp64: 23 bits of each half of a draw, centred in their
+    interval."""
     halves = np.random.Philox(key=77).random_raw(500).view(np.uint32)
     wanted = [NormalDist().inv_cdf((int(half >> 9) + 0.5) / 2**23) for half in halves]
     assert standard_normal(77, 0, 1000).tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-6)

@@ -1,4 +1,5 @@
-"""Combinations of keys that no cluster could run, each with its place and the nearest legal value."""
+"""Combinations of keys that no cluster could run, each with its place and the nearest legal
+value."""
 
 from __future__ import annotations
 
@@ -42,42 +43,90 @@ def test_checks_read_keys_that_exist():
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ("checkpoint.every=auto", 'checkpoint.every: "auto" weighs what a save costs against how often the job fails'),
+        (
+            "checkpoint.every=auto",
+            'checkpoint.every: "auto" weighs what a save costs against how often the job fails',
+        ),
         (
             "checkpoint.mtbf_hours=3",
             'checkpoint.mtbf_hours: is for checkpoint.every = "auto"; set every = "auto" as well',
         ),
-        ("precision.loss_scale=512", 'precision.loss_scale: is for fp16; set precision.compute = "fp16"'),
+        (
+            "precision.loss_scale=512",
+            'precision.loss_scale: is for fp16; set precision.compute = "fp16"',
+        ),
         (
             "precision.compute=fp16 precision.loss_scale=512 precision.loss_scale_growth_steps=9",
-            "precision.loss_scale_growth_steps: is for the dynamic scale, and precision.loss_scale is a number",
+            (
+                "precision.loss_scale_growth_steps: is for the dynamic scale, and"
+                " precision.loss_scale is a number"
+            ),
         ),
         (
             "parallel.compress=topk parallel.compress_rank=2",
             'parallel.compress_rank: is for powersgd, and compress is "to',
         ),
         ("parallel.compress_fraction=0.5", "parallel.compress_fraction: is for topk"),
-        ("parallel.compress=inte8", "parallel.compress: unknown compression 'inte8'; did you mean \"int8\"?"),
-        ("parallel.compress=zip", "parallel.compress: unknown compression 'zip'; one of none, bf16, fp16,"),
+        (
+            "parallel.compress=inte8",
+            "parallel.compress: unknown compression 'inte8'; did you mean \"int8\"?",
+        ),
+        (
+            "parallel.compress=zip",
+            "parallel.compress: unknown compression 'zip'; one of none, bf16, fp16,",
+        ),
         (
             "parallel.tp_chunks=4",
             "parallel.tp_chunks: is for tensor parallelism, and parallel.tp is 1; set parallel.tp",
         ),
-        ("parallel.sequence_parallel=true", "parallel.sequence_parallel: is for tensor parallelism"),
+        (
+            "parallel.sequence_parallel=true",
+            "parallel.sequence_parallel: is for tensor parallelism",
+        ),
         (
             "parallel.ranks=1 parallel.compress=int8",
             "parallel.compress: gradients travel as int8 between ranks, and th",
         ),
-        ("checkpoint.keep_every=3", "checkpoint.keep_every: keeps some of what is removed, and without keep_last"),
-        ("model.dim=130", "model.dim: dim 130 cannot be divided among 4 heads; nearest dim for 4 heads: 128 or 136"),
-        ("model.num_heads=3", "model.num_heads: dim 128 cannot be divided among 3 heads; nearest dim for 3 heads: 126"),
-        ("model.dim=132 model.num_heads=4", "model.num_heads: dim 132 over 4 heads makes heads of 33, and rotary"),
-        ("model.num_kv_heads=3", "model.num_kv_heads: 3 key and value heads do not divide the 4 query heads"),
-        ("model.num_kv_heads=8", "model.num_kv_heads: 8 key and value heads do not divide the 4 query heads"),
+        (
+            "checkpoint.keep_every=3",
+            "checkpoint.keep_every: keeps some of what is removed, and without keep_last",
+        ),
+        (
+            "model.dim=130",
+            (
+                "model.dim: dim 130 cannot be divided among 4 heads; nearest dim for 4 heads: 128"
+                " or 136"
+            ),
+        ),
+        (
+            "model.num_heads=3",
+            (
+                "model.num_heads: dim 128 cannot be divided among 3 heads; nearest dim for 3"
+                " heads: 126"
+            ),
+        ),
+        (
+            "model.dim=132 model.num_heads=4",
+            "model.num_heads: dim 132 over 4 heads makes heads of 33, and rotary",
+        ),
+        (
+            "model.num_kv_heads=3",
+            "model.num_kv_heads: 3 key and value heads do not divide the 4 query heads",
+        ),
+        (
+            "model.num_kv_heads=8",
+            "model.num_kv_heads: 8 key and value heads do not divide the 4 query heads",
+        ),
         ("model.head_dim=33", "model.head_dim: rotary positions need an even width; try 34"),
-        ("model.preset=llama3-8", "model.preset: unknown preset 'llama3-8'; did you mean \"llama3-8b\"?"),
+        (
+            "model.preset=llama3-8",
+            "model.preset: unknown preset 'llama3-8'; did you mean \"llama3-8b\"?",
+        ),
         ("model.preset=zzz", "model.preset: unknown preset 'zzz'; docs/models.md"),
-        ("model.kind=vit model.preset=gpt2", "model.preset: the preset gpt2 is a decoder, not a vit"),
+        (
+            "model.kind=vit model.preset=gpt2",
+            "model.preset: the preset gpt2 is a decoder, not a vit",
+        ),
         (
             "model.preset=llama3-8b model.num_kv_heads=5",
             "model.num_kv_heads: 5 key and value heads do not divide the 32",
@@ -88,82 +137,147 @@ def test_checks_read_keys_that_exist():
             f"{VIT} model.patch_size=5",
             "model.patch_size: patches of 5 pixels do not fill an image of 32; nearest: 4 or 8",
         ),
-        ("model.kind=a.b:c model.dim=64", "model.dim: dim is not read by your own model; put it in model.args"),
-        ("model.kind=a.b:c model.preset=gpt2", "model.preset: preset is not read by your own model"),
-        ("model.rope_factor=4", "model.rope_factor: rope_factor has no effect; set model.rope_scaling"),
-        ("model.max_positions=512", "model.max_positions: max_positions has no effect; set model.positions=learned"),
+        (
+            "model.kind=a.b:c model.dim=64",
+            "model.dim: dim is not read by your own model; put it in model.args",
+        ),
+        (
+            "model.kind=a.b:c model.preset=gpt2",
+            "model.preset: preset is not read by your own model",
+        ),
+        (
+            "model.rope_factor=4",
+            "model.rope_factor: rope_factor has no effect; set model.rope_scaling",
+        ),
+        (
+            "model.max_positions=512",
+            "model.max_positions: max_positions has no effect; set model.positions=learned",
+        ),
         (
             "model.preset=gpt2 model.rope_theta=9",
             "model.rope_theta: rope_theta has no effect; set model.positions=rope",
         ),
-        ("model.global_every=2", "model.global_every: global_every has no effect; set model.sliding_window"),
-        ("model.expert_ffn_dim=9", "model.expert_ffn_dim: expert_ffn_dim has no effect; set model.num_experts"),
-        ("model.preset=mixtral-8x7b model.ffn_dim=9", "model.ffn_dim: ffn_dim has no effect; set model.expert_ffn_dim"),
+        (
+            "model.global_every=2",
+            "model.global_every: global_every has no effect; set model.sliding_window",
+        ),
+        (
+            "model.expert_ffn_dim=9",
+            "model.expert_ffn_dim: expert_ffn_dim has no effect; set model.num_experts",
+        ),
+        (
+            "model.preset=mixtral-8x7b model.ffn_dim=9",
+            "model.ffn_dim: ffn_dim has no effect; set model.expert_ffn_dim",
+        ),
         (
             "model.preset=deepseek-v3 model.num_kv_heads=4",
             "model.num_kv_heads: num_kv_heads has no effect; leave it out",
         ),
-        ("model.preset=deepseek-v3 model.head_dim=32", "model.head_dim: latent attention rotates an even part of its"),
+        (
+            "model.preset=deepseek-v3 model.head_dim=32",
+            "model.head_dim: latent attention rotates an even part of its",
+        ),
         (
             "model.kv_rank=16",
-            "model.kv_rank: latent attention rotates an even part of its heads of 32, and rope_head_d",
+            (
+                "model.kv_rank: latent attention rotates an even part of its heads of 32, and"
+                " rope_head_d"
+            ),
         ),
-        ("model.rope_head_dim=8", "model.rope_head_dim: rope_head_dim has no effect; set model.kv_rank"),
+        (
+            "model.rope_head_dim=8",
+            "model.rope_head_dim: rope_head_dim has no effect; set model.kv_rank",
+        ),
         (
             "model.preset=small-latent model.value_head_dim=64",
             "model.value_head_dim: values of 64 are wider than heads",
         ),
-        ("model.preset=small-latent model.positions=learned", "model.positions: latent attention has rotary positions"),
-        ("model.rope_mscale=0.7", "model.rope_mscale: rope_mscale has no effect; set model.rope_scaling to yarn"),
-        ("model.rope_scaling=linear", "model.rope_scaling: linear scaling needs a factor above 1, and it is 1"),
+        (
+            "model.preset=small-latent model.positions=learned",
+            "model.positions: latent attention has rotary positions",
+        ),
+        (
+            "model.rope_mscale=0.7",
+            "model.rope_mscale: rope_mscale has no effect; set model.rope_scaling to yarn",
+        ),
+        (
+            "model.rope_scaling=linear",
+            "model.rope_scaling: linear scaling needs a factor above 1, and it is 1",
+        ),
         (
             "model.rope_scaling=yarn model.rope_factor=4",
             "model.rope_factor: yarn scaling needs the length that the positions were made for",
         ),
         (
             "model.preset=gpt2 data.seq_len=2000",
-            "data.seq_len: sequences of 2000 tokens, and the model has 1024 learned positions; data.seq_len at most",
+            (
+                "data.seq_len: sequences of 2000 tokens, and the model has 1024 learned positions;"
+                " data.seq_len at most"
+            ),
         ),
         (
             "model.num_experts=4 model.expert_ffn_dim=8 model.experts_per_token=5",
             "model.experts_per_token: a token visits 5 of 4 experts; 1 to 4",
         ),
-        ("model.num_experts=4 model.experts_per_token=2", "model.experts_per_token: experts need a width"),
+        (
+            "model.num_experts=4 model.experts_per_token=2",
+            "model.experts_per_token: experts need a width",
+        ),
         (
             "model.preset=deepseek-moe-16b model.num_layers=1",
             "model.num_layers: 1 of 1 blocks have no experts; at most 0",
         ),
-        ("train.micro_batch_size=5", "train.micro_batch_size: micro-batches of 5 do not divide the global batch of 32"),
-        ("parallel.ranks=5", "parallel.ranks: a global batch of 32 sequences cannot be shared evenly by 5 ranks"),
+        (
+            "train.micro_batch_size=5",
+            "train.micro_batch_size: micro-batches of 5 do not divide the global batch of 32",
+        ),
+        (
+            "parallel.ranks=5",
+            "parallel.ranks: a global batch of 32 sequences cannot be shared evenly by 5 ranks",
+        ),
         (
             "train.micro_batch_size=8 parallel.ranks=8",
-            "parallel.ranks: a global batch of 32 sequences cannot be shared evenly by 8 ranks in micro-batches of 8; "
-            "nearest global_batch_size: 64; or ranks: 4",
+            (
+                "parallel.ranks: a global batch of 32 sequences cannot be shared evenly by 8 ranks"
+                " in micro-batches of 8; nearest global_batch_size: 64; or ranks: 4"
+            ),
         ),
         (
             "parallel.dp_replicate=3 parallel.dp_shard=2",
-            "parallel.dp_shard: a global batch of 32 sequences cannot be shared evenly by 6 ranks; "
-            "nearest global_batch_size: 30 or 36; or ranks: 4 or 8",
+            (
+                "parallel.dp_shard: a global batch of 32 sequences cannot be shared evenly by 6"
+                " ranks; nearest global_batch_size: 30 or 36; or ranks: 4 or 8"
+            ),
         ),
         (
             "parallel.ranks=8 parallel.dp_replicate=2 parallel.dp_shard=2",
-            "parallel.dp_shard: dp_replicate 2 x dp_shard 2 makes 4 ranks, and parallel.ranks is 8; "
-            "nearest: dp_replicate 2 x dp_shard 4, or ranks 4",
+            (
+                "parallel.dp_shard: dp_replicate 2 x dp_shard 2 makes 4 ranks, and parallel.ranks"
+                " is 8; nearest: dp_replicate 2 x dp_shard 4, or ranks 4"
+            ),
         ),
-        ("parallel.ranks=3 parallel.tp=2", "parallel.tp: tp 2 does not divide the 3 ranks; nearest tp: 1 or 3"),
+        (
+            "parallel.ranks=3 parallel.tp=2",
+            "parallel.tp: tp 2 does not divide the 3 ranks; nearest tp: 1 or 3",
+        ),
         (
             "parallel.ranks=2 parallel.tp=2 parallel.dp_shard=2",
             "parallel.dp_shard: dp_shard 2 does not divide 1 rank, what tp 2 leaves of 2",
         ),
-        ("parallel.ranks=6 parallel.pp=4", "parallel.pp: pp 4 does not divide the 6 ranks; nearest pp: 3 or 6"),
+        (
+            "parallel.ranks=6 parallel.pp=4",
+            "parallel.pp: pp 4 does not divide the 6 ranks; nearest pp: 3 or 6",
+        ),
         (
             "parallel.ranks=8 parallel.pp=3 parallel.tp=4",
             "parallel.tp: pp 3 x tp 4 = 12 does not divide the 8 ranks; nearest: pp=2 x tp=4",
         ),
         (
             "parallel.ranks=8 parallel.pp=2 parallel.dp_replicate=2 parallel.dp_shard=3",
-            "parallel.dp_shard: dp_replicate 2 x dp_shard 3 x pp 2 makes 12 ranks, and parallel.ranks is 8; "
-            "nearest: dp_replicate 2 x dp_shard 2, or ranks 12",
+            (
+                "parallel.dp_shard: dp_replicate 2 x dp_shard 3 x pp 2 makes 12 ranks, and"
+                " parallel.ranks is 8; nearest: dp_replicate 2 x dp_shard 2, or ranks 12"
+            ),
         ),
         (
             "parallel.ranks=8 parallel.pp=2 parallel.tp=2 parallel.dp_shard=3",
@@ -174,11 +288,23 @@ def test_checks_read_keys_that_exist():
             "parallel.pp: a global batch of 32 sequences cannot be shared evenly by 6 ranks",
         ),
         (
-            "parallel.pp=2 parallel.dp_replicate=2 parallel.dp_shard=1 resilience.inject=['kill:rank=4']",
-            "resilience.inject[0]: 'kill:rank=4' strikes rank 4, which does not exist; ranks are 0 to 3",
+            (
+                "parallel.pp=2 parallel.dp_replicate=2 parallel.dp_shard=1"
+                " resilience.inject=['kill:rank=4']"
+            ),
+            (
+                "resilience.inject[0]: 'kill:rank=4' strikes rank 4, which does not exist; ranks"
+                " are 0 to 3"
+            ),
         ),
         *(
-            (f"parallel.{key}", f"parallel.{key.partition('=')[0]}: is for pipeline parallelism, and parallel.pp is 1")
+            (
+                f"parallel.{key}",
+                (
+                    f"parallel.{key.partition('=')[0]}: is for pipeline parallelism, and"
+                    " parallel.pp is 1"
+                ),
+            )
             for key in (
                 "schedule=gpipe",
                 "schedule_file=a.csv",
@@ -199,25 +325,44 @@ def test_checks_read_keys_that_exist():
         ("parallel.pp=2 parallel.compress=bf16", "parallel.compress: not with parallel.pp: "),
         (
             "parallel.pp=2 parallel.zero_stage=3 parallel.accumulate=sharded",
-            "parallel.accumulate: not with parallel.pp: gradients stay whole until the last microbatch",
+            (
+                "parallel.accumulate: not with parallel.pp: gradients stay whole until the last"
+                " microbatch"
+            ),
         ),
         (
             "parallel.pp=2 parallel.zero_stage=3 parallel.offload=parameters",
-            "parallel.offload: not with parallel.pp: the parameters of a stage are gathered once for the whole step; "
-            'set it to "optimizer" or "none", or parallel.pp=1',
+            (
+                "parallel.offload: not with parallel.pp: the parameters of a stage are gathered"
+                ' once for the whole step; set it to "optimizer" or "none", or parallel.pp=1'
+            ),
         ),
         (
             "parallel.pp=2 train.offload_activations=true",
             "train.offload_activations: not with parallel.pp: microbatches are in flight together",
         ),
-        ("parallel.schedule=gpip parallel.pp=2", 'parallel.schedule: wanted one of "gpipe", "1f1b", "interleaved", '),
-        ("parallel.rules.head=3", "parallel.rules.head: wanted a string, was given 3; put it in quotes"),
-        ("parallel.ranks=8 parallel.dp_shard=3", "parallel.dp_shard: dp_shard 3 does not divide the 8 ranks"),
-        ("train.steps=9 optim.warmup_steps=10", "optim.warmup_steps: a warm-up of 10 steps is longer than the 9 steps"),
+        (
+            "parallel.schedule=gpip parallel.pp=2",
+            'parallel.schedule: wanted one of "gpipe", "1f1b", "interleaved", ',
+        ),
+        (
+            "parallel.rules.head=3",
+            "parallel.rules.head: wanted a string, was given 3; put it in quotes",
+        ),
+        (
+            "parallel.ranks=8 parallel.dp_shard=3",
+            "parallel.dp_shard: dp_shard 3 does not divide the 8 ranks",
+        ),
+        (
+            "train.steps=9 optim.warmup_steps=10",
+            "optim.warmup_steps: a warm-up of 10 steps is longer than the 9 steps",
+        ),
         (
             "train.steps=100 optim.schedule=wsd optim.warmup_steps=30 optim.decay_fraction=0.8",
-            "optim.decay_fraction: 30 steps of warm-up and 80 of decay are more than the 100 steps of train.steps; "
-            "decay_fraction at most 0.7, or warmup_steps at most 20",
+            (
+                "optim.decay_fraction: 30 steps of warm-up and 80 of decay are more than the 100"
+                " steps of train.steps; decay_fraction at most 0.7, or warmup_steps at most 20"
+            ),
         ),
         ("optim.betas=[1,0.9]", "optim.betas[0]: wanted a number below 1"),
         ("model.args.a=1", 'model.args: is for your own factory, and model.kind is "decoder"'),
@@ -273,7 +418,12 @@ def test_names_the_user_gave_not_the_defaults(tmp_path, monkeypatch):
 
 
 def test_silent_about_what_was_refused_already():
-    found = problems("model.num_heads=x", "model.dim=130", "train.micro_batch_size=0", "train.global_batch_size=33")
+    found = problems(
+        "model.num_heads=x",
+        "model.dim=130",
+        "train.micro_batch_size=0",
+        "train.global_batch_size=33",
+    )
     assert [line.split(": ")[1] for line in found] == ["model.num_heads", "train.micro_batch_size"]
 
 
@@ -296,7 +446,12 @@ def faults(tmp_path, monkeypatch):
     """A folder of faults as phalanx.resilience will have one: kill and stall."""
     folder = tmp_path / "a_room" / "faults"
     folder.mkdir(parents=True)
-    for file in (folder.parent / "__init__.py", folder / "__init__.py", folder / "kill.py", folder / "stall.py"):
+    for file in (
+        folder.parent / "__init__.py",
+        folder / "__init__.py",
+        folder / "kill.py",
+        folder / "stall.py",
+    ):
         file.write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(fault_checks, "FAULTS", "a_room.faults")
@@ -315,7 +470,10 @@ def faults(tmp_path, monkeypatch):
         ("a.b::rank=1", ["'a.b:' is not package.module:function"]),
         ("kill:rank=1,,step=2", ["'' in 'kill:rank=1,,step=2' is not key=value"]),
         ("kill:rnk=1", ["unknown key 'rnk' in 'kill:rnk=1'; did you mean \"rank\"?"]),
-        ("kill:rank=1, step=2", ["unknown key ' step' in 'kill:rank=1, step=2'; did you mean \"step\"?"]),
+        (
+            "kill:rank=1, step=2",
+            ["unknown key ' step' in 'kill:rank=1, step=2'; did you mean \"step\"?"],
+        ),
         ("kill:rank=one", ["rank 'one' in 'kill:rank=one' is not a whole number"]),
         ("kill:step=-1", ["step '-1' in 'kill:step=-1' is not a whole number"]),
         ("kill:rank=1,rank=1", ["rank is given twice"]),
@@ -332,7 +490,9 @@ def faults(tmp_path, monkeypatch):
 )
 def test_faults(fault, words, tmp_path):
     path = tmp_path / "job.toml"
-    path.write_text(f'[train]\nsteps = 1000\n[parallel]\nranks = 2\n[resilience]\ninject = [\n "{fault}"]\n')
+    path.write_text(
+        f'[train]\nsteps = 1000\n[parallel]\nranks = 2\n[resilience]\ninject = [\n "{fault}"]\n'
+    )
     found = problems(path=str(path))
     assert len(found) == len(words)
     for line, word in zip(found, words, strict=True):

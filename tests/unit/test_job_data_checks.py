@@ -39,14 +39,23 @@ def test_what_can_be(tmp_path: Path, lines: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (("[data]", 'source = "text"', MIXTURE), "data.source: there is a mixture, and data.source is 'text' besides"),
+        (
+            ("[data]", 'source = "text"', MIXTURE),
+            "data.source: there is a mixture, and data.source is 'text' besides",
+        ),
         (
             ("[data]", MIXTURE.replace('"b"', '"my.data:d"')),
             "data.mixture[1].source: your own dataset cannot be a part",
         ),
         (("[data]", MIXTURE.replace("3.0", "1e6")), "below one sample in 65536"),
-        (("[data]", "args = {n = 3}"), "data.args: is for your own dataset, and data.source is 'stdlib'"),
-        (("[model]", "vocab_size = 99", "[data]", OWN, "document_masks = true"), "document_masks is not read"),
+        (
+            ("[data]", "args = {n = 3}"),
+            "data.args: is for your own dataset, and data.source is 'stdlib'",
+        ),
+        (
+            ("[model]", "vocab_size = 99", "[data]", OWN, "document_masks = true"),
+            "document_masks is not read",
+        ),
         (("[model]", "vocab_size = 99", "[data]", OWN, 'tokenizer = "t"'), "tokenizer is not read"),
         (("[data]", OWN), "model.vocab_size must be given where data.source is your own dataset"),
         (

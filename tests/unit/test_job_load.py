@@ -67,7 +67,12 @@ lr = 1
 betas = [0.9, 0.99]
 clip_norm = "none"
 """),
-        ["train.steps=30", "model.tie_embeddings=false", "optim.betas=[0.8, 0.9]", 'observe.sinks=["tensorboard"]'],
+        [
+            "train.steps=30",
+            "model.tie_embeddings=false",
+            "optim.betas=[0.8, 0.9]",
+            'observe.sinks=["tensorboard"]',
+        ],
     )
     assert (job.train.steps, job.model.dim, job.model.num_heads) == (30, 256, 8)
     assert job.model.tie_embeddings is False
@@ -123,12 +128,16 @@ def test_short_runs_need_no_shorter_warmup():
 
 def test_loading_is_fast_and_imports_no_torch(job_file):
     script = (
-        "import sys; from phalanx.job.load import load_job; load_job(sys.argv[1], ['train.steps=5']);"
-        "print([m for m in ('torch', 'numpy', 'tree_sitter') if m in sys.modules])"
+        "import sys; from phalanx.job.load import load_job; load_job(sys.argv[1],"
+        " ['train.steps=5']);print([m for m in ('torch', 'numpy', 'tree_sitter') if m in"
+        " sys.modules])"
     )
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", script, job_file("[train]\nsteps = 9\n")], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, job_file("[train]\nsteps = 9\n")],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "[]"
     assert time.perf_counter() - began < 3  # a whole process, on a machine that may be busy
@@ -143,7 +152,9 @@ def test_origins(job_file):
     assert found["model.dim"] == "job.toml:2:1"
     assert found["train.steps"] == "override"
     assert found["optim.lr"] == "default"
-    assert set(found) == {f"{section}.{key}" for section, keys in sections().items() for key in keys}
+    assert set(found) == {
+        f"{section}.{key}" for section, keys in sections().items() for key in keys
+    }
 
 
 # One wrong value or key
@@ -201,7 +212,9 @@ WRONG_IN_FILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "start", "inside"), WRONG_IN_FILE, ids=[text for text, _, _ in WRONG_IN_FILE])
+@pytest.mark.parametrize(
+    ("text", "start", "inside"), WRONG_IN_FILE, ids=[text for text, _, _ in WRONG_IN_FILE]
+)
 def test_wrong_in_file(job_file, text, start, inside):
     line = only(job_file(f"# wärme is two bytes\n{text}\n"))
     assert line.startswith(f"job.toml:{start}")
@@ -228,8 +241,16 @@ def test_columns_count_characters(job_file):
         ("[train]\nsteps = foo\n", "job.toml:2:9: syntax: invalid value", "in quotes"),
         ("[train]\nsteps = True\n", "job.toml:2:9: syntax: invalid value", "lower case"),
         ("[train\nsteps = 3\n", "job.toml:1:7: syntax: expected ']'", ""),
-        ("[train]\n  steps = 3\n  steps = 4\n", "job.toml:3:3: syntax: a key or section is given twice", ""),
-        ("[train]\nsteps = 3\n[train]\n", "job.toml:3:1: syntax: a key or section is given twice", ""),
+        (
+            "[train]\n  steps = 3\n  steps = 4\n",
+            "job.toml:3:3: syntax: a key or section is given twice",
+            "",
+        ),
+        (
+            "[train]\nsteps = 3\n[train]\n",
+            "job.toml:3:1: syntax: a key or section is given twice",
+            "",
+        ),
         ("optim.betas = [1,\n\n", "job.toml:1:18: syntax: invalid value", ""),
         ("a = " + "[" * 5000, "job.toml: syntax: arrays or tables are nested too deeply", ""),
         ("a = " + "1" * 5000, "job.toml: syntax: a whole number has thousands of digits", ""),
@@ -271,7 +292,9 @@ WRONG_OVERRIDES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "start", "inside"), WRONG_OVERRIDES, ids=[ascii(w[0]) for w in WRONG_OVERRIDES])
+@pytest.mark.parametrize(
+    ("text", "start", "inside"), WRONG_OVERRIDES, ids=[ascii(w[0]) for w in WRONG_OVERRIDES]
+)
 def test_wrong_override(text, start, inside):
     line = only(None, text)
     assert line.startswith(f"override: {start}")
@@ -331,7 +354,9 @@ def test_problems_are_data(job_file):
 
 
 def test_unknown_and_unusable_is_told_once(job_file):
-    assert only(job_file("[train]\nfoo = [nan, 2024-01-01]\n")).startswith("job.toml:2:1: train.foo: unknown key")
+    assert only(job_file("[train]\nfoo = [nan, 2024-01-01]\n")).startswith(
+        "job.toml:2:1: train.foo: unknown key"
+    )
     assert only(job_file("[foo]\na = nan\n")).startswith("job.toml:1:2: foo: unknown section")
 
 
@@ -340,13 +365,21 @@ def test_unknown_and_unusable_is_told_once(job_file):
 
 def test_missing_file(job_file):
     job_file("", "pretrain.toml")
-    assert only("pretrian.toml") == 'pretrian.toml: job file: does not exist; did you mean "pretrain.toml"?'
-    assert only("nowhere/job.toml") == "nowhere/job.toml: job file: does not exist; there is no directory 'nowhere'"
+    assert (
+        only("pretrian.toml")
+        == 'pretrian.toml: job file: does not exist; did you mean "pretrain.toml"?'
+    )
+    assert (
+        only("nowhere/job.toml")
+        == "nowhere/job.toml: job file: does not exist; there is no directory 'nowhere'"
+    )
 
 
 def test_directory_binary_and_impossible_paths(job_file, tmp_path):
     job_file("")
-    assert only(str(tmp_path)).endswith(f"job file: is a directory; did you mean '{tmp_path}/job.toml'?")
+    assert only(str(tmp_path)).endswith(
+        f"job file: is a directory; did you mean '{tmp_path}/job.toml'?"
+    )
     Path("job.bin").write_bytes(b"\x80\x02}q\x00.")
     assert only("job.bin") == "job.bin: job file: is not UTF-8 text (byte 0); save it as UTF-8"
     assert "is not a possible path" in only("job\0.toml")
@@ -364,7 +397,15 @@ def test_unreadable_file(job_file):
 
 
 def test_round_trip_through_json(job_file):
-    job = load_job(None, ["model.kind=a.b:c", "model.args={x=[1, {y=0.1}]}", "optim.betas=[0.1, 0.3]", "train.steps=9"])
+    job = load_job(
+        None,
+        [
+            "model.kind=a.b:c",
+            "model.args={x=[1, {y=0.1}]}",
+            "optim.betas=[0.1, 0.3]",
+            "train.steps=9",
+        ],
+    )
     path = job_file(json.dumps(job.to_json()), "job.json")
     assert load_job_json(path) == job
     assert load_job_json(path, ["train.steps=10"]).train.steps == 10
@@ -414,11 +455,15 @@ def outcome(path: str | None, overrides: list[str]) -> tuple[Job | None, list[Pr
 
 
 _anything = st.text(st.characters(exclude_categories=()), max_size=20)
-_keys = st.sampled_from([f"{section}.{key}" for section, keys in sections().items() for key in keys])
+_keys = st.sampled_from(
+    [f"{section}.{key}" for section, keys in sections().items() for key in keys]
+)
 _values = st.sampled_from(
     ["1", "0", "-1", "1e9", "nan", "true", "none", "[]", "[1]", "{}", "{a=1}", '"x"', "[[[", "a:b"]
 )
-_overrides = st.one_of(_anything, st.builds("{}={}".format, st.one_of(_keys, _anything), st.one_of(_values, _anything)))
+_overrides = st.one_of(
+    _anything, st.builds("{}={}".format, st.one_of(_keys, _anything), st.one_of(_values, _anything))
+)
 
 
 @settings(max_examples=400, deadline=None)
@@ -434,7 +479,9 @@ def test_garbage_raises_only_job_errors(overrides):
         json.dumps(job.to_json(), allow_nan=False).encode()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(st.tuples(_keys, _values), max_size=8))
 def test_garbage_files_raise_only_job_errors(job_file, pairs):
     path = job_file("".join(f"{key} = {value}\n" for key, value in pairs))

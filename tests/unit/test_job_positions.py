@@ -56,7 +56,13 @@ def test_every_kind_of_place():
 
 def test_the_same_paths_as_the_parsers():
     def paths(value, path=()):
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        items = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
+        )
         for key, item in items:
             yield (*path, key)
             yield from paths(item, (*path, key))

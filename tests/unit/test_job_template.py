@@ -1,4 +1,5 @@
-"""The job file that `phalanx init` writes, and the JSON Schema that editors read: both say what `load_job` says."""
+"""The job file that `phalanx init` writes, and the JSON Schema that editors read: both say what
+`load_job` says."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ plain = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner)
     ),
     max_leaves=8,
 )
@@ -61,7 +63,9 @@ def test_a_fresh_job_file_is_the_default_job(tmp_path: Path) -> None:
     for minimal in (False, True):
         text = job_template(minimal=minimal)
         assert load_job(write(tmp_path / "job.toml", text)) == Job()
-        assert set(re.findall(r"^([a-z_]+) = ", text, re.MULTILINE)) == {key.partition(".")[2] for key in USUAL}
+        assert set(re.findall(r"^([a-z_]+) = ", text, re.MULTILINE)) == {
+            key.partition(".")[2] for key in USUAL
+        }
 
 
 def test_every_key_is_in_it_once_with_its_words() -> None:
@@ -87,7 +91,10 @@ def test_a_section_loads_with_every_key_switched_on(section: str, tmp_path: Path
 
 KEYS = {
     "run": {"name": "first.1", "seed": 7, "dir": "somewhere/else"},
-    "model": {"kind": "own.models:net", "args": {"width": 3, "name": 'a "b" \\ ü', "deep": {"x y": [1, 2.5]}}},
+    "model": {
+        "kind": "own.models:net",
+        "args": {"width": 3, "name": 'a "b" \\ ü', "deep": {"x y": [1, 2.5]}},
+    },
     "data": {"mixture": [{"source": "a"}, {"source": "b*", "weight": 2.0}]},
     "optim": {"betas": [0.8, 0.99], "clip_norm": None},
     "observe": {"sinks": []},
@@ -139,7 +146,11 @@ def test_init_writes_a_job_and_says_what_comes_next(
     ],
 )
 def test_init_refuses_in_one_line(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert _app.run(["init", *arguments]) in (2, 7)
@@ -172,7 +183,9 @@ def test_the_schema_files_are_what_the_code_says() -> None:
     assert files("phalanx.job").joinpath(FILE).read_text(encoding="utf-8") == text, "run make docs"
 
 
-def test_every_key_of_the_schema_has_words_and_a_default(validator: jsonschema.Draft7Validator) -> None:
+def test_every_key_of_the_schema_has_words_and_a_default(
+    validator: jsonschema.Draft7Validator,
+) -> None:
     for section, body in validator.schema["properties"].items():
         assert body["description"], section
         assert tuple(body["properties"]) == sections()[section]

@@ -1,4 +1,5 @@
-"""What a module itself says that a pipeline's last stage holds, too: known to the plan as it is to the stages."""
+"""What a module itself says that a pipeline's last stage holds, too: known to the plan as it is
+to the stages."""
 
 from __future__ import annotations
 
@@ -37,13 +38,19 @@ class Own(nn.Module):
 
 
 def probed(says: Any) -> ModelShape:
-    return ModelShape.from_json(_shape("mine", json.dumps(describe("test_last_stage:Own", {"says": says}))).to_json())
+    return ModelShape.from_json(
+        _shape("mine", json.dumps(describe("test_last_stage:Own", {"says": says}))).to_json()
+    )
 
 
 @pytest.mark.parametrize("says", ["embed", ["embed"]])
 def test_a_plan_counts_it_on_both_ends(says: Any) -> None:
     found = part_params(probed(says))
-    assert (found.before, found.blocks, found.after) == (VOCAB * WIDTH, (BLOCK, BLOCK), 2 * WIDTH + VOCAB * WIDTH)
+    assert (found.before, found.blocks, found.after) == (
+        VOCAB * WIDTH,
+        (BLOCK, BLOCK),
+        2 * WIDTH + VOCAB * WIDTH,
+    )
     assert found.both == VOCAB * WIDTH
     silent = part_params(probed([]))
     assert (silent.after, silent.both) == (2 * WIDTH, 0)

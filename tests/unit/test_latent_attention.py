@@ -1,4 +1,5 @@
-"""Latent attention against its formulas (arXiv 2405.04434, equations 37 to 47), token by token and head by head."""
+"""Latent attention against its formulas (arXiv 2405.04434, equations 37 to 47), token by token
+and head by head."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ SHAPES = {
     "queries at once": SHAPE,
     "queries by rank": replace(SHAPE, query_rank=14),
     "values as wide as keys": replace(SHAPE, value_head_dim=12),
-    "yarn": replace(SHAPE, rope_scaling="yarn", rope_factor=4.0, rope_original_len=8, rope_mscale=0.7),
+    "yarn": replace(
+        SHAPE, rope_scaling="yarn", rope_factor=4.0, rope_original_len=8, rope_mscale=0.7
+    ),
 }
 
 
@@ -33,34 +36,50 @@ def turned(x: torch.Tensor, at: int, shape: ModelShape) -> torch.Tensor:
     """Neighbours as complex numbers, times one of length 1."""
     plain = replace(shape, rope_mscale=0.0)
     cos, sin = rotary_table(torch.tensor([[at]]), plain, torch.float64).flatten(1)
-    return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 2)) * torch.complex(cos, sin)).flatten()
+    return torch.view_as_real(
+        torch.view_as_complex(x.reshape(-1, 2)) * torch.complex(cos, sin)
+    ).flatten()
 
 
 def by_hand(
     module: LatentAttention, shape: ModelShape, x_TD: torch.Tensor, ids_T: list[int], window: int
 ) -> torch.Tensor:
     weights, plain = dict(module.named_parameters()), shape.head_dim - shape.rope_head_dim
-    temperature = 0.1 * shape.rope_mscale * math.log(shape.rope_factor) + 1 if shape.rope_scaling == "yarn" else 1.0
+    temperature = (
+        0.1 * shape.rope_mscale * math.log(shape.rope_factor) + 1
+        if shape.rope_scaling == "yarn"
+        else 1.0
+    )
     q_by_token, k_by_token, v_by_token = [], [], []
     for at, x in enumerate(x_TD):
         latent, shared = (weights["kv_down.weight"] @ x).split((shape.kv_rank, shape.rope_head_dim))
-        both = (weights["kv_up.weight"] @ normed(latent, weights["kv_norm.weight"])).view(shape.num_heads, -1)
+        both = (weights["kv_up.weight"] @ normed(latent, weights["kv_norm.weight"])).view(
+            shape.num_heads, -1
+        )
         if shape.query_rank:
-            q = weights["q_up.weight"] @ normed(weights["q_down.weight"] @ x, weights["q_norm.weight"])
+            q = weights["q_up.weight"] @ normed(
+                weights["q_down.weight"] @ x, weights["q_norm.weight"]
+            )
         else:
             q = weights["q.weight"] @ x
         q = q.view(shape.num_heads, -1)
-        q_by_token.append([torch.cat((head[:plain], turned(head[plain:], at, shape))) for head in q])
+        q_by_token.append(
+            [torch.cat((head[:plain], turned(head[plain:], at, shape))) for head in q]
+        )
         k_by_token.append([torch.cat((head[:plain], turned(shared, at, shape))) for head in both])
         v_by_token.append([head[plain:] for head in both])
     rows = []
     for at in range(TOKENS):
-        seen = [s for s in range(at + 1) if ids_T[s] == ids_T[at] and (not window or at - s < window)]
+        seen = [
+            s for s in range(at + 1) if ids_T[s] == ids_T[at] and (not window or at - s < window)
+        ]
         heads = []
         for head in range(shape.num_heads):
             scores = torch.stack([q_by_token[at][head] @ k_by_token[s][head] for s in seen])
             share = (scores * temperature**2 / math.sqrt(shape.head_dim)).softmax(0)
-            heads.append(sum(part * v_by_token[s][head] for part, s in zip(share, seen, strict=True)))
+            heads.append(
+                sum(part * v_by_token[s][head] for part, s in zip(share, seen, strict=True))
+            )
         rows.append(weights["o.weight"] @ torch.cat(heads))
     return torch.stack(rows)
 
@@ -73,9 +92,18 @@ def test_it_is_what_the_formulas_say(name: str, documents: bool, window: int) ->
     module = LatentAttention(shape, window)
     fill(module)
     module.double()
-    x = torch.randn(2, TOKENS, shape.dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    positions, ids = torch.arange(TOKENS).expand(2, -1), DOCUMENTS if documents else torch.zeros_like(DOCUMENTS)
+    x = torch.randn(
+        2, TOKENS, shape.dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    positions, ids = (
+        torch.arange(TOKENS).expand(2, -1),
+        DOCUMENTS if documents else torch.zeros_like(DOCUMENTS),
+    )
     with torch.no_grad():
-        found = module(x, rotary_table(positions, shape, x.dtype), positions, ids if documents else None)
-        wanted = torch.stack([by_hand(module, shape, x[row], ids[row].tolist(), window) for row in range(2)])
+        found = module(
+            x, rotary_table(positions, shape, x.dtype), positions, ids if documents else None
+        )
+        wanted = torch.stack(
+            [by_hand(module, shape, x[row], ids[row].tolist(), window) for row in range(2)]
+        )
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)

@@ -1,4 +1,5 @@
-"""Ranks as launchers describe them: whose variables come first, what is derived, what is refused and by which name."""
+"""Ranks as launchers describe them: whose variables come first, what is derived, what is refused
+and by which name."""
 
 from __future__ import annotations
 
@@ -28,8 +29,19 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-PET = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod-0"}
-TORCH = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "29501"}
+PET = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "pod-0",
+}
+TORCH = {
+    "RANK": "0",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "here",
+    "MASTER_PORT": "29501",
+}
 
 
 def found(environ: dict[str, str]) -> LaunchedRank:
@@ -63,7 +75,9 @@ def test_a_list_of_a_million_nodes_is_not_expanded() -> None:
     assert next(iter(nodes)) == "n00000011"
 
 
-@pytest.mark.parametrize("text", ["n[1-3", "n1-3]", "n[[1]]", "n[3-1]", "n[a-b]", "n[]", "", "a,,b", "a b", "n[1-]"])
+@pytest.mark.parametrize(
+    "text", ["n[1-3", "n1-3]", "n[[1]]", "n[3-1]", "n[a-b]", "n[]", "", "a,,b", "a b", "n[1-]"]
+)
 def test_what_is_no_list_of_nodes(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_nodelist(text)
@@ -81,9 +95,13 @@ def test_a_task_of_slurm_on_two_nodes() -> None:
     assert (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size) == (3, 4, 1, 2)
     assert rank.master_addr == "node07"
     assert rank.words == f"4 tasks of job 4711 on 2 nodes; rank 0 at node07:{rank.master_port}"
-    assert found(SLURM | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}).master_port == rank.master_port
+    assert (
+        found(SLURM | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}).master_port == rank.master_port
+    )
     assert found(SLURM | {"SLURM_JOB_ID": "4712"}).master_port != rank.master_port
-    assert found(SLURM | {"SLURM_STEP_ID": "1"}).master_port != rank.master_port  # steps of one job side by side
+    assert (
+        found(SLURM | {"SLURM_STEP_ID": "1"}).master_port != rank.master_port
+    )  # steps of one job side by side
 
 
 def test_uneven_nodes_and_those_of_the_step() -> None:
@@ -95,9 +113,15 @@ def test_uneven_nodes_and_those_of_the_step() -> None:
 
 
 def test_one_node_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = SLURM | {"SLURM_JOB_NODELIST": "node07", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}
+    one = SLURM | {
+        "SLURM_JOB_NODELIST": "node07",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "4",
+    }
     assert found(one).master_addr == "127.0.0.1"
-    assert found(one | {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "99"}).words.endswith("rank 0 at elsewhere:99")
+    assert found(one | {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "99"}).words.endswith(
+        "rank 0 at elsewhere:99"
+    )
 
 
 def test_no_variable_of_steps_is_needed() -> None:
@@ -114,8 +138,18 @@ def test_no_variable_of_steps_is_needed() -> None:
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"},  # srun -n 1
         {"SLURM_STEP_ID": "4294967290"},  # the shell of salloc
         {"SLURM_STEP_ID": "4294967291"},  # a batch script
-        {"SLURM_STEP_ID": "", "SLURM_STEP_TASKS_PER_NODE": "", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"},
-        {"SLURM_STEP_ID": "", "SLURM_STEP_TASKS_PER_NODE": "", "SLURM_PROCID": "0", "SLURM_SUBMIT_DIR": "/home"},
+        {
+            "SLURM_STEP_ID": "",
+            "SLURM_STEP_TASKS_PER_NODE": "",
+            "SLURM_PROCID": "0",
+            "ENVIRONMENT": "BATCH",
+        },
+        {
+            "SLURM_STEP_ID": "",
+            "SLURM_STEP_TASKS_PER_NODE": "",
+            "SLURM_PROCID": "0",
+            "SLURM_SUBMIT_DIR": "/home",
+        },
         {"SLURM_STEP_ID": "", "SLURM_PROCID": "", "SLURM_LOCALID": ""},  # an older salloc
     ],
 )
@@ -132,25 +166,49 @@ def test_what_is_no_task_of_srun_starts_its_own_ranks(changes: dict[str, str]) -
         (SLURM | {"SLURM_PROCID": "4"}, "SLURM_PROCID is 4 and SLURM_NTASKS is 4"),
         (SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', which is not an integer"),
         (SLURM | {"SLURM_LOCALID": ""}, "SLURM_NTASKS is 4 and SLURM_LOCALID is not set"),
-        (SLURM | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID is 2 and the number of tasks on this node is 2"),
+        (
+            SLURM | {"SLURM_LOCALID": "2"},
+            "SLURM_LOCALID is 2 and the number of tasks on this node is 2",
+        ),
         (SLURM | {"SLURM_JOB_NODELIST": ""}, "SLURM_NTASKS is 4 and SLURM_JOB_NODELIST is not set"),
-        (SLURM | {"SLURM_JOB_NODELIST": "n[1"}, "SLURM_JOB_NODELIST is 'n[1', which is no list of nodes"),
+        (
+            SLURM | {"SLURM_JOB_NODELIST": "n[1"},
+            "SLURM_JOB_NODELIST is 'n[1', which is no list of nodes",
+        ),
         (SLURM | {"SLURM_JOB_ID": ""}, "SLURM_NTASKS is 4 and SLURM_JOB_ID is not set"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "SLURM_STEP_TASKS_PER_NODE is '2'"),
         (SLURM | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000, which is not a port"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": ""}, "OMPI_COMM_WORLD_SIZE is set and OMPI_COMM_WORLD_RANK is not"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK is 2 and OMPI_COMM_WORLD_SIZE is 2"),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": ""},
+            "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not",
+        ),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_RANK": ""},
+            "OMPI_COMM_WORLD_SIZE is set and OMPI_COMM_WORLD_RANK is not",
+        ),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"},
+            "OMPI_COMM_WORLD_RANK is 2 and OMPI_COMM_WORLD_SIZE is 2",
+        ),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": ""}, "OMPI_COMM_WORLD_LOCAL_RANK is not set"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "MASTER_ADDR is not set"),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "MASTER_ADDR is not set",
+        ),
         (PMI | {"PMI_SIZE": ""}, "PMI_RANK is set and PMI_SIZE is not"),
         (PMI | {"PMI_RANK": "-1"}, "PMI_RANK is -1 and PMI_SIZE is 2"),
         (PMI | {"MPI_LOCALNRANKS": ""}, "MPI_LOCALRANKID is set and MPI_LOCALNRANKS is not"),
         (PET | {"PET_NODE_RANK": ""}, "PET_NNODES is 2 and PET_NODE_RANK is not set"),
-        (PET | {"PET_NPROC_PER_NODE": "4"}, "PET_NPROC_PER_NODE is '4', and no torchrun started this process"),
+        (
+            PET | {"PET_NPROC_PER_NODE": "4"},
+            "PET_NPROC_PER_NODE is '4', and no torchrun started this process",
+        ),
         (PET | {"PET_NNODES": "1:4"}, "PET_NNODES is '1:4', and no torchrun started this process"),
         (PET | {"PET_MASTER_ADDR": ""}, "PET_NNODES is 2 and PET_MASTER_ADDR is not set"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "0"}, "MASTER_PORT is 0"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "0"},
+            "MASTER_PORT is 0",
+        ),
     ],
 )
 def test_half_a_description_is_refused_by_the_variable(environ: dict[str, str], words: str) -> None:
@@ -173,22 +231,33 @@ def test_the_order_of_launchers() -> None:
         assert find_launched_rank(together | TORCH) is None
         ranks = external_ranks(together | TORCH)
         assert ranks is not None
-        assert (ranks.mine.world_size, ranks.words) == (8, "from RANK and WORLD_SIZE: 8 in all; rank 0 at here:29501")
+        assert (ranks.mine.world_size, ranks.words) == (
+            8,
+            "from RANK and WORLD_SIZE: 8 in all; rank 0 at here:29501",
+        )
 
 
 def test_ranks_of_mpirun_in_a_slurm_job_are_those_of_mpirun() -> None:
-    """Its daemons are srun's tasks: one on each node, and what they pass on is not the ranks' place."""
+    """Its daemons are srun's tasks: one on each node, and what they pass on is not the ranks'
+    place."""
     daemon = SLURM | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
     ranks = OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "5"}
     rank = found(daemon | ranks)
-    assert (rank.origin, rank.rank, rank.world_size, rank.master_addr) == ("Open MPI", 5, 8, "node07")
+    assert (rank.origin, rank.rank, rank.world_size, rank.master_addr) == (
+        "Open MPI",
+        5,
+        8,
+        "node07",
+    )
 
 
 def test_one_node_of_torchruns_arguments_starts_its_own_ranks() -> None:
     assert find_launched_rank({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}) is None
     assert found(PET | {"PET_MASTER_PORT": "23456"}).master_port == 23456
     endpoint = {name: value for name, value in PET.items() if name != "PET_MASTER_ADDR"}
-    assert found(endpoint | {"PET_RDZV_ENDPOINT": "host:29400"}).words.endswith("rank 0 at host:29400")
+    assert found(endpoint | {"PET_RDZV_ENDPOINT": "host:29400"}).words.endswith(
+        "rank 0 at host:29400"
+    )
 
 
 def test_what_is_found_is_said_in_torchs_words() -> None:
@@ -204,7 +273,9 @@ def test_what_is_found_is_said_in_torchs_words() -> None:
     }
     assert environ["GLOO_SOCKET_IFNAME"].startswith("lo")
     assert adopt_launched_rank(environ) is None  # it is torch's by now
-    two_jobs = {found(OPEN_MPI | {"PMIX_NAMESPACE": f"prterun-host-{job}@1"}).master_port for job in (1, 2)}
+    two_jobs = {
+        found(OPEN_MPI | {"PMIX_NAMESPACE": f"prterun-host-{job}@1"}).master_port for job in (1, 2)
+    }
     assert len(two_jobs) == 2
 
 

@@ -21,7 +21,9 @@ def degrees_of(world_size: int) -> st.SearchStrategy[Layout]:
     """Any layout whose degrees multiply to a power of two."""
     power = world_size.bit_length() - 1
     cuts = st.lists(st.integers(0, power), min_size=4, max_size=4).map(sorted)
-    return cuts.map(lambda c: Layout(*(2 ** (b - a) for a, b in zip([0, *c], [*c, power], strict=True))))
+    return cuts.map(
+        lambda c: Layout(*(2 ** (b - a) for a, b in zip([0, *c], [*c, power], strict=True)))
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -43,14 +45,18 @@ def test_coordinates_of_1024_ranks_are_bijective_and_follow_the_formula(layout: 
 
 THREE_OF_64 = {  # tensor-parallel ranks are neighbours; pipeline stages are farthest apart
     "TP8 x PP4 x DP2": (Layout(pp=4, dp_shard=2, tp=8), {"tp": 1, "dp_shard": 8, "pp": 16}),
-    "DP8 x (PP2 x TP4)": (Layout(pp=2, dp_replicate=8, tp=4), {"tp": 1, "dp_replicate": 4, "pp": 32}),
+    "DP8 x (PP2 x TP4)": (
+        Layout(pp=2, dp_replicate=8, tp=4),
+        {"tp": 1, "dp_replicate": 4, "pp": 32},
+    ),
     "TP8 x PP8": (Layout(pp=8, tp=8), {"tp": 1, "pp": 8}),
 }
 
 
 @pytest.mark.parametrize("name", list(THREE_OF_64))
 def test_three_layouts_of_64_ranks(name: str) -> None:
-    """Strides of each axis, written out; groups of an axis are the ranks that differ on it alone."""
+    """Strides of each axis, written out; groups of an axis are the ranks that differ on it
+    alone."""
     layout, strides = THREE_OF_64[name]
     assert layout.world_size == 64
     for axis, stride in strides.items():
@@ -116,24 +122,53 @@ def test_json_comes_back_and_text_names_what_is_split() -> None:
         ({}, Layout(dp_replicate=64)),
     ],
 )
-def test_what_is_left_open_takes_the_rest_of_64_ranks(asked: dict[str, int], wanted: Layout) -> None:
+def test_what_is_left_open_takes_the_rest_of_64_ranks(
+    asked: dict[str, int], wanted: Layout
+) -> None:
     assert fill_layout(64, **asked) == wanted
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "asked", "wanted"),
     [
-        (64, {"pp": 3, "tp": 8}, "pp 3 x tp 8 = 24 does not divide the 64 ranks; nearest: pp=4 x tp=8"),
-        (64, {"pp": 4, "tp": 6}, "pp 4 x tp 6 = 24 does not divide the 64 ranks; nearest: pp=4 x tp=8"),
-        (64, {"pp": 16, "tp": 8}, "pp 16 x tp 8 = 128 does not divide the 64 ranks; nearest: pp=8 x tp=8"),
-        (16, {"pp": 8, "tp": 8}, "pp 8 x tp 8 = 64 does not divide the 16 ranks; nearest: pp=2 x tp=8"),
+        (
+            64,
+            {"pp": 3, "tp": 8},
+            "pp 3 x tp 8 = 24 does not divide the 64 ranks; nearest: pp=4 x tp=8",
+        ),
+        (
+            64,
+            {"pp": 4, "tp": 6},
+            "pp 4 x tp 6 = 24 does not divide the 64 ranks; nearest: pp=4 x tp=8",
+        ),
+        (
+            64,
+            {"pp": 16, "tp": 8},
+            "pp 16 x tp 8 = 128 does not divide the 64 ranks; nearest: pp=8 x tp=8",
+        ),
+        (
+            16,
+            {"pp": 8, "tp": 8},
+            "pp 8 x tp 8 = 64 does not divide the 16 ranks; nearest: pp=2 x tp=8",
+        ),
         (64, {"tp": 3}, "tp 3 does not divide the 64 ranks; nearest: tp=4"),
-        (12, {"pp": 5, "tp": 2}, "pp 5 x tp 2 = 10 does not divide the 12 ranks; nearest: pp=6 x tp=2"),
-        (7, {"pp": 2, "tp": 2}, "pp 2 x tp 2 = 4 does not divide the 7 ranks; nearest: pp=1 x tp=1"),
+        (
+            12,
+            {"pp": 5, "tp": 2},
+            "pp 5 x tp 2 = 10 does not divide the 12 ranks; nearest: pp=6 x tp=2",
+        ),
+        (
+            7,
+            {"pp": 2, "tp": 2},
+            "pp 2 x tp 2 = 4 does not divide the 7 ranks; nearest: pp=1 x tp=1",
+        ),
         (
             64,
             {"dp_shard": 8, "dp_replicate": 2, "tp": 8},
-            "dp_replicate 2 x dp_shard 8 x tp 8 = 128 is not the 64 ranks; nearest: dp_replicate=1 x dp_shard=8 x tp=8",
+            (
+                "dp_replicate 2 x dp_shard 8 x tp 8 = 128 is not the 64 ranks; nearest:"
+                " dp_replicate=1 x dp_shard=8 x tp=8"
+            ),
         ),
         (
             8,
@@ -157,19 +192,26 @@ def test_a_filled_layout_has_degrees_of_at_least_one() -> None:
 
 
 def test_stages_of_three_layouts_of_64_ranks() -> None:
-    """Which ranks hold which stage: TP x DP neighbours share one; a V puts first and last on the same."""
+    """Which ranks hold which stage: TP x DP neighbours share one; a V puts first and last on the
+    same."""
     four, two, eight = (layout for layout, _ in THREE_OF_64.values())
-    for layout, of_first, of_last in ((four, range(16), range(48, 64)), (two, range(32), range(32, 64))):
+    for layout, of_first, of_last in (
+        (four, range(16), range(48, 64)),
+        (two, range(32), range(32, 64)),
+    ):
         schedule = generate("1f1b", layout.pp, 16)
         held = [schedule.stages_of(layout.coordinates(rank)["pp"]) for rank in range(64)]
         assert [rank for rank in range(64) if held[rank] == (0,)] == list(of_first)
         assert [rank for rank in range(64) if held[rank] == (layout.pp - 1,)] == list(of_last)
     v = generate("zb-v", eight.pp, 16)
-    assert [rank for rank in range(64) if 15 in v.stages_of(eight.coordinates(rank)["pp"])] == list(range(8))
+    assert [rank for rank in range(64) if 15 in v.stages_of(eight.coordinates(rank)["pp"])] == list(
+        range(8)
+    )
 
 
 def test_70b_on_64_ranks_as_tp8_x_pp8() -> None:
-    """80 layers, a batch of 1024 in microbatches of 1, no data parallelism: 10 layers a stage, a bubble of 0.7 %."""
+    """80 layers, a batch of 1024 in microbatches of 1, no data parallelism: 10 layers a stage, a
+    bubble of 0.7 %."""
     layout = fill_layout(64, pp=8, tp=8)
     assert (layout.data_parallel_size, layout) == (1, Layout(pp=8, tp=8))
     assert cut(LayerCosts(0, (1,) * 80, 0), layout.pp).num_blocks == (10,) * 8

@@ -136,7 +136,9 @@ def test_the_lock_of_a_killed_job_is_reclaimed(tmp_path: Path) -> None:
         assert written(tmp_path)["pid"] == os.getpid()
 
 
-@pytest.mark.parametrize("changes", [{"start_time": 1.0}, {"boot_id": "another"}, {"pid": 2**22 + 1}])
+@pytest.mark.parametrize(
+    "changes", [{"start_time": 1.0}, {"boot_id": "another"}, {"pid": 2**22 + 1}]
+)
 def test_a_reused_pid_or_another_boot_is_stale(tmp_path: Path, changes: dict[str, Any]) -> None:
     left = leave(tmp_path, **changes)
     with hold_run_lock(tmp_path) as lock:
@@ -160,7 +162,8 @@ def test_a_torn_lock_is_stale(tmp_path: Path) -> None:
     ],
 )
 def test_a_lock_that_no_job_writes_is_stale(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """It is not compared with, and not shown: either would end in a traceback, or in the terminal of whoever reads."""
+    """It is not compared with, and not shown: either would end in a traceback, or in the
+    terminal of whoever reads."""
     leave(tmp_path, **({"host": "far-away", "boot_id": "another"} | changes))
     with hold_run_lock(tmp_path) as lock:
         assert lock.reclaimed_from is None
@@ -243,5 +246,8 @@ def test_who_lost_the_lock_cannot_take_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "x", "1 2", "1\n\n{"])
 def test_a_damaged_epoch_is_said_with_what_to_do(tmp_path: Path, text: str) -> None:
     (tmp_path / EPOCH).write_text(text)
-    with hold_run_lock(tmp_path) as lock, pytest.raises(CheckpointError, match="number of restarts"):
+    with (
+        hold_run_lock(tmp_path) as lock,
+        pytest.raises(CheckpointError, match="number of restarts"),
+    ):
         lock.take_epoch()

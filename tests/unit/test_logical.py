@@ -34,7 +34,9 @@ def test_tied_tensors_are_stored_once_and_buffers_only_if_persistent() -> None:
     assert "shift" not in shards
 
 
-@pytest.mark.parametrize("wrapper", ["_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."])
+@pytest.mark.parametrize(
+    "wrapper", ["_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."]
+)
 def test_names_never_contain_wrappers(wrapper: str) -> None:
     assert full_name(f"{wrapper}blocks.0.{wrapper}q.weight") == "blocks.0.q.weight"
 
@@ -52,12 +54,20 @@ def test_a_compiled_or_wrapped_module_keeps_its_names() -> None:
 def test_a_shard_like_another_shares_its_blocks() -> None:
     shards, _ = module_shards(nn.Linear(2, 3, bias=False), Place(0, 2))
     moment = shards["weight"].like("optim/weight/exp_avg", torch.zeros(3, 2, dtype=torch.float64))
-    assert (moment.name, moment.dtype, moment.boxes) == ("optim/weight/exp_avg", "float64", shards["weight"].boxes)
+    assert (moment.name, moment.dtype, moment.boxes) == (
+        "optim/weight/exp_avg",
+        "float64",
+        shards["weight"].boxes,
+    )
     assert moment.num_replicas == 2
 
 
 def test_types_by_name() -> None:
-    assert [dtype_name(t) for t in (torch.float32, torch.bfloat16, torch.int64)] == ["float32", "bfloat16", "int64"]
+    assert [dtype_name(t) for t in (torch.float32, torch.bfloat16, torch.int64)] == [
+        "float32",
+        "bfloat16",
+        "int64",
+    ]
 
 
 def test_blocks_are_those_of_the_pattern() -> None:

@@ -28,7 +28,9 @@ ONE = Manifest(
     job_digest="abc",
     layout={"dp_shard": 2},
     facts={"seed": 3, "note": "é"},
-    tensors={"w": StoredTensor((4, 2), "float32", (Piece("a.safetensors", "w#0", (0, 0), (4, 2)),))},
+    tensors={
+        "w": StoredTensor((4, 2), "float32", (Piece("a.safetensors", "w#0", (0, 0), (4, 2)),))
+    },
     aliases={"head.weight": "w"},
     files={"a.safetensors": StoredFile(100, "00ff00ff00ff00ff")},
 )
@@ -50,14 +52,19 @@ def test_the_step_of_name_manifest_and_state_is_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step-9 holds step 7"):
         read_manifest(write(tmp_path / "step-9", ONE.to_json()))
     other = replace(ONE, facts={"step": 9})
-    with pytest.raises(CheckpointError, match="the manifest is of step 7, and the state in it of step 9"):
+    with pytest.raises(
+        CheckpointError, match="the manifest is of step 7, and the state in it of step 9"
+    ):
         read_manifest(write(tmp_path / "step-7", other.to_json()))
 
 
 WHOLE = ONE.to_bytes()
 OTHER_WAYS = {
     "spacing": json.dumps(ONE.to_json(), sort_keys=True, ensure_ascii=False).encode(),
-    "order": json.dumps(dict(reversed(ONE.to_json().items())), indent=1, ensure_ascii=False).encode() + b"\n",
+    "order": json.dumps(
+        dict(reversed(ONE.to_json().items())), indent=1, ensure_ascii=False
+    ).encode()
+    + b"\n",
     "escapes": json.dumps(ONE.to_json(), indent=1, sort_keys=True).encode() + b"\n",
     "a number": WHOLE.replace(b'"step": 7', b'"step": 7e0'),
     "a key that is there twice": WHOLE.replace(b'"step": 7', b'"step": 8,\n "step": 7'),
@@ -75,13 +82,19 @@ def test_what_means_the_same_and_was_not_written_so_is_damage(tmp_path: Path, wa
 
 
 def test_a_manifest_of_any_facts_is_written_as_it_is_read(tmp_path: Path) -> None:
-    facts = {"é\u2028\x7f\n": [1e16, 1e-7, -0.0, 0.1, 2**70, None, True, {"b": [], "a": {}}], "10": 1, "9": 2}
+    facts = {
+        "é\u2028\x7f\n": [1e16, 1e-7, -0.0, 0.1, 2**70, None, True, {"b": [], "a": {}}],
+        "10": 1,
+        "9": 2,
+    }
     manifest = replace(ONE, facts=facts)
     (tmp_path / MANIFEST).write_bytes(manifest.to_bytes())
     assert read_manifest(tmp_path) == manifest
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 200_000, '{"format": 2, "step": 1e999}', '{"format": 2, "a": NaN}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[" * 200_000, '{"format": 2, "step": 1e999}', '{"format": 2, "a": NaN}']
+)
 def test_what_is_no_json_of_ours_cannot_be_read(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -101,7 +114,9 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
         assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", ".hidden", "", "a\n", "..", "x" * 129, 5, None])
+@pytest.mark.parametrize(
+    "name", ["../a", "/etc/passwd", "a/b", ".hidden", "", "a\n", "..", "x" * 129, 5, None]
+)
 def test_a_file_name_cannot_leave_the_directory(tmp_path: Path, name: Any) -> None:
     body = json.loads(json.dumps(ONE.to_json()))
     body["tensors"]["w"]["pieces"][0]["file"] = name
@@ -112,10 +127,13 @@ def test_a_file_name_cannot_leave_the_directory(tmp_path: Path, name: Any) -> No
         read_manifest(write(tmp_path, body))
 
 
-@pytest.mark.parametrize("key", ["step", "job_digest", "layout", "facts", "tensors", "aliases", "files"])
+@pytest.mark.parametrize(
+    "key", ["step", "job_digest", "layout", "facts", "tensors", "aliases", "files"]
+)
 @pytest.mark.parametrize("value", [None, "x", 3, [1], "absent"])
 def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any) -> None:
-    """Nothing but CheckpointError, whatever stands there; strings and numbers may be what they should be."""
+    """Nothing but CheckpointError, whatever stands there; strings and numbers may be what they
+    should be."""
     body = ONE.to_json()
     del body[key]
     if value != "absent":
@@ -130,7 +148,15 @@ def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any
 
 @pytest.mark.parametrize(
     "aliases",
-    [{"a": "nope"}, {"a": "a"}, {"a": "b", "b": "a"}, {"a": "b", "b": "w"}, {"a": ["w"]}, {"a": None}, {"w": "w"}],
+    [
+        {"a": "nope"},
+        {"a": "a"},
+        {"a": "b", "b": "a"},
+        {"a": "b", "b": "w"},
+        {"a": ["w"]},
+        {"a": None},
+        {"w": "w"},
+    ],
 )
 def test_a_name_that_leads_to_no_tensor_is_damage(tmp_path: Path, aliases: Any) -> None:
     body = ONE.to_json() | {"aliases": aliases}

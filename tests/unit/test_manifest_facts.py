@@ -1,4 +1,5 @@
-"""Any change of any value of a manifest, by somebody who knows its checksum, is refused on one line, or harmless."""
+"""Any change of any value of a manifest, by somebody who knows its checksum, is refused on one
+line, or harmless."""
 
 from __future__ import annotations
 
@@ -28,7 +29,23 @@ FACTS: dict[str, Any] = {
     "optimizer": {"kind": "AdamW", "numbers": {"state/w/step": 10.0}},
     "loss_scale": {"scale": 1024.0, "good_steps": 3},
 }
-ABSURD = ["x", [1], None, 10**40, -5, 48.5, True, {}, [], "", {"a": {"b": 1}}, 2**63, 1e308, EVIL[:-1], "y" * 10_000]
+ABSURD = [
+    "x",
+    [1],
+    None,
+    10**40,
+    -5,
+    48.5,
+    True,
+    {},
+    [],
+    "",
+    {"a": {"b": 1}},
+    2**63,
+    1e308,
+    EVIL[:-1],
+    "y" * 10_000,
+]
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +123,25 @@ def test_every_value_replaced_by_everything_absurd(whole: Path, tmp_path: Path) 
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), value=JSON)
-def test_any_change_is_refused_or_harmless(whole: Path, tmp_path: Path, data: st.DataObject, value: Any) -> None:
+def test_any_change_is_refused_or_harmless(
+    whole: Path, tmp_path: Path, data: st.DataObject, value: Any
+) -> None:
     body = json.loads((whole / MANIFEST).read_bytes())
     path = data.draw(st.sampled_from(sorted(paths_of(body), key=repr)))
     try:

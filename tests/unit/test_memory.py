@@ -1,4 +1,7 @@
-"""Model-state bytes, against every row of the ZeRO paper's table. Activations and the rest have tests of their own."""
+"""Model-state bytes, against every row of the ZeRO paper's table.
+
+Activations and the rest have tests of their own.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,42 @@ from phalanx.plan.memory import (
     state_bytes,
 )
 
-ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "zero_memory.json").read_text())
+ROWS: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "golden" / "zero_memory.json").read_text()
+)
 
 
 def test_the_table_is_all_there() -> None:
     cases = {(row["params_b"], row["dp"], row["zero_stage"]) for row in ROWS}
-    assert cases == {(p, n, s) for p in (7.5, 128, 1000) for n in (1, 4, 16, 64, 256, 1024) for s in (1, 2, 3)}
+    assert cases == {
+        (p, n, s) for p in (7.5, 128, 1000) for n in (1, 4, 16, 64, 256, 1024) for s in (1, 2, 3)
+    }
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['params_b']}B-dp{row['dp']}-stage{row['zero_stage']}")
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: f"{row['params_b']}B-dp{row['dp']}-stage{row['zero_stage']}"
+)
 def test_states_are_those_of_the_zero_paper(row: dict[str, Any]) -> None:
-    """arXiv 1910.02054, Table 1: its formula to four decimals, and the printed number to the rounding of its print."""
-    found = sum(state_bytes(row["params_b"] * 1e9, row["zero_stage"], row["dp"], MIXED_FP16_ADAM).values()) / 1e9
+    """arXiv 1910.02054, Table 1: its formula to four decimals, and the printed number to the
+    rounding of its print."""
+    found = (
+        sum(
+            state_bytes(
+                row["params_b"] * 1e9, row["zero_stage"], row["dp"], MIXED_FP16_ADAM
+            ).values()
+        )
+        / 1e9
+    )
     assert found == pytest.approx(row["formula_gb"], abs=5.1e-5)
-    assert found == pytest.approx(row["model_state_gb"], rel=0.004, abs=0.06)  # printed with 2 to 4 digits, or cut
+    assert found == pytest.approx(
+        row["model_state_gb"], rel=0.004, abs=0.06
+    )  # printed with 2 to 4 digits, or cut
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_stage_splits_one_more_kind(stage: int) -> None:
-    """Optimizer from stage 1, gradients from 2, parameters from 3 (section 5 of the paper), in phalanx's own bytes."""
+    """Optimizer from stage 1, gradients from 2, parameters from 3 (section 5 of the paper), in
+    phalanx's own bytes."""
     found = state_bytes(1000, stage, 8, StateBytes())
     assert found == {
         "optimizer": 8000 / (8 if stage >= 1 else 1),
@@ -54,7 +74,9 @@ BLOCK = SHAPE.block_params
 REST = SHAPE.num_params - 6 * BLOCK
 
 
-def memory(stage: int, device: str = "cpu", num_microbatches: int = 2, **options: Any) -> dict[str, int]:
+def memory(
+    stage: int, device: str = "cpu", num_microbatches: int = 2, **options: Any
+) -> dict[str, int]:
     work = Workload(1, 8, "fp32", "none", 2048, num_microbatches, options=DataParallel(**options))
     return rank_memory(SHAPE, work, stage, 2, device, 2)
 
@@ -71,7 +93,8 @@ def memory(stage: int, device: str = "cpu", num_microbatches: int = 2, **options
     ],
 )
 def test_what_zero3_gathers(options: dict[str, Any], gathered: int, gradients: int) -> None:
-    """The root's unit, the units of blocks that are alive, and a unit's whole gradients beside accumulated ones."""
+    """The root's unit, the units of blocks that are alive, and a unit's whole gradients beside
+    accumulated ones."""
     assert memory(3, **options)["communication"] == 4 * (gathered + gradients)
 
 
@@ -82,7 +105,8 @@ def test_zero2_counts_its_shards_and_what_it_gathers_once_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offload", "away"), [("optimizer", {"optimizer"}), ("parameters", {"optimizer", "parameters", "gradients"})]
+    ("offload", "away"),
+    [("optimizer", {"optimizer"}), ("parameters", {"optimizer", "parameters", "gradients"})],
 )
 def test_what_waits_on_the_host_takes_nothing_of_a_gpu(offload: str, away: set[str]) -> None:
     states = ("parameters", "gradients", "optimizer")
@@ -92,7 +116,9 @@ def test_what_waits_on_the_host_takes_nothing_of_a_gpu(offload: str, away: set[s
 
 def test_ddp_accumulates_beside_its_buckets() -> None:
     whole = 4 * SHAPE.num_params
-    assert [memory(stage, num_microbatches=n)["communication"] for stage in (0, 1) for n in (1, 2)] == [0, whole] * 2
+    assert [
+        memory(stage, num_microbatches=n)["communication"] for stage in (0, 1) for n in (1, 2)
+    ] == [0, whole] * 2
 
 
 @pytest.mark.parametrize(
@@ -105,7 +131,9 @@ def test_a_cpu_keeps_freed_gradients_of_one_block_and_of_the_table(
     work = Workload(1, 8, precision, "none", 2048, num_microbatches)
     found = rank_memory(SHAPE, work, 0, num_ranks, "cpu", num_ranks)
     rest = CPU_LIBRARY_BYTES + round(CPU_ALLOCATOR_SHARE * found["activations"])
-    assert found["allocator"] - rest == pytest.approx(of_block * BLOCK + 4 * SHAPE.vocab_size * SHAPE.dim, abs=1)
+    assert found["allocator"] - rest == pytest.approx(
+        of_block * BLOCK + 4 * SHAPE.vocab_size * SHAPE.dim, abs=1
+    )
 
 
 def test_what_glibc_gives_back_is_not_kept() -> None:

@@ -1,4 +1,5 @@
-"""What a rank says of its memory: the true peak, whenever it was, beside what another process sees of it."""
+"""What a rank says of its memory: the true peak, whenever it was, beside what another process
+sees of it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from phalanx.train.memory import MemoryMeter
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="the kernel has no smaps_rollup")
+pytestmark = pytest.mark.skipif(
+    not os.path.exists("/proc/self/smaps_rollup"), reason="the kernel has no smaps_rollup"
+)
 
 
 class _Model:
@@ -102,11 +105,14 @@ def test_pages_of_files_are_no_memory_of_training_and_hide_none(tmp_path: Path) 
     (tmp_path / "tokens").write_bytes(b"x" * 200 * MIB)
     ((with_files, after),) = run_ranks(1, beside_files, str(tmp_path / "tokens"))
     assert with_files < 16 * MIB
-    assert 31 * MIB <= after <= 80 * MIB  # 32, and a copy where the allocator takes new pages for it
+    assert (
+        31 * MIB <= after <= 80 * MIB
+    )  # 32, and a copy where the allocator takes new pages for it
 
 
 def share(rank: int) -> tuple[int, int, int]:
-    """(what is in all, by the meter; Pss and Rss by the kernel) of a process that shares its parent's pages."""
+    """(what is in all, by the meter; Pss and Rss by the kernel) of a process that shares its
+    parent's pages."""
     meter = MemoryMeter()
     meter.start(CPU)
     touch(8)
@@ -153,4 +159,6 @@ def after_a_reset(rank: int) -> tuple[int, int]:
 
 def test_a_mark_that_was_set_back_counts_from_there() -> None:
     ((before, after),) = run_ranks(1, after_a_reset)
-    assert after < before, "getrusage's peak fell with the kernel's mark: the next one is seen against what it is now"
+    assert after < before, (
+        "getrusage's peak fell with the kernel's mark: the next one is seen against what it is now"
+    )

@@ -1,4 +1,5 @@
-"""Values that processes send each other: each type comes back as it was sent, and nothing else is taken for one."""
+"""Values that processes send each other: each type comes back as it was sent, and nothing else
+is taken for one."""
 
 from __future__ import annotations
 
@@ -39,14 +40,23 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.run.decision import Decision
 from phalanx.run.rank_run import RankPayload
-from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, ModelPayload, SamplingOptions
+from phalanx.run.trained.payloads import (
+    EvaluatePayload,
+    GeneratePayload,
+    ModelPayload,
+    SamplingOptions,
+)
 from phalanx.suggest.suggestion import SuggestPayload
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 
-FAILED = ErrorReport("ValueError", "boom", "Traceback\n", 1, False, "ValueError: boom", False, 1.5, "user.py:3")
+FAILED = ErrorReport(
+    "ValueError", "boom", "Traceback\n", 1, False, "ValueError: boom", False, 1.5, "user.py:3"
+)
 SENT_ORDERS: list[Order] = [
     Prepare(Path("/runs/é"), ("torch", "phalanx.run.rank"), ("/a", ""), None),
-    StartRanks(2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"),
+    StartRanks(
+        2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"
+    ),
     SendSignal(15),
     ShowStacks((0, 3)),
     KillRanks(),
@@ -84,12 +94,24 @@ def test_every_message_comes_back_as_it_was_sent() -> None:
         ({"import_s": 1.0}, "None is none of"),
         ([], "None is none of"),
         ({"type": "Ready", "import_s": 1.0}, "Ready.num_threads is missing"),
-        ({"type": "Ready", "import_s": 1.0, "num_threads": 1, "more": 0}, "Ready has no field 'more'"),
-        ({"type": "Ready", "import_s": "1", "num_threads": 1}, "Ready.import_s must be float, not '1'"),
+        (
+            {"type": "Ready", "import_s": 1.0, "num_threads": 1, "more": 0},
+            "Ready has no field 'more'",
+        ),
+        (
+            {"type": "Ready", "import_s": "1", "num_threads": 1},
+            "Ready.import_s must be float, not '1'",
+        ),
         ({"type": "Ready", "import_s": True, "num_threads": 1}, "Ready.import_s must be float"),
-        ({"type": "AttemptStarted", "attempt": 0, "pids": [1, "2"]}, r"AttemptStarted.pids\[1\] must be int"),
+        (
+            {"type": "AttemptStarted", "attempt": 0, "pids": [1, "2"]},
+            r"AttemptStarted.pids\[1\] must be int",
+        ),
         ({"type": "AttemptStarted", "attempt": 0, "pids": 1}, "AttemptStarted.pids must be a list"),
-        ({"type": "EndRecorded", "attempt": 0, "rank": 0, "record": 5}, "EndRecorded.record must be an object"),
+        (
+            {"type": "EndRecorded", "attempt": 0, "rank": 0, "record": 5},
+            "EndRecorded.record must be an object",
+        ),
     ],
 )
 def test_what_is_no_report_is_refused(line: Any, problem: str) -> None:
@@ -121,7 +143,10 @@ def test_dataclasses_hold_dataclasses_paths_and_objects_that_are_not_read() -> N
     value = Outer(Path("a/b"), (Inner((1, 2), {"x": 0.5}),), {"any": [{"thing": None}]}, "train")
     document = json.loads(json.dumps(to_json(value)))
     assert from_json(Outer, document) == value
-    assert from_json(Outer, {key: document[key] for key in ("where", "inner", "unread", "split")}) == value
+    assert (
+        from_json(Outer, {key: document[key] for key in ("where", "inner", "unread", "split")})
+        == value
+    )
     with pytest.raises(TypedJsonError, match=r"Outer.inner\[0\].weights.x must be float"):
         from_json(Outer, {**document, "inner": [{"sizes": [], "weights": {"x": "half"}}]})
     with pytest.raises(TypedJsonError, match=r"Outer\.split"):
@@ -131,7 +156,9 @@ def test_dataclasses_hold_dataclasses_paths_and_objects_that_are_not_read() -> N
 
 
 def test_payloads_of_ranks_come_back_as_they_were_sent() -> None:
-    job = load_job(None, ["model.num_layers=1", "parallel.pp=1", "data.source=text", "cluster.device=cpu"])
+    job = load_job(
+        None, ["model.num_layers=1", "parallel.pp=1", "data.source=text", "cluster.device=cpu"]
+    )
     plan = make_plan(job, cluster=Cluster("cpu", 2, 2**34))
     holder = Holder("host", 12, 100.5, "boot", 1.5e9, 3)
     model = ModelPayload(job, plan, Path("/run"), "s3://bucket/step-3", 3, True)
@@ -142,7 +169,9 @@ def test_payloads_of_ranks_come_back_as_they_were_sent() -> None:
         Decision(Path("/run"), exit_code=4, error="no"),
         EvaluatePayload(model, Path("/data"), "held_out"),
         GeneratePayload(model, ((1, 2), (3,)), 8, 32, 0, None, SamplingOptions(0.5, top_k=3), 257),
-        VerifyPayload(job, Path("/run"), None, 3, 2, "small", (VerifyCase("float64", "tp2", {"tp": 2}, plan),)),
+        VerifyPayload(
+            job, Path("/run"), None, 3, 2, "small", (VerifyCase("float64", "tp2", {"tp": 2}, plan),)
+        ),
         SuggestPayload(job, plan, Path("/run"), Path("/data")),
     ]
     for payload in payloads:

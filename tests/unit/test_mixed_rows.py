@@ -1,4 +1,5 @@
-"""Losses whose rows see each other are told from those that only look so, and collectives in them by their line."""
+"""Losses whose rows see each other are told from those that only look so, and collectives in
+them by their line."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ SHAPE = measured_shape("mixing", 0, Measured(200, 200, 200, 0))  # for the plan'
 
 
 def job_of(
-    objective: str | None, kind: str = "mixing:encoder", ranks: int = 2, micro: int | None = None, **args: Any
+    objective: str | None,
+    kind: str = "mixing:encoder",
+    ranks: int = 2,
+    micro: int | None = None,
+    **args: Any,
 ) -> Job:
     body = {
         "model": {"kind": kind, "args": args, "objective": objective and f"mixing:{objective}"},
@@ -46,10 +51,16 @@ def facts_of(objective: str | None, **how: Any) -> RowFacts:
 
 
 @pytest.mark.parametrize("source", ["labelled", "sorted_by_label"])
-@pytest.mark.parametrize("objective", ["like_to_like", "mean_of_those_with_a_like", "hinge_of_triples"])
-def test_a_loss_of_pairs_is_found_although_few_rows_have_a_like(objective: str, source: str) -> None:
+@pytest.mark.parametrize(
+    "objective", ["like_to_like", "mean_of_those_with_a_like", "hinge_of_triples"]
+)
+def test_a_loss_of_pairs_is_found_although_few_rows_have_a_like(
+    objective: str, source: str
+) -> None:
     job = job_of(objective)
-    job = job.model_copy(update={"data": job.data.model_copy(update={"source": f"mixing:{source}"})})
+    job = job.model_copy(
+        update={"data": job.data.model_copy(update={"source": f"mixing:{source}"})}
+    )
     plan = plan_of(job)
     assert check_rows(job, plan, sample_batch(job, plan)) == RowFacts(mixes="objective")
 
@@ -68,7 +79,9 @@ def test_a_loss_of_pairs_is_found_although_few_rows_have_a_like(objective: str, 
         ("contrastive", {"noise": 0.5}, "objective"),
     ],
 )
-def test_what_makes_rows_see_each_other_is_named(objective: str, how: dict[str, Any], mixes: str) -> None:
+def test_what_makes_rows_see_each_other_is_named(
+    objective: str, how: dict[str, Any], mixes: str
+) -> None:
     assert facts_of(objective, **how) == RowFacts(mixes=mixes)  # type: ignore[arg-type]
 
 
@@ -106,7 +119,9 @@ def test_a_collective_in_the_loss_is_seen_before_it_is_called() -> None:
     call = facts_of("gathering").collective
     assert call.startswith("all_gather (mixing.py:")
     assert facts_of("contrastive") == RowFacts(mixes="objective")
-    assert facts_of("contrastive", kind="mixing:synchronised") == RowFacts(), "a factory's own is no part of the loss"
+    assert facts_of("contrastive", kind="mixing:synchronised") == RowFacts(), (
+        "a factory's own is no part of the loss"
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +133,12 @@ def test_a_collective_in_the_loss_is_seen_before_it_is_called() -> None:
             None,
             ["the objective mixing:contrastive", "part of 4", "2 data-parallel ranks x 1"],
         ),
-        (RowFacts("model"), 1, 2, ["the model mixing:encoder", "Of 8 rows", "1 data-parallel ranks x 4 microbatches"]),
+        (
+            RowFacts("model"),
+            1,
+            2,
+            ["the model mixing:encoder", "Of 8 rows", "1 data-parallel ranks x 4 microbatches"],
+        ),
         (RowFacts("objective"), 1, None, []),  # the whole batch at once
         (RowFacts(), 2, None, []),
         (RowFacts(collective="all_gather (x.py:3)"), 1, None, ["calls all_gather (x.py:3)"]),
@@ -140,4 +160,6 @@ def test_facts_pass_through_json() -> None:
 def test_what_is_too_large_in_itself_is_not_built_however_short_its_rows_are() -> None:
     job = job_of("contrastive")
     plan = plan_of(job)
-    assert check_rows(job, replace(plan, num_params=2 * 10**8), sample_batch(job, plan)) == RowFacts()
+    assert (
+        check_rows(job, replace(plan, num_params=2 * 10**8), sample_batch(job, plan)) == RowFacts()
+    )

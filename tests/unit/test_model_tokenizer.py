@@ -1,4 +1,5 @@
-"""The tokenizer that a model brings is the one of its text; another one is said, or refused where it cannot fit."""
+"""The tokenizer that a model brings is the one of its text; another one is said, or refused
+where it cannot fit."""
 
 from __future__ import annotations
 
@@ -48,17 +49,22 @@ def job_of(*overrides: str) -> Job:
 
 
 def prepared(job: Job, out: Path) -> Corpus:
-    return prepare_corpus(job.data, out, vocab_size=ROWS, default_tokenizer=find_tokens(job).default)
+    return prepare_corpus(
+        job.data, out, vocab_size=ROWS, default_tokenizer=find_tokens(job).default
+    )
 
 
 def said(job: Job, corpus: Corpus | None = None) -> tuple[dict[str, str], str]:
-    """(warnings by code, all reasons) of the plan of a built-in model: to measure the job's own takes seconds."""
+    """(warnings by code, all reasons) of the plan of a built-in model: to measure the job's own
+    takes seconds."""
     plan = make_plan(Job(), cluster=CPU, more=find_tokens(job).remarks(corpus))
     return {warning.code: warning.text for warning in plan.warnings}, "\n".join(plan.reasons)
 
 
 @pytest.mark.parametrize("names", ["", "/config.json"])
-def test_text_becomes_tokens_by_the_tokenizer_of_the_directory(tmp_path: Path, text: str, names: str) -> None:
+def test_text_becomes_tokens_by_the_tokenizer_of_the_directory(
+    tmp_path: Path, text: str, names: str
+) -> None:
     kind = write_model(tmp_path / "model")
     own = load_tokenizer(str(write_tokenizer(tmp_path / "model")))
     job = job_of(kind + names, text)
@@ -85,13 +91,20 @@ def test_another_tokenizer_is_used_and_said(tmp_path: Path, text: str) -> None:
         warnings, _ = said(job)
         assert warnings == said(job, corpus)[0]
         message = warnings["other_tokenizer"]
-        for part in (name, f"{size} of the model's 290 rows", "trained for other tokens", "leave data.tokenizer out"):
+        for part in (
+            name,
+            f"{size} of the model's 290 rows",
+            "trained for other tokens",
+            "leave data.tokenizer out",
+        ):
             assert part in message
     same = job_of(kind, text, f"data.tokenizer={tmp_path / 'model'}")
     assert "other_tokenizer" not in said(same)[0]
 
 
-def test_shards_of_another_tokenizer_are_said_and_of_the_same_are_not(tmp_path: Path, text: str) -> None:
+def test_shards_of_another_tokenizer_are_said_and_of_the_same_are_not(
+    tmp_path: Path, text: str
+) -> None:
     kind = write_model(tmp_path / "model")
     own = write_tokenizer(tmp_path / "model")
     source = text.partition("=")[2]
@@ -104,7 +117,9 @@ def test_shards_of_another_tokenizer_are_said_and_of_the_same_are_not(tmp_path: 
     assert warnings == said(job, prepared(job, tmp_path / "data"))[0]
 
 
-def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_built(tmp_path: Path, text: str) -> None:
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_built(
+    tmp_path: Path, text: str
+) -> None:
     kind = write_model(tmp_path / "model")
     write_tokenizer(tmp_path / "model")
     large = write_tokenizer(tmp_path / "large", num_merges=38)
@@ -129,13 +144,20 @@ def test_a_padding_token_above_the_rows_is_no_token_of_text(tmp_path: Path, text
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
-def test_a_tokenizer_in_another_form_is_refused_with_a_way_out(tmp_path: Path, text: str, name: str) -> None:
+def test_a_tokenizer_in_another_form_is_refused_with_a_way_out(
+    tmp_path: Path, text: str, name: str
+) -> None:
     kind = write_model(tmp_path / "model", is_trained=False)
     (tmp_path / "model" / name).write_text("{}")
     with pytest.raises(DataError) as refused:
         find_tokens(job_of(kind, text))
     message = str(refused.value)
-    for part in ("cannot be read", f"has {name}, and no tokenizer.json", "save_pretrained", "set data.tokenizer"):
+    for part in (
+        "cannot be read",
+        f"has {name}, and no tokenizer.json",
+        "save_pretrained",
+        "set data.tokenizer",
+    ):
         assert part in message
     assert find_tokens(job_of(kind, text, "data.tokenizer=bytes")).sources[0].vocab_size == 257
 
@@ -160,12 +182,19 @@ def test_weights_of_a_run_bring_the_tokenizer_of_the_run(tmp_path: Path, text: s
     assert brought is not None
     assert brought.name is not None
     assert load_tokenizer(brought.name).digest == load_tokenizer(str(own)).digest
-    corpus = prepare_corpus(job.data, tmp_path / "data", vocab_size=None, default_tokenizer=find_tokens(job).default)
+    corpus = prepare_corpus(
+        job.data, tmp_path / "data", vocab_size=None, default_tokenizer=find_tokens(job).default
+    )
     assert corpus.vocab_size == 277
-    assert "other_tokenizer" in said(job_of(text, f"model.init_from={tmp_path / 'run'}", "data.tokenizer=bytes"))[0]
+    assert (
+        "other_tokenizer"
+        in said(job_of(text, f"model.init_from={tmp_path / 'run'}", "data.tokenizer=bytes"))[0]
+    )
     imported = tmp_path / "imported"
     write_tokenizer(imported)
-    assert find_tokens(job_of(text, f"model.init_from={imported}")).default == str(imported / "tokenizer.json")
+    assert find_tokens(job_of(text, f"model.init_from={imported}")).default == str(
+        imported / "tokenizer.json"
+    )
 
 
 def test_a_run_that_goes_on_keeps_its_tokens(tmp_path: Path, text: str) -> None:
@@ -189,7 +218,9 @@ def test_a_run_that_goes_on_keeps_its_tokens(tmp_path: Path, text: str) -> None:
         ({"config.json": {"eos_token_id": [5, 6]}}, "<|endoftext|>"),  # a usual name comes first
     ],
 )
-def test_what_ends_a_document_is_what_the_tokenizers_files_say(tmp_path: Path, files: dict[str, Any], end: str) -> None:
+def test_what_ends_a_document_is_what_the_tokenizers_files_say(
+    tmp_path: Path, files: dict[str, Any], end: str
+) -> None:
     path = write_tokenizer(tmp_path)
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -217,12 +248,16 @@ def test_an_export_has_all_files_of_the_models_tokenizer_or_those_it_was_trained
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
     kept = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     job = job_of(kind, text)
-    files = collect_tokenizer_files(prepared(job, tmp_path / "data"), model_tokenizer(job.model), kept)
+    files = collect_tokenizer_files(
+        prepared(job, tmp_path / "data"), model_tokenizer(job.model), kept
+    )
     assert files.is_models
     assert dict(files.files) == {name: path.parent / name for name in kept}
     assert not files.settings, "config.json says itself what ends a text"
     other = job_of(kind, text, "data.tokenizer=bytes")
-    files = collect_tokenizer_files(prepared(other, tmp_path / "bytes"), model_tokenizer(other.model), kept)
+    files = collect_tokenizer_files(
+        prepared(other, tmp_path / "bytes"), model_tokenizer(other.model), kept
+    )
     assert (files.is_models, dict(files.files)) == (False, {})
     assert files.settings == {"eos_token_id": 256}
     assert len(files.texts["tokenizer.json"]["model"]["vocab"]) == 257
@@ -232,7 +267,9 @@ def test_explain_says_where_the_tokenizer_comes_from(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = write_tokenizer(tmp_path / "own")
-    prepare_corpus(job_of(text, f"data.tokenizer={own}").data, tmp_path / "run" / "data", vocab_size=None)
+    prepare_corpus(
+        job_of(text, f"data.tokenizer={own}").data, tmp_path / "run" / "data", vocab_size=None
+    )
     arguments = [text, "data.seq_len=16", f"model.init_from={tmp_path / 'run'}"]
     assert _app.run(["train", "--explain", "--json", *arguments]) == 0
     values = {one["key"]: one for one in json.loads(capsys.readouterr().out)["values"]}

@@ -1,4 +1,5 @@
-"""Nested samples are flat on their way, by joined names, and as they were for a model and an objective."""
+"""Nested samples are flat on their way, by joined names, and as they were for a model and an
+objective."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from phalanx.plan.layout import Layout
 
 
 def test_a_batch_of_nested_samples_has_joined_names() -> None:
-    batch = UserSamples(nested.dataset("train"), "nested:dataset", seed=0, shuffled=False).take(np.arange(3))
+    batch = UserSamples(nested.dataset("train"), "nested:dataset", seed=0, shuffled=False).take(
+        np.arange(3)
+    )
     shapes = {name: array.shape for name, array in batch.items()}
     assert shapes == {
         "views.0": (3, 4),
@@ -45,7 +48,10 @@ def test_levels_come_back() -> None:
 
 def test_lists_of_numbers_and_of_equal_arrays_are_arrays_as_before() -> None:
     batch = collate([{"ids": [1, 2], "pair": [np.zeros(2), np.ones(2)]}], [0], "mine")
-    assert {name: array.shape for name, array in batch.items()} == {"ids": (1, 2), "pair": (1, 2, 2)}
+    assert {name: array.shape for name, array in batch.items()} == {
+        "ids": (1, 2),
+        "pair": (1, 2, 2),
+    }
 
 
 def test_samples_of_other_levels_are_refused_by_their_names() -> None:
@@ -54,7 +60,9 @@ def test_samples_of_other_levels_are_refused_by_their_names() -> None:
 
 
 def test_a_forward_gets_levels_by_name_and_an_objective_reads_them() -> None:
-    batch = NamedTensors({"inputs.x": torch.ones(2, 3), "inputs.y": torch.ones(2), "mask.0": torch.zeros(2)})
+    batch = NamedTensors(
+        {"inputs.x": torch.ones(2, 3), "inputs.y": torch.ones(2), "mask.0": torch.zeros(2)}
+    )
     named = SimpleNamespace(forward=lambda inputs, mask: None)
     args, kwargs = call_with_batch(named, batch)  # type: ignore[arg-type]
     assert list(args[0]) == ["x", "y"]
@@ -78,7 +86,10 @@ def test_an_own_loop_may_hand_in_nested_microbatches() -> None:
         return outputs.sum() * batch["more"]["factor"].sum(), torch.tensor(len(batch["pair"][0]))
 
     model = parallelize(Sum(), plan(1), Mesh(Layout(), 0, 0, torch.device("cpu")))
-    microbatch = {"pair": (torch.ones(2, 1), torch.ones(2, 1)), "more": {"factor": torch.tensor([1.0, 2.0])}}
+    microbatch = {
+        "pair": (torch.ones(2, 1), torch.ones(2, 1)),
+        "more": {"factor": torch.tensor([1.0, 2.0])},
+    }
     sums = model.forward_backward([microbatch], objective)  # type: ignore[list-item]
     assert int(sums.num_targets) == 2
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,4 +1,5 @@
-"""Commands that phalanx prints can be pasted as they are: also where `phalanx` is not on the PATH."""
+"""Commands that phalanx prints can be pasted as they are: also where `phalanx` is not on the
+PATH."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ def test_the_command_is_the_one_that_was_typed_unless_the_path_has_it(
     assert next_line("report", "run") == "next    phalanx report run"
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setattr(sys, "argv", ["/venv/lib/phalanx/__main__.py", "train"])
-    assert next_line("report", "run") == f"next    {sys.executable} -m phalanx report run", "python -m phalanx"
+    assert next_line("report", "run") == f"next    {sys.executable} -m phalanx report run", (
+        "python -m phalanx"
+    )
     monkeypatch.setenv("PATH", str(script.parent))
     assert next_line("report", "run") == "next    phalanx report run"

@@ -1,4 +1,5 @@
-"""The n-gram baseline is a probability distribution, equals a slow reference, and scores what the network scores."""
+"""The n-gram baseline is a probability distribution, equals a slow reference, and scores what
+the network scores."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class SlowKneserNey:
 
     @staticmethod
     def _estimate(grams: Counter[tuple[int, ...]]) -> list[float]:
-        n1, n2, n3, n4 = (sum(count == number for count in grams.values()) for number in (1, 2, 3, 4))
+        n1, n2, n3, n4 = (
+            sum(count == number for count in grams.values()) for number in (1, 2, 3, 4)
+        )
         y = n1 / (n1 + 2 * n2) if n1 and n2 else 0.5
         if not (n1 and n2 and n3 and n4):
             return [y] * 3
@@ -75,22 +78,40 @@ def test_probabilities_sum_to_one_after_any_context(num_tokens: int) -> None:
     every_token = np.arange(vocab_size)
     for model in (fit_unigram(tokens, vocab_size), fit_kneser_ney(tokens, vocab_size, order=3)):
         for before, previous in itertools.product(range(vocab_size), repeat=2):
-            probabilities = model(every_token, np.full(vocab_size, previous), np.full(vocab_size, before))
+            probabilities = model(
+                every_token, np.full(vocab_size, previous), np.full(vocab_size, before)
+            )
             assert probabilities.min() > 0
             assert probabilities.sum() == pytest.approx(1, abs=1e-12)
-            assert model(every_token, np.full(vocab_size, previous)).sum() == pytest.approx(1, abs=1e-12)
+            assert model(every_token, np.full(vocab_size, previous)).sum() == pytest.approx(
+                1, abs=1e-12
+            )
 
 
 @pytest.mark.parametrize(("num_tokens", "vocab_size"), [(40, 5), (3_000, 6), (5_000, 300)])
 def test_losses_equal_a_slow_reference(num_tokens: int, vocab_size: int) -> None:
-    train, held_out = markov_tokens(num_tokens, vocab_size - 1), markov_tokens(300, vocab_size, seed=1)
+    train, held_out = (
+        markov_tokens(num_tokens, vocab_size - 1),
+        markov_tokens(300, vocab_size, seed=1),
+    )
     slow = SlowKneserNey(train.tolist(), vocab_size)
     text = held_out.tolist()
-    trigram = -sum(math.log(slow.probability(text[at], tuple(text[max(0, at - 2) : at]))) for at in range(1, 300)) / 299
+    trigram = (
+        -sum(
+            math.log(slow.probability(text[at], tuple(text[max(0, at - 2) : at])))
+            for at in range(1, 300)
+        )
+        / 299
+    )
     seen = Counter(train.tolist())
-    unigram = -sum(math.log((seen[token] + 1) / (num_tokens + vocab_size)) for token in text[1:]) / 299
+    unigram = (
+        -sum(math.log((seen[token] + 1) / (num_tokens + vocab_size)) for token in text[1:]) / 299
+    )
     scores = fit_and_score(train, held_out, vocab_size)
-    assert [(score.name, score.num_targets) for score in scores] == [("unigram", 299), ("trigram", 299)]
+    assert [(score.name, score.num_targets) for score in scores] == [
+        ("unigram", 299),
+        ("trigram", 299),
+    ]
     assert [score.loss_nats for score in scores] == pytest.approx([unigram, trigram], abs=1e-12)
 
 
@@ -98,8 +119,12 @@ def test_structure_is_learnt_and_noise_is_not() -> None:
     noise = np.random.default_rng(0).integers(0, 16, 60_000)
     unigram, trigram = fit_and_score(noise[:50_000], noise[50_000:], 16)
     assert unigram.loss_nats == pytest.approx(math.log(16), abs=0.01)
-    assert trigram.loss_nats == pytest.approx(math.log(16), abs=0.06)  # 4,096 grams were seen 12 times each
-    unigram, trigram = fit_and_score(markov_tokens(50_000, 16), markov_tokens(5_000, 16, seed=1), 16)
+    assert trigram.loss_nats == pytest.approx(
+        math.log(16), abs=0.06
+    )  # 4,096 grams were seen 12 times each
+    unigram, trigram = fit_and_score(
+        markov_tokens(50_000, 16), markov_tokens(5_000, 16, seed=1), 16
+    )
     assert trigram.loss_nats < unigram.loss_nats - 0.5
 
 
@@ -120,13 +145,17 @@ def test_a_large_vocabulary_needs_no_table() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 100, 10**6])
-def test_the_targets_are_those_of_the_held_out_batches(tmp_path: Path, max_tokens: int | None) -> None:
+def test_the_targets_are_those_of_the_held_out_batches(
+    tmp_path: Path, max_tokens: int | None
+) -> None:
     np.save(tmp_path / "ids.npy", markov_tokens(2_000, 9))
     data = Data(source=str(tmp_path / "ids.npy"), held_out_fraction=0.3, seq_len=16)
     corpus = prepare_corpus(data, tmp_path / "data", vocab_size=None)
     train, held_out = (corpus.sequences(split)[0] for split in SPLITS)
     batches = HeldOutBatches(held_out, Windows(16), 2, 1, 0, max_tokens)
-    targets = np.concatenate([batch["targets"][batch["targets"] != IGNORE_INDEX].numpy() for batch in batches])
+    targets = np.concatenate(
+        [batch["targets"][batch["targets"] != IGNORE_INDEX].numpy() for batch in batches]
+    )
     unigram, trigram = fit_and_score(train, held_out, corpus.vocab_size, max_tokens)
     assert unigram.num_targets == trigram.num_targets == targets.size == batches.num_targets
     model = fit_unigram(train, corpus.vocab_size)

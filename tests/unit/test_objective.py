@@ -21,7 +21,9 @@ N = B * T
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def problem(dtype: torch.dtype, *, masked: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(
+    dtype: torch.dtype, *, masked: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(B, T, D, generator=generator).to(dtype).requires_grad_()
     head = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
@@ -34,13 +36,17 @@ def problem(dtype: torch.dtype, *, masked: bool = True) -> tuple[torch.Tensor, t
 
 def reference(dtype: torch.dtype) -> Result:
     hidden, head, targets = problem(dtype)
-    loss = F.cross_entropy((hidden @ head.T).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(
+        (hidden @ head.T).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     return loss.detach(), *torch.autograd.grad(1.7 * loss, (hidden, head))
 
 
 def chunked(dtype: torch.dtype, chunk: int) -> Result:
     hidden, head, targets = problem(dtype)
-    loss, num_targets = causal_cross_entropy(chunk)(CausalOutput(hidden, head), {"targets": targets})
+    loss, num_targets = causal_cross_entropy(chunk)(
+        CausalOutput(hidden, head), {"targets": targets}
+    )
     assert int(num_targets) == int((targets != -100).sum())
     return loss.detach(), *torch.autograd.grad(1.7 * loss, (hidden, head))
 
@@ -54,10 +60,13 @@ def test_loss_and_gradients_equal_torchs(chunk: int, dtype: torch.dtype, toleran
 
 
 def test_bf16_is_as_good_as_torchs_bf16() -> None:
-    """Against fp64 of the same rounded inputs: no worse than 1.5 x what F.cross_entropy in bf16 loses, or 1 %."""
+    """Against fp64 of the same rounded inputs: no worse than 1.5 x what F.cross_entropy in bf16
+    loses, or 1 %."""
     hidden, head, targets = problem(torch.bfloat16)
     wide = [t.detach().double().requires_grad_() for t in (hidden, head)]
-    loss = F.cross_entropy((wide[0] @ wide[1].T).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(
+        (wide[0] @ wide[1].T).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     exact = (loss.detach(), *torch.autograd.grad(1.7 * loss, wide))
     found = chunked(torch.bfloat16, 4)
     assert found[0].dtype == torch.float32  # the sum is never rounded to bf16
@@ -68,7 +77,9 @@ def test_bf16_is_as_good_as_torchs_bf16() -> None:
 
 def test_no_targets_give_zero_loss_and_zero_gradients() -> None:
     hidden, head, targets = problem(torch.float32)
-    loss, num_targets = causal_cross_entropy(4)(CausalOutput(hidden, head), {"targets": torch.full_like(targets, -100)})
+    loss, num_targets = causal_cross_entropy(4)(
+        CausalOutput(hidden, head), {"targets": torch.full_like(targets, -100)}
+    )
     loss.backward()
     assert (loss.item(), int(num_targets)) == (0.0, 0)
     assert not hidden.grad.any()
@@ -101,7 +112,9 @@ class Tallest(TorchDispatchMode):
         super().__init__()
         self.rows = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == V:
@@ -128,17 +141,23 @@ def test_logits_never_exist_for_more_than_a_chunk(chunk: int) -> None:
 def test_a_loss_over_several_chunks_holds_one_of_them(
     output: type[CausalOutput], chunk: int, dim: int, precision: str
 ) -> None:
-    """Neither logits of the chunk before nor a second gradient of the head are there; the plan counts the rest."""
+    """Neither logits of the chunk before nor a second gradient of the head are there; the plan
+    counts the rest."""
     num_tokens, vocab = 1024, 2048
-    hidden = torch.randn(1, num_tokens, dim).to(torch.float32 if precision == "fp32" else torch.bfloat16)
+    hidden = torch.randn(1, num_tokens, dim).to(
+        torch.float32 if precision == "fp32" else torch.bfloat16
+    )
     head = torch.randn(vocab, dim, requires_grad=True)
     targets = torch.randint(vocab, (1, num_tokens))
     with Alive() as alive:
-        loss, _ = causal_cross_entropy(chunk)(output(hidden.requires_grad_(), head), {"targets": targets})
+        loss, _ = causal_cross_entropy(chunk)(
+            output(hidden.requires_grad_(), head), {"targets": targets}
+        )
         loss.backward()
     shape = ModelShape(1, dim, 1, 1, dim, dim, vocab, True)
     planned = loss_bytes(shape, Workload(1, num_tokens, precision, "none", chunk))
-    # What went in: views of it are counted as made. In bf16 the head's cast counts as communication in a plan.
+    # What went in: views of it are counted as made. In bf16 the head's cast counts as communication
+    # in a plan.
     given = hidden.untyped_storage().nbytes() + vocab * dim * (4 if precision == "fp32" else 2)
     assert alive.most - given == pytest.approx(planned, rel=0.03)
 
@@ -147,11 +166,15 @@ def test_logits_of_a_users_model_are_read() -> None:
     hidden, head, targets = problem(torch.float64)
     logits = hidden @ head.T
     loss, num_targets = causal_cross_entropy(4)(logits, {"targets": targets})
-    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    wanted = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     assert torch.equal(loss, wanted)
     assert int(num_targets) == int((targets != -100).sum())
 
 
 def test_other_outputs_are_refused_with_what_to_return() -> None:
     with pytest.raises(LayoutError, match=r"dict.*logits"):
-        causal_cross_entropy(4)({"logits": torch.zeros(2, 3)}, {"targets": torch.zeros(2, dtype=torch.long)})
+        causal_cross_entropy(4)(
+            {"logits": torch.zeros(2, 3)}, {"targets": torch.zeros(2, dtype=torch.long)}
+        )

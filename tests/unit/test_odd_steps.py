@@ -1,4 +1,5 @@
-"""What is called step-N is a checkpoint for every verb, whole or damaged: a file, a pipe or a link, too."""
+"""What is called step-N is a checkpoint for every verb, whole or damaged: a file, a pipe or a
+link, too."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(params=ODD)
 def a_run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A run with two checkpoints, a damaged newest one, and a folder that is none of its business."""
+    """A run with two checkpoints, a damaged newest one, and a folder that is none of its
+    business."""
     run = tmp_path / "run"
     for step in (2, 4):
         save(run, step)

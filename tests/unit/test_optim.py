@@ -1,4 +1,5 @@
-"""Optimizers are torch's, with decay by the kind of module and their state allocated before the first step."""
+"""Optimizers are torch's, with decay by the kind of module and their state allocated before the
+first step."""
 
 from __future__ import annotations
 
@@ -21,10 +22,21 @@ from phalanx.optim.optimizers.adamw import SLOTS
 ADAMW = Optim(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
 SGD = Optim(kind="sgd", lr=0.01, momentum=0.7, weight_decay=0.3)
 PLAIN_SGD = Optim(kind="sgd", lr=0.01, momentum=0.0)
-DECAYS = ("q.weight", "k.weight", "v.weight", "o.weight", "gate.weight", "up.weight", "down.weight", "head.weight")
+DECAYS = (
+    "q.weight",
+    "k.weight",
+    "v.weight",
+    "o.weight",
+    "gate.weight",
+    "up.weight",
+    "down.weight",
+    "head.weight",
+)
 
 
-def train(module: Decoder, optimizer: torch.optim.Optimizer, rates: list[float]) -> dict[str, torch.Tensor]:
+def train(
+    module: Decoder, optimizer: torch.optim.Optimizer, rates: list[float]
+) -> dict[str, torch.Tensor]:
     for rate, batch in zip(rates, global_batches(len(rates)), strict=True):
         set_learning_rate(optimizer, rate)
         optimizer.zero_grad()
@@ -38,15 +50,23 @@ def by_torch(module: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     decay = 0.0 if optim.weight_decay == "auto" else optim.weight_decay
     named = dict(module.named_parameters())
     groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in named.items() if name.endswith(DECAYS)], "weight_decay": decay},
-        {"params": [p for name, p in named.items() if not name.endswith(DECAYS)], "weight_decay": 0.0},
+        {
+            "params": [p for name, p in named.items() if name.endswith(DECAYS)],
+            "weight_decay": decay,
+        },
+        {
+            "params": [p for name, p in named.items() if not name.endswith(DECAYS)],
+            "weight_decay": 0.0,
+        },
     ]
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=False)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=False)
 
 
-@pytest.mark.parametrize("optim", [ADAMW, SGD, PLAIN_SGD], ids=["adamw", "sgd", "sgd without momentum"])
+@pytest.mark.parametrize(
+    "optim", [ADAMW, SGD, PLAIN_SGD], ids=["adamw", "sgd", "sgd without momentum"]
+)
 def test_steps_equal_torchs_with_the_groups_written_out(optim: Optim) -> None:
     rates = [0.01, 0.02, 0.005]
     module = decoder(tied=False, dtype=torch.float64)
@@ -64,7 +84,8 @@ class OneMatrix(nn.Module):
 
 
 def test_the_first_step_of_adamw_is_the_formula() -> None:
-    """After bias correction the first update is lr g / (|g| + eps), on top of decay lr x 0.3 x w."""
+    """After bias correction the first update is lr g / (|g| + eps), on top of decay lr x 0.3 x
+    w."""
     module = OneMatrix()
     optimizer = build_optimizer(module, ADAMW)
     gradient = torch.tensor([[0.5, 0.25]], dtype=torch.float64)
@@ -103,7 +124,11 @@ class Everything(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, 9, 4))
         self.attention = nn.MultiheadAttention(4, 2)
         self.memory = nn.LSTM(4, 4)
-        self.batch_norm, self.layer_norm, self.group_norm = nn.BatchNorm2d(4), nn.LayerNorm((2, 4)), nn.GroupNorm(2, 4)
+        self.batch_norm, self.layer_norm, self.group_norm = (
+            nn.BatchNorm2d(4),
+            nn.LayerNorm((2, 4)),
+            nn.GroupNorm(2, 4),
+        )
         self.gain = nn.Parameter(torch.ones(4))
         self.out = nn.Linear(4, 5)
         self.tied = nn.Linear(4, 5, bias=False)
@@ -111,7 +136,8 @@ class Everything(nn.Module):
 
 
 def test_decay_is_by_the_kind_of_module() -> None:
-    """Matrices and kernels decay; embeddings, norms, biases and other vectors do not, whatever they are called."""
+    """Matrices and kernels decay; embeddings, norms, biases and other vectors do not, whatever
+    they are called."""
     module = Everything()
     groups = decay_groups(module, module.named_parameters())
     names = {id(p): name for name, p in module.named_parameters()}
@@ -123,14 +149,19 @@ def test_decay_is_by_the_kind_of_module() -> None:
         "memory.weight_hh_l0",
         "out.weight",
     }
-    assert {names[id(p)] for p in groups.kept} == set(names.values()) - {names[id(p)] for p in groups.decayed}
+    assert {names[id(p)] for p in groups.kept} == set(names.values()) - {
+        names[id(p)] for p in groups.decayed
+    }
 
 
 def test_state_exists_before_the_first_step_and_keeps_its_storage() -> None:
     """Memory is known, and loading is a copy into what the optimizer already holds."""
     module = decoder(tied=True, dtype=torch.float32)
     optimizer = build_optimizer(module, ADAMW)
-    storages = {p: {slot: s.data_ptr() for slot, s in optimizer.state[p].items()} for p in module.parameters()}
+    storages = {
+        p: {slot: s.data_ptr() for slot, s in optimizer.state[p].items()}
+        for p in module.parameters()
+    }
     assert all(set(slots) == {"step", *SLOTS} for slots in storages.values())
     train(module, optimizer, [0.01])
     for parameter, slots in storages.items():
@@ -162,7 +193,9 @@ def test_an_own_optimizer_is_a_name() -> None:
     found = build_optimizer(OneMatrix(), Optim(kind="test_optim:rmsprop", lr=0.02))
     assert isinstance(found, torch.optim.RMSprop)
     assert (found.param_groups[0]["lr"], found.param_groups[0]["weight_decay"]) == (0.02, 0.01)
-    with pytest.raises(LayoutError, match=r"test_optim:no_optimizer returned str, not a torch\.optim\.Optimizer"):
+    with pytest.raises(
+        LayoutError, match=r"test_optim:no_optimizer returned str, not a torch\.optim\.Optimizer"
+    ):
         build_optimizer(OneMatrix(), Optim(kind="test_optim:no_optimizer"))
 
 
@@ -180,7 +213,8 @@ def test_shards_name_each_slot_of_each_parameter_and_share_storage() -> None:
 
 
 def test_state_of_a_cut_parameter_in_another_shape_is_refused() -> None:
-    """What a factored optimizer keeps per row differs between ranks of tp: it must not be saved as if it were alike."""
+    """What a factored optimizer keeps per row differs between ranks of tp: it must not be saved
+    as if it were alike."""
     weight = nn.Parameter(torch.ones(4, 3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     owner = LogicalShard("w", (8, 3), "float32", (Box((0, 0), (0, 0), (4, 3)),), weight.detach())

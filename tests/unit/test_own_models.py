@@ -1,4 +1,5 @@
-"""A module and an objective that phalanx has never seen: what reaches them, and what is said of mistakes."""
+"""A module and an objective that phalanx has never seen: what reaches them, and what is said of
+mistakes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class TwoInputs(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 2)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.linear(x + mask) * scale, mask
 
 
@@ -67,7 +70,10 @@ def test_inputs_come_first_and_what_forward_names_by_name() -> None:
 
 def test_a_batch_without_inputs_goes_by_name() -> None:
     batch = {"pixels": BATCH["inputs"], "mask": BATCH["mask"], "targets": BATCH["labels"]}
-    assert call_with_batch(Keywords(), batch) == ((), {"pixels": batch["pixels"], "mask": batch["mask"]})
+    assert call_with_batch(Keywords(), batch) == (
+        (),
+        {"pixels": batch["pixels"], "mask": batch["mask"]},
+    )
 
 
 def test_several_inputs_and_a_tuple_of_outputs_train() -> None:
@@ -75,19 +81,31 @@ def test_several_inputs_and_a_tuple_of_outputs_train() -> None:
     module = TwoInputs()
     wanted = F.cross_entropy(module.linear(BATCH["inputs"]), BATCH["labels"]).item()
     model = parallel(module)
-    assert model.finish_step(model.forward_backward([BATCH], cross_entropy)).loss == pytest.approx(wanted, rel=1e-6)
+    assert model.finish_step(model.forward_backward([BATCH], cross_entropy)).loss == pytest.approx(
+        wanted, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("module", "batch", "words"),
     [
-        (TwoInputs(), {"inputs": torch.ones(3, 4)}, ["TwoInputs needs mask", "inputs float32 [3, 4]", "dataset"]),
+        (
+            TwoInputs(),
+            {"inputs": torch.ones(3, 4)},
+            ["TwoInputs needs mask", "inputs float32 [3, 4]", "dataset"],
+        ),
         (TwoInputs(), {"mask": torch.ones(3, 4)}, ["TwoInputs needs x", "mask float32 [3, 4]"]),
         (TwoInputs(), {"labels": torch.ones(3)}, ["names nothing of a batch with labels"]),
-        (NeedsTargets(), BATCH | {"targets": torch.ones(3)}, ["needs targets (targets are for the objective alone)"]),
+        (
+            NeedsTargets(),
+            BATCH | {"targets": torch.ones(3)},
+            ["needs targets (targets are for the objective alone)"],
+        ),
     ],
 )
-def test_what_forward_needs_and_a_batch_lacks_is_named(module: nn.Module, batch: Batch, words: list[str]) -> None:
+def test_what_forward_needs_and_a_batch_lacks_is_named(
+    module: nn.Module, batch: Batch, words: list[str]
+) -> None:
     with pytest.raises(LayoutError) as refused:
         call_with_batch(module, batch)
     assert [word for word in words if word not in str(refused.value)] == []
@@ -128,7 +146,9 @@ def detached(outputs: Any, batch: Batch) -> Any:
         (detached, ["loss_sum has no gradient", "detach()"]),
     ],
 )
-def test_an_objective_that_returns_something_else_is_told_what_to_return(objective: Any, words: list[str]) -> None:
+def test_an_objective_that_returns_something_else_is_told_what_to_return(
+    objective: Any, words: list[str]
+) -> None:
     with pytest.raises(LayoutError) as refused:
         parallel(TwoInputs()).forward_backward([BATCH], objective)
     assert [word for word in words if word not in str(refused.value)] == []
@@ -138,7 +158,9 @@ def test_a_name_that_the_batch_lacks_is_told_with_those_it_has() -> None:
     def reads_targets(outputs: Any, batch: Batch) -> Any:
         return F.cross_entropy(outputs[0], batch["targets"], reduction="sum"), 3
 
-    with pytest.raises(DataError, match=r"no 'targets' \(it has inputs float32 \[3, 4\], .*, labels int64 \[3\]\)"):
+    with pytest.raises(
+        DataError, match=r"no 'targets' \(it has inputs float32 \[3, 4\], .*, labels int64 \[3\]\)"
+    ):
         parallel(TwoInputs()).forward_backward([BATCH], reads_targets)
 
 
@@ -146,7 +168,9 @@ def test_the_users_own_error_carries_the_shapes_of_the_batch() -> None:
     wrong = BATCH | {"inputs": torch.ones(3, 5), "mask": torch.zeros(3, 5)}
     with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
         parallel(TwoInputs()).forward_backward([wrong], cross_entropy)
-    assert raised.value.__notes__ == ["the batch: inputs float32 [3, 5], mask float32 [3, 5], labels int64 [3]"]
+    assert raised.value.__notes__ == [
+        "the batch: inputs float32 [3, 5], mask float32 [3, 5], labels int64 [3]"
+    ]
 
 
 class LooksUp(nn.Module):
@@ -168,16 +192,29 @@ def own_cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ({"inputs": [0, 4], "labels": [1, 2]}, "'labels' holds 2, which is none of the 2 classes (row 1 of"),
-        ({"inputs": [0, 4], "labels": [-1, 0]}, "'labels' holds -1, which is none of the 2 classes (row 0 of"),
-        ({"inputs": [7, 4], "labels": [-100, 0]}, "'inputs' holds 7, which is none of the 5 rows of the embedding"),
+        (
+            {"inputs": [0, 4], "labels": [1, 2]},
+            "'labels' holds 2, which is none of the 2 classes (row 1 of",
+        ),
+        (
+            {"inputs": [0, 4], "labels": [-1, 0]},
+            "'labels' holds -1, which is none of the 2 classes (row 0 of",
+        ),
+        (
+            {"inputs": [7, 4], "labels": [-100, 0]},
+            "'inputs' holds 7, which is none of the 5 rows of the embedding",
+        ),
     ],
 )
 def test_an_index_that_nothing_answers_to_is_told_with_its_key_value_and_row(
     objective: Any, batch: dict[str, list[int]], words: str
 ) -> None:
-    """Whoever looks it up: phalanx's objective before it is called, or the user's own, whose error is explained."""
-    model, tensors = parallel(LooksUp()), {key: torch.tensor(values) for key, values in batch.items()}
+    """Whoever looks it up: phalanx's objective before it is called, or the user's own, whose
+    error is explained."""
+    model, tensors = (
+        parallel(LooksUp()),
+        {key: torch.tensor(values) for key, values in batch.items()},
+    )
     with pytest.raises(DataError) as raised:
         model.forward_backward([tensors], objective)
     assert words in str(raised.value)
@@ -191,7 +228,9 @@ def test_a_target_that_counts_for_nothing_is_no_mistake() -> None:
 
 def test_a_lazy_module_is_refused_until_it_has_seen_a_sample() -> None:
     lazy = nn.Sequential(nn.LazyLinear(2))
-    with pytest.raises(LayoutError, match=r"0\.weight is not known yet.*call it once with a sample"):
+    with pytest.raises(
+        LayoutError, match=r"0\.weight is not known yet.*call it once with a sample"
+    ):
         parallel(lazy)
     lazy(torch.ones(1, 4))
     assert parallel(lazy).shards()["0.weight"].global_shape == (2, 4)
@@ -207,11 +246,17 @@ def test_a_factory_that_reads_its_weights_is_described_with_weights() -> None:
     assert describe("test_own_models:reads_its_weights", {})["num_params"] == 10
 
 
-@pytest.mark.parametrize(("num_unused", "said"), [(1, "1 parameter had"), (3, "3 parameters had"), (5, "and 2 more;")])
-def test_parameters_without_a_part_in_the_loss_are_counted_and_three_are_named(num_unused: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("num_unused", "said"), [(1, "1 parameter had"), (3, "3 parameters had"), (5, "and 2 more;")]
+)
+def test_parameters_without_a_part_in_the_loss_are_counted_and_three_are_named(
+    num_unused: int, said: str
+) -> None:
     module = torch.nn.ParameterList(torch.zeros(1) for _ in range(num_unused))
     plan = SimpleNamespace(data_parallel=SimpleNamespace(unused_parameters="refuse"))
-    piece: Any = SimpleNamespace(phases=None, plan=plan, experts=None, root=SimpleNamespace(module=module))
+    piece: Any = SimpleNamespace(
+        phases=None, plan=plan, experts=None, root=SimpleNamespace(module=module)
+    )
     watch = _ExposedWait(piece)
     watch.arm()
     with pytest.raises(LayoutError, match=said) as caught:
@@ -233,7 +278,10 @@ def test_a_module_that_leaves_the_process_says_where(
     source = compile("import os\n\nos._exit(0)", tmp_path / "leaves.py", "exec")
     with refusing_silent_exits(), pytest.raises(LeftError, match="1"):
         exec(source)
-    assert capsys.readouterr().err == "leaves.py:3: os._exit(0) was called before the model was built\n"
+    assert (
+        capsys.readouterr().err
+        == "leaves.py:3: os._exit(0) was called before the model was built\n"
+    )
     with refusing_silent_exits():
         monkeypatch.setattr(os, "getpid", lambda: -1)  # a child, which ends so after a fork
         with pytest.raises(LeftError, match="0"):
@@ -245,9 +293,12 @@ def test_a_module_that_leaves_the_process_says_where(
 def test_leaving_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "leaves.py").write_text("import os\n\nos._exit(0)\n")
-    with pytest.raises(LayoutError, match=r"leaves.py:3: os._exit\(0\) was called before the model was built"):
+    with pytest.raises(
+        LayoutError, match=r"leaves.py:3: os._exit\(0\) was called before the model was built"
+    ):
         probe_foreign_shape("leaves:build", {})
     (tmp_path / "says_bye.py").write_text(
-        "import atexit\nimport torch\n\natexit.register(print, 'bye')\nbuild = lambda: torch.nn.Linear(2, 3)\n"
+        "import atexit\nimport torch\n\natexit.register(print, 'bye')\nbuild = lambda:"
+        " torch.nn.Linear(2, 3)\n"
     )
     assert probe_foreign_shape("says_bye:build", {}).num_params == 9

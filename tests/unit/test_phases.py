@@ -1,4 +1,5 @@
-"""Phases: each second is charged once, exceptions leave the stack sane, and the black box outlives its writer."""
+"""Phases: each second is charged once, exceptions leave the stack sane, and the black box
+outlives its writer."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_what_happens_apart_is_charged_to_no_step(clock: Clock) -> None:
 Tree = list[tuple[str, int, "Tree"]]
 trees = st.recursive(
     st.just([]),
-    lambda inner: st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 9), inner), max_size=3),
+    lambda inner: st.lists(
+        st.tuples(st.sampled_from(PHASES), st.integers(0, 9), inner), max_size=3
+    ),
     max_leaves=8,
 )
 
@@ -77,7 +80,8 @@ trees = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(trees)
 def test_seconds_add_up_to_what_passed(tree: Tree) -> None:
-    """Whatever the nesting, also of a phase in itself: nothing is counted twice, and nothing is lost."""
+    """Whatever the nesting, also of a phase in itself: nothing is counted twice, and nothing is
+    lost."""
     a_clock, phases = Clock(), Phases()
 
     def run(nodes: Tree) -> int:
@@ -159,7 +163,9 @@ def test_the_box_says_the_innermost_open_phase(tmp_path: Path) -> None:
     with phases("backward"):
         with phases("collective", "all_reduce gradients"):
             place = read_black_box(path)
-            assert place == Place(3, place.monotonic_s if place else 0.0, "collective", "all_reduce gradients")
+            assert place == Place(
+                3, place.monotonic_s if place else 0.0, "collective", "all_reduce gradients"
+            )
             assert began <= place.monotonic_s <= time.monotonic()
         outer = read_black_box(path)
         assert outer is not None
@@ -199,10 +205,16 @@ def test_the_box_can_be_read_after_kill_9(tmp_path: Path) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
     place = read_black_box(tmp_path / "box")
     assert place is not None
-    assert (place.step, place.phase, place.collective) == (41, "collective", "all_gather parameters")
+    assert (place.step, place.phase, place.collective) == (
+        41,
+        "collective",
+        "all_gather parameters",
+    )
 
 
-def test_the_black_box_tells_where_an_exception_was_raised_and_what_lies_behind(tmp_path: Path) -> None:
+def test_the_black_box_tells_where_an_exception_was_raised_and_what_lies_behind(
+    tmp_path: Path,
+) -> None:
     phases = Phases(BlackBox(tmp_path / "box"))
     phases.step = 3
 
@@ -218,7 +230,11 @@ def test_the_black_box_tells_where_an_exception_was_raised_and_what_lies_behind(
     with phases("collective", "all_reduce step facts"):
         pass
     assert told() == ("collective", ""), "this rank waits for nobody any more"
-    with contextlib.suppress(ValueError), phases("backward"), phases("collective", "all_reduce gradients"):
+    with (
+        contextlib.suppress(ValueError),
+        phases("backward"),
+        phases("collective", "all_reduce gradients"),
+    ):
         raise ValueError
     assert told() == ("collective", "all_reduce gradients"), "where it was raised"
 
@@ -227,7 +243,9 @@ def test_listeners_of_training_are_told_of_the_phase_that_goes_on() -> None:
     """Else what it does after a collective would be taken for the collective's."""
     training: list[tuple[int, str]] = []
     anywhere: list[tuple[int, str]] = []
-    phases = Phases(None, (lambda *at: anywhere.append(at),), of_training=(lambda *at: training.append(at),))
+    phases = Phases(
+        None, (lambda *at: anywhere.append(at),), of_training=(lambda *at: training.append(at),)
+    )
     with phases("forward"):
         with phases("collective", "all_gather"):
             pass
@@ -238,7 +256,9 @@ def test_listeners_of_training_are_told_of_the_phase_that_goes_on() -> None:
 def test_a_save_beside_training_does_not_tell_listeners_of_training() -> None:
     training: list[tuple[int, str]] = []
     anywhere: list[tuple[int, str]] = []
-    phases = Phases(None, (lambda *at: anywhere.append(at),), of_training=(lambda *at: training.append(at),))
+    phases = Phases(
+        None, (lambda *at: anywhere.append(at),), of_training=(lambda *at: training.append(at),)
+    )
     phases.step = 7
     with phases("forward"), phases.beside(5)("ckpt_write"):
         pass

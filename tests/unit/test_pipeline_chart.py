@@ -14,7 +14,9 @@ from phalanx.report.pipeline import timeline_chart
 COSTS = StageCosts(0.010, 0.012, 0.008)
 
 
-def timeline(name: str, num_ranks: int, num_microbatches: int, costs: StageCosts = COSTS) -> Timeline:
+def timeline(
+    name: str, num_ranks: int, num_microbatches: int, costs: StageCosts = COSTS
+) -> Timeline:
     schedule = generate(name, num_ranks, num_microbatches)
     return simulate(schedule, [costs] * schedule.num_stages, 0.001)
 
@@ -63,7 +65,9 @@ def test_every_action_is_on_the_chart_where_it_happens(name: str) -> None:
 def test_hovering_says_what_and_how_long() -> None:
     page = timeline_chart(timeline("1f1b", 2, 2))
     assert boxes(page)[0][2] == "0F0: forward of microbatch 0 in stage 0, 10.0 ms"
-    assert any(text == "1B1: backward of microbatch 1 in stage 1, 20.0 ms" for _, _, text in boxes(page))
+    assert any(
+        text == "1B1: backward of microbatch 1 in stage 1, 20.0 ms" for _, _, text in boxes(page)
+    )
 
 
 def test_the_legend_names_what_there_is() -> None:
@@ -72,13 +76,22 @@ def test_the_legend_names_what_there_is() -> None:
 
     assert keys("1f1b") == ["forward", "backward", "idle"]
     assert keys("zb-v") == ["forward", "backward, inputs", "backward, weights", "idle"]
-    assert keys("dualpipe-v") == ["forward", "backward", "backward, inputs", "backward, weights", "idle"]
+    assert keys("dualpipe-v") == [
+        "forward",
+        "backward",
+        "backward, inputs",
+        "backward, weights",
+        "idle",
+    ]
 
 
 def test_later_stages_of_a_rank_are_paler() -> None:
     """Rank 0 of a V has stages 0 and 3: as many boxes of each colour as it has actions of each."""
     lane = timeline_chart(timeline("zb-v", 2, 4)).split('class="lane"')[1]
-    paths = {css_class: d.count("M") for d, css_class in re.findall(r'<path d="([^"]*)" class="([^"]*)"', lane)}
+    paths = {
+        css_class: d.count("M")
+        for d, css_class in re.findall(r'<path d="([^"]*)" class="([^"]*)"', lane)
+    }
     assert paths == {"pf": 4, "pf late": 4, "pi": 4, "pi late": 4, "pw": 4, "pw late": 4}
 
 

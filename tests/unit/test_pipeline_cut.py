@@ -85,7 +85,9 @@ def test_stages_know_their_blocks() -> None:
 def test_more_stages_than_work(costs: LayerCosts, num_stages: int, nearest: int) -> None:
     with pytest.raises(LayoutError) as caught:
         cut(costs, num_stages)
-    assert str(caught.value) == f"4 blocks cannot be cut into {num_stages} stages; nearest: {nearest}"
+    assert (
+        str(caught.value) == f"4 blocks cannot be cut into {num_stages} stages; nearest: {nearest}"
+    )
     assert caught.value.exit_code == ExitCode.JOB
 
 
@@ -97,18 +99,34 @@ def test_a_cut_of_ones_own(given_cut: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("given_cut", "wanted"),
     [
-        ((4, 4, 4), "blocks are given for 3 stages (4, 4, 4), and there are 4; give 4 numbers, such as 4, 4, 4, 3"),
-        ((4, 4, 4, 4), "stages of 4, 4, 4, 4 blocks make 16, and the model has 15; nearest: 3, 4, 4, 4"),
-        ((4, 4, 3, 2), "stages of 4, 4, 3, 2 blocks make 13, and the model has 15; nearest: 4, 4, 4, 3"),
+        (
+            (4, 4, 4),
+            (
+                "blocks are given for 3 stages (4, 4, 4), and there are 4; give 4 numbers, such as"
+                " 4, 4, 4, 3"
+            ),
+        ),
+        (
+            (4, 4, 4, 4),
+            "stages of 4, 4, 4, 4 blocks make 16, and the model has 15; nearest: 3, 4, 4, 4",
+        ),
+        (
+            (4, 4, 3, 2),
+            "stages of 4, 4, 3, 2 blocks make 13, and the model has 15; nearest: 4, 4, 4, 3",
+        ),
         (
             (7, 0, 4, 4),
-            "stage 1 of 7, 0, 4, 4 blocks would have 0 (only the first and the last stage have work without a block: "
-            "embedding and head); such as 4, 4, 4, 3",
+            (
+                "stage 1 of 7, 0, 4, 4 blocks would have 0 (only the first and the last stage have"
+                " work without a block: embedding and head); such as 4, 4, 4, 3"
+            ),
         ),
         (
             (-1, 8, 4, 4),
-            "stage 0 of -1, 8, 4, 4 blocks would have -1 (only the first and the last stage have work without a block: "
-            "embedding and head); such as 4, 4, 4, 3",
+            (
+                "stage 0 of -1, 8, 4, 4 blocks would have -1 (only the first and the last stage"
+                " have work without a block: embedding and head); such as 4, 4, 4, 3"
+            ),
         ),
     ],
 )
@@ -129,10 +147,33 @@ SHAPES = {
     "decoder": ModelShape(6, 64, 4, 2, 16, 128, 1000, False),
     "windows": ModelShape(6, 64, 4, 2, 16, 128, 1000, True, sliding_window=16, global_every=3),
     "experts": ModelShape(
-        6, 64, 4, 4, 16, 128, 1000, False, num_experts=8, experts_per_token=2, expert_ffn_dim=32, num_dense_layers=1
+        6,
+        64,
+        4,
+        4,
+        16,
+        128,
+        1000,
+        False,
+        num_experts=8,
+        experts_per_token=2,
+        expert_ffn_dim=32,
+        num_dense_layers=1,
     ),
     "vit": ModelShape(
-        4, 64, 4, 4, 16, 128, 0, False, kind="vit", image_size=32, patch_size=4, num_channels=3, num_classes=10
+        4,
+        64,
+        4,
+        4,
+        16,
+        128,
+        0,
+        False,
+        kind="vit",
+        image_size=32,
+        patch_size=4,
+        num_channels=3,
+        num_classes=10,
     ),
 }
 
@@ -147,8 +188,12 @@ def test_parts_sum_to_the_model(name: str) -> None:
     for num_stages in (1, 2, 3):
         stages = cut(flops.layer_costs, num_stages)
         costs = stage_costs(flops, stages, samples=2, flops_per_s=Fraction(10**9))
-        at_once = 0 if shape.reads_images else 2 * flops.head.matmul  # the gradients that the loss of tokens makes
-        assert sum(c.forward_s for c in costs) * 10**9 == 2 * (whole["matmul"] + whole["attention"] + at_once)
+        at_once = (
+            0 if shape.reads_images else 2 * flops.head.matmul
+        )  # the gradients that the loss of tokens makes
+        assert sum(c.forward_s for c in costs) * 10**9 == 2 * (
+            whole["matmul"] + whole["attention"] + at_once
+        )
         total = sum(c.forward_s + c.backward_input_s + c.backward_weight_s for c in costs)
         assert total * 10**9 == 2 * whole["training"]
 
@@ -160,7 +205,9 @@ def test_blocks_are_weighed_one_by_one() -> None:
     assert windows[2].attention == 4 * 64 * 48 * 49 // 2  # 2 x 2 x heads x head_dim for each pair
     assert windows[0].attention == 4 * 64 * (16 * 17 // 2 + 32 * 16)
     experts = model_flops(SHAPES["experts"], 48).blocks
-    assert experts[0].matmul - experts[1].matmul == 2 * 48 * (3 * 64 * 128 - 2 * 3 * 64 * 32 - 64 * 8)
+    assert experts[0].matmul - experts[1].matmul == 2 * 48 * (
+        3 * 64 * 128 - 2 * 3 * 64 * 32 - 64 * 8
+    )
     assert model_flops(SHAPES["decoder"], 48).head.matmul == 2 * 48 * 64 * 1000
     assert model_flops(SHAPES["decoder"], 48).embedding.matmul == 0
 
@@ -169,14 +216,20 @@ def test_recompute_pays_the_forward_of_blocks_again() -> None:
     flops = model_flops(SHAPES["decoder"], 48)
     stages = Stages((3, 3))
     plain = stage_costs(flops, stages, samples=1, flops_per_s=Fraction(1))
-    again = stage_costs(flops, stages, samples=1, flops_per_s=Fraction(1), recomputed=range(len(flops.blocks)))
+    again = stage_costs(
+        flops, stages, samples=1, flops_per_s=Fraction(1), recomputed=range(len(flops.blocks))
+    )
     blocks = sum(block.forward for block in flops.blocks[:3])
-    assert [a.backward_input_s - p.backward_input_s for a, p in zip(again, plain, strict=True)] == [blocks, blocks]
+    assert [a.backward_input_s - p.backward_input_s for a, p in zip(again, plain, strict=True)] == [
+        blocks,
+        blocks,
+    ]
     assert [a.forward_s for a in again] == [p.forward_s for p in plain]
 
 
 def test_llama_3_8b_gives_its_head_room() -> None:
-    """32 blocks and a head of 128,256 x 4096, worth 2.2 blocks at 8192 tokens: the last of 4 stages has fewer."""
+    """32 blocks and a head of 128,256 x 4096, worth 2.2 blocks at 8192 tokens: the last of 4
+    stages has fewer."""
     shape = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, False)
     flops = model_flops(shape, 8192)
     stages = cut(flops.layer_costs, 4)
@@ -188,5 +241,7 @@ def test_llama_3_8b_gives_its_head_room() -> None:
 
 def test_an_own_module_is_not_weighed() -> None:
     shape = ModelShape(4, 0, 0, 0, 0, 0, 0, False, measured=Measured(100, 100, 10, 40))
-    with pytest.raises(LayoutError, match="cannot be weighed by FLOPs; say how many blocks each stage has"):
+    with pytest.raises(
+        LayoutError, match="cannot be weighed by FLOPs; say how many blocks each stage has"
+    ):
         model_flops(shape, 48)

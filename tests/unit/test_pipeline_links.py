@@ -1,4 +1,5 @@
-"""Messages of a pipeline, all ranks in one process: their order, and how long what was sent is held."""
+"""Messages of a pipeline, all ranks in one process: their order, and how long what was sent is
+held."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Sent:
     message: Message
 
     def wait(self) -> None:
-        assert self.message.has_arrived, "a rank would wait for a send in the middle of its schedule"
+        assert self.message.has_arrived, (
+            "a rank would wait for a send in the middle of its schedule"
+        )
 
 
 @dataclass
@@ -72,7 +75,10 @@ class Peers:
 
 
 def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
-    """By rank: how many messages it held at once, at most. All ranks do their rows as far as they can, in turn."""
+    """By rank: how many messages it held at once, at most.
+
+    All ranks do their rows as far as they can, in turn.
+    """
     ways, last = Ways(), schedule.num_stages - 1
     forms = {(s, m): FORM for s in range(1, last + 1) for m in range(schedule.num_microbatches)}
     ranks = range(schedule.num_ranks)
@@ -84,7 +90,10 @@ def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
         for r in ranks:
             while done[r] < len(schedule.actions[r]):
                 action = schedule.actions[r][done[r]]
-                needed, made = needed_by(action, schedule.num_stages), made_by(action, schedule.num_stages)
+                needed, made = (
+                    needed_by(action, schedule.num_stages),
+                    made_by(action, schedule.num_stages),
+                )
                 if needed is not None and needed not in made_already:
                     break
                 posts[r].ask_before(done[r])
@@ -93,7 +102,9 @@ def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
                     assert posts[r].take(needed)[0] == (-number if needed.is_gradient else number)
                 if made is not None:
                     number = float(made.stage * 1000 + made.microbatch)
-                    posts[r].hand_on(made, torch.full((2,), -number if made.is_gradient else number))
+                    posts[r].hand_on(
+                        made, torch.full((2,), -number if made.is_gradient else number)
+                    )
                     made_already.add(made)
                 most[r], done[r] = max(most[r], posts[r].num_sent), done[r] + 1
         assert done != before, "a rank waits for ever"
@@ -118,10 +129,14 @@ CASES = [
 def test_what_was_sent_is_held_no_longer_than_microbatches_are(
     name: str, per_rank: int, num_ranks: int, in_one_queue: bool
 ) -> None:
-    few, many = (generate(name, num_ranks, count, per_rank) for count in (4 * num_ranks, 16 * num_ranks))
+    few, many = (
+        generate(name, num_ranks, count, per_rank) for count in (4 * num_ranks, 16 * num_ranks)
+    )
     assert many.rank_of_stage == placement_of(name, num_ranks, per_rank)
     held = in_flight(many).per_rank
     for rank, count in enumerate(most_sent(many, in_one_queue)):
         assert count <= 2 * held[rank] + 2, (rank, count)
     if name != "gpipe":
-        assert most_sent(many, in_one_queue) == most_sent(few, in_one_queue), "however many microbatches there are"
+        assert most_sent(many, in_one_queue) == most_sent(few, in_one_queue), (
+            "however many microbatches there are"
+        )

@@ -1,4 +1,5 @@
-"""What is read out of the spans of a pipeline: the reference is the simulation that the spans were made with."""
+"""What is read out of the spans of a pipeline: the reference is the simulation that the spans
+were made with."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from phalanx.observe.tail import read_event
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
-from phalanx.plan.pipeline.measured import measured_costs, measured_timeline, planned_at, splits_backward, total_s
+from phalanx.plan.pipeline.measured import (
+    measured_costs,
+    measured_timeline,
+    planned_at,
+    splits_backward,
+    total_s,
+)
 from phalanx.plan.pipeline.planned import Pipeline, named_pipeline
 from phalanx.plan.pipeline.remedies import LIMIT
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
@@ -32,29 +39,43 @@ EVEN = StageCosts(0.010, 0.012, 0.008)
 
 def spans_of(timeline: Timeline, zero_s: float = 0.0) -> Spans:
     return [
-        [(str(action), zero_s + float(begin), zero_s + float(end)) for action, (begin, end) in zip(*row, strict=True)]
+        [
+            (str(action), zero_s + float(begin), zero_s + float(end))
+            for action, (begin, end) in zip(*row, strict=True)
+        ]
         for row in zip(timeline.schedule.actions, timeline.spans_s, strict=True)
     ]
 
 
 def pipeline(
-    name: str = "1f1b", num_ranks: int = 4, num_microbatches: int = 8, costs: Sequence[StageCosts] | None = None
+    name: str = "1f1b",
+    num_ranks: int = 4,
+    num_microbatches: int = 8,
+    costs: Sequence[StageCosts] | None = None,
 ) -> Pipeline:
     num_stages = num_ranks * default_stages_per_rank(name)
     given = tuple(costs if costs is not None else [EVEN] * num_stages)
     return named_pipeline(name, num_ranks, num_microbatches, Stages((2,) * num_stages), costs=given)
 
 
-def measured(planned: Pipeline, costs: Sequence[StageCosts], send_s: float = 0.0, step: int = 5) -> PipelineMeasured:
-    return measured_pipeline(step, planned, spans_of(simulate(planned.schedule(), costs, send_s), 17.0))
+def measured(
+    planned: Pipeline, costs: Sequence[StageCosts], send_s: float = 0.0, step: int = 5
+) -> PipelineMeasured:
+    return measured_pipeline(
+        step, planned, spans_of(simulate(planned.schedule(), costs, send_s), 17.0)
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_what_was_simulated_is_measured(name: str) -> None:
-    """Stages of uneven costs: the same bubble, measured and predicted; whole backwards have no second half."""
+    """Stages of uneven costs: the same bubble, measured and predicted; whole backwards have no
+    second half."""
     planned = pipeline(name)
     draw = random.Random(name)
-    costs = [StageCosts(draw.uniform(1, 2), draw.uniform(1, 2), draw.uniform(1, 2)) for _ in planned.costs]
+    costs = [
+        StageCosts(draw.uniform(1, 2), draw.uniform(1, 2), draw.uniform(1, 2))
+        for _ in planned.costs
+    ]
     timeline = simulate(planned.schedule(), costs)
     event = measured(planned, costs)
     assert event.bubble_measured == pytest.approx(float(timeline.bubble), abs=1e-9)
@@ -64,9 +85,13 @@ def test_what_was_simulated_is_measured(name: str) -> None:
     for (forward_s, input_s, weight_s), cost in zip(event.stage_seconds, costs, strict=True):
         assert forward_s == pytest.approx(cost.forward_s)
         if event.splits_backward:
-            assert (input_s, weight_s) == pytest.approx((cost.backward_input_s, cost.backward_weight_s))
+            assert (input_s, weight_s) == pytest.approx(
+                (cost.backward_input_s, cost.backward_weight_s)
+            )
         else:
-            assert (input_s, weight_s) == pytest.approx((cost.backward_input_s + cost.backward_weight_s, 0.0))
+            assert (input_s, weight_s) == pytest.approx(
+                (cost.backward_input_s + cost.backward_weight_s, 0.0)
+            )
 
 
 def test_sending_is_measured_and_not_predicted() -> None:
@@ -79,11 +104,21 @@ def test_sending_is_measured_and_not_predicted() -> None:
 
 def test_a_stage_that_splits_some_backwards_keeps_all_their_seconds() -> None:
     """Whole ones that are faster than two halves: DualPipe-V has both."""
-    spans = [[("0F0", 0.0, 1.0), ("0B0", 1.0, 2.0), ("0F1", 2.0, 3.0), ("0I1", 3.0, 4.0), ("0W1", 4.0, 7.0)]]
+    spans = [
+        [
+            ("0F0", 0.0, 1.0),
+            ("0B0", 1.0, 2.0),
+            ("0F1", 2.0, 3.0),
+            ("0I1", 3.0, 4.0),
+            ("0W1", 4.0, 7.0),
+        ]
+    ]
     timeline = measured_timeline("own", spans)
     assert splits_backward(timeline.schedule)
     (cost,) = measured_costs(timeline)
-    assert (cost.forward_s, cost.backward_input_s, cost.backward_weight_s) == pytest.approx((1.0, 0.625, 1.875))
+    assert (cost.forward_s, cost.backward_input_s, cost.backward_weight_s) == pytest.approx(
+        (1.0, 0.625, 1.875)
+    )
     assert total_s(cost) * 2 == pytest.approx(7.0)
 
 
@@ -106,7 +141,8 @@ def test_what_is_no_step_is_refused(spans: Any) -> None:
 
 
 def test_the_plan_is_shown_at_the_speed_that_was_measured() -> None:
-    """Its costs are on any scale; the mean of the stages is then the measured one, and the bubble stays the plan's."""
+    """Its costs are on any scale; the mean of the stages is then the measured one, and the
+    bubble stays the plan's."""
     costs = [StageCosts(1, 1, 1), StageCosts(2, 2, 2), StageCosts(1, 1, 1), StageCosts(1, 1, 1)]
     planned = pipeline(costs=costs)
     found = planned_at(planned, [StageCosts(0.01, 0.02, 0.0)] * 4)
@@ -124,11 +160,17 @@ def test_steps_that_are_recorded() -> None:
 
 
 def test_clocks_of_several_machines_start_when_ranks_left_a_reduction() -> None:
-    """One machine: as they are. Two machines: their clocks have nothing in common, and the reduction has."""
+    """One machine: as they are.
+
+    Two machines: their clocks have nothing in common, and the reduction has.
+    """
     here = {"clock": "a", "zero_s": 10.0, "spans": [["0F0", 7.0, 8.0]]}
     there = {"clock": "b", "zero_s": 1010.0, "spans": [["1F0", 1008.0, 1009.0]]}
     assert on_one_clock([here, there]) == [[("0F0", -3.0, -2.0)], [("1F0", -2.0, -1.0)]]
-    assert on_one_clock([here, {**there, "clock": "a"}]) == [[("0F0", 7.0, 8.0)], [("1F0", 1008.0, 1009.0)]]
+    assert on_one_clock([here, {**there, "clock": "a"}]) == [
+        [("0F0", 7.0, 8.0)],
+        [("1F0", 1008.0, 1009.0)],
+    ]
 
 
 def test_the_event_survives_its_file() -> None:
@@ -142,11 +184,15 @@ def test_the_event_survives_its_file() -> None:
     assert back.event.in_flight == event.in_flight
 
 
-# --- what to do ----------------------------------------------------------------------------------------------------
+# --- what to do -----------------------------------------------------------------------------------
 
 
 def judged(
-    planned: Pipeline, costs: Sequence[StageCosts], *, micro_batch_size: int = 4, send_s: float = 0.0
+    planned: Pipeline,
+    costs: Sequence[StageCosts],
+    *,
+    micro_batch_size: int = 4,
+    send_s: float = 0.0,
 ) -> Measured:
     plan = {"pipeline": planned.to_json(), "micro_batch_size": micro_batch_size}
     plan["num_microbatches"] = planned.num_microbatches
@@ -163,16 +209,23 @@ def test_a_short_bubble_of_even_stages_asks_for_nothing() -> None:
 
 
 def test_a_long_bubble_asks_for_the_least_number_of_microbatches_that_mends_it() -> None:
-    """(p - 1) / (m + p - 1): 3/11 with 8, and 3/19 with 16, which is the next number that divides 32 samples."""
+    """(p - 1) / (m + p - 1): 3/11 with 8, and 3/19 with 16, which is the next number that
+    divides 32 samples."""
     found = judged(pipeline(), [EVEN] * 4)
     assert found.event.bubble_measured == pytest.approx(3 / 11)
     assert found.event.bubble_measured > LIMIT
     first, second = found.advice()
-    assert first == ("16 microbatches instead of 8 (train.micro_batch_size=2) would bring the wait to about 15.8 %.")
+    assert (
+        first
+        == "16 microbatches instead of 8 (train.micro_batch_size=2) would bring the wait to about"
+        " 15.8 %."
+    )
     assert second.startswith('parallel.schedule="interleaved"')
     assert second.endswith("about 15.8 %.")  # (p - 1) / (v m + p - 1)
-    (of_one_sample, _) = judged(pipeline(), [EVEN] * 4, micro_batch_size=1).advice()
-    assert of_one_sample.startswith("16 microbatches instead of 8 (a train.global_batch_size 2 times as large)")
+    of_one_sample, _ = judged(pipeline(), [EVEN] * 4, micro_batch_size=1).advice()
+    assert of_one_sample.startswith(
+        "16 microbatches instead of 8 (a train.global_batch_size 2 times as large)"
+    )
 
 
 def test_a_slow_stage_is_named_and_the_rest_is_said_of_even_ones() -> None:
@@ -227,10 +280,15 @@ def test_an_event_of_other_stages_is_not_judged() -> None:
 
 
 @pytest.mark.parametrize(("layers", "wanted"), [(8, "parallel.stage_blocks=[5, 3]"), (2, None)])
-def test_another_cut_is_advised_where_it_is_better(layers: int, wanted: str | None, tmp_path: Path) -> None:
-    """A second stage that takes twice as long: of four blocks one can move, of a single one none."""
+def test_another_cut_is_advised_where_it_is_better(
+    layers: int, wanted: str | None, tmp_path: Path
+) -> None:
+    """A second stage that takes twice as long: of four blocks one can move, of a single one
+    none."""
     train = {"global_batch_size": 32}
-    job = Job.model_validate({"model": {"num_layers": layers}, "train": train, "parallel": {"pp": 2, "ranks": 2}})
+    job = Job.model_validate(
+        {"model": {"num_layers": layers}, "train": train, "parallel": {"pp": 2, "ranks": 2}}
+    )
     found = make_plan(job, cluster=Cluster("cpu", 8, 2**36), vocab_size=300)
     (tmp_path / "job.json").write_text(json.dumps(job.to_json()))
     assert found.pipeline is not None

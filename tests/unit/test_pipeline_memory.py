@@ -1,4 +1,5 @@
-"""Memory of pipeline ranks: what adds up to the whole model, what is in flight, and what waits for a W."""
+"""Memory of pipeline ranks: what adds up to the whole model, what is in flight, and what waits
+for a W."""
 
 from __future__ import annotations
 
@@ -29,10 +30,17 @@ FOUR = Stages((2, 2, 2, 2))
 EIGHT_BLOCKS = shape(num_layers=8)
 WORK = Workload(2, 16, "fp32", "none", 8, 4, segments=())
 OPTIMIZER = 8
-SHARED_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24, "num_shared_experts": 2}
+SHARED_EXPERTS = {
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn_dim": 24,
+    "num_shared_experts": 2,
+}
 
 
-def memory(pipeline: Pipeline, zero_stage: int = 0, dp_size: int = 1, work: Workload = WORK) -> list[dict[str, int]]:
+def memory(
+    pipeline: Pipeline, zero_stage: int = 0, dp_size: int = 1, work: Workload = WORK
+) -> list[dict[str, int]]:
     return list(pipeline_memory(EIGHT_BLOCKS, work, pipeline, zero_stage, dp_size, "cuda", dp_size))
 
 
@@ -51,14 +59,22 @@ def test_ranks_hold_the_whole_model_together(name: str, tied: bool) -> None:
 
 
 def test_embedding_head_and_blocks_by_rank() -> None:
-    """dim 32, 4 heads and 2 of keys and values of 8, gated 40: a block of 6,976; 37 rows of 32 before and after."""
+    """dim 32, 4 heads and 2 of keys and values of 8, gated 40: a block of 6,976; 37 rows of 32
+    before and after."""
     model = shape(num_layers=8, tied=False)
     block = 32 * 8 * (4 + 4 + 2 + 2) + 3 * 32 * 40 + 2 * 32
     assert block == 6976 == model.block_params
     parts = part_params(model)
     assert (parts.before, parts.after, parts.blocks) == (37 * 32, 37 * 32 + 32, (block,) * 8)
-    found = pipeline_memory(model, WORK, named_pipeline("1f1b", 4, 4, Stages((1, 3, 3, 1))), 0, 1, "cuda", 1)
-    assert [rank["parameters"] // 4 for rank in found] == [block + 1184, 3 * block, 3 * block, block + 1216]
+    found = pipeline_memory(
+        model, WORK, named_pipeline("1f1b", 4, 4, Stages((1, 3, 3, 1))), 0, 1, "cuda", 1
+    )
+    assert [rank["parameters"] // 4 for rank in found] == [
+        block + 1184,
+        3 * block,
+        3 * block,
+        block + 1216,
+    ]
 
 
 def test_sharding_splits_states_and_gathers_stages_whole() -> None:
@@ -69,7 +85,10 @@ def test_sharding_splits_states_and_gathers_stages_whole() -> None:
         for one, other in zip(split, whole, strict=True):
             assert one["optimizer"] == other["optimizer"] // 2
             if stage == 1:
-                assert (one["parameters"], one["gradients"]) == (other["parameters"], other["gradients"])
+                assert (one["parameters"], one["gradients"]) == (
+                    other["parameters"],
+                    other["gradients"],
+                )
             else:
                 assert one["parameters"] == other["parameters"] // 2 == one["gradients"]
                 # whole parameters and whole gradients, from the first microbatch to the last
@@ -77,13 +96,15 @@ def test_sharding_splits_states_and_gathers_stages_whole() -> None:
 
 
 def test_stages_keep_what_the_model_keeps() -> None:
-    """Of one microbatch: all stages together what one rank keeps, and besides what a stage hands on, tables of angles
-    in each stage, and the gradients that the loss has computed."""
+    """Of one microbatch: all stages together what one rank keeps, and besides what a stage hands
+    on, tables of angles in each stage, and the gradients that the loss has computed."""
     pipeline = named_pipeline("gpipe", 4, 1, FOUR)
     kept = sum(stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).kept for stage in range(4))
     tables = 3 * WORK.tokens * activations.table_bytes(EIGHT_BLOCKS)
     loss = WORK.tokens * 32 * 4 + 37 * 32 * 4
-    assert kept == kept_bytes(EIGHT_BLOCKS, WORK) + 3 * sent_bytes(EIGHT_BLOCKS, WORK) + tables + loss
+    assert (
+        kept == kept_bytes(EIGHT_BLOCKS, WORK) + 3 * sent_bytes(EIGHT_BLOCKS, WORK) + tables + loss
+    )
     assert sent_bytes(EIGHT_BLOCKS, WORK) == 2 * 16 * 32 * 4
 
 
@@ -91,7 +112,12 @@ def test_one_stage_less_is_one_microbatch_less_of_1f1b() -> None:
     """Stages of equal blocks hold 4, 3, 2 and 1 microbatches; those of GPipe all 8."""
     pipeline = named_pipeline("1f1b", 4, 8, FOUR)
     one = [stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).kept for stage in range(4)]
-    assert list(rank_activations(EIGHT_BLOCKS, WORK, pipeline)) == [4 * one[0], 3 * one[1], 2 * one[2], one[3]]
+    assert list(rank_activations(EIGHT_BLOCKS, WORK, pipeline)) == [
+        4 * one[0],
+        3 * one[1],
+        2 * one[2],
+        one[3],
+    ]
     every = rank_activations(EIGHT_BLOCKS, WORK, named_pipeline("gpipe", 4, 8, FOUR))
     assert list(every) == [8 * size for size in one]
 
@@ -107,11 +133,14 @@ def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> 
         num_blocks = stages.num_blocks[stage]
         assert plain.redone == 0
         assert plain.kept - again.kept == num_blocks * (block - WORK.tokens * 32 * 4)
-        # The last block is redone beside the inputs of all: together as activation_bytes has it of a model so deep.
+        # The last block is redone beside the inputs of all: together as activation_bytes has it of
+        # a model so deep.
         alone = replace(EIGHT_BLOCKS, num_layers=num_blocks)
         of_model = replace(full, segments=segments_of("full", num_blocks))
         assert again.redone == activation_bytes(alone, of_model) - kept_bytes(alone, of_model)
-    assert max(rank_activations(EIGHT_BLOCKS, full, pipeline)) < max(rank_activations(EIGHT_BLOCKS, WORK, pipeline))
+    assert max(rank_activations(EIGHT_BLOCKS, full, pipeline)) < max(
+        rank_activations(EIGHT_BLOCKS, WORK, pipeline)
+    )
 
 
 def test_only_the_last_stage_has_a_loss_and_ends_get_no_messages_alone() -> None:
@@ -131,7 +160,10 @@ LATENT = {"kv_rank": 10, "head_dim": 12, "rope_head_dim": 4, "value_head_dim": 6
     ids=["plain", "latent", "latent queries", "experts"],
 )
 def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, Any]) -> None:
-    """Against the storages that split backwards hold between I and W. The head is the objective's, not a module."""
+    """Against the storages that split backwards hold between I and W.
+
+    The head is the objective's, not a module.
+    """
     from phalanx.parallel.pp_weights import LaterWeights, split_linears
 
     model = replace(shape(tied=False, num_kv_heads=4 if "kv_rank" in changes else 2), **changes)
@@ -143,7 +175,8 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
     with later.putting_off("key"):
         module(tokens).hidden_BTD.square().sum().backward()
     gc.collect()
-    # What lives until W and not longer. By address while all of it lives: afterwards addresses are used again.
+    # What lives until W and not longer. By address while all of it lives: afterwards addresses are
+    # used again.
     alive = [
         (weakref.ref(found), found.untyped_storage())
         for found in gc.get_objects()
@@ -154,7 +187,11 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
     later.do("key")
     gc.collect()
     held = {address: size for tensor, address, size in between if tensor() is None}
-    wanted = 24 * model.num_layers * activations.weight_input_bytes(model, 4, experts=model.num_experts > 0)
+    wanted = (
+        24
+        * model.num_layers
+        * activations.weight_input_bytes(model, 4, experts=model.num_experts > 0)
+    )
     counts = 8 * model.num_expert_layers * model.num_experts  # of rows for each expert
     assert sum(held.values()) == wanted + counts
 
@@ -172,7 +209,9 @@ def test_the_plan_takes_the_rank_that_needs_most_and_says_which() -> None:
     totals = plan.pipeline.rank_bytes
     assert plan.chosen.total_bytes == max(totals) == totals[0]
     assert plan.pipeline.rank_memory[0] == plan.chosen.predicted_bytes
-    assert any("rank 0 (stage 0) needs most memory, with 4 in flight" in reason for reason in plan.reasons)
+    assert any(
+        "rank 0 (stage 0) needs most memory, with 4 in flight" in reason for reason in plan.reasons
+    )
     body = plan.to_json()["pipeline"]
     assert body["rank_bytes"] == list(totals)
     assert plan.from_json(plan.to_json()) == plan
@@ -180,7 +219,13 @@ def test_the_plan_takes_the_rank_that_needs_most_and_says_which() -> None:
 
 def test_memory_that_is_too_little_for_one_rank_is_refused_with_its_own_remedy() -> None:
     sections: dict[str, Any] = {
-        "model": {"num_layers": 32, "dim": 4096, "num_heads": 32, "ffn_dim": 11008, "vocab_size": 32000},
+        "model": {
+            "num_layers": 32,
+            "dim": 4096,
+            "num_heads": 32,
+            "ffn_dim": 11008,
+            "vocab_size": 32000,
+        },
         "train": {"global_batch_size": 64, "micro_batch_size": 4},
         "data": {"seq_len": 4096},
         "parallel": {"ranks": 4, "pp": 4},
@@ -190,14 +235,16 @@ def test_memory_that_is_too_little_for_one_rank_is_refused_with_its_own_remedy()
     with pytest.raises(LayoutError) as caught:
         make_plan(Job.model_validate(sections), cluster=cluster)
     assert "pp needs" in str(caught.value)
-    assert "train.recompute=selective (activations" in str(caught.value) or "recompute=full" in str(caught.value)
+    assert "train.recompute=selective (activations" in str(caught.value) or "recompute=full" in str(
+        caught.value
+    )
     sections["train"]["recompute"] = "full"
     assert make_plan(Job.model_validate(sections), cluster=cluster).chosen.fits
 
 
 def test_one_stage_is_as_one_rank() -> None:
-    """Parameters, optimizer and activations of a rank with all stages differ from those of no pipeline by what stages
-    hand on, and by what the loss is counted as."""
+    """Parameters, optimizer and activations of a rank with all stages differ from those of no
+    pipeline by what stages hand on, and by what the loss is counted as."""
     pipeline = named_pipeline("1f1b", 1, 1, Stages((8,)))
     work = replace(WORK, num_microbatches=1)
     (one,) = pipeline_memory(EIGHT_BLOCKS, work, pipeline, 0, 1, "cuda", 1)

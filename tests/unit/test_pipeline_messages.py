@@ -1,5 +1,6 @@
-"""When a rank of a pipeline asks for its messages: never before its own actions that they depend on, and on devices
-where a receive keeps other work back, so that no set of ranks can wait for each other."""
+"""When a rank of a pipeline asks for its messages: never before its own actions that they depend
+on, and on devices where a receive keeps other work back, so that no set of ranks can wait for each
+other."""
 
 from __future__ import annotations
 
@@ -55,7 +56,12 @@ def forwards(num_ranks: int, turns: int, num_microbatches: int) -> Schedule:
     """What evaluation does."""
     owners = tuple(range(num_ranks)) * turns
     rows = [
-        tuple(Action("F", s, m) for s, o in enumerate(owners) if o == r for m in range(num_microbatches))
+        tuple(
+            Action("F", s, m)
+            for s, o in enumerate(owners)
+            if o == r
+            for m in range(num_microbatches)
+        )
         for r in range(num_ranks)
     ]
     return Schedule("forward", num_microbatches, owners, tuple(rows))
@@ -77,7 +83,8 @@ ALL = list(schedules())
 
 
 def ask_places(messages: Messages) -> dict[Parcel, int]:
-    """How many own actions are queued when each message is asked for; those of a source in the order of its row."""
+    """How many own actions are queued when each message is asked for; those of a source in the
+    order of its row."""
     places, numbers = {}, dict.fromkeys(messages.coming, 0)
     for place, sources in enumerate(messages.asks):
         for source in sources:
@@ -95,9 +102,14 @@ def makers_of(schedule: Schedule) -> dict[Parcel, Node]:
     }
 
 
-def add_ancestors(found: set[Node], schedule: Schedule, makers: dict[Parcel, Node], node: Node) -> None:
-    """Add to `found` what an action depends on, itself included: what came before on its rank, and what made what they
-    need. Of what is there already, all ancestors are."""
+def add_ancestors(
+    found: set[Node], schedule: Schedule, makers: dict[Parcel, Node], node: Node
+) -> None:
+    """Add to `found` what an action depends on, itself included: what came before on its rank, and
+    what made what they need.
+
+    Of what is there already, all ancestors are.
+    """
     todo = [node]
     while todo:
         rank, place = todo.pop()
@@ -112,9 +124,14 @@ def add_ancestors(found: set[Node], schedule: Schedule, makers: dict[Parcel, Nod
 
 
 @pytest.mark.parametrize("in_one_queue", [False, True])
-def test_no_receive_is_asked_for_before_an_own_action_that_it_depends_on(in_one_queue: bool) -> None:
+def test_no_receive_is_asked_for_before_an_own_action_that_it_depends_on(
+    in_one_queue: bool,
+) -> None:
     for schedule in ALL:
-        name, makers = f"{schedule.name} p={schedule.num_ranks} m={schedule.num_microbatches}", makers_of(schedule)
+        name, makers = (
+            f"{schedule.name} p={schedule.num_ranks} m={schedule.num_microbatches}",
+            makers_of(schedule),
+        )
         for rank, row in enumerate(schedule.actions):
             messages = plan_messages(schedule, rank, in_one_queue=in_one_queue)
             asked = ask_places(messages)
@@ -124,7 +141,9 @@ def test_no_receive_is_asked_for_before_an_own_action_that_it_depends_on(in_one_
                 if needed is None or schedule.rank_of_stage[needed.maker] == rank:
                     continue
                 num_needed += 1
-                assert asked[needed] <= place, f"{name}, rank {rank}: {action} begins before its message is asked for"
+                assert asked[needed] <= place, (
+                    f"{name}, rank {rank}: {action} begins before its message is asked for"
+                )
             assert len(asked) == num_needed
             for source, parcels in messages.coming.items():
                 assert sorted(parcels, key=lambda parcel: messages.made_at[parcel]) == list(parcels)
@@ -132,7 +151,9 @@ def test_no_receive_is_asked_for_before_an_own_action_that_it_depends_on(in_one_
                 for parcel in parcels:
                     add_ancestors(reached, schedule, makers, (source, messages.made_at[parcel]))
                     own = max((place for other, place in reached if other == rank), default=-1)
-                    assert own < asked[parcel], f"{name}, rank {rank}: {parcel} is asked for too early"
+                    assert own < asked[parcel], (
+                        f"{name}, rank {rank}: {parcel} is asked for too early"
+                    )
 
 
 def queues(schedule: Schedule, *, in_one_queue: bool) -> list[list[tuple[str, int]]]:
@@ -152,7 +173,8 @@ def queues(schedule: Schedule, *, in_one_queue: bool) -> list[list[tuple[str, in
 
 
 def can_end(work: list[list[tuple[str, int]]], *, sends_wait: bool) -> bool:
-    """Whether all queues empty where each is done strictly in order, and a receive waits for its message.
+    """Whether all queues empty where each is done strictly in order, and a receive waits for its
+    message.
 
     `sends_wait`: also a send, for its receiver, as for a message that no buffer takes.
     """
@@ -168,7 +190,10 @@ def can_end(work: list[list[tuple[str, int]]], *, sends_wait: bool) -> bool:
                         break
                     posted[other, rank] -= 1
                 elif what == "send":
-                    ready = at[other] < len(work[other]) and work[other][at[other]] == ("receive", rank)
+                    ready = at[other] < len(work[other]) and work[other][at[other]] == (
+                        "receive",
+                        rank,
+                    )
                     if sends_wait and not ready:
                         break
                     posted[rank, other] = posted.get((rank, other), 0) + 1
@@ -177,7 +202,9 @@ def can_end(work: list[list[tuple[str, int]]], *, sends_wait: bool) -> bool:
 
 
 @pytest.mark.parametrize("sends_wait", [False, True])
-def test_ranks_whose_receives_block_all_later_work_never_wait_for_each_other(sends_wait: bool) -> None:
+def test_ranks_whose_receives_block_all_later_work_never_wait_for_each_other(
+    sends_wait: bool,
+) -> None:
     stuck = [
         f"{schedule.name} p={schedule.num_ranks} m={schedule.num_microbatches}"
         for schedule in ALL
@@ -187,14 +214,16 @@ def test_ranks_whose_receives_block_all_later_work_never_wait_for_each_other(sen
 
 
 def test_that_own_actions_come_first_is_not_enough_where_receives_block() -> None:
-    """Two ranks each ask for what the other one makes next: this is why there is a rule for one queue."""
+    """Two ranks each ask for what the other one makes next: this is why there is a rule for one
+    queue."""
     assert not can_end(queues(generate("1f1b", 4, 8), in_one_queue=False), sends_wait=False)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-v"])
 @pytest.mark.parametrize("in_one_queue", [False, True])
 def test_most_messages_travel_beside_an_action(name: str, in_one_queue: bool) -> None:
-    """Asked for before an action that is not the one that needs them, so that they can arrive while it computes."""
+    """Asked for before an action that is not the one that needs them, so that they can arrive
+    while it computes."""
     schedule = generate(name, 4, 16)
     ahead = total = 0
     for rank, row in enumerate(schedule.actions):

@@ -1,4 +1,5 @@
-"""The pieces of a pipeline's runtime, each alone: door and stand-ins, post, weight gradients that wait, holdings."""
+"""The pieces of a pipeline's runtime, each alone: door and stand-ins, post, weight gradients
+that wait, holdings."""
 
 from __future__ import annotations
 
@@ -52,14 +53,22 @@ def test_a_stand_in_is_used_before_the_blocks_of_a_later_stage_alone() -> None:
         assert bool(used.isnan().all())
         assert door.window is not None
         door.window.place = "between"
-        with pytest.raises(LayoutError, match=r"used between the blocks, and stage 1 .*make it a part of the blocks"):
+        with pytest.raises(
+            LayoutError,
+            match=r"used between the blocks, and stage 1 .*make it a part of the blocks",
+        ):
             F.embedding(torch.tensor([0]), found)
         with pytest.raises(LayoutError, match="in the block's own forward alone"):
             inside.sum()
         door.window.place = "after"
-        with pytest.raises(LayoutError, match=r'used after the blocks.*parallel.last_stage=\["embed"\]'):
+        with pytest.raises(
+            LayoutError, match=r'used after the blocks.*parallel.last_stage=\["embed"\]'
+        ):
             arrived @ found.T.float()
-    with door.open(0, (0, 2), None), pytest.raises(LayoutError, match=r'before.*parallel.first_stage=\["embed"\]'):
+    with (
+        door.open(0, (0, 2), None),
+        pytest.raises(LayoutError, match=r'before.*parallel.first_stage=\["embed"\]'),
+    ):
         found * 2
 
 
@@ -139,12 +148,15 @@ def test_stages_one_after_the_other_are_the_whole_forward_and_its_gradients(cut:
 
 def test_the_class_of_a_guarded_block_is_still_its_own() -> None:
     chain, _ = guarded(2)
-    assert all(isinstance(block, Adding) and type(block).__name__ == "Adding" for block in chain.blocks)
+    assert all(
+        isinstance(block, Adding) and type(block).__name__ == "Adding" for block in chain.blocks
+    )
     assert len({type(block) for block in chain.blocks}) == 1
 
 
 def test_a_rehearsal_shows_what_would_not_reach_the_first_stage() -> None:
-    """A rank that holds what comes before the blocks, for another stage, computes it here without gradients."""
+    """A rank that holds what comes before the blocks, for another stage, computes it here
+    without gradients."""
     chain, door = guarded(2)
     door.outside = ((chain, "before"), (chain, "after"))
     kept = chain.before
@@ -155,9 +167,14 @@ def test_a_rehearsal_shows_what_would_not_reach_the_first_stage() -> None:
         assert chain.before is kept
     with door.open(1, (2, 4), torch.zeros(3)):
         start = leaks(torch.ones(3))
-        with pytest.raises(LayoutError, match="the model's output depends on what comes before the blocks"):
+        with pytest.raises(
+            LayoutError, match="the model's output depends on what comes before the blocks"
+        ):
             door.require_clean_outputs(chain(torch.ones(3)) + start)
-    with door.open(1, (2, 4), torch.zeros(3)), pytest.raises(LayoutError, match="an argument of block 2"):
+    with (
+        door.open(1, (2, 4), torch.zeros(3)),
+        pytest.raises(LayoutError, match="an argument of block 2"),
+    ):
         chain(torch.ones(3), leaks(torch.ones(3)))
     assert chain.before is kept
     assert door.window is None
@@ -192,7 +209,9 @@ def recording(rank: int, num_ranks: int) -> Recording:
     return Recording(rank, tuple(range(num_ranks)), None, None, CPU)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"]
+)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("in_one_queue", [False, True])
 def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
@@ -202,7 +221,9 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
     per_rank = 1 if name in ("gpipe", "1f1b") else 2
     schedule = generate(name, num_ranks, 8, per_rank)
     num_stages = schedule.num_stages
-    forms = {(s, m): Form((s, m + 1), torch.float32) for s in range(1, num_stages) for m in range(8)}
+    forms = {
+        (s, m): Form((s, m + 1), torch.float32) for s in range(1, num_stages) for m in range(8)
+    }
     for rank in range(num_ranks):
         peers = recording(rank, num_ranks)
         messages = plan_messages(schedule, rank, in_one_queue=in_one_queue)
@@ -211,7 +232,9 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
         coming: dict[int, list[Parcel]] = {}
         for source, row in enumerate(schedule.actions):
             made = [made_by(action, num_stages) for action in row]
-            coming[source] = [p for p in made if p is not None and schedule.rank_of_stage[p.stage] == rank]
+            coming[source] = [
+                p for p in made if p is not None and schedule.rank_of_stage[p.stage] == rank
+            ]
         handed: dict[Parcel, torch.Tensor] = {}
         for at, action in enumerate(schedule.actions[rank]):
             post.ask_before(at)
@@ -238,7 +261,11 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
                 num_bytes = post.hand_on(made_here, handed[made_here])
                 assert num_bytes == (0 if schedule.rank_of_stage[made_here.stage] == rank else 8)
         post.settle()
-        assert all(peers.asked.count(source) == len(some) for source, some in coming.items() if source != rank)
+        assert all(
+            peers.asked.count(source) == len(some)
+            for source, some in coming.items()
+            if source != rank
+        )
 
 
 # Weight gradients that wait
@@ -290,8 +317,11 @@ WAYS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", [(4, 5), (2, 3, 5)])
 @pytest.mark.parametrize("waits", [True, False])
-def test_gradients_that_wait_are_those_of_autograd(way: str, shape: tuple[int, ...], waits: bool) -> None:
-    """Two microbatches under way together, their weights done in the other order; also where nothing waits."""
+def test_gradients_that_wait_are_those_of_autograd(
+    way: str, shape: tuple[int, ...], waits: bool
+) -> None:
+    """Two microbatches under way together, their weights done in the other order; also where
+    nothing waits."""
     plain, split = mlp(), mlp()
     split_linears(split)
     xs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -306,16 +336,22 @@ def test_gradients_that_wait_are_those_of_autograd(way: str, shape: tuple[int, .
         if not waits:
             loss.backward()
             continue
-        before = {name: None if p.grad is None else p.grad.clone() for name, p in split.named_parameters()}
+        before = {
+            name: None if p.grad is None else p.grad.clone() for name, p in split.named_parameters()
+        }
         with later.putting_off(key):
             loss.backward()
         weights = [name for name in before if name.endswith("weight")]
-        assert all(_same(split.get_parameter(name).grad, before[name]) for name in weights), "weights wait"
+        assert all(_same(split.get_parameter(name).grad, before[name]) for name in weights), (
+            "weights wait"
+        )
     assert later.num_due == (2 if waits else 0)
     for key in (1, 0) if waits else ():
         later.do(key)
     assert later.num_due == 0
-    tolerance = {"rtol": 2e-2, "atol": 5e-2} if way == "autocast" else {"rtol": 1e-12, "atol": 1e-12}
+    tolerance = (
+        {"rtol": 2e-2, "atol": 5e-2} if way == "autocast" else {"rtol": 1e-12, "atol": 1e-12}
+    )
     for x, gradient in zip(xs, wanted, strict=True):
         torch.testing.assert_close(x.grad, gradient, **tolerance)
     for (name, found), parameter in zip(split.named_parameters(), plain.parameters(), strict=True):
@@ -360,19 +396,30 @@ def pipeline(name: str, blocks: tuple[int, ...], **more: Any) -> Pipeline:
 
 def held(module: nn.Module, how: Pipeline) -> list[set[str]]:
     holding = Holding(module, list(module.blocks), how)  # type: ignore[arg-type]
-    return [{name.removesuffix(".weight") for name in holding.by_name(rank) if "bias" not in name} for rank in (0, 1)]
+    return [
+        {name.removesuffix(".weight") for name in holding.by_name(rank) if "bias" not in name}
+        for rank in (0, 1)
+    ]
 
 
 def test_parameters_are_held_where_the_order_of_registration_says_or_the_user() -> None:
     plain = held(Model(), pipeline("1f1b", (1, 3)))
-    assert plain == [{"scale", "embed", "blocks.0"}, {"blocks.1", "blocks.2", "blocks.3", "norm", "head"}]
-    more = held(Model(), pipeline("1f1b", (4, 0), first_stage=("norm",), last_stage=("scale", "emb*")))
+    assert plain == [
+        {"scale", "embed", "blocks.0"},
+        {"blocks.1", "blocks.2", "blocks.3", "norm", "head"},
+    ]
+    more = held(
+        Model(), pipeline("1f1b", (4, 0), first_stage=("norm",), last_stage=("scale", "emb*"))
+    )
     assert more == [
         {"scale", "embed", "norm", *(f"blocks.{n}" for n in range(4))},
         {"norm", "head", "scale", "embed"},
     ]
     in_a_v = held(Model(), pipeline("zb-v", (1, 1, 1, 1)))
-    assert in_a_v == [{"scale", "embed", "blocks.0", "blocks.3", "norm", "head"}, {"blocks.1", "blocks.2"}]
+    assert in_a_v == [
+        {"scale", "embed", "blocks.0", "blocks.3", "norm", "head"},
+        {"blocks.1", "blocks.2"},
+    ]
 
 
 def test_what_two_stages_share_both_have() -> None:

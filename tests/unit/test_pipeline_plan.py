@@ -33,7 +33,10 @@ def test_without_pp_there_is_no_pipeline() -> None:
 
 def test_ranks_that_the_degrees_alone_decide_are_said_to_be_that() -> None:
     job = Job.model_validate({"train": {"global_batch_size": 2}, "parallel": {"pp": 4}})
-    assert "4 ranks: as many as pp=4 takes" in make_plan(job, cluster=Cluster("cpu", 2, 8 * GIB)).reasons
+    assert (
+        "4 ranks: as many as pp=4 takes"
+        in make_plan(job, cluster=Cluster("cpu", 2, 8 * GIB)).reasons
+    )
 
 
 def test_defaults() -> None:
@@ -48,9 +51,16 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize(
     ("pp", "batch", "schedule", "wanted"),
-    [  # of one pipeline: the fewest microbatches that are at least 4 (p - 1), divide the batch and can be scheduled
+    # of one pipeline: the fewest microbatches that are at least 4 (p - 1), divide the batch and can
+    # be scheduled
+    [
         (4, 32, "1f1b", 16),
-        (2, 32, "1f1b", 8),  # 4 would wait a fifth of equal stages, and the head makes the last one longer
+        (
+            2,
+            32,
+            "1f1b",
+            8,
+        ),  # 4 would wait a fifth of equal stages, and the head makes the last one longer
         (4, 8, "1f1b", 8),  # there are no more
         (4, 18, "interleaved", 6),  # 9 and 18 do not divide into rounds of 4
         (4, 24, "interleaved", 12),
@@ -58,17 +68,23 @@ def test_defaults() -> None:
         (4, 24, "dualpipe-v", 12),
     ],
 )
-def test_microbatches_where_the_job_is_silent(pp: int, batch: int, schedule: str, wanted: int) -> None:
+def test_microbatches_where_the_job_is_silent(
+    pp: int, batch: int, schedule: str, wanted: int
+) -> None:
     found = plan(pp, batch=batch, schedule=schedule)
     assert (found.num_microbatches, found.micro_batch_size) == (wanted, batch // wanted)
     legal = [m for m in range(1, batch + 1) if batch % m == 0 and can_run(schedule, pp, m)]
 
     def waits(count: int) -> float:
-        timeline = pipeline_of(plan(pp, batch=batch, schedule=schedule, micro=batch // count)).timeline()
+        timeline = pipeline_of(
+            plan(pp, batch=batch, schedule=schedule, micro=batch // count)
+        ).timeline()
         assert timeline is not None
         return float(timeline.bubble)
 
-    assert wanted == min([m for m in legal if m >= 4 * (pp - 1) and waits(m) <= LIMIT], default=legal[-1])
+    assert wanted == min(
+        [m for m in legal if m >= 4 * (pp - 1) and waits(m) <= LIMIT], default=legal[-1]
+    )
 
 
 def test_four_times_as_many_microbatches_as_hops_wait_a_fifth() -> None:
@@ -126,15 +142,32 @@ def of_64(**parallel: Any) -> Plan:
 @pytest.mark.parametrize(
     ("parallel", "layout", "blocks", "num_microbatches", "strides"),
     [
-        ({"tp": 8, "pp": 4, "dp_shard": 2}, Layout(pp=4, dp_shard=2, tp=8), 20, 512, {"tp": 1, "dp": 8, "pp": 16}),
-        ({"tp": 4, "pp": 2, "zero_stage": 3}, Layout(pp=2, dp_shard=8, tp=4), 40, 128, {"tp": 1, "dp": 4, "pp": 32}),
+        (
+            {"tp": 8, "pp": 4, "dp_shard": 2},
+            Layout(pp=4, dp_shard=2, tp=8),
+            20,
+            512,
+            {"tp": 1, "dp": 8, "pp": 16},
+        ),
+        (
+            {"tp": 4, "pp": 2, "zero_stage": 3},
+            Layout(pp=2, dp_shard=8, tp=4),
+            40,
+            128,
+            {"tp": 1, "dp": 4, "pp": 32},
+        ),
         ({"tp": 8, "pp": 8}, Layout(pp=8, tp=8), 10, 1024, {"tp": 1, "dp": 8, "pp": 8}),
     ],
 )
 def test_three_plans_of_64_ranks(
-    parallel: dict[str, Any], layout: Layout, blocks: int, num_microbatches: int, strides: dict[str, int]
+    parallel: dict[str, Any],
+    layout: Layout,
+    blocks: int,
+    num_microbatches: int,
+    strides: dict[str, int],
 ) -> None:
-    """TP8 x PP4 x DP2, DP8 x (PP2 x TP4), TP8 x PP8: tensor-parallel ranks are neighbours, stages farthest apart."""
+    """TP8 x PP4 x DP2, DP8 x (PP2 x TP4), TP8 x PP8: tensor-parallel ranks are neighbours,
+    stages farthest apart."""
     found = of_64(**parallel)
     assert found.layout == layout
     assert found.num_microbatches == num_microbatches
@@ -147,7 +180,8 @@ def test_three_plans_of_64_ranks(
 
 
 def test_memory_of_70b_on_tp8_x_pp8() -> None:
-    """An eighth of a block's matrices and both norms: 8192 (8 + 8 + 1 + 1) 128 + 3 · 8192 · 3584 + 2 · 8192 numbers."""
+    """An eighth of a block's matrices and both norms: 8192 (8 + 8 + 1 + 1) 128 + 3 · 8192 · 3584
+    + 2 · 8192 numbers."""
     block = 8192 * 128 * 18 + 3 * 8192 * 3584 + 2 * 8192
     table = 32000 // 8 * 8192
     pipeline = pipeline_of(of_64(tp=8, pp=8))
@@ -161,18 +195,23 @@ def test_memory_of_70b_on_tp8_x_pp8() -> None:
 
 
 def test_bubble_of_70b_on_tp8_x_pp8() -> None:
-    """7 / 1031 is what the literature gives for equal stages; here the last one has the head as well, a third of a
-    block, and the others wait for it: the mean rank has 80 1/3 / 8 blocks of work to the last one's 10 1/3."""
+    """7 / 1031 is what the literature gives for equal stages; here the last one has the head as
+    well, a third of a block, and the others wait for it: the mean rank has 80 1/3 / 8 blocks of
+    work to the last one's 10 1/3."""
     found = of_64(tp=8, pp=8)
     timeline = pipeline_of(found).timeline()
     assert timeline is not None
     uniform = float(closed_form("1f1b", 8, 1024, 1, UNIFORM))  # type: ignore[arg-type]
     assert uniform == pytest.approx(7 / 1031)
-    costs = [float(sum((c.forward_s, c.backward_input_s, c.backward_weight_s))) for c in pipeline_of(found).costs]
+    costs = [
+        float(sum((c.forward_s, c.backward_input_s, c.backward_weight_s)))
+        for c in pipeline_of(found).costs
+    ]
     idle = 1 - sum(costs) / (8 * max(costs))
     assert idle < timeline.bubble < idle + uniform
     assert not any(warning.code == "pipeline_bubble" for warning in found.warnings)
-    # A middle rank hands on activations and gradients of 1,024 microbatches: 4096 x 8192 in bf16, an eighth each of tp.
+    # A middle rank hands on activations and gradients of 1,024 microbatches: 4096 x 8192 in bf16,
+    # an eighth each of tp.
     assert 16 * GIB == 2 * 1024 * 4096 * 8192 * 2 // 8
     assert "pp: a rank sends up to 16.0 GiB to other stages in a step" in found.reasons
 
@@ -184,54 +223,87 @@ def test_bubble_of_70b_on_tp8_x_pp8() -> None:
     ("asked", "line"),
     [
         ({"pp": 3, "ranks": 8}, "pp 3 does not divide the 8 ranks; nearest: pp=4"),
-        ({"pp": 3, "ranks": 8, "tp": 4}, "pp 3 x tp 4 = 12 does not divide the 8 ranks; nearest: pp=2 x tp=4"),
+        (
+            {"pp": 3, "ranks": 8, "tp": 4},
+            "pp 3 x tp 4 = 12 does not divide the 8 ranks; nearest: pp=2 x tp=4",
+        ),
         (
             {"pp": 2, "ranks": 8, "dp_replicate": 3, "dp_shard": 2},
             "parallel.dp_replicate 3 x dp_shard 2 x pp 2 makes 12 ranks, and parallel.ranks is 8",
         ),
         (
             {"pp": 4, "layers": 4, "schedule": "zb-v"},
-            "4 blocks cannot be cut into the 8 stages of parallel.pp 4 x 2 stages per rank; nearest: parallel.pp=2",
+            (
+                "4 blocks cannot be cut into the 8 stages of parallel.pp 4 x 2 stages per rank;"
+                " nearest: parallel.pp=2"
+            ),
         ),
         (
             {"pp": 2, "layers": 4, "schedule": "interleaved", "stages_per_rank": 4},
-            "4 blocks cannot be cut into the 8 stages of parallel.pp 2 x 4 stages per rank; nearest: "
-            "parallel.stages_per_rank=2",
+            (
+                "4 blocks cannot be cut into the 8 stages of parallel.pp 2 x 4 stages per rank;"
+                " nearest: parallel.stages_per_rank=2"
+            ),
         ),
         (
             {"pp": 3, "ranks": 6, "batch": 36, "layers": 4, "schedule": "interleaved"},
-            "the 6 stages of parallel.pp 3 x 2 stages per rank; nearest: parallel.pp=2, or parallel.schedule=1f1b",
+            (
+                "the 6 stages of parallel.pp 3 x 2 stages per rank; nearest: parallel.pp=2, or"
+                " parallel.schedule=1f1b"
+            ),
         ),
         (
             {"pp": 3, "layers": 4, "batch": 36, "schedule": "interleaved"},
             "the 6 stages of parallel.pp 3 x 2 stages per rank; nearest: parallel.schedule=1f1b",
         ),
-        ({"pp": 4, "layers": 2}, "2 blocks cannot be cut into the 4 stages of parallel.pp 4; nearest: parallel.pp=2"),
+        (
+            {"pp": 4, "layers": 2},
+            "2 blocks cannot be cut into the 4 stages of parallel.pp 4; nearest: parallel.pp=2",
+        ),
         (
             {"schedule": "1f1b", "stages_per_rank": 2},
             "schedule 1f1b cannot have 2 stages per rank; nearest: 1, or schedule interleaved",
         ),
         (
             {"schedule": "dualpipe-v", "batch": 6},
-            "schedule dualpipe-v on 4 ranks needs 8 microbatches, and a pipeline has 6 sequences; "
-            "nearest train.global_batch_size: 8",
+            (
+                "schedule dualpipe-v on 4 ranks needs 8 microbatches, and a pipeline has 6"
+                " sequences; nearest train.global_batch_size: 8"
+            ),
         ),
         (
             {"schedule": "interleaved", "batch": 18, "micro": 1},
-            "train.micro_batch_size 1 makes 18 microbatches of the 18 sequences of a pipeline, which schedule "
-            "interleaved on 4 ranks cannot run; nearest: 3",
+            (
+                "train.micro_batch_size 1 makes 18 microbatches of the 18 sequences of a pipeline,"
+                " which schedule interleaved on 4 ranks cannot run; nearest: 3"
+            ),
         ),
-        ({"micro": 5}, "train.micro_batch_size 5 does not divide the 32 sequences of each of 1 pipelines; nearest: 4"),
-        ({"ranks": 12}, "3 pipelines do not divide train.global_batch_size 32; nearest batch: 30 or 33"),
+        (
+            {"micro": 5},
+            (
+                "train.micro_batch_size 5 does not divide the 32 sequences of each of 1 pipelines;"
+                " nearest: 4"
+            ),
+        ),
+        (
+            {"ranks": 12},
+            "3 pipelines do not divide train.global_batch_size 32; nearest batch: 30 or 33",
+        ),
         ({"stage_blocks": (2, 2, 2)}, "blocks are given for 3 stages (2, 2, 2), and there are 4"),
         (
             {"stage_blocks": (3, 2, 2, 2)},
             "stages of 3, 2, 2, 2 blocks make 9, and the model has 8; nearest: 2, 2, 2, 2",
         ),
         ({"stage_blocks": (4, 0, 2, 2)}, "stage 1 of 4, 0, 2, 2 blocks would have 0"),
-        ({"first_stage": ("nor",)}, "parallel.first_stage: the model has no 'nor'; did you mean \"norm\"?"),
+        (
+            {"first_stage": ("nor",)},
+            "parallel.first_stage: the model has no 'nor'; did you mean \"norm\"?",
+        ),
         ({"last_stage": ("blocks.1",)}, "parallel.last_stage: 'blocks.1' is a part of the blocks"),
-        ({"last_stage": ("blocks.1.attention",)}, "parallel.last_stage: 'blocks.1.attention' is a part of the blocks"),
+        (
+            {"last_stage": ("blocks.1.attention",)},
+            "parallel.last_stage: 'blocks.1.attention' is a part of the blocks",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_nearest(asked: dict[str, Any], line: str) -> None:
@@ -251,7 +323,8 @@ def test_what_is_named_as_nearest_can_be_planned(mended: dict[str, Any]) -> None
 
 
 def test_a_batch_with_no_legal_split_names_one_that_has() -> None:
-    """18 = 2 x 9 sequences: 9 are no multiple of anything from 8 on but 9, which dualpipe-v can run."""
+    """18 = 2 x 9 sequences: 9 are no multiple of anything from 8 on but 9, which dualpipe-v can
+    run."""
     found = plan(4, ranks=8, batch=18, schedule="dualpipe-v")
     assert found.num_microbatches == 9
 
@@ -265,7 +338,11 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     write_schedule(written, file)
     found = plan(layers=12, batch=16, schedule_file=str(file))
     pipeline = pipeline_of(found)
-    assert (pipeline.schedule_name, pipeline.num_microbatches, found.micro_batch_size) == ("file", 8, 2)
+    assert (pipeline.schedule_name, pipeline.num_microbatches, found.micro_batch_size) == (
+        "file",
+        8,
+        2,
+    )
     assert pipeline.rank_of_stage == written.rank_of_stage
     assert pipeline.schedule().actions == written.actions
     assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
@@ -283,7 +360,9 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
 def test_a_schedule_that_is_not_for_the_job_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     write_schedule(generate("1f1b", 2, 8), file)
-    assert "the schedule is for 2 ranks, and parallel.pp is 4; set parallel.pp=2" in refusal(schedule_file=str(file))
+    assert "the schedule is for 2 ranks, and parallel.pp is 4; set parallel.pp=2" in refusal(
+        schedule_file=str(file)
+    )
     (short := tmp_path / "short.csv").write_text(
         "0F0,0B0\n"
     )  # one rank is no pipeline, so parallel.pp=1 would be refused as well
@@ -291,10 +370,14 @@ def test_a_schedule_that_is_not_for_the_job_is_refused(tmp_path: Path) -> None:
     assert "has 8 microbatches, which do not divide the 36 sequences of a pipeline" in refusal(
         pp=2, batch=36, schedule_file=str(file)
     )
-    assert "nearest train.global_batch_size: 32 or 40" in refusal(pp=2, batch=36, schedule_file=str(file))
+    assert "nearest train.global_batch_size: 32 or 40" in refusal(
+        pp=2, batch=36, schedule_file=str(file)
+    )
     file.write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n")
     assert "cannot run" in refusal(pp=2, schedule_file=str(file))
-    assert "the schedule cannot be read" in refusal(pp=2, schedule_file=str(tmp_path / "absent.csv"))
+    assert "the schedule cannot be read" in refusal(
+        pp=2, schedule_file=str(tmp_path / "absent.csv")
+    )
 
 
 # What is said
@@ -307,9 +390,15 @@ def test_the_plan_says_why() -> None:
         "plan    2.44 M parameters",
         "4 cpu ranks: pp (pp=4)",
         "= 1 x pp 4 ranks x 16 x 2",
-        "pp: 4 stages of 3 blocks, cut by FLOPs so that the busiest rank has least to do (the head is the work of",
+        (
+            "pp: 4 stages of 3 blocks, cut by FLOPs so that the busiest rank has least to do (the"
+            " head is the work of"
+        ),
         "pp: schedule 1f1b, the default, with 16 microbatches of 2: predicted bubble",
-        "pp: 4, 3, 2, 1 microbatches of a stage in flight by rank; rank 0 (stage 0) needs most memory, with 4 in",
+        (
+            "pp: 4, 3, 2, 1 microbatches of a stage in flight by rank; rank 0 (stage 0) needs most"
+            " memory, with 4 in"
+        ),
         "pp: a rank sends up to 4.0 MiB to other stages in a step",
         "predicted on the rank that needs most",
         "by pipeline rank: ",
@@ -320,7 +409,12 @@ def test_the_plan_says_why() -> None:
 
 
 def test_no_effect_is_said() -> None:
-    options = {"prefetch": 1, "static_graph": True, "unused_parameters": "allow", "blocks_per_unit": 2}
+    options = {
+        "prefetch": 1,
+        "static_graph": True,
+        "unused_parameters": "allow",
+        "blocks_per_unit": 2,
+    }
     found = plan(2, ranks=4, dp_shard=2, **options)
     line = next(reason for reason in found.reasons if "no effect" in reason)
     assert line.endswith("have no effect under zero3 with pp")
@@ -333,7 +427,9 @@ def test_a_long_bubble_is_a_warning_with_what_helps() -> None:
     """Equal stages would wait 3 / 7, which is 43 %; the head makes it 44."""
     found = plan(layers=12, micro=8)
     (text,) = (warning.text for warning in found.warnings if warning.code == "pipeline_bubble")
-    assert text.startswith("ranks wait 44% of each step for other stages, with 4 microbatches on 4 ranks; set ")
+    assert text.startswith(
+        "ranks wait 44% of each step for other stages, with 4 microbatches on 4 ranks; set "
+    )
     assert "train.micro_batch_size=2 (16 microbatches: 18%)" in text
     assert "parallel.schedule=interleaved (" in text
     for better in ({"micro": 2}, {"micro": 2, "schedule": "interleaved"}):
@@ -347,22 +443,36 @@ def test_a_long_bubble_is_a_warning_with_what_helps() -> None:
 
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v", "interleaved-zero-bubble"])
 def test_compiled_blocks_leave_nothing_to_put_off(schedule: str) -> None:
-    """What is waited for is the whole backward: as long as F and B of stages that do not split it."""
-    split, whole = (plan(layers=16, micro=2, schedule=schedule, recompute={"compile": on}) for on in (False, True))
+    """What is waited for is the whole backward: as long as F and B of stages that do not split
+    it."""
+    split, whole = (
+        plan(layers=16, micro=2, schedule=schedule, recompute={"compile": on})
+        for on in (False, True)
+    )
     for before, after in zip(pipeline_of(split).costs, pipeline_of(whole).costs, strict=True):
         assert after.backward_weight_s == 0
         assert after.backward_input_s == before.backward_input_s + before.backward_weight_s
         assert after.forward_s == before.forward_s
-    bubbles = [float(timeline.bubble) for found in (split, whole) if (timeline := pipeline_of(found).timeline())]
+    bubbles = [
+        float(timeline.bubble)
+        for found in (split, whole)
+        if (timeline := pipeline_of(found).timeline())
+    ]
     assert bubbles[0] < bubbles[1]
     assert not any(warning.code == "pipeline_compiled" for warning in split.warnings)
     (text,) = (warning.text for warning in whole.warnings if warning.code == "pipeline_compiled")
-    assert f"schedule {schedule} puts off gradients of weights (W), and train.compile leaves nothing" in text
+    assert (
+        f"schedule {schedule} puts off gradients of weights (W), and train.compile leaves nothing"
+        in text
+    )
     assert f"ranks wait {bubbles[1]:.0%} of each step" in text
     assert "compile" not in " ".join(
         w.text for w in plan(layers=16, schedule="1f1b", recompute={"compile": True}).warnings
     )
-    kept = [max(memory["activations"] for memory in pipeline_of(found).rank_memory) for found in (split, whole)]
+    kept = [
+        max(memory["activations"] for memory in pipeline_of(found).rank_memory)
+        for found in (split, whole)
+    ]
     assert kept[1] <= kept[0]
 
 
@@ -384,16 +494,24 @@ def test_a_file_of_few_microbatches_is_told_to_have_more(tmp_path: Path) -> None
     """Fewer ranks are not what helps: nothing but the file says how many microbatches there are."""
     file = tmp_path / "two.csv"
     write_schedule(generate("1f1b", 2, 2), file)
-    (text,) = (w.text for w in plan(2, layers=12, schedule_file=str(file)).warnings if w.code == "pipeline_bubble")
+    (text,) = (
+        w.text
+        for w in plan(2, layers=12, schedule_file=str(file)).warnings
+        if w.code == "pipeline_bubble"
+    )
     assert f"write more microbatches into {file} (1f1b with 8 would wait 12%)" in text
     assert "fewer pipeline ranks" not in text
 
 
 def test_uneven_stages_are_named() -> None:
-    (text,) = (w.text for w in plan(stage_blocks=(5, 1, 1, 1)).warnings if w.code == "pipeline_bubble")
+    (text,) = (
+        w.text for w in plan(stage_blocks=(5, 1, 1, 1)).warnings if w.code == "pipeline_bubble"
+    )
     assert "; rank 0 has 2.4" in text
     assert "leave parallel.stage_blocks out" in text
-    (text,) = (w.text for w in plan(4, layers=5, schedule="gpipe").warnings if w.code == "pipeline_bubble")
+    (text,) = (
+        w.text for w in plan(4, layers=5, schedule="gpipe").warnings if w.code == "pipeline_bubble"
+    )
     assert "rank 2 has 1.5" in text
     assert "use fewer pipeline ranks (parallel.pp)" in text
 

@@ -1,4 +1,5 @@
-"""Schedules as data: which sizes are legal, what `check` finds, files, and the microbatches that are held."""
+"""Schedules as data: which sizes are legal, what `check` finds, files, and the microbatches that
+are held."""
 
 from __future__ import annotations
 
@@ -22,17 +23,23 @@ from phalanx.plan.pipeline.schedule import Action, Schedule, loop_placement, v_p
 def legal() -> st.SearchStrategy[Schedule]:
     """Any schedule that `generate` makes of sizes like these."""
 
-    def made(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule | None:
+    def made(
+        name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
+    ) -> Schedule | None:
         try:
             return generate(name, num_ranks, num_microbatches, stages_per_rank)
         except LayoutError:
             return None
 
-    sizes = st.tuples(st.sampled_from(SCHEDULE_NAMES), st.integers(1, 6), st.integers(1, 20), st.integers(1, 4))
+    sizes = st.tuples(
+        st.sampled_from(SCHEDULE_NAMES), st.integers(1, 6), st.integers(1, 20), st.integers(1, 4)
+    )
     return sizes.map(lambda size: made(*size)).filter(lambda schedule: schedule is not None)  # type: ignore[return-value]
 
 
-def own(*rows: str, num_microbatches: int = 1, rank_of_stage: tuple[int, ...] | None = None) -> Schedule:
+def own(
+    *rows: str, num_microbatches: int = 1, rank_of_stage: tuple[int, ...] | None = None
+) -> Schedule:
     actions = tuple(tuple(map(Action.from_text, row.split())) for row in rows)
     return Schedule("own", num_microbatches, rank_of_stage or tuple(range(len(rows))), actions)
 
@@ -45,7 +52,10 @@ def lines(schedule: Schedule, **limits: int) -> list[str]:
 @given(legal())
 def test_every_legal_size_runs(schedule: Schedule) -> None:
     assert check(schedule) == ()
-    assert schedule.placement == ("v" if schedule.name in ("zb-v", "dualpipe-v") else "loop") or schedule.num_ranks == 1
+    assert (
+        schedule.placement == ("v" if schedule.name in ("zb-v", "dualpipe-v") else "loop")
+        or schedule.num_ranks == 1
+    )
     assert Schedule.from_json(json.loads(json.dumps(schedule.to_json()))) == schedule
 
 
@@ -65,10 +75,18 @@ def test_whatever_is_taken_away_or_swapped_within_a_microbatch_is_found(
     rank = data.draw(st.integers(0, schedule.num_ranks - 1))
     row = list(schedule.actions[rank])
     gone = data.draw(st.integers(0, len(row) - 1))
-    less = (*schedule.actions[:rank], tuple(row[:gone] + row[gone + 1 :]), *schedule.actions[rank + 1 :])
+    less = (
+        *schedule.actions[:rank],
+        tuple(row[:gone] + row[gone + 1 :]),
+        *schedule.actions[rank + 1 :],
+    )
     assert check(replace(schedule, actions=less))
     forward = next(action for action in row if action.kind == "F")
-    back = next(a for a in row if a.kind in "BI" and (a.stage, a.microbatch) == (forward.stage, forward.microbatch))
+    back = next(
+        a
+        for a in row
+        if a.kind in "BI" and (a.stage, a.microbatch) == (forward.stage, forward.microbatch)
+    )
     first, second = row.index(forward), row.index(back)
     row[first], row[second] = row[second], row[first]
     swapped = (*schedule.actions[:rank], tuple(row), *schedule.actions[rank + 1 :])
@@ -96,28 +114,42 @@ def test_one_walk_of_1f1b() -> None:
     ("size", "wanted"),
     [
         (("1fib", 4, 8), "there is no schedule '1fib'; did you mean \"1f1b\"?"),
-        (("gpipe", 4, 8, 2), "schedule gpipe cannot have 2 stages per rank; nearest: 1, or schedule interleaved"),
-        (("interleaved", 4, 8, 1), "schedule interleaved cannot have 1 stages per rank; nearest: 2, or schedule 1f1b"),
+        (
+            ("gpipe", 4, 8, 2),
+            "schedule gpipe cannot have 2 stages per rank; nearest: 1, or schedule interleaved",
+        ),
+        (
+            ("interleaved", 4, 8, 1),
+            "schedule interleaved cannot have 1 stages per rank; nearest: 2, or schedule 1f1b",
+        ),
         (("zb-v", 4, 8, 3), "schedule zb-v cannot have 3 stages per rank; nearest: 2"),
         (
             ("interleaved", 4, 9),
-            "schedule interleaved on 4 ranks cannot run 9 microbatches (they do not divide into 2 equal rounds); "
-            "nearest: 8 or 10",
+            (
+                "schedule interleaved on 4 ranks cannot run 9 microbatches (they do not divide into"
+                " 2 equal rounds); nearest: 8 or 10"
+            ),
         ),
         (
             ("interleaved-zero-bubble", 4, 17, 1),
-            "schedule interleaved-zero-bubble on 4 ranks cannot run 17 microbatches (they do not divide into 4 equal "
-            "rounds); nearest: 16 or 20",
+            (
+                "schedule interleaved-zero-bubble on 4 ranks cannot run 17 microbatches (they do"
+                " not divide into 4 equal rounds); nearest: 16 or 20"
+            ),
         ),
         (
             ("dualpipe-v", 4, 7),
-            "schedule dualpipe-v on 4 ranks cannot run 7 microbatches (it has two stages per rank and wants a "
-            "microbatch in each); nearest: 8",
+            (
+                "schedule dualpipe-v on 4 ranks cannot run 7 microbatches (it has two stages per"
+                " rank and wants a microbatch in each); nearest: 8"
+            ),
         ),
         (("gpipe", 4, 0), "a pipeline of 4 ranks and 0 microbatches; use at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_nearest_that_can(size: tuple[str, int, int], wanted: str) -> None:
+def test_what_cannot_be_is_refused_with_the_nearest_that_can(
+    size: tuple[str, int, int], wanted: str
+) -> None:
     with pytest.raises(LayoutError) as caught:
         generate(*size)
     assert str(caught.value) == wanted
@@ -129,8 +161,14 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(size: tuple[str, in
     [
         (own("0F0", "1F0 1B0"), ["0B0: is missing on rank 0, and so are 0I0 and 0W0"]),
         (own("0F0 0B0", "1B0"), ["1F0: is missing on rank 1"]),
-        (own("0F0 0I0", "1F0 1B0"), ["rank 0, position 2: 0W0: is missing on rank 0; 0I0 is half of a backward"]),
-        (own("0F0 0B0 0W0", "1F0 1B0"), ["rank 0, position 3: 0W0: is part of 0B0, which is there too"]),
+        (
+            own("0F0 0I0", "1F0 1B0"),
+            ["rank 0, position 2: 0W0: is missing on rank 0; 0I0 is half of a backward"],
+        ),
+        (
+            own("0F0 0B0 0W0", "1F0 1B0"),
+            ["rank 0, position 3: 0W0: is part of 0B0, which is there too"],
+        ),
         (
             own("0F0 0F0 0B0", "1F0 1B0"),
             ["rank 0, position 2: 0F0: comes a second time; the first is at rank 0, position 1"],
@@ -143,13 +181,22 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(size: tuple[str, in
             ],
         ),
         (own("0F0 0B0", "1F0 1B0 2F0"), ["rank 1, position 3: 2F0: there are 2 stages, from 0"]),
-        (own("0F0 0B0 0F1", "1F0 1B0"), ["rank 0, position 3: 0F1: there are 1 microbatches, from 0"]),
+        (
+            own("0F0 0B0 0F1", "1F0 1B0"),
+            ["rank 0, position 3: 0F1: there are 1 microbatches, from 0"],
+        ),
         (own("0F0 0B0", "", rank_of_stage=(0,)), ["rank 1: has nothing to do"]),
         (
             own("0B0 0F0", "1F0 1B0"),
             [
-                "rank 0, position 1: 0B0: waits for 1B0 of rank 1, position 2, and rank 1 stands at position 1, 1F0",
-                "rank 1, position 1: 1F0: waits for 0F0 of rank 0, position 2, and rank 0 stands at position 1, 0B0",
+                (
+                    "rank 0, position 1: 0B0: waits for 1B0 of rank 1, position 2, and rank 1"
+                    " stands at position 1, 1F0"
+                ),
+                (
+                    "rank 1, position 1: 1F0: waits for 0F0 of rank 0, position 2, and rank 0"
+                    " stands at position 1, 0B0"
+                ),
             ],
         ),
         (
@@ -159,15 +206,24 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(size: tuple[str, in
         (
             own("0F0 0B0", "1F0 1W0 1I0"),
             [
-                "rank 0, position 2: 0B0: waits for 1I0 of rank 1, position 3, and rank 1 stands at position 2, 1W0",
+                (
+                    "rank 0, position 2: 0B0: waits for 1I0 of rank 1, position 3, and rank 1"
+                    " stands at position 2, 1W0"
+                ),
                 "rank 1, position 2: 1W0: waits for 1I0, which comes later, at position 3",
             ],
         ),
         (
             own("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", num_microbatches=2),
             [
-                "rank 0, position 2: 0B0: waits for 1B0 of rank 1, position 4, and rank 1 stands at position 1, 1F1",
-                "rank 1, position 1: 1F1: waits for 0F1 of rank 0, position 3, and rank 0 stands at position 2, 0B0",
+                (
+                    "rank 0, position 2: 0B0: waits for 1B0 of rank 1, position 4, and rank 1"
+                    " stands at position 1, 1F1"
+                ),
+                (
+                    "rank 1, position 1: 1F1: waits for 0F1 of rank 0, position 3, and rank 0"
+                    " stands at position 2, 0B0"
+                ),
             ],
         ),
     ],
@@ -177,7 +233,9 @@ def test_each_fault_of_a_schedule_is_one_line(schedule: Schedule, wanted: list[s
 
 
 def test_the_first_fault_refuses() -> None:
-    with pytest.raises(LayoutError, match=r"own cannot run: 0F0: is missing on rank 0 \(and 1 more\)$") as caught:
+    with pytest.raises(
+        LayoutError, match=r"own cannot run: 0F0: is missing on rank 0 \(and 1 more\)$"
+    ) as caught:
         require_runnable(own("0B0", "1B0"))
     assert "\n" not in str(caught.value)
     require_runnable(generate("zb-v", 4, 8))
@@ -196,16 +254,23 @@ def test_peaks_are_those_of_the_literature(schedule: Schedule) -> None:
     held, known = in_flight(schedule), 0
     per_rank = schedule.num_stages // schedule.num_ranks
     for rank in range(schedule.num_ranks):
-        said = peak_in_flight(schedule.name, schedule.num_ranks, schedule.num_microbatches, per_rank, rank)
+        said = peak_in_flight(
+            schedule.name, schedule.num_ranks, schedule.num_microbatches, per_rank, rank
+        )
         known += said is not None
         assert said in (None, held.per_rank[rank])
     assert known or schedule.name not in ("gpipe", "1f1b")
     for stage, peak in enumerate(held.per_stage):
-        assert 1 <= peak <= min(schedule.num_microbatches, held.per_rank[schedule.rank_of_stage[stage]])
+        assert (
+            1
+            <= peak
+            <= min(schedule.num_microbatches, held.per_rank[schedule.rank_of_stage[stage]])
+        )
 
 
 def test_what_is_only_kept_for_weights_is_counted_apart() -> None:
-    """ZB-H1: every rank holds p, of which rank r keeps r for their W alone, and the one whose I it has just done."""
+    """ZB-H1: every rank holds p, of which rank r keeps r for their W alone, and the one whose I
+    it has just done."""
     held = in_flight(generate("interleaved-zero-bubble", 4, 12, 1))
     assert held.per_rank == (4, 4, 4, 4)
     assert held.per_stage == (4, 4, 4, 4)
@@ -223,16 +288,28 @@ def test_bytes_at_the_peak() -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("0F0,0G0\n", "own.csv:1: cell 2: '0G0' is no action; an action is stage, F, B, I or W, microbatch: 3F0"),
+        (
+            "0F0,0G0\n",
+            (
+                "own.csv:1: cell 2: '0G0' is no action; an action is stage, F, B, I or W,"
+                " microbatch: 3F0"
+            ),
+        ),
         ("0F0,0B0\n1F0,1Fx\n", "own.csv:2: cell 2: '1Fx' is no action"),
         ("0F0x\n", "own.csv:1: cell 1: '0F0x' is no action"),
         ("0F\n", "own.csv:1: cell 1: '0F' is no action"),
         ("-1F0\n", "own.csv:1: cell 1: '-1F0' is no action"),
-        ("0F0,0SEND_F0\n", "own.csv:1: cell 2: 0SEND_F0 is no computation (sends, receives and gathers follow"),
+        (
+            "0F0,0SEND_F0\n",
+            "own.csv:1: cell 2: 0SEND_F0 is no computation (sends, receives and gathers follow",
+        ),
         ("(0F1;1F)OVERLAP_F_B\n", "own.csv:1: cell 1: '1F' is no action"),
         ("0F0,0B0\n2F0,2B0\n", "own.csv: no rank has stage 1 (there is a stage 2)"),
         ("0F0,0B0\n999999999F0\n", "own.csv: no rank has stage 1 (there is a stage 999999999)"),
-        ("0F0,0B0,0F999999999\n", "own.csv: no rank has microbatch 1 (there is a microbatch 999999999)"),
+        (
+            "0F0,0B0,0F999999999\n",
+            "own.csv: no rank has microbatch 1 (there is a microbatch 999999999)",
+        ),
         ("0F" + "9" * 5000, "own.csv:1: cell 1: '0F999"),
         ("", "own.csv: the schedule is empty; write one line per rank: 0F0,0F1,0B0,0B1"),
         (",,\n\n", "own.csv: the schedule is empty"),
@@ -258,5 +335,9 @@ def test_a_hand_written_file_of_any_placement(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,,0F1, 3F0 ,3B0,0B0,3F1,3B1,0B1\r\n,1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n\n")
     schedule = read_schedule(path)
-    assert (schedule.name, schedule.rank_of_stage, schedule.placement) == ("mine", (0, 1, 1, 0), "v")
+    assert (schedule.name, schedule.rank_of_stage, schedule.placement) == (
+        "mine",
+        (0, 1, 1, 0),
+        "v",
+    )
     assert check(schedule) == ()

@@ -21,7 +21,9 @@ EQUAL = SECONDS.map(lambda s: StageCosts(s, s, s))
 UNIT = StageCosts(Fraction(1), Fraction(1), Fraction(1))
 
 
-def simulated(name: str, ranks: int, microbatches: int, per_rank: int, costs: StageCosts) -> Timeline:
+def simulated(
+    name: str, ranks: int, microbatches: int, per_rank: int, costs: StageCosts
+) -> Timeline:
     schedule = generate(name, ranks, microbatches, per_rank)
     return simulate(schedule, [costs] * schedule.num_stages)
 
@@ -32,7 +34,9 @@ def simulated(name: str, ranks: int, microbatches: int, per_rank: int, costs: St
 def test_bubble_is_p_minus_1_over_vm_plus_p_minus_1(
     name: str, ranks: int, rounds: int, per_rank: int, costs: StageCosts
 ) -> None:
-    v, m = (per_rank, rounds * ranks) if name == "interleaved" else (1, rounds * ranks - (ranks > 1))
+    v, m = (
+        (per_rank, rounds * ranks) if name == "interleaved" else (1, rounds * ranks - (ranks > 1))
+    )
     expected = Fraction(ranks - 1, v * m + ranks - 1)
     assert simulated(name, ranks, m, v, costs).bubble == expected
     assert bubble(name, ranks, m, v, costs) == expected
@@ -41,7 +45,9 @@ def test_bubble_is_p_minus_1_over_vm_plus_p_minus_1(
 @pytest.mark.parametrize("per_rank", [1, 2, 3])
 @settings(max_examples=25, deadline=None)
 @given(ranks=st.integers(1, 6), rounds=st.integers(1, 4), costs=COSTS)
-def test_zero_bubble_of_the_paper(per_rank: int, ranks: int, rounds: int, costs: StageCosts) -> None:
+def test_zero_bubble_of_the_paper(
+    per_rank: int, ranks: int, rounds: int, costs: StageCosts
+) -> None:
     """(p - 1)(F + B - 2W), B the whole backward, as long as W is no longer than F and I."""
     timeline = simulated("interleaved-zero-bubble", ranks, rounds * ranks, per_rank, costs)
     f, i, w = costs.forward_s, costs.backward_input_s, costs.backward_weight_s
@@ -54,7 +60,9 @@ def test_zero_bubble_of_the_paper(per_rank: int, ranks: int, rounds: int, costs:
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
 @settings(max_examples=25, deadline=None)
 @given(ranks=st.integers(1, 6), more=st.integers(0, 8), costs=EQUAL)
-def test_v_schedules_lose_the_offset_between_ranks_alone(name: str, ranks: int, more: int, costs: StageCosts) -> None:
+def test_v_schedules_lose_the_offset_between_ranks_alone(
+    name: str, ranks: int, more: int, costs: StageCosts
+) -> None:
     timeline = simulated(name, ranks, 2 * ranks + more, 2, costs)
     lost = timeline.step_s - (2 * ranks + more) * 6 * costs.forward_s
     assert lost == (ranks - 1) * costs.forward_s == idle_s(name, ranks, 2 * ranks + more, costs)
@@ -75,21 +83,24 @@ def test_where_there_is_no_closed_form() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(COSTS, min_size=1, max_size=5), st.integers(0, 6), SECONDS)
 def test_uneven_stages_of_gpipe_by_hand(costs: list[StageCosts], more: int, send: Fraction) -> None:
-    """Forwards are a flow shop in which nobody waits twice: the sum over stages once, and the slowest stage again."""
+    """Forwards are a flow shop in which nobody waits twice: the sum over stages once, and the
+    slowest stage again."""
     m = more + 1
     timeline = simulate(generate("gpipe", len(costs), m), costs)
     forwards = [cost.forward_s for cost in costs]
     backwards = [cost.backward_input_s + cost.backward_weight_s for cost in costs]
     one_way = sum(forwards) + (m - 1) * max(forwards)
     assert timeline.spans_s[-1][m - 1][1] == one_way
-    # The way back of the first microbatch can begin when the last rank is through with all forwards.
+    # The way back of the first microbatch can begin when the last rank is through with all
+    # forwards.
     assert timeline.step_s == one_way + sum(backwards) + (m - 1) * max(backwards)
     with_sends = simulate(generate("gpipe", len(costs), 1), costs, send)
     assert with_sends.step_s == sum(forwards) + sum(backwards) + 2 * (len(costs) - 1) * send
 
 
 def test_sends_go_beside_computation_and_one_after_the_other() -> None:
-    """Three forwards of 1 s on rank 0; a send takes 2 s, so that the link is what rank 1 waits for."""
+    """Three forwards of 1 s on rank 0; a send takes 2 s, so that the link is what rank 1 waits
+    for."""
     costs = [UNIT, UNIT]
     timeline = simulate(generate("gpipe", 2, 3), costs, Fraction(2))
     assert timeline.spans_s[0][:3] == ((0, 1), (1, 2), (2, 3))
@@ -108,7 +119,8 @@ def test_nothing_is_sent_within_a_rank() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(["1f1b", "interleaved", "zb-v", "dualpipe-v"]), st.integers(1, 4), st.data())
 def test_no_schedule_beats_what_it_must_do(name: str, ranks: int, data: st.DataObject) -> None:
-    """Spans of a rank do not overlap, keep the order, are as long as they cost, and begin after their inputs."""
+    """Spans of a rank do not overlap, keep the order, are as long as they cost, and begin after
+    their inputs."""
     schedule = generate(name, ranks, 2 * ranks)
     costs = data.draw(st.lists(COSTS, min_size=schedule.num_stages, max_size=schedule.num_stages))
     send = data.draw(SECONDS)
@@ -123,7 +135,9 @@ def test_no_schedule_beats_what_it_must_do(name: str, ranks: int, data: st.DataO
             ends["I" if action.kind == "B" else action.kind, action.stage, action.microbatch] = end
     for row, spans in zip(schedule.actions, timeline.spans_s, strict=True):
         for action, (begin, _) in zip(row, spans, strict=True):
-            came_from = {"F": action.stage - 1, "B": action.stage + 1, "I": action.stage + 1}.get(action.kind, -1)
+            came_from = {"F": action.stage - 1, "B": action.stage + 1, "I": action.stage + 1}.get(
+                action.kind, -1
+            )
             if 0 <= came_from < schedule.num_stages:
                 apart = schedule.rank_of_stage[came_from] != schedule.rank_of_stage[action.stage]
                 kind = "F" if action.kind == "F" else "I"

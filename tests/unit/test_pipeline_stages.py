@@ -1,4 +1,5 @@
-"""Which blocks stages have: by cost, as the user says, of a module of one's own, and cut again by a run."""
+"""Which blocks stages have: by cost, as the user says, of a module of one's own, and cut again
+by a run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 
 
 def test_the_head_counts() -> None:
-    """32,000 rows of 128 are about three blocks of the default model: the last stage has fewer of them."""
+    """32,000 rows of 128 are about three blocks of the default model: the last stage has fewer
+    of them."""
     small, large = (
         plan(layers=12),
         make_plan(
@@ -53,10 +55,14 @@ def test_the_head_counts() -> None:
 
 
 def test_cuts_and_modules_as_the_user_says() -> None:
-    found = pipeline_of(plan(stage_blocks=(3, 2, 2, 1), first_stage=("embed",), last_stage=("norm",)))
+    found = pipeline_of(
+        plan(stage_blocks=(3, 2, 2, 1), first_stage=("embed",), last_stage=("norm",))
+    )
     assert found.stages == Stages((3, 2, 2, 1))
     assert (found.first_stage, found.last_stage) == (("embed",), ("norm",))
-    assert "stages of 3, 2, 2, 1 blocks, as the job says" in " ".join(plan(stage_blocks=(3, 2, 2, 1)).reasons)
+    assert "stages of 3, 2, 2, 1 blocks, as the job says" in " ".join(
+        plan(stage_blocks=(3, 2, 2, 1)).reasons
+    )
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
@@ -69,7 +75,8 @@ def test_cuts_and_modules_as_the_user_says() -> None:
     ],
 )
 def test_ranks_with_several_stages_are_even(name: str, costs: LayerCosts) -> None:
-    """Against every cut there is: no rank has less to do at most; `cut` alone looks at stages only."""
+    """Against every cut there is: no rank has less to do at most; `cut` alone looks at stages
+    only."""
     placement = placement_of(name, 3, 2)
 
     def busiest(stages: Stages) -> float:
@@ -79,7 +86,9 @@ def test_ranks_with_several_stages_are_even(name: str, costs: LayerCosts) -> Non
         return max(work)
 
     num_blocks, found = len(costs.blocks), cut_for_ranks(costs, placement)
-    borders = combinations(range(num_blocks + 1), 5)  # the last stage may have none, the head being its work
+    borders = combinations(
+        range(num_blocks + 1), 5
+    )  # the last stage may have none, the head being its work
     every = []
     for ends in borders:
         counts = [b - a for a, b in zip((0, *ends), (*ends, num_blocks), strict=True)]
@@ -108,14 +117,22 @@ def test_segments_of_recompute_end_where_stages_do() -> None:
 
 def test_recomputed_blocks_take_a_forward_more_in_the_backward() -> None:
     """Every second block of 12 is: three of the first stage's six, half of its forward."""
-    costs = pipeline_of(plan(2, layers=12, recompute={"recompute": "every-k", "recompute_every": 2})).costs
+    costs = pipeline_of(
+        plan(2, layers=12, recompute={"recompute": "every-k", "recompute_every": 2})
+    ).costs
     plain = pipeline_of(plan(2, layers=12)).costs
-    assert costs[0].backward_input_s - plain[0].backward_input_s == pytest.approx(0.5 * plain[0].forward_s)
-    assert (costs[0].forward_s, costs[0].backward_weight_s) == (plain[0].forward_s, plain[0].backward_weight_s)
+    assert costs[0].backward_input_s - plain[0].backward_input_s == pytest.approx(
+        0.5 * plain[0].forward_s
+    )
+    assert (costs[0].forward_s, costs[0].backward_weight_s) == (
+        plain[0].forward_s,
+        plain[0].backward_weight_s,
+    )
 
 
 def test_a_budget_is_kept_to_by_each_rank_with_as_little_as_it_must() -> None:
-    """The first rank has four microbatches in flight and the last has one: only those that must recompute."""
+    """The first rank has four microbatches in flight and the last has one: only those that must
+    recompute."""
     needed = [memory["activations"] for memory in pipeline_of(plan(layers=12)).rank_memory]
     assert needed[0] > 2 * needed[3]
     budget = {"recompute": "budget", "recompute_budget_gib": needed[2] / GIB}
@@ -168,7 +185,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_parts_of_a_module_of_ones_own(own: Any) -> None:
-    """A tied head is work, and on another rank memory, too; modules that both ends need are there twice."""
+    """A tied head is work, and on another rank memory, too; modules that both ends need are
+    there twice."""
     shape = own()
     assert [size for _, size in shape.measured.blocks] == [256, 256, 272, 256, 256, 256]
     assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
@@ -184,8 +202,9 @@ def test_parts_of_a_module_of_ones_own(own: Any) -> None:
 
 
 def test_a_module_of_ones_own_is_cut_by_parameters(own: Any) -> None:
-    """Stem 256, blocks of 256 (the third 272), norm and head 832: 3, 3 and no blocks come to 1,040, 768 and 832; 2, 4
-    and none to 768, 1,040 and 832, as well, with fewer blocks where more microbatches are in flight."""
+    """Stem 256, blocks of 256 (the third 272), norm and head 832: 3, 3 and no blocks come to 1,040,
+    768 and 832; 2, 4 and none to 768, 1,040 and 832, as well, with fewer blocks where more
+    microbatches are in flight."""
     found = plan(3, batch=24, shape=own())
     pipeline = pipeline_of(found)
     assert pipeline.stages.num_blocks == (2, 4, 0)
@@ -205,7 +224,8 @@ def test_a_module_without_blocks_is_refused_with_what_is_missing(own: Any) -> No
 
 
 def test_a_cut_by_what_was_measured() -> None:
-    """Twelve equal blocks, of which the last three really take twice as long: 15 instead of 12 in all."""
+    """Twelve equal blocks, of which the last three really take twice as long: 15 instead of 12
+    in all."""
     weights = LayerCosts(0, (1,) * 12, 0)
     pipeline = named_pipeline("1f1b", 4, 8, Stages((3, 3, 3, 3)))
     seconds = [StageCosts(1.0, 1.0, 1.0)] * 3 + [StageCosts(2.0, 2.0, 2.0)]
@@ -224,9 +244,16 @@ def test_head_and_embedding_take_their_share_of_what_was_measured() -> None:
     pipeline = named_pipeline("1f1b", 2, 8, Stages((3, 1)))
     seconds = [StageCosts(3.0, 3.0, 3.0), StageCosts(2.0, 2.0, 2.0)]
     found = recut(pipeline, pipeline.stages, seconds, LayerCosts(0, (1,) * 4, 1))
-    assert max(LayerCosts(0, (3,) * 4, 3).of_stages(found.stages)) == 9  # as it is: 3, 1 and 2, 2 take as long
+    assert (
+        max(LayerCosts(0, (3,) * 4, 3).of_stages(found.stages)) == 9
+    )  # as it is: 3, 1 and 2, 2 take as long
     assert not found.is_worth_it
-    heavier = recut(pipeline, pipeline.stages, [StageCosts(6.0, 6.0, 6.0), seconds[1]], LayerCosts(0, (1,) * 4, 1))
+    heavier = recut(
+        pipeline,
+        pipeline.stages,
+        [StageCosts(6.0, 6.0, 6.0), seconds[1]],
+        LayerCosts(0, (1,) * 4, 1),
+    )
     assert heavier.stages.num_blocks == (2, 2)
 
 
@@ -241,7 +268,9 @@ def test_a_measurement_of_another_pipeline_is_refused() -> None:
 def write_run(run: Path, num_blocks: list[int], stage_seconds: list[list[float]]) -> None:
     event = PipelineMeasured(5, "1f1b", num_blocks, stage_seconds, False, [], 0.3, 0.2, 0.2, [2, 1])
     (run / "events").mkdir(parents=True)
-    (run / "events" / "rank-0-attempt-0.jsonl").write_text(Envelope(event, 0, 0, 1.0).to_line() + "\n")
+    (run / "events" / "rank-0-attempt-0.jsonl").write_text(
+        Envelope(event, 0, 0, 1.0).to_line() + "\n"
+    )
 
 
 def test_recut_from_a_run(tmp_path: Path) -> None:
@@ -255,7 +284,10 @@ def test_recut_from_a_run(tmp_path: Path) -> None:
     assert as_json["schema"] == "phalanx.recut/1"
     assert (as_json["stage_blocks"], as_json["is_best"]) == ([4, 2], False)
     write_run(tmp_path / "even", [3, 3], [[0.1, 0.2, 0.0], [0.11, 0.21, 0.0]])
-    assert "the cut is already the best there is" in run("plan", *job, "--recut", "even", cwd=tmp_path).out
+    assert (
+        "the cut is already the best there is"
+        in run("plan", *job, "--recut", "even", cwd=tmp_path).out
+    )
     nothing = run("plan", *job, "--recut", ".", cwd=tmp_path)
     assert nothing.code == ExitCode.USAGE
     assert "has no measured pipeline" in nothing.problem

@@ -1,4 +1,5 @@
-"""Schedules by name are torch's own, action by action; the reference is what torch's classes list or do."""
+"""Schedules by name are torch's own, action by action; the reference is what torch's classes
+list or do."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MULTI = {
 
 
 class RecordingStage:
-    """Stands where a stage does and writes down what a schedule tells it to do; it has nothing to send."""
+    """Stands where a stage does and writes down what a schedule tells it to do; it has nothing
+    to send."""
 
     def __init__(self, index: int, num_stages: int) -> None:
         self.stage_index, self.num_stages, self.is_last = index, num_stages, index == num_stages - 1
@@ -67,9 +69,14 @@ def rows(schedule: Schedule) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", list(SINGLE))
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (1, 3), (2, 2), (2, 5), (3, 3), (4, 4), (4, 9)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_microbatches"), [(1, 1), (1, 3), (2, 2), (2, 5), (3, 3), (4, 4), (4, 9)]
+)
 def test_one_stage_per_rank(name: str, num_ranks: int, num_microbatches: int) -> None:
-    """Against what torch's class does when it runs. What 1F1B lists for the last rank begins at F1; it is not run."""
+    """Against what torch's class does when it runs.
+
+    What 1F1B lists for the last rank begins at F1; it is not run.
+    """
     ours = rows(generate(name, num_ranks, num_microbatches))
     for rank in range(num_ranks):
         stage = RecordingStage(rank, num_ranks)
@@ -107,7 +114,12 @@ def test_several_stages_per_rank(name: str) -> None:
     [
         ("gpipe", 4, 6, 1),
         ("1f1b", 4, 6, 1),
-        ("1f1b", 4, 2, 1),  # fewer microbatches than ranks: torch's class refuses it, its runtime does not
+        (
+            "1f1b",
+            4,
+            2,
+            1,
+        ),  # fewer microbatches than ranks: torch's class refuses it, its runtime does not
         ("interleaved", 4, 10, 2),
         ("interleaved-zero-bubble", 3, 6, 2),
         ("interleaved-zero-bubble", 4, 8, 1),
@@ -131,7 +143,9 @@ def test_torchs_runtime_reads_our_files(
     lowered = runtime.pipeline_order_with_comms
     gathers = ("UNSHARD", "RESHARD", "REDUCE_GRAD")  # torch's simulation does not know them
     for rank in lowered:
-        lowered[rank] = [action for action in lowered[rank] if action.computation_type.value not in gathers]
+        lowered[rank] = [
+            action for action in lowered[rank] if action.computation_type.value not in gathers
+        ]
     assert any("SEND_B" in str(action) for action in lowered[num_ranks - 1])
     runtime._simulate()
 

@@ -1,4 +1,5 @@
-"""`phalanx plan` reads of the data what `train` reads: vocabulary, numbers of tokens, what is refused."""
+"""`phalanx plan` reads of the data what `train` reads: vocabulary, numbers of tokens, what is
+refused."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from phalanx.job.load import load_job
 from phalanx.run.plan_job import plan_job
 from phalanx.run.prepare import prepare_run
 
-SMALL = ("model.num_layers=1", "model.dim=32", "model.num_heads=2", "data.seq_len=32", "cluster.device=cpu")
+SMALL = (
+    "model.num_layers=1",
+    "model.dim=32",
+    "model.num_heads=2",
+    "data.seq_len=32",
+    "cluster.device=cpu",
+)
 OWN = """
 import numpy as np
 def samples(split):
@@ -32,8 +39,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sources")
     text = write_text(folder / "text")
     vocabulary = str(folder / "tokenizer.json")
-    assert _app.run(["data", "tokenizer", str(text), "--vocab-size", "400", "--out", vocabulary]) == 0
-    assert _app.run(["data", "build", str(text), "--tokenizer", vocabulary, "--out", str(folder / "shards")]) == 0
+    assert (
+        _app.run(["data", "tokenizer", str(text), "--vocab-size", "400", "--out", vocabulary]) == 0
+    )
+    assert (
+        _app.run(
+            ["data", "build", str(text), "--tokenizer", vocabulary, "--out", str(folder / "shards")]
+        )
+        == 0
+    )
     assert _app.run(["data", "build", str(text), "--out", str(folder / "bytes")]) == 0
     np.save(folder / "ids.npy", (np.arange(5000) % 77).astype(np.uint16))
     write_megatron(folder, [[(np.arange(900) % 61).tolist()], [(np.arange(800) % 59).tolist()]])
@@ -78,7 +92,9 @@ def test_a_plan_is_the_one_that_trains(
 
 
 @pytest.fixture
-def refuse(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refuse(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
@@ -103,7 +119,9 @@ def refuse(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         'data.mixture=[{source="text", weight=1.0}, {source="nowhere", weight=1.0}]',
     ],
 )
-def test_a_source_that_is_not_there_is_exit_4(refuse: Callable[..., str], verb: str, override: str) -> None:
+def test_a_source_that_is_not_there_is_exit_4(
+    refuse: Callable[..., str], verb: str, override: str
+) -> None:
     said = refuse(verb, *SMALL, override)
     assert said.startswith("4 phalanx: ")
     assert "no" in said
@@ -116,7 +134,10 @@ def test_a_source_that_is_not_there_is_exit_4(refuse: Callable[..., str], verb: 
         (("data.source=ids.npy", "data.seq_len=6000"), "not enough tokens for one sequence"),
         (("data.source=text", "data.tokenizer=nowhere.json"), "no such tokenizer"),
         (("data.source=shards", "data.tokenizer=bytes"), "is not the one of the shards"),
-        (('data.mixture=[{source="shards", weight=1.0}, {source="text", weight=1.0}]',), "need one tokenizer"),
+        (
+            ('data.mixture=[{source="shards", weight=1.0}, {source="text", weight=1.0}]',),
+            "need one tokenizer",
+        ),
     ],
 )
 def test_what_training_refuses_of_data_a_plan_refuses(
@@ -128,7 +149,10 @@ def test_what_training_refuses_of_data_a_plan_refuses(
 
 
 def test_a_plan_of_data_imports_no_torch(home: Path) -> None:
-    ask = "import json, sys; from phalanx.cli._app import run; run(sys.argv[1:]); print('torch' in sys.modules)"
+    ask = (
+        "import json, sys; from phalanx.cli._app import run; run(sys.argv[1:]); print('torch' in"
+        " sys.modules)"
+    )
     command = [sys.executable, "-c", ask, "plan", *SMALL, "data.source=shards", "--json"]
     out = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True).stdout
     body, _, last = out.rstrip().rpartition("\n")

@@ -1,4 +1,5 @@
-"""The planner chooses the simplest layout that fits, obeys the job, and refuses with the nearest that would do."""
+"""The planner chooses the simplest layout that fits, obeys the job, and refuses with the nearest
+that would do."""
 
 from __future__ import annotations
 
@@ -26,8 +27,12 @@ CORES = Cluster("cpu", 8, 64 * GIB)
 GPUS = Cluster("cuda", 8, 80 * GIB, "H100")
 
 
-def plan(cluster: Cluster = CORES, *, num_ranks: int | None = None, **sections: dict[str, Any]) -> Plan:
-    return make_plan(Job.model_validate(sections), cluster=cluster, num_ranks=num_ranks, vocab_size=257)
+def plan(
+    cluster: Cluster = CORES, *, num_ranks: int | None = None, **sections: dict[str, Any]
+) -> Plan:
+    return make_plan(
+        Job.model_validate(sections), cluster=cluster, num_ranks=num_ranks, vocab_size=257
+    )
 
 
 def billions(gpus: int, **parallel: Any) -> Plan:
@@ -36,7 +41,12 @@ def billions(gpus: int, **parallel: Any) -> Plan:
     train = {"global_batch_size": 1024, "micro_batch_size": 1, "recompute": "full"}
     cluster = Cluster("cuda", gpus, 80 * GIB, "H100")
     return plan(
-        cluster, model=model, train=train, data={"seq_len": 512}, parallel=parallel, precision={"compute": "bf16"}
+        cluster,
+        model=model,
+        train=train,
+        data={"seq_len": 512},
+        parallel=parallel,
+        precision={"compute": "bf16"},
     )
 
 
@@ -52,11 +62,18 @@ def test_what_fits_is_not_sharded() -> None:
 
 
 def test_sharding_is_chosen_when_needed_and_no_more_than_needed() -> None:
-    """As memory shrinks: ddp, zero1, zero2, zero3, refusal; at each size the choice fits and the simpler did not."""
+    """As memory shrinks: ddp, zero1, zero2, zero3, refusal; at each size the choice fits and the
+    simpler did not."""
     names = []
     for gib in (200, 120, 80, 60, 45, 40, 30, 25, 20, 15, 8):
         cluster = Cluster("cuda", 8, gib * GIB)
-        model = {"dim": 4096, "num_layers": 32, "num_heads": 32, "ffn_dim": 11008, "vocab_size": 32000}
+        model = {
+            "dim": 4096,
+            "num_layers": 32,
+            "num_heads": 32,
+            "ffn_dim": 11008,
+            "vocab_size": 32000,
+        }
         sections: dict[str, Any] = {
             "model": model,
             "train": {"global_batch_size": 8, "recompute": "full"},
@@ -97,7 +114,9 @@ def test_what_the_job_pins_wins(parallel: dict[str, Any], name: str, layout: Lay
     assert (found.chosen.name, found.layout) == (name, layout)
 
 
-@pytest.mark.parametrize("parallel", [{"ranks": 1}, {"ranks": 2, "dp_replicate": 2}, {"ranks": 2, "zero_stage": 1}])
+@pytest.mark.parametrize(
+    "parallel", [{"ranks": 1}, {"ranks": 2, "dp_replicate": 2}, {"ranks": 2, "zero_stage": 1}]
+)
 def test_whole_parameters_cannot_wait_on_the_host(parallel: dict[str, Any]) -> None:
     with pytest.raises(LayoutError, match="offload=parameters needs shards"):
         plan(parallel=parallel | {"offload": "parameters"})
@@ -114,10 +133,17 @@ def test_ranks_are_the_most_that_divide_the_batch() -> None:
 
 
 def test_the_batch_is_split_without_a_rest() -> None:
-    found = plan(train={"global_batch_size": 48, "micro_batch_size": 4}, parallel={"ranks": 3}, data={"seq_len": 10})
+    found = plan(
+        train={"global_batch_size": 48, "micro_batch_size": 4},
+        parallel={"ranks": 3},
+        data={"seq_len": 10},
+    )
     assert (found.micro_batch_size, found.num_microbatches) == (4, 4)
     assert found.targets_per_rank == 160
-    assert found.micro_batch_size * found.num_microbatches * found.world_size == found.global_batch_size
+    assert (
+        found.micro_batch_size * found.num_microbatches * found.world_size
+        == found.global_batch_size
+    )
 
 
 # Refusals
@@ -130,18 +156,32 @@ def test_the_batch_is_split_without_a_rest() -> None:
             {"train": {"global_batch_size": 30}, "parallel": {"ranks": 4}},
             ["nearest batch: 28 or 32", "nearest ranks: 3 or 5"],
         ),
-        ({"train": {"global_batch_size": 2}, "parallel": {"ranks": 4}}, ["nearest batch: 4;", "nearest ranks: 2"]),
+        (
+            {"train": {"global_batch_size": 2}, "parallel": {"ranks": 4}},
+            ["nearest batch: 4;", "nearest ranks: 2"],
+        ),
         (
             {"train": {"global_batch_size": 32, "micro_batch_size": 3}, "parallel": {"ranks": 4}},
             ["micro_batch_size 3 does not divide the 8", "nearest: 2 or 4"],
         ),
-        ({"parallel": {"ranks": 8, "dp_shard": 3}}, ["dp_shard 3 does not divide the 8 ranks", "nearest: 2 or 4"]),
+        (
+            {"parallel": {"ranks": 8, "dp_shard": 3}},
+            ["dp_shard 3 does not divide the 8 ranks", "nearest: 2 or 4"],
+        ),
         ({"parallel": {"ranks": 8, "dp_replicate": 16}}, ["dp_replicate 16", "nearest: 8"]),
-        ({"parallel": {"ranks": 8, "dp_replicate": 2, "dp_shard": 2}}, ["makes 4 ranks", "parallel.ranks is 8"]),
-        ({"train": {"global_batch_size": 7, "micro_batch_size": 7}, "parallel": {"dp_shard": 2}}, ["multiple of 2"]),
+        (
+            {"parallel": {"ranks": 8, "dp_replicate": 2, "dp_shard": 2}},
+            ["makes 4 ranks", "parallel.ranks is 8"],
+        ),
+        (
+            {"train": {"global_batch_size": 7, "micro_batch_size": 7}, "parallel": {"dp_shard": 2}},
+            ["multiple of 2"],
+        ),
     ],
 )
-def test_what_does_not_divide_is_refused_with_the_nearest_that_does(sections: dict[str, Any], words: list[str]) -> None:
+def test_what_does_not_divide_is_refused_with_the_nearest_that_does(
+    sections: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(LayoutError) as caught:
         plan(**sections)
     assert caught.value.exit_code == ExitCode.JOB
@@ -162,7 +202,9 @@ def test_what_cannot_fit_is_refused_with_what_would() -> None:
     assert "ddp needs" in str(caught.value)
     assert "80" not in str(caught.value).partition("needs")[0]
     assert "would fit" in str(caught.value)
-    with pytest.raises(LayoutError, match=r"use more ranks \(4 with as much memory each: zero3 fits there\)"):
+    with pytest.raises(
+        LayoutError, match=r"use more ranks \(4 with as much memory each: zero3 fits there\)"
+    ):
         billions(1)
 
 
@@ -205,9 +247,15 @@ def test_a_published_shape_is_planned_and_what_follows_from_a_change_is_said() -
 
 
 def test_experts_are_planned_with_all_their_weights_and_the_work_of_a_few() -> None:
-    found = plan(Cluster("cuda", 64, 80 * GIB), model={"preset": "mixtral-8x7b"}, train={"global_batch_size": 64})
+    found = plan(
+        Cluster("cuda", 64, 80 * GIB),
+        model={"preset": "mixtral-8x7b"},
+        train={"global_batch_size": 64},
+    )
     assert found.num_params == 46_702_792_704
-    assert found.chosen.predicted_bytes["parameters"] == round(found.num_params * 4 / found.layout.dp_shard)
+    assert found.chosen.predicted_bytes["parameters"] == round(
+        found.num_params * 4 / found.layout.dp_shard
+    )
     assert found.flops_per_token is not None
     assert found.flops_per_token < 6 * 14e9
     assert "12.9 B of them active" in describe(found)[0]
@@ -220,17 +268,27 @@ def test_images_have_their_own_length_and_one_target() -> None:
 
 
 def test_document_masks_cost_memory() -> None:
-    plain, masked = (plan(data={"document_masks": on, "seq_len": 512}, parallel={"ranks": 2}) for on in (False, True))
-    more = masked.chosen.predicted_bytes["activations"] - plain.chosen.predicted_bytes["activations"]
+    plain, masked = (
+        plan(data={"document_masks": on, "seq_len": 512}, parallel={"ranks": 2})
+        for on in (False, True)
+    )
+    more = (
+        masked.chosen.predicted_bytes["activations"] - plain.chosen.predicted_bytes["activations"]
+    )
     assert more == 8 * 512 * 512 * 4
 
 
 def test_masks_of_long_sequences_pass_block_by_block() -> None:
-    """Twice the tokens take twice the memory for masks, and a window takes the same for any length."""
+    """Twice the tokens take twice the memory for masks, and a window takes the same for any
+    length."""
 
     def activations(seq_len: int, **model: Any) -> int:
         documents = not model
-        found = plan(model=model, data={"document_masks": documents, "seq_len": seq_len}, parallel={"ranks": 2})
+        found = plan(
+            model=model,
+            data={"document_masks": documents, "seq_len": seq_len},
+            parallel={"ranks": 2},
+        )
         return found.chosen.predicted_bytes["activations"]
 
     def masks(seq_len: int, window: int = 0) -> int:
@@ -238,7 +296,9 @@ def test_masks_of_long_sequences_pass_block_by_block() -> None:
         return masked - activations(seq_len, sliding_window=seq_len)  # a window that hides nothing
 
     batch, element = 8, 4 + 1  # the mask in fp32 and the booleans that it is made of
-    assert [masks(length) for length in (2048, 4096)] == [batch * 1024 * length * element for length in (2048, 4096)]
+    assert [masks(length) for length in (2048, 4096)] == [
+        batch * 1024 * length * element for length in (2048, 4096)
+    ]
     assert masks(2048, 100) == masks(4096, 100) == 1024 * (1024 + 99) * element
 
 
@@ -260,15 +320,23 @@ def test_a_copy_of_the_state_is_planned_where_saves_are_written_from_one(
     for candidate in found.alternatives:
         expected = round(12 * found.num_params / 4) if is_copied else None
         assert candidate.predicted_bytes.get("staging") == expected
-    assert any("training goes on while it is saved" in reason for reason in found.reasons) == is_copied
+    assert (
+        any("training goes on while it is saved" in reason for reason in found.reasons) == is_copied
+    )
     on_gpus = plan(GPUS, **sections)
     assert "staging" not in on_gpus.chosen.predicted_bytes
-    assert any("of pinned host memory per rank" in reason for reason in on_gpus.reasons) == is_copied
+    assert (
+        any("of pinned host memory per rank" in reason for reason in on_gpus.reasons) == is_copied
+    )
 
 
 def test_a_copy_that_does_not_fit_is_refused() -> None:
     model = {"dim": 1024, "num_layers": 8, "num_heads": 8, "vocab_size": 32000}
-    sections: dict[str, Any] = {"model": model, "parallel": {"ranks": 1}, "train": {"global_batch_size": 1}}
+    sections: dict[str, Any] = {
+        "model": model,
+        "parallel": {"ranks": 1},
+        "train": {"global_batch_size": 1},
+    }
     sections["optim"] = {"kind": "sgd", "momentum": 0.0}
     whole = plan(**sections).chosen.total_bytes
     cluster = Cluster("cpu", 1, round(1.1 * whole + 450 * 2**20))
@@ -279,7 +347,8 @@ def test_a_copy_that_does_not_fit_is_refused() -> None:
 
 def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
     with pytest.raises(
-        DataError, match=r"vocabulary of 257 tokens and the model one of 100; set model\.vocab_size=257"
+        DataError,
+        match=r"vocabulary of 257 tokens and the model one of 100; set model\.vocab_size=257",
     ):
         plan(model={"vocab_size": 100})
 
@@ -298,13 +367,14 @@ def test_divisors_and_nearest() -> None:
 
 def test_planning_does_not_import_torch() -> None:
     code = (
-        "import sys; from phalanx.job.schema import Job; from phalanx.plan.planner import make_plan\n"
-        "from phalanx.plan.cluster import Cluster\n"
-        "job = Job.model_validate({'train': {'global_batch_size': 1024}})\n"
-        "make_plan(job, cluster=Cluster('cuda', 1024, 80 * 2**30), num_ranks=1024)\n"
-        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+        "import sys; from phalanx.job.schema import Job; from phalanx.plan.planner import"
+        " make_plan\nfrom phalanx.plan.cluster import Cluster\njob = Job.model_validate({'train':"
+        " {'global_batch_size': 1024}})\nmake_plan(job, cluster=Cluster('cuda', 1024, 80 * 2**30),"
+        " num_ranks=1024)\nprint([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert found.strip() == "[]"
 
 
@@ -315,15 +385,29 @@ def test_planning_does_not_import_torch() -> None:
             {"ranks": 2, "accumulate": "sharded", "prefetch": 1},
             "parallel.accumulate, parallel.prefetch have no effect under ddp",
         ),
-        ({"ranks": 2, "zero_stage": 1, "blocks_per_unit": "all"}, "parallel.blocks_per_unit has no effect under zero1"),
-        ({"ranks": 2, "zero_stage": 3, "static_graph": True}, "parallel.static_graph has no effect under zero3"),
-        ({"ranks": 1, "keep_whole_below": 9}, "parallel.keep_whole_below has no effect under one rank"),
-        ({"ranks": 2, "rules": {"embed": "vocab"}}, "parallel.rules has no effect without parallel.tp"),
+        (
+            {"ranks": 2, "zero_stage": 1, "blocks_per_unit": "all"},
+            "parallel.blocks_per_unit has no effect under zero1",
+        ),
+        (
+            {"ranks": 2, "zero_stage": 3, "static_graph": True},
+            "parallel.static_graph has no effect under zero3",
+        ),
+        (
+            {"ranks": 1, "keep_whole_below": 9},
+            "parallel.keep_whole_below has no effect under one rank",
+        ),
+        (
+            {"ranks": 2, "rules": {"embed": "vocab"}},
+            "parallel.rules has no effect without parallel.tp",
+        ),
         ({"ranks": 2, "zero_stage": 3, "accumulate": "sharded", "prefetch": 1}, None),
         ({"ranks": 2, "static_graph": True}, None),
     ],
 )
-def test_keys_that_the_layout_does_not_read_are_named(parallel: dict[str, object], line: str | None) -> None:
+def test_keys_that_the_layout_does_not_read_are_named(
+    parallel: dict[str, object], line: str | None
+) -> None:
     found = make_plan(Job.model_validate({"parallel": parallel}), cluster=CPU)
     assert [reason for reason in found.reasons if "no effect" in reason] == ([line] if line else [])
 
@@ -368,12 +452,20 @@ def test_communicators_of_a_rank_are_counted(name: str) -> None:
 
 
 def test_a_plan_for_gpus_leaves_room_for_communicators_and_says_so() -> None:
-    """An 80 GiB card: nine tenths, less 614 MiB, and 200 MiB for each communicator. A CPU's plan is without."""
+    """An 80 GiB card: nine tenths, less 614 MiB, and 200 MiB for each communicator.
+
+    A CPU's plan is without.
+    """
     cards, cores = Cluster("cuda", 8, 80 * GIB), Cluster("cpu", 8, 80 * GIB)
     found = plan(cards, parallel={"tp": 2, "ranks": 8}, train={"global_batch_size": 8})
     assert found.capacity_bytes == round(0.9 * 80 * GIB) - (614 + 3 * 200) * 2**20
     (line,) = [reason for reason in found.reasons if reason.startswith("memory: ")]
-    assert "90% of a GPU's 80.0 GiB, less 614.0 MiB of its context and 3 x 200.0 MiB of communicators" in line
+    assert (
+        "90% of a GPU's 80.0 GiB, less 614.0 MiB of its context and 3 x 200.0 MiB of communicators"
+        in line
+    )
     on_cpu = plan(cores, parallel={"tp": 2, "ranks": 8}, train={"global_batch_size": 8})
-    assert on_cpu.capacity_bytes == round(CPU_HEADROOM.share * cores.memory_per_rank(8)) - 450 * 2**20
+    assert (
+        on_cpu.capacity_bytes == round(CPU_HEADROOM.share * cores.memory_per_rank(8)) - 450 * 2**20
+    )
     assert not any(reason.startswith("memory: ") for reason in on_cpu.reasons)

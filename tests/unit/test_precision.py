@@ -1,4 +1,5 @@
-"""precision.compute = "auto": bf16 on GPUs that multiply it, fp32 elsewhere, and a run keeps what it began with."""
+"""precision.compute = "auto": bf16 on GPUs that multiply it, fp32 elsewhere, and a run keeps
+what it began with."""
 
 from __future__ import annotations
 
@@ -26,11 +27,19 @@ from phalanx.run.resume import resumed_job
 from phalanx.verify.cases import list_not_judged
 
 GIB = 2**30
-TINY = ("model.num_layers=1", "model.dim=32", "model.num_heads=2", "data.seq_len=32", "observe.sinks=[]")
+TINY = (
+    "model.num_layers=1",
+    "model.dim=32",
+    "model.num_heads=2",
+    "data.seq_len=32",
+    "observe.sinks=[]",
+)
 
 
 def gpus(*capability: int) -> Cluster:
-    return Cluster("cuda", 8, 80 * GIB, "a GPU", (capability[0], capability[1]) if capability else None)
+    return Cluster(
+        "cuda", 8, 80 * GIB, "a GPU", (capability[0], capability[1]) if capability else None
+    )
 
 
 def planned(cluster: Cluster, *overrides: str) -> Plan:
@@ -46,24 +55,32 @@ def planned(cluster: Cluster, *overrides: str) -> Plan:
         (
             gpus(7, 5),
             "fp32",
-            "fp32: GPUs of compute capability 7.5 have no bf16 to multiply with; precision.compute=fp16",
+            (
+                "fp32: GPUs of compute capability 7.5 have no bf16 to multiply with;"
+                " precision.compute=fp16"
+            ),
         ),
         (gpus(6, 1), "fp32", "fp32: GPUs of compute capability 6.1 have no bf16 to multiply with"),
         (gpus(), "fp32", "fp32: nobody says which compute capability"),
     ],
 )
-def test_gpus_compute_in_bf16_where_they_have_it(cluster: Cluster, precision: str, why: str) -> None:
+def test_gpus_compute_in_bf16_where_they_have_it(
+    cluster: Cluster, precision: str, why: str
+) -> None:
     plan = planned(cluster)
     assert (plan.precision, plan.precision_is_auto) == (precision, True)
     assert f", {precision} on 8 cuda ranks" in describe(plan)[0]
     assert [reason for reason in plan.reasons if reason.startswith(why)]
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert ("fp16" in " ".join(plan.reasons)) is (cluster.capability == (7, 5)), "tensor cores began with 7.0"
+    assert ("fp16" in " ".join(plan.reasons)) is (cluster.capability == (7, 5)), (
+        "tensor cores began with 7.0"
+    )
 
 
 def test_memory_is_predicted_for_the_type_that_is_chosen() -> None:
     auto, bf16, fp32 = (
-        planned(gpus(9, 0), *more) for more in ((), ["precision.compute=bf16"], ["precision.compute=fp32"])
+        planned(gpus(9, 0), *more)
+        for more in ((), ["precision.compute=bf16"], ["precision.compute=fp32"])
     )
     assert auto.chosen.predicted_bytes == bf16.chosen.predicted_bytes
     assert auto.chosen.predicted_bytes["activations"] < fp32.chosen.predicted_bytes["activations"]
@@ -81,11 +98,16 @@ def test_on_cpus_a_plan_is_what_fp32_is() -> None:
 
 
 @pytest.mark.parametrize(("lines", "precision"), [(["9.0"], "bf16"), (["9.0", "7.5"], "fp32")])
-def test_the_command_line_asks_the_gpus_that_are_there(tmp_path: Path, lines: list[str], precision: str) -> None:
+def test_the_command_line_asks_the_gpus_that_are_there(
+    tmp_path: Path, lines: list[str], precision: str
+) -> None:
     if Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU, which would be found")
     script = tmp_path / "nvidia-smi"
-    said = "\n".join(f"echo 'NVIDIA, 81559, GPU-{index}, {version}, Disabled'" for index, version in enumerate(lines))
+    said = "\n".join(
+        f"echo 'NVIDIA, 81559, GPU-{index}, {version}, Disabled'"
+        for index, version in enumerate(lines)
+    )
     script.write_text(f"#!/bin/sh\n{said}\n")
     script.chmod(0o755)
     (tmp_path / "pynvml.py").write_text("raise ImportError('not installed')")
@@ -117,7 +139,8 @@ T4 = (Gpu("T4", 16 * GIB, "GPU-0", (7, 5)),)
 
 
 class Machine:
-    """One that a run begins or goes on on: what `phalanx` would find there, and what it would do."""
+    """One that a run begins or goes on on: what `phalanx` would find there, and what it would
+    do."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.run, self._patch = folder / "run", patch
@@ -150,7 +173,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.mark.parametrize(
     ("began", "compute", "goes_on", "here"),
-    [((), "fp32", H100, "bf16"), (H100, "bf16", (), "fp32"), (H100, "bf16", T4, "fp32"), (T4, "fp32", H100, "bf16")],
+    [
+        ((), "fp32", H100, "bf16"),
+        (H100, "bf16", (), "fp32"),
+        (H100, "bf16", T4, "fp32"),
+        (T4, "fp32", H100, "bf16"),
+    ],
 )
 def test_a_run_keeps_its_numbers_on_another_machine(
     machine: Machine, began: Any, compute: str, goes_on: Any, here: str
@@ -160,13 +188,20 @@ def test_a_run_keeps_its_numbers_on_another_machine(
     assert first.plan.precision == compute
     assert first.job.precision.compute == compute, "what job.json says, and what a run is known by"
     assert read_json(machine.run / "job.json")["precision"]["compute"] == compute
-    assert not any("as the run began" in reason for reason in machine.resume().plan.reasons), "where it began"
+    assert not any("as the run began" in reason for reason in machine.resume().plan.reasons), (
+        "where it began"
+    )
     machine.has(goes_on)
     assert machine.resume().plan.job_digest == first.plan.job_digest
-    for found in (machine.resume(), machine.prepare(machine.job, resume=True)):  # by --resume; by the job file again
+    for found in (
+        machine.resume(),
+        machine.prepare(machine.job, resume=True),
+    ):  # by --resume; by the job file again
         assert found.plan.precision == found.job.precision.compute == compute
         (said,) = (reason for reason in found.plan.reasons if "as the run began" in reason)
-        assert said.startswith(f"{compute}, as the run began: precision.compute=auto is {here} on this machine")
+        assert said.startswith(
+            f"{compute}, as the run began: precision.compute=auto is {here} on this machine"
+        )
         assert f"why     {said}" in describe(found.plan)
     changed = machine.resume(f"precision.compute={here}")
     assert changed.plan.precision == here
@@ -187,7 +222,9 @@ def test_auto_can_be_asked_for_anew(machine: Machine) -> None:
 
 def test_a_run_that_named_its_numbers_has_nothing_to_say(machine: Machine) -> None:
     machine.has(())
-    named = load_job(None, [*TINY, f"data.source={machine.job.data.source}", "precision.compute=bf16"])
+    named = load_job(
+        None, [*TINY, f"data.source={machine.job.data.source}", "precision.compute=bf16"]
+    )
     machine.prepare(named, resume=False)
     assert not any("as the run began" in reason for reason in machine.resume().plan.reasons)
 
@@ -200,7 +237,9 @@ def test_a_run_of_a_version_without_auto_goes_on_in_fp32(tmp_path: Path) -> None
     del body["precision"]
     write_json_atomic(tmp_path / "job.json", body)
     assert load_job_json(tmp_path / "job.json").precision.compute == "fp32"
-    assert load_job_json(tmp_path / "job.json", ["precision.compute=bf16"]).precision.compute == "bf16"
+    assert (
+        load_job_json(tmp_path / "job.json", ["precision.compute=bf16"]).precision.compute == "bf16"
+    )
 
 
 def test_verify_says_what_it_does_not_judge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,11 @@ NAMES = [
 def imported_by(statement: str) -> set[str]:
     """Top-level modules in a fresh interpreter after `statement`."""
     code = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
 
 
 def test_the_names_are_exactly_these() -> None:
@@ -58,7 +62,8 @@ def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
 
 
 def test_a_name_does_not_depend_on_what_was_imported_before() -> None:
-    """A submodule becomes an attribute of its package: one with the name of a function would hide it."""
+    """A submodule becomes an attribute of its package: one with the name of a function would
+    hide it."""
     code = """
 import importlib, pkgutil
 import phalanx

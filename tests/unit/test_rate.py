@@ -25,7 +25,9 @@ from phalanx.train.state import TrainState
 
 
 def job(batch: int, **optim: object) -> Job:
-    return Job.model_validate({"train": {"global_batch_size": batch}, "optim": {"lr": 3e-3} | optim})
+    return Job.model_validate(
+        {"train": {"global_batch_size": batch}, "optim": {"lr": 3e-3} | optim}
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,11 +51,15 @@ def test_it_says_why() -> None:
     def why(**optim: object) -> str:
         return peak_rate(job(64, reference_batch_size=16, **optim)).why
 
-    assert why(lr_scaling="auto") == (
-        "lr 0.003 x sqrt(64/16) = 0.006: batch 64 instead of 16; Adam follows the square root (Malladi et al. 2022)"
+    assert (
+        why(lr_scaling="auto")
+        == "lr 0.003 x sqrt(64/16) = 0.006: batch 64 instead of 16; Adam follows the square root"
+        " (Malladi et al. 2022)"
     )
-    assert why(lr_scaling="auto", kind="sgd") == (
-        "lr 0.003 x 64/16 = 0.012: batch 64 instead of 16; SGD follows the batch (Goyal et al. 2017)"
+    assert (
+        why(lr_scaling="auto", kind="sgd")
+        == "lr 0.003 x 64/16 = 0.012: batch 64 instead of 16; SGD follows the batch (Goyal et al."
+        " 2017)"
     )
     assert why(lr_scaling="linear").endswith("linear, as the job says")
 
@@ -91,7 +97,10 @@ def test_what_makes_no_sense_is_refused(overrides: list[str], said: str) -> None
     ("optim", "said"),
     [
         ({}, "optim.lr stays 0.003, as the job says"),
-        ({"lr_scaling": "auto", "reference_batch_size": 16}, "lr 0.003 x sqrt(64/16) = 0.006: batch 64 instead of 16"),
+        (
+            {"lr_scaling": "auto", "reference_batch_size": 16},
+            "lr 0.003 x sqrt(64/16) = 0.006: batch 64 instead of 16",
+        ),
     ],
 )
 def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
@@ -107,7 +116,10 @@ def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
     (note,) = recorded(tmp_path, Note)
     assert isinstance(note.event, Note)
     assert said in note.event.facts["why"]
-    assert "steps from 11 on read 64 samples each, the first of them sample 160" in note.event.facts["why"]
+    assert (
+        "steps from 11 on read 64 samples each, the first of them sample 160"
+        in note.event.facts["why"]
+    )
 
 
 def test_a_resumed_run_refers_to_the_batch_it_had() -> None:
@@ -115,8 +127,13 @@ def test_a_resumed_run_refers_to_the_batch_it_had() -> None:
     bigger = "train.global_batch_size=64"
     assert reference_on_resume(job(16), [bigger]) == []
     assert reference_on_resume(job(16), [bigger, "optim.lr_scaling=none"]) == []
-    assert reference_on_resume(job(16), [bigger, "optim.lr_scaling=auto"]) == ["optim.reference_batch_size=16"]
-    assert reference_on_resume(job(16), ["optim.lr_scaling=auto", "optim.reference_batch_size=8"]) == []
+    assert reference_on_resume(job(16), [bigger, "optim.lr_scaling=auto"]) == [
+        "optim.reference_batch_size=16"
+    ]
+    assert (
+        reference_on_resume(job(16), ["optim.lr_scaling=auto", "optim.reference_batch_size=8"])
+        == []
+    )
     assert reference_on_resume(job(16, reference_batch_size=8), ["optim.lr_scaling=auto"]) == []
 
 
@@ -140,19 +157,23 @@ def hugging_face(directory: Path, *weights: str) -> str:
         (["model.init_from=old", "optim.lr_scaling=auto", "optim.reference_batch_size=4"], 4e-5),
     ],
 )
-def test_weights_that_are_trained_already_have_a_rate_of_their_own(overrides: list[str], lr: float) -> None:
+def test_weights_that_are_trained_already_have_a_rate_of_their_own(
+    overrides: list[str], lr: float
+) -> None:
     wanted = load_job(None, overrides)
     assert peak_rate(wanted).lr == pytest.approx(lr, rel=1e-12)
     reason = peak_rate(wanted).why
-    assert ("lr 2e-05: the weights of model.init_from=old are trained already" in reason) == (lr in (2e-5, 4e-5)), (
-        "said where it is not the rate of random weights"
-    )
+    assert ("lr 2e-05: the weights of model.init_from=old are trained already" in reason) == (
+        lr in (2e-5, 4e-5)
+    ), "said where it is not the rate of random weights"
 
 
 def test_a_directory_with_weights_is_trained_and_a_config_alone_is_not(tmp_path: Path) -> None:
     with_weights = hugging_face(tmp_path / "trained", "model.safetensors")
     assert peak_rate(load_job(None, [with_weights])).lr == 2e-5
-    assert peak_rate(load_job(None, [f"{with_weights}/config.json"])).lr == 3e-3  # begins from random weights
+    assert (
+        peak_rate(load_job(None, [f"{with_weights}/config.json"])).lr == 3e-3
+    )  # begins from random weights
     assert peak_rate(load_job(None, [hugging_face(tmp_path / "bare")])).lr == 3e-3
 
 
@@ -160,7 +181,9 @@ def test_an_own_optimizer_is_built_with_a_number() -> None:
     for overrides, lr in (([], 3e-3), (["model.init_from=old"], 2e-5), (["optim.lr=0.5"], 0.5)):
         wanted = load_job(None, overrides)
         assert resolved_optim(wanted).lr == lr
-        assert wanted.optim.lr == ("auto" if lr != 0.5 else 0.5), "nothing derived is written into the job"
+        assert wanted.optim.lr == ("auto" if lr != 0.5 else 0.5), (
+            "nothing derived is written into the job"
+        )
         optimizer = build_optimizer(torch.nn.Linear(2, 2), resolved_optim(wanted))
         assert {group["lr"] for group in optimizer.param_groups} == {lr}
     optimizer = build_optimizer(torch.nn.Linear(2, 2), Optim())

@@ -1,4 +1,5 @@
-"""docs/read_checkpoint.py, on its own: it reads what the store wrote, and refuses what is not as it was written."""
+"""docs/read_checkpoint.py, on its own: it reads what the store wrote, and refuses what is not as
+it was written."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def checkpoint(tmp_path: Path) -> Path:
         boxes = tuple(
             Box((), (), ())
             if cut is None
-            else Box((cut[0], *(0,) * (len(size) - 1)), (cut[0], *(0,) * (len(size) - 1)), (cut[1] - cut[0], *size[1:]))
+            else Box(
+                (cut[0], *(0,) * (len(size) - 1)),
+                (cut[0], *(0,) * (len(size) - 1)),
+                (cut[1] - cut[0], *size[1:]),
+            )
             for cut in cuts
         )
         shards[name] = LogicalShard(name, size, dtype_name(whole.dtype), boxes, whole)
@@ -70,7 +75,9 @@ def test_it_needs_no_phalanx_and_no_torch(checkpoint: Path) -> None:
     tree = ast.walk(ast.parse(READER.read_text()))
     imported = {a.name for n in tree if isinstance(n, ast.Import) for a in n.names}
     assert imported == {"json", "sys", "numpy", "xxhash"}
-    done = subprocess.run([sys.executable, "-I", READER, checkpoint], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", READER, checkpoint], capture_output=True, text=True, check=True
+    )
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [
         ["half", "uint16"],
         ["head", "float32"],
@@ -92,7 +99,9 @@ def test_it_refuses_what_is_not_as_it_was_written(checkpoint: Path, damage: str)
     elif damage == "missing":
         file.unlink()
     elif damage == "a space in it":
-        (checkpoint / "manifest.json").write_bytes((checkpoint / "manifest.json").read_bytes() + b" ")
+        (checkpoint / "manifest.json").write_bytes(
+            (checkpoint / "manifest.json").read_bytes() + b" "
+        )
     else:
         path = checkpoint / "manifest.json"
         path.write_text(path.read_text().replace('"step": 3', '"step": 4'))

@@ -1,4 +1,5 @@
-"""What a plan says of recompute: blocks by budget, reasons, what is proposed where nothing fits, what is refused."""
+"""What a plan says of recompute: blocks by budget, reasons, what is proposed where nothing fits,
+what is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def with_budget(gib: float) -> Plan:
 
 
 def test_a_budget_is_kept_to_with_as_few_blocks_as_can_be() -> None:
-    """Less and less budget: more and more blocks, selectively as long as that is enough, each said with its reason."""
+    """Less and less budget: more and more blocks, selectively as long as that is enough, each
+    said with its reason."""
     least, most = activations(plan(recompute="full")), activations(plan())
     numbers, kinds = [], []
     for part in range(11):
@@ -55,7 +57,10 @@ def test_a_budget_is_kept_to_with_as_few_blocks_as_can_be() -> None:
         numbers.append(len(found.recompute_segments))
         kinds.append({segment.mode for segment in found.recompute_segments})
         (reason,) = [reason for reason in found.reasons if reason.startswith("recompute:")]
-        assert f"activations {format_bytes(activations(found))} of the {format_bytes(budget)} asked" in reason
+        assert (
+            f"activations {format_bytes(activations(found))} of the {format_bytes(budget)} asked"
+            in reason
+        )
         assert "of 12 blocks" in reason
         assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert numbers == sorted(numbers, reverse=True)
@@ -72,15 +77,20 @@ def test_a_budget_that_nothing_keeps_to_is_refused_with_the_least_there_is() -> 
 
 
 def test_a_budget_under_tp_is_of_what_one_rank_holds() -> None:
-    """The reason says what the memory row says, and fewer blocks are redone than one rank alone would have to."""
+    """The reason says what the memory row says, and fewer blocks are redone than one rank alone
+    would have to."""
     train = {"recompute": "budget", "recompute_budget_gib": 0.03}
     numbers = []
     for tp in (1, 2):
         job = Job.model_validate({"train": train, "parallel": {"ranks": tp, "tp": tp}})
         found = make_plan(job, cluster=CPU)
-        assert found.chosen.predicted_bytes["activations"] == pytest.approx(activations(found), rel=1e-6)
+        assert found.chosen.predicted_bytes["activations"] == pytest.approx(
+            activations(found), rel=1e-6
+        )
         size = format_bytes(activations(found))
-        assert any(f"activations {size} of the 30.7 MiB asked" in reason for reason in found.reasons)
+        assert any(
+            f"activations {size} of the 30.7 MiB asked" in reason for reason in found.reasons
+        )
         numbers.append(len(found.recompute_segments))
     assert numbers[1] <= numbers[0]
     body = {"train": {**train, "recompute_budget_gib": 0.001}, "parallel": {"ranks": 2, "tp": 2}}
@@ -89,22 +99,34 @@ def test_a_budget_under_tp_is_of_what_one_rank_holds() -> None:
 
 
 def test_a_budget_for_a_module_of_your_own_is_refused() -> None:
-    job = Job.model_validate({"train": {"recompute": "budget", "recompute_budget_gib": 1}, "parallel": {"ranks": 1}})
+    job = Job.model_validate(
+        {"train": {"recompute": "budget", "recompute_budget_gib": 1}, "parallel": {"ranks": 1}}
+    )
     with pytest.raises(LayoutError, match="your own module cannot"):
-        make_plan(job, cluster=CPU, shape=measured_shape("mine:Model", 6, Measured(1000, 1000, 100, 600)))
+        make_plan(
+            job, cluster=CPU, shape=measured_shape("mine:Model", 6, Measured(1000, 1000, 100, 600))
+        )
 
 
 def test_the_blocks_of_a_module_of_your_own_are_in_the_plan() -> None:
     job = Job.model_validate({"train": {"recompute": "sqrt"}, "parallel": {"ranks": 1}})
-    found = make_plan(job, cluster=CPU, shape=measured_shape("mine:Model", 6, Measured(1000, 1000, 100, 600)))
-    assert [(segment.start, segment.stop) for segment in found.recompute_segments] == [(0, 3), (3, 6)]
+    found = make_plan(
+        job, cluster=CPU, shape=measured_shape("mine:Model", 6, Measured(1000, 1000, 100, 600))
+    )
+    assert [(segment.start, segment.stop) for segment in found.recompute_segments] == [
+        (0, 3),
+        (3, 6),
+    ]
     assert "recompute: 6 blocks in 2 segments of 3 at most" in found.reasons
 
 
 def test_where_activations_do_not_fit_the_cheapest_mode_that_helps_is_proposed() -> None:
     """And it does fit, when it is taken."""
     roomy = Cluster("cuda", 1, 400 * GIB)
-    totals = {mode: plan(roomy, recompute=mode).chosen.total_bytes for mode in ("none", "selective", "full")}
+    totals = {
+        mode: plan(roomy, recompute=mode).chosen.total_bytes
+        for mode in ("none", "selective", "full")
+    }
     for cheaper, mode in itertools.pairwise(totals):
         between = (totals[cheaper] + totals[mode]) // 2
         cluster = Cluster("cuda", 1, round((between + 450 * 2**20) / 0.94))
@@ -128,7 +150,9 @@ def test_offloaded_activations_leave_a_gpu_and_not_a_cpu() -> None:
     there, here = plan(gpu, offload_activations=True), plan(offload_activations=True)
     assert activations(there) < 0.3 * activations(plan(gpu))
     assert activations(here) == activations(plan())
-    assert any("pinned host memory" in reason and "activations" in reason for reason in there.reasons)
+    assert any(
+        "pinned host memory" in reason and "activations" in reason for reason in there.reasons
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +161,10 @@ def test_offloaded_activations_leave_a_gpu_and_not_a_cpu() -> None:
         (["train.recompute=every-k"], ["train.recompute", "needs train.recompute_every"]),
         (["train.recompute=budget"], ["train.recompute", "needs train.recompute_budget_gib"]),
         (["train.recompute_every=2"], ["train.recompute_every", 'train.recompute = "every-k"']),
-        (["train.recompute=full", "train.recompute_budget_gib=1"], ["train.recompute_budget_gib", "budget"]),
+        (
+            ["train.recompute=full", "train.recompute_budget_gib=1"],
+            ["train.recompute_budget_gib", "budget"],
+        ),
         (["train.recompute=all"], ["train.recompute", "selective"]),
     ],
 )

@@ -37,7 +37,9 @@ def test_names_are_the_folders_modules_found_without_importing_them(folder: Path
 
 def test_what_a_file_says_of_itself_is_read_without_importing_it(folder: Path) -> None:
     """The file cannot be imported here, as one that needs torch cannot where there is none."""
-    (folder / "beta.py").write_text("import absent_dependency\nKEEPS = True\ndef build():\n    OTHER = 1\n")
+    (folder / "beta.py").write_text(
+        "import absent_dependency\nKEEPS = True\ndef build():\n    OTHER = 1\n"
+    )
     assert told("beta", PACKAGE, "KEEPS", False) is True
     assert told("beta", PACKAGE, "OTHER", 0) == 0
     assert told("alpha", PACKAGE, "KEEPS", False) is False

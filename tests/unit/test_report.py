@@ -1,4 +1,5 @@
-"""The page: complete in itself, escaped, equal to the events, and made from whatever a run left behind."""
+"""The page: complete in itself, escaped, equal to the events, and made from whatever a run left
+behind."""
 
 from __future__ import annotations
 
@@ -27,14 +28,18 @@ from phalanx.report.page import CONTENT_SECURITY
 from phalanx.report.reduce import reduce_run
 from phalanx.report.summary import run_json
 
-EVIL = '<script>alert("x")</script></pre><img src=https://evil.example/x onerror=alert(1)>&amp;\x1b[31m\ud800'
+EVIL = (
+    '<script>alert("x")</script></pre><img src=https://evil.example/x'
+    " onerror=alert(1)>&amp;\x1b[31m\ud800"
+)
 VOID = {"meta", "link", "br"}
 LAYOUT = {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
 SIZES = {"parameters": 1000 * 2**10, "activations": 3000 * 2**10}
 
 
 class Page(HTMLParser):
-    """Parses a page and fails on markup that is not balanced; collects text, tags and attributes."""
+    """Parses a page and fails on markup that is not balanced; collects text, tags and
+    attributes."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
@@ -63,7 +68,12 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
     def attributes(self, name: str) -> list[str]:
-        return [value or "" for _, attributes in self.tags for key, value in attributes.items() if key == name]
+        return [
+            value or ""
+            for _, attributes in self.tags
+            for key, value in attributes.items()
+            if key == name
+        ]
 
 
 class Run:
@@ -74,7 +84,9 @@ class Run:
 
     def say(self, event: Event, *, rank: int = 0, attempt: int = 0) -> None:
         self.now_s += 0.1
-        self.raw(Envelope(event, rank, attempt, self.now_s).to_line() + "\n", rank=rank, attempt=attempt)
+        self.raw(
+            Envelope(event, rank, attempt, self.now_s).to_line() + "\n", rank=rank, attempt=attempt
+        )
 
     def raw(self, text: str, *, rank: int = 0, attempt: int = 0) -> None:
         path = event_path(self.directory, rank, attempt)
@@ -83,18 +95,42 @@ class Run:
             file.write(text)
 
     def start(self, *, attempt: int = 0, at: int = 0, total: int = 30) -> None:
-        self.say(events.RunStarted("a-run", "d", 2, at, total, "cpu", LAYOUT, "", 1.0), attempt=attempt)
+        self.say(
+            events.RunStarted("a-run", "d", 2, at, total, "cpu", LAYOUT, "", 1.0), attempt=attempt
+        )
 
-    def steps(self, numbers: Iterable[int], *, attempt: int = 0, ranks: int = 2, loss: float = 3.0) -> None:
+    def steps(
+        self, numbers: Iterable[int], *, attempt: int = 0, ranks: int = 2, loss: float = 3.0
+    ) -> None:
         for number in numbers:
             for rank in range(ranks):
-                self.say(step(number, loss=loss - 0.01 * number, rank=rank), rank=rank, attempt=attempt)
+                self.say(
+                    step(number, loss=loss - 0.01 * number, rank=rank), rank=rank, attempt=attempt
+                )
 
 
 def step(number: int, *, loss: float = 3.0, rank: int = 0, step_s: float = 0.1) -> StepFinished:
-    phases_s = {"data": 0.01, "forward": 0.03, "backward": 0.04, "ckpt_write": 0.005, "novel": 0.001}
+    phases_s = {
+        "data": 0.01,
+        "forward": 0.03,
+        "backward": 0.04,
+        "ckpt_write": 0.005,
+        "novel": 0.001,
+    }
     spare_s = step_s - sum(phases_s.values())
-    return StepFinished(number, loss, 4096, 4096 * number, 1e-3, 0.5 + rank, step_s, 40960.0, phases_s, spare_s, 2**29)
+    return StepFinished(
+        number,
+        loss,
+        4096,
+        4096 * number,
+        1e-3,
+        0.5 + rank,
+        step_s,
+        40960.0,
+        phases_s,
+        spare_s,
+        2**29,
+    )
 
 
 @pytest.fixture
@@ -104,7 +140,8 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def whole(run: Run) -> Run:
-    """A finished run with one of everything: a skip, a restart, an evaluation, baselines, memory, text."""
+    """A finished run with one of everything: a skip, a restart, an evaluation, baselines,
+    memory, text."""
     run.start()
     run.steps(range(1, 21))
     run.say(events.StepSkipped(7, "nonfinite_gradients", math.nan, 192, 32))
@@ -118,7 +155,11 @@ def whole(run: Run) -> Run:
     run.say(events.EvalFinished(30, 2.25, 500, 0.2), attempt=1)
     for rank in (0, 1):
         measured = {"parameters": 1100 * 2**10, "activations": 2700 * 2**10, "peak": 4500 * 2**10}
-        run.say(events.MemoryMeasured(SIZES | {"peak": 4000 * 2**10}, measured, 2**28), rank=rank, attempt=1)
+        run.say(
+            events.MemoryMeasured(SIZES | {"peak": 4000 * 2**10}, measured, 2**28),
+            rank=rank,
+            attempt=1,
+        )
     run.say(events.TextGenerated(30, "def ", EVIL), attempt=1)
     run.say(events.RunFinished("finished", 0, 30, 42.5), rank=-1)
     chosen = {
@@ -129,7 +170,13 @@ def whole(run: Run) -> Run:
         "chosen": True,
         "why": "simplest",
     }
-    loser = chosen | {"name": EVIL, "chosen": False, "why": f"loses {EVIL}", "fits": None, "total_bytes": "many"}
+    loser = chosen | {
+        "name": EVIL,
+        "chosen": False,
+        "why": f"loses {EVIL}",
+        "fits": None,
+        "total_bytes": "many",
+    }
     plan = {
         "layout": LAYOUT, "world_size": 2, "device": "cpu", "precision": "fp32", "global_batch_size": 32,
         "micro_batch_size": 16, "num_microbatches": 1, "seq_len": 128, "num_params": 3_400_000,
@@ -147,28 +194,32 @@ def page_of(run: Run) -> Page:
     return Page(write_report(run.directory))
 
 
-# --- one file that trusts nothing ----------------------------------------------------------------------------------
+# --- one file that trusts nothing -----------------------------------------------------------------
 
 
 def test_loads_nothing(whole: Run) -> None:
     page = page_of(whole)
-    policy = [a.get("content") for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    policy = [
+        a.get("content") for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy == [CONTENT_SECURITY]
-    assert CONTENT_SECURITY.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'")
+    assert CONTENT_SECURITY.startswith(
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    )
     assert page.attributes("src") == []
     assert {value for value in page.attributes("href") if not value.startswith("#")} == {"data:,"}
     style = re.search(r"<style>(.*?)</style>", page.source, re.DOTALL)
     assert style is not None
     assert "url(" not in style[1]
     assert "@import" not in style[1]
-    assert "http" not in page.source.replace(CONTENT_SECURITY, "").replace("http-equiv", "").replace(
-        "https://evil.example", ""
-    )
+    assert "http" not in page.source.replace(CONTENT_SECURITY, "").replace(
+        "http-equiv", ""
+    ).replace("https://evil.example", "")
 
 
 def test_a_row_of_the_head_with_fewer_tiles_ends_in_the_colour_of_tiles(whole: Run) -> None:
-    """Lines between tiles are theirs: as the colour of what lies behind them, they were a bar beside the ninth of four
-    in a row."""
+    """Lines between tiles are theirs: as the colour of what lies behind them, they were a bar
+    beside the ninth of four in a row."""
     style = page_of(whole).source.partition("<style>")[2].partition("</style>")[0]
     rules = dict(re.findall(r"^(dl\.keys(?: > div)?) \{(.*?)\}", style, re.DOTALL | re.MULTILINE))
     assert "background: var(--card);" in rules["dl.keys"]
@@ -183,12 +234,16 @@ def test_text_of_the_run_is_escaped(whole: Run) -> None:
     assert page.text.count('<script>alert("x")</script></pre><img src=https://evil.example/x') >= 5
     kinds = [attributes.get("type") for tag, attributes in page.tags if tag == "script"]
     assert kinds.count(None) == 1, "our own script and no other"
-    assert {name for _, attributes in page.tags for name in attributes if name.startswith("on")} == set()
+    assert {
+        name for _, attributes in page.tags for name in attributes if name.startswith("on")
+    } == set()
 
 
 def test_every_link_leads_somewhere(whole: Run) -> None:
     page = page_of(whole)
-    assert {value[1:] for value in page.attributes("href") if value.startswith("#")} <= set(page.attributes("id"))
+    assert {value[1:] for value in page.attributes("href") if value.startswith("#")} <= set(
+        page.attributes("id")
+    )
     assert len(page.attributes("id")) == len(set(page.attributes("id")))
 
 
@@ -210,7 +265,7 @@ def test_charts_have_titles_units_tables_and_points(whole: Run) -> None:
         assert unit in page.text
 
 
-# --- evaluations ---------------------------------------------------------------------------------------------------
+# --- evaluations ----------------------------------------------------------------------------------
 
 
 def evaluated(step: int, loss: float, **sources: float) -> events.EvalFinished:
@@ -225,7 +280,9 @@ def test_evaluations_on_the_way_are_points_and_the_best_is_named(whole: Run) -> 
     page = page_of(whole)
     assert "Held-out loss 2.2500 nats/token best 2.0000 at step 10; 2.250 nats below" in page.text
     assert "Best of 4 evaluations: 2.0000 at step 10, kept as checkpoints/step-10." in page.text
-    islands = re.findall(r'<script type="application/json" class="points">(.*?)</script>', page.source)
+    islands = re.findall(
+        r'<script type="application/json" class="points">(.*?)</script>', page.source
+    )
     drawn = {name: (xs, ys) for name, _, xs, ys in json.loads(islands[0])["series"]}
     assert drawn["held-out"] == ([10, 20, 25, 30], [2.0, 2.125, None, 2.25])
     assert drawn["held-out, code"] == ([10, 20], [1.5, 1.625])
@@ -248,12 +305,25 @@ def test_facts_for_programs_are_those_of_the_page(whole: Run) -> None:
     facts = run_json(reduce_run(whole.directory))
     json.dumps(facts, allow_nan=False)
     assert (facts["status"], facts["exit_code"], facts["step"]) == ("finished", 0, 30)
-    assert (facts["num_restarts"], facts["num_steps_redone"], facts["num_steps_skipped"]) == (1, 10, 1)
+    assert (facts["num_restarts"], facts["num_steps_redone"], facts["num_steps_skipped"]) == (
+        1,
+        10,
+        1,
+    )
     assert facts["final_loss"] == 2.2
     assert [(e["step"], e["loss"]) for e in facts["evaluations"]] == [(10, 2.0), (30, 2.25)]
-    assert facts["best"] == {"step": 10, "loss": 2.0, "metric": "loss", "value": 2.0, "checkpoint": None}
+    assert facts["best"] == {
+        "step": 10,
+        "loss": 2.0,
+        "metric": "loss",
+        "value": 2.0,
+        "checkpoint": None,
+    }
     assert facts["warnings"] == ["a high rate"]
-    assert "a high rate" in page_of(whole).text.split("Steps done")[0] + page_of(whole).text.split("Training")[0]
+    assert (
+        "a high rate"
+        in page_of(whole).text.split("Steps done")[0] + page_of(whole).text.split("Training")[0]
+    )
 
 
 def test_facts_of_a_run_that_wrote_nothing(run: Run) -> None:
@@ -274,7 +344,7 @@ def test_a_users_own_objective_is_not_called_nats(whole: Run) -> None:
     assert "targets per second" in page.text
 
 
-# --- numbers -------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_the_page_says_what_the_events_say(whole: Run) -> None:
@@ -283,7 +353,10 @@ def test_the_page_says_what_the_events_say(whole: Run) -> None:
         "a-run finished",
         "Steps done 30 / 30 10 steps done again",
         "Final training loss 2.2000 nats/token of step 30",
-        "Held-out loss 2.2500 nats/token 2.250 nats below unigram (4.500); 0.250 nats above trigram (2.000)",
+        (
+            "Held-out loss 2.2500 nats/token 2.250 nats below unigram (4.500); 0.250 nats above"
+            " trigram (2.000)"
+        ),
         "Throughput 41.0 K tokens/s median over steps",
         "Wall time 42.5 s",
         "Restarts 1 10 steps rolled back",
@@ -302,7 +375,7 @@ def test_the_page_says_what_the_events_say(whole: Run) -> None:
 
 
 def test_phases_of_every_kind_are_charged_somewhere(whole: Run) -> None:
-    (first, second) = reduce_run(whole.directory).ranks
+    first, second = reduce_run(whole.directory).ranks
     assert (first.rank, first.num_steps, second.num_steps) == (0, 40, 40)
     assert first.mean_groups_s["checkpoint"] == pytest.approx(0.005)
     assert first.mean_groups_s["other"] == pytest.approx(0.001)
@@ -326,7 +399,7 @@ def test_a_save_between_steps_is_not_taken_from_training(run: Run) -> None:
     assert parts["checkpoints"] == pytest.approx(0.05)
 
 
-# --- restarts ------------------------------------------------------------------------------------------------------
+# --- restarts -------------------------------------------------------------------------------------
 
 
 def test_the_last_attempt_of_a_step_wins(whole: Run) -> None:
@@ -373,7 +446,7 @@ def test_a_resumed_run_is_unfinished_until_it_ends_and_its_pause_is_not_its_time
     assert (facts.num_rolled_back, facts.num_redone) == (0, 0)
 
 
-# --- whatever a run left behind ------------------------------------------------------------------------------------
+# --- whatever a run left behind -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("files", [(), ("events",), ("plan.json", "job.json")])
@@ -407,7 +480,13 @@ def test_torn_unknown_and_malformed_lines_are_counted_and_left_out(run: Run) -> 
     run.start()
     run.steps(range(1, 4))
     good = json.loads(Envelope(step(4), 0, 0, run.now_s).to_line())
-    for bad in ({"loss": "3"}, {"step": None}, {"phases_s": {"forward": None}}, {"phases_s": []}, {"rank": {}}):
+    for bad in (
+        {"loss": "3"},
+        {"step": None},
+        {"phases_s": {"forward": None}},
+        {"phases_s": []},
+        {"rank": {}},
+    ):
         run.raw(json.dumps(good | bad) + "\n")
     run.raw('{"event":"from_the_future","rank":0}\n[1]\n')
     run.raw(json.dumps(good)[:50])
@@ -420,7 +499,9 @@ def test_torn_unknown_and_malformed_lines_are_counted_and_left_out(run: Run) -> 
 def test_nothing_is_finite(run: Run) -> None:
     run.start()
     for number in range(1, 5):
-        nothing = replace(step(number), loss=math.nan, grad_norm=math.inf, step_s=math.nan, tokens_per_s=math.nan)
+        nothing = replace(
+            step(number), loss=math.nan, grad_norm=math.inf, step_s=math.nan, tokens_per_s=math.nan
+        )
         run.say(replace(nothing, learning_rate=math.nan, unaccounted_s=math.nan))
     run.say(events.EvalFinished(4, math.nan, 0, 0.0))
     run.say(events.BaselineMeasured("unigram", math.nan, 0, 0.0))
@@ -434,12 +515,25 @@ WRONG: list[Any] = [None, 5, "x", [], {}, [[]], {"a": {"b": [1]}}, 10**400, True
 
 @pytest.mark.parametrize("value", WRONG)
 def test_a_plan_of_any_shape(run: Run, value: Any) -> None:
-    keys = ("layout", "world_size", "memory", "alternatives", "reasons", "num_params", "seq_len", "zero_stage")
+    keys = (
+        "layout",
+        "world_size",
+        "memory",
+        "alternatives",
+        "reasons",
+        "num_params",
+        "seq_len",
+        "zero_stage",
+    )
     (run.directory / "plan.json").write_text(json.dumps(dict.fromkeys(keys, value)))
-    item = dict.fromkeys(("name", "layout", "predicted_bytes", "total_bytes", "fits", "chosen", "why"), value)
+    item = dict.fromkeys(
+        ("name", "layout", "predicted_bytes", "total_bytes", "fits", "chosen", "why"), value
+    )
     (run.directory / "job.json").write_text(json.dumps({"train": value, "run": {"name": value}}))
     page_of(run)
-    (run.directory / "plan.json").write_text(json.dumps({"alternatives": [item, value], "layout": {"tp": value}}))
+    (run.directory / "plan.json").write_text(
+        json.dumps({"alternatives": [item, value], "layout": {"tp": value}})
+    )
     page_of(run)
 
 
@@ -463,7 +557,10 @@ def test_a_hundred_thousand_steps(run: Run) -> None:
     run.start(total=100_000)
     line = Envelope(step(1), 0, 0, run.now_s).to_line() + "\n"
     assert '"step":1,"loss":3.0' in line
-    lines = (line.replace('"step":1,"loss":3.0', f'"step":{n},"loss":{3 + n % 7 / 10}') for n in range(1, 100_001))
+    lines = (
+        line.replace('"step":1,"loss":3.0', f'"step":{n},"loss":{3 + n % 7 / 10}')
+        for n in range(1, 100_001)
+    )
     run.raw("".join(lines).replace('"step":54321,"loss":3', '"step":54321,"loss":97'))
     began_s = time.process_time()
     path = write_report(run.directory)
@@ -475,7 +572,7 @@ def test_a_hundred_thousand_steps(run: Run) -> None:
     assert "Steps done 100,000 / 100,000" in page.text
 
 
-# --- writing it ----------------------------------------------------------------------------------------------------
+# --- writing it -----------------------------------------------------------------------------------
 
 
 def test_a_page_is_replaced_whole(whole: Run) -> None:
@@ -506,14 +603,19 @@ def test_needs_no_torch() -> None:
 
 
 def test_resumes_are_told_from_restarts(run: Run) -> None:
-    """A crash that the supervisor answered, and a run that a person continued: each counted and drawn by itself."""
+    """A crash that the supervisor answered, and a run that a person continued: each counted and
+    drawn by itself."""
     run.start()
     run.steps(range(1, 6))
     run.say(events.RestartScheduled(1, 3, 3), rank=-1)
     run.start(attempt=1, at=3)
     run.steps(range(4, 8), attempt=1)
     run.say(events.RunFinished("preempted", 75, 7, 1.0), rank=-1, attempt=1)
-    facts = {"step": 7, "changed": {"train.steps": [10, 12]}, "told": "train.steps 10 -> 12: 5 steps left"}
+    facts = {
+        "step": 7,
+        "changed": {"train.steps": [10, 12]},
+        "told": "train.steps 10 -> 12: 5 steps left",
+    }
     run.say(events.Note(events.RESUMED, facts), rank=-1, attempt=2)
     run.start(attempt=2, at=7)
     run.steps(range(8, 13), attempt=2)

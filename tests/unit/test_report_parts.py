@@ -41,7 +41,9 @@ def test_tick_texts_agree_on_a_unit() -> None:
 
 
 @given(st.lists(numbers, max_size=50), st.booleans(), st.booleans(), st.booleans())
-def test_a_scale_shows_every_finite_value(values: list[float], zero: bool, may_be_log: bool, snug: bool) -> None:
+def test_a_scale_shows_every_finite_value(
+    values: list[float], zero: bool, may_be_log: bool, snug: bool
+) -> None:
     scale = scale_for(values, zero=zero, may_be_log=may_be_log, snug=snug)
     assert scale.low < scale.high
     for value in values:
@@ -84,7 +86,9 @@ def test_smoothing_is_a_centred_mean_that_skips_gaps() -> None:
 @given(st.lists(numbers, max_size=60), st.integers(1, 20))
 def test_a_running_median_is_that_of_the_finite_neighbours(ys: list[float], span: int) -> None:
     for row, value in enumerate(running_median(ys, span)):
-        near = sorted(y for y in ys[max(row - span // 2, 0) : row + span // 2 + 1] if math.isfinite(y))
+        near = sorted(
+            y for y in ys[max(row - span // 2, 0) : row + span // 2 + 1] if math.isfinite(y)
+        )
         assert value == near[len(near) // 2] if near else math.isnan(value)
 
 
@@ -96,6 +100,9 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 
 def test_only_markup_built_here_passes_unescaped() -> None:
-    assert tag("td", "a<b", Html("<b>x</b>"), title='"q"') == '<td title="&quot;q&quot;">a&lt;b<b>x</b></td>'
+    assert (
+        tag("td", "a<b", Html("<b>x</b>"), title='"q"')
+        == '<td title="&quot;q&quot;">a&lt;b<b>x</b></td>'
+    )
     assert join(["<", ["&", None, 3]]) == "&lt;&amp;3"
     assert "</script>" not in json_island(["</script><!--"], "points")[:-9]

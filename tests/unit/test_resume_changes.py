@@ -1,4 +1,5 @@
-"""A run that is continued with another job: every key that changed is named with what it does, or refused."""
+"""A run that is continued with another job: every key that changed is named with what it does,
+or refused."""
 
 from __future__ import annotations
 
@@ -18,17 +19,26 @@ from phalanx.optim.schedule import learning_rate
 from phalanx.plan.planner import make_plan
 from phalanx.run.resume import _EFFECTS, resumed_job
 
-SMALL = ("model.num_layers=4", "model.dim=32", "model.num_heads=4", "data.seq_len=32", "cluster.device=cpu")
+SMALL = (
+    "model.num_layers=4",
+    "model.dim=32",
+    "model.num_heads=4",
+    "data.seq_len=32",
+    "cluster.device=cpu",
+)
 
 
 def run_at(folder: Path, *overrides: str, step: int = 120) -> str:
-    """The directory of a run as far as resuming reads it: its job, its plan and the manifest of a checkpoint."""
+    """The directory of a run as far as resuming reads it: its job, its plan and the manifest of
+    a checkpoint."""
     job = load_job(None, [*SMALL, "train.steps=120", *overrides])
     write_json_atomic(folder / "job.json", job.to_json())
     write_json_atomic(folder / "plan.json", make_plan(job).to_json())
     if step:
         store = open_store(folder, None)
-        store.commit(store.begin(step), Manifest(step, "", {}, {"step": step}, {}, {}, {}).to_bytes())
+        store.commit(
+            store.begin(step), Manifest(step, "", {}, {"step": step}, {}, {}, {}).to_bytes()
+        )
     return str(folder)
 
 
@@ -39,18 +49,28 @@ def test_the_same_job_has_nothing_to_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_more_steps_say_what_becomes_of_the_learning_rate_and_how_to_keep_it(tmp_path: Path, schedule: str) -> None:
+def test_more_steps_say_what_becomes_of_the_learning_rate_and_how_to_keep_it(
+    tmp_path: Path, schedule: str
+) -> None:
     """With the numbers of the schedule itself; what is said to keep the rate does."""
     run = run_at(tmp_path, f"optim.schedule={schedule}")
     was = load_job(None, [*SMALL, "train.steps=120", f"optim.schedule={schedule}"])
     resumed = resumed_job(run, ["train.steps=150"])
     (change,) = resumed.changes
-    assert (change.key, change.before, change.after, change.is_other_training) == ("train.steps", 120, 150, True)
+    assert (change.key, change.before, change.after, change.is_other_training) == (
+        "train.steps",
+        120,
+        150,
+        True,
+    )
     before, after = learning_rate(was, 120), learning_rate(resumed.job, 121)
     assert after > 1.5 * before
     said = "\n".join(resumed.lines())
     assert "changed train.steps 120 -> 150: 30 steps left instead of 0" in said
-    assert f"the learning rate of step 121 is {after:.3g}; it was at step 120, the last one, {before:.3g}" in said
+    assert (
+        f"the learning rate of step 121 is {after:.3g}; it was at step 120, the last one,"
+        f" {before:.3g}" in said
+    )
     assert "not the training that the run began with" in said
     keep = re.findall(r"optim\.\S+=\S+", resumed.rate)
     kept = resumed_job(run, ["train.steps=150", *keep])
@@ -87,7 +107,9 @@ OTHERS: list[tuple[str, Any, bool]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "is_other"), OTHERS)
-def test_every_change_is_named_with_what_it_does(tmp_path: Path, key: str, value: Any, is_other: bool) -> None:
+def test_every_change_is_named_with_what_it_does(
+    tmp_path: Path, key: str, value: Any, is_other: bool
+) -> None:
     resumed = resumed_job(run_at(tmp_path, "parallel.ranks=2", step=50), [f"{key}={value}"])
     changed = {change.key: change for change in resumed.changes}
     assert changed[key].after == value
@@ -103,9 +125,14 @@ def test_every_section_of_a_job_has_its_words() -> None:
     assert set(Job.model_fields) <= known
 
 
-@pytest.mark.parametrize("override", ["run.seed=7", "model.dim=64", "data.seq_len=16", "optim.kind=sgd"])
+@pytest.mark.parametrize(
+    "override", ["run.seed=7", "model.dim=64", "data.seq_len=16", "optim.kind=sgd"]
+)
 def test_what_a_run_keeps_is_refused_by_its_key(tmp_path: Path, override: str) -> None:
-    with pytest.raises(JobError, match=rf"{override.partition('=')[0]}: a resumed run keeps what it was trained with"):
+    with pytest.raises(
+        JobError,
+        match=rf"{override.partition('=')[0]}: a resumed run keeps what it was trained with",
+    ):
         resumed_job(run_at(tmp_path), [override])
 
 
@@ -116,20 +143,36 @@ def test_before_the_first_checkpoint_the_optimizer_is_free(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("own", "asked", "named"),
     [
-        (("parallel.ranks=2", "parallel.dp_shard=2"), ("parallel.ranks=1",), ["parallel.dp_shard=1"]),
+        (
+            ("parallel.ranks=2", "parallel.dp_shard=2"),
+            ("parallel.ranks=1",),
+            ["parallel.dp_shard=1"],
+        ),
         (
             ("parallel.ranks=4", "parallel.dp_shard=2", "parallel.tp=2"),
             ("parallel.ranks=2", "parallel.tp=2"),
             ["parallel.dp_shard=1"],
         ),
-        (("parallel.ranks=4", "parallel.pp=2", "parallel.tp=2"), ("parallel.ranks=1",), ["parallel.pp=1"]),
-        (("parallel.ranks=4", "parallel.dp_replicate=2", "parallel.dp_shard=2"), ("parallel.ranks=2",), ["parallel."]),
+        (
+            ("parallel.ranks=4", "parallel.pp=2", "parallel.tp=2"),
+            ("parallel.ranks=1",),
+            ["parallel.pp=1"],
+        ),
+        (
+            ("parallel.ranks=4", "parallel.dp_replicate=2", "parallel.dp_shard=2"),
+            ("parallel.ranks=2",),
+            ["parallel."],
+        ),
         (
             ("parallel.ranks=2", "parallel.pp=2", "parallel.schedule=zb-v"),
             ("parallel.ranks=1",),
             ["parallel.pp=1", "parallel.schedule=none"],
         ),
-        (("parallel.ranks=2", "parallel.dp_shard=2", "parallel.zero_stage=1"), ("parallel.ranks=1",), ["parallel."]),
+        (
+            ("parallel.ranks=2", "parallel.dp_shard=2", "parallel.zero_stage=1"),
+            ("parallel.ranks=1",),
+            ["parallel."],
+        ),
     ],
 )
 def test_ranks_that_do_not_fit_the_runs_layout_are_told_the_overrides_that_do(

@@ -1,4 +1,5 @@
-"""What stays and what goes, and that nothing goes before something that stays is known to be whole."""
+"""What stays and what goes, and that nothing goes before something that stays is known to be
+whole."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def save(run_dir: Path, step: int) -> Path:
     directory = run_dir / "checkpoints" / f"step-{step}"
     directory.mkdir(parents=True)
     data = np.full(8, step, np.float32)
-    stored = write_file(directory / "a.safetensors", [Source("w#0", "float32", (8,), lambda: data.view(np.uint8))])
+    stored = write_file(
+        directory / "a.safetensors", [Source("w#0", "float32", (8,), lambda: data.view(np.uint8))]
+    )
     tensor = StoredTensor((8,), "float32", (Piece("a.safetensors", "w#0", (0,), (8,)),))
     manifest = Manifest(step, "", {}, {}, {"w": tensor}, {}, {"a.safetensors": stored})
     (directory / MANIFEST).write_bytes(manifest.to_bytes())
@@ -42,15 +45,25 @@ def test_the_last_milestones_and_the_best_stay() -> None:
     retention = Retention(last=2, every=1000, kept=frozenset({300}))
     assert retention.superfluous([100, 200, 300, 900, 1000, 1100, 1200]) == [100, 200, 900]
     by_the_clock = Retention(last=1, every=1000)
-    assert by_the_clock.superfluous([990, 1003, 1900, 2000, 2044, 4100, 4200, 4300]) == [990, 1900, 2044, 4200]
+    assert by_the_clock.superfluous([990, 1003, 1900, 2000, 2044, 4100, 4200, 4300]) == [
+        990,
+        1900,
+        2044,
+        4200,
+    ]
     assert Retention().superfluous([1, 2, 3]) == []
     assert Retention(last=5).superfluous([1, 2, 3]) == []
 
 
 @given(
-    st.sets(st.integers(1, 500), min_size=1), st.integers(1, 5), st.none() | st.integers(1, 50), st.sets(st.integers())
+    st.sets(st.integers(1, 500), min_size=1),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 50),
+    st.sets(st.integers()),
 )
-def test_the_newest_always_stays(found: set[int], last: int, every: int | None, kept: set[int]) -> None:
+def test_the_newest_always_stays(
+    found: set[int], last: int, every: int | None, kept: set[int]
+) -> None:
     going = Retention(last, every, frozenset(kept)).superfluous(found)
     assert max(found) not in going
     assert set(going) <= found - kept
@@ -60,16 +73,24 @@ def test_the_newest_always_stays(found: set[int], last: int, every: int | None, 
 def test_what_goes_is_gone_and_what_stays_is_whole(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
-    (tmp_path / "checkpoints" / f".step-10{REMOVED}" / "left").mkdir(parents=True)  # by a killed removal
+    (tmp_path / "checkpoints" / f".step-10{REMOVED}" / "left").mkdir(
+        parents=True
+    )  # by a killed removal
     assert [folder.step for folder in prune(store(tmp_path), Retention(last=2))] == [10, 20]
     assert steps(tmp_path) == [30, 40]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-30", "step-40"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-30",
+        "step-40",
+    ]
 
 
 def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    assert [folder.step for folder in prune(store(tmp_path), Retention(last=1), dry_run=True)] == [1, 2]
+    assert [folder.step for folder in prune(store(tmp_path), Retention(last=1), dry_run=True)] == [
+        1,
+        2,
+    ]
     assert steps(tmp_path) == [1, 2, 3]
 
 
@@ -90,7 +111,9 @@ def test_the_newest_that_verifies_is_never_removed(tmp_path: Path) -> None:
     assert said[-1].endswith("nothing is removed")
 
 
-def test_an_older_one_that_stays_does_not_stand_for_the_newest_that_verifies(tmp_path: Path) -> None:
+def test_an_older_one_that_stays_does_not_stand_for_the_newest_that_verifies(
+    tmp_path: Path,
+) -> None:
     """A milestone or the best is whole, and would be all that is left of what was trained since."""
     for step in (1, 2, 3, 4):
         save(tmp_path, step)

@@ -1,4 +1,5 @@
-"""Sharding rules as data: what they say, what they refuse, and that the parts of all ranks make the whole."""
+"""Sharding rules as data: what they say, what they refuse, and that the parts of all ranks make
+the whole."""
 
 from __future__ import annotations
 
@@ -51,19 +52,51 @@ def one(text: str) -> Rule:
 @pytest.mark.parametrize(
     ("rules", "tp", "words"),
     [
-        ({"layers.*.attn.qvk": "column"}, 2, ('"layers.*.attn.qvk"', 'did you mean "layers.*.attn.qkv"?')),
-        ({"layers.*.attn.qkv": "colum"}, 2, ("'colum' is no kind of rule", 'did you mean "column"?')),
+        (
+            {"layers.*.attn.qvk": "column"},
+            2,
+            ('"layers.*.attn.qvk"', 'did you mean "layers.*.attn.qkv"?'),
+        ),
+        (
+            {"layers.*.attn.qkv": "colum"},
+            2,
+            ("'colum' is no kind of rule", 'did you mean "column"?'),
+        ),
         ({"layers.*.attn.qkv": ""}, 2, ("it is empty", "one of column")),
-        ({"layers.*.attn.qkv": "column head=4"}, 2, ("'head=4' says nothing of a column", "heads, parts, gather")),
-        ({"layers.*.attn.qkv": "column heads=four"}, 2, ("its numbers cannot be read", "heads=8+2/8+2/8")),
-        ({"layers.*.attn": "region divide=n/0"}, 2, ("its numbers cannot be read", "divide=num_heads,size/2")),
-        ({"layers.*.attn.qkv": "column heads=4"}, 3, ("tp 3 does not divide the 4 heads", "nearest: 2 or 4")),
+        (
+            {"layers.*.attn.qkv": "column head=4"},
+            2,
+            ("'head=4' says nothing of a column", "heads, parts, gather"),
+        ),
+        (
+            {"layers.*.attn.qkv": "column heads=four"},
+            2,
+            ("its numbers cannot be read", "heads=8+2/8+2/8"),
+        ),
+        (
+            {"layers.*.attn": "region divide=n/0"},
+            2,
+            ("its numbers cannot be read", "divide=num_heads,size/2"),
+        ),
+        (
+            {"layers.*.attn.qkv": "column heads=4"},
+            3,
+            ("tp 3 does not divide the 4 heads", "nearest: 2 or 4"),
+        ),
         ({"layers.*.attn.qkv": "column heads=5"}, 5, ("48 features", "5 heads")),
         (FUSED, 3, ("tp 3 does not divide the 4 heads", "nearest: 2 or 4")),
         ({"layers.*.attn.out": "row parts=2"}, 2, ("'parts=2' says nothing of a row", "heads")),
         ({"layers.*.mha": "column"}, 2, ("nn.MultiheadAttention", "it stays whole on every rank")),
-        ({"layers.*.conv": "row"}, 2, ("layers.0.conv is a Conv2d", "row cuts linear layers", "stays whole")),
-        ({"layers.*.norm": "vocab"}, 2, ("is a LayerNorm", "vocab cuts embeddings and linear layers")),
+        (
+            {"layers.*.conv": "row"},
+            2,
+            ("layers.0.conv is a Conv2d", "row cuts linear layers", "stays whole"),
+        ),
+        (
+            {"layers.*.norm": "vocab"},
+            2,
+            ("is a LayerNorm", "vocab cuts embeddings and linear layers"),
+        ),
         (
             {"layers.*.mixer.in_proj": "column"},
             2,
@@ -73,7 +106,9 @@ def one(text: str) -> Rule:
         ({}, 2, ("mine:build has no sharding rules", "parallel.tp=1")),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(rules: dict[str, str], tp: int, words: tuple[str, ...]) -> None:
+def test_what_cannot_be_is_refused_in_one_line(
+    rules: dict[str, str], tp: int, words: tuple[str, ...]
+) -> None:
     with pytest.raises(LayoutError) as caught:
         check_rules(rules, SHAPE, tp)
     line = str(caught.value)
@@ -87,7 +122,10 @@ def test_what_cannot_be_is_refused_in_one_line(rules: dict[str, str], tp: int, w
     [
         {"layers.*.mixer.in_proj": "column gather"},
         {"layers.*.mixer.in_proj": "column", "layers.*.attn.out": "row"},  # the row may be anywhere
-        {"layers.*.mixer.in_proj": "column", "layers.*.attn": "region summed"},  # what is made of parts is added up
+        {
+            "layers.*.mixer.in_proj": "column",
+            "layers.*.attn": "region summed",
+        },  # what is made of parts is added up
         {"embed": "vocab"},
     ],
 )
@@ -98,10 +136,14 @@ def test_columns_whose_features_may_be_taken_are_left_to_the_ranks(rules: dict[s
 def test_what_no_rule_covers_is_named_with_its_size() -> None:
     rules = check_rules(FUSED, SHAPE, 2)
     line = whole_by_default(rules, SHAPE)
-    assert line.startswith("tp: no rule covers `embed`, 4.02 K parameters, `layers.*.conv`, 2.30 K parameters, ")
+    assert line.startswith(
+        "tp: no rule covers `embed`, 4.02 K parameters, `layers.*.conv`, 2.30 K parameters, "
+    )
     assert line.endswith("they stay whole on every rank")
     assert "norm" not in line  # nobody would cut it
-    every = FUSED | dict.fromkeys(("embed", "layers.*.mixer.in_proj", "layers.*.conv", "layers.*.mha"), "replicate")
+    every = FUSED | dict.fromkeys(
+        ("embed", "layers.*.mixer.in_proj", "layers.*.conv", "layers.*.mha"), "replicate"
+    )
     assert whole_by_default(check_rules(every, SHAPE, 2), SHAPE) == ""
 
 
@@ -133,21 +175,40 @@ def test_a_decorator_leaves_what_it_decorates() -> None:
 
 @pytest.mark.parametrize(
     ("count", "value", "tp", "share"),
-    [("n", 8, 4, 2), ("n", 2, 4, 1), ("n", 6, 4, None), ("n/2", 16, 4, 8), ("n/2", 16, 2, 8), ("n/3", 16, 3, None)],
+    [
+        ("n", 8, 4, 2),
+        ("n", 2, 4, 1),
+        ("n", 6, 4, None),
+        ("n/2", 16, 4, 8),
+        ("n/2", 16, 2, 8),
+        ("n/3", 16, 3, None),
+    ],
 )
-def test_a_count_is_divided_by_what_it_counts(count: str, value: int, tp: int, share: int | None) -> None:
+def test_a_count_is_divided_by_what_it_counts(
+    count: str, value: int, tp: int, share: int | None
+) -> None:
     assert one(f"region divide={count}").divide[0].share(value, tp) == share
 
 
 # All ranks together
 
 PARTS = st.sampled_from(
-    ["", "parts=2", "parts=3", "heads=4", "heads=8", "heads=4+2/4+2/4", "heads=8+2/8+2/8", "heads=6"]
+    [
+        "",
+        "parts=2",
+        "parts=3",
+        "heads=4",
+        "heads=8",
+        "heads=4+2/4+2/4",
+        "heads=8+2/8+2/8",
+        "heads=6",
+    ]
 )
 
 
 def _fsdp_rows(shape: tuple[int, ...], rank: int, size: int) -> tuple[Box, ...]:
-    """As FSDP cuts a local tensor: rows in chunks of the ceiling, the last ranks have less, or nothing."""
+    """As FSDP cuts a local tensor: rows in chunks of the ceiling, the last ranks have less, or
+    nothing."""
     chunk = -(-shape[0] // size)
     start, stop = min(shape[0], rank * chunk), min(shape[0], (rank + 1) * chunk)
     if start == stop:
@@ -165,7 +226,9 @@ def _fsdp_rows(shape: tuple[int, ...], rank: int, size: int) -> tuple[Box, ...]:
     tp=st.integers(1, 8),
     fsdp=st.integers(1, 5),
 )
-def test_what_ranks_hold_makes_the_whole(text: str, unit: int, other: int, dim: int, tp: int, fsdp: int) -> None:
+def test_what_ranks_hold_makes_the_whole(
+    text: str, unit: int, other: int, dim: int, tp: int, fsdp: int
+) -> None:
     """Every element as often as is said, and nowhere else; through the chunks of FSDP, too."""
     rule = one(f"column {text}")
     total = unit * (sum(part.heads for part in rule.parts) or len(rule.parts))
@@ -193,16 +256,22 @@ def test_what_ranks_hold_makes_the_whole(text: str, unit: int, other: int, dim: 
                 held[element] += 1
                 claimed[element] = box.num_replicas
                 numbers.setdefault(element, []).append(box.replica)
-        mine = set(itertools.chain.from_iterable(_elements(b.local_offset, b.size) for b in storage))
+        mine = set(
+            itertools.chain.from_iterable(_elements(b.local_offset, b.size) for b in storage)
+        )
         assert set(stored) == mine  # all of its storage, each element once
         assert set(stored.values()) <= {1}
     assert set(held) == set(itertools.product(*map(range, shape)))
     assert held == Counter(claimed)
-    assert all(sorted(copies) == list(range(claimed[element])) for element, copies in numbers.items())
+    assert all(
+        sorted(copies) == list(range(claimed[element])) for element, copies in numbers.items()
+    )
 
 
 def _local_shape(cut: Cut) -> tuple[int, ...]:
-    ends = [tuple(o + n for o, n in zip(box.local_offset, box.size, strict=True)) for box in cut.boxes]
+    ends = [
+        tuple(o + n for o, n in zip(box.local_offset, box.size, strict=True)) for box in cut.boxes
+    ]
     return tuple(max(end) for end in zip(*ends, strict=True))
 
 
@@ -216,7 +285,9 @@ PLANNED = "parallel.ranks=2", "parallel.tp=2"
 WHOLE_FFN = {f"blocks.*.ffn{part}": "replicate" for part in ("", ".gate", ".up", ".down")}
 
 
-WHOLE_ATTENTION = {f"blocks.*.attention{part}": "replicate" for part in ("", ".q", ".k", ".v", ".o")}
+WHOLE_ATTENTION = {
+    f"blocks.*.attention{part}": "replicate" for part in ("", ".q", ".k", ".v", ".o")
+}
 QK_NORM = "model.qk_norm=true", "parallel.sequence_parallel=false"
 LATENT = ("model.preset=small-latent",)
 
@@ -225,7 +296,11 @@ def planned(rules: dict[str, str], *overrides: str) -> list[str]:
     job = load_job(None, [*PLANNED, *overrides])
     body = job.to_json()
     body["parallel"]["rules"] = rules
-    return list(make_plan(Job.model_validate_json(json.dumps(body)), cluster=Cluster("cpu", 2, 2**34)).reasons)
+    return list(
+        make_plan(
+            Job.model_validate_json(json.dumps(body)), cluster=Cluster("cpu", 2, 2**34)
+        ).reasons
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,15 +311,27 @@ def planned(rules: dict[str, str], *overrides: str) -> list[str]:
         ({"blocks.*.attention.q": "column heads=2"}, (), ""),
         ({"embed": "row"}, (), "embed is an embedding, and row cuts linear layers"),
         ({"norm": "column"}, (), "norm is a RMSNorm"),
-        ({"blocks.*.attention.q": "replicate"}, (), "blocks.0.attention.q would not be cut as what it works with is"),
+        (
+            {"blocks.*.attention.q": "replicate"},
+            (),
+            "blocks.0.attention.q would not be cut as what it works with is",
+        ),
         ({"blocks.*.attention.o": "column"}, (), "would not be cut as what it works with is"),
         ({"blocks.*.ffn.up": "column gather"}, (), "would not be cut as what it works with is"),
         ({**WHOLE_FFN, "blocks.*.ffn": "region"}, (), "is a region, and nothing of it is cut"),
         (WHOLE_FFN, (), ""),
         ({"embed": "replicate"}, (), "embed needs vocab or sequence, where the sequence is cut"),
         ({"head": "replicate"}, (), "no module of the model is named so"),
-        ({"head": "replicate"}, ("model.tie_embeddings=false",), "head needs vocab, where the sequence is cut"),
-        ({"head": "replicate"}, ("model.tie_embeddings=false", "parallel.sequence_parallel=false"), ""),
+        (
+            {"head": "replicate"},
+            ("model.tie_embeddings=false",),
+            "head needs vocab, where the sequence is cut",
+        ),
+        (
+            {"head": "replicate"},
+            ("model.tie_embeddings=false", "parallel.sequence_parallel=false"),
+            "",
+        ),
         ({"head": "column"}, ("model.tie_embeddings=false",), "a head is cut by tokens"),
         (
             WHOLE_ATTENTION,
@@ -252,9 +339,21 @@ def planned(rules: dict[str, str], *overrides: str) -> list[str]:
             "blocks.0.attention.q_norm sees all of blocks.0.attention on each rank, and its grad",
         ),
         ({**WHOLE_ATTENTION, "blocks.*.attention.?_norm": "replicate"}, QK_NORM, ""),
-        ({"blocks.*.attention.q_norm": "replicate"}, QK_NORM, "sees a part of blocks.0.attention .* not added up"),
-        ({"blocks.*.attention.kv_up": "replicate"}, LATENT, "blocks.0.attention.kv_up would not be cut as what it wo"),
-        ({"blocks.*.attention.kv_down": "column gather"}, LATENT, "kv_down sees a part of blocks.0.attention on each"),
+        (
+            {"blocks.*.attention.q_norm": "replicate"},
+            QK_NORM,
+            "sees a part of blocks.0.attention .* not added up",
+        ),
+        (
+            {"blocks.*.attention.kv_up": "replicate"},
+            LATENT,
+            "blocks.0.attention.kv_up would not be cut as what it wo",
+        ),
+        (
+            {"blocks.*.attention.kv_down": "column gather"},
+            LATENT,
+            "kv_down sees a part of blocks.0.attention on each",
+        ),
         (
             {"blocks.*.attention.q_down": "replicate"},
             LATENT,
@@ -263,18 +362,27 @@ def planned(rules: dict[str, str], *overrides: str) -> list[str]:
         ({"blocks.*.attention.q_up": "column heads=2"}, LATENT, ""),
     ],
 )
-def test_rules_for_a_built_in_model(rules: dict[str, str], overrides: tuple[str, ...], words: str) -> None:
+def test_rules_for_a_built_in_model(
+    rules: dict[str, str], overrides: tuple[str, ...], words: str
+) -> None:
     if words:
         with pytest.raises(LayoutError, match=words) as caught:
             planned(rules, *overrides)
         assert caught.value.exit_code is ExitCode.JOB
         assert "\n" not in str(caught.value)
         return
-    assert any("memory is predicted for the model's own sharding rules" in line for line in planned(rules, *overrides))
+    assert any(
+        "memory is predicted for the model's own sharding rules" in line
+        for line in planned(rules, *overrides)
+    )
 
 
 def test_module_names_are_those_of_the_model() -> None:
-    for overrides in ([], ["model.tie_embeddings=false", "model.positions=learned", "model.qk_norm=true"], LATENT):
+    for overrides in (
+        [],
+        ["model.tie_embeddings=false", "model.positions=learned", "model.qk_norm=true"],
+        LATENT,
+    ):
         shape = shape_of(load_job(None, overrides), 257)
         with torch.device("meta"):
             module = build(shape)

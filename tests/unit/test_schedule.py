@@ -16,7 +16,13 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
 def optim(schedule: str, steps: int = TOTAL, **changed: object) -> Job:
-    body = {"schedule": schedule, "lr": 1.0, "warmup_steps": 10, "min_lr_ratio": 0.1, "decay_fraction": 0.2}
+    body = {
+        "schedule": schedule,
+        "lr": 1.0,
+        "warmup_steps": 10,
+        "min_lr_ratio": 0.1,
+        "decay_fraction": 0.2,
+    }
     return Job.model_validate({"train": {"steps": steps}, "optim": body | changed})
 
 
@@ -46,12 +52,17 @@ def test_the_last_step_has_the_lowest_rate_and_none_rises_after_warm_up(schedule
 
 
 def test_half_way_down() -> None:
-    """Step 55 is half of the 90 steps after warm-up; cosine and line meet there. Step 32 is a quarter."""
+    """Step 55 is half of the 90 steps after warm-up; cosine and line meet there.
+
+    Step 32 is a quarter.
+    """
     for schedule in ("cosine", "linear"):
         assert learning_rate(optim(schedule), 55) == pytest.approx(0.55)
     quarter = 22 / 90
     assert learning_rate(optim("linear"), 32) == pytest.approx(1 - 0.9 * quarter)
-    assert learning_rate(optim("cosine"), 32) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * quarter)))
+    assert learning_rate(optim("cosine"), 32) == pytest.approx(
+        0.1 + 0.45 * (1 + math.cos(math.pi * quarter))
+    )
 
 
 def test_wsd_is_flat_then_a_line_over_the_last_fifth() -> None:
@@ -80,12 +91,18 @@ def test_a_scaled_peak_scales_every_step(schedule: str) -> None:
     assert scaled == pytest.approx([2 * rate for rate in rates(optim(schedule))])
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (20, 2), (60, 6), (499, 49), (500, 50), (100_000, 50)])
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (9, 0), (20, 2), (60, 6), (499, 49), (500, 50), (100_000, 50)]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_warm_up_that_nobody_set_is_a_tenth_of_the_run(schedule: str, steps: int, warmup: int) -> None:
+def test_warm_up_that_nobody_set_is_a_tenth_of_the_run(
+    schedule: str, steps: int, warmup: int
+) -> None:
     """And the same, written out, is the same: neither is longer than the run."""
     job = optim(schedule, steps, warmup_steps=None)
     assert warmup_steps(job) == warmup
     for step in {1, max(1, warmup), max(1, steps // 2), steps}:
-        assert learning_rate(job, step) == learning_rate(optim(schedule, steps, warmup_steps=warmup), step)
+        assert learning_rate(job, step) == learning_rate(
+            optim(schedule, steps, warmup_steps=warmup), step
+        )
     assert warmup == 0 or learning_rate(job, warmup) == 1.0

@@ -20,9 +20,30 @@ from phalanx.core.secrets import Redactor, carried_secret, is_secret_name, secre
 @pytest.mark.parametrize(
     "name",
     [
-        *("WANDB_API_KEY", "HF_TOKEN", "hf_token", "GITHUBTOKEN2", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "DB_PASS"),
-        *("apiKey", "MY_SECRETS", "SLACK_WEBHOOK_URL", "SERVICE_CREDENTIALS", "SENTRY_DSN", "SSH_PASSPHRASE"),
-        *("MYSQL_PWD", "db_pwd", "AZURE_STORAGE_CONNECTION_STRING", "ConnectionString", "PG_CONN_STR2"),
+        *(
+            "WANDB_API_KEY",
+            "HF_TOKEN",
+            "hf_token",
+            "GITHUBTOKEN2",
+            "AWS_SECRET_ACCESS_KEY",
+            "PGPASSWORD",
+            "DB_PASS",
+        ),
+        *(
+            "apiKey",
+            "MY_SECRETS",
+            "SLACK_WEBHOOK_URL",
+            "SERVICE_CREDENTIALS",
+            "SENTRY_DSN",
+            "SSH_PASSPHRASE",
+        ),
+        *(
+            "MYSQL_PWD",
+            "db_pwd",
+            "AZURE_STORAGE_CONNECTION_STRING",
+            "ConnectionString",
+            "PG_CONN_STR2",
+        ),
     ],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -46,7 +67,14 @@ def test_names_of_secrets(name: str) -> None:
             "XAUTHORITY",
             "",
         ),
-        *("AWS_WEB_IDENTITY_TOKEN_FILE", "SSH_AUTH_SOCK", "KEY_PATH", "SECRETARY", "PASSENGERS", "COMPASS"),
+        *(
+            "AWS_WEB_IDENTITY_TOKEN_FILE",
+            "SSH_AUTH_SOCK",
+            "KEY_PATH",
+            "SECRETARY",
+            "PASSENGERS",
+            "COMPASS",
+        ),
     ],
 )
 def test_names_of_other_things(name: str) -> None:
@@ -54,13 +82,22 @@ def test_names_of_other_things(name: str) -> None:
 
 
 def test_short_values_are_words_and_not_secrets(tmp_path: Path) -> None:
-    environ = {"A_KEY": "1", "B_TOKEN": "true", "C_SECRET": "seven77", "D_PASSWORD": "", "E_CREDENTIALS": str(tmp_path)}
+    environ = {
+        "A_KEY": "1",
+        "B_TOKEN": "true",
+        "C_SECRET": "seven77",
+        "D_PASSWORD": "",
+        "E_CREDENTIALS": str(tmp_path),
+    }
     assert secret_values(environ) == {}
     assert Redactor(environ).text("1 true seven77") == "1 true seven77"
 
 
 def test_passwords_in_urls_are_secrets_of_any_variable() -> None:
-    environ = {"HTTP_PROXY": "http://me:p%40ssw0rd!@proxy:3128", "HOMEPAGE": "http://example.org/@someone"}
+    environ = {
+        "HTTP_PROXY": "http://me:p%40ssw0rd!@proxy:3128",
+        "HOMEPAGE": "http://example.org/@someone",
+    }
     redactor = Redactor(environ)
     assert redactor.text("via http://me:p%40ssw0rd!@proxy:3128") == "via http://me:***@proxy:3128"
     assert redactor.text("p@ssw0rd!") == "***"
@@ -69,21 +106,31 @@ def test_passwords_in_urls_are_secrets_of_any_variable() -> None:
 BY_PLACE = {
     "postgres://me:pw@host/db": "postgres://me:***@host/db",
     "postgres://:p@ss@host": "postgres://:***@host",
-    '{"url": "redis://u:x1@h:6379", "who": "me@home"}': '{"url": "redis://u:***@h:6379", "who": "me@home"}',
-    "git clone https://ghp_0123456789abcdefABCDEF@github.com/a/b": "git clone https://***@github.com/a/b",
-    "https://h/x?v=1&token=t1&api_key=k#access_token=a": "https://h/x?v=1&token=***&api_key=***#access_token=***",
+    '{"url": "redis://u:x1@h:6379", "who": "me@home"}': (
+        '{"url": "redis://u:***@h:6379", "who": "me@home"}'
+    ),
+    "git clone https://ghp_0123456789abcdefABCDEF@github.com/a/b": (
+        "git clone https://***@github.com/a/b"
+    ),
+    "https://h/x?v=1&token=t1&api_key=k#access_token=a": (
+        "https://h/x?v=1&token=***&api_key=***#access_token=***"
+    ),
     '"GET /b?sv=2022&sig=a%2Fb%3D HTTP/1.1" 200': '"GET /b?sv=2022&sig=*** HTTP/1.1" 200',
     "https://s3/o?X-Amz-Credential=c&X-Amz-Date=2024&X-Amz-Signature=5f": (
         "https://s3/o?X-Amz-Credential=***&X-Amz-Date=2024&X-Amz-Signature=***"
     ),
     "https://maps/?key=AIzaSy0123456789abc": "https://maps/?key=***",
-    "jdbc:sqlserver://h;user=sa;password=pw;encrypt=true": "jdbc:sqlserver://h;user=sa;password=***;encrypt=true",
+    "jdbc:sqlserver://h;user=sa;password=pw;encrypt=true": (
+        "jdbc:sqlserver://h;user=sa;password=***;encrypt=true"
+    ),
     "Endpoint=x;AccountKey=abc/def==;Suffix=y": "Endpoint=x;AccountKey=***;Suffix=y",
 }
 
 
 @pytest.mark.parametrize(("text", "hidden"), BY_PLACE.items())
-def test_a_secret_is_known_by_its_place_whatever_its_length(text: str, hidden: str, tmp_path: Path) -> None:
+def test_a_secret_is_known_by_its_place_whatever_its_length(
+    text: str, hidden: str, tmp_path: Path
+) -> None:
     """In what Python prints, and in a log that something else wrote; twice changes nothing."""
     assert Redactor({}).text(text) == Redactor({}).text(hidden) == hidden
     (tmp_path / "log").write_text(f"one\n{text}\nend")
@@ -116,11 +163,20 @@ def test_what_a_variable_holds_by_place_is_found_alone() -> None:
         "BLOB": "https://a.blob/c?sv=1&sig=0123456789ab",
         "SQL_CONNECTION_STRING": "Server=tcp:x;Password=correct-horse",
     }
-    assert Redactor(environ).text("pw 0123456789ab correct-horse Server=tcp:x") == "pw *** *** Server=tcp:x"
+    assert (
+        Redactor(environ).text("pw 0123456789ab correct-horse Server=tcp:x")
+        == "pw *** *** Server=tcp:x"
+    )
 
 
 SECRET = 'a"b\\c é%20+&1'
-SPELLINGS = [SECRET, json.dumps(SECRET), json.dumps(SECRET, ensure_ascii=False), repr(SECRET), quote(SECRET, safe="")]
+SPELLINGS = [
+    SECRET,
+    json.dumps(SECRET),
+    json.dumps(SECRET, ensure_ascii=False),
+    repr(SECRET),
+    quote(SECRET, safe=""),
+]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -169,7 +225,9 @@ CARRIED: list[tuple[str, Any, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "is_secret"), CARRIED, ids=[f"{n}={v}" for n, v, _ in CARRIED])
+@pytest.mark.parametrize(
+    ("name", "value", "is_secret"), CARRIED, ids=[f"{n}={v}" for n, v, _ in CARRIED]
+)
 def test_what_a_job_may_not_carry(name: str, value: str, is_secret: bool) -> None:
     why = carried_secret(name, value, {"SOME_TOKEN": "ENVIRONS-OWN-SECRET"})
     assert (why is not None) is is_secret
@@ -206,7 +264,9 @@ def test_redirected_output_of_a_process_keeps_odd_letters_and_no_secrets(tmp_pat
         "print('é \\udcff', os.environ['A_TOKEN']); print('end', end=''); print(1 / 0)"
     )
     environ = {"A_TOKEN": "abcdefgh", "LC_ALL": "C"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, check=False
+    )
     assert (done.stdout, done.stderr) == (b"", b"")
     log = (tmp_path / "logs" / "x.log").read_text(encoding="utf-8")
     assert log.startswith("é \\udcff ***\n")

@@ -1,4 +1,5 @@
-"""Parameter counts against published models; FLOPs against counting by hand; foreign models against a real process."""
+"""Parameter counts against published models; FLOPs against counting by hand; foreign models
+against a real process."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from phalanx.job.presets import list_presets
 from phalanx.job.presets.table import with_table
 from phalanx.job.shape import ModelShape, default_ffn_dim
 
-# The counts that the models' own checkpoints sum to (Hugging Face safetensors metadata; GPT-2 without its two buffers).
+# The counts that the models' own checkpoints sum to (Hugging Face safetensors metadata; GPT-2
+# without its two buffers).
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -50,13 +52,20 @@ PUBLISHED = {
     "vit-l16": 304_326_632,
     "vit-h14": 632_045_800,
 }
-ACTIVE = {"mixtral-8x7b": 12.9e9, "mixtral-8x22b": 39e9, "deepseek-moe-16b": 2.8e9, "deepseek-v3": 37e9}
+ACTIVE = {
+    "mixtral-8x7b": 12.9e9,
+    "mixtral-8x22b": 39e9,
+    "deepseek-moe-16b": 2.8e9,
+    "deepseek-v3": 37e9,
+}
 SIZES = {"b": 1e9, "m": 1e6}
 
 
 def preset_shape(name: str, *keys: str) -> ModelShape:
     """Of a job with any dataset: nothing reads it."""
-    return shape_of(load_job(None, [f"model.preset={name}", "data.source=my.data:set", *keys]), 1000)
+    return shape_of(
+        load_job(None, [f"model.preset={name}", "data.source=my.data:set", *keys]), 1000
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -66,7 +75,9 @@ def test_published_parameter_counts(name):
 
 @pytest.mark.parametrize("preset", list_presets(), ids=lambda preset: preset.name)
 def test_every_preset_counts_what_its_file_says(preset):
-    keys = () if preset.kind == "vit" or "vocab_size" in preset.values else ("model.vocab_size=1000",)
+    keys = (
+        () if preset.kind == "vit" or "vocab_size" in preset.values else ("model.vocab_size=1000",)
+    )
     shape = preset_shape(preset.name, *keys)
     assert preset.num_params in (shape.num_params, None)
     assert (preset.num_params is None) == (preset.family == "phalanx")
@@ -82,16 +93,21 @@ def test_every_preset_counts_what_its_file_says(preset):
 
 @pytest.mark.parametrize("preset", list_presets(), ids=lambda preset: preset.name)
 def test_a_size_in_a_name_is_the_size(preset):
-    """Names round; Gemma's leave the embedding out, and "8x7b" is a model with seven billion per expert."""
+    """Names round; Gemma's leave the embedding out, and "8x7b" is a model with seven billion per
+    expert."""
     found = re.fullmatch(r"[a-z-]*[\d.]*-(?:moe-)?([\d.]+)([bm])(?:-a([\d.]+)b)?", preset.name)
     if found is None:
         return
-    embedding = preset_shape(preset.name).params_by_group()["embedding"] if preset.family == "Gemma" else 0
+    embedding = (
+        preset_shape(preset.name).params_by_group()["embedding"] if preset.family == "Gemma" else 0
+    )
     size = float(found[1]) * SIZES[found[2]]
     low, high = sorted((preset.num_params - embedding, preset.num_params))
     assert 0.8 * low < size < 1.25 * high
     if found[3]:
-        assert preset_shape(preset.name).num_active_params == pytest.approx(float(found[3]) * 1e9, rel=0.13)
+        assert preset_shape(preset.name).num_active_params == pytest.approx(
+            float(found[3]) * 1e9, rel=0.13
+        )
 
 
 @pytest.mark.parametrize("name", ACTIVE)
@@ -112,10 +128,15 @@ def test_the_default_job_is_small():
 
 
 def test_keys_lie_on_top_of_the_preset_and_widths_follow():
-    shape = shape_of(load_job(None, ["model.dim=256", "model.num_heads=8", "model.num_layers=3"]), 1000)
+    shape = shape_of(
+        load_job(None, ["model.dim=256", "model.num_heads=8", "model.num_layers=3"]), 1000
+    )
     assert shape == ModelShape(3, 256, 8, 8, 32, 704, 1000, True)
     assert shape.params_by_group()["head"] == 0
-    given = shape_of(load_job(None, ["model.num_kv_heads=2", "model.ffn_dim=100", "model.tie_embeddings=false"]), 10)
+    given = shape_of(
+        load_job(None, ["model.num_kv_heads=2", "model.ffn_dim=100", "model.tie_embeddings=false"]),
+        10,
+    )
     assert (given.num_kv_heads, given.ffn_dim, given.params_by_group()["head"]) == (2, 100, 1280)
     plain = shape_of(load_job(None, ["model.activation=gelu"]), 10)
     assert plain.ffn_dim == 4 * 128
@@ -128,7 +149,9 @@ def test_widths_of_a_published_model_keep_its_proportions():
     assert (fewer.num_kv_heads, fewer.head_dim, fewer.ffn_dim) == (4, 256, 14336)
     odd = preset_shape("llama3-8b", "model.num_heads=2", "model.head_dim=64")
     assert (odd.num_kv_heads, odd.head_dim) == (2, 64)
-    own_width = preset_shape("qwen3-0.6b", "model.dim=512")  # its heads are 128 wide whatever dim is
+    own_width = preset_shape(
+        "qwen3-0.6b", "model.dim=512"
+    )  # its heads are 128 wide whatever dim is
     assert (own_width.head_dim, own_width.ffn_dim) == (128, 1536)
     same = preset_shape("llama3-8b", "model.activation=swiglu")
     assert same == preset_shape("llama3-8b")
@@ -155,7 +178,10 @@ def test_what_follows_is_said():
 def test_the_vocabulary_is_the_keys_then_the_presets_then_the_datas():
     assert fixed_vocab_size(load_job().model) is None
     assert fixed_vocab_size(load_job(None, ["model.preset=gpt2"]).model) == 50257
-    assert fixed_vocab_size(load_job(None, ["model.preset=gpt2", "model.vocab_size=50304"]).model) == 50304
+    assert (
+        fixed_vocab_size(load_job(None, ["model.preset=gpt2", "model.vocab_size=50304"]).model)
+        == 50304
+    )
     assert preset_shape("gpt2").vocab_size == 50257
     assert shape_of(load_job(), 77).vocab_size == 77
 
@@ -185,7 +211,8 @@ def test_flops_by_hand():
 
 
 def test_flops_of_a_window_by_hand():
-    """Tokens attend to 1, 2, 3, 3 and 3 others in the two blocks with a window, and to 1 to 5 in the third."""
+    """Tokens attend to 1, 2, 3, 3 and 3 others in the two blocks with a window, and to 1 to 5 in
+    the third."""
     shape = ModelShape(3, 8, 2, 1, 4, 16, 10, True, sliding_window=3, global_every=3)
     pairs = 2 * (1 + 2 + 3 + 3 + 3) + (1 + 2 + 3 + 4 + 5)
     assert shape.flops_per_sample(5)["attention"] == 2 * 2 * 2 * 4 * pairs
@@ -201,7 +228,9 @@ def test_flops_of_experts_are_those_that_a_token_visits():
 
 
 def test_flops_do_not_depend_on_tying():
-    tied, untied = (ModelShape(2, 8, 2, 1, 4, 16, 10, tie).flops_per_token(64) for tie in (True, False))
+    tied, untied = (
+        ModelShape(2, 8, 2, 1, 4, 16, 10, tie).flops_per_token(64) for tie in (True, False)
+    )
     assert tied == untied
 
 
@@ -222,7 +251,12 @@ def test_json_round_trip():
 ANSWER = {
     "num_params": 100,
     "num_trainable_params": 90,
-    "tensors": [["a.w", [2, 3], "float32"], ["a.s", [], "float32"], ["ab.w", [50], "float32"], ["b.w", [4, 4], "x"]],
+    "tensors": [
+        ["a.w", [2, 3], "float32"],
+        ["a.s", [], "float32"],
+        ["ab.w", [50], "float32"],
+        ["b.w", [4, 4], "x"],
+    ],
     "blocks": ["a", "b"],
 }
 
@@ -251,7 +285,12 @@ def test_foreign_shape(probe, tmp_path):
     shape = probe_foreign_shape("my_model:build", {"width": 3}, probe_module="a_probe")
     assert runs(tmp_path) == [{"kind": "my_model:build", "args": {"width": 3}}]
     assert not shape.is_known
-    assert (shape.kind, shape.num_layers, shape.num_params, shape.block_params) == ("my_model:build", 2, 100, 16)
+    assert (shape.kind, shape.num_layers, shape.num_params, shape.block_params) == (
+        "my_model:build",
+        2,
+        100,
+        16,
+    )
     assert shape.params_by_group() == {"blocks": 23, "other": 77}
     assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
 
@@ -286,10 +325,17 @@ def test_foreign_cache(probe, tmp_path):
 def test_foreign_cache_that_cannot_be_written(probe, tmp_path):
     probe()
     (tmp_path / "file").write_text("")
-    assert probe_foreign_shape("my_model:build", {}, tmp_path / "file", probe_module="a_probe").num_params == 100
+    assert (
+        probe_foreign_shape(
+            "my_model:build", {}, tmp_path / "file", probe_module="a_probe"
+        ).num_params
+        == 100
+    )
 
 
-ENDED = "the process ended before the model was built: by C's exit, an exec or the like in your code"
+ENDED = (
+    "the process ended before the model was built: by C's exit, an exec or the like in your code"
+)
 
 
 @pytest.mark.parametrize(
@@ -308,11 +354,17 @@ def test_foreign_failure(probe, body, why):
     with pytest.raises(LayoutError) as caught:
         probe_foreign_shape("my_model:build", {}, probe_module="a_probe")
     assert caught.value.exit_code == ExitCode.JOB
-    assert str(caught.value) == f"model 'my_model:build' cannot be built ({why}); check model.kind and model.args"
+    assert (
+        str(caught.value)
+        == f"model 'my_model:build' cannot be built ({why}); check model.kind and model.args"
+    )
 
 
 def test_foreign_timeout_ends_what_the_model_started(probe):
-    probe(f"import subprocess\nsubprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(60)']).wait()")
+    probe(
+        f"import subprocess\nsubprocess.Popen([{sys.executable!r}, '-c', 'import time;"
+        " time.sleep(60)']).wait()"
+    )
     began = time.monotonic()
     with pytest.raises(LayoutError, match="it took longer than 1 s"):
         probe_foreign_shape("my_model:build", {}, probe_module="a_probe", timeout_s=1)

@@ -18,7 +18,14 @@ from safetensors.numpy import load_file, save_file
 
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, body_xxh3, manifest_bytes
+from phalanx.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Piece,
+    StoredTensor,
+    body_xxh3,
+    manifest_bytes,
+)
 from phalanx.checkpoint.shard_file import CheckedFile, Source, write_file
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.errors import CheckpointError
@@ -35,13 +42,20 @@ ARRAYS: dict[str, np.ndarray[Any, Any]] = {
 
 
 def source(key: str, array: np.ndarray[Any, Any]) -> Source:
-    return Source(key, str(array.dtype), array.shape, lambda: np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return Source(
+        key,
+        str(array.dtype),
+        array.shape,
+        lambda: np.ascontiguousarray(array).reshape(-1).view(np.uint8),
+    )
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StoredFile]:
     directory = tmp_path_factory.mktemp("file")
-    return directory, write_file(directory / "a.safetensors", [source(*item) for item in ARRAYS.items()])
+    return directory, write_file(
+        directory / "a.safetensors", [source(*item) for item in ARRAYS.items()]
+    )
 
 
 def test_the_safetensors_library_reads_what_we_write(written: tuple[Path, StoredFile]) -> None:
@@ -67,13 +81,17 @@ def test_checksums_of_the_stream_are_those_of_the_file(written: tuple[Path, Stor
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_block_is_read_as_numpy_slices_it(written: tuple[Path, StoredFile], data: st.DataObject) -> None:
+def test_any_block_is_read_as_numpy_slices_it(
+    written: tuple[Path, StoredFile], data: st.DataObject
+) -> None:
     key = data.draw(st.sampled_from(list(ARRAYS)))
     array = ARRAYS[key]
     start = tuple(data.draw(st.integers(0, n)) for n in array.shape)
     size = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(array.shape, start, strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_file, "SPAN_BYTES", data.draw(st.sampled_from([16, 600, 9000, 32 << 20])))
+        patch.setattr(
+            shard_file, "SPAN_BYTES", data.draw(st.sampled_from([16, 600, 9000, 32 << 20]))
+        )
         with CheckedFile(written[0], "a.safetensors", written[1]) as file:
             found = file.read_block(file.entries[key], start, size)
     expected = array[tuple(slice(o, o + n) for o, n in zip(start, size, strict=True))]
@@ -86,7 +104,9 @@ def test_only_the_chunks_of_a_range_are_read(tmp_path: Path) -> None:
     with CheckedFile(tmp_path, "big.safetensors", stored) as file:
         found = file.read_block(file.entries["big#0"], (6 * 1024, 0), (1024, big.shape[1]))
         assert np.array_equal(found.view(np.int32).reshape(1024, -1), big[6 * 1024 : 7 * 1024])
-        assert file.num_bytes_read <= 3 * CHUNK_BYTES  # the header's chunk and the two that the rows lie in
+        assert (
+            file.num_bytes_read <= 3 * CHUNK_BYTES
+        )  # the header's chunk and the two that the rows lie in
 
 
 # A whole checkpoint, torch-free
@@ -100,7 +120,10 @@ def checkpoint(directory: Path) -> Path:
         "rank-0000.safetensors": {"w#0": w[:700], "m#0": m[:, :2]},
         "rank-0001.safetensors": {"w#0": w[700:], "m#0": m[:, 2:]},
     }
-    stored = {n: write_file(directory / n, [source(*item) for item in p.items()]) for n, p in parts.items()}
+    stored = {
+        n: write_file(directory / n, [source(*item) for item in p.items()])
+        for n, p in parts.items()
+    }
     first, second = parts
     tensors = {
         "w": StoredTensor(
@@ -109,7 +132,9 @@ def checkpoint(directory: Path) -> Path:
             (Piece(first, "w#0", (0, 0), (700, 1000)), Piece(second, "w#0", (700, 0), (800, 1000))),
         ),
         "m": StoredTensor(
-            m.shape, "float64", (Piece(first, "m#0", (0, 0, 0), (7, 2, 5)), Piece(second, "m#0", (0, 2, 0), (7, 4, 5)))
+            m.shape,
+            "float64",
+            (Piece(first, "m#0", (0, 0, 0), (7, 2, 5)), Piece(second, "m#0", (0, 2, 0), (7, 4, 5))),
         ),
     }
     manifest = Manifest(3, "", {}, {"step": 3}, tensors, {}, stored)
@@ -125,8 +150,14 @@ def test_an_undamaged_one_verifies_and_reports_its_bytes(tmp_path: Path) -> None
 
 
 MIB = 1 << 20
-PARTS: dict[str, dict[str, int]] = {  # bytes of each tensor; of the first file's three chunks the middle one has one
-    "rank-0000.safetensors": {"lookup.weight": 3 * MIB, "blocks.0.weight": 6 * MIB, "norm.weight": 1024},
+PARTS: dict[
+    str, dict[str, int]
+] = {  # bytes of each tensor; of the first file's three chunks the middle one has one
+    "rank-0000.safetensors": {
+        "lookup.weight": 3 * MIB,
+        "blocks.0.weight": 6 * MIB,
+        "norm.weight": 1024,
+    },
     "rank-0001.safetensors": {"out.weight": MIB, "steps": 8},
 }
 
@@ -136,7 +167,9 @@ def several_chunks(directory: Path) -> Path:
     stored, tensors = {}, {}
     for file, sizes in PARTS.items():
         arrays = {name: RANDOM.integers(0, 2**60, size // 8) for name, size in sizes.items()}
-        stored[file] = write_file(directory / file, [source(f"{name}#0", array) for name, array in arrays.items()])
+        stored[file] = write_file(
+            directory / file, [source(f"{name}#0", array) for name, array in arrays.items()]
+        )
         tensors |= {
             name: StoredTensor(array.shape, "int64", (Piece(file, f"{name}#0", (0,), array.shape),))
             for name, array in arrays.items()
@@ -146,7 +179,8 @@ def several_chunks(directory: Path) -> Path:
 
 
 def in_the_chunk_of(data: bytes, at: int) -> list[str]:
-    """The header, if it is there, and the tensors of which a chunk of the file has bytes, found by the format alone."""
+    """The header, if it is there, and the tensors of which a chunk of the file has bytes, found
+    by the format alone."""
     (length,) = struct.unpack("<Q", data[:8])
     begin = at // (4 * MIB) * 4 * MIB
     found = ["the file's header"] if begin == 0 else []
@@ -158,7 +192,8 @@ def in_the_chunk_of(data: bytes, at: int) -> list[str]:
 
 
 def test_a_thousand_flipped_bits_are_all_found_and_named(tmp_path: Path) -> None:
-    """Anywhere in any file: file and chunk are named, and the tensors in it, that of the flipped bit among them."""
+    """Anywhere in any file: file and chunk are named, and the tensors in it, that of the flipped
+    bit among them."""
     directory = several_chunks(tmp_path / "c")
     originals = {path: path.read_bytes() for path in sorted(directory.iterdir())}
     manifest, *_ = originals
@@ -167,7 +202,11 @@ def test_a_thousand_flipped_bits_are_all_found_and_named(tmp_path: Path) -> None
     for _ in range(1000):
         path = dice.choices(list(originals), (1, 6, 3))[0]
         data = originals[path]
-        at = dice.randrange(len(data)) if dice.random() < 0.8 else dice.randrange(min(len(data), 300))
+        at = (
+            dice.randrange(len(data))
+            if dice.random() < 0.8
+            else dice.randrange(min(len(data), 300))
+        )
         flipped = bytes([data[at] ^ (1 << dice.randrange(8))])
         with open(path, "r+b") as file:
             file.seek(at)
@@ -184,7 +223,10 @@ def test_a_thousand_flipped_bits_are_all_found_and_named(tmp_path: Path) -> None
         named = in_the_chunk_of(data, at)
         struck.add((path.name, at // (4 * MIB)))
         if at >= 8 + length:
-            assert f"written: {', '.join(named)} (xxh3 of bytes {at // (4 * MIB) * 4 * MIB} to " in str(error), at
+            assert (
+                f"written: {', '.join(named)} (xxh3 of bytes {at // (4 * MIB) * 4 * MIB} to "
+                in str(error)
+            ), at
         else:
             assert "written: the file's header" in str(error), at
     assert len(struck) == 4
@@ -225,7 +267,9 @@ def pieces(body: dict[str, Any]) -> Any:
         ("was written by nobody|no save wrote", lambda b: b["files"].pop("rank-0001.safetensors")),
     ],
 )
-def test_a_manifest_that_was_edited_and_signed_again_is_found(tmp_path: Path, what: str, change: Any) -> None:
+def test_a_manifest_that_was_edited_and_signed_again_is_found(
+    tmp_path: Path, what: str, change: Any
+) -> None:
     directory = checkpoint(tmp_path / "c")
     if "nobody|" in what:
 
@@ -291,7 +335,9 @@ def test_a_wrong_size_is_said_before_anything_is_read(written: tuple[Path, Store
     directory, stored = written
     with (
         pytest.raises(CheckpointError, match="that were written"),
-        CheckedFile(directory, "a.safetensors", replace(stored, num_bytes=stored.num_bytes + 1)) as file,
+        CheckedFile(
+            directory, "a.safetensors", replace(stored, num_bytes=stored.num_bytes + 1)
+        ) as file,
     ):
         assert file.num_bytes_read == 0
 

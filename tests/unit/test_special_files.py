@@ -1,4 +1,5 @@
-"""Pipes, devices, sockets, directories and endless files where a file should be: refused at once, on one line."""
+"""Pipes, devices, sockets, directories and endless files where a file should be: refused at
+once, on one line."""
 
 from __future__ import annotations
 
@@ -132,15 +133,28 @@ def test_a_file_that_is_one_is_read(tmp_path: Path) -> None:
 # Of a run: the file, the verbs that need it with their exit code, and those that do without.
 IN_A_RUN: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "checkpoints/step-20/manifest.json": (
-        {"checkpoint verify RUN": 5, "checkpoint diff RUN RUN": 5, "checkpoint export RUN --out OUT": 5},
-        ("checkpoint ls RUN", "report RUN", "report RUN --json", "checkpoint prune RUN --keep-last 2"),
+        {
+            "checkpoint verify RUN": 5,
+            "checkpoint diff RUN RUN": 5,
+            "checkpoint export RUN --out OUT": 5,
+        },
+        (
+            "checkpoint ls RUN",
+            "report RUN",
+            "report RUN --json",
+            "checkpoint prune RUN --keep-last 2",
+        ),
     ),
     "checkpoints/step-20/a.safetensors": (
         {"checkpoint verify RUN": 5, "checkpoint diff RUN/checkpoints/step-10 RUN": 5},
         ("checkpoint ls RUN",),
     ),
     "checkpoints/step-20": (
-        {"checkpoint verify RUN": 5, "checkpoint diff RUN RUN": 5, "checkpoint verify RUN/checkpoints/step-20": 5},
+        {
+            "checkpoint verify RUN": 5,
+            "checkpoint diff RUN RUN": 5,
+            "checkpoint verify RUN/checkpoints/step-20": 5,
+        },
         ("checkpoint ls RUN", "report RUN"),
     ),
     "job.json": (
@@ -157,7 +171,9 @@ IN_A_RUN: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("kind", PUT)
 @pytest.mark.parametrize("place", IN_A_RUN)
-def test_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, kind: str) -> None:
+def test_in_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, kind: str
+) -> None:
     run = tmp_path / "run"
     for step in (10, 20):
         save(run, step)
@@ -170,7 +186,9 @@ def test_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
         words = verb.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")).split()
         found = _app.run(words)
         _, err = capsys.readouterr()
-        wanted = {code, 2} if place == "job.json" else {code}  # "no run is there" where its job is no file
+        wanted = (
+            {code, 2} if place == "job.json" else {code}
+        )  # "no run is there" where its job is no file
         assert found in wanted, (verb, err)
         assert "Traceback" not in err
         assert len(err.splitlines()) <= 2, err
@@ -190,14 +208,18 @@ IN_DATA = {
 
 @pytest.mark.parametrize("kind", PUT)
 @pytest.mark.parametrize("name", IN_DATA)
-def test_as_a_source_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str) -> None:
+def test_as_a_source_of_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
     path = put(kind, tmp_path / "in" / name)
     (tmp_path / "other.txt").write_text("a text")
     code = _app.run(["data", "build", str(path), "--out", str(tmp_path / "out"), "--workers", "1"])
     _, err = capsys.readouterr()
     assert code == IN_DATA[name], err
     assert len(err.splitlines()) == 1, err
-    code = _app.run(["data", "tokenizer", str(path), "--vocab-size", "300", "--out", str(tmp_path / "t.json")])
+    code = _app.run(
+        ["data", "tokenizer", str(path), "--vocab-size", "300", "--out", str(tmp_path / "t.json")]
+    )
     _, err = capsys.readouterr()
     assert code == IN_DATA[name], err
     assert "Traceback" not in err
@@ -207,7 +229,10 @@ def test_as_a_source_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 def test_in_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     (tmp_path / "a.txt").write_text("a text of a few words " * 50)
     out = tmp_path / "tokens"
-    assert _app.run(["data", "build", str(tmp_path / "a.txt"), "--out", str(out), "--workers", "1"]) == 0
+    assert (
+        _app.run(["data", "build", str(tmp_path / "a.txt"), "--out", str(out), "--workers", "1"])
+        == 0
+    )
     whole = tmp_path / "whole"
     shutil.copytree(out, whole)
     for name in ("dataset.json", *(path.name for path in whole.glob("shard-*.tokens"))):
@@ -223,13 +248,31 @@ def test_in_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: 
 
 
 @pytest.mark.parametrize("kind", PUT)
-def test_as_job_tokenizer_schedule_or_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_as_job_tokenizer_schedule_or_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     (tmp_path / "a.txt").write_text("a text")
     path = put(kind, tmp_path / "odd" / "config.json")
-    schedule = ["parallel.pp=2", "parallel.ranks=2", f"parallel.schedule_file={path}", "parallel.schedule=none"]
+    schedule = [
+        "parallel.pp=2",
+        "parallel.ranks=2",
+        f"parallel.schedule_file={path}",
+        "parallel.schedule=none",
+    ]
     for words, codes in (
         (["plan", str(path)], {3}),
-        (["data", "build", str(tmp_path / "a.txt"), "--tokenizer", str(path), "--out", str(tmp_path / "o")], {4}),
+        (
+            [
+                "data",
+                "build",
+                str(tmp_path / "a.txt"),
+                "--tokenizer",
+                str(path),
+                "--out",
+                str(tmp_path / "o"),
+            ],
+            {4},
+        ),
         (["plan", f"model.kind=hf:{path}"], {3}),
         (["plan", f"model.kind=hf:{path.parent}"], {3}),
         (["plan", *schedule[:3]], {3}),
@@ -243,7 +286,7 @@ def test_as_job_tokenizer_schedule_or_model(tmp_path: Path, capsys: pytest.Captu
         assert len(err.splitlines()) == 1, err
 
 
-# --- no way past ------------------------------------------------------------------------------------------------------
+# --- no way past ----------------------------------------------------------------------------------
 
 # Who opens a file otherwise, and why no stranger decides what that is.
 OURS = {
@@ -278,7 +321,16 @@ OURS = {
     "data/token_sources.py": "maps the file that regular_path checked",
     "data/rows_arrow.py": "maps the file that regular_path checked",
 }
-READERS = {"read_text", "read_bytes", "memmap", "open_memmap", "fromfile", "safe_open", "memory_map", "from_file"}
+READERS = {
+    "read_text",
+    "read_bytes",
+    "memmap",
+    "open_memmap",
+    "fromfile",
+    "safe_open",
+    "memory_map",
+    "from_file",
+}
 WRITERS = {"write_text", "write_bytes"}
 
 
@@ -287,14 +339,18 @@ def bare_reads(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        name = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
         is_builtin_open = isinstance(node.func, ast.Name) and name == "open"
         is_load = isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in (
             "np.load",
             "torch.load",
             "io.open",
         )
-        of_a_file = name == "memmap" and ast.unparse(node.args[0]) == "file"  # which was opened by the seam
+        of_a_file = (
+            name == "memmap" and ast.unparse(node.args[0]) == "file"
+        )  # which was opened by the seam
         if (is_builtin_open or is_load or name in READERS | WRITERS) and not of_a_file:
             yield node.lineno
 
@@ -303,7 +359,8 @@ def test_files_are_opened_by_one_seam() -> None:
     found = {
         str(path.relative_to(SOURCE)): lines
         for path in sorted(SOURCE.rglob("*.py"))
-        if not path.is_relative_to(SOURCE / "bench") and (lines := list(bare_reads(ast.parse(path.read_text()))))
+        if not path.is_relative_to(SOURCE / "bench")
+        and (lines := list(bare_reads(ast.parse(path.read_text()))))
     }
     assert {name: lines for name, lines in found.items() if name not in OURS} == {}
     assert OURS.keys() - found.keys() == set(), "no longer needed"
@@ -332,7 +389,9 @@ def test_what_lies_where_a_file_is_made_is_removed(writer: str, left: str, tmp_p
     name, write = NEW_FILES[writer]
     partial, other = tmp_path / name, tmp_path / "other"
     other.write_text("theirs")
-    {"fifo": os.mkfifo, "link": lambda path: path.symlink_to(other), "file": Path.touch}[left](partial)
+    {"fifo": os.mkfifo, "link": lambda path: path.symlink_to(other), "file": Path.touch}[left](
+        partial
+    )
     write(tmp_path / "epoch")
     assert other.read_text() == "theirs"
     assert not os.path.lexists(partial)
@@ -357,14 +416,20 @@ def test_a_folder_that_a_resumed_job_writes_to_is_no_link(
         folder.mkdir(parents=True)
     for file in ("rank-0000", "source-0/tokens"):
         (other / file).write_text("theirs")
-    (run / "job.json").write_text(json.dumps(phalanx.load_job(None, ["data.source=nowhere"]).to_json()))
+    (run / "job.json").write_text(
+        json.dumps(phalanx.load_job(None, ["data.source=nowhere"]).to_json())
+    )
     (run / "checkpoints").symlink_to(other)  # which may be one
     (run / name).symlink_to(other)
     assert _app.run(["train", "--resume", str(run)]) == 7
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"phalanx: {run / name}: it is a link to {other} (a job removes and writes files there); ")
+    assert line.startswith(
+        f"phalanx: {run / name}: it is a link to {other} (a job removes and writes files there); "
+    )
     assert sorted(path.name for path in run.iterdir()) == sorted(["checkpoints", "job.json", name])
-    assert [(other / file).read_text() for file in ("rank-0000", "source-0/tokens")] == ["theirs"] * 2
+    assert [(other / file).read_text() for file in ("rank-0000", "source-0/tokens")] == [
+        "theirs"
+    ] * 2
 
 
 def test_links_that_users_make_are_none_of_our_business(tmp_path: Path) -> None:

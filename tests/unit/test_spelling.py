@@ -1,4 +1,5 @@
-"""Words of other trainers, keys without their section, folders and presets as arguments: each is told what to write."""
+"""Words of other trainers, keys without their section, folders and presets as arguments: each is
+told what to write."""
 
 from __future__ import annotations
 
@@ -41,14 +42,20 @@ def told(capsys: pytest.CaptureFixture[str], line: str) -> str:
         ("train data=texts", "data.source=texts"),
         ("train trainer.max_steps=3", 'did you mean "train.steps"?'),
         ("train training.steps=3", "train"),
-        ("train train.gradient_accumulation_steps=4", 'did you mean "train.micro_batch_size"? (global_batch_size /'),
+        (
+            "train train.gradient_accumulation_steps=4",
+            'did you mean "train.micro_batch_size"? (global_batch_size /',
+        ),
         ("train train.batch_size=8", 'did you mean "train.global_batch_size"?'),
         ("train train.precision=bf16", "belongs in [precision]' or 'precision.compute"),
         ("train precision.dtype=bf16", 'did you mean "precision.compute"?'),
         ("train parallel.tensor_parallel_size=2", 'did you mean "parallel.tp"?'),
         ("train optim.learning_rate=1", 'did you mean "optim.lr"?'),
         ("train model.n_embd=3", 'did you mean "model.dim"?'),
-        ("train model.kind=llama", 'did you mean "model.preset=llama2-7b" or "model.preset=llama2-13b"? ('),
+        (
+            "train model.kind=llama",
+            'did you mean "model.preset=llama2-7b" or "model.preset=llama2-13b"? (',
+        ),
         ("train model.kind=gpt2", 'did you mean "model.preset=gpt2"?'),
         ("train model.kind=LlamaForCausalLM", "model.preset=llama"),
         ("train --steps 100", 'did you mean "train.steps=100"?'),
@@ -74,7 +81,9 @@ def told(capsys: pytest.CaptureFixture[str], line: str) -> str:
         ("train my_package.mine:build", "write model.kind=my_package.mine:build"),
     ],
 )
-def test_the_right_spelling_is_shown(capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:
+def test_the_right_spelling_is_shown(
+    capsys: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
     said = told(capsys, line)
     assert any(part.strip("'") in said for part in words.split("' or '")), said
 
@@ -91,9 +100,20 @@ def test_the_right_spelling_is_shown(capsys: pytest.CaptureFixture[str], line: s
     ],
 )
 def test_what_stands_where_a_job_file_should_is_recognised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    words: str,
 ) -> None:
-    for file in ("texts/a.txt", "some.txt", "ids.npy", "run/job.json", "model/config.json", "lone/manifest.json"):
+    for file in (
+        "texts/a.txt",
+        "some.txt",
+        "ids.npy",
+        "run/job.json",
+        "model/config.json",
+        "lone/manifest.json",
+    ):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -103,7 +123,9 @@ def test_what_stands_where_a_job_file_should_is_recognised(
 
 def test_a_job_file_is_told_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.toml"
-    job.write_text("[optimizer]\nlr = 1\n\n[train]\nmax_steps = 3\nper_device_train_batch_size = 2\n")
+    job.write_text(
+        "[optimizer]\nlr = 1\n\n[train]\nmax_steps = 3\nper_device_train_batch_size = 2\n"
+    )
     assert _app.run(["plan", str(job)]) == 3
     first, second, third = capsys.readouterr().err.splitlines()
     assert 'job.toml:1:2: optimizer: unknown section; did you mean "optim"?' in first
@@ -154,7 +176,12 @@ def test_a_wrong_option_imports_nothing_heavy() -> None:
     import subprocess
     import sys
 
-    ask = "import sys; from phalanx.cli._app import run; run(['train', '--steps', '3']); print(*sys.modules)"
-    out = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    ask = (
+        "import sys; from phalanx.cli._app import run; run(['train', '--steps', '3']);"
+        " print(*sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, check=True
+    ).stdout
     assert not {"torch", "numpy", "phalanx.job.schema"} & set(out.split())
     assert re.search(r"\bphalanx\.job\.other_names\b", out)

@@ -1,4 +1,5 @@
-"""Secrets that are encoded, cut or broken are found; ordinary words are not taken for pieces of one."""
+"""Secrets that are encoded, cut or broken are found; ordinary words are not taken for pieces of
+one."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ WRITTEN: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("secret", [RANDOM, PHRASE, "pässwörd-ß-9"], ids=["random", "phrase", "letters"])
+@pytest.mark.parametrize(
+    "secret", [RANDOM, PHRASE, "pässwörd-ß-9"], ids=["random", "phrase", "letters"]
+)
 @pytest.mark.parametrize("how", WRITTEN)
 def test_a_secret_is_found_however_it_is_written(tmp_path: Path, how: str, secret: str) -> None:
     written = WRITTEN[how](secret)
@@ -67,7 +70,8 @@ def test_a_secret_is_found_however_it_is_written(tmp_path: Path, how: str, secre
 
 
 @pytest.mark.parametrize(
-    "piece", [RANDOM[:14], RANDOM[-13:], RANDOM[5:30], f"x{RANDOM[3:20]}=y", f"key={RANDOM[:20]}..."]
+    "piece",
+    [RANDOM[:14], RANDOM[-13:], RANDOM[5:30], f"x{RANDOM[3:20]}=y", f"key={RANDOM[:20]}..."],
 )
 def test_a_piece_of_a_random_secret_is_found(piece: str) -> None:
     shown = Redactor(ENVIRON).text(f"cut: {piece}")
@@ -88,7 +92,11 @@ def test_ordinary_words_stay(text: str) -> None:
 
 
 def test_short_secrets_and_words_are_not_looked_for_in_pieces() -> None:
-    environ = {"A_TOKEN": "hunter2hunter2", "B_TOKEN": "my-company-production", "C_SECRET": "a.b.example.org:8080"}
+    environ = {
+        "A_TOKEN": "hunter2hunter2",
+        "B_TOKEN": "my-company-production",
+        "C_SECRET": "a.b.example.org:8080",
+    }
     text = "hunter2 and my-company-prod at a.b.example.org, in my-company-products"
     assert Redactor(environ).text(text) == text
 
@@ -98,7 +106,9 @@ def test_a_job_that_carries_an_encoded_secret_is_refused() -> None:
     assert carried_secret("note", "correct horse", ENVIRON) is None
 
 
-def test_only_what_is_new_in_a_log_is_looked_at_again_and_other_attempts_not_at_all(tmp_path: Path) -> None:
+def test_only_what_is_new_in_a_log_is_looked_at_again_and_other_attempts_not_at_all(
+    tmp_path: Path,
+) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     mine, earlier = logs / "rank-0000-attempt-01.log", logs / "rank-0000-attempt-00.log"
@@ -119,7 +129,8 @@ def test_of_a_run_that_another_job_has_only_the_own_attempt_is_touched(tmp_path:
     logs = tmp_path / "logs"
     logs.mkdir()
     own, theirs, server = (
-        logs / name for name in ("rank-0000-attempt-03.log", "rank-0000-attempt-04.log", "server.log")
+        logs / name
+        for name in ("rank-0000-attempt-03.log", "rank-0000-attempt-04.log", "server.log")
     )
     for log in (own, theirs, server):
         log.write_text(f"{RANDOM}\n")
@@ -133,9 +144,13 @@ def test_of_a_run_that_another_job_has_only_the_own_attempt_is_touched(tmp_path:
 def test_the_quick_look_passes_over_nothing_that_the_slow_one_finds(how: str) -> None:
     spellings = spellings_of(((RANDOM, PHRASE),))
     for shift, secret in itertools.product(range(9), (RANDOM, PHRASE)):
-        text = f"{'.' * (500 + shift)}\nfound {WRITTEN[how](secret)} and {RANDOM[3:17]}\n{'.' * 500}"
+        text = (
+            f"{'.' * (500 + shift)}\nfound {WRITTEN[how](secret)} and {RANDOM[3:17]}\n{'.' * 500}"
+        )
         found = spellings.spans(text)
         places = spellings.places(text.encode())
         assert places[0][0] > 0
-        assert all(any(begin <= start and end <= last for begin, last in places) for start, end in found)
+        assert all(
+            any(begin <= start and end <= last for begin, last in places) for start, end in found
+        )
     assert spellings.places(b"step 12 of 100: an ordinary line of a log\n" * 1000) == []

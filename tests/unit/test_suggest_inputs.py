@@ -1,4 +1,5 @@
-"""`--suggest-rules` looks at any module with inputs that it takes, and says plainly why there are no rules."""
+"""`--suggest-rules` looks at any module with inputs that it takes, and says plainly why there
+are no rules."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ SHAPE = measured_shape("x", 0, Measured(200, 200, 200, 0))
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.up = nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.down, self.up = (
+            nn.Conv2d(1, 4, 3, stride=2, padding=1),
+            nn.ConvTranspose2d(4, 4, 2, stride=2),
+        )
         self.out = nn.Conv2d(5, 1, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -118,7 +122,9 @@ class Samples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         noise = np.random.default_rng(index)
-        return {key: noise.normal(size=shape).astype(np.float32) for key, shape in self.shapes.items()}
+        return {
+            key: noise.normal(size=shape).astype(np.float32) for key, shape in self.shapes.items()
+        }
 
 
 def build(name: str) -> nn.Module:
@@ -133,7 +139,8 @@ def samples(split: str, **shapes: list[int]) -> Samples:
 def suggestion(name: str, **shapes: list[int]) -> Suggestion:
     body: dict[str, Any] = {
         "model": {"kind": f"{__name__}:build", "args": {"name": name}},
-        "data": {"seq_len": 4} | ({"source": f"{__name__}:samples", "args": shapes} if shapes else {}),
+        "data": {"seq_len": 4}
+        | ({"source": f"{__name__}:samples", "args": shapes} if shapes else {}),
         "parallel": {"ranks": 1},
     }
     job = Job.model_validate(body)
@@ -167,18 +174,27 @@ def test_modules_with_little_in_them() -> None:
 
 def test_inputs_by_name_and_weights_of_any_kind() -> None:
     found = suggestion("Pair", inputs=[8], other=[8])
-    assert {pattern: rule for pattern, (rule, _) in found.rules.items()} == {"wide": "column", "narrow": "row"}
+    assert {pattern: rule for pattern, (rule, _) in found.rules.items()} == {
+        "wide": "column",
+        "narrow": "row",
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "shapes", "words"),
     [
         ("Pair", {}, ["needs other"]),
-        ("UNet", {"inputs": [3, 8, 8]}, ["cannot be tried with inputs float32 [2, 3, 8, 8]", "RuntimeError"]),
+        (
+            "UNet",
+            {"inputs": [3, 8, 8]},
+            ["cannot be tried with inputs float32 [2, 3, 8, 8]", "RuntimeError"],
+        ),
         ("Whole", {"x": [8]}, ["names nothing of a batch with x"]),
     ],
 )
-def test_what_cannot_be_tried_is_one_line(name: str, shapes: dict[str, list[int]], words: list[str]) -> None:
+def test_what_cannot_be_tried_is_one_line(
+    name: str, shapes: dict[str, list[int]], words: list[str]
+) -> None:
     with pytest.raises(LayoutError) as refused:
         suggestion(name, **shapes)
     message = str(refused.value)

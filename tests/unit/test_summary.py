@@ -37,17 +37,28 @@ MIB = 2**20
             0,
         ),
         ({"parameters": MIB}, "1.0 MiB predicted, 6.0 MiB measured (activations not predicted)", 3),
-        ({"parameters": MIB, "activations": 0}, "1.0 MiB predicted, 6.0 MiB measured (activations not predicted)", 3),
+        (
+            {"parameters": MIB, "activations": 0},
+            "1.0 MiB predicted, 6.0 MiB measured (activations not predicted)",
+            3,
+        ),
     ],
 )
 def test_a_sum_that_lacks_the_activations_has_no_error(
     predicted: dict[str, int], said: str, on_page: int, tmp_path: Path
 ) -> None:
-    """As of a user's own module. On the page: the rank's sum, and of the details the activations and the sum."""
+    """As of a user's own module.
+
+    On the page: the rank's sum, and of the details the activations and the sum.
+    """
     predicted = predicted | {"peak": sum(predicted.values())}
     bus = Bus(rank=0, run_dir=tmp_path)
     bus.emit(RunStarted("r", "d", 1, 0, 1, "cpu", {}))
-    bus.emit(MemoryMeasured(predicted, {"parameters": MIB, "activations": 4 * MIB, "peak": 6 * MIB}, 100 * MIB))
+    bus.emit(
+        MemoryMeasured(
+            predicted, {"parameters": MIB, "activations": 4 * MIB, "peak": 6 * MIB}, 100 * MIB
+        )
+    )
     bus.close()
     (line,) = summary_lines(tmp_path)
     assert said in line
@@ -57,7 +68,8 @@ def test_a_sum_that_lacks_the_activations_has_no_error(
 
 
 def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
-    """In the line of the evaluation, in the last lines, on the page and for programs; the best is the best by one."""
+    """In the line of the evaluation, in the last lines, on the page and for programs; the best
+    is the best by one."""
     best = {"judged_by": "accuracy", "best_step": 1, "best_loss": 2.0, "best_value": 0.75}
     last = EvalFinished(2, 1.5, 100, 0.1, metrics={"accuracy": 0.5, "top 5": 0.875}, **best)  # type: ignore[arg-type]
     bus = Bus(rank=0, run_dir=tmp_path)
@@ -69,7 +81,8 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
     write_best(tmp_path, step=1, loss=2.0, num_targets=100, metric="accuracy", value=0.75)
     line = describe(seal(last, rank=0, attempt=0)) or ""
     assert line.startswith(
-        "held-out loss 1.5000 nats/token, accuracy 0.5000, top 5 0.8750 at step 2, best 0.7500 at step 1"
+        "held-out loss 1.5000 nats/token, accuracy 0.5000, top 5 0.8750 at step 2, best 0.7500 at"
+        " step 1"
     )
     lines = summary_lines(tmp_path)
     assert "        accuracy  0.5000" in lines
@@ -80,7 +93,11 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
     assert "held-out 0.8750" in page, "a curve of its own"
     facts = run_json(reduce_run(tmp_path))
     assert [evaluation["metrics"]["accuracy"] for evaluation in facts["evaluations"]] == [0.75, 0.5]
-    assert (facts["best"]["step"], facts["best"]["metric"], facts["best"]["value"]) == (1, "accuracy", 0.75)
+    assert (facts["best"]["step"], facts["best"]["metric"], facts["best"]["value"]) == (
+        1,
+        "accuracy",
+        0.75,
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,13 +105,19 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
     [
         (
             (False, False),
-            "warning no step was applied, the weights are those it began with: each of the 2 steps had no targets",
+            (
+                "warning no step was applied, the weights are those it began with: each of the 2"
+                " steps had no targets"
+            ),
         ),
         ((True, False), None),
     ],
 )
-def test_a_run_that_applied_no_step_says_so(applied: tuple[bool, ...], said: str | None, tmp_path: Path) -> None:
-    """And its final loss is that of the last step that was applied, not the 0 of one without targets."""
+def test_a_run_that_applied_no_step_says_so(
+    applied: tuple[bool, ...], said: str | None, tmp_path: Path
+) -> None:
+    """And its final loss is that of the last step that was applied, not the 0 of one without
+    targets."""
     bus = Bus(rank=0, run_dir=tmp_path)
     bus.emit(RunStarted("r", "d", 1, 0, 2, "cpu", {}))
     for step, is_applied in enumerate(applied, 1):
@@ -104,19 +127,30 @@ def test_a_run_that_applied_no_step_says_so(applied: tuple[bool, ...], said: str
         bus.emit(StepFinished(step, loss, 0, 0, 1e-3, 0.0, 0.1, 0.0, {}, 0.0, 0))
     bus.emit(RunFinished("finished", 0, 2, 1.0))
     bus.close()
-    assert [line for line in summary_lines(tmp_path) if line.startswith("warning")] == ([said] if said else [])
+    assert [line for line in summary_lines(tmp_path) if line.startswith("warning")] == (
+        [said] if said else []
+    )
     facts = run_json(reduce_run(tmp_path))
     assert facts["final_loss"] == (3.5 if applied[0] else None)
     assert bool(facts["warnings"]) == (said is not None)
 
 
-@pytest.mark.parametrize(("sent", "said"), [(2**20, "1.0 MiB a step, 25 % of what fp32 sends"), (2**22, None)])
-def test_compressed_gradients_are_told_in_bytes(sent: int, said: str | None, tmp_path: Path) -> None:
-    """In the last lines where it is not what everybody sends; on the page and for programs always."""
+@pytest.mark.parametrize(
+    ("sent", "said"), [(2**20, "1.0 MiB a step, 25 % of what fp32 sends"), (2**22, None)]
+)
+def test_compressed_gradients_are_told_in_bytes(
+    sent: int, said: str | None, tmp_path: Path
+) -> None:
+    """In the last lines where it is not what everybody sends; on the page and for programs
+    always."""
     bus = Bus(rank=0, run_dir=tmp_path)
     bus.emit(RunStarted("train", "", 2, 0, 2, "cpu", {"dp_replicate": 2}, plain_bytes=2**22))
     for step in (1, 2):
-        bus.emit(StepFinished(step, 1.0, 64, 64 * step, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30, sent_bytes=sent))
+        bus.emit(
+            StepFinished(
+                step, 1.0, 64, 64 * step, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30, sent_bytes=sent
+            )
+        )
     bus.close()
     lines = [line for line in summary_lines(tmp_path) if line.startswith("wire")]
     assert lines == ([f"wire    gradients {said}"] if said else [])
@@ -129,7 +163,9 @@ def test_what_goes_over_tp_is_told_and_nothing_where_nobody_counts(tmp_path: Pat
         run_dir = tmp_path / str(sent)
         bus = Bus(rank=0, run_dir=run_dir)
         bus.emit(RunStarted("train", "", 2, 0, 2, "cpu", {"tp": 2}))
-        bus.emit(StepFinished(1, 1.0, 64, 64, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30, sent_tp_bytes=sent))
+        bus.emit(
+            StepFinished(1, 1.0, 64, 64, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30, sent_tp_bytes=sent)
+        )
         bus.close()
         assert [one for one in summary_lines(run_dir) if one.startswith("wire")] == line
         assert run_json(reduce_run(run_dir))["sent_tp_bytes_per_step"] == (sent or None)
@@ -155,6 +191,6 @@ def test_a_run_says_how_often_it_was_started_again_and_why(tmp_path: Path) -> No
     fail(15, "killed by SIGKILL", 3)
     bus.close()
     assert restart_lines(tmp_path, 3) == [
-        "again   the ranks were started again 3 times, after rank 1 at step 12: ValueError: no (2 times); "
-        "rank 1 at step 15: killed by SIGKILL"
+        "again   the ranks were started again 3 times, after rank 1 at step 12: ValueError: no (2"
+        " times); rank 1 at step 15: killed by SIGKILL"
     ]

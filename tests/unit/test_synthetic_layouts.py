@@ -1,6 +1,8 @@
-"""Layouts to come, as the store will see them: a rank's part of every tensor under pp, dp, tp and ep, made by hand.
+"""Layouts to come, as the store will see them: a rank's part of every tensor under pp, dp, tp and
+ep, made by hand.
 
-Whatever cut wrote a checkpoint, any other reads it bit for bit. Reference: the whole tensors the parts are cut from.
+Whatever cut wrote a checkpoint, any other reads it bit for bit. Reference: the whole tensors the
+parts are cut from.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoints import Tensors, ThreadRank, bytes_needed, counting_reads, load_shards, run_threads, save_shards
+from checkpoints import (
+    Tensors,
+    ThreadRank,
+    bytes_needed,
+    counting_reads,
+    load_shards,
+    run_threads,
+    save_shards,
+)
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.errors import CheckpointError
@@ -25,7 +35,8 @@ from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
 
-# A model of three blocks. Q has 4 heads, K and V have 2, each of 2 rows; 11 tokens in the vocabulary.
+# A model of three blocks. Q has 4 heads, K and V have 2, each of 2 rows; 11 tokens in the
+# vocabulary.
 NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DIM, VOCAB, NUM_EXPERTS = 3, 4, 2, 2, 6, 11, 4
 SENTINEL = 77  # what stands in a rank's storage where no block is
 ALIASES = {"head.weight": "embed.weight"}
@@ -44,7 +55,9 @@ def whole_tensors() -> Tensors:
     for expert in range(NUM_EXPERTS):
         weights[f"blocks.2.experts.{expert}"] = draw(3, 2).bfloat16()
     moments = {f"optim/{name}/exp_avg": draw(*weight.shape) for name, weight in weights.items()}
-    counts = {f"optim/{name}/step": torch.tensor(float(number)) for number, name in enumerate(weights)}
+    counts = {
+        f"optim/{name}/step": torch.tensor(float(number)) for number, name in enumerate(weights)
+    }
     others = {"mask": draw(7) > 0, "num_seen": torch.tensor(2**40), "empty": torch.zeros(0, 4)}
     return weights | moments | counts | others
 
@@ -65,7 +78,10 @@ def part_of(name: str, shape: tuple[int, ...], layout: Layout, rank: int) -> Par
     stages = _stages(parameter, layout.pp)
     if place["pp"] not in stages:
         return None
-    holders = [(stages.index(place["pp"]), len(stages)), (place["dp_replicate"], layout.dp_replicate)]
+    holders = [
+        (stages.index(place["pp"]), len(stages)),
+        (place["dp_replicate"], layout.dp_replicate),
+    ]
     holders.append((place["cp"], layout.cp))
     expert, num_expert_ranks = place["dp_shard"] % layout.ep, layout.ep
     if ".experts." in parameter:
@@ -92,7 +108,8 @@ def part_of(name: str, shape: tuple[int, ...], layout: Layout, rank: int) -> Par
 
 
 def _stages(parameter: str, num_stages: int) -> list[int]:
-    """The pipeline stages that hold a parameter: a block is on one, the tied embedding on the first and the last."""
+    """The pipeline stages that hold a parameter: a block is on one, the tied embedding on the
+    first and the last."""
     if parameter.startswith("blocks."):
         return [int(parameter.split(".")[1]) * num_stages // NUM_BLOCKS]
     if parameter.startswith("embed."):
@@ -107,8 +124,11 @@ def _combined(holders: list[tuple[int, int]]) -> tuple[int, int]:
     return number, count
 
 
-def _cut_by_tensor_parallelism(parameter: str, shape: tuple[int, ...], place: int, degree: int) -> list[Box] | None:
-    """Q, K and V by heads (K and V of one head on several ranks if need be), output by columns, embedding by rows."""
+def _cut_by_tensor_parallelism(
+    parameter: str, shape: tuple[int, ...], place: int, degree: int
+) -> list[Box] | None:
+    """Q, K and V by heads (K and V of one head on several ranks if need be), output by columns,
+    embedding by rows."""
     whole = Box((0,) * len(shape), (0,) * len(shape), shape)
     if parameter.endswith(".out"):
         return _slice([whole], 1, place, degree)
@@ -147,7 +167,8 @@ def _part_of_box(box: Box, dim: int, begin: int, end: int) -> Box:
 
 
 def _rows_of_a_shard(boxes: list[Box], place: int, degree: int) -> list[Box]:
-    """The `place`-th of `degree` shards of the local rows, across blocks: rows of the whole that lie apart."""
+    """The `place`-th of `degree` shards of the local rows, across blocks: rows of the whole that
+    lie apart."""
     rows = sum(box.size[0] for box in boxes)
     chunk = -(-rows // degree)
     begin, end = min(place * chunk, rows), min((place + 1) * chunk, rows)
@@ -177,7 +198,13 @@ def shard_of_part(name: str, whole: torch.Tensor, part: Part, *, fill: bool) -> 
         columns = part.boxes[0].size[1:] if part.boxes else whole.shape[1:]
         local = torch.full((*columns, rows, 2), SENTINEL).to(whole.dtype)[..., 0].movedim(-1, 0)
     shard = LogicalShard(
-        name, tuple(whole.shape), dtype_name(whole.dtype), part.boxes, local, part.replica, part.num_replicas
+        name,
+        tuple(whole.shape),
+        dtype_name(whole.dtype),
+        part.boxes,
+        local,
+        part.replica,
+        part.num_replicas,
     )
     if fill:
         for box in part.boxes:
@@ -196,16 +223,25 @@ def at(whole: torch.Tensor, box: Box) -> torch.Tensor:
 Cut = Callable[[str, tuple[int, ...], Layout, int], Part | None]
 
 
-def shards_of(wholes: Tensors, layout: Layout, rank: int, *, fill: bool, cut: Cut = part_of) -> dict[str, LogicalShard]:
+def shards_of(
+    wholes: Tensors, layout: Layout, rank: int, *, fill: bool, cut: Cut = part_of
+) -> dict[str, LogicalShard]:
     parts = {name: cut(name, tuple(whole.shape), layout, rank) for name, whole in wholes.items()}
-    return {name: shard_of_part(name, wholes[name], part, fill=fill) for name, part in parts.items() if part}
+    return {
+        name: shard_of_part(name, wholes[name], part, fill=fill)
+        for name, part in parts.items()
+        if part
+    }
 
 
 def wrong_in(shards: dict[str, LogicalShard], wholes: Tensors) -> list[str]:
-    """Tensors of which a block is not what the whole has there, or whose storage changed outside its blocks."""
+    """Tensors of which a block is not what the whole has there, or whose storage changed outside
+    its blocks."""
     wrong = []
     for name, shard in shards.items():
-        expected = shard_of_part(name, wholes[name], Part(shard.boxes, shard.replica, shard.num_replicas), fill=True)
+        expected = shard_of_part(
+            name, wholes[name], Part(shard.boxes, shard.replica, shard.num_replicas), fill=True
+        )
         if not torch.equal(shard.tensor, expected.tensor):
             wrong.append(name)
     return wrong
@@ -237,13 +273,19 @@ def aliases_at(layout: Layout, rank: int) -> dict[str, str]:
 def save_under(layout: Layout, wholes: Tensors, run_dir: Path, cut: Cut = part_of) -> Path:
     def save(group: ThreadRank) -> Path:
         shards = shards_of(wholes, layout, group.rank, fill=True, cut=cut)
-        aliases = {name: stored for name, stored in aliases_at(layout, group.rank).items() if stored in wholes}
+        aliases = {
+            name: stored
+            for name, stored in aliases_at(layout, group.rank).items()
+            if stored in wholes
+        }
         return save_shards(run_dir, 1, shards, group, aliases=aliases)
 
     return Path(run_threads(layout, save)[0])
 
 
-def load_under(layout: Layout, wholes: Tensors, directory: Path, cut: Cut = part_of) -> list[list[str]]:
+def load_under(
+    layout: Layout, wholes: Tensors, directory: Path, cut: Cut = part_of
+) -> list[list[str]]:
     """What is wrong on each rank."""
 
     def load(group: ThreadRank) -> list[str]:
@@ -258,7 +300,8 @@ FEW = 2  # layouts that read what one wrote, where not every pair is tried
 
 
 def read_by_others(rank: int, root: Path, num_readers: int) -> dict[str, Any]:
-    """By layout that wrote: what is wrong with its files, and with what `num_readers` layouts read."""
+    """By layout that wrote: what is wrong with its files, and with what `num_readers` layouts
+    read."""
     wholes = whole_tensors()
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
@@ -275,7 +318,10 @@ def read_by_others(rank: int, root: Path, num_readers: int) -> dict[str, Any]:
             "aliases": manifest.aliases,
             "bytes": stored_bytes,
             "files": len(manifest.files),
-            "read": {other: load_under(LAYOUTS[other], wholes, directory) for other in readers_of(name, num_readers)},
+            "read": {
+                other: load_under(LAYOUTS[other], wholes, directory)
+                for other in readers_of(name, num_readers)
+            },
         }
     return found
 
@@ -295,8 +341,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_what_a_layout_writes_others_read_bit_for_bit(name: str, pairs: dict[str, Any]) -> None:
-    """All blocks of all ranks, and nothing between them; the padding of a storage stays what it was."""
-    assert pairs[name]["read"] == {other: [[]] * LAYOUTS[other].world_size for other in readers_of(name, FEW)}
+    """All blocks of all ranks, and nothing between them; the padding of a storage stays what it
+    was."""
+    assert pairs[name]["read"] == {
+        other: [[]] * LAYOUTS[other].world_size for other in readers_of(name, FEW)
+    }
 
 
 @pytest.mark.long
@@ -308,7 +357,8 @@ def test_every_layout_reads_what_every_other_wrote(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_a_layout_writes_every_tensor_once(name: str, pairs: dict[str, Any]) -> None:
-    """Also those that rank 0 does not know; bytes of replicas are not repeated; the files verify."""
+    """Also those that rank 0 does not know; bytes of replicas are not repeated; the files
+    verify."""
     wholes, found = whole_tensors(), pairs[name]
     assert found["problems"] == []
     assert found["names"] == set(wholes)
@@ -317,7 +367,8 @@ def test_a_layout_writes_every_tensor_once(name: str, pairs: dict[str, Any]) -> 
 
 
 def test_the_layouts_hold_what_they_are_meant_to() -> None:
-    """The cases are there: several blocks in a tensor, blocks apart, names others have not, ranks with nothing."""
+    """The cases are there: several blocks in a tensor, blocks apart, names others have not,
+    ranks with nothing."""
     shapes = {name: tuple(whole.shape) for name, whole in whole_tensors().items()}
 
     def part(layout: str, rank: int, name: str) -> Part | None:
@@ -331,8 +382,17 @@ def test_the_layouts_hold_what_they_are_meant_to() -> None:
     strided = part("hsdp 2x2 of tp 2", 3, "blocks.0.qkv")
     assert [(box.global_offset[0], box.size[0]) for box in strided.boxes] == [(10, 2), (14, 2)]
     assert part("pp 3, embedding on two stages", 0, "blocks.1.out") is None
-    assert [part("pp 3, embedding on two stages", r, "embed.weight") is None for r in range(3)] == [False, True, False]
-    assert [part("ep 2 of zero 4", r, "blocks.2.experts.3") is None for r in range(4)] == [True, False, True, False]
+    assert [part("pp 3, embedding on two stages", r, "embed.weight") is None for r in range(3)] == [
+        False,
+        True,
+        False,
+    ]
+    assert [part("ep 2 of zero 4", r, "blocks.2.experts.3") is None for r in range(4)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     assert part("zero 7, some ranks without a row", 6, "blocks.0.norm").boxes == ()
 
 
@@ -341,7 +401,8 @@ def test_the_layouts_hold_what_they_are_meant_to() -> None:
 
 @st.composite
 def assignments(draw: st.DrawFn, size: tuple[int, ...], num_ranks: int) -> list[list[Box]]:
-    """By rank, the boxes it holds of a tensor cut at random; a box is held by one rank or by several."""
+    """By rank, the boxes it holds of a tensor cut at random; a box is held by one rank or by
+    several."""
     boxes = [Box((0,) * len(size), (0,) * len(size), size)]
     for _ in range(draw(st.integers(0, 6))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -354,7 +415,9 @@ def assignments(draw: st.DrawFn, size: tuple[int, ...], num_ranks: int) -> list[
         boxes += [_part_of_box(box, dim, 0, cut), _part_of_box(box, dim, cut, box.size[dim])]
     ranks: list[list[Box]] = [[] for _ in range(num_ranks)]
     for box in boxes:
-        holders = draw(st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks, unique=True))
+        holders = draw(
+            st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks, unique=True)
+        )
         for number, holder in enumerate(holders):
             ranks[holder].append(replace(box, replica=number, num_replicas=len(holders)))
     return ranks
@@ -399,8 +462,13 @@ def try_random_cuts(rank: int, root: Path, num_examples: int) -> int:
         sides = []
         for fill in (True, False):
             layout = Layout(dp_shard=data.draw(st.integers(1, 5)))
-            cuts = {name: data.draw(assignments(tuple(t.shape), layout.world_size)) for name, t in RANDOM.items()}
-            held = data.draw(st.lists(st.booleans(), min_size=layout.world_size, max_size=layout.world_size))
+            cuts = {
+                name: data.draw(assignments(tuple(t.shape), layout.world_size))
+                for name, t in RANDOM.items()
+            }
+            held = data.draw(
+                st.lists(st.booleans(), min_size=layout.world_size, max_size=layout.world_size)
+            )
             sides.append(
                 (
                     layout,
@@ -408,14 +476,17 @@ def try_random_cuts(rank: int, root: Path, num_examples: int) -> int:
                         {
                             name: side_by_side(name, RANDOM[name], cut[number], fill=fill)
                             for name, cut in cuts.items()
-                            if cut[number] or held[number]  # a rank without a block may know the name, or not
+                            if cut[number]
+                            or held[number]  # a rank without a block may know the name, or not
                         }
                         for number in range(layout.world_size)
                     ],
                 )
             )
         (writers, written), (readers, wanted) = sides
-        directory = run_threads(writers, lambda group: save_shards(root, 1, written[group.rank], group))[0]
+        directory = run_threads(
+            writers, lambda group: save_shards(root, 1, written[group.rank], group)
+        )[0]
         assert verify_checkpoint(directory) == []
         run_threads(readers, lambda group: load_shards(directory, wanted[group.rank], group))
         for shards in wanted:
@@ -436,7 +507,8 @@ def test_any_cut_over_any_ranks_is_read_at_any_other(tmp_path: Path, num_example
 
 
 def write_large_replicas(rank: int, root: Path) -> dict[str, tuple[list[int], list[list[str]]]]:
-    """By layout: the bytes of its files, and what one rank and the layout itself do not read back."""
+    """By layout: the bytes of its files, and what one rank and the layout itself do not read
+    back."""
     wholes = {"blocks.0.qkv": torch.arange(16 << 17, dtype=torch.float32).view(16, 1 << 17)}
     found = {}
     for layout in (Layout(dp_replicate=3), Layout(tp=4), Layout(dp_replicate=2, tp=4)):
@@ -448,7 +520,8 @@ def write_large_replicas(rank: int, root: Path) -> dict[str, tuple[list[int], li
 
 
 def test_ranks_that_hold_a_large_block_alike_write_a_part_each(tmp_path: Path) -> None:
-    """8 MiB: three ranks have all of it; four have Q of their own and K and V by twos; and both at once."""
+    """8 MiB: three ranks have all of it; four have Q of their own and K and V by twos; and both
+    at once."""
     for case, (sizes, wrong) in run_ranks(1, write_large_replicas, tmp_path)[0].items():
         assert wrong == [], case
         assert sum(sizes) < (8 << 20) + 1000 * len(sizes), case
@@ -462,14 +535,19 @@ def test_ranks_that_hold_a_large_block_alike_write_a_part_each(tmp_path: Path) -
 def rows(first: int, end: int, **more: Any) -> LogicalShard:
     """Rows of a matrix of 4 x 2."""
     box = Box((first, 0), (0, 0), (end - first, 2))
-    return LogicalShard("matrix", (4, 2), "float32", (box,), torch.full((end - first, 2), float(first)), **more)
+    return LogicalShard(
+        "matrix", (4, 2), "float32", (box,), torch.full((end - first, 2), float(first)), **more
+    )
 
 
 TOGETHER_WRONG: dict[str, tuple[str, list[dict[str, LogicalShard]]]] = {
     "a hole": ("do not make the whole", [{"matrix": rows(0, 2)}, {"matrix": rows(3, 4)}]),
     "twice": ("do not make the whole", [{"matrix": rows(0, 4)}, {"matrix": rows(0, 4)}]),
     "twice and a hole": ("do not make the whole", [{"matrix": rows(0, 2)}, {"matrix": rows(0, 2)}]),
-    "only rank 1 knows it, and not all of it": ("do not make the whole", [{}, {"matrix": rows(0, 2)}]),
+    "only rank 1 knows it, and not all of it": (
+        "do not make the whole",
+        [{}, {"matrix": rows(0, 2)}],
+    ),
     "nobody writes it": ("do not make the whole", [{}, {"matrix": rows(0, 4, replica=1)}]),
     "other shapes": (
         "do not agree on shape and type",
@@ -479,7 +557,10 @@ TOGETHER_WRONG: dict[str, tuple[str, list[dict[str, LogicalShard]]]] = {
         "do not agree on shape and type",
         [{"matrix": rows(0, 4)}, {"matrix": replace(rows(0, 4), dtype="int32")}],
     ),
-    "a type that no file holds": ("complex128", [{"matrix": replace(rows(0, 4), dtype="complex128")}, {}]),
+    "a type that no file holds": (
+        "complex128",
+        [{"matrix": replace(rows(0, 4), dtype="complex128")}, {}],
+    ),
 }
 
 
@@ -493,7 +574,9 @@ def refusals(root: Path, sides: list[dict[str, LogicalShard]]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", list(TOGETHER_WRONG))
-def test_parts_that_make_no_whole_are_refused_on_every_rank_and_nothing_is_left(kind: str, tmp_path: Path) -> None:
+def test_parts_that_make_no_whole_are_refused_on_every_rank_and_nothing_is_left(
+    kind: str, tmp_path: Path
+) -> None:
     words, sides = TOGETHER_WRONG[kind]
     first, second = refusals(tmp_path, sides)
     assert words in first
@@ -502,11 +585,17 @@ def test_parts_that_make_no_whole_are_refused_on_every_rank_and_nothing_is_left(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_names_that_no_rank_wants_or_that_nobody_saved_are_refused_on_every_rank(tmp_path: Path) -> None:
-    """Others' names are no surplus to a rank; what nobody wants, and what is not there, is said on all of them."""
+def test_names_that_no_rank_wants_or_that_nobody_saved_are_refused_on_every_rank(
+    tmp_path: Path,
+) -> None:
+    """Others' names are no surplus to a rank; what nobody wants, and what is not there, is said
+    on all of them."""
     other = replace(rows(0, 4), name="other")
     two = Layout(pp=2)
-    saved = run_threads(two, lambda g: save_shards(tmp_path, 1, [{"matrix": rows(0, 4)}, {"other": other}][g.rank], g))
+    saved = run_threads(
+        two,
+        lambda g: save_shards(tmp_path, 1, [{"matrix": rows(0, 4)}, {"other": other}][g.rank], g),
+    )
 
     def load(wanted: list[dict[str, LogicalShard]]) -> list[str]:
         for shard in (shard for mine in wanted for shard in mine.values()):
@@ -526,7 +615,10 @@ def test_names_that_no_rank_wants_or_that_nobody_saved_are_refused_on_every_rank
     assert fits[0]["matrix"].tensor.tolist() == [[0.0, 0.0]] * 4
     for wanted, words in (
         ([{"matrix": rows(0, 4)}, {}], "other"),
-        ([{"matrix": rows(0, 4)}, {"other": other, "third": replace(other, name="third")}], "third"),
+        (
+            [{"matrix": rows(0, 4)}, {"other": other, "third": replace(other, name="third")}],
+            "third",
+        ),
     ):
         first, second = load(wanted)
         assert words in first
@@ -541,7 +633,9 @@ LARGE = {"rows": (2048, 1024), "long_rows": (2, 3 << 20), "deep": (2, 3, 1 << 20
 READERS: dict[str, Callable[[tuple[int, ...]], list[Box]]] = {
     "a quarter of the rows": lambda size: _slice([_all(size)], 0, 1, 4),
     "a third of the columns": lambda size: _slice([_all(size)], 1, 1, 3),
-    "a fused block": lambda size: [box for part in _slice([_all(size)], 0, 0, 3) for box in _slice([part], 0, 1, 2)],
+    "a fused block": lambda size: [
+        box for part in _slice([_all(size)], 0, 0, 3) for box in _slice([part], 0, 1, 2)
+    ],
     "two blocks apart": lambda size: [
         _part_of_box(_all(size), 0, 0, 1),
         _part_of_box(_all(size), 0, size[0] - 1, size[0]),
@@ -555,24 +649,36 @@ def _all(size: tuple[int, ...]) -> Box:
     return Box((0,) * len(size), (0,) * len(size), size)
 
 
-def read_ranges(rank: int, root: Path) -> dict[tuple[str, str], tuple[dict[str, int], dict[str, int], bool, int]]:
-    """For each writer and reader: bytes read and bytes of the chunks needed, both by file; whether what was read is
-    right; bytes of the checkpoint.
+def read_ranges(
+    rank: int, root: Path
+) -> dict[tuple[str, str], tuple[dict[str, int], dict[str, int], bool, int]]:
+    """For each writer and reader: bytes read and bytes of the chunks needed, both by file; whether
+    what was read is right; bytes of the checkpoint.
     """
-    wholes = {name: torch.arange(math.prod(size), dtype=torch.float32).view(size) for name, size in LARGE.items()}
+    wholes = {
+        name: torch.arange(math.prod(size), dtype=torch.float32).view(size)
+        for name, size in LARGE.items()
+    }
     found = {}
     for writer, layout in (("one rank", Layout()), ("zero 4", Layout(dp_shard=4))):
         directory = save_under(layout, wholes, root / writer)
         manifest = read_manifest(directory)
         for reader, boxes in READERS.items():
             wanted = {
-                name: shard_of_part(name, whole, Part(tuple(_stacked(boxes(tuple(whole.shape)))), 0, 1), fill=False)
+                name: shard_of_part(
+                    name, whole, Part(tuple(_stacked(boxes(tuple(whole.shape)))), 0, 1), fill=False
+                )
                 for name, whole in wholes.items()
             }
             with counting_reads() as read:
                 run_threads(Layout(), partial(load_shards, directory, wanted))
             num_bytes = sum(stored.num_bytes for stored in manifest.files.values())
-            found[writer, reader] = (read, bytes_needed(directory, wanted), wrong_in(wanted, wholes) == [], num_bytes)
+            found[writer, reader] = (
+                read,
+                bytes_needed(directory, wanted),
+                wrong_in(wanted, wholes) == [],
+                num_bytes,
+            )
     return found
 
 

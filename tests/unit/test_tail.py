@@ -81,7 +81,10 @@ def test_only_rank_0_and_the_supervisor_unless_asked(tmp_path: Path) -> None:
 def test_earlier_attempts_are_left_out(tmp_path: Path) -> None:
     for attempt in (0, 1):
         append(event_path(tmp_path, 0, attempt), line(Note(f"rank {attempt}"), attempt=attempt))
-        append(event_path(tmp_path, -1, 0), line(Note(f"supervisor {attempt}"), rank=-1, attempt=attempt))
+        append(
+            event_path(tmp_path, -1, 0),
+            line(Note(f"supervisor {attempt}"), rank=-1, attempt=attempt),
+        )
     assert set(codes(EventTail(tmp_path, attempt_from=1).poll())) == {"rank 1", "supervisor 1"}
 
 
@@ -95,7 +98,10 @@ def test_follows_what_a_bus_writes(tmp_path: Path) -> None:
 
 
 def test_unreadable_lines_are_counted_and_skipped(tmp_path: Path) -> None:
-    append(event_path(tmp_path, 0, 0), b'{"event":"from_the_future"}\n\xff\xfe\n\n' + line(Note("good")) + b"[1]\n")
+    append(
+        event_path(tmp_path, 0, 0),
+        b'{"event":"from_the_future"}\n\xff\xfe\n\n' + line(Note("good")) + b"[1]\n",
+    )
     tail = EventTail(tmp_path)
     assert codes(tail.poll()) == ["good"]
     assert tail.num_unreadable == 3
@@ -120,14 +126,20 @@ def test_an_overlong_line_hides_nothing_behind_it(tmp_path: Path) -> None:
     before, after = EvalFinished(1, 1.5, 9, 0.1), EvalFinished(2, 1.5, 9, 0.1)
     append(path, line(before) + overlong() + line(after) + line(RunFinished("finished", 0, 2, 1.0)))
     tail = EventTail(tmp_path)
-    assert [e.event.kind() for e in tail.poll()] == ["eval_finished", "eval_finished", "run_finished"]
+    assert [e.event.kind() for e in tail.poll()] == [
+        "eval_finished",
+        "eval_finished",
+        "run_finished",
+    ]
     assert (tail.poll(), tail.num_unreadable) == ([], 1)
     assert [e.event for e in recorded(tmp_path, EvalFinished)] == [before, after]
     facts = reduce_run(tmp_path)
     assert (facts.status, facts.num_unreadable) == ("finished", 1)
 
 
-def test_an_overlong_line_that_grows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overlong_line_that_grows_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, whole = event_path(tmp_path, 0, 0), overlong()
     append(path, whole[: LINE_BYTES + 10])
     tail = EventTail(tmp_path)
@@ -175,7 +187,9 @@ def test_what_a_disk_refuses_is_shown_once(tmp_path: Path) -> None:
     assert codes(EventTail(tmp_path).poll()) == ["first", "events_unwritten", "last"]
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
 def test_values_of_the_wrong_type_are_no_event(key: str, value: object) -> None:
     good = json.loads(line(CheckpointFailed(1, "p", "full")))
     assert read_event(json.dumps(good).encode()) is not None
@@ -194,14 +208,20 @@ def test_an_event_survives_the_trip() -> None:
 def test_events_of_one_kind_are_found_again(tmp_path: Path) -> None:
     """Those of rank 0, in the order of the attempts, whatever else lies there."""
     for attempt, step in ((0, 1), (1, 2), (10, 3)):
-        append(event_path(tmp_path, 0, attempt), line(Note("eval_finished")) + line(EvalFinished(step, 1.5, 9, 0.1)))
+        append(
+            event_path(tmp_path, 0, attempt),
+            line(Note("eval_finished")) + line(EvalFinished(step, 1.5, 9, 0.1)),
+        )
     append(
-        event_path(tmp_path, 0, 0), b'{"event":"eval_finished","step":"x"}\n' + line(EvalFinished(9, 1.5, 9, 0.1))[:30]
+        event_path(tmp_path, 0, 0),
+        b'{"event":"eval_finished","step":"x"}\n' + line(EvalFinished(9, 1.5, 9, 0.1))[:30],
     )
     append(event_path(tmp_path, 1, 0), line(EvalFinished(7, 1.5, 9, 0.1), rank=1))
     append(tmp_path / "events" / "notes.txt", line(EvalFinished(8, 1.5, 9, 0.1)))
     found = list(recorded(tmp_path, EvalFinished))
-    assert [envelope.event.step for envelope in found if isinstance(envelope.event, EvalFinished)] == [1, 2, 3]
+    assert [
+        envelope.event.step for envelope in found if isinstance(envelope.event, EvalFinished)
+    ] == [1, 2, 3]
     assert list(recorded(tmp_path / "absent", EvalFinished)) == []
 
 

@@ -1,4 +1,5 @@
-"""The seam between what a verb prints and the terminal: nothing that a terminal obeys passes, and no way leads past."""
+"""The seam between what a verb prints and the terminal: nothing that a terminal obeys passes,
+and no way leads past."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from hostile import EVIL, EVIL_NAME, moves_a_cursor
 from phalanx.cli import _app
 from phalanx.core.printable import MAX_LINE_CHARS
 from phalanx.core.registry import names
-from phalanx.core.terminal import SafeStream, filter_output, print_document, print_painted, safe_output, unfiltered
+from phalanx.core.terminal import (
+    SafeStream,
+    filter_output,
+    print_document,
+    print_painted,
+    safe_output,
+    unfiltered,
+)
 from phalanx.job.toml import toml_value
 from phalanx.observe.screen import open_screen
 
@@ -30,7 +38,19 @@ def filtered(text: str) -> str:
     return stream.getvalue()
 
 
-OBEYED = ["\x1b[2J", "\x9b2J", "\x07", "\r", "\x08", "\x7f", "\u202e", "\u2067", "\u2028", "\ud800", "\0"]
+OBEYED = [
+    "\x1b[2J",
+    "\x9b2J",
+    "\x07",
+    "\r",
+    "\x08",
+    "\x7f",
+    "\u202e",
+    "\u2067",
+    "\u2028",
+    "\ud800",
+    "\0",
+]
 
 
 @pytest.mark.parametrize("evil", OBEYED, ids=ascii)
@@ -119,9 +139,10 @@ def test_what_rich_draws_obeys_no_markup_and_holds_no_controls() -> None:
     assert "[link=http://a]b[/link] :smile:" in shown
 
 
-# --- no way past ------------------------------------------------------------------------------------------------------
+# --- no way past ----------------------------------------------------------------------------------
 
-# Who asks for the stream behind the filter, draws with rich, or starts a process that has our standard error, and why.
+# Who asks for the stream behind the filter, draws with rich, or starts a process that has our
+# standard error, and why.
 MAY_PASS = {
     ("core/terminal.py", "unfiltered"): "is the seam",
     ("core/terminal.py", "behind"): "is the seam",
@@ -130,11 +151,23 @@ MAY_PASS = {
     ("observe/console.py", "unfiltered"): "hands it to the screen",
     ("data/build_worker.py", "unfiltered"): "standard output is a pipe to the parent",
     ("data/build_pool.py", "Popen"): "the worker filters its standard error itself",
-    ("observe/sink_process.py", "Popen"): "the sink's output goes to its log; its first message is JSON in a pipe",
+    (
+        "observe/sink_process.py",
+        "Popen",
+    ): "the sink's output goes to its log; its first message is JSON in a pipe",
     ("bench/__main__.py", "run"): "imports torch once, and prints nothing",
 }
 RAW_STREAMS = {"__stdout__", "__stderr__"}
-DRAWERS = {"Console", "get_console", "print", "Prompt", "Confirm", "Status", "RichHandler", "install"}
+DRAWERS = {
+    "Console",
+    "get_console",
+    "print",
+    "Prompt",
+    "Confirm",
+    "Status",
+    "RichHandler",
+    "install",
+}
 STARTERS = {"Popen", "run", "call", "check_call", "check_output", "system", "spawnv", "popen"}
 
 
@@ -155,7 +188,9 @@ def ways_past(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield "/dev/tty", node.lineno
         if not isinstance(node, ast.Call):
             continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        name = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
         words = {keyword.arg for keyword in node.keywords}
         owner = ast.unparse(node.func).rpartition(".")[0]
         if name == "unfiltered":
@@ -170,7 +205,11 @@ def ways_past(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield name, node.lineno
         if name == "TextColumn" and "markup" not in words:
             yield "TextColumn with markup", node.lineno
-        if name == "write" and owner == "os" and ast.unparse(node.args[0]) in ("1", "2", "sys.stdout.fileno()"):
+        if (
+            name == "write"
+            and owner == "os"
+            and ast.unparse(node.args[0]) in ("1", "2", "sys.stdout.fileno()")
+        ):
             yield "os.write", node.lineno
 
 
@@ -196,12 +235,12 @@ def test_a_way_past_is_found(line: str) -> None:
     assert list(ways_past(ast.parse(line)))
 
 
-# --- every verb, with hostile words and names -------------------------------------------------------------------------
+# --- every verb, with hostile words and names -----------------------------------------------------
 
 VERBS = [
     [verb, *([sub] if sub else [])]
     for verb in names("phalanx.cli")
-    for sub in (getattr(importlib.import_module(f"phalanx.cli.{verb}"), "COMMANDS", None) or [""])
+    for sub in getattr(importlib.import_module(f"phalanx.cli.{verb}"), "COMMANDS", None) or [""]
 ]
 
 
@@ -230,15 +269,25 @@ def test_a_verb_given_hostile_words(
 def test_hostile_files_of_data_and_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names of files, fields, tokens, of a run and what its events say: none moves the cursor of who looks at them."""
+    """Names of files, fields, tokens, of a run and what its events say: none moves the cursor of
+    who looks at them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / EVIL_NAME).mkdir()
-    (tmp_path / EVIL_NAME / f"{EVIL_NAME}.txt").write_text(EVIL.encode("utf-8", "replace").decode() * 99)
+    (tmp_path / EVIL_NAME / f"{EVIL_NAME}.txt").write_text(
+        EVIL.encode("utf-8", "replace").decode() * 99
+    )
     (tmp_path / f"{EVIL_NAME}.jsonl").write_text(json.dumps({EVIL: EVIL}) + "\n")
     run_dir = tmp_path / f"{EVIL_NAME}-run"
     (run_dir / "events").mkdir(parents=True)
     (run_dir / "job.json").write_text(json.dumps({"run": {"name": EVIL}, EVIL: EVIL}))
-    note = {"event": "note", "code": EVIL, "facts": {"why": EVIL}, "rank": 0, "attempt": 0, "time_unix_s": 1.0}
+    note = {
+        "event": "note",
+        "code": EVIL,
+        "facts": {"why": EVIL},
+        "rank": 0,
+        "attempt": 0,
+        "time_unix_s": 1.0,
+    }
     (run_dir / "events" / "rank-00000-attempt-000.jsonl").write_text(json.dumps(note) + "\n")
     inputs, page = str(tmp_path / EVIL_NAME), str(tmp_path / f"{EVIL_NAME}.html")
     commands: dict[int, list[list[str]]] = {
@@ -267,7 +316,11 @@ def test_hostile_files_of_data_and_runs(
 def test_a_worker_of_a_build_filters_what_it_says() -> None:
     """It has the terminal's standard error, and parses what strangers wrote."""
     text = (SOURCE / "data" / "build_worker.py").read_text()
-    main = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    main = next(
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name == "main"
+    )
     assert ast.unparse(main.body[0]) == "filter_output()"
 
 

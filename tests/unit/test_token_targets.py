@@ -1,4 +1,5 @@
-"""What the page says of targets: -100 counts for nothing in loss, gradient and count; the dataset shifts by one."""
+"""What the page says of targets: -100 counts for nothing in loss, gradient and count; the
+dataset shifts by one."""
 
 from __future__ import annotations
 
@@ -36,20 +37,26 @@ def test_the_example_learns_answers_alone(answers: Any) -> None:
     assert bytes_.decode(sample["targets"][counted[:-1]]) == answer
     assert sample["targets"][counted[-1]] == bytes_.end_of_document
     shifted = sample["inputs"][counted[1:]]
-    assert np.array_equal(shifted, sample["targets"][counted[:-1]]), "target i is the token after input i"
+    assert np.array_equal(shifted, sample["targets"][counted[:-1]]), (
+        "target i is the token after input i"
+    )
 
 
 def outputs(vocab: int, batch: dict[str, torch.Tensor]) -> tuple[CausalOutput, torch.Tensor]:
     """Hidden states with a head, and the same as logits."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(*batch["inputs"].shape, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(
+        *batch["inputs"].shape, 8, generator=generator, dtype=torch.float64, requires_grad=True
+    )
     head = torch.randn(vocab, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     return CausalOutput(hidden, head), hidden @ head.T
 
 
 @pytest.mark.parametrize("objective", [causal_cross_entropy(7), logits_cross_entropy(1000)])
 @pytest.mark.parametrize("as_logits", [False, True])
-def test_a_target_of_minus_100_has_no_part_in_the_loss(answers: Any, objective: Objective, as_logits: bool) -> None:
+def test_a_target_of_minus_100_has_no_part_in_the_loss(
+    answers: Any, objective: Objective, as_logits: bool
+) -> None:
     samples = UserSamples(answers.dataset("train"), "answers:dataset", seed=0)
     batch = {key: torch.from_numpy(array) for key, array in samples.take(np.arange(4)).items()}
     causal, logits = outputs(257, batch)

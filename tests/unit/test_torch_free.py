@@ -1,4 +1,5 @@
-"""The contract of import-linter that keeps rooms torch-free (tools/torch_free.py), on small graphs of imports."""
+"""The contract of import-linter that keeps rooms torch-free (tools/torch_free.py), on small
+graphs of imports."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ LAZY = "phalanx.run.external -> phalanx.run.launched_rank"
 
 
 def problems(*imports: str, allowed: tuple[str, ...] = (), lazy: tuple[str, ...] = ()) -> list[str]:
-    """What the contract says of these imports ("a -> b"), for the rooms phalanx.core and phalanx.run."""
+    """What the contract says of these imports ("a -> b"), for the rooms phalanx.core and
+    phalanx.run."""
     spec = importlib.util.spec_from_file_location("torch_free", TOOL)
     assert spec is not None
     assert spec.loader is not None
@@ -25,8 +27,17 @@ def problems(*imports: str, allowed: tuple[str, ...] = (), lazy: tuple[str, ...]
         graph.add_module(name)
     for line, text in enumerate(imports, start=1):
         importer, imported = text.split(" -> ")
-        graph.add_import(importer=importer, imported=imported, line_number=line, line_contents=f"import {imported}")
-    options = {"rooms": ["phalanx.core", "phalanx.run"], "may_import_torch": list(allowed), "lazy_imports": list(lazy)}
+        graph.add_import(
+            importer=importer,
+            imported=imported,
+            line_number=line,
+            line_contents=f"import {imported}",
+        )
+    options = {
+        "rooms": ["phalanx.core", "phalanx.run"],
+        "may_import_torch": list(allowed),
+        "lazy_imports": list(lazy),
+    }
     contract: Any = module.TorchFreeContract("torch-free", {"root_package": "phalanx"}, options)
     check = contract.check(graph, verbose=False)
     assert check.kept == (not check.metadata["problems"])
@@ -34,8 +45,14 @@ def problems(*imports: str, allowed: tuple[str, ...] = (), lazy: tuple[str, ...]
 
 
 def test_a_chain_to_torch_is_told_once_at_its_end() -> None:
-    chain = ("phalanx.core.a -> phalanx.core.b", "phalanx.core.b -> phalanx.mesh.m", "phalanx.mesh.m -> torch")
-    assert problems(*chain) == ["phalanx.core.b must be torch-free: phalanx.core.b -> phalanx.mesh.m -> torch"]
+    chain = (
+        "phalanx.core.a -> phalanx.core.b",
+        "phalanx.core.b -> phalanx.mesh.m",
+        "phalanx.mesh.m -> torch",
+    )
+    assert problems(*chain) == [
+        "phalanx.core.b must be torch-free: phalanx.core.b -> phalanx.mesh.m -> torch"
+    ]
     assert problems("phalanx.core.a -> phalanx.core.b", "phalanx.mesh.m -> torch") == []
 
 

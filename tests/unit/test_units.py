@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.core.units import MIB, describe_bytes_error, describe_error, format_bytes, format_count, format_seconds
+from phalanx.core.units import (
+    MIB,
+    describe_bytes_error,
+    describe_error,
+    format_bytes,
+    format_count,
+    format_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +87,9 @@ def test_seconds(value: float, text: str) -> None:
         (5, float("inf"), "–"),
     ],
 )
-def test_the_error_of_a_prediction_says_which_way(predicted: float, measured: float, text: str) -> None:
+def test_the_error_of_a_prediction_says_which_way(
+    predicted: float, measured: float, text: str
+) -> None:
     assert describe_error(predicted, measured) == text
 
 
@@ -95,5 +104,7 @@ def test_the_error_of_a_prediction_says_which_way(predicted: float, measured: fl
         (5, 0, "–"),
     ],
 )
-def test_an_error_of_little_memory_is_told_in_bytes(predicted: float, measured: float, text: str) -> None:
+def test_an_error_of_little_memory_is_told_in_bytes(
+    predicted: float, measured: float, text: str
+) -> None:
     assert describe_bytes_error(predicted, measured) == text

@@ -1,6 +1,8 @@
-"""A disk that cannot be read is no damaged file: exit 7, where a file that is damaged or missing is exit 4 or 5.
+"""A disk that cannot be read is no damaged file: exit 7, where a file that is damaged or missing is
+exit 4 or 5.
 
-A link to /proc/self/mem is a regular file whose first byte is read with EIO, as on a disk that fails.
+A link to /proc/self/mem is a regular file whose first byte is read with EIO, as on a disk that
+fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Routers in one process and near-ties: what is forced, what is told, which layouts of experts there are."""
+"""Routers in one process and near-ties: what is forced, what is told, which layouts of experts
+there are."""
 
 from __future__ import annotations
 
@@ -25,7 +26,18 @@ from phalanx.verify.routes import Routes, are_alike, find_disagreement
 from phalanx.verify.row import Row
 
 SHAPE = ModelShape(
-    2, 16, 2, 2, 8, 16, 31, True, num_experts=4, experts_per_token=2, expert_ffn_dim=8, num_dense_layers=0
+    2,
+    16,
+    2,
+    2,
+    8,
+    16,
+    31,
+    True,
+    num_experts=4,
+    experts_per_token=2,
+    expert_ffn_dim=8,
+    num_dense_layers=0,
 )
 ROUTER = "blocks.1.moe.router"
 KEY = f"step-0/{ROUTER}"
@@ -40,7 +52,10 @@ def routed(forced: dict[str, torch.Tensor] | None = None) -> tuple[Routes, torch
     routes = Routes(module, forced)
     batch = example_batch(SHAPE, 4, 6, seed=0)
     with routes.record("step-0"):
-        hidden = [module(batch["inputs"][rows], batch["positions"][rows])[0] for rows in (slice(0, 2), slice(2, 4))]
+        hidden = [
+            module(batch["inputs"][rows], batch["positions"][rows])[0]
+            for rows in (slice(0, 2), slice(2, 4))
+        ]
     return routes, torch.cat(hidden).detach()
 
 
@@ -67,8 +82,9 @@ def test_forced_choices_are_taken_and_those_that_differ_are_told() -> None:
     assert (found.router, found.phase, found.row, found.token) == (ROUTER, "step-0", 3, 2)
     assert (found.expert, found.instead) == (left, taken)
     assert found.margin > 0
-    # Experts get other numbers of tokens, and products of other sizes may round otherwise: on some CPUs other tokens
-    # of these experts differ in their last bits. A token that another expert computed differs in its first digits.
+    # Experts get other numbers of tokens, and products of other sizes may round otherwise: on some
+    # CPUs other tokens of these experts differ in their last bits. A token that another expert
+    # computed differs in its first digits.
     error = (changed - hidden).norm(dim=-1) / hidden.norm(dim=-1)
     assert error[3, 2] > 1e-2
     error[3, 2] = 0
@@ -102,17 +118,25 @@ def test_a_flip_is_told_and_is_no_failure() -> None:
     row = Row("zero3-ep2", {}, "small", "float32", True, {"loss": 1e-8}, 1e-5, flips=(flip, flip))
     result = VerifyResult((row, replace(row, flips=())), required=frozenset({"zero3-ep2"}))
     assert result.exit_code == ExitCode.OK
-    assert result.summary == ("2 of 2 rows equal the reference, 1 of them routed alike, since a near-tie flipped")
+    assert (
+        result.summary
+        == "2 of 2 rows equal the reference, 1 of them routed alike, since a near-tie flipped"
+    )
     head, told, _ = describe_row(row)
     assert head.startswith("flipped zero3-ep2")
-    text = f"{ROUTER} in step 2 sends token 13 of row 4 to expert 3, one process to 5: their scores are 2.1e-08 apart"
+    text = (
+        f"{ROUTER} in step 2 sends token 13 of row 4 to expert 3, one process to 5: their scores"
+        " are 2.1e-08 apart"
+    )
     assert told.strip() == f"flip    {text}; and 1 more"
     assert row.to_json()["flips"][0]["text"] == text
 
 
 def test_a_row_says_what_is_allowed_of_the_jobs_optimizer() -> None:
     """An update of 2e-10 is no error, though all else is allowed 1e-10."""
-    row = Row("tp2", {}, "small", "float64", True, {"loss": 1e-16, "update": 2e-10}, 1e-10, wall_s=0.52)
+    row = Row(
+        "tp2", {}, "small", "float64", True, {"loss": 1e-16, "update": 2e-10}, 1e-10, wall_s=0.52
+    )
     (line,) = describe_row(row)
     assert line.endswith("float64  loss 1e-16  update 2e-10  (allowed 1e-10, update 1e-08, 0.5 s)")
     (line,) = describe_row(replace(row, errors={"loss": 1e-16}))
@@ -132,8 +156,12 @@ def test_layouts_of_experts_have_plans(preset: str, num_ranks: int) -> None:
     assert shape.num_expert_layers >= 2
     assert shape.num_experts == 8
     assert "expert_ffn_dim" in said
-    for case in make_cases(make_verified_job(small, num_ranks), layouts, num_ranks=num_ranks, cluster=CPU, shape=None):
+    for case in make_cases(
+        make_verified_job(small, num_ranks), layouts, num_ranks=num_ranks, cluster=CPU, shape=None
+    ):
         assert case.plan is not None, case.refused
         keys: dict[str, Any] = {"ep": 1, "tp": 1, "cp": 1, "pp": 1} | dict(case.parallel)
-        assert all(getattr(case.plan.layout, axis) == keys[axis] for axis in ("ep", "tp", "cp", "pp"))
+        assert all(
+            getattr(case.plan.layout, axis) == keys[axis] for axis in ("ep", "tp", "cp", "pp")
+        )
         assert case.plan.layout.world_size == num_ranks

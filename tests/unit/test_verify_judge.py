@@ -25,15 +25,30 @@ from phalanx.verify.cases import list_layouts, make_cases, make_verified_job, sh
 from phalanx.verify.compare import covers_evenly
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import Row
-from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, TraceStep, gradients_of
+from phalanx.verify.trace_facts import (
+    BUFFERS,
+    FINAL,
+    INITIAL,
+    UPDATED,
+    Trace,
+    TraceStep,
+    gradients_of,
+)
 from phalanx.verify.verdict import Comparator
 
 
-@pytest.mark.parametrize("room", [reference, masks, plain_loss], ids=["reference", "masks", "plain_loss"])
+@pytest.mark.parametrize(
+    "room", [reference, masks, plain_loss], ids=["reference", "masks", "plain_loss"]
+)
 def test_the_reference_imports_torch_alone(room: Any) -> None:
     """Else it could share a mistake with what it judges."""
     tree = ast.parse(Path(room.__file__).read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     allowed = {"torch", "torch.nn.functional", "torch.utils._python_dispatch", "numpy"}
     standard = {name for name in imported if name.split(".")[0] in sys.stdlib_module_names}
@@ -44,7 +59,9 @@ def test_the_reference_imports_torch_alone(room: Any) -> None:
 def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
     model = {"dim": 192, "num_layers": 16, "num_heads": 24, "num_kv_heads": 24}
     job = make_verified_job(Job.model_validate({"model": model}), num_ranks)
-    cases = make_cases(job, list(list_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=None)
+    cases = make_cases(
+        job, list(list_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=None
+    )
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         assert case.plan is not None, case.refused
@@ -64,9 +81,16 @@ def test_a_degree_that_the_heads_forbid_is_refused_with_the_nearest() -> None:
         for case in make_cases(job, list(list_layouts(3)), num_ranks=3, cluster=CPU, shape=None)
         if case.refused and "pp" not in case.parallel
     ]
-    assert {axis for case in refused for axis in ("tp", "cp") if axis in case.parallel} == {"tp", "cp"}
+    assert {axis for case in refused for axis in ("tp", "cp") if axis in case.parallel} == {
+        "tp",
+        "cp",
+    }
     for case in refused:
-        wanted = "nearest: 2 or 4" if "tp" in case.parallel else "nearest: 2, or parallel.cp_attention=ring"
+        wanted = (
+            "nearest: 2 or 4"
+            if "tp" in case.parallel
+            else "nearest: 2, or parallel.cp_attention=ring"
+        )
         assert wanted in case.refused
         assert "tp" in case.parallel or case.parallel["cp_attention"] == "ulysses"
 
@@ -78,7 +102,9 @@ def test_a_refused_layout_says_why() -> None:
     assert "3" in cases[0].refused
 
 
-@pytest.mark.parametrize("preset", ["llama3-8b", "gpt2-xl", "qwen3-8b", "gemma3-1b", "mistral-7b", "vit-l16"])
+@pytest.mark.parametrize(
+    "preset", ["llama3-8b", "gpt2-xl", "qwen3-8b", "gemma3-1b", "mistral-7b", "vit-l16"]
+)
 def test_shrunk_models_keep_their_style(preset: str) -> None:
     from phalanx.job.model import shape_of
 
@@ -86,7 +112,16 @@ def test_shrunk_models_keep_their_style(preset: str) -> None:
     small, said = shrink_job(job)
     before, after = shape_of(job, 256), shape_of(small, 256)
     assert after.num_params < 200_000 < before.num_params
-    kept = ("kind", "activation", "norm", "bias", "qk_norm", "positions", "tie_embeddings", "post_norms")
+    kept = (
+        "kind",
+        "activation",
+        "norm",
+        "bias",
+        "qk_norm",
+        "positions",
+        "tie_embeddings",
+        "post_norms",
+    )
     assert [getattr(after, key) for key in kept] == [getattr(before, key) for key in kept]
     assert (after.num_heads > after.num_kv_heads) == (before.num_heads > before.num_kv_heads)
     assert f"num_layers {before.num_layers} -> {after.num_layers}" in said
@@ -158,7 +193,11 @@ def test_initial_weights_come_before_losses_and_losses_before_gradients() -> Non
 def test_not_a_number_is_never_equal(value: float) -> None:
     assert first_of(saw(losses=[value]), saw()).what == "loss"
     assert first_of(saw(tensors={FINAL: {"a": (value, value, value, 4.0)}}), saw()).what == "weight"
-    errors = Comparator(TRACE, [saw(norms=[value])], tolerance=1e-10, data_parallel_size=1).compare().errors
+    errors = (
+        Comparator(TRACE, [saw(norms=[value])], tolerance=1e-10, data_parallel_size=1)
+        .compare()
+        .errors
+    )
     assert errors["norm"] == math.inf
 
 
@@ -170,7 +209,10 @@ def test_parts_that_do_not_make_the_tensor_are_found_though_each_is_right() -> N
 
 def test_a_tensor_that_no_rank_has_is_found() -> None:
     assert first_of(saw(absent=["a"]), saw(absent=["a"])).name == "a"
-    assert first_of(saw(absent=["a"]), saw()) is None or "do not make" in first_of(saw(absent=["a"]), saw()).cause
+    assert (
+        first_of(saw(absent=["a"]), saw()) is None
+        or "do not make" in first_of(saw(absent=["a"]), saw()).cause
+    )
 
 
 def test_a_loss_that_was_not_reduced_is_called_so() -> None:
@@ -192,8 +234,14 @@ SHARED_A = (*HALF_A[:2], 2)  # held by two ranks that differ in what else they h
         ([[HALF_A], [HALF_B], [HALF_A]], False),  # a replica of one part alone
         ([[((), (), 1)], [((), (), 1)]], True),  # a scalar, twice
         ([[SHARED_A, HALF_B], [SHARED_A, LATE]], False),
-        ([[SHARED_A, ((2,), (1,), 1)], [SHARED_A, ((3,), (1,), 1)]], True),  # keys of two query heads in one matrix
-        ([[SHARED_A, ((2,), (1,), 1)], [((3,), (1,), 1)]], False),  # it says two, and one rank has it
+        (
+            [[SHARED_A, ((2,), (1,), 1)], [SHARED_A, ((3,), (1,), 1)]],
+            True,
+        ),  # keys of two query heads in one matrix
+        (
+            [[SHARED_A, ((2,), (1,), 1)], [((3,), (1,), 1)]],
+            False,
+        ),  # it says two, and one rank has it
     ],
 )
 def test_parts_of_ranks_make_a_whole_or_not(boxes: Any, even: bool) -> None:
@@ -221,7 +269,12 @@ def test_a_gradient_that_is_rounding_has_the_scale_of_a_usual_one() -> None:
     seen = saw(tensors={gradients_of(0): right, INITIAL: {"b": (0, 1e-24, 1e-24, 1e-24)}})
     seen["tensors"][FINAL] = seen["tensors"][INITIAL]
     moved = seen["tensors"] | {UPDATED: {"a": (0.0, 4.0, 4.0, 4.0), "b": (1.0, 1.0, 0.0, 1e-24)}}
-    assert Comparator(trace, [seen | {"tensors": moved}], tolerance=1e-10, data_parallel_size=1).compare().first is None
+    assert (
+        Comparator(trace, [seen | {"tensors": moved}], tolerance=1e-10, data_parallel_size=1)
+        .compare()
+        .first
+        is None
+    )
 
 
 def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
@@ -247,7 +300,8 @@ def test_buffers_are_compared_after_the_weights() -> None:
 
 @pytest.mark.parametrize(("error", "found"), [(0.0, False), (1e-18, True), (math.nan, True)])
 def test_buffers_that_are_all_zero_in_one_process_are_compared(error: float, found: bool) -> None:
-    """The biases of a router that nothing has moved, say: there is no size that an error could be relative to."""
+    """The biases of a router that nothing has moved, say: there is no size that an error could
+    be relative to."""
     trace = traced(sizes={**TRACE.sizes, BUFFERS: {"bias": 0.0}})
     seen = saw()
     seen["held"]["bias"] = "all of it"
@@ -259,7 +313,11 @@ def test_buffers_that_are_all_zero_in_one_process_are_compared(error: float, fou
 @pytest.mark.parametrize("loss", [2.6, math.nan])
 def test_an_evaluation_that_differs_is_found_on_its_rank(loss: float) -> None:
     first = first_of(saw(), saw(evaluation=loss))
-    assert (first.what, first.ranks, "without gradients" in first.cause) == ("evaluation loss", (1,), True)
+    assert (first.what, first.ranks, "without gradients" in first.cause) == (
+        "evaluation loss",
+        (1,),
+        True,
+    )
 
 
 def norm_cause(found: float) -> str:
@@ -284,16 +342,26 @@ def test_causes_of_a_norm() -> None:
 )
 def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:
     steps = (TraceStep(3.0, 10, 5.0**0.5, 0.3 * 5.0**0.5 if clips else None),)
-    off = {n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2) for n, s in SIZES.items()}
+    off = {
+        n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
+        for n, s in SIZES.items()
+    }
     seen = saw(tensors={gradients_of(0): off})
-    first = Comparator(traced(steps=steps), [seen, seen], tolerance=1e-10, data_parallel_size=2).compare().first
+    first = (
+        Comparator(traced(steps=steps), [seen, seen], tolerance=1e-10, data_parallel_size=2)
+        .compare()
+        .first
+    )
     assert first is not None
     assert words in first.cause
 
 
 def test_an_error_of_the_size_of_a_narrower_type_is_called_so() -> None:
     for error, narrow in ((4e-8, "float32"), (2e-3, "bfloat16")):
-        off = {name: (error**2 * size**2 / 2, size**2, size**2, size**2) for name, size in SIZES.items()}
+        off = {
+            name: (error**2 * size**2 / 2, size**2, size**2, size**2)
+            for name, size in SIZES.items()
+        }
         first = first_of(saw(tensors={gradients_of(0): off}), saw(tensors={gradients_of(0): off}))
         assert narrow in first.cause
 
@@ -319,7 +387,11 @@ def test_a_layout_that_was_named_and_refused_is_no_success() -> None:
     """One of all may be; one in float64 alone, too."""
     equal = Row("ddp", {}, "small", "float32", True, {}, 1e-5)
     refused = Row("zero3-sqrt", {}, "small", "float32", None, {}, 0.0, refused="no blocks")
-    for required, code in (({"zero3-sqrt"}, ExitCode.JOB), ({"ddp"}, ExitCode.OK), (set(), ExitCode.OK)):
+    for required, code in (
+        ({"zero3-sqrt"}, ExitCode.JOB),
+        ({"ddp"}, ExitCode.OK),
+        (set(), ExitCode.OK),
+    ):
         result = VerifyResult((equal, refused), required=frozenset(required))
         assert (result.exit_code, result.is_equal) == (code, code == ExitCode.OK)
     in_one_type = replace(refused, layout="ddp", dtype="float64")

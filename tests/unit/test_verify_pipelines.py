@@ -1,4 +1,5 @@
-"""Which pipelines `verify` judges, with which batch and which blocks; what a difference between stages looks like."""
+"""Which pipelines `verify` judges, with which batch and which blocks; what a difference between
+stages looks like."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from phalanx.job.schema import Job
 from phalanx.plan.pipeline.csv_file import write_schedule
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate
 from phalanx.verify.batches import split_again
-from phalanx.verify.cases import Case, list_layouts, make_cases, make_verified_job, read_job_layout, shrink_job
+from phalanx.verify.cases import (
+    Case,
+    list_layouts,
+    make_cases,
+    make_verified_job,
+    read_job_layout,
+    shrink_job,
+)
 from phalanx.verify.pipelines import count_blocks_for, list_pipelines
 
 
@@ -51,7 +59,9 @@ def test_stages_that_exceed_the_blocks_are_refused_and_the_others_are_not() -> N
     cases = cases_of(4, 4)
     refused = {name for name, case in cases.items() if case.refused}
     assert refused == {f"pp4-{schedule}" for schedule in SCHEDULE_NAMES[2:]}
-    assert all("4 blocks cannot be cut into the 8 stages" in cases[name].refused for name in refused)
+    assert all(
+        "4 blocks cannot be cut into the 8 stages" in cases[name].refused for name in refused
+    )
 
 
 def test_uneven_stages_are_of_the_model_that_is_judged() -> None:
@@ -67,7 +77,11 @@ def test_a_job_that_asks_for_a_pipeline_is_judged_in_it() -> None:
     assert plan is not None
     assert plan.pipeline is not None
     assert (plan.pipeline.schedule_name, plan.pipeline.num_stages) == ("interleaved", 6)
-    assert (plan.layout.pp, plan.layout.data_parallel_size, plan.pipeline.last_stage) == (2, 2, ("norm",))
+    assert (plan.layout.pp, plan.layout.data_parallel_size, plan.pipeline.last_stage) == (
+        2,
+        2,
+        ("norm",),
+    )
 
 
 def test_what_a_pipeline_cannot_do_is_refused_and_other_layouts_are_judged() -> None:
@@ -95,9 +109,13 @@ def test_the_batch_grows_until_a_schedule_from_a_file_has_its_microbatches(tmp_p
         ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 4}, 7),
     ],
 )
-def test_shrunk_models_keep_the_blocks_that_pipelines_need(parallel: dict[str, Any], num_blocks: int) -> None:
+def test_shrunk_models_keep_the_blocks_that_pipelines_need(
+    parallel: dict[str, Any], num_blocks: int
+) -> None:
     assert count_blocks_for([parallel]) == num_blocks
-    small, said = shrink_job(Job.model_validate({"model": {"preset": "llama3-8b"}}), num_blocks=num_blocks)
+    small, said = shrink_job(
+        Job.model_validate({"model": {"preset": "llama3-8b"}}), num_blocks=num_blocks
+    )
     assert small.model.num_layers == max(2, num_blocks)
     assert f"num_layers 32 -> {max(2, num_blocks)}" in said
 

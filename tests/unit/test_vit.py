@@ -34,7 +34,9 @@ SHAPE = ModelShape(
 SHAPES = {
     "class_token": SHAPE,
     "mean": replace(SHAPE, pooling="mean"),
-    "modern": replace(SHAPE, norm="rmsnorm", activation="swiglu", bias="none", qk_norm=True, num_kv_heads=2),
+    "modern": replace(
+        SHAPE, norm="rmsnorm", activation="swiglu", bias="none", qk_norm=True, num_kv_heads=2
+    ),
 }
 
 
@@ -54,11 +56,14 @@ def test_parameters_are_those_of_the_shape(shape: ModelShape) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_flops_are_those_torch_counts(shape: ModelShape) -> None:
-    """Against torch.utils.flop_counter of a forward: equal, for every patch attends to every patch."""
+    """Against torch.utils.flop_counter of a forward: equal, for every patch attends to every
+    patch."""
     module, counter = built(shape), FlopCounterMode(display=False)
     with torch.no_grad(), counter, sdpa_kernel(SDPBackend.MATH):
         module(example_batch(shape, 1, 0, seed=0)["images"])
-    counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
+    counts = {
+        str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()
+    }
     wanted = shape.flops_per_sample(0)
     assert counts["aten.bmm"] == wanted["attention"]
     matrices = ("aten.mm", "aten.addmm", "aten.convolution")
@@ -108,12 +113,16 @@ def test_classification_sums_over_labels_and_leaves_out_the_masked(key: str) -> 
 
 @pytest.mark.parametrize("outputs", [torch.zeros(2, 3, 4), (torch.zeros(2, 3),)])
 def test_classification_says_what_it_needs(outputs: Any) -> None:
-    with pytest.raises(LayoutError, match=r"classification needs logits \[batch, classes\]; the model returned"):
+    with pytest.raises(
+        LayoutError, match=r"classification needs logits \[batch, classes\]; the model returned"
+    ):
         classification_cross_entropy(outputs, {"labels": torch.zeros(2, dtype=torch.long)})
 
 
 def test_a_batch_without_inputs_reaches_what_names_its_keys() -> None:
     module, batch = built(SHAPE), example_batch(SHAPE, 2, 0, seed=0)
     assert call_with_batch(module, batch) == ((), {"images": batch["images"]})
-    with pytest.raises(LayoutError, match="VisionTransformer names nothing of a batch with labels, pixels"):
+    with pytest.raises(
+        LayoutError, match="VisionTransformer names nothing of a batch with labels, pixels"
+    ):
         call_with_batch(module, {"pixels": batch["images"], "labels": batch["labels"]})

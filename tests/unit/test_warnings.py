@@ -45,8 +45,12 @@ def warned(
 ) -> dict[str, str]:
     """Code -> text. The module is the user's where the overrides say so."""
     job = load_job(None, list(overrides))
-    measured = Measured(num_params, num_params, num_params, num_params, num_batchnorms, num_dropouts)
-    shape = measured_shape("mine:build", 0, measured) if "model.kind=mine:build" in overrides else None
+    measured = Measured(
+        num_params, num_params, num_params, num_params, num_batchnorms, num_dropouts
+    )
+    shape = (
+        measured_shape("mine:build", 0, measured) if "model.kind=mine:build" in overrides else None
+    )
     plan = make_plan(job, cluster=cluster, shape=shape, data=data)
     return {warning.code: warning.text for warning in plan.warnings}
 
@@ -59,27 +63,48 @@ def test_the_default_job_gets_none() -> None:
 
 FIRES = {
     "no_warmup": [
-        ({"overrides": ("optim.warmup_steps=0",)}, ["learning rate of 0.003", "optim.warmup_steps, 25 say"]),
         (
-            {"overrides": ("optim.warmup_steps=0", "optim.lr=1e-5", "train.global_batch_size=4096")},
+            {"overrides": ("optim.warmup_steps=0",)},
+            ["learning rate of 0.003", "optim.warmup_steps, 25 say"],
+        ),
+        (
+            {
+                "overrides": (
+                    "optim.warmup_steps=0",
+                    "optim.lr=1e-5",
+                    "train.global_batch_size=4096",
+                )
+            },
             ["524,288 tokens", "optim.warmup_steps"],
         ),
         (
             {
-                "overrides": ("optim.warmup_steps=0", "optim.lr=1e-5", "train.global_batch_size=512"),
+                "overrides": (
+                    "optim.warmup_steps=0",
+                    "optim.lr=1e-5",
+                    "train.global_batch_size=512",
+                ),
                 "data": samples(9999),
             },
             ["512 samples"],
         ),
     ],
-    "lr_ignores_batch": [({"overrides": ("optim.reference_batch_size=4",)}, ["16", "0.003", "4", "lr_scaling=auto"])],
+    "lr_ignores_batch": [
+        ({"overrides": ("optim.reference_batch_size=4",)}, ["16", "0.003", "4", "lr_scaling=auto"])
+    ],
     "few_batchnorm_samples": [
         (
-            {"overrides": (*OWN, "parallel.ranks=2", "train.micro_batch_size=2"), "num_batchnorms": 3},
+            {
+                "overrides": (*OWN, "parallel.ranks=2", "train.micro_batch_size=2"),
+                "num_batchnorms": 3,
+            },
             ["3 BatchNorm", "over 4 of 16 samples", "train.micro_batch_size"],
         ),
         (
-            {"overrides": (*OWN, "parallel.ranks=2", "parallel.sync_batchnorm=false"), "num_batchnorms": 3},
+            {
+                "overrides": (*OWN, "parallel.ranks=2", "parallel.sync_batchnorm=false"),
+                "num_batchnorms": 3,
+            },
             ["8 samples each, not the 16 of all 2 ranks", "parallel.sync_batchnorm"],
         ),
     ],
@@ -90,7 +115,12 @@ FIRES = {
         ),
         (
             {
-                "overrides": (*OWN, "parallel.ranks=2", "train.compile=true", "train.recompute=full"),
+                "overrides": (
+                    *OWN,
+                    "parallel.ranks=2",
+                    "train.compile=true",
+                    "train.recompute=full",
+                ),
                 "num_dropouts": 1,
             },
             ["1 dropout layer ", "train.compile=false"],
@@ -101,9 +131,19 @@ FIRES = {
         ({"data": tokens(128 * 10 + 5)}, ["10 sequences"]),
     ],
     "many_epochs": [
-        ({"data": tokens(100_000)}, ["10.2 epochs over the 100,000 tokens of text", "train.steps=195"]),
         (
-            {"data": DataFacts("tokens", 10**9, 10**6, (SourceFacts("a", 0.5, 10**9), SourceFacts("b", 0.5, 50_000)))},
+            {"data": tokens(100_000)},
+            ["10.2 epochs over the 100,000 tokens of text", "train.steps=195"],
+        ),
+        (
+            {
+                "data": DataFacts(
+                    "tokens",
+                    10**9,
+                    10**6,
+                    (SourceFacts("a", 0.5, 10**9), SourceFacts("b", 0.5, 50_000)),
+                )
+            },
             ["10.2 epochs over the 50,000 tokens of b", "less weight"],
         ),
     ],
@@ -127,7 +167,10 @@ FIRES = {
         ),
     ],
     "saved_at_the_end_only": [
-        ({"overrides": ("train.steps=5000",)}, ["only after the last of 5,000 steps", "checkpoint.every_minutes"]),
+        (
+            {"overrides": ("train.steps=5000",)},
+            ["only after the last of 5,000 steps", "checkpoint.every_minutes"],
+        ),
         ({"overrides": ("train.steps=5000", "checkpoint.at_end=false")}, ["never in 5,000 steps"]),
     ],
     "evaluated_at_the_end_only": [
@@ -148,24 +191,46 @@ FIRES = {
     ],
     "fp32_on_gpu": [
         (
-            {"overrides": (*OWN, "precision.compute=fp32"), "cluster": GPU, "num_params": 50_000_000},
+            {
+                "overrides": (*OWN, "precision.compute=fp32"),
+                "cluster": GPU,
+                "num_params": 50_000_000,
+            },
             ["50.0 M parameters", "precision.compute=bf16"],
         )
     ],
     "pipeline_bubble": [
         (  # equal stages would wait 3 / (2 + 3)
             {"overrides": (*PIPELINE, "train.micro_batch_size=8")},
-            ["wait 60% of each step", "2 microbatches on 4 ranks", "train.micro_batch_size=1 (16 microbatches: "],
+            [
+                "wait 60% of each step",
+                "2 microbatches on 4 ranks",
+                "train.micro_batch_size=1 (16 microbatches: ",
+            ],
         ),
         (
             {"overrides": (*PIPELINE, "train.global_batch_size=4", "train.micro_batch_size=1")},
-            ["4 microbatches on 4 ranks", "train.global_batch_size=16 with train.micro_batch_size=1", "=interleaved ("],
+            [
+                "4 microbatches on 4 ranks",
+                "train.global_batch_size=16 with train.micro_batch_size=1",
+                "=interleaved (",
+            ],
         ),
     ],
     "pipeline_compiled": [
         (
-            {"overrides": (*PIPELINE, "train.compile=true", "parallel.schedule=interleaved-zero-bubble")},
-            ["schedule interleaved-zero-bubble puts off gradients", "train.compile leaves nothing", "of each step"],
+            {
+                "overrides": (
+                    *PIPELINE,
+                    "train.compile=true",
+                    "parallel.schedule=interleaved-zero-bubble",
+                )
+            },
+            [
+                "schedule interleaved-zero-bubble puts off gradients",
+                "train.compile leaves nothing",
+                "of each step",
+            ],
         ),
     ],
 }
@@ -185,10 +250,16 @@ SILENT = [
     ("high_lr_of_trained_weights", {"overrides": ("model.init_from=old", "optim.lr=1e-4")}),
     ("high_lr_of_trained_weights", {"overrides": ("optim.lr=3e-3",)}),
     ("few_batchnorm_samples", {"overrides": (*OWN, "parallel.ranks=2"), "num_batchnorms": 3}),
-    ("few_batchnorm_samples", {"overrides": (*OWN, "parallel.ranks=2", "train.micro_batch_size=2")}),
     (
         "few_batchnorm_samples",
-        {"overrides": (*OWN, "parallel.ranks=1", "parallel.sync_batchnorm=false"), "num_batchnorms": 3},
+        {"overrides": (*OWN, "parallel.ranks=2", "train.micro_batch_size=2")},
+    ),
+    (
+        "few_batchnorm_samples",
+        {
+            "overrides": (*OWN, "parallel.ranks=1", "parallel.sync_batchnorm=false"),
+            "num_batchnorms": 3,
+        },
     ),
     ("dropout_depends_on_layout", {"overrides": (*OWN, "parallel.ranks=2"), "num_dropouts": 2}),
     (
@@ -203,14 +274,23 @@ SILENT = [
     ("small_held_out", {"data": samples(9984, 200)}),
     ("saved_at_the_end_only", {"overrides": ("train.steps=5000", "checkpoint.every_minutes=5.0")}),
     ("saved_at_the_end_only", {"overrides": ("train.steps=5000", "checkpoint.every_steps=500")}),
-    ("saved_at_the_end_only", {"overrides": ("train.steps=5000", "checkpoint.every=auto", "checkpoint.mtbf_hours=9")}),
+    (
+        "saved_at_the_end_only",
+        {"overrides": ("train.steps=5000", "checkpoint.every=auto", "checkpoint.mtbf_hours=9")},
+    ),
     ("saved_at_the_end_only", {"overrides": ("train.steps=1500",)}),
     ("evaluated_at_the_end_only", {"overrides": ("train.steps=60", "eval.every_steps=60")}),
     ("saves_never_come", {"overrides": ("train.steps=60", "checkpoint.every_steps=60")}),
-    ("fp32_on_gpu", {"overrides": (*OWN, "precision.compute=bf16"), "cluster": GPU, "num_params": 50_000_000}),
+    (
+        "fp32_on_gpu",
+        {"overrides": (*OWN, "precision.compute=bf16"), "cluster": GPU, "num_params": 50_000_000},
+    ),
     ("fp32_on_gpu", {"overrides": (*OWN, "precision.compute=fp32"), "num_params": 50_000_000}),
     ("fp32_on_gpu", {"overrides": (*OWN, "precision.compute=fp32"), "cluster": GPU}),
-    ("fp32_on_gpu", {"overrides": OWN, "cluster": GPU, "num_params": 50_000_000}),  # a reason of the plan says why
+    (
+        "fp32_on_gpu",
+        {"overrides": OWN, "cluster": GPU, "num_params": 50_000_000},
+    ),  # a reason of the plan says why
     ("pipeline_bubble", {"overrides": PIPELINE}),
     ("pipeline_compiled", {"overrides": (*PIPELINE, "train.compile=true")}),
     ("pipeline_compiled", {"overrides": (*PIPELINE, "parallel.schedule=interleaved-zero-bubble")}),
@@ -220,11 +300,16 @@ SILENT = [
 
 
 def ask(case: dict[str, object]) -> dict[str, str]:
-    return warned(*case.get("overrides", ()), **{key: value for key, value in case.items() if key != "overrides"})  # type: ignore[misc,arg-type]
+    return warned(
+        *case.get("overrides", ()),
+        **{key: value for key, value in case.items() if key != "overrides"},
+    )  # type: ignore[misc,arg-type]
 
 
 @pytest.mark.parametrize(("code", "case", "words"), FIRES_FLAT)
-def test_it_fires_with_number_and_remedy(code: str, case: dict[str, object], words: list[str]) -> None:
+def test_it_fires_with_number_and_remedy(
+    code: str, case: dict[str, object], words: list[str]
+) -> None:
     found = ask(case)
     assert [word for word in words if word not in found.get(code, "")] == [], found
 
@@ -239,14 +324,19 @@ def test_it_is_silent(code: str, case: dict[str, object]) -> None:
     [
         (
             samples(100),
-            "100 samples make 6 batches of 16 and 4 over: nothing is dropped, the batch that ends an epoch ",
+            (
+                "100 samples make 6 batches of 16 and 4 over: nothing is dropped, the batch that"
+                " ends an epoch "
+            ),
         ),
         (samples(96), None),  # nothing is over
         (samples(10_000), None),  # no epoch ends
         (tokens(100_000), None),
     ],
 )
-def test_the_plan_says_what_becomes_of_samples_that_fill_no_batch(data: DataFacts, said: str | None) -> None:
+def test_the_plan_says_what_becomes_of_samples_that_fill_no_batch(
+    data: DataFacts, said: str | None
+) -> None:
     reasons = make_plan(load_job(None), cluster=CPU, data=data).reasons
     assert [reason for reason in reasons if "nothing is dropped" in reason] == [
         reason for reason in reasons if said is not None and reason.startswith(said)
@@ -278,7 +368,9 @@ def build():
 """
 
 
-def test_layers_of_an_own_module_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_an_own_module_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "counted.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     measured = probe_foreign_shape("counted:build", {}).measured

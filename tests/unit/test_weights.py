@@ -44,7 +44,10 @@ def save_two_steps(rank: int, run_dir: Path) -> dict[str, torch.Tensor]:
             state.step = step
             state.save(LocalStore(run_dir / "checkpoints"), job_digest="0", phases=Phases())
         found = {name: t.detach() for name, t in model.module.state_dict().items()}
-        return {name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for name, t in found.items()}
+        return {
+            name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
+            for name, t in found.items()
+        }
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,9 @@ def test_a_plain_module_gets_every_weight_and_buffer(run_dir: Saved) -> None:
     directory, wanted = run_dir
     module = net()
     assert phalanx.load_weights(module, directory) == 2
-    assert [name for name, t in module.state_dict().items() if not torch.equal(t, wanted[name])] == []
+    assert [
+        name for name, t in module.state_dict().items() if not torch.equal(t, wanted[name])
+    ] == []
     assert module[2].weight is module[0].weight
 
 
@@ -77,7 +82,8 @@ def test_another_module_is_refused_and_left_alone(run_dir: Saved, tmp_path: Path
     module = net(5)
     before = {name: t.clone() for name, t in module.state_dict().items()}
     with pytest.raises(
-        CheckpointError, match=r"does not fit this model(?s:.*)0\.weight +float32 \[5, 4\] +float32 \[4, 4\]"
+        CheckpointError,
+        match=r"does not fit this model(?s:.*)0\.weight +float32 \[5, 4\] +float32 \[4, 4\]",
     ):
         phalanx.load_weights(module, directory)
     assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())

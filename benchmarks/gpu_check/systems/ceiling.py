@@ -16,10 +16,16 @@ WARMUPS = 3
 
 
 def measure(case: Case, say: Say) -> None:
-    """FLOP/s: of the square the best of a few rounds, which is the ceiling; of the model's products all together."""
+    """FLOP/s: of the square the best of a few rounds, which is the ceiling; of the model's
+    products all together."""
     say(machine(case))
     side = case.square
-    say({"square": side, "square_flops_per_s": max(rate(case, side, side, side) for _ in range(ROUNDS))})
+    say(
+        {
+            "square": side,
+            "square_flops_per_s": max(rate(case, side, side, side) for _ in range(ROUNDS)),
+        }
+    )
     job, plan = job_and_plan(case)
     shape, flops, seconds = plan.model_shape, 0.0, 0.0
     say({"flops_per_token": plan.flops_per_token, "num_params": plan.num_params})
@@ -38,7 +44,12 @@ def machine(case: Case) -> dict[str, Any]:
 def products(shape: ModelShape, tokens: int, chunk: int) -> list[tuple[int, int, int, int]]:
     """(m, n, k, how many of them in a step) of forward, and of both gradients of each."""
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    of_blocks = [(shape.dim, heads), (shape.dim, kv_heads), (shape.dim, kv_heads), (heads, shape.dim)]
+    of_blocks = [
+        (shape.dim, heads),
+        (shape.dim, kv_heads),
+        (shape.dim, kv_heads),
+        (heads, shape.dim),
+    ]
     wide = [(shape.dim, shape.ffn_dim)] * (2 if shape.is_gated else 1)
     of_blocks += [*wide, (shape.ffn_dim, shape.dim)]
     rows = [(tokens, into, out, shape.num_layers) for into, out in of_blocks]
@@ -52,8 +63,11 @@ def products(shape: ModelShape, tokens: int, chunk: int) -> list[tuple[int, int,
 
 
 def rate(case: Case, m: int, n: int, k: int) -> float:
-    """FLOP/s of [m, k] @ [k, n], random numbers: on zeros a GPU is faster than on anything that is learned from."""
-    a, b = (torch.randn(*size, dtype=torch.bfloat16, device=case.device) for size in ((m, k), (k, n)))
+    """FLOP/s of [m, k] @ [k, n], random numbers: on zeros a GPU is faster than on anything that
+    is learned from."""
+    a, b = (
+        torch.randn(*size, dtype=torch.bfloat16, device=case.device) for size in ((m, k), (k, n))
+    )
     out = torch.empty(m, n, dtype=torch.bfloat16, device=case.device)
     once_s = _time(case, a, b, out, WARMUPS) / WARMUPS
     count = max(3, min(1000, int(case.rate_s / max(once_s, 1e-6))))

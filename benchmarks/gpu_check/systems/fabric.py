@@ -17,7 +17,9 @@ def measure(case: Case, say: Say) -> None:
     module, host = build(case)
     model, optimizer = fabric.setup(module, adamw(module))
     for _ in watch.steps():
-        loss = model(**{key: value.to(fabric.device, non_blocking=True) for key, value in host.items()})
+        loss = model(
+            **{key: value.to(fabric.device, non_blocking=True) for key, value in host.items()}
+        )
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
         optimizer.step()

@@ -1,4 +1,5 @@
-"""Products of experts' matrices (phalanx.mesh.grouped, torch's grouped kernel) against a loop over the experts."""
+"""Products of experts' matrices (phalanx.mesh.grouped, torch's grouped kernel) against a loop
+over the experts."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from phalanx.nn.grouped import GroupedLinear
 
 
 def measure(case: Case, say: Say) -> None:
-    """In bf16 and fp32: torch has a kernel for the first on CUDA, for the second on a CPU, and the rest is a loop."""
+    """In bf16 and fp32: torch has a kernel for the first on CUDA, for the second on a CPU, and
+    the rest is a loop."""
     width = case.expert_width
     rows = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -28,18 +30,25 @@ def measure(case: Case, say: Say) -> None:
             rows[key] = compare(_by_groups(layer, x, grad, counts), own, exact)
             say({"parity": rows, "agrees": all(row["agrees"] for row in rows.values())})
             dirty_memory(layer.weight)
-            rows[f"{key}, in dirty memory"] = compare(_by_groups(layer, x, grad, counts), own, exact)
+            rows[f"{key}, in dirty memory"] = compare(
+                _by_groups(layer, x, grad, counts), own, exact
+            )
             say({"parity": rows, "agrees": all(row["agrees"] for row in rows.values())})
 
 
 def dirty_memory(like: torch.Tensor) -> None:
-    """Leave NaN in what the next tensors of this size are made of: what a kernel does not write is seen then. Fresh
-    memory is zero, and hides it."""
+    """Leave NaN in what the next tensors of this size are made of: what a kernel does not write is
+    seen then.
+
+    Fresh memory is zero, and hides it.
+    """
     blocks = [torch.full_like(like, torch.nan) for _ in range(4)]
     del blocks
 
 
-def _given(case: Case, counts: list[int], dtype: torch.dtype) -> tuple[GroupedLinear, torch.Tensor, torch.Tensor]:
+def _given(
+    case: Case, counts: list[int], dtype: torch.dtype
+) -> tuple[GroupedLinear, torch.Tensor, torch.Tensor]:
     """The layer, its rows [R, I], and the gradient of what it puts out [R, O]."""
     width, generator = case.expert_width, torch.Generator().manual_seed(2)
 
@@ -52,7 +61,9 @@ def _given(case: Case, counts: list[int], dtype: torch.dtype) -> tuple[GroupedLi
     return layer, random(sum(counts), width), random(sum(counts), 2 * width)
 
 
-def _by_groups(layer: GroupedLinear, x: torch.Tensor, grad: torch.Tensor, counts: list[int]) -> dict[str, torch.Tensor]:
+def _by_groups(
+    layer: GroupedLinear, x: torch.Tensor, grad: torch.Tensor, counts: list[int]
+) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
     layer.weight.grad = None
     out = layer(x, torch.tensor(counts, device=x.device))

@@ -50,7 +50,9 @@ def measure(case: Case, say: Say, *, precision: str = "bf16") -> None:
     say({"planned_bytes": sum(planned.values()), "planned": planned})
     with phalanx.open_mesh(plan.layout, device=plan.device) as mesh:
         watch.start()
-        model = phalanx.parallelize(build_model(job, plan.model_shape), plan, mesh, seed=job.run.seed)
+        model = phalanx.parallelize(
+            build_model(job, plan.model_shape), plan, mesh, seed=job.run.seed
+        )
         state = phalanx.TrainState(model, build_optimizer(model, job.optim), job.run.seed)
         bus = Bus(rank=mesh.rank)
         trainer = phalanx.Trainer(

@@ -1,4 +1,5 @@
-"""The operation of context parallelism, all ranks in this one process, against the reference of a dozen lines."""
+"""The operation of context parallelism, all ranks in this one process, against the reference of
+a dozen lines."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Ring:
-    """Stands for a group of ranks: what they send is here already. `keys[r]` and `gradients[r]` are those of rank r."""
+    """Stands for a group of ranks: what they send is here already.
+
+    `keys[r]` and `gradients[r]` are those of rank r.
+    """
 
     rank: int
     chunks: Chunks
@@ -52,7 +56,9 @@ class Carrier:
             owner = (self.ring.rank - step) % self.ring.size
             yield owner, self.ring.keys[owner]
 
-    def gradients(self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def gradients(
+        self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         for owner, block in self.blocks(kv):
             self.ring.gradients[owner] += of_block(owner, block)
         return torch.zeros_like(kv)
@@ -73,7 +79,9 @@ def measure(case: Case, say: Say) -> None:
         mask = attention_mask(case.ring_tokens, window, ids, dtype, torch.device(case.device))
         kernel = type(kernel_of(given["q"], mask)).__name__
         exact = _by_reference(attention_by_blocks, given, window, ids)
-        rows[f"{name} ({kernel})"] = compare(_by_ring(given, window, ids), _by_torch(given, mask), exact)
+        rows[f"{name} ({kernel})"] = compare(
+            _by_ring(given, window, ids), _by_torch(given, mask), exact
+        )
         say({"parity": rows, "agrees": all(row["agrees"] for row in rows.values())})
 
 
@@ -92,7 +100,9 @@ def _given(case: Case, dtype: torch.dtype) -> Tensors:
     generator = torch.Generator().manual_seed(1)
     heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "grad": HEADS}
     return {
-        name: torch.randn(BATCH, count, case.ring_tokens, WIDTH, generator=generator).to(case.device, dtype)
+        name: torch.randn(BATCH, count, case.ring_tokens, WIDTH, generator=generator).to(
+            case.device, dtype
+        )
         for name, count in heads.items()
     }
 
@@ -104,7 +114,10 @@ def _documents(case: Case) -> torch.Tensor:
 
 
 def _leaves(given: Tensors, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    return [given[name].to(dtype or given[name].dtype).detach().clone().requires_grad_() for name in ("q", "k", "v")]
+    return [
+        given[name].to(dtype or given[name].dtype).detach().clone().requires_grad_()
+        for name in ("q", "k", "v")
+    ]
 
 
 def _found(out: torch.Tensor, leaves: list[torch.Tensor]) -> Tensors:
@@ -115,13 +128,18 @@ def _found(out: torch.Tensor, leaves: list[torch.Tensor]) -> Tensors:
 
 def _by_torch(given: Tensors, mask: torch.Tensor | None) -> Tensors:
     q, k, v = leaves = _leaves(given)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
     out.backward(given["grad"])
     return _found(out, leaves)
 
 
 def _by_reference(
-    attention_by_blocks: Callable[..., torch.Tensor], given: Tensors, window: int, ids: torch.Tensor | None
+    attention_by_blocks: Callable[..., torch.Tensor],
+    given: Tensors,
+    window: int,
+    ids: torch.Tensor | None,
 ) -> Tensors:
     """In fp64, from the numbers that were rounded to the kernels' type."""
     q, k, v = leaves = _leaves(given, torch.float64)
@@ -135,7 +153,9 @@ def _by_reference(
         rows.append(
             torch.stack(
                 [
-                    attention_by_blocks(q[b, h], k[b, h // per_head], v[b, h // per_head], seen, tokens // RANKS)
+                    attention_by_blocks(
+                        q[b, h], k[b, h // per_head], v[b, h // per_head], seen, tokens // RANKS
+                    )
                     for h in range(HEADS)
                 ]
             )
@@ -149,10 +169,15 @@ def _by_ring(given: Tensors, window: int, ids: torch.Tensor | None) -> Tensors:
     """What RANKS ranks compute, put together in the order of the sequence."""
     chunks, tokens, device = Chunks(RANKS), given["q"].shape[2], given["q"].device
     places = [chunks.places(rank, tokens).to(device) for rank in range(RANKS)]
-    keys = [torch.stack([given[name].index_select(2, place) for name in ("k", "v")]) for place in places]
+    keys = [
+        torch.stack([given[name].index_select(2, place) for name in ("k", "v")]) for place in places
+    ]
     wide = torch.promote_types(given["q"].dtype, torch.float32)
     gradients = [torch.zeros(kv.shape, dtype=wide, device=device) for kv in keys]
-    found = {name: torch.zeros_like(given[name[-1]], dtype=wide) for name in ("grad q", "grad k", "grad v")}
+    found = {
+        name: torch.zeros_like(given[name[-1]], dtype=wide)
+        for name in ("grad q", "grad k", "grad v")
+    }
     found["out"] = torch.zeros_like(given["q"])
     for rank, place in enumerate(places):
         ring = Ring(rank, chunks, keys, gradients, Phases())

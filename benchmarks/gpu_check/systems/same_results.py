@@ -1,5 +1,8 @@
-"""What must not depend on the device, or on where tensors lie: masks of dropout, offloading, and how often a step waits
-for the device. Each case by itself: one that fails is a line of the table."""
+"""What must not depend on the device, or on where tensors lie: masks of dropout, offloading, and
+how often a step waits for the device.
+
+Each case by itself: one that fails is a line of the table.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,12 @@ class Found:
     note: str
 
     def to_row(self) -> dict[str, Any]:
-        return {"worst": self.note, "error": self.error, "limit": self.limit, "agrees": self.error <= self.limit}
+        return {
+            "worst": self.note,
+            "error": self.error,
+            "limit": self.limit,
+            "agrees": self.error <= self.limit,
+        }
 
 
 def measure(case: Case, say: Say) -> None:
@@ -121,7 +129,8 @@ class _Syncs:
 
 
 def losses_of(case: Case, *keys: str, count: list[int] | None = None) -> list[float]:
-    """Of a few steps of a small model on one batch; `count` gets the number of syncs of each step."""
+    """Of a few steps of a small model on one batch; `count` gets the number of syncs of each
+    step."""
     fixed = (f"train.steps={STEPS}", f"cluster.device={case.device}")
     job = phalanx.load_job(None, [*SMALL, *fixed, *keys])
     plan = phalanx.make_plan(job, cluster=cluster_of(case.device), num_ranks=1)
@@ -132,7 +141,9 @@ def losses_of(case: Case, *keys: str, count: list[int] | None = None) -> list[fl
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     losses, objective = [], build_objective(job)
     with phalanx.open_mesh(plan.layout, device=plan.device) as mesh:
-        model = phalanx.parallelize(build_model(job, plan.model_shape), plan, mesh, seed=job.run.seed)
+        model = phalanx.parallelize(
+            build_model(job, plan.model_shape), plan, mesh, seed=job.run.seed
+        )
         optimizer = build_optimizer(model, job.optim)
 
         def step(number: int) -> None:

@@ -1,5 +1,5 @@
-"""The command line from end to end: ranks forked by the server, trained, saved, resumed, sampled; against one run that
-was never interrupted."""
+"""The command line from end to end: ranks forked by the server, trained, saved, resumed, sampled;
+against one run that was never interrupted."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ def measure(case: Case, say: Say) -> None:
 
 
 def run_phalanx(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "phalanx", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", *arguments], capture_output=True, text=True
+    )
     if done.returncode:
-        raise RuntimeError(f"phalanx {arguments[0]} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+        raise RuntimeError(
+            f"phalanx {arguments[0]} ended with {done.returncode}: {done.stderr.strip()[-400:]}"
+        )
 
 
 def read_losses(run_dir: Path) -> dict[int, float]:

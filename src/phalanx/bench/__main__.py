@@ -1,4 +1,5 @@
-"""`python -m phalanx.bench`: phalanx beside a bare DDP loop and beside two ranks that never talk, interleaved."""
+"""`python -m phalanx.bench`: phalanx beside a bare DDP loop and beside two ranks that never
+talk, interleaved."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
         rows = plan_rows(
-            CASES[:1] if options.quick else CASES, options.repeats, observe=options.observe, only=options.only
+            CASES[:1] if options.quick else CASES,
+            options.repeats,
+            observe=options.observe,
+            only=options.only,
         )
         return run(options, rows)
     except PhalanxError as error:
@@ -49,10 +53,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="contenders:\n" + "\n".join(f"  {name}: {what}" for name, what in MEANING.items()),
     )
-    parser.add_argument("--quick", action="store_true", help="the smallest model, one repetition: about a minute")
-    parser.add_argument("--steps", type=int, help=f"measured steps of a row (default {STEPS}, --quick {QUICK_STEPS})")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them that do not count (default 2)")
-    parser.add_argument("--repeats", type=int, help="how often everything is measured (default 3, --quick 1)")
+    parser.add_argument(
+        "--quick", action="store_true", help="the smallest model, one repetition: about a minute"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help=f"measured steps of a row (default {STEPS}, --quick {QUICK_STEPS})",
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="steps before them that do not count (default 2)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="how often everything is measured (default 3, --quick 1)"
+    )
     parser.add_argument(
         "--only",
         action="append",
@@ -60,14 +74,25 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="TEXT",
         help="rows with TEXT in case/contender; a+b wants both; may be repeated",
     )
-    parser.add_argument("--observe", action="store_true", help="also phalanx without sinks: what observing costs")
     parser.add_argument(
-        "--budget-s", type=float, default=BUDGET_S, help="start no row later than this (default %(default)g)"
+        "--observe", action="store_true", help="also phalanx without sinks: what observing costs"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help=f"where raw rows are appended (default {RESULTS})")
-    parser.add_argument("--label", default=default_label(), help="names the machine in the file name (%(default)s)")
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=BUDGET_S,
+        help="start no row later than this (default %(default)g)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help=f"where raw rows are appended (default {RESULTS})"
+    )
+    parser.add_argument(
+        "--label", default=default_label(), help="names the machine in the file name (%(default)s)"
+    )
     options = parser.parse_args(arguments)
-    options.steps = options.steps if options.steps is not None else QUICK_STEPS if options.quick else STEPS
+    options.steps = (
+        options.steps if options.steps is not None else QUICK_STEPS if options.quick else STEPS
+    )
     options.repeats = options.repeats if options.repeats is not None else 1 if options.quick else 3
     for name in ("steps", "warmup", "repeats"):
         if getattr(options, name) < 1:
@@ -86,9 +111,15 @@ def run(options: argparse.Namespace, rows: Sequence[Row]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"bench": time.strftime("%Y-%m-%dT%H:%M:%S"), "machine": machine_facts()}
     records: list[dict[str, Any]] = []
-    print(f"{len(rows)} rows of {options.warmup} + {options.steps} steps; raw rows go to {path}", flush=True)
+    print(
+        f"{len(rows)} rows of {options.warmup} + {options.steps} steps; raw rows go to {path}",
+        flush=True,
+    )
     _warm_file_cache()
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch, open(path, "a", encoding="utf-8") as results:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as scratch,
+        open(path, "a", encoding="utf-8") as results,
+    ):
         left_out: list[Row] = []
         for number, row in enumerate(rows, 1):
             if time.monotonic() - began > options.budget_s:
@@ -100,7 +131,8 @@ def run(options: argparse.Namespace, rows: Sequence[Row]) -> int:
             results.flush()
             elapsed = format_seconds(time.monotonic() - began)
             print(
-                f"[{number}/{len(rows)}] repeat {row.repeat + 1}  {row.name:<36} {_said(record)}  ({elapsed})",
+                f"[{number}/{len(rows)}] repeat {row.repeat + 1}  {row.name:<36} {_said(record)} "
+                f" ({elapsed})",
                 flush=True,
             )
     _print_tables(records, left_out, options)
@@ -118,9 +150,16 @@ def _measured(row: Row, options: argparse.Namespace, scratch: Path) -> dict[str,
     data = scratch / f"ids-{row.case.vocab_size}.npy"
     if not data.exists():
         write_data(data, row.case.vocab_size)
-    head = {"case": row.case.to_json(), "contender": row.contender, "repeat": row.repeat, "warmup": options.warmup}
+    head = {
+        "case": row.case.to_json(),
+        "contender": row.contender,
+        "repeat": row.repeat,
+        "warmup": options.warmup,
+    }
     try:
-        found: Measurement = measure(row, data=data, out=scratch / "row", steps=options.steps, warmup=options.warmup)
+        found: Measurement = measure(
+            row, data=data, out=scratch / "row", steps=options.steps, warmup=options.warmup
+        )
     except RowError as error:
         return head | {"error": str(error).replace(str(scratch), "")}
     return head | found.to_json()
@@ -136,9 +175,13 @@ def _said(record: dict[str, Any]) -> str:
     )
 
 
-def _print_tables(records: Sequence[dict[str, Any]], left_out: Sequence[Row], options: argparse.Namespace) -> None:
+def _print_tables(
+    records: Sequence[dict[str, Any]], left_out: Sequence[Row], options: argparse.Namespace
+) -> None:
     if left_out:
-        names = ", ".join(dict.fromkeys(f"{row.name} (repeat {row.repeat + 1})" for row in left_out))
+        names = ", ".join(
+            dict.fromkeys(f"{row.name} (repeat {row.repeat + 1})" for row in left_out)
+        )
         print(f"\nbudget of {options.budget_s:g} s spent; left out: {names}")
     if not records:
         return
@@ -148,8 +191,8 @@ def _print_tables(records: Sequence[dict[str, Any]], left_out: Sequence[Row], op
     machine = records[0]["machine"]
     print("\nfor docs/benchmarks.md:\n")
     print(
-        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; 2 ranks, one thread each; medians of "
-        f"{options.repeats}, extremes of the pairs in brackets.\n"
+        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; 2 ranks, one thread"
+        f" each; medians of {options.repeats}, extremes of the pairs in brackets.\n"
     )
     print(as_markdown(lines))
 

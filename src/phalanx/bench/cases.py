@@ -14,7 +14,10 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One model and batch; the same for every contender. `micro_batch_size` in sequences of one rank."""
+    """One model and batch; the same for every contender.
+
+    `micro_batch_size` in sequences of one rank.
+    """
 
     dim: int
     num_layers: int
@@ -42,11 +45,15 @@ class Case:
         return self.global_batch_size * self.seq_len
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"name": self.name, "tokens_per_step": self.tokens_per_step, "num_ranks": NUM_RANKS}
+        return asdict(self) | {
+            "name": self.name,
+            "tokens_per_step": self.tokens_per_step,
+            "num_ranks": NUM_RANKS,
+        }
 
 
-# (dim, layers, vocabulary, microbatch, microbatches): half a second to two seconds a step on two cores. Small batches
-# are the severe test: what is not computation weighs more.
+# (dim, layers, vocabulary, microbatch, microbatches): half a second to two seconds a step on two
+# cores. Small batches are the severe test: what is not computation weighs more.
 _SIZES = ((256, 6, 4096, 2, 2), (256, 6, 32000, 4, 1), (512, 8, 4096, 2, 1), (512, 8, 32000, 2, 1))
 CASES = tuple(
     Case(dim, num_layers, vocab_size, precision, micro_batch_size, num_microbatches)
@@ -79,11 +86,14 @@ class Row:
         return f"{self.case.name}/{self.contender}"
 
 
-def plan_rows(cases: Sequence[Case], repeats: int, *, observe: bool = False, only: Sequence[str] = ()) -> list[Row]:
-    """All rows in the order they are measured: contenders of a case side by side, repetitions outermost.
+def plan_rows(
+    cases: Sequence[Case], repeats: int, *, observe: bool = False, only: Sequence[str] = ()
+) -> list[Row]:
+    """All rows in the order they are measured: contenders of a case side by side, repetitions
+    outermost.
 
-    `only` keeps rows whose "case/contender" contains one of these texts; two texts joined by "+" must both occur.
-    Raises UsageError for a text that keeps nothing.
+    `only` keeps rows whose "case/contender" contains one of these texts; two texts joined by "+"
+    must both occur. Raises UsageError for a text that keeps nothing.
     """
     rows = []
     for repeat in range(repeats):
@@ -94,7 +104,9 @@ def plan_rows(cases: Sequence[Case], repeats: int, *, observe: bool = False, onl
             rows += [Row(case, contender, repeat) for contender in contenders]
     for text in only:
         if not any(_keeps(text, row) for row in rows):
-            names = sorted({part for row in rows for part in (row.name, row.case.name, row.contender)})
+            names = sorted(
+                {part for row in rows for part in (row.name, row.case.name, row.contender)}
+            )
             hint = did_you_mean(text, names) or f"for example {rows[0].name}"
             raise UsageError(f"--only {text}: no row has that in its name", fix=hint)
     return [row for row in rows if not only or any(_keeps(text, row) for text in only)]
@@ -102,4 +114,6 @@ def plan_rows(cases: Sequence[Case], repeats: int, *, observe: bool = False, onl
 
 def _keeps(text: str, row: Row) -> bool:
     """A contender's name is matched whole: "bare" is not "bare-whole-logits"."""
-    return all(part == row.contender if part in MEANING else part in row.name for part in text.split("+"))
+    return all(
+        part == row.contender if part in MEANING else part in row.name for part in text.split("+")
+    )

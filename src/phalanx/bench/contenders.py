@@ -1,4 +1,5 @@
-"""How each contender is started for a case, where its ranks are found, and where it leaves its times."""
+"""How each contender is started for a case, where its ranks are found, and where it leaves its
+times."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BUCKET_MB = 25  # tuned for the bare loop: see docs/benchmarks.md
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank says of itself: unix time at the end of each step, and the loss of each step."""
+    """What one rank says of itself: unix time at the end of each step, and the loss of each
+    step."""
 
     ended_unix_s: list[float]
     losses: list[float]
@@ -33,12 +35,27 @@ class RankTimes:
 def command_of(contender: str, case: Case, *, data: Path, out: Path, steps: int) -> list[str]:
     """The command line that trains `case` for `steps` steps and writes below `out`."""
     if contender in PHALANX_OVERRIDES:
-        return [sys.executable, "-m", "phalanx", "train", *_job(case, data, out, steps), *PHALANX_OVERRIDES[contender]]
+        return [
+            sys.executable,
+            "-m",
+            "phalanx",
+            "train",
+            *_job(case, data, out, steps),
+            *PHALANX_OVERRIDES[contender],
+        ]
     if not BARE_LOOP.is_file():
         raise EnvironmentProblem(
-            "the bare loop is not there", where="benchmarks/bare_ddp.py", fix="run the benchmark from a checkout"
+            "the bare loop is not there",
+            where="benchmarks/bare_ddp.py",
+            fix="run the benchmark from a checkout",
         )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={NUM_RANKS}",
+    ]
     options = {
         "data": data,
         "out": out,
@@ -53,7 +70,12 @@ def command_of(contender: str, case: Case, *, data: Path, out: Path, steps: int)
         "steps": steps,
         "bucket-mb": BUCKET_MB,
     }
-    return [*torchrun, str(BARE_LOOP), *(f"--{key}={value}" for key, value in options.items()), *BARE_FLAGS[contender]]
+    return [
+        *torchrun,
+        str(BARE_LOOP),
+        *(f"--{key}={value}" for key, value in options.items()),
+        *BARE_FLAGS[contender],
+    ]
 
 
 def _job(case: Case, data: Path, out: Path, steps: int) -> list[str]:
@@ -96,7 +118,10 @@ def find_rank_pids(contender: str, launcher_pid: int, out: Path) -> list[int]:
 
 
 def read_times(contender: str, out: Path) -> list[RankTimes]:
-    """One entry for each rank. Raises OSError or ValueError where a rank left nothing or nonsense."""
+    """One entry for each rank.
+
+    Raises OSError or ValueError where a rank left nothing or nonsense.
+    """
     return [
         _phalanx_times(out, rank) if contender in PHALANX_OVERRIDES else _bare_times(out, rank)
         for rank in range(NUM_RANKS)

@@ -28,7 +28,9 @@ def machine_facts() -> dict[str, Any]:
 def cpu_model() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            names = (
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            )
             return next(names, "") or platform.machine()
     except OSError:
         return platform.processor() or platform.machine()

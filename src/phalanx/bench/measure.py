@@ -1,4 +1,5 @@
-"""Run one contender on one case and look at it from outside: times it leaves behind, peak memory from /proc."""
+"""Run one contender on one case and look at it from outside: times it leaves behind, peak memory
+from /proc."""
 
 from __future__ import annotations
 
@@ -55,14 +56,21 @@ def write_data(path: Path, vocab_size: int) -> None:
 
 
 def measure(row: Row, *, data: Path, out: Path, steps: int, warmup: int) -> Measurement:
-    """Start the row's contender in `out` (made and removed here), wait for its end. Raises RowError."""
+    """Start the row's contender in `out` (made and removed here), wait for its end.
+
+    Raises RowError.
+    """
     out.mkdir(parents=True)
     try:
         command = command_of(row.contender, row.case, data=data, out=out, steps=warmup + steps)
         with open(out / "output.log", "wb") as log:
             started_unix_s = time.time()
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(os.environ)
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(os.environ),
             )
             try:
                 peaks = _watch(process, row.contender, out)
@@ -99,13 +107,16 @@ def summarise(
     warmup: int,
     tokens_per_step: int,
 ) -> Measurement:
-    """A step lasts from the end of the step before to its own end, whatever happens between; the slowest rank counts.
+    """A step lasts from the end of the step before to its own end, whatever happens between; the
+    slowest rank counts.
 
     Raises RowError if a rank has another number of steps.
     """
     for rank, times in enumerate(ranks):
         if len(times.ended_unix_s) != warmup + steps:
-            raise RowError(f"rank {rank} has {len(times.ended_unix_s)} steps instead of {warmup + steps}")
+            raise RowError(
+                f"rank {rank} has {len(times.ended_unix_s)} steps instead of {warmup + steps}"
+            )
     ends = np.array([times.ended_unix_s for times in ranks])  # [ranks, steps]
     step_s = np.diff(ends, axis=1).max(axis=0)[warmup - 1 :]
     median_step_s = float(np.median(step_s))
@@ -121,17 +132,23 @@ def summarise(
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The same for every contender: one thread for each rank, and gloo on the loopback interface."""
+    """The same for every contender: one thread for each rank, and gloo on the loopback
+    interface."""
     # What a launcher around us may have set would be taken for a rank's place.
     kept = {
-        name: value for name, value in environ.items() if name not in TORCH_VARIABLES and not name.startswith(PREFIXES)
+        name: value
+        for name, value in environ.items()
+        if name not in TORCH_VARIABLES and not name.startswith(PREFIXES)
     }
     loopback = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
     return {"GLOO_SOCKET_IFNAME": loopback} | kept | {"OMP_NUM_THREADS": "1"}
 
 
 def _watch(process: subprocess.Popen[bytes], contender: str, out: Path) -> list[int]:
-    """Wait for the end of `process`; the last peak seen of each rank, bytes. Raises RowError on a timeout."""
+    """Wait for the end of `process`; the last peak seen of each rank, bytes.
+
+    Raises RowError on a timeout.
+    """
     peaks: dict[int, int] = {}
     elsewhere: dict[int, int] = {}
     memories: list[ProcessMemory] = []
@@ -143,7 +160,9 @@ def _watch(process: subprocess.Popen[bytes], contender: str, out: Path) -> list[
         if not memories:
             memories = [ProcessMemory(pid) for pid in find_rank_pids(contender, process.pid, out)]
         for rank, memory in enumerate(memories):
-            if now >= next_s:  # seldom: it takes a while, of which the rank's own page faults would wait
+            if (
+                now >= next_s
+            ):  # seldom: it takes a while, of which the rank's own page faults would wait
                 elsewhere[rank] = memory.shared_elsewhere_bytes() or elsewhere.get(rank, 0)
             if (found := memory.read()) is not None:
                 peaks[rank] = max(peaks.get(rank, 0), found.peak_bytes - elsewhere.get(rank, 0))
@@ -178,6 +197,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _last_words(out: Path, num_lines: int = 6) -> str:
     """The end of what the ranks said, without what torchrun has to say about it."""
-    lines = [line.strip() for line in (out / "output.log").read_text(errors="replace").splitlines() if line.strip()]
-    own = list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, lines)) or lines
+    lines = [
+        line.strip()
+        for line in (out / "output.log").read_text(errors="replace").splitlines()
+        if line.strip()
+    ]
+    own = (
+        list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, lines))
+        or lines
+    )
     return " | ".join(own[-num_lines:]) or "it said nothing"

@@ -16,7 +16,8 @@ Record = Mapping[str, Any]  # one line of the results file
 
 @dataclass(frozen=True)
 class Ratio:
-    """`a` over `b` of the same case: the ratio of their medians, and the extremes of it repetition by repetition."""
+    """`a` over `b` of the same case: the ratio of their medians, and the extremes of it
+    repetition by repetition."""
 
     value: float
     low: float
@@ -24,7 +25,9 @@ class Ratio:
     num_pairs: int
 
     def __str__(self) -> str:
-        return f"{self.value:.3f}" + (f" ({self.low:.3f} to {self.high:.3f})" if self.num_pairs > 1 else "")
+        return f"{self.value:.3f}" + (
+            f" ({self.low:.3f} to {self.high:.3f})" if self.num_pairs > 1 else ""
+        )
 
 
 def value_of(record: Record, quantity: str) -> float:
@@ -33,12 +36,16 @@ def value_of(record: Record, quantity: str) -> float:
     return float(max(value) if isinstance(value, list) else value)
 
 
-def values_by_repeat(records: Sequence[Record], case: str, contender: str, quantity: str) -> dict[int, float]:
+def values_by_repeat(
+    records: Sequence[Record], case: str, contender: str, quantity: str
+) -> dict[int, float]:
     """What was measured, by repetition; failed rows have no values."""
     return {
         record["repeat"]: value_of(record, quantity)
         for record in records
-        if record["case"]["name"] == case and record["contender"] == contender and "error" not in record
+        if record["case"]["name"] == case
+        and record["contender"] == contender
+        and "error" not in record
     }
 
 
@@ -100,12 +107,15 @@ def extra_lines(records: Sequence[Record]) -> list[str]:
     """What the optional rows say, and the means over cases."""
     lines = []
     for other, label in ((BARE, "the bare loop"), (CEILING, "two ranks that never talk")):
-        found = [ratio_of(records, case, PHALANX, other, "tokens_per_s") for case in cases_of(records)]
+        found = [
+            ratio_of(records, case, PHALANX, other, "tokens_per_s") for case in cases_of(records)
+        ]
         values = [ratio.value for ratio in found if ratio is not None]
         if values:
             mean = geometric_mean(values)
             lines.append(
-                f"tokens/s over {label}: {mean:.3f} (geometric mean of {len(values)}, least {min(values):.3f})"
+                f"tokens/s over {label}: {mean:.3f} (geometric mean of {len(values)}, least"
+                f" {min(values):.3f})"
             )
     for case in cases_of(records):
         overhead = ratio_of(records, case, PHALANX, NO_SINKS, "median_step_s")

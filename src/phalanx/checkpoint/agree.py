@@ -37,7 +37,8 @@ class Group(Protocol):
 
 @contextmanager
 def agreed(group: Group, where: str, doing: str) -> Iterator[dict[str, Any]]:
-    """Run the body on every rank, then share `outcome["mine"]` as `outcome["all"]`; one rank's error is everyone's."""
+    """Run the body on every rank, then share `outcome["mine"]` as `outcome["all"]`; one rank's
+    error is everyone's."""
     outcome: dict[str, Any] = {"mine": None}
     error = fix = kind = None
     try:
@@ -45,12 +46,20 @@ def agreed(group: Group, where: str, doing: str) -> Iterator[dict[str, Any]]:
     except CheckpointError as caught:
         error, fix, kind = str(caught), None, type(caught).__name__
     except OSError as caught:
-        error = f"{caught.strerror}: {caught.filename}" if caught.filename else caught.strerror or str(caught)
+        error = (
+            f"{caught.strerror}: {caught.filename}"
+            if caught.filename
+            else caught.strerror or str(caught)
+        )
         kind = kind_of(caught).__name__
         fix = fix_of(caught, caught.filename or where)
         fix = f"{fix}; {EARLIER_STAND}" if fix and caught.errno in _ONLY_WRITING else fix
     results = group.gather_json([error, fix, kind, outcome["mine"]])
-    failed = [(f"rank {rank}: {error}", fix, kind) for rank, (error, fix, kind, _) in enumerate(results) if error]
+    failed = [
+        (f"rank {rank}: {error}", fix, kind)
+        for rank, (error, fix, kind, _) in enumerate(results)
+        if error
+    ]
     if failed:
         # That the run is another job's says more than what else went wrong because of it.
         kinds = [_KINDS.get(kind or "", CheckpointError) for *_, kind in failed]

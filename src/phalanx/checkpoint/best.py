@@ -1,4 +1,6 @@
-"""RUN/best.json: which checkpoint had the lowest held-out loss, or the best of another metric. Torch-free.
+"""RUN/best.json: which checkpoint had the lowest held-out loss, or the best of another metric.
+
+Torch-free.
 
 Whoever removes checkpoints must leave this one.
 """
@@ -19,7 +21,8 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class Best:
-    """`loss` per target over `num_targets` held-out targets; `checkpoint` is relative to the run directory, or a URL.
+    """`loss` per target over `num_targets` held-out targets; `checkpoint` is relative to the run
+    directory, or a URL.
 
     `value` is that of `metric`, by which it is the best.
     """
@@ -43,7 +46,9 @@ def write_best(
     place: str | None = None,
     disk: Disk | None = None,
 ) -> Best:
-    """Name the checkpoint of `step`, which must be saved, the best by `metric`. Atomic; raises OSError.
+    """Name the checkpoint of `step`, which must be saved, the best by `metric`.
+
+    Atomic; raises OSError.
 
     `place`: where it is, if that is not RUN/checkpoints/step-N.
     """
@@ -59,6 +64,13 @@ def read_best(run_dir: Path) -> Best | None:
         body = json.loads(LocalFolder(run_dir).read(BEST))
         metric, loss = str(body.get("metric", "loss")), float(body["loss"])
         value = float(body.get("value", loss))
-        return Best(int(body["step"]), loss, int(body["num_targets"]), str(body["checkpoint"]), metric, value)
+        return Best(
+            int(body["step"]),
+            loss,
+            int(body["num_targets"]),
+            str(body["checkpoint"]),
+            metric,
+            value,
+        )
     except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError):
         return None

@@ -11,7 +11,8 @@ from phalanx.core.errors import CheckpointError
 
 
 def choose_checkpoint(place: str | Path, *, best: bool = False) -> Folder:
-    """One checkpoint: the folder at `place`, or of the run that is there the newest, or the one eval.keep_best kept.
+    """One checkpoint: the folder at `place`, or of the run that is there the newest, or the one
+    eval.keep_best kept.
 
     Raises CheckpointError.
     """
@@ -25,4 +26,6 @@ def choose_checkpoint(place: str | Path, *, best: bool = False) -> Folder:
     for folder in store_of(place).folders():
         if folder.step == kept.step:
             return folder
-    raise CheckpointError("the best checkpoint is gone", where=str(place), why=f"step {kept.step} is not there")
+    raise CheckpointError(
+        "the best checkpoint is gone", where=str(place), why=f"step {kept.step} is not there"
+    )

@@ -1,4 +1,7 @@
-"""Checksums of a file by chunks, so that any range of it can be verified. Torch-free, and light: reports import it."""
+"""Checksums of a file by chunks, so that any range of it can be verified.
+
+Torch-free, and light: reports import it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What the manifest keeps of a file: its size, and the checksums of its chunks as one string of hex."""
+    """What the manifest keeps of a file: its size, and the checksums of its chunks as one string
+    of hex."""
 
     num_bytes: int
     chunks_xxh3: str

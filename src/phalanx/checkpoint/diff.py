@@ -25,7 +25,9 @@ _NUMPY: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "fl
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """`what`: "only_a" | "only_b" | "shape" | "dtype" | "values". Errors are of `values` where they can be told.
+    """`what`: "only_a" | "only_b" | "shape" | "dtype" | "values".
+
+    Errors are of `values` where they can be told.
 
     `max_abs` is the largest |a - b|; `relative` is the norm of a - b over that of a.
     """
@@ -124,7 +126,9 @@ def _compare(name: str, left: _Reader, right: _Reader) -> TensorDifference | Non
     if a[1] != b[1]:
         return TensorDifference(name, "dtype", f"{a[1]} and {b[1]}")
     x, y = left.tensor(name), right.tensor(name)
-    bits_x, bits_y = (np.ascontiguousarray(t).reshape(-1).view(f"u{t.dtype.itemsize}") for t in (x, y))
+    bits_x, bits_y = (
+        np.ascontiguousarray(t).reshape(-1).view(f"u{t.dtype.itemsize}") for t in (x, y)
+    )
     different = bits_x != bits_y
     count = int(different.sum())
     if not count:
@@ -142,7 +146,9 @@ def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
     return bits.astype(np.float64)
 
 
-def _errors(a: NDArray[np.float64] | None, b: NDArray[np.float64] | None) -> tuple[float | None, float | None]:
+def _errors(
+    a: NDArray[np.float64] | None, b: NDArray[np.float64] | None
+) -> tuple[float | None, float | None]:
     if a is None or b is None:
         return None, None
     with np.errstate(invalid="ignore", over="ignore"):
@@ -156,15 +162,30 @@ def describe_difference(difference: Difference, *, limit: int = 40) -> Iterator[
     """The difference in lines for people, largest relative error first."""
     for key, (a, b) in difference.facts.items():
         yield f"fact    {key}: {a} and {b}"
-    words = {"only_a": "only in the first", "only_b": "only in the second", "shape": "shapes", "dtype": "types"}
+    words = {
+        "only_a": "only in the first",
+        "only_b": "only in the second",
+        "shape": "shapes",
+        "dtype": "types",
+    }
     for tensor in [t for t in difference.tensors if t.what != "values"][:limit]:
         yield f"tensor  {tensor.name}: {words[tensor.what]}, {tensor.detail}"
     values = [t for t in difference.tensors if t.what == "values"]
     values.sort(key=lambda t: -(t.relative if t.relative is not None else float("inf")))
     for tensor in values[:limit]:
-        told = "" if tensor.max_abs is None else f", at most {tensor.max_abs:.3g}, relative {tensor.relative:.3g}"
-        yield f"values  {tensor.name}: {tensor.num_different:,} of {tensor.num_elements:,} differ{told}"
+        told = (
+            ""
+            if tensor.max_abs is None
+            else f", at most {tensor.max_abs:.3g}, relative {tensor.relative:.3g}"
+        )
+        yield (
+            f"values  {tensor.name}: {tensor.num_different:,} of {tensor.num_elements:,}"
+            f" differ{told}"
+        )
     left_out = max(0, len(values) - limit) + max(0, len(difference.tensors) - len(values) - limit)
     if left_out:
         yield f"        and {left_out} more tensors"
-    yield f"{'same' if difference.same else 'equal'}    {difference.num_equal} tensors are equal bit by bit"
+    yield (
+        f"{'same' if difference.same else 'equal'}    {difference.num_equal} tensors are equal bit"
+        " by bit"
+    )

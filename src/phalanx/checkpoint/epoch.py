@@ -1,7 +1,10 @@
-"""RUN/epoch: how many times a job has taken this run. What an older one still writes is refused. Torch-free.
+"""RUN/epoch: how many times a job has taken this run.
 
-A job that was thought dead (a stopped machine, a network that came back) may wake up while another continues its run.
-The lock cannot tell it: it took the lock when that was right. Its epoch can: it is older than the one in the file.
+What an older one still writes is refused. Torch-free.
+
+A job that was thought dead (a stopped machine, a network that came back) may wake up while another
+continues its run. The lock cannot tell it: it took the lock when that was right. Its epoch can: it
+is older than the one in the file.
 """
 
 from __future__ import annotations
@@ -18,12 +21,20 @@ from phalanx.core.printable import printable
 
 EPOCH = "epoch"
 EPOCH_BYTES = 1000
-UNREADABLE, WRITE_IT = "the run's epoch cannot be read", "write the number of restarts into it, or a larger one"
-_WRITTEN = re.compile(r"\s*([0-9]{1,18})\s*|([0-9]{1,18})\n[^\n]+\n")  # the number, and who took the run
+UNREADABLE, WRITE_IT = (
+    "the run's epoch cannot be read",
+    "write the number of restarts into it, or a larger one",
+)
+_WRITTEN = re.compile(
+    r"\s*([0-9]{1,18})\s*|([0-9]{1,18})\n[^\n]+\n"
+)  # the number, and who took the run
 
 
 def read_epoch(run_dir: Path) -> int:
-    """The epoch of the job that took the run last; 0 if none counted. Raises CheckpointError for a damaged file."""
+    """The epoch of the job that took the run last; 0 if none counted.
+
+    Raises CheckpointError for a damaged file.
+    """
     path = run_dir / EPOCH
     try:
         text = read_regular(path, EPOCH_BYTES).decode()

@@ -1,6 +1,9 @@
-"""Types and bounds of what a manifest says besides tensors. One place checks them, before anybody computes with them.
+"""Types and bounds of what a manifest says besides tensors.
 
-A manifest may be a stranger's, or another program's: its checksum only says that it is what was written. Torch-free.
+One place checks them, before anybody computes with them.
+
+A manifest may be a stranger's, or another program's: its checksum only says that it is what was
+written. Torch-free.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ def shorten(value: Any, *, quoted: bool = True) -> str:
 
 
 def progress(value: Any) -> int:
-    """`value` if training can have come so far: what is counted on from there must not leave 64 bits."""
+    """`value` if training can have come so far: what is counted on from there must not leave 64
+    bits."""
     if count(value) > LARGEST_PROGRESS:
         raise ValueError(f"{shorten(value)} is more than anybody trained")
     return int(value)
@@ -80,7 +84,11 @@ def _check_optimizer(value: Any) -> None:
 
 def _check_loss_scale(value: Any) -> None:
     scale = mapping(value).get("scale")
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < _MAX_EXPONENT:
+    if (
+        isinstance(scale, bool)
+        or not isinstance(scale, int | float)
+        or not 0 < scale < _MAX_EXPONENT
+    ):
         raise ValueError(f"the scale is {shorten(scale)}")
     count(value.get("good_steps"))
 
@@ -118,6 +126,8 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "imported_from": text,
     "optimizer": _check_optimizer,
     "loss_scale": _check_loss_scale,
-    "model_shape": lambda value: value is None or mapping(value),  # tensors that came without a config.json have none
+    "model_shape": lambda value: (
+        value is None or mapping(value)
+    ),  # tensors that came without a config.json have none
     "hugging_face": lambda value: value is None or mapping(value),
 }

@@ -1,7 +1,10 @@
-"""Whether a run is still this job's. A job that was taken for dead, and wakes up, finds that it is not. Torch-free.
+"""Whether a run is still this job's.
 
-It must do nothing more to the run then: not a step, not an event, not a page. Asked often, the fence looks at two small
-files once a second; a process that was stopped for longer looks before it does anything else.
+A job that was taken for dead, and wakes up, finds that it is not. Torch-free.
+
+It must do nothing more to the run then: not a step, not an event, not a page. Asked often, the
+fence looks at two small files once a second; a process that was stopped for longer looks before it
+does anything else.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from phalanx.checkpoint.locks import LOCK_NAME, Holder, holder_at
 from phalanx.core.errors import CheckpointError, RunTakenError
 
 LOOK_EVERY_S = 1.0
-# Where there is one, the clock that goes on while the whole machine is suspended: the process must look then, too.
+# Where there is one, the clock that goes on while the whole machine is suspended: the process must
+# look then, too.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -23,7 +27,8 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 class Claim:
     """A job's claim on a run, as its ranks are told of it.
 
-    `epoch` is its number, 0 where claims are not counted; `holder` holds the lock, None where that is not known.
+    `epoch` is its number, 0 where claims are not counted; `holder` holds the lock, None where that
+    is not known.
     """
 
     epoch: int = 0
@@ -31,7 +36,10 @@ class Claim:
 
 
 class Fence:
-    """Of a job whose lock says `holder`. `epoch` is the job's newest claim; None before it has made one."""
+    """Of a job whose lock says `holder`.
+
+    `epoch` is the job's newest claim; None before it has made one.
+    """
 
     def __init__(self, run_dir: Path, holder: Holder | None, epoch: Epoch | None = None) -> None:
         self.epoch = epoch
@@ -62,7 +70,9 @@ class Fence:
     def _look(self) -> str | None:
         """Who has the run instead of this job; None if nobody, or if it cannot be seen."""
         there = holder_at(self._run_dir / LOCK_NAME)
-        is_other = there is not None and self._holder is not None and not there.is_same_job(self._holder)
+        is_other = (
+            there is not None and self._holder is not None and not there.is_same_job(self._holder)
+        )
         if is_other:
             return str(there)
         if self.epoch is None:

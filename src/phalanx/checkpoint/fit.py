@@ -1,4 +1,7 @@
-"""Do the tensors that are there fit those that are wanted? If not: one readable table of which, and how. Torch-free."""
+"""Do the tensors that are there fit those that are wanted?
+
+If not: one readable table of which, and how. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,19 @@ class Misfit:
 
 
 class MisfitError(CheckpointError):
-    """Tensors that do not fit a model. `str()` is a line and a table: here one line would say too little."""
+    """Tensors that do not fit a model.
 
-    def __init__(self, what: str, misfits: tuple[Misfit, ...], *, where: str | None = None, fix: str | None = None):
+    `str()` is a line and a table: here one line would say too little.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        misfits: tuple[Misfit, ...],
+        *,
+        where: str | None = None,
+        fix: str | None = None,
+    ):
         self.misfits = misfits
         super().__init__(what, where=where, why=_counted(misfits), fix=fix)
 
@@ -59,24 +72,43 @@ class MisfitError(CheckpointError):
 def find_misfits(
     wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], *, cast: bool = False
 ) -> tuple[Misfit, ...]:
-    """What does not fit, missing and extra names first. With `cast` another type of numbers does."""
-    rows = [Misfit(name, "missing", _words(wanted[name]), NOTHING) for name in sorted(wanted.keys() - found.keys())]
-    rows += [Misfit(name, "extra", NOTHING, _words(found[name])) for name in sorted(found.keys() - wanted.keys())]
+    """What does not fit, missing and extra names first.
+
+    With `cast` another type of numbers does.
+    """
+    rows = [
+        Misfit(name, "missing", _words(wanted[name]), NOTHING)
+        for name in sorted(wanted.keys() - found.keys())
+    ]
+    rows += [
+        Misfit(name, "extra", NOTHING, _words(found[name]))
+        for name in sorted(found.keys() - wanted.keys())
+    ]
     for name in sorted(wanted.keys() & found.keys()):
         want, have = wanted[name], found[name]
         if tuple(want.shape) != tuple(have.shape):
             rows.append(Misfit(name, "shape", _words(want), _words(have)))
-        elif want.dtype and want.dtype != have.dtype and not (cast and _is_real(want.dtype) and _is_real(have.dtype)):
+        elif (
+            want.dtype
+            and want.dtype != have.dtype
+            and not (cast and _is_real(want.dtype) and _is_real(have.dtype))
+        ):
             rows.append(Misfit(name, "dtype", _words(want), _words(have)))
     return tuple(rows)
 
 
 def misfit_table(misfits: tuple[Misfit, ...], limit: int = MAX_ROWS) -> list[str]:
-    """Aligned columns, `limit` rows; of each kind the first ones, so that none is hidden behind another."""
+    """Aligned columns, `limit` rows; of each kind the first ones, so that none is hidden behind
+    another."""
     shown = _some_of_each(misfits, limit)
-    rows = [("tensor", "wanted", "found"), *((printable(row.name), row.wanted, row.found) for row in shown)]
+    rows = [
+        ("tensor", "wanted", "found"),
+        *((printable(row.name), row.wanted, row.found) for row in shown),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"  {name:<{widths[0]}}  {wanted:<{widths[1]}}  {found}" for name, wanted, found in rows]
+    lines = [
+        f"  {name:<{widths[0]}}  {wanted:<{widths[1]}}  {found}" for name, wanted, found in rows
+    ]
     return lines + [f"  and {len(misfits) - len(shown)} more"] * (len(misfits) > len(shown))
 
 
@@ -105,5 +137,6 @@ def _words(tensor: Tensor) -> str:
 
 
 def _is_real(dtype: str) -> bool:
-    """Floating-point types can be cast into each other; a count or a mask into a weight cannot be what was meant."""
+    """Floating-point types can be cast into each other; a count or a mask into a weight cannot
+    be what was meant."""
     return dtype.startswith(("float", "bfloat"))

@@ -14,8 +14,10 @@ NICENESS = 5  # a third of the share of a core that a thread of training has
 
 
 class Flight:
-    """A thread that does `work`. `failed`: by a CheckpointError, which is `taken` if the run or its store is another's;
-    `crash`: anything else that ended it.
+    """A thread that does `work`.
+
+    `failed`: by a CheckpointError, which is `taken` if the run or its store is another's; `crash`:
+    anything else that ended it.
     """
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
@@ -50,7 +52,10 @@ class Flight:
 
 
 def _step_back() -> None:
-    """Where cores are short, training's threads come first. Of a thread alone only Linux can be told that."""
+    """Where cores are short, training's threads come first.
+
+    Of a thread alone only Linux can be told that.
+    """
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,4 +1,7 @@
-"""One checkpoint as a flat folder of files that can be read by ranges, wherever it lies. Torch-free."""
+"""One checkpoint as a flat folder of files that can be read by ranges, wherever it lies.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from typing import Protocol
 
 from phalanx.core.files import MANIFEST_BYTES, open_descriptor, read_regular
 
-STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")  # as a save writes it: "step-06" is a copy of somebody's
+STEP_NAME = re.compile(
+    r"step-(0|[1-9][0-9]{0,17})"
+)  # as a save writes it: "step-06" is a copy of somebody's
 
 
 class RangeReader(Protocol):
@@ -26,7 +31,10 @@ class RangeReader(Protocol):
 
 
 class Folder(Protocol):
-    """A checkpoint's files. Every method raises OSError (FileNotFoundError for what is not there)."""
+    """A checkpoint's files.
+
+    Every method raises OSError (FileNotFoundError for what is not there).
+    """
 
     @property
     def name(self) -> str:
@@ -34,7 +42,10 @@ class Folder(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it is, for people and for opening it again: a path, or a URL. Holds no credentials."""
+        """Where it is, for people and for opening it again: a path, or a URL.
+
+        Holds no credentials.
+        """
 
     @property
     def step(self) -> int:
@@ -75,7 +86,9 @@ class LocalFolder:
         return int(match[1]) if match else -1
 
     def sizes(self) -> dict[str, int]:
-        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(self.path)}
+        return {
+            entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(self.path)
+        }
 
     def where(self, name: str) -> str:
         return str(self.path / name)
@@ -116,7 +129,8 @@ def as_folder(place: Folder | Path) -> Folder:
 
 
 def place_in_run(folder: Folder, run_dir: Path) -> str:
-    """Where a checkpoint is, as a run's files say it: relative to the run directory, or the URL of one elsewhere."""
+    """Where a checkpoint is, as a run's files say it: relative to the run directory, or the URL
+    of one elsewhere."""
     if isinstance(folder, LocalFolder) and folder.path.is_relative_to(run_dir):
         return str(folder.path.relative_to(run_dir))
     return folder.url

@@ -1,8 +1,11 @@
-"""What of a save lies in the checkpoint before it already: it is linked there, not written again. Torch-free.
+"""What of a save lies in the checkpoint before it already: it is linked there, not written again.
 
-A file is taken over as a whole, if every block in it is still what it was: checkpoints stay flat and whole by
-themselves, and none of their bytes belongs to nobody. Blocks that did not change in a file where others did are written
-once more, apart from those that change, so that the next save finds a file it can take over.
+Torch-free.
+
+A file is taken over as a whole, if every block in it is still what it was: checkpoints stay flat
+and whole by themselves, and none of their bytes belongs to nobody. Blocks that did not change in a
+file where others did are written once more, apart from those that change, so that the next save
+finds a file it can take over.
 """
 
 from __future__ import annotations
@@ -22,13 +25,18 @@ from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.errors import CheckpointError
 
 APART_BYTES = 1 << 20  # unchanged blocks of fewer bytes together are written with the others
-SMALL_BYTES = 1 << 16  # so are smaller ones: when one of them changes, what lies in a file with it is written again
+SMALL_BYTES = (
+    1 << 16
+)  # so are smaller ones: when one of them changes, what lies in a file with it is written again
 MAX_TAKEN_OVER = 32  # files of one rank; what is in the smaller ones is written into one
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tensor that this rank has to save. `load` gives its bytes in C order, each time the same."""
+    """A block of a tensor that this rank has to save.
+
+    `load` gives its bytes in C order, each time the same.
+    """
 
     name: str
     key: str
@@ -42,7 +50,9 @@ class Block:
         return math.prod(self.size) * DTYPES[self.dtype][1]
 
 
-_Identity = tuple[str, str, tuple[int, ...], tuple[int, ...], str]  # name, dtype, offset, size, digest
+_Identity = tuple[
+    str, str, tuple[int, ...], tuple[int, ...], str
+]  # name, dtype, offset, size, digest
 
 
 @dataclass(frozen=True)
@@ -53,10 +63,15 @@ class Earlier:
     manifest: Manifest
 
     def pieces(self) -> dict[str, dict[_Identity, Piece]]:
-        """By file: what is in it. Files whose blocks have no digest, or that are not as long as they were, are not."""
+        """By file: what is in it.
+
+        Files whose blocks have no digest, or that are not as long as they were, are not.
+        """
         there = self.folder.sizes()
         found: dict[str, dict[_Identity, Piece]] = {
-            name: {} for name, stored in self.manifest.files.items() if there.get(name) == stored.num_bytes
+            name: {}
+            for name, stored in self.manifest.files.items()
+            if there.get(name) == stored.num_bytes
         }
         for name, tensor in self.manifest.tensors.items():
             for piece in tensor.pieces:
@@ -78,15 +93,21 @@ def earlier_checkpoint(folder: Folder) -> Earlier | None:
 
 @dataclass
 class Written:
-    """A rank's part of a checkpoint: pieces by tensor, its files, and how many of their bytes are new."""
+    """A rank's part of a checkpoint: pieces by tensor, its files, and how many of their bytes
+    are new."""
 
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     files: dict[str, StoredFile] = field(default_factory=dict)
     num_new_bytes: int = 0
 
 
-def write_blocks(draft: Draft, stem: str, blocks: Iterable[Block], earlier: Earlier | None) -> Written:
-    """Bring `blocks` into the draft, in files whose names begin with `stem`. Raises OSError, CheckpointError."""
+def write_blocks(
+    draft: Draft, stem: str, blocks: Iterable[Block], earlier: Earlier | None
+) -> Written:
+    """Bring `blocks` into the draft, in files whose names begin with `stem`.
+
+    Raises OSError, CheckpointError.
+    """
     left = {_identity(block): block for block in blocks}
     written = Written()
     unchanged: set[_Identity] = set()
@@ -94,7 +115,9 @@ def write_blocks(draft: Draft, stem: str, blocks: Iterable[Block], earlier: Earl
         by_file = earlier.pieces()
         unchanged = {identity for pieces in by_file.values() for identity in pieces} & set(left)
         _take_over(draft, stem, earlier, by_file, left, written)
-    apart = {i: block for i, block in left.items() if i in unchanged and block.num_bytes >= SMALL_BYTES}
+    apart = {
+        i: block for i, block in left.items() if i in unchanged and block.num_bytes >= SMALL_BYTES
+    }
     if sum(block.num_bytes for block in apart.values()) < APART_BYTES:
         apart = {}
     others = {identity: block for identity, block in left.items() if identity not in apart}
@@ -116,12 +139,17 @@ def _take_over(
     Blocks without elements are alike wherever they are, so several files may hold the same one.
     """
     files = earlier.manifest.files
-    whole = [name for name, pieces in by_file.items() if pieces and all(identity in left for identity in pieces)]
+    whole = [
+        name
+        for name, pieces in by_file.items()
+        if pieces and all(identity in left for identity in pieces)
+    ]
     whole.sort(key=lambda name: (-files[name].num_bytes, name))
     for number, earlier_name in enumerate(whole[:MAX_TAKEN_OVER]):
         name = f"{stem}-kept-{number}.safetensors"
         if any(identity not in left for identity in by_file[earlier_name]):
-            continue  # taken over with a file before it; what else is in this one is written, apart from that
+            # taken over with a file before it; what else is in this one is written, apart from that
+            continue
         if not _is_whole(earlier, earlier_name):
             continue  # its bytes are no longer those that were written: they are, now, from memory
         if not draft.reuse(name, earlier.folder, earlier_name):
@@ -133,7 +161,10 @@ def _take_over(
 
 
 def _is_whole(earlier: Earlier, name: str) -> bool:
-    """Damage must not be linked into each checkpoint that follows. What a store holds is the store's to keep whole."""
+    """Damage must not be linked into each checkpoint that follows.
+
+    What a store holds is the store's to keep whole.
+    """
     if not isinstance(earlier.folder, LocalFolder):
         return True
     try:
@@ -158,4 +189,10 @@ def _write(draft: Draft, file: str, blocks: Mapping[_Identity, Block], written: 
 
 
 def _identity(block: Block) -> _Identity:
-    return (block.name, block.dtype, block.offset, block.size, xxhash.xxh3_128_hexdigest(block.load()))
+    return (
+        block.name,
+        block.dtype,
+        block.offset,
+        block.size,
+        xxhash.xxh3_128_hexdigest(block.load()),
+    )

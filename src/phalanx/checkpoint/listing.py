@@ -59,7 +59,9 @@ def list_checkpoints(location: str) -> CheckpointListing:
     """
     folders = [find_folder(location)] if is_checkpoint(location) else find_folders(location)
     best = _find_best(location)
-    return CheckpointListing(tuple(map(_read_entry, folders)), best.step if best is not None else None)
+    return CheckpointListing(
+        tuple(map(_read_entry, folders)), best.step if best is not None else None
+    )
 
 
 def find_folder(location: str) -> Folder:
@@ -83,7 +85,9 @@ def find_folders(run: str) -> list[Folder]:
         _refuse_nowhere(run)
     folders = store_of(run).folders()
     if not folders and is_checkpoint(run):
-        raise UsageError("this is one checkpoint, and not a run", where=run, fix="give the run's directory")
+        raise UsageError(
+            "this is one checkpoint, and not a run", where=run, fix="give the run's directory"
+        )
     if not folders:
         fix = "checkpoint.every_steps and checkpoint.at_end say when a run saves"
         raise CheckpointError("no checkpoint is there", where=run, fix=fix)
@@ -116,4 +120,6 @@ def _find_best(run: str) -> Best | None:
 
 
 def _refuse_nowhere(location: str) -> NoReturn:
-    raise UsageError("no such directory", where=location, fix="give a run's directory, a checkpoint's, or a URL")
+    raise UsageError(
+        "no such directory", where=location, fix="give a run's directory, a checkpoint's, or a URL"
+    )

@@ -1,4 +1,5 @@
-"""Load logical tensors from a checkpoint of any layout: a rank reads what it needs, all ranks agree on the outcome."""
+"""Load logical tensors from a checkpoint of any layout: a rank reads what it needs, all ranks
+agree on the outcome."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ def load(
 ) -> Manifest:
     """Fill `shards` from a checkpoint of any layout. Collective.
 
-    Names, shapes, types and checksums are checked and every block is read into staging on all ranks before any
-    tensor changes; `require` may refuse the checkpoint by what its manifest says, or return the part of it that is to
-    be loaded. `cast` takes numbers of another type
-    as they come, `weights_only` leaves the optimizer's state in the checkpoint alone. Raises CheckpointError on every
-    rank if any rank finds something wrong.
+    Names, shapes, types and checksums are checked and every block is read into staging on all ranks
+    before any tensor changes; `require` may refuse the checkpoint by what its manifest says, or
+    return the part of it that is to be loaded. `cast` takes numbers of another type as they come,
+    `weights_only` leaves the optimizer's state in the checkpoint alone. Raises CheckpointError on
+    every rank if any rank finds something wrong.
     """
     folder = as_folder(place)
     with phases("ckpt_load"):
@@ -58,25 +59,36 @@ def load(
         return manifests[0]
 
 
-def require_fit(folder: Folder, manifest: Manifest, shards: Mapping[str, LogicalShard], *, cast: bool = False) -> None:
-    """Raise MisfitError unless the checkpoint holds just these tensors, of these shapes and, without `cast`, types."""
+def require_fit(
+    folder: Folder, manifest: Manifest, shards: Mapping[str, LogicalShard], *, cast: bool = False
+) -> None:
+    """Raise MisfitError unless the checkpoint holds just these tensors, of these shapes and,
+    without `cast`, types."""
     if misfits := _misfits(manifest, shards, cast):
         raise _misfit_error(folder, misfits, "cast=True rounds them")
 
 
-def _misfits(manifest: Manifest, shards: Mapping[str, LogicalShard], cast: bool) -> tuple[Misfit, ...]:
+def _misfits(
+    manifest: Manifest, shards: Mapping[str, LogicalShard], cast: bool
+) -> tuple[Misfit, ...]:
     wanted = {name: Wanted(shard.global_shape, shard.dtype) for name, shard in shards.items()}
     return find_misfits(wanted, manifest.tensors, cast=cast)
 
 
-def _require_no_misfit(folder: Folder, by_rank: list[list[dict[str, str]]], weights_only: bool) -> None:
+def _require_no_misfit(
+    folder: Folder, by_rank: list[list[dict[str, str]]], weights_only: bool
+) -> None:
     """A tensor that some rank wants is not extra: stages of a pipeline want different ones."""
     by_rank_rows = [{Misfit(**row) for row in told} for told in by_rank]
-    extra = set.intersection(*({row for row in rows if row.kind == "extra"} for rows in by_rank_rows))
+    extra = set.intersection(
+        *({row for row in rows if row.kind == "extra"} for rows in by_rank_rows)
+    )
     others = {row for rows in by_rank_rows for row in rows if row.kind != "extra"}
     if extra or others:
         rows = tuple(sorted(extra | others, key=lambda row: (row.kind, row.name)))
-        raise _misfit_error(folder, rows, "model.init_cast=true rounds them" if weights_only else "")
+        raise _misfit_error(
+            folder, rows, "model.init_cast=true rounds them" if weights_only else ""
+        )
 
 
 def _misfit_error(folder: Folder, misfits: tuple[Misfit, ...], cast_fix: str) -> MisfitError:
@@ -90,13 +102,17 @@ def stage_blocks(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(target view, staged source) for each overlap of a wanted box with a stored piece.
 
-    Only the chunks that hold wanted bytes are read; each is verified in memory before anything is taken from it. The
-    source has the type it was stored in.
+    Only the chunks that hold wanted bytes are read; each is verified in memory before anything is
+    taken from it. The source has the type it was stored in.
     """
     staged = []
     for file, reads in sorted(_wanted(folder, manifest, shards).items()):
         with CheckedFile(folder, file, manifest.files[file]) as source:
-            reads.sort(key=lambda read: source.entries[read[0].key].start if read[0].key in source.entries else -1)
+            reads.sort(
+                key=lambda read: (
+                    source.entries[read[0].key].start if read[0].key in source.entries else -1
+                )
+            )
             for piece, shard, box in reads:
                 dtype = manifest.tensors[shard.name].dtype
                 entry = _entry(source, piece, dtype)
@@ -106,12 +122,16 @@ def stage_blocks(
                 target = shard.tensor[
                     tuple(
                         slice(s - g + o, s - g + o + n)
-                        for s, g, o, n in zip(start, box.global_offset, box.local_offset, size, strict=True)
+                        for s, g, o, n in zip(
+                            start, box.global_offset, box.local_offset, size, strict=True
+                        )
                     )
                 ]
                 staged.append((target, block.view(getattr(torch, dtype)).reshape(size)))
     for name in shards:
-        if not is_tiled(manifest.tensors[name]):  # a piece that is there twice hides one that is not
+        if not is_tiled(
+            manifest.tensors[name]
+        ):  # a piece that is there twice hides one that is not
             raise CheckpointError(f"{name} is not whole in the checkpoint", where=folder.url)
     return staged
 
@@ -119,7 +139,10 @@ def stage_blocks(
 def _wanted(
     folder: Folder, manifest: Manifest, shards: Mapping[str, LogicalShard]
 ) -> dict[str, list[tuple[Piece, LogicalShard, Box]]]:
-    """By file: which pieces this rank's boxes overlap. CheckpointError if they do not cover a box."""
+    """By file: which pieces this rank's boxes overlap.
+
+    CheckpointError if they do not cover a box.
+    """
     wanted: dict[str, list[tuple[Piece, LogicalShard, Box]]] = {}
     for name, shard in shards.items():
         for box in shard.boxes:
@@ -134,13 +157,15 @@ def _wanted(
 
 
 def _entry(source: CheckedFile, piece: Piece, dtype: str) -> Entry:
-    """The file's own header must say what the manifest says, else a copy would cast or broadcast in silence."""
+    """The file's own header must say what the manifest says, else a copy would cast or broadcast
+    in silence."""
     entry = source.entries.get(piece.key)
     if entry is None:
         raise CheckpointError(f"there is no {piece.key} in it", where=source.where)
     if (entry.shape, entry.dtype) != (piece.size, DTYPES.get(dtype, ("", 0))[0]):
         raise CheckpointError(
-            f"{piece.key} is {entry.dtype} {list(entry.shape)} in it, not {dtype} {list(piece.size)}",
+            f"{piece.key} is {entry.dtype} {list(entry.shape)} in it, not {dtype}"
+            f" {list(piece.size)}",
             where=source.where,
         )
     return entry

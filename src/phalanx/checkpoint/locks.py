@@ -1,8 +1,10 @@
-"""The lock of a run directory: two live jobs never write into one, and a dead job never keeps anybody out.
+"""The lock of a run directory: two live jobs never write into one, and a dead job never keeps
+anybody out.
 
-`RUN/lock` says who holds it; an flock on that file says that the holder lives. Whoever has the flock on the file
-that the path leads to owns the directory, so two jobs that race for it, or for the remains of a dead one, cannot both
-win. The text is for people, and for file systems without flock: there process id, start time and boot decide.
+`RUN/lock` says who holds it; an flock on that file says that the holder lives. Whoever has the
+flock on the file that the path leads to owns the directory, so two jobs that race for it, or for
+the remains of a dead one, cannot both win. The text is for people, and for file systems without
+flock: there process id, start time and boot decide.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class Lock:
     reclaimed_from: Holder | None = None
 
     def is_ours(self) -> bool:
-        """False once somebody removed it by hand, or another job took the run; or where that cannot be seen."""
+        """False once somebody removed it by hand, or another job took the run; or where that
+        cannot be seen."""
         try:
             return _is_ours(self)
         except OSError:
@@ -78,9 +81,11 @@ class Lock:
             raise _refusal(self.path, holder_at(self.path))
 
     def take_epoch(self) -> Epoch:
-        """Claim the run for another attempt: what older ones may still write is refused from now on.
+        """Claim the run for another attempt: what older ones may still write is refused from now
+        on.
 
-        Raises RunLockedError if the lock was taken from us by hand, ResourceError if the directory cannot be written.
+        Raises RunLockedError if the lock was taken from us by hand, ResourceError if the directory
+        cannot be written.
         """
         self.require_ours()
         epoch = take_epoch(self.path.parent, taker=str(self.holder))
@@ -95,8 +100,8 @@ class Lock:
 def hold_run_lock(run_dir: Path) -> Iterator[Lock]:
     """Hold `run_dir` (which exists) for this process.
 
-    Raises RunLockedError (exit 9) naming the holder if another job lives, or may live on another host;
-    ResourceError if the directory cannot be written.
+    Raises RunLockedError (exit 9) naming the holder if another job lives, or may live on another
+    host; ResourceError if the directory cannot be written.
     """
     path = run_dir / LOCK_NAME
     try:
@@ -110,8 +115,9 @@ def hold_run_lock(run_dir: Path) -> Iterator[Lock]:
 
 
 def refuse_if_held(run_dir: Path) -> None:
-    """Raise RunLockedError if the lock of `run_dir` names another live job. Changes nothing, and promises nothing:
-    a job that passes still has to take the lock.
+    """Raise RunLockedError if the lock of `run_dir` names another live job.
+
+    Changes nothing, and promises nothing: a job that passes still has to take the lock.
     """
     path = run_dir / LOCK_NAME
     holder = holder_at(path)
@@ -134,7 +140,8 @@ def _take(path: Path) -> Lock:
                 raise _refusal(path, left)
             if not locked:
                 holder = _read_holder(fd)
-                # A dead holder's lock in use: somebody is reclaiming it, and will have written its name in a moment.
+                # A dead holder's lock in use: somebody is reclaiming it, and will have written its
+                # name in a moment.
                 is_settled = holder is not None and not _is_dead(holder)
                 if is_settled or time.monotonic() > deadline:
                     raise _refusal(path, holder)
@@ -146,7 +153,8 @@ def _take(path: Path) -> Lock:
 
 
 def _release(lock: Lock) -> None:
-    """Remove the lock if it is still ours: somebody may have removed it by hand, and another job taken it since."""
+    """Remove the lock if it is still ours: somebody may have removed it by hand, and another job
+    taken it since."""
     try:
         if _is_ours(lock):
             lock.path.unlink()
@@ -186,7 +194,8 @@ def _try_flock(fd: int) -> bool:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """True if `path` still leads to the open file, which its holder may have removed between open and flock."""
+    """True if `path` still leads to the open file, which its holder may have removed between
+    open and flock."""
     try:
         there, here = os.stat(path), os.fstat(fd)
     except FileNotFoundError:
@@ -195,8 +204,8 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def _read_holder(fd: int) -> Holder | None:
-    """Who wrote the file; None for an empty or torn one, whose writer did not live to hold it, and for what no job
-    writes: it must be fit to be compared with and shown to people.
+    """Who wrote the file; None for an empty or torn one, whose writer did not live to hold it, and
+    for what no job writes: it must be fit to be compared with and shown to people.
     """
     try:
         holder = Holder(**json.loads(os.pread(fd, 4096, 0)))
@@ -229,12 +238,16 @@ def _is_dead(holder: Holder) -> bool:
 
 def _refusal(path: Path, holder: Holder | None) -> RunLockedError:
     if holder is None:
-        return RunLockedError("another job is taking this run directory", where=str(path.parent), fix="try again")
+        return RunLockedError(
+            "another job is taking this run directory", where=str(path.parent), fix="try again"
+        )
     if holder.host == socket.gethostname():
         fix = "wait for it, stop it, or choose another run.dir"
     else:
         fix = f"if that job is known to be gone, remove {path}"
-    return RunLockedError(f"the run directory is in use by {holder}", where=str(path.parent), fix=fix)
+    return RunLockedError(
+        f"the run directory is in use by {holder}", where=str(path.parent), fix=fix
+    )
 
 
 def _this_process() -> Holder:
@@ -245,7 +258,10 @@ def _this_process() -> Holder:
 
 
 def _start_time(pid: int) -> float | None:
-    """When a process started: clock ticks since boot on Linux, else seconds of the epoch. None: there is no such."""
+    """When a process started: clock ticks since boot on Linux, else seconds of the epoch.
+
+    None: there is no such.
+    """
     try:
         # The command's name, in parentheses, may itself hold spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -1,4 +1,7 @@
-"""What a checkpoint says about itself: one JSON file, written last. Torch-free; nothing here is ever executed."""
+"""What a checkpoint says about itself: one JSON file, written last.
+
+Torch-free; nothing here is ever executed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,15 @@ from typing import Any
 import xxhash
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
-from phalanx.checkpoint.facts import LARGEST_COUNT, check_facts, count, degree, mapping, progress, text
+from phalanx.checkpoint.facts import (
+    LARGEST_COUNT,
+    check_facts,
+    count,
+    degree,
+    mapping,
+    progress,
+    text,
+)
 from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder, as_folder
 from phalanx.checkpoint.refusals import unreadable
 from phalanx.core.digest import canonical_json
@@ -29,9 +40,11 @@ REDUCTION = "comm/"  # and those of what compressing gradients keeps, which belo
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of a logical tensor: entry `key` of `file`, standing at `offset` in the full tensor.
+    """One block of a logical tensor: entry `key` of `file`, standing at `offset` in the full
+    tensor.
 
-    `xxh3_128` is the digest of its bytes, by which the next save knows it again; empty where nobody took it.
+    `xxh3_128` is the digest of its bytes, by which the next save knows it again; empty where nobody
+    took it.
     """
 
     file: str
@@ -40,10 +53,15 @@ class Piece:
     size: tuple[int, ...]
     xxh3_128: str = ""
 
-    def overlap(self, offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """(start in the full tensor, size) of what it shares with a box of the tensor; None if that is nothing."""
+    def overlap(
+        self, offset: tuple[int, ...], size: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """(start in the full tensor, size) of what it shares with a box of the tensor; None if
+        that is nothing."""
         starts, sizes = [], []
-        for own, own_size, other, other_size in zip(self.offset, self.size, offset, size, strict=True):
+        for own, own_size, other, other_size in zip(
+            self.offset, self.size, offset, size, strict=True
+        ):
             start, stop = max(own, other), min(own + own_size, other + other_size)
             if stop <= start:
                 return None
@@ -94,17 +112,25 @@ class Manifest:
 
     def without(self, *prefixes: str) -> Manifest:
         """Without the tensors whose names begin so."""
-        return replace(self, tensors={n: tensor for n, tensor in self.tensors.items() if not n.startswith(prefixes)})
+        return replace(
+            self,
+            tensors={n: tensor for n, tensor in self.tensors.items() if not n.startswith(prefixes)},
+        )
 
 
 def read_manifest(place: Folder | Path) -> Manifest:
-    """Read and check the manifest of one checkpoint. Raises CheckpointError naming what is wrong."""
+    """Read and check the manifest of one checkpoint.
+
+    Raises CheckpointError naming what is wrong.
+    """
     folder = as_folder(place)
     path = folder.where(MANIFEST)
     try:
         text = folder.read(MANIFEST)
         body = json.loads(text.decode())
-        found_xxh3 = body_xxh3(body) if isinstance(body, dict) else ""  # ValueError for numbers that are none
+        found_xxh3 = (
+            body_xxh3(body) if isinstance(body, dict) else ""
+        )  # ValueError for numbers that are none
         written = manifest_bytes(body) if isinstance(body, dict) else b""  # and for half a letter
     except FileNotFoundError:
         raise _without_manifest(folder) from None
@@ -112,13 +138,25 @@ def read_manifest(place: Folder | Path) -> Manifest:
         raise unreadable(error, "the manifest cannot be read", path) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
-    if not isinstance(body, dict) or type(body.get("format")) is not int or body["format"] != FORMAT:
+    if (
+        not isinstance(body, dict)
+        or type(body.get("format")) is not int
+        or body["format"] != FORMAT
+    ):
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise CheckpointError(f"format {found!r} is not {FORMAT}", where=path, fix="use the release that wrote it")
+        raise CheckpointError(
+            f"format {found!r} is not {FORMAT}", where=path, fix="use the release that wrote it"
+        )
     if body.get("xxh3") != found_xxh3:
-        raise CheckpointError("the manifest is not what was written", where=path, why="its checksum differs")
-    if text != written:  # a space more, a key that is there twice: the checksum is of what was parsed
-        raise CheckpointError("the manifest is not what was written", where=path, why="it is written another way")
+        raise CheckpointError(
+            "the manifest is not what was written", where=path, why="its checksum differs"
+        )
+    if (
+        text != written
+    ):  # a space more, a key that is there twice: the checksum is of what was parsed
+        raise CheckpointError(
+            "the manifest is not what was written", where=path, why="it is written another way"
+        )
     try:
         manifest = _parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -129,34 +167,45 @@ def read_manifest(place: Folder | Path) -> Manifest:
 
 
 def _without_manifest(folder: Folder) -> CheckpointError:
-    """A directory is renamed into place whole; an object store's folder may be an upload that never ended."""
+    """A directory is renamed into place whole; an object store's folder may be an upload that
+    never ended."""
     if isinstance(folder, LocalFolder):
         return CheckpointError("it is damaged", where=folder.url, why=f"{MANIFEST} is missing")
     return CheckpointError("incomplete: it was never committed", where=folder.url)
 
 
 def _require_own_step(folder: Folder, manifest: Manifest) -> None:
-    """A copy under another step's name would be continued from as that step. Other names say nothing of a step."""
+    """A copy under another step's name would be continued from as that step.
+
+    Other names say nothing of a step.
+    """
     if folder.step not in (-1, manifest.step):
         raise CheckpointError(
             f"{folder.name} holds step {manifest.step}",
             where=folder.url,
-            fix=f"a copy can be removed; a checkpoint that was renamed is called step-{manifest.step} again",
+            fix=(
+                "a copy can be removed; a checkpoint that was renamed is called"
+                f" step-{manifest.step} again"
+            ),
         )
     told = manifest.facts.get("step", manifest.step)
     if told != manifest.step:
         raise CheckpointError(
-            f"the manifest is of step {manifest.step}, and the state in it of step {told!r}", where=folder.url
+            f"the manifest is of step {manifest.step}, and the state in it of step {told!r}",
+            where=folder.url,
         )
 
 
 def body_xxh3(body: Mapping[str, Any]) -> str:
     """XXH3-64 of a manifest's content, whatever its spacing and order."""
-    return xxhash.xxh3_64_hexdigest(canonical_json({key: body[key] for key in body if key != "xxh3"}).encode())
+    return xxhash.xxh3_64_hexdigest(
+        canonical_json({key: body[key] for key in body if key != "xxh3"}).encode()
+    )
 
 
 def manifest_bytes(body: Mapping[str, Any]) -> bytes:
-    """The one way in which a manifest is written, so that its content, which has a checksum, decides every byte."""
+    """The one way in which a manifest is written, so that its content, which has a checksum,
+    decides every byte."""
     return (json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
@@ -190,10 +239,16 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     }
     if count(body["chunk_bytes"]) != CHUNK_BYTES:
         raise ValueError(f"chunks of {body['chunk_bytes']} bytes")
-    files = {_file_name(name): _stored_file(name, facts) for name, facts in mapping(body["files"]).items()}
+    files = {
+        _file_name(name): _stored_file(name, facts)
+        for name, facts in mapping(body["files"]).items()
+    }
     for name, tensor in tensors.items():
         if len(tensor.shape) > MAX_DIMS or math.prod(tensor.shape) > LARGEST_COUNT:
-            raise ValueError(f"{name} is of {len(tensor.shape)} dimensions and {math.prod(tensor.shape)} elements")
+            raise ValueError(
+                f"{name} is of {len(tensor.shape)} dimensions and {math.prod(tensor.shape)}"
+                " elements"
+            )
         for piece in tensor.pieces:
             if piece.file not in files:
                 raise ValueError(f"{name} is in {piece.file}, which is not listed")
@@ -214,14 +269,23 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
 
 def _stored_file(name: str, facts: Mapping[str, Any]) -> StoredFile:
     stored = StoredFile(count(facts["num_bytes"]), str(facts["chunks_xxh3"]))
-    if not re.fullmatch(r"([0-9a-f]{16})*", stored.chunks_xxh3) or len(stored.chunks_xxh3) != 16 * stored.num_chunks:
-        raise ValueError(f"{name} has {len(stored.chunks_xxh3)} digits of checksums for {stored.num_bytes} bytes")
+    if (
+        not re.fullmatch(r"([0-9a-f]{16})*", stored.chunks_xxh3)
+        or len(stored.chunks_xxh3) != 16 * stored.num_chunks
+    ):
+        raise ValueError(
+            f"{name} has {len(stored.chunks_xxh3)} digits of checksums for {stored.num_bytes} bytes"
+        )
     return stored
 
 
 def _file_name(name: Any) -> str:
     """A plain file name: a manifest cannot point outside its directory."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name) or name.startswith("."):
+    if (
+        not isinstance(name, str)
+        or not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name)
+        or name.startswith(".")
+    ):
         raise ValueError(f"bad file name {name!r}")
     return name
 
@@ -231,16 +295,20 @@ def checkpoint_directory(run_dir: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints under a run's own directory, oldest first. Uncommitted directories have other names."""
+    """Checkpoints under a run's own directory, oldest first.
+
+    Uncommitted directories have other names.
+    """
     return list_folders(run_dir / "checkpoints")
 
 
 def list_folders(root: Path) -> list[Path]:
     """Checkpoints in a directory, oldest first; none if it is not there.
 
-    A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not unfinished: also a
-    file, a pipe or a link of that name, of which nobody knows what it was. Every verb takes these for the checkpoints
-    of a run. Raises CheckpointError where it cannot be seen what is there: that is not the same as nothing.
+    A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not
+    unfinished: also a file, a pipe or a link of that name, of which nobody knows what it was. Every
+    verb takes these for the checkpoints of a run. Raises CheckpointError where it cannot be seen
+    what is there: that is not the same as nothing.
     """
     found = []
     try:
@@ -251,12 +319,17 @@ def list_folders(root: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise unreadable(error, "checkpoints cannot be looked for", str(error.filename or root)) from None
+        raise unreadable(
+            error, "checkpoints cannot be looked for", str(error.filename or root)
+        ) from None
     return [entry for _, entry in sorted(found)]
 
 
 def _is_there(path: Path) -> bool:
-    """Also a link that leads to nothing; not what is removed this moment. Raises OSError unless that is known."""
+    """Also a link that leads to nothing; not what is removed this moment.
+
+    Raises OSError unless that is known.
+    """
     try:
         os.lstat(path)
     except FileNotFoundError:

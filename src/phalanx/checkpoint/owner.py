@@ -1,8 +1,11 @@
-"""Whose an object store is: owner.json beside its checkpoints, and the same in RUN/checkpoint-owner.json. Torch-free.
+"""Whose an object store is: owner.json beside its checkpoints, and the same in
+RUN/checkpoint-owner.json.
 
-A directory of checkpoints is locked; an object store has no lock. Two runs that begin with one empty URL would take
-each other's checkpoints for their own. So a run writes down that the store is its, reads it back, and asks again before
-it loads, commits or removes anything there.
+Torch-free.
+
+A directory of checkpoints is locked; an object store has no lock. Two runs that begin with one
+empty URL would take each other's checkpoints for their own. So a run writes down that the store is
+its, reads it back, and asks again before it loads, commits or removes anything there.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Owner:
-    """A run. `run_id` is random and goes where its directory goes; `run`, `host` and the time are for people."""
+    """A run.
+
+    `run_id` is random and goes where its directory goes; `run`, `host` and the time are for people.
+    """
 
     run_id: str
     run: str
@@ -46,8 +52,9 @@ class Owner:
 def claim(store: Store, run_dir: Path) -> None:
     """Write down that `store` is this run's, if nobody else did. For the holder of the run's lock.
 
-    Raises RunLockedError if it is another run's, CheckpointError if the store does not answer, ResourceError if the run
-    directory cannot be written. What an earlier job of the run wrote stays, also if the directory has moved since.
+    Raises RunLockedError if it is another run's, CheckpointError if the store does not answer,
+    ResourceError if the run directory cannot be written. What an earlier job of the run wrote
+    stays, also if the directory has moved since.
     """
     if store.owner is None:
         return
@@ -70,21 +77,27 @@ def release(store: Store, run_dir: Path) -> None:
 
 
 def refusal_of(store: Store, run_dir: Path) -> RunLockedError | None:
-    """Why this run must leave `store` alone; None if it is its own, or nobody has claimed it. Raises CheckpointError.
+    """Why this run must leave `store` alone; None if it is its own, or nobody has claimed it.
 
-    A run that never claimed a store (of an earlier version, or whose URL is new) has none of its own either.
+    Raises CheckpointError.
+
+    A run that never claimed a store (of an earlier version, or whose URL is new) has none of its
+    own either.
     """
     said = store.owner.read() if store.owner is not None else None
     if store.owner is None or said is None or _is_ours(store.owner, _kept(run_dir)):
         return None
     theirs = _parsed(said)
-    fix = f"choose another checkpoint.url; if that run is known to be gone, remove {store.owner.url}"
+    fix = (
+        f"choose another checkpoint.url; if that run is known to be gone, remove {store.owner.url}"
+    )
     whose = str(theirs) if theirs else "another run, whose name cannot be read"
     return RunLockedError(f"checkpoint.url belongs to {whose}", where=store.url, fix=fix)
 
 
 def require_claim(epoch: Epoch | None, store: Store) -> None:
-    """Raise RunTakenError if another job took the run of `epoch` since, StoreTakenError if another run its store."""
+    """Raise RunTakenError if another job took the run of `epoch` since, StoreTakenError if
+    another run its store."""
     if epoch is None:
         return
     epoch.require_newest()
@@ -99,7 +112,10 @@ def _is_ours(there: OwnerObject, ours: Owner | None) -> bool:
 
 
 def _kept(run_dir: Path) -> Owner | None:
-    """What the run's directory says; None if it never claimed a store. Raises CheckpointError for a damaged file."""
+    """What the run's directory says; None if it never claimed a store.
+
+    Raises CheckpointError for a damaged file.
+    """
     try:
         owner, why = _parsed(LocalFolder(run_dir).read(KEPT)), "it does not say whose"
     except FileNotFoundError:
@@ -108,12 +124,16 @@ def _kept(run_dir: Path) -> Owner | None:
         owner, why = None, str(error.strerror)
     if owner is None:
         fix = "if the store is this run's, put a copy of the store's owner.json there"
-        raise CheckpointError("whose the checkpoints are cannot be read", where=str(run_dir / KEPT), why=why, fix=fix)
+        raise CheckpointError(
+            "whose the checkpoints are cannot be read", where=str(run_dir / KEPT), why=why, fix=fix
+        )
     return owner
 
 
 def _keep_new(run_dir: Path) -> Owner:
-    owner = Owner(secrets.token_hex(16), run_dir.resolve().name, socket.gethostname(), round(time.time(), 3))
+    owner = Owner(
+        secrets.token_hex(16), run_dir.resolve().name, socket.gethostname(), round(time.time(), 3)
+    )
     try:
         write_json_durably(Disk(), run_dir / KEPT, owner.to_json())
     except OSError as error:
@@ -127,6 +147,10 @@ def _parsed(text: bytes) -> Owner | None:
         body = json.loads(text)
         names = [str(body[key]) for key in ("run_id", "run", "host")]
         owner = Owner(names[0], names[1], names[2], float(body["since_unix_s"]))
-        return owner if body["format"] == FORMAT and all(map(str.isprintable, names)) and str(owner) else None
+        return (
+            owner
+            if body["format"] == FORMAT and all(map(str.isprintable, names)) and str(owner)
+            else None
+        )
     except (ValueError, OverflowError, OSError, KeyError, TypeError):
         return None

@@ -36,9 +36,14 @@ def prune_run(run: str, *, keep_last: int, keep_every: int | None, dry_run: bool
     """
     location = str(run_at(run))
     if is_url(location):
-        why = "a store knows neither the job that writes it nor the best checkpoint; the run's directory does"
+        why = (
+            "a store knows neither the job that writes it nor the best checkpoint; the run's"
+            " directory does"
+        )
         fix = "prune the run: phalanx checkpoint prune RUN"
-        raise UsageError("checkpoints at a URL are not pruned by themselves", where=run, why=why, fix=fix)
+        raise UsageError(
+            "checkpoints at a URL are not pruned by themselves", where=run, why=why, fix=fix
+        )
     find_folders(location)
     run_dir = Path(location)
     notes: list[str] = []
@@ -60,5 +65,7 @@ def _best_steps(run_dir: Path) -> frozenset[int]:
     best = read_best(run_dir)
     if best is None and os.path.lexists(run_dir / BEST):
         fix = "put it right, or remove it if no checkpoint is to be kept as the best"
-        raise CheckpointError("what the best checkpoint is cannot be read", where=str(run_dir / BEST), fix=fix)
+        raise CheckpointError(
+            "what the best checkpoint is cannot be read", where=str(run_dir / BEST), fix=fix
+        )
     return frozenset({best.step} if best else ())

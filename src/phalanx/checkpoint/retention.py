@@ -1,4 +1,7 @@
-"""Which checkpoints stay: the last few, milestones, the best, and always the newest that verifies. Torch-free."""
+"""Which checkpoints stay: the last few, milestones, the best, and always the newest that verifies.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from phalanx.checkpoint.verify import Progress, verify_checkpoint
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the last `last` (None: all), the steps in `kept`, and of each `every` steps the first that was saved: the
-    multiple itself, unless saves come by the clock or had to wait."""
+    """Keep the last `last` (None: all), the steps in `kept`, and of each `every` steps the first
+    that was saved: the multiple itself, unless saves come by the clock or had to wait."""
 
     last: int | None = None
     every: int | None = None
@@ -48,12 +51,15 @@ def prune(
     progress: Progress = lambda num_bytes: None,
     epoch: Epoch | None = None,
 ) -> list[Folder]:
-    """Remove what `retention` does not keep; what went, oldest first. `progress` hears of verified bytes, and of each
-    removal before it; it may raise. A `dry_run` says and returns the same, and removes nothing.
+    """Remove what `retention` does not keep; what went, oldest first.
 
-    Nothing is removed before the newest that verifies, byte for byte, is known: where that one would go because newer
-    ones are damaged, nothing does. Raises CheckpointError if one cannot be removed, or if the run is no longer that of
-    `epoch` or the store no longer the run's: whoever has it now may be reading the one that would go.
+    `progress` hears of verified bytes, and of each removal before it; it may raise. A `dry_run`
+    says and returns the same, and removes nothing.
+
+    Nothing is removed before the newest that verifies, byte for byte, is known: where that one
+    would go because newer ones are damaged, nothing does. Raises CheckpointError if one cannot be
+    removed, or if the run is no longer that of `epoch` or the store no longer the run's: whoever
+    has it now may be reading the one that would go.
     """
     require_claim(epoch, store)
     by_step = {folder.step: folder for folder in store.folders()}
@@ -63,7 +69,11 @@ def prune(
     newest_first = (by_step[step] for step in sorted(by_step, reverse=True))
     safe = next((folder for folder in newest_first if _verifies(folder, say, progress)), None)
     if safe is None or safe in going:
-        why = "no checkpoint verifies" if safe is None else f"the newest that verifies is {safe.name}, which would go"
+        why = (
+            "no checkpoint verifies"
+            if safe is None
+            else f"the newest that verifies is {safe.name}, which would go"
+        )
         say(f"{why}: nothing is removed")
         return []
     for folder in () if dry_run else going:

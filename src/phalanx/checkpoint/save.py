@@ -1,4 +1,5 @@
-"""Save logical tensors: every rank writes only blocks of its own, all ranks agree on the outcome."""
+"""Save logical tensors: every rank writes only blocks of its own, all ranks agree on the
+outcome."""
 
 from __future__ import annotations
 
@@ -25,12 +26,15 @@ from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard
 
-SPLIT_BYTES = 1 << 20  # a replicated block of at least so many bytes is written in parts, one by each replica
+SPLIT_BYTES = (
+    1 << 20
+)  # a replicated block of at least so many bytes is written in parts, one by each replica
 
 
 @dataclass(frozen=True)
 class Saved:
-    """`num_bytes` are all bytes of the checkpoint's tensors, `num_new_bytes` those that had to be written for it."""
+    """`num_bytes` are all bytes of the checkpoint's tensors, `num_new_bytes` those that had to
+    be written for it."""
 
     folder: Folder
     num_bytes: int
@@ -57,14 +61,17 @@ def save(
 ) -> Saved:
     """Write the checkpoint of `step` into `store`. Collective.
 
-    `shards` are those that this rank holds, or what `owned` made of them: nothing else is read. `before_commit` is
-    called when every rank's part is written, before there is a checkpoint. `facts` may differ between stages of a
-    pipeline in what they know of: the manifest has all of it, and of what several know what the first rank says.
+    `shards` are those that this rank holds, or what `owned` made of them: nothing else is read.
+    `before_commit` is called when every rank's part is written, before there is a checkpoint.
+    `facts` may differ between stages of a pipeline in what they know of: the manifest has all of
+    it, and of what several know what the first rank says.
 
-    With `incremental`, what the checkpoint before holds already is linked to it, or copied by the store.
+    With `incremental`, what the checkpoint before holds already is linked to it, or copied by the
+    store.
 
-    Files are written and made durable in a draft, the manifest last; committing it is one operation. If any rank
-    fails, every rank raises CheckpointError and nothing is left but the checkpoints that were there before.
+    Files are written and made durable in a draft, the manifest last; committing it is one
+    operation. If any rank fails, every rank raises CheckpointError and nothing is left but the
+    checkpoints that were there before.
     """
     with phases("ckpt_stage"):
         with agreed(group, store.url, "preparing a checkpoint") as outcome:
@@ -78,7 +85,9 @@ def save(
         with phases("ckpt_write"):
             with agreed(group, draft.url, "writing a checkpoint") as outcome:
                 earlier = earlier_checkpoint(store.folder(before_name)) if before_name else None
-                outcome["mine"] = _write_mine(draft, shards, group.rank, earlier) | {"aliases": dict(aliases)}
+                outcome["mine"] = _write_mine(draft, shards, group.rank, earlier) | {
+                    "aliases": dict(aliases)
+                }
                 if group.layout.pp > 1:  # only then do ranks know of different things
                     outcome["mine"]["facts"] = dict(facts)
             parts = outcome["all"]
@@ -100,10 +109,12 @@ def save(
 
 
 def owned(shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
-    """Of each tensor the blocks that this rank must write, so that each is written by one rank: no replicas are left.
+    """Of each tensor the blocks that this rank must write, so that each is written by one rank: no
+    replicas are left.
 
-    Every name stays, without blocks where others write it. Of large blocks each replica gets an equal part, of small
-    ones the name chooses a replica: both need nothing that a rank does not know of others. Idempotent.
+    Every name stays, without blocks where others write it. Of large blocks each replica gets an
+    equal part, of small ones the name chooses a replica: both need nothing that a rank does not
+    know of others. Idempotent.
     """
     return {
         name: replace(shard, boxes=tuple(_owned_boxes(shard)), replica=0, num_replicas=1)
@@ -139,12 +150,19 @@ def _rows(box: Box, begin: int, end: int) -> Box:
     )
 
 
-def _write_mine(draft: Draft, shards: Mapping[str, LogicalShard], rank: int, earlier: Earlier | None) -> dict[str, Any]:
+def _write_mine(
+    draft: Draft, shards: Mapping[str, LogicalShard], rank: int, earlier: Earlier | None
+) -> dict[str, Any]:
     """Write the blocks this rank owns; what it tells the others of them and of its tensors."""
     mine = owned(shards)
     blocks = [
         Block(
-            name, f"{name}#{number}", shard.dtype, box.global_offset, box.size, partial(block_bytes, shard.tensor, box)
+            name,
+            f"{name}#{number}",
+            shard.dtype,
+            box.global_offset,
+            box.size,
+            partial(block_bytes, shard.tensor, box),
         )
         for name, shard in sorted(mine.items())
         for number, box in enumerate(shard.boxes)
@@ -163,9 +181,12 @@ def _write_mine(draft: Draft, shards: Mapping[str, LogicalShard], rank: int, ear
 
 
 def block_bytes(tensor: torch.Tensor, box: Box) -> Bytes:
-    """A block of a local tensor as bytes in C order, on the CPU; a view of it where that is possible."""
+    """A block of a local tensor as bytes in C order, on the CPU; a view of it where that is
+    possible."""
     block = local_block(tensor, box).cpu().reshape(-1)
-    if block.stride() != (1,):  # torch calls blocks of one element or none contiguous, whatever their strides
+    if block.stride() != (
+        1,
+    ):  # torch calls blocks of one element or none contiguous, whatever their strides
         block = torch.empty(block.numel(), dtype=block.dtype).copy_(block)
     found: Bytes = block.view(torch.uint8).numpy()
     return found
@@ -194,7 +215,10 @@ def _assemble(
     parts: list[dict[str, Any]],
     epoch: Epoch | None,
 ) -> Manifest:
-    """One manifest of what the ranks wrote. A rank need not know of tensors that others hold (stages of a pipeline)."""
+    """One manifest of what the ranks wrote.
+
+    A rank need not know of tensors that others hold (stages of a pipeline).
+    """
     told: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, found in part["tensors"].items():
@@ -206,7 +230,8 @@ def _assemble(
     for name, found in sorted(told.items()):
         shape = tuple(found["shape"])
         pieces = tuple(
-            Piece(p["file"], p["key"], tuple(p["offset"]), tuple(p["size"]), p["xxh3_128"]) for p in found["pieces"]
+            Piece(p["file"], p["key"], tuple(p["offset"]), tuple(p["size"]), p["xxh3_128"])
+            for p in found["pieces"]
         )
         tensors[name] = StoredTensor(shape, found["dtype"], pieces)
         if not is_tiled(tensors[name]):
@@ -218,4 +243,6 @@ def _assemble(
     except ValueError as error:
         raise CheckpointError(f"the ranks do not agree on what is tied: {error}") from None
     number = epoch.number if epoch is not None else 0
-    return Manifest(step, job_digest, group.layout.to_json(), dict(facts), tensors, aliases, files, number)
+    return Manifest(
+        step, job_digest, group.layout.to_json(), dict(facts), tensors, aliases, files, number
+    )

@@ -1,9 +1,9 @@
 """Saving beside training: a copy of the state is taken between two steps, and a thread writes it.
 
-The thread's collectives go through a process group of its own, so that they never meet training's. One save is in
-flight at a time. A rank's `votes` travel in the reduction of each step, so that all ranks see a save end at the same
-step. An error of the thread is never lost: a CheckpointError (a full disk) is an event and a vote, and anything else
-is raised in training.
+The thread's collectives go through a process group of its own, so that they never meet training's.
+One save is in flight at a time. A rank's `votes` travel in the reduction of each step, so that all
+ranks see a save end at the same step. An error of the thread is never lost: a CheckpointError (a
+full disk) is an event and a vote, and anything else is raised in training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Event, Note
 
-POLL_S = 0.2  # how long a rank that waits for a thread looks at its own before it hears of the others
+POLL_S = (
+    0.2  # how long a rank that waits for a thread looks at its own before it hears of the others
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the checkpoints of a run go, and which of them stay. `kept` names steps that retention never removes."""
+    """Where the checkpoints of a run go, and which of them stay.
+
+    `kept` names steps that retention never removes.
+    """
 
     store: Store
     job_digest: str
@@ -73,9 +78,12 @@ class Target:
 
 
 class Saver:
-    """Writes Snapshots to a Target: `begin` leaves it to a thread, `save` waits. Both are collective.
+    """Writes Snapshots to a Target: `begin` leaves it to a thread, `save` waits.
 
-    `phases` are those of training. Rank 0 says on `bus` what was saved, what failed and what was removed.
+    Both are collective.
+
+    `phases` are those of training. Rank 0 says on `bus` what was saved, what failed and what was
+    removed.
     """
 
     def __init__(
@@ -103,7 +111,8 @@ class Saver:
         return self._staging.num_bytes
 
     def votes(self) -> tuple[float, float]:
-        """Whether a thread of this rank is at work, and whether its save failed; to be summed over the ranks.
+        """Whether a thread of this rank is at work, and whether its save failed; to be summed over
+        the ranks.
 
         Raises here, on this rank alone, what ended a thread and was no CheckpointError.
         """
@@ -111,10 +120,13 @@ class Saver:
         return float(is_busy or self._tidier.is_waited_for), float(has_failed)
 
     def wait(self, *, in_haste: bool = False) -> bool:
-        """Until the threads of all ranks are done. True if their save failed; raises as `votes` does. Collective.
+        """Until the threads of all ranks are done.
 
-        No rank stands in a collective while another's thread is at work, however long that takes: again and again they
-        agree that one is. In haste the removal of old checkpoints is left to the next save.
+        True if their save failed; raises as `votes` does. Collective.
+
+        No rank stands in a collective while another's thread is at work, however long that takes:
+        again and again they agree that one is. In haste the removal of old checkpoints is left to
+        the next save.
         """
         if in_haste:
             self._tidier.hurry()
@@ -129,7 +141,10 @@ class Saver:
         return has_failed
 
     def land(self) -> None:
-        """Forget a flight that is over on all ranks. Raises RunTakenError, on every rank, if that is how it ended."""
+        """Forget a flight that is over on all ranks.
+
+        Raises RunTakenError, on every rank, if that is how it ended.
+        """
         flight, self._flight = self._flight, None
         assert flight is None or flight.is_done
         if flight is not None and flight.taken is not None:
@@ -144,15 +159,24 @@ class Saver:
         flight.join(timeout_s)
         why = ""
         if not flight.is_done:
-            why = f"training ended by an error, and the save in flight was not done {timeout_s:g} s later"
+            why = (
+                f"training ended by an error, and the save in flight was not done {timeout_s:g} s"
+                " later"
+            )
         elif flight.crash is not None:
             traceback.print_exception(flight.crash)  # in this rank's log
-            why = f"training ended by an error, and the save in flight with it ({type(flight.crash).__name__})"
+            why = (
+                "training ended by an error, and the save in flight with it"
+                f" ({type(flight.crash).__name__})"
+            )
         if why:
             self._tell(Note("save_left_behind", {"why": why}))
 
     def _of_save(self) -> tuple[bool, bool]:
-        """Whether this rank's save is in flight, and whether it failed. Raises what ended a thread."""
+        """Whether this rank's save is in flight, and whether it failed.
+
+        Raises what ended a thread.
+        """
         self._tidier.raise_crash()
         flight = self._flight
         if flight is None:
@@ -178,18 +202,29 @@ class Saver:
             self._tidier.join(timeout_s)
 
     def require_saveable(self, take: Callable[[], Snapshot]) -> None:
-        """Raise CheckpointError, on every rank, if on any of them `take` gives what no checkpoint holds. Collective."""
+        """Raise CheckpointError, on every rank, if on any of them `take` gives what no checkpoint
+        holds.
+
+        Collective.
+        """
         with agreed(self._mesh, self._target.store.url, "looking at what there is to save"):
             owned(take().shards)
 
     def begin(
-        self, step: int, take: Callable[[], Snapshot], *, record: Callable[[], None], waited_s: float = 0.0
+        self,
+        step: int,
+        take: Callable[[], Snapshot],
+        *,
+        record: Callable[[], None],
+        waited_s: float = 0.0,
     ) -> bool:
-        """Copy the state of `step`, which `take` gives, and write it beside training. False, with nothing done, if a
-        rank has no memory for that.
+        """Copy the state of `step`, which `take` gives, and write it beside training.
 
-        `record` is called before the thread starts, so that what it records is there before the checkpoint is. Raises
-        CheckpointError on every rank if there is something that cannot be saved.
+        False, with nothing done, if a rank has no memory for that.
+
+        `record` is called before the thread starts, so that what it records is there before the
+        checkpoint is. Raises CheckpointError on every rank if there is something that cannot be
+        saved.
         """
         assert self._flight is None, "one save at a time"
         began = time.perf_counter() - waited_s
@@ -212,14 +247,19 @@ class Saver:
         tidy: bool = True,
         is_last: bool = False,
     ) -> None:
-        """Save while training waits. No save may be in flight. Raises CheckpointError on every rank.
+        """Save while training waits.
+
+        No save may be in flight. Raises CheckpointError on every rank.
 
         `is_last`: training ends if this save fails.
         """
         assert self._flight is None, "one save at a time"
         began = time.perf_counter()
         taken: list[Snapshot] = []
-        with self._said(step, is_last), agreed(self._mesh, self._target.store.url, "taking the state"):
+        with (
+            self._said(step, is_last),
+            agreed(self._mesh, self._target.store.url, "taking the state"),
+        ):
             taken.append(take())
         saved = self._save(taken[0], self._mesh, self._phases, record, is_last=is_last)
         wall_s = time.perf_counter() - began
@@ -248,18 +288,27 @@ class Saver:
 
     def _is_anywhere(self, here: bool) -> bool:
         """Whether it is so on any rank: one small reduction, while training stands still."""
-        return bool(self._mesh.all_reduce_sum(torch.tensor([float(here)], device=self._mesh.device)).item())
+        return bool(
+            self._mesh.all_reduce_sum(torch.tensor([float(here)], device=self._mesh.device)).item()
+        )
 
     def _give_up_copy(self, step: int, problem: CheckpointError | MemoryError | None) -> None:
-        """What cannot be saved is a CheckpointError on all ranks; for want of memory all wait for saves from now on."""
-        with self._said(step), agreed(self._mesh, self._target.store.url, "copying the state") as outcome:
+        """What cannot be saved is a CheckpointError on all ranks; for want of memory all wait
+        for saves from now on."""
+        with (
+            self._said(step),
+            agreed(self._mesh, self._target.store.url, "copying the state") as outcome,
+        ):
             if isinstance(problem, CheckpointError):
                 raise problem
             outcome["mine"] = None if problem is None else f"rank {self._mesh.rank}: {problem}"
         self.asynchronous = False
         self._staging.release()
         first = next(found for found in outcome["all"] if found)
-        why = f"there is no memory for a copy of the state ({first}): training waits for saves from now on"
+        why = (
+            f"there is no memory for a copy of the state ({first}): training waits for saves from"
+            " now on"
+        )
         self._tell(Note("saves_are_waited_for", {"why": why}))
 
     def _write(self, staged: Snapshot, began: float, stall_s: float) -> None:
@@ -272,7 +321,13 @@ class Saver:
             self._tidier.begin()
 
     def _save(
-        self, snapshot: Snapshot, group: Mesh, phases: Phases, record: Callable[[], None], *, is_last: bool = False
+        self,
+        snapshot: Snapshot,
+        group: Mesh,
+        phases: Phases,
+        record: Callable[[], None],
+        *,
+        is_last: bool = False,
     ) -> Saved:
         target = self._target
         with self._said(snapshot.step, is_last):
@@ -304,7 +359,11 @@ class Saver:
     def _saved(self, step: int, saved: Saved, cost: Cost) -> None:
         self.last_cost = cost
         path = place_in_run(saved.folder, self._target.run_dir)
-        self._tell(CheckpointSaved(step, path, saved.num_bytes, cost.wall_s, cost.stall_s, saved.num_new_bytes))
+        self._tell(
+            CheckpointSaved(
+                step, path, saved.num_bytes, cost.wall_s, cost.stall_s, saved.num_new_bytes
+            )
+        )
 
     def _tell(self, event: Event) -> None:
         if self._mesh.rank == 0:

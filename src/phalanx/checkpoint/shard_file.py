@@ -1,8 +1,12 @@
-"""One safetensors file of a checkpoint: written as a stream, read by ranges, every byte under a checksum. Torch-free.
+"""One safetensors file of a checkpoint: written as a stream, read by ranges, every byte under a
+checksum.
 
-The format is safetensors' own (8 bytes of length, a JSON header, the tensors one after the other), so that anybody can
-read it. Checksums are XXH3-64 of each 4 MiB of the file, kept in the manifest: a range is verified by reading the
-chunks it touches, and nothing is handed out that was not verified in memory first.
+Torch-free.
+
+The format is safetensors' own (8 bytes of length, a JSON header, the tensors one after the other),
+so that anybody can read it. Checksums are XXH3-64 of each 4 MiB of the file, kept in the manifest:
+a range is verified by reading the chunks it touches, and nothing is handed out that was not
+verified in memory first.
 """
 
 from __future__ import annotations
@@ -70,7 +74,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor to write. `load` gives its bytes (C order) when its turn comes, so that one copy exists at a time."""
+    """A tensor to write.
+
+    `load` gives its bytes (C order) when its turn comes, so that one copy exists at a time.
+    """
 
     key: str
     dtype: str  # torch's name
@@ -89,7 +96,9 @@ def write_file(path: Path, sources: Iterable[Source]) -> StoredFile:
     return stored
 
 
-def write_stream(file: DiskFile, sources: Iterable[Source], *, metadata: Mapping[str, str] | None = None) -> StoredFile:
+def write_stream(
+    file: DiskFile, sources: Iterable[Source], *, metadata: Mapping[str, str] | None = None
+) -> StoredFile:
     """Write a safetensors file into `file`, which the caller syncs and closes. Raises OSError."""
     sources = list(sources)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -115,7 +124,10 @@ def write_stream(file: DiskFile, sources: Iterable[Source], *, metadata: Mapping
 
 
 class CheckedFile:
-    """Reads verified ranges of a file. A context manager; raises CheckpointError that names the file and the place."""
+    """Reads verified ranges of a file.
+
+    A context manager; raises CheckpointError that names the file and the place.
+    """
 
     def __init__(self, place: Folder | Path, name: str, stored: StoredFile) -> None:
         self._folder, self._name, self._stored = as_folder(place), name, stored
@@ -132,7 +144,8 @@ class CheckedFile:
             found = self._reader.num_bytes
             if found != self._stored.num_bytes:
                 raise CheckpointError(
-                    f"{found} bytes, not the {self._stored.num_bytes} that were written", where=self.where
+                    f"{found} bytes, not the {self._stored.num_bytes} that were written",
+                    where=self.where,
                 )
             self.entries = self._read_header()
         except OSError as error:
@@ -170,19 +183,35 @@ class CheckedFile:
         return out.view(np.uint8)
 
     def verify(self) -> Iterator[int]:
-        """Verify the whole file chunk by chunk; yields bytes done. Raises CheckpointError at the first bad chunk."""
+        """Verify the whole file chunk by chunk; yields bytes done.
+
+        Raises CheckpointError at the first bad chunk.
+        """
         for number in range(self._stored.num_chunks):
             self._load_chunk(number)
             yield min(self._stored.num_bytes, (number + 1) * CHUNK_BYTES)
 
-    def _fill(self, out: NDArray[Any], base: int, shape: tuple[int, ...], item: int, start: tuple[int, ...]) -> None:
-        """Fill `out` from the tensor of `shape` that begins at byte `base`. Rows are read in spans with their gaps."""
+    def _fill(
+        self,
+        out: NDArray[Any],
+        base: int,
+        shape: tuple[int, ...],
+        item: int,
+        start: tuple[int, ...],
+    ) -> None:
+        """Fill `out` from the tensor of `shape` that begins at byte `base`.
+
+        Rows are read in spans with their gaps.
+        """
         if not shape:
             out[...] = self.read(base, base + item).view(out.dtype)[0]
             return
         row = math.prod(shape[1:]) * item  # bytes
         inner = sum(o * math.prod(shape[d + 1 :]) * item for d, o in enumerate(start) if d > 0)
-        last = sum((o + n - 1) * math.prod(shape[d + 1 :]) * item for d, (o, n) in _from_second(start, out.shape))
+        last = sum(
+            (o + n - 1) * math.prod(shape[d + 1 :]) * item
+            for d, (o, n) in _from_second(start, out.shape)
+        )
         span = last + item - inner  # bytes of one row from its first wanted element to its last
         has_gaps = span != math.prod(out.shape[1:]) * item
         if len(shape) > 1 and (span > SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
@@ -196,7 +225,9 @@ class CheckedFile:
             count = min(rows_at_once, out.shape[0] - first)
             begin = base + (start[0] + first) * row + inner
             data = self.read(begin, begin + (count - 1) * row + span).view(out.dtype)
-            block = np.lib.stride_tricks.as_strided(data, (count, *out.shape[1:]), strides, writeable=False)
+            block = np.lib.stride_tricks.as_strided(
+                data, (count, *out.shape[1:]), strides, writeable=False
+            )
             out[first : first + count] = block
 
     def _load_chunk(self, number: int) -> None:
@@ -218,19 +249,27 @@ class CheckedFile:
             raise CheckpointError(
                 f"its bytes are not those that were written: {self._inside(begin, begin + length)}",
                 where=self.where,
-                why=f"xxh3 of bytes {begin} to {begin + length - 1} is {found}, not {self._stored.chunk_xxh3(number)}",
+                why=(
+                    f"xxh3 of bytes {begin} to {begin + length - 1} is {found}, not"
+                    f" {self._stored.chunk_xxh3(number)}"
+                ),
             )
         self._chunk_number = number
 
     def _inside(self, begin: int, end: int) -> str:
         """What lies in a range of the file, in words."""
         entries = self.entries or self._doubtful_entries()
-        names = [e.key.rpartition("#")[0] for e in entries.values() if begin < e.stop and e.start < end]
+        names = [
+            e.key.rpartition("#")[0] for e in entries.values() if begin < e.stop and e.start < end
+        ]
         parts = ["the file's header"] * (begin == 0) + list(dict.fromkeys(names))
-        return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more tensors" if len(parts) > 4 else "")
+        return ", ".join(parts[:4]) + (
+            f" and {len(parts) - 4} more tensors" if len(parts) > 4 else ""
+        )
 
     def _doubtful_entries(self) -> dict[str, Entry]:
-        """The entries of a header that did not verify, to say what may be damaged; never to read by."""
+        """The entries of a header that did not verify, to say what may be damaged; never to read
+        by."""
         length = int.from_bytes(self._chunk[:8].tobytes(), "little")
         try:
             base = 8 + length
@@ -248,14 +287,19 @@ class CheckedFile:
         try:
             return dict(parse_header(self.read(8, base).tobytes(), base, self._stored.num_bytes))
         except _NOT_A_HEADER as error:
-            raise CheckpointError("its header is not one of safetensors", where=self.where, why=str(error)) from None
+            raise CheckpointError(
+                "its header is not one of safetensors", where=self.where, why=str(error)
+            ) from None
 
     def _unreadable(self, error: OSError) -> CheckpointError:
         return unreadable(error, "a file of the checkpoint cannot be read", self.where)
 
 
 def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, Entry]]:
-    """The entries of a safetensors header; tensors begin at byte `base`. ValueError where they do not add up."""
+    """The entries of a safetensors header; tensors begin at byte `base`.
+
+    ValueError where they do not add up.
+    """
     item_bytes = dict(DTYPES.values())
     for key, facts in json.loads(text).items():
         if key == "__metadata__":
@@ -275,5 +319,7 @@ def _element(item_bytes: int) -> np.dtype[Any]:
     return np.dtype(f"u{item_bytes}" if item_bytes in (1, 2, 4, 8) else f"V{item_bytes}")
 
 
-def _from_second(start: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, int]]]:
+def _from_second(
+    start: tuple[int, ...], size: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, int]]]:
     return ((d, pair) for d, pair in enumerate(zip(start, size, strict=True)) if d > 0)

@@ -1,4 +1,5 @@
-"""Memory for one copy of what a rank writes: training changes its tensors while a thread writes the copy."""
+"""Memory for one copy of what a rank writes: training changes its tensors while a thread writes
+the copy."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Staging:
             return
         self.release()  # never two of them
         try:
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._memory = torch.empty(
+                needed, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+            )
         except RuntimeError as error:
             raise MemoryError(str(error).splitlines()[0]) from None
 
@@ -42,9 +45,12 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
-        """The same blocks in memory that training does not touch, until the next copy. `reserve` comes before.
+        """The same blocks in memory that training does not touch, until the next copy.
 
-        What has no blocks has no storage either: nobody can read by mistake what is still being changed.
+        `reserve` comes before.
+
+        What has no blocks has no storage either: nobody can read by mistake what is still being
+        changed.
         """
         staged, place = {}, 0
         for name, shard in shards.items():
@@ -67,7 +73,10 @@ def _part(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]:
     low, high = _bounds(shard)
     part = shard.tensor[tuple(slice(begin, end) for begin, end in zip(low, high, strict=True))]
     boxes = tuple(
-        replace(box, local_offset=tuple(o - begin for o, begin in zip(box.local_offset, low, strict=True)))
+        replace(
+            box,
+            local_offset=tuple(o - begin for o, begin in zip(box.local_offset, low, strict=True)),
+        )
         for box in shard.boxes
     )
     return part, boxes

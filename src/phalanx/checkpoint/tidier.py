@@ -1,4 +1,5 @@
-"""Old checkpoints are removed beside training, on rank 0, by a thread of its own: a save need not wait for it."""
+"""Old checkpoints are removed beside training, on rank 0, by a thread of its own: a save need
+not wait for it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from phalanx.checkpoint.stores.protocol import Store
 from phalanx.core.errors import CheckpointError
 from phalanx.observe.events import CheckpointsRemoved, Event, Note
 
-PATIENCE_S = 1.0  # for a removal that was told to hurry: it reads or removes one thing more, if the store answers
+# for a removal that was told to hurry: it reads or removes one thing more, if the store answers
+PATIENCE_S = 1.0
 
 
 class _HurriedError(Exception):
@@ -21,7 +23,9 @@ class _HurriedError(Exception):
 
 
 class Tidier:
-    """Removes what `retention()` does not keep of a store. What went, and what was not possible, goes to `tell`.
+    """Removes what `retention()` does not keep of a store.
+
+    What went, and what was not possible, goes to `tell`.
 
     Nothing goes once the run is no longer that of `epoch`.
     """
@@ -39,7 +43,10 @@ class Tidier:
         self._hurried_s = 0.0
 
     def begin(self) -> None:
-        """After the removal that is still at work, if there is one. Who calls is this rank's only save."""
+        """After the removal that is still at work, if there is one.
+
+        Who calls is this rank's only save.
+        """
         earlier = None if self._flight is None or self._flight.is_done else self._flight
 
         def work() -> None:
@@ -62,7 +69,8 @@ class Tidier:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a removal is at work that may take its time, or had none yet to notice that it may not."""
+        """Whether a removal is at work that may take its time, or had none yet to notice that it
+        may not."""
         if self._flight is None or self._flight.is_done:
             return False
         return not self._in_haste.is_set() or time.monotonic() - self._hurried_s < PATIENCE_S
@@ -98,7 +106,9 @@ class Tidier:
         except _HurriedError:
             return
         except (CheckpointError, OSError) as error:
-            if not self._in_haste.is_set():  # or a save went on meanwhile, which also removes what is half removed
+            if (
+                not self._in_haste.is_set()
+            ):  # or a save went on meanwhile, which also removes what is half removed
                 self._say_why_old_stay(str(error))
 
     def _steps(self) -> set[int]:

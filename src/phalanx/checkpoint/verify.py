@@ -1,4 +1,7 @@
-"""Is a checkpoint exactly what was written? Every byte of every file in its directory is looked at. Torch-free."""
+"""Is a checkpoint exactly what was written?
+
+Every byte of every file in its directory is looked at. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,12 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """An object of `phalanx checkpoint verify --json`."""
         problems = [str(problem) for problem in self.problems]
-        return {"path": self.url, "num_bytes": self.num_bytes, "ok": self.is_intact, "problems": problems}
+        return {
+            "path": self.url,
+            "num_bytes": self.num_bytes,
+            "ok": self.is_intact,
+            "problems": problems,
+        }
 
 
 def verify_folder(folder: Folder, on_progress: Callable[[int, int], None]) -> Verification:
@@ -51,8 +59,12 @@ def verify_folder(folder: Folder, on_progress: Callable[[int, int], None]) -> Ve
     return Verification(folder.url, total, tuple(verify_checkpoint(folder, add)))
 
 
-def verify_checkpoint(place: Folder | Path, progress: Progress = lambda num_bytes: None) -> list[CheckpointError]:
-    """Everything that is wrong with a checkpoint; empty if it can be trusted. `progress` is told bytes as they pass.
+def verify_checkpoint(
+    place: Folder | Path, progress: Progress = lambda num_bytes: None
+) -> list[CheckpointError]:
+    """Everything that is wrong with a checkpoint; empty if it can be trusted.
+
+    `progress` is told bytes as they pass.
 
     Stops at the first bad chunk of a file and goes on with the next file.
     """
@@ -92,7 +104,8 @@ def require_whole_directory(place: Folder | Path, manifest: Manifest) -> None:
 
 
 def require_whole_structure(place: Folder | Path, manifest: Manifest) -> None:
-    """Raise CheckpointError for all that `verify_checkpoint` finds without reading the tensors' bytes."""
+    """Raise CheckpointError for all that `verify_checkpoint` finds without reading the tensors'
+    bytes."""
     folder = as_folder(place)
     for problem in (*_directory_problems(folder, manifest), *_tensor_problems(folder, manifest)):
         raise problem
@@ -112,13 +125,17 @@ def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointEr
     found = []
     if missing:
         tensors = [
-            name for name, tensor in manifest.tensors.items() if any(p.file == missing[0] for p in tensor.pieces)
+            name
+            for name, tensor in manifest.tensors.items()
+            if any(p.file == missing[0] for p in tensor.pieces)
         ]
         holds = f"{missing[0]} holds {_names(tensors)}"
         found.append(CheckpointError(f"{_named(missing)} missing", where=folder.url, why=holds))
     if extra:
         fix = "move it elsewhere"
-        found.append(CheckpointError(f"{_named(extra)} in it that no save wrote", where=folder.url, fix=fix))
+        found.append(
+            CheckpointError(f"{_named(extra)} in it that no save wrote", where=folder.url, fix=fix)
+        )
     return found
 
 
@@ -126,9 +143,13 @@ def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[CheckpointE
     """Pieces must make their tensor: each element once."""
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in DTYPES:
-            yield CheckpointError(f"{name} is of type {tensor.dtype}, which nobody writes", where=folder.url)
+            yield CheckpointError(
+                f"{name} is of type {tensor.dtype}, which nobody writes", where=folder.url
+            )
         elif not is_tiled(tensor):
-            yield CheckpointError(f"the pieces of {name} do not make {list(tensor.shape)}", where=folder.url)
+            yield CheckpointError(
+                f"the pieces of {name} do not make {list(tensor.shape)}", where=folder.url
+            )
 
 
 def is_tiled(tensor: StoredTensor) -> bool:
@@ -138,7 +159,11 @@ def is_tiled(tensor: StoredTensor) -> bool:
         return False
     pieces = [piece for piece in tensor.pieces if math.prod(piece.size)]
     pieces.sort(key=lambda piece: piece.offset)
-    return not any(_overlaps(piece, other) for number, piece in enumerate(pieces) for other in _near(pieces, number))
+    return not any(
+        _overlaps(piece, other)
+        for number, piece in enumerate(pieces)
+        for other in _near(pieces, number)
+    )
 
 
 def _near(pieces: list[Piece], number: int) -> list[Piece]:
@@ -172,7 +197,8 @@ def _require_pieces(file: CheckedFile, name: str, manifest: Manifest) -> None:
             expected = (piece.size, DTYPES.get(tensor.dtype, ("", 0))[0])
             if entry is None or (entry.shape, entry.dtype) != expected:
                 raise CheckpointError(
-                    f"{piece.key} is not the block of {tensor_name} that the manifest says", where=file.where
+                    f"{piece.key} is not the block of {tensor_name} that the manifest says",
+                    where=file.where,
                 )
 
 

@@ -14,14 +14,17 @@ from phalanx.checkpoint.verify import require_whole_directory
 from phalanx.mesh.logical import module_shards
 
 
-def load_weights(module: nn.Module, run_dir: str | Path, *, best: bool = False, cast: bool = False) -> int:
-    """Fill parameters and buffers of `module` from a run's newest checkpoint; returns the step it was written at.
+def load_weights(
+    module: nn.Module, run_dir: str | Path, *, best: bool = False, cast: bool = False
+) -> int:
+    """Fill parameters and buffers of `module` from a run's newest checkpoint; returns the step it
+    was written at.
 
-    One process, no mesh: a checkpoint knows nothing of the layout that wrote it. `best` takes the one that
-    eval.keep_best kept; `run_dir` may also be one checkpoint's own directory, what `phalanx checkpoint import` wrote,
-    or the URL of either. `cast` takes floating-point numbers of another type as they come. Nothing is unpickled, and
-    nothing of the module changes unless every checksum, name and shape is right. Raises CheckpointError, with a table
-    of what does not fit.
+    One process, no mesh: a checkpoint knows nothing of the layout that wrote it. `best` takes the
+    one that eval.keep_best kept; `run_dir` may also be one checkpoint's own directory, what
+    `phalanx checkpoint import` wrote, or the URL of either. `cast` takes floating-point numbers of
+    another type as they come. Nothing is unpickled, and nothing of the module changes unless every
+    checksum, name and shape is right. Raises CheckpointError, with a table of what does not fit.
     """
     folder = choose_checkpoint(run_dir, best=best)
     manifest = read_manifest(folder).without_optimizer()

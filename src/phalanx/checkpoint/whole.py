@@ -1,4 +1,7 @@
-"""Whole tensors of one checkpoint, whatever layout wrote it, verified before they are handed out. Torch-free."""
+"""Whole tensors of one checkpoint, whatever layout wrote it, verified before they are handed out.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ class WholeTensors:
     def _load_box(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Bits:
         stored = self.manifest.tensors[name]
         if stored.dtype not in DTYPES:
-            raise CheckpointError(f"{name} is of type {stored.dtype}, which nobody writes", where=self.folder.url)
+            raise CheckpointError(
+                f"{name} is of type {stored.dtype}, which nobody writes", where=self.folder.url
+            )
         dtype = bits_type(stored.dtype)
         if name not in self._tiled and not is_tiled(stored):
             raise CheckpointError(f"{name} is not whole in the checkpoint", where=self.folder.url)
@@ -64,13 +69,21 @@ class WholeTensors:
             file = self._file(piece.file)
             entry = file.entries.get(piece.key)
             if entry is None or (entry.shape, entry.dtype) != (piece.size, DTYPES[stored.dtype][0]):
-                raise CheckpointError(f"{piece.key} is not the block of {name} it should be", where=file.where)
+                raise CheckpointError(
+                    f"{piece.key} is not the block of {name} it should be", where=file.where
+                )
             inside = tuple(s - o for s, o in zip(start, piece.offset, strict=True))
             block = file.read_block(entry, inside, length).view(dtype).reshape(length)
-            found[tuple(slice(s - o, s - o + n) for s, o, n in zip(start, offset, length, strict=True))] = block
+            found[
+                tuple(
+                    slice(s - o, s - o + n) for s, o, n in zip(start, offset, length, strict=True)
+                )
+            ] = block
         return found
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._files:
-            self._files[name] = self._open.enter_context(CheckedFile(self.folder, name, self.manifest.files[name]))
+            self._files[name] = self._open.enter_context(
+                CheckedFile(self.folder, name, self.manifest.files[name])
+            )
         return self._files[name]

@@ -1,4 +1,5 @@
-"""The command line: a group that imports a verb only when it is called, and turns errors into lines and exit codes."""
+"""The command line: a group that imports a verb only when it is called, and turns errors into
+lines and exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from phalanx.core.registry import names
 from phalanx.core.terminal import safe_output
 
 PACKAGE = "phalanx.cli"
-TRY = "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or more)"
+TRY = (
+    "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or"
+    " more)"
+)
 # typer exports only a leaf of its exceptions: BadParameter < UsageError < ClickException
 UsageMistake, AnyMistake = typer.BadParameter.__mro__[1:3]
 
@@ -42,7 +46,9 @@ class Verbs(TyperGroup):
         module = importlib.import_module(f"{PACKAGE}.{name}")
         if hasattr(module, "COMMANDS"):
             return _build_sub_verbs(name, module)
-        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        app = typer.Typer(
+            add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+        )
         app.command(name=name, epilog=getattr(module, "EXAMPLE", None))(module.command)
         return typer.main.get_command(app)
 
@@ -73,19 +79,29 @@ class SubVerbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
             near = did_you_mean(args[0], list(self.commands))
-            raise UsageMistake(f"no verb {args[0]!r} of {ctx.info_name}" + (f"; {near}" if near else ""))
+            raise UsageMistake(
+                f"no verb {args[0]!r} of {ctx.info_name}" + (f"; {near}" if near else "")
+            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        lines = {name: (command.callback.__doc__ or "").partition("\n")[0] for name, command in self.commands.items()}
+        lines = {
+            name: (command.callback.__doc__ or "").partition("\n")[0]
+            for name, command in self.commands.items()
+        }
         with formatter.section("Verbs"):
             formatter.write_dl(list(lines.items()))
 
 
 def _build_sub_verbs(name: str, module: Any) -> Any:
-    """A verb whose module has `COMMANDS` (functions by name) and `EXAMPLES` (a line of help for each)."""
+    """A verb whose module has `COMMANDS` (functions by name) and `EXAMPLES` (a line of help for
+    each)."""
     app = typer.Typer(
-        cls=SubVerbs, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+        cls=SubVerbs,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
     )
     app.callback(help=module.__doc__, epilog=module.EXAMPLE)(lambda: None)
     for sub_verb, function in module.COMMANDS.items():
@@ -124,7 +140,11 @@ def build() -> Any:
     @app.callback()
     def phalanx(
         version: bool = typer.Option(
-            False, "--version", help="Show the version and exit.", is_eager=True, callback=_show_version
+            False,
+            "--version",
+            help="Show the version and exit.",
+            is_eager=True,
+            callback=_show_version,
         ),
     ) -> None:
         """Plans, proves, runs and protects distributed PyTorch training."""
@@ -141,7 +161,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
-        # package.module:factory is found beside where you stand; last, so that nothing there stands in for a library.
+        # package.module:factory is found beside where you stand; last, so that nothing there stands
+        # in for a library.
         sys.path.append(os.getcwd())
     try:
         result = build().main(list(arguments), prog_name="phalanx", standalone_mode=False)
@@ -167,20 +188,31 @@ def _run(arguments: Sequence[str]) -> int:
         if problem is not None:
             tell(problem)
             return problem.exit_code
-        print(traceback.format_exc().rstrip(), file=sys.stderr)  # a bug, or user code that nobody expected to fail
+        print(
+            traceback.format_exc().rstrip(), file=sys.stderr
+        )  # a bug, or user code that nobody expected to fail
         return ExitCode.INTERNAL
 
 
 def _mistake_words(mistake: Any, arguments: Sequence[str]) -> str:
-    """The message for a wrong command line: the mistake, what was probably meant, the verb's help."""
+    """The message for a wrong command line: the mistake, what was probably meant, the verb's
+    help."""
     context = getattr(mistake, "ctx", None)
     verb = context.command_path if context else "phalanx"
     option = getattr(mistake, "option_name", None)
     if isinstance(option, str) and type(mistake).__name__ == "NoSuchOption":
         from phalanx.cli._spelling import suggest_option
 
-        own = [name for parameter in context.command.params for name in parameter.opts] if context else []
-        takes_keys = any(parameter.name == "arguments" for parameter in context.command.params) if context else False
+        own = (
+            [name for parameter in context.command.params for name in parameter.opts]
+            if context
+            else []
+        )
+        takes_keys = (
+            any(parameter.name == "arguments" for parameter in context.command.params)
+            if context
+            else False
+        )
         meant = suggest_option(option, own, arguments, takes_keys=takes_keys)
         return f"No such option: {option}; {meant + ', or ' if meant else ''}see {verb} --help"
     return f"{mistake.format_message().rstrip('.')}; see {verb} --help"

@@ -15,7 +15,9 @@ _KEY = re.compile(r"[A-Za-z_]+\.(?!toml$)[A-Za-z_]+")
 _OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*=")
 
 
-def split_arguments(arguments: Sequence[str], *, allow_file: bool = True) -> tuple[str | None, list[str]]:
+def split_arguments(
+    arguments: Sequence[str], *, allow_file: bool = True
+) -> tuple[str | None, list[str]]:
     """(job file or None, overrides). Raises UsageError (exit 2) for a second file."""
     files = [argument for argument in arguments if not _OVERRIDE.match(argument)]
     overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
@@ -28,18 +30,23 @@ def split_arguments(arguments: Sequence[str], *, allow_file: bool = True) -> tup
             near = did_you_mean(word, sorted(path.name for path in Path().glob("*.toml")))
             raise UsageError(f"{word!r}: no such job file", fix=near or "phalanx init writes one")
         if _KEY.fullmatch(word) and not os.path.exists(word):
-            raise UsageError(f"{word!r}: neither a job file nor an override", fix=f"an override is {word}=VALUE")
+            raise UsageError(
+                f"{word!r}: neither a job file nor an override", fix=f"an override is {word}=VALUE"
+            )
     if files and not files[0].endswith((".toml", ".json")):
         from phalanx.cli._spelling import refuse_other_files
 
         refuse_other_files(files[0])
     if len(files) > 1:
-        raise UsageError(f"{files[1]!r}: one job file is enough", fix="overrides are written section.key=value")
+        raise UsageError(
+            f"{files[1]!r}: one job file is enough", fix="overrides are written section.key=value"
+        )
     return (files[0] if files else None), overrides
 
 
 def override_model(model: str | None, overrides: list[str]) -> list[str]:
-    """The overrides of a job whose model is named on the command line: a preset, or package.module:factory."""
+    """The overrides of a job whose model is named on the command line: a preset, or
+    package.module:factory."""
     if model is None:
         return overrides
     return [f"model.{'kind' if is_foreign(model) else 'preset'}={model}", *overrides]

@@ -59,20 +59,32 @@ def print_export(result: ExportResult) -> None:
     exported = result.exported
     size = format_bytes(exported.num_bytes)
     print_line(f"from    {result.folder.url}, every byte verified")
-    print_line(f"model   {exported.architecture}, {exported.num_tensors} tensors of {exported.dtype}, {size}")
+    print_line(
+        f"model   {exported.architecture}, {exported.num_tensors} tensors of {exported.dtype},"
+        f" {size}"
+    )
     for note in result.notes:
         print_line(f"note    {note}")
-    print_line(f"wrote   {result.out}: {', '.join(exported.files[:6])}{' ...' if len(exported.files) > 6 else ''}")
+    print_line(
+        f"wrote   {result.out}:"
+        f" {', '.join(exported.files[:6])}{' ...' if len(exported.files) > 6 else ''}"
+    )
     print_line(f'open    transformers.{exported.auto_class}.from_pretrained("{result.out}")')
 
 
 def print_import(result: ImportResult, *, source: str, out: str) -> None:
     """Print the checkpoint that was written, and how to train on from it."""
-    print_line(f"from    {source}: {result.num_tensors} tensors of {result.dtype}, {format_bytes(result.num_bytes)}")
+    print_line(
+        f"from    {source}: {result.num_tensors} tensors of {result.dtype},"
+        f" {format_bytes(result.num_bytes)}"
+    )
     for note in result.notes:
         print_line(f"note    {note}")
     print_line(f"wrote   {result.checkpoint}")
     if result.model_toml is not None:
-        print_line(f"train   phalanx train {Path(out) / MODEL_TOML} data.source=...   (starts from these weights)")
+        print_line(
+            f"train   phalanx train {Path(out) / MODEL_TOML} data.source=...   (starts from these"
+            " weights)"
+        )
     else:
         print_line(f"train   set model.init_from={out} beside your own model.kind")

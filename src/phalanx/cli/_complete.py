@@ -1,6 +1,9 @@
-"""Shell completion of `[JOB.toml] [KEY=VALUE]...` and of run directories. Quick: keys come from the schema's file.
+"""Shell completion of `[JOB.toml] [KEY=VALUE]...` and of run directories.
 
-Bash splits words at "=" and completes only what is behind it; zsh and fish hand over the whole word.
+Quick: keys come from the schema's file.
+
+Bash splits words at "=" and completes only what is behind it; zsh and fish hand over the whole
+word.
 """
 
 from __future__ import annotations
@@ -42,12 +45,15 @@ def complete_run(incomplete: str) -> Candidates:
     """Directories that hold a run: here, below runs/, or below what was typed so far."""
     folder = os.path.dirname(incomplete)
     places = [Path(folder)] if folder else [Path("."), Path("runs")]
-    found = [str(path) for place in places for path in _entries(place) if (path / "job.json").is_file()]
+    found = [
+        str(path) for place in places for path in _entries(place) if (path / "job.json").is_file()
+    ]
     return [(path, "") for path in sorted(found) if path.startswith(incomplete)][:MAX_RUNS]
 
 
 def _key_before_the_cursor(context: typer.Context) -> str | None:
-    """The key whose value is completed, where the shell has cut "key=value" into words (bash does)."""
+    """The key whose value is completed, where the shell has cut "key=value" into words (bash
+    does)."""
     words, cursor = os.environ.get("COMP_WORDS", "").split("\n"), os.environ.get("COMP_CWORD", "")
     if not cursor.isdecimal() or not 1 <= int(cursor) <= len(words):
         return None
@@ -63,7 +69,8 @@ def _files(incomplete: str) -> Candidates:
     found = [
         f"{path}/" if path.is_dir() else str(path)
         for path in _entries(folder)
-        if path.suffix == ".toml" or (path.is_dir() and incomplete and not path.name.startswith("."))
+        if path.suffix == ".toml"
+        or (path.is_dir() and incomplete and not path.name.startswith("."))
     ]
     return [(path, "") for path in sorted(found) if path.startswith(incomplete)]
 
@@ -80,20 +87,29 @@ def _sections() -> Candidates:
 
 
 def _keys(incomplete: str) -> Candidates:
-    """`section.key=` for each key that begins so, in full or without its section; else for the nearest ones."""
+    """`section.key=` for each key that begins so, in full or without its section; else for the
+    nearest ones."""
     known = dict(_all_keys())
     matches = [key for key in known if key.startswith(incomplete)]
     kind: type[str] = str if matches else Suggestion
     matches = matches or [key for key in known if key.partition(".")[2].startswith(incomplete)]
     matches = matches or difflib.get_close_matches(incomplete, known, n=3, cutoff=0.7)
     offered = [(kind(f"{key}="), known[key].get("description", "")) for key in matches]
-    if len(matches) == 1:  # a second candidate keeps the shell from setting a space behind the equals sign
-        offered += [(kind(f"{matches[0]}={text}"), help_text) for text, help_text in _values(matches[0], "")[:1]]
+    if (
+        len(matches) == 1
+    ):  # a second candidate keeps the shell from setting a space behind the equals sign
+        offered += [
+            (kind(f"{matches[0]}={text}"), help_text)
+            for text, help_text in _values(matches[0], "")[:1]
+        ]
     return offered
 
 
 def _values(key: str, incomplete: str) -> Candidates:
-    """Values that may stand behind `key=`: its choices and its default. Files are left to the shell."""
+    """Values that may stand behind `key=`: its choices and its default.
+
+    Files are left to the shell.
+    """
     schema = dict(_all_keys()).get(key)
     if schema is None:
         return []
@@ -128,7 +144,9 @@ def job_keys() -> list[str]:
 
 def _schema() -> dict[str, Any]:
     try:
-        properties: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
+        properties: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))[
+            "properties"
+        ]
     except (OSError, ValueError, KeyError):
         return {}
     return properties

@@ -27,13 +27,20 @@ class BuildDisplay:
         self.last = progress
         counts = progress.counts
         documents = "document" if counts.num_documents == 1 else "documents"
-        text = f"{format_count(counts.num_documents)} {documents}  {format_count(counts.num_tokens)} tokens"
-        line.update(counts.read_bytes, progress.total_bytes, kept_bytes=progress.kept.read_bytes, said=text)
+        text = (
+            f"{format_count(counts.num_documents)} {documents}  {format_count(counts.num_tokens)}"
+            " tokens"
+        )
+        line.update(
+            counts.read_bytes, progress.total_bytes, kept_bytes=progress.kept.read_bytes, said=text
+        )
 
     def print_interruption(self) -> None:
         """Print how many shards an interrupted build has done."""
         if self.last is not None:
-            shards = f"{self.last.num_shards_done} of {self.last.num_shards} shards are whole and kept"
+            shards = (
+                f"{self.last.num_shards_done} of {self.last.num_shards} shards are whole and kept"
+            )
             print(f"stopped: {shards}; the same command goes on from there")
 
 
@@ -41,7 +48,9 @@ def print_build(summary: BuildSummary, tokenizer: str) -> None:
     """Print what the dataset holds, how fast it was built, and the command that trains on it."""
     dataset, progress = summary.dataset, summary.progress
     manifest = dataset.manifest
-    tokens = f"{format_count(dataset.num_tokens)} tokens of {plural(dataset.num_documents, 'document')}"
+    tokens = (
+        f"{format_count(dataset.num_tokens)} tokens of {plural(dataset.num_documents, 'document')}"
+    )
     ratio = dataset.num_tokens / dataset.source_bytes if dataset.source_bytes else 0.0
     size = f"{_megabytes(dataset.source_bytes)} of text ({ratio:.3f} tokens per byte)"
     _print("there" if progress is None else "built", f"{dataset.directory}: {tokens}, {size}")
@@ -62,7 +71,9 @@ def print_build(summary: BuildSummary, tokenizer: str) -> None:
 def show_training(line: ProgressLine, progress: TrainingProgress) -> None:
     """Show how far the training of a tokenizer is."""
     joining = f"text is read; joining pairs, {format_seconds(progress.elapsed_s)} so far"
-    line.update(progress.read_bytes, progress.total_bytes, instead=joining if progress.is_merging else "")
+    line.update(
+        progress.read_bytes, progress.total_bytes, instead=joining if progress.is_merging else ""
+    )
 
 
 def print_tokenizer(trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_size: int) -> None:
@@ -71,7 +82,9 @@ def print_tokenizer(trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_s
     if trained.vocab_size != vocab_size:
         tokens += f" (the corpus has no more; {vocab_size:,} were asked for)"
     size = f"{_megabytes(trained.text_bytes)} of text"
-    _print("trained", f"{trained.path}: {tokens} from {size} in {format_seconds(trained.elapsed_s)}")
+    _print(
+        "trained", f"{trained.path}: {tokens} from {size} in {format_seconds(trained.elapsed_s)}"
+    )
     _print("", f"about {trained.num_tokens_per_byte:.3f} tokens per byte of it")
     print(next_line("data", "build", *inputs, "--tokenizer", str(trained.path), "--out", "DIR"))
 
@@ -84,9 +97,13 @@ def _describe_speed(speed: BuildSpeed, tokenizer_kind: str) -> str:
     workers = f"{speed.num_workers} workers" if speed.num_workers > 1 else "1 worker"
     work = f"{_megabytes(speed.text_bytes)} in {format_seconds(speed.elapsed_s)}, {workers}"
     text = f"{speed.text_bytes_per_s / 1e6:,.1f} MB/s ({work})"
-    if tokenizer_kind != "bytes" and speed.tokenizer_bytes_per_s_per_worker:  # bytes are tokens already
+    if (
+        tokenizer_kind != "bytes" and speed.tokenizer_bytes_per_s_per_worker
+    ):  # bytes are tokens already
         rate = f"{speed.tokenizer_bytes_per_s_per_worker / 1e6:,.1f} MB/s per worker"
-        text += f"; the tokenizer alone {rate}, {100 * speed.tokenizer_share_of_time:.0f} % of the time"
+        text += (
+            f"; the tokenizer alone {rate}, {100 * speed.tokenizer_share_of_time:.0f} % of the time"
+        )
     return text
 
 

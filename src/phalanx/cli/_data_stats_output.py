@@ -44,13 +44,22 @@ def describe_stats(stats: DatasetStats, directory: str, *, fancy: bool = True) -
     """
     share = 100 * stats.num_tokens_used / stats.vocab_size
     lines = [
-        f"dataset {directory}: {plural(stats.num_shards, 'shard')}, {format_bytes(stats.num_bytes)}",
-        f"        {plural(stats.num_documents, 'document')}, {format_count(stats.num_tokens)} tokens"
-        f" ({stats.tokens_per_byte:.3f} per byte of text)",
-        f"        {stats.num_tokens_used:,} of a vocabulary of {stats.vocab_size:,} are used ({share:.0f} %)",
+        (
+            f"dataset {directory}: {plural(stats.num_shards, 'shard')},"
+            f" {format_bytes(stats.num_bytes)}"
+        ),
+        (
+            f"        {plural(stats.num_documents, 'document')}, {format_count(stats.num_tokens)}"
+            f" tokens ({stats.tokens_per_byte:.3f} per byte of text)"
+        ),
+        (
+            f"        {stats.num_tokens_used:,} of a vocabulary of {stats.vocab_size:,} are used"
+            f" ({share:.0f} %)"
+        ),
         "",
         f"length of a document in tokens: mean {stats.mean_length:,.0f}",
-        "  " + "  ".join(f"{part_words(part)} {length:,}" for part, length in stats.quantiles.items()),
+        "  "
+        + "  ".join(f"{part_words(part)} {length:,}" for part, length in stats.quantiles.items()),
         "",
         *_histogram(stats.bins, fancy),
         "",

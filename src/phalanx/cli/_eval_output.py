@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from phalanx.cli._output import print_line
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.units import format_seconds
-from phalanx.run.trained.evaluate import EvaluationData, EvaluationProgress, EvaluationResult, EvaluationTask
+from phalanx.run.trained.evaluate import (
+    EvaluationData,
+    EvaluationProgress,
+    EvaluationResult,
+    EvaluationTask,
+)
 from phalanx.run.trained.model import describe_ranks
 
 
@@ -37,15 +42,21 @@ def print_result(result: EvaluationResult) -> None:
     loss = f"{result.loss:.4f} {result.units.loss}".rstrip()
     if result.perplexity is not None:
         loss += f", perplexity {result.perplexity:.4g}"
-    print_line(f"loss    {loss}   ({result.num_targets:,} {result.units.items}, {format_seconds(result.evaluated_s)})")
+    print_line(
+        f"loss    {loss}   ({result.num_targets:,} {result.units.items},"
+        f" {format_seconds(result.evaluated_s)})"
+    )
     if len(result.loss_by_source) > 1:
         _print_values(result.loss_by_source.items())
     _print_values(result.metrics.items())
     if result.recorded_loss is not None:
         is_same = result.recorded_loss == result.loss
-        difference = "the same" if is_same else f"{result.loss - result.recorded_loss:+.1e} from it here"
+        difference = (
+            "the same" if is_same else f"{result.loss - result.recorded_loss:+.1e} from it here"
+        )
         print_line(
-            f"        the run recorded {result.recorded_loss:.4f} at step {result.task.model.step}: {difference}"
+            f"        the run recorded {result.recorded_loss:.4f} at step {result.task.model.step}:"
+            f" {difference}"
         )
 
 

@@ -15,12 +15,22 @@ from phalanx.job.toml import toml_value
 from phalanx.run.explain import Explained, explain, explain_json
 
 MAX_VALUE = 44  # characters; --json has all of them
-_COLOURS = {"file": "32", "run": "32", "override": "33", "derived": "36", "preset": "36", "default": "2"}
+_COLOURS = {
+    "file": "32",
+    "run": "32",
+    "override": "33",
+    "derived": "36",
+    "preset": "36",
+    "default": "2",
+}
 
 
 def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
     """An aligned table, section by section."""
-    rows = [(one, one.key.partition(".")[2], _shown(one.value), one.where or one.origin) for one in explained]
+    rows = [
+        (one, one.key.partition(".")[2], _shown(one.value), one.where or one.origin)
+        for one in explained
+    ]
     name_width, value_width, origin_width = (
         max(len(text) for text in column) for column in zip(*[row[1:] for row in rows], strict=True)
     )
@@ -48,10 +58,16 @@ def _painted(text: str, code: str, colour: bool) -> str:
 
 def wants_colour() -> bool:
     """Only a terminal that can, unless NO_COLOR is set."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") not in ("", "dumb")
+    return (
+        sys.stdout.isatty()
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM", "") not in ("", "dumb")
+    )
 
 
-def print_explained(job: Job, job_file: str | Path | None, overrides: Sequence[str], *, as_json: bool) -> None:
+def print_explained(
+    job: Job, job_file: str | Path | None, overrides: Sequence[str], *, as_json: bool
+) -> None:
     explained, plan = explain(job, job_file, overrides)
     if as_json:
         import json

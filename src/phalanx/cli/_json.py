@@ -1,4 +1,5 @@
-"""`--json`: facts for programs on standard output, each with a versioned schema; everything else goes to stderr."""
+"""`--json`: facts for programs on standard output, each with a versioned schema; everything else
+goes to stderr."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ VERSION = 1
 
 
 def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None) -> None:
-    """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null, secrets `***`."""
+    """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null,
+    secrets `***`."""
     body = Redactor(os.environ).value(_finite({"schema": f"phalanx.{kind}/{VERSION}", **facts}))
     print_document(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
 
 
 @contextlib.contextmanager
 def printing_json(wanted: bool) -> Iterator[None]:
-    """Inside, an error is an object on standard output, too (phalanx.error/1), if JSON is `wanted`."""
+    """Inside, an error is an object on standard output, too (phalanx.error/1), if JSON is
+    `wanted`."""
     try:
         yield
     except PhalanxError as error:

@@ -22,12 +22,17 @@ TrainedModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN|CHECKPOINT",
-        help="A run (its newest checkpoint), one checkpoint, the URL of either, or a Hugging Face directory.",
+        help=(
+            "A run (its newest checkpoint), one checkpoint, the URL of either, or a Hugging Face"
+            " directory."
+        ),
         autocompletion=complete_run,
     ),
 ]
 """The model of the verbs that run a checkpoint."""
 
-BestOption = Annotated[bool, typer.Option("--best", help="What eval.keep_best kept, not the newest.")]
+BestOption = Annotated[
+    bool, typer.Option("--best", help="What eval.keep_best kept, not the newest.")
+]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]

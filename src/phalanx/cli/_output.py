@@ -1,4 +1,5 @@
-"""Lines that verbs print: strangers may have written names in them, and any terminal may show them."""
+"""Lines that verbs print: strangers may have written names in them, and any terminal may show
+them."""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ def print_line(text: str, *, as_problem: bool = False) -> None:
 
 @contextmanager
 def report_errors(as_json: bool) -> Iterator[None]:
-    """Inside, the texts of a PhalanxError are made safe; with `as_json` it is printed as an object, too."""
+    """Inside, the texts of a PhalanxError are made safe; with `as_json` it is printed as an
+    object, too."""
     try:
         with printing_json(as_json):
             yield
     except PhalanxError as error:
         error.what = _safe(error.what)
-        error.where, error.why, error.fix = (part and _safe(part) for part in (error.where, error.why, error.fix))
+        error.where, error.why, error.fix = (
+            part and _safe(part) for part in (error.where, error.why, error.fix)
+        )
         raise
 
 

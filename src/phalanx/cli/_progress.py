@@ -1,4 +1,7 @@
-"""How far something is: a bar on a terminal, a line now and then anywhere else. On standard error."""
+"""How far something is: a bar on a terminal, a line now and then anywhere else.
+
+On standard error.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,13 @@ class ProgressLine:
         return self
 
     def update(
-        self, done_bytes: float, total_bytes: float, *, kept_bytes: float = 0.0, said: str = "", instead: str = ""
+        self,
+        done_bytes: float,
+        total_bytes: float,
+        *,
+        kept_bytes: float = 0.0,
+        said: str = "",
+        instead: str = "",
     ) -> None:
         """`said` follows the numbers; `instead` is said instead of them, of work that has no
         measure.
@@ -45,7 +54,9 @@ class ProgressLine:
         if self._is_terminal:
             self._draw(done_bytes, total_bytes, words)
         else:
-            self._stream.write(f"{self._verb} {100 * done_bytes / max(1, total_bytes):3.0f} %  {words}\n")
+            self._stream.write(
+                f"{self._verb} {100 * done_bytes / max(1, total_bytes):3.0f} %  {words}\n"
+            )
             self._stream.flush()
 
     def count_to(self, total_bytes: float) -> Callable[[int], None]:
@@ -71,10 +82,15 @@ class ProgressLine:
     def _draw(self, done: float, total: float, words: str) -> None:
         if self._bar is None:
             self._bar = _open_bar(cast(TextIO, self._stream), self._verb)
-        self._bar.update(self._bar.task_ids[0], completed=done, total=total, words=words, refresh=True)
+        self._bar.update(
+            self._bar.task_ids[0], completed=done, total=total, words=words, refresh=True
+        )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """The bar goes: what is said afterwards says it all."""
         if self._bar is not None:

@@ -1,4 +1,7 @@
-"""What was probably meant by a word of the command line that is none of ours. Read when something is wrong, only."""
+"""What was probably meant by a word of the command line that is none of ours.
+
+Read when something is wrong, only.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ OTHER_VERBS: Mapping[str, str] = {
     **dict.fromkeys(("fit", "run", "pretrain", "finetune", "start", "sft", "torchrun"), "train"),
     **dict.fromkeys(("resume", "continue"), "train --resume RUN"),
     **dict.fromkeys(("evaluate", "validate", "test", "perplexity", "score", "lm_eval"), "eval"),
-    **dict.fromkeys(("sample", "infer", "inference", "predict", "chat", "complete", "prompt"), "generate"),
+    **dict.fromkeys(
+        ("sample", "infer", "inference", "predict", "chat", "complete", "prompt"), "generate"
+    ),
     **dict.fromkeys(("config", "create", "new", "template"), "init"),
     **dict.fromkeys(("estimate", "estimate-memory", "dry-run", "memory", "explain"), "plan"),
     **dict.fromkeys(("check", "compare", "parity"), "verify"),
@@ -23,19 +28,34 @@ OTHER_VERBS: Mapping[str, str] = {
     **dict.fromkeys(("tokenize", "tokenizer", "preprocess", "build", "prepare"), "data"),
     **dict.fromkeys(("show", "watch", "view", "plot", "page"), "report"),
 }
-SOURCE_ENDINGS = (".txt", ".md", ".npy", ".bin", ".idx", ".jsonl", ".ndjson", ".parquet", ".arrow", ".feather", ".csv")
+SOURCE_ENDINGS = (
+    ".txt",
+    ".md",
+    ".npy",
+    ".bin",
+    ".idx",
+    ".jsonl",
+    ".ndjson",
+    ".parquet",
+    ".arrow",
+    ".feather",
+    ".csv",
+)
 SOURCE_ENDINGS += (".json.gz", ".jsonl.gz", ".jsonl.zst", ".gz", ".zst", ".py", ".text", ".html")
 
 
 def sections_by_key() -> dict[str, tuple[str, ...]]:
-    """The sections that have a key, by its name; from the schema's file, which is quicker than the schema."""
+    """The sections that have a key, by its name; from the schema's file, which is quicker than
+    the schema."""
     found: dict[str, tuple[str, ...]] = {}
     for section, _, key in (name.partition(".") for name in job_keys()):
         found[key] = (*found.get(key, ()), section)
     return found
 
 
-def suggest_option(option: str, own: Sequence[str], arguments: Sequence[str], *, takes_keys: bool) -> str:
+def suggest_option(
+    option: str, own: Sequence[str], arguments: Sequence[str], *, takes_keys: bool
+) -> str:
     """An option of the verb, or a key of the job with its value, instead of `--steps 100`."""
     name = option.lstrip("-").replace("-", "_").lower()
     if instead := OTHER_OPTIONS.get(name):
@@ -53,7 +73,11 @@ def _value_of(option: str, arguments: Sequence[str]) -> str:
     for index, word in enumerate(arguments):
         if word.startswith(f"{option}="):
             return word.partition("=")[2]
-        if word == option and index + 1 < len(arguments) and not arguments[index + 1].startswith("-"):
+        if (
+            word == option
+            and index + 1 < len(arguments)
+            and not arguments[index + 1].startswith("-")
+        ):
             return arguments[index + 1]
     return ""
 
@@ -68,7 +92,8 @@ def suggest_verb(word: str) -> str:
 
 
 def refuse_other_files(word: str) -> None:
-    """Raise UsageError for what stands where a job file is expected and is plainly something else: what to write."""
+    """Raise UsageError for what stands where a job file is expected and is plainly something
+    else: what to write."""
     path = Path(word)
     what, fix = "", ""
     if path.is_dir():
@@ -91,9 +116,16 @@ def _describe_directory(path: Path, word: str) -> tuple[str, str]:
         return "is a run, not a job file", f"phalanx train --resume {word} goes on with it"
     if (path / "config.json").is_file():
         return "is a model of Hugging Face, not a job file", f"write model.kind=hf:{word}"
-    if (path / "manifest.json").is_file() or (path / "model.toml").is_file() or path.parent.name == "checkpoints":
+    if (
+        (path / "manifest.json").is_file()
+        or (path / "model.toml").is_file()
+        or path.parent.name == "checkpoints"
+    ):
         job = next((str(path / name) for name in ("model.toml",) if (path / name).is_file()), "")
-        return "is a checkpoint, not a job file", f"give its job {job}" if job else f"write model.init_from={word}"
+        return (
+            "is a checkpoint, not a job file",
+            f"give its job {job}" if job else f"write model.init_from={word}",
+        )
     if any(path.glob("*.toml")):
         return "", ""  # the job that is in it is named
     return "is a folder, not a job file", f"write data.source={word} to train on what is in it"

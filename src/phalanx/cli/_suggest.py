@@ -1,4 +1,5 @@
-"""`phalanx plan --suggest-rules`: print rules to paste for the model of a job, and perhaps verify them."""
+"""`phalanx plan --suggest-rules`: print rules to paste for the model of a job, and perhaps
+verify them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from phalanx.suggest.drive import suggest_rules_for
 from phalanx.suggest.suggestion import Reasoned, Suggestion
 
 
-def print_suggestion(arguments: Sequence[str], model: str | None, *, verify_too: bool, as_json: bool) -> int:
+def print_suggestion(
+    arguments: Sequence[str], model: str | None, *, verify_too: bool, as_json: bool
+) -> int:
     """Print the rules for the job of these arguments. Returns 0, or the exit code of verify."""
     job_file, overrides = split_arguments(arguments)
     overrides = override_model(model, overrides)
@@ -38,7 +41,9 @@ def _describe_suggestion(suggestion: Suggestion) -> list[str]:
     if suggestion.fed_with:
         lines.append(f"# tried with made-up inputs: {suggestion.fed_with}")
     if suggestion.rules:
-        entries = {pattern: _write_entry(pattern, rule) for pattern, (rule, _) in suggestion.rules.items()}
+        entries = {
+            pattern: _write_entry(pattern, rule) for pattern, (rule, _) in suggestion.rules.items()
+        }
         width = max(map(len, entries.values()))
         lines.append("[parallel.rules]")
         for pattern, (_, why) in suggestion.rules.items():
@@ -46,9 +51,13 @@ def _describe_suggestion(suggestion: Suggestion) -> list[str]:
     else:
         why_none = f": {suggestion.why_none}" if suggestion.why_none else ""
         lines.append(f"# nothing of this module can be cut by a rule that was tried{why_none}")
-    lines += [f"# whole on every rank: {pattern} ({why})" for pattern, why in suggestion.whole.items()]
+    lines += [
+        f"# whole on every rank: {pattern} ({why})" for pattern, why in suggestion.whole.items()
+    ]
     if suggestion.rules:
-        lines.append("# phalanx verify JOB.toml parallel.tp=2 proves or refutes them, as does --verify here")
+        lines.append(
+            "# phalanx verify JOB.toml parallel.tp=2 proves or refutes them, as does --verify here"
+        )
     return lines
 
 

@@ -9,7 +9,16 @@ from phalanx.verify.choose import Selection
 from phalanx.verify.flips import UPDATE_TOLERANCE
 from phalanx.verify.row import DTYPES, Row
 
-ERRORS = ("loss", "norm", "gradient", "sent", "weight", "buffer", "evaluation", "update")  # in this order
+ERRORS = (
+    "loss",
+    "norm",
+    "gradient",
+    "sent",
+    "weight",
+    "buffer",
+    "evaluation",
+    "update",
+)  # in this order
 
 
 class RowPrinter:
@@ -45,7 +54,8 @@ class RowPrinter:
 
 
 def describe_refused(rows: Sequence[Row]) -> list[str]:
-    """A line for each reason, with the layouts that it refuses; and the types, where it is not all of them."""
+    """A line for each reason, with the layouts that it refuses; and the types, where it is not
+    all of them."""
     dtypes: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         dtypes.setdefault((row.refused, row.layout), []).append(row.dtype)
@@ -58,7 +68,8 @@ def describe_refused(rows: Sequence[Row]) -> list[str]:
 
 
 def describe_row(row: Row) -> list[str]:
-    """A line for a row that was compared, and where it differs lines that say what, where and why."""
+    """A line for a row that was compared, and where it differs lines that say what, where and
+    why."""
     if row.crashed:
         crash = ["        " + line for line in row.crashed.split("\n")]
         return [f"CRASHED {row.layout:<34} {row.dtype}", *crash]
@@ -66,7 +77,10 @@ def describe_row(row: Row) -> list[str]:
     allowed = f"{row.tolerance:.0e}"
     if "update" in row.errors:
         allowed += f", update {UPDATE_TOLERANCE:.0e}"
-    lines = [f"{_verdict_of(row)} {row.layout:<34} {row.dtype}  {errors}  (allowed {allowed}, {row.wall_s:.1f} s)"]
+    lines = [
+        f"{_verdict_of(row)} {row.layout:<34} {row.dtype}  {errors}  (allowed {allowed},"
+        f" {row.wall_s:.1f} s)"
+    ]
     if row.first:
         lines += [f"        first   {row.first}", f"        perhaps {row.first.cause}"]
     if row.flips:
@@ -74,7 +88,8 @@ def describe_row(row: Row) -> list[str]:
         more = f"; and {num_more} more" if num_more else ""
         lines.append(f"        flip    {row.flips[0]}{more}")
         lines.append(
-            "        note    routing flips are near-ties: judged beside one process that routes as the layout does"
+            "        note    routing flips are near-ties: judged beside one process that routes as"
+            " the layout does"
         )
     return lines + [f"        note    {note}" for note in row.notes]
 

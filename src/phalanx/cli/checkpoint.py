@@ -1,4 +1,5 @@
-"""Checkpoints of a run: list, verify every byte, compare, remove old ones; export and import weights."""
+"""Checkpoints of a run: list, verify every byte, compare, remove old ones; export and import
+weights."""
 
 from __future__ import annotations
 
@@ -15,14 +16,19 @@ EXAMPLES = {
     "ls": "Example: phalanx checkpoint ls runs/train-20260101-120000",
     "verify": "Example: phalanx checkpoint verify runs/train-20260101-120000/checkpoints/step-400",
     "diff": "Example: phalanx checkpoint diff runs/a runs/b/checkpoints/step-400",
-    "prune": "Example: phalanx checkpoint prune runs/train-20260101-120000 --keep-last 3 --keep-every 1000 --dry-run",
+    "prune": (
+        "Example: phalanx checkpoint prune runs/train-20260101-120000 --keep-last 3 --keep-every"
+        " 1000 --dry-run"
+    ),
     "export": "Example: phalanx checkpoint export runs/train-20260101-120000 --out my-model",
     "import": "Example: phalanx checkpoint import Qwen3-0.6B --out imported",
 }
 
 GB = 10**9
 
-Place = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or one checkpoint's.")]
+Place = Annotated[
+    str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or one checkpoint's.")
+]
 RunDir = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory.")]
 
 
@@ -37,7 +43,11 @@ def ls(place: Place, as_json: JsonOption = False) -> int:
         listing = list_checkpoints(place)
     if as_json:
         checkpoints = [entry.to_json() for entry in listing.entries]
-        print_json("checkpoints", {"run": place, "best": listing.best_step, "checkpoints": checkpoints}, indent=1)
+        print_json(
+            "checkpoints",
+            {"run": place, "best": listing.best_step, "checkpoints": checkpoints},
+            indent=1,
+        )
     else:
         print_listing(listing)
     return 0
@@ -61,7 +71,11 @@ def verify(
     from phalanx.core.errors import ExitCode
 
     with report_errors(as_json):
-        folders = find_folders(place) if all_of_them and not is_checkpoint(place) else [find_folder(place)]
+        folders = (
+            find_folders(place)
+            if all_of_them and not is_checkpoint(place)
+            else [find_folder(place)]
+        )
     results = []
     for folder in folders:
         with ProgressLine(f"verifying {folder.name}") as line:
@@ -69,16 +83,22 @@ def verify(
         if not as_json:
             print_checkpoint_verdict(results[-1])
     if as_json:
-        print_json("checkpoint-verify", {"checkpoints": [result.to_json() for result in results]}, indent=1)
+        print_json(
+            "checkpoint-verify", {"checkpoints": [result.to_json() for result in results]}, indent=1
+        )
     return ExitCode.OK if all(result.is_intact for result in results) else ExitCode.CHECKPOINT
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or a run, of which the newest is taken.")],
+    a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="A checkpoint, or a run, of which the newest is taken."),
+    ],
     b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
     as_json: JsonOption = False,
 ) -> int:
-    """Compare two checkpoints tensor by tensor, whatever layouts wrote them; exit code 11 if they differ."""
+    """Compare two checkpoints tensor by tensor, whatever layouts wrote them; exit code 11 if
+    they differ."""
     from phalanx.checkpoint.diff import describe_difference, diff_checkpoints
     from phalanx.checkpoint.listing import find_folder
     from phalanx.cli._json import print_json
@@ -89,9 +109,15 @@ def diff(
         first, second = find_folder(a), find_folder(b)
         difference = diff_checkpoints(first, second)
     if as_json:
-        print_json("checkpoint-diff", {"a": first.url, "b": second.url, **difference.to_json()}, indent=1)
+        print_json(
+            "checkpoint-diff", {"a": first.url, "b": second.url, **difference.to_json()}, indent=1
+        )
     else:
-        for text in (f"first   {first.url}", f"second  {second.url}", *describe_difference(difference)):
+        for text in (
+            f"first   {first.url}",
+            f"second  {second.url}",
+            *describe_difference(difference),
+        ):
             print_line(text)
     return ExitCode.OK if difference.same else ExitCode.VERIFICATION
 
@@ -105,7 +131,10 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Remove old checkpoints of a run that no job is using. The best one and the newest that verifies always stay."""
+    """Remove old checkpoints of a run that no job is using.
+
+    The best one and the newest that verifies always stay.
+    """
     from phalanx.checkpoint.prune_run import prune_run
     from phalanx.cli._checkpoint_output import print_prune_result
     from phalanx.cli._json import print_json
@@ -123,11 +152,18 @@ def prune(
 def export(
     place: Place,
     out: Annotated[str, typer.Option(metavar="DIR", help="A directory that is not there yet.")],
-    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="hf: what transformers opens.")] = "hf",
+    form: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="hf: what transformers opens.")
+    ] = "hf",
     dtype: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Round the weights to fp32, bf16 or fp16; default: as saved.")
+        str | None,
+        typer.Option(
+            metavar="TYPE", help="Round the weights to fp32, bf16 or fp16; default: as saved."
+        ),
     ] = None,
-    shard_gb: Annotated[float, typer.Option(min=0.001, metavar="GB", help="At most this much in one file.")] = 5.0,
+    shard_gb: Annotated[
+        float, typer.Option(min=0.001, metavar="GB", help="At most this much in one file.")
+    ] = 5.0,
     best: BestOption = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -161,14 +197,23 @@ def export(
 def import_weights(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="A Hugging Face directory, a .safetensors file, a DCP directory, a .pt."),
+        typer.Argument(
+            metavar="SOURCE",
+            help="A Hugging Face directory, a .safetensors file, a DCP directory, a .pt.",
+        ),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="A directory that is not there yet.")],
     prefix: Annotated[
-        str, typer.Option(metavar="TEXT", help="Take only names that begin so, without it: model. or module.")
+        str,
+        typer.Option(
+            metavar="TEXT", help="Take only names that begin so, without it: model. or module."
+        ),
     ] = "",
     trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="Unpickle SOURCE, which can run any program that is in it.")
+        bool,
+        typer.Option(
+            "--trust-pickle", help="Unpickle SOURCE, which can run any program that is in it."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -180,12 +225,23 @@ def import_weights(
     from phalanx.cli._progress import ProgressLine
 
     with report_errors(as_json), ProgressLine("importing") as line:
-        result = import_weights(Path(source), Path(out), prefix=prefix, trust_pickle=trust_pickle, progress=line.update)
+        result = import_weights(
+            Path(source), Path(out), prefix=prefix, trust_pickle=trust_pickle, progress=line.update
+        )
     if as_json:
-        print_json("checkpoint-import", {"source": source, "out": out, **result.to_json()}, indent=1)
+        print_json(
+            "checkpoint-import", {"source": source, "out": out, **result.to_json()}, indent=1
+        )
     else:
         print_import(result, source=source, out=out)
     return 0
 
 
-COMMANDS = {"ls": ls, "verify": verify, "diff": diff, "prune": prune, "export": export, "import": import_weights}
+COMMANDS = {
+    "ls": ls,
+    "verify": verify,
+    "diff": diff,
+    "prune": prune,
+    "export": export,
+    "import": import_weights,
+}

@@ -1,4 +1,5 @@
-"""Turn text, JSONL, Parquet and Arrow into checked token shards; train tokenizers; look at datasets."""
+"""Turn text, JSONL, Parquet and Arrow into checked token shards; train tokenizers; look at
+datasets."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from phalanx.cli._options import JsonOption
 
 EXAMPLE = "Example: phalanx data build texts/ --out tokens"
 EXAMPLES = {
-    "build": "Example: phalanx data build books/ web-*.jsonl.gz --tokenizer tokenizer.json --out tokens",
+    "build": (
+        "Example: phalanx data build books/ web-*.jsonl.gz --tokenizer tokenizer.json --out tokens"
+    ),
     "tokenizer": "Example: phalanx data tokenizer books/ --vocab-size 8192 --out tokenizer.json",
     "verify": "Example: phalanx data verify tokens",
     "stats": "Example: phalanx data stats tokens --page tokens.html",
@@ -21,28 +24,42 @@ EXAMPLES = {
 Inputs = Annotated[
     list[str],
     typer.Argument(
-        metavar="INPUT...", help='Files, folders or patterns of text, JSONL, Parquet and Arrow; or "stdlib".'
+        metavar="INPUT...",
+        help='Files, folders or patterns of text, JSONL, Parquet and Arrow; or "stdlib".',
     ),
 ]
-Column = Annotated[str, typer.Option(metavar="NAME", help="The field of JSONL rows, or the column, with the text.")]
-DatasetDir = Annotated[str, typer.Argument(metavar="DIR", help="A folder that phalanx data build wrote.")]
+Column = Annotated[
+    str, typer.Option(metavar="NAME", help="The field of JSONL rows, or the column, with the text.")
+]
+DatasetDir = Annotated[
+    str, typer.Argument(metavar="DIR", help="A folder that phalanx data build wrote.")
+]
 
 
 def build(
     inputs: Inputs,
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where the dataset goes: a new or empty folder.")],
+    out: Annotated[
+        str, typer.Option(metavar="DIR", help="Where the dataset goes: a new or empty folder.")
+    ],
     tokenizer: Annotated[
-        str, typer.Option(metavar="bytes|FILE", help="A Hugging Face tokenizer.json, or a folder with one.")
+        str,
+        typer.Option(
+            metavar="bytes|FILE", help="A Hugging Face tokenizer.json, or a folder with one."
+        ),
     ] = "bytes",
     column: Column = "text",
     workers: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Processes that build; default one per core, where that helps."),
+        typer.Option(
+            min=1, metavar="N", help="Processes that build; default one per core, where that helps."
+        ),
     ] = None,
     shard_mb: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="About how many MiB of input make a shard; default 4 to 64, by their size."
+            min=1,
+            metavar="N",
+            help="About how many MiB of input make a shard; default 4 to 64, by their size.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -87,10 +104,13 @@ def build(
 def tokenizer(
     inputs: Inputs,
     vocab_size: Annotated[int, typer.Option(metavar="N", help="How many tokens; 257 at least.")],
-    out: Annotated[str, typer.Option(metavar="DIR|FILE", help="A name that ends with .json, or a folder.")],
+    out: Annotated[
+        str, typer.Option(metavar="DIR|FILE", help="A name that ends with .json, or a folder.")
+    ],
     column: Column = "text",
     max_mb: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Learn from about N MB, spread over the inputs.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Learn from about N MB, spread over the inputs."),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -151,7 +171,9 @@ def verify(dataset: DatasetDir, as_json: JsonOption = False) -> int:
 
 def stats(
     dataset: DatasetDir,
-    page: Annotated[str | None, typer.Option(metavar="FILE.html", help="Write the pictures as a page, too.")] = None,
+    page: Annotated[
+        str | None, typer.Option(metavar="FILE.html", help="Write the pictures as a page, too.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Documents, tokens, lengths and the most frequent tokens, with a picture."""
@@ -169,7 +191,11 @@ def stats(
         if page is not None:
             write_dataset_page(Path(page), opened, measured)
     if as_json:
-        print_json("data-stats", {"directory": dataset, "digest": opened.digest, **measured.to_json()}, indent=1)
+        print_json(
+            "data-stats",
+            {"directory": dataset, "digest": opened.digest, **measured.to_json()},
+            indent=1,
+        )
         return 0
     print_stats(measured, dataset)
     if page is not None:
@@ -178,10 +204,13 @@ def stats(
 
 
 def ledger(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run that trained with observe.samples=true.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run that trained with observe.samples=true.")
+    ],
     as_json: JsonOption = False,
 ) -> int:
-    """Prove from a run's records that no sample was repeated or left out; exit code 11 if one was."""
+    """Prove from a run's records that no sample was repeated or left out; exit code 11 if one
+    was."""
     from phalanx.cli._json import print_json, printing_json
     from phalanx.core.errors import ExitCode
     from phalanx.data.ledger import check_ledger
@@ -195,4 +224,10 @@ def ledger(
     return ExitCode.OK if report.ok else ExitCode.VERIFICATION
 
 
-COMMANDS = {"build": build, "tokenizer": tokenizer, "verify": verify, "stats": stats, "ledger": ledger}
+COMMANDS = {
+    "build": build,
+    "tokenizer": tokenizer,
+    "verify": verify,
+    "stats": stats,
+    "ledger": ledger,
+}

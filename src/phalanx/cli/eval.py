@@ -18,7 +18,10 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[JOB.toml] [KEY=VALUE]...",
-            help="Keys of data, eval, parallel, precision; a job file where no run says which model it is.",
+            help=(
+                "Keys of data, eval, parallel, precision; a job file where no run says which model"
+                " it is."
+            ),
             autocompletion=complete_job,
         ),
     ] = None,
@@ -27,8 +30,8 @@ def command(
 ) -> int:
     """Evaluate a checkpoint: held-out loss and perplexity, on the run's own data or another source.
 
-    The run's own data gives what the run recorded at that step. Another source is evaluated whole, or at most
-    eval.tokens of it; its text goes through the run's tokenizer.
+    The run's own data gives what the run recorded at that step. Another source is evaluated whole,
+    or at most eval.tokens of it; its text goes through the run's tokenizer.
 
     \b
     phalanx eval runs/first                             the newest checkpoint, on what was held out
@@ -55,13 +58,20 @@ def command(
             refuse_launcher("eval")
             job_file, overrides = split_arguments(arguments or [])
             model = open_trained_model(
-                checkpoint, job_file, overrides, best=best, allowed_keys=EVALUATION_KEYS, on_one_rank=False
+                checkpoint,
+                job_file,
+                overrides,
+                best=best,
+                allowed_keys=EVALUATION_KEYS,
+                on_one_rank=False,
             )
             task = prepare_evaluation(model, scratch)
             if not as_json:
                 print_task(task)
             with ProgressLine("evaluating") as line:
-                result = evaluate(task, scratch, on_progress=lambda progress: show_progress(line, progress))
+                result = evaluate(
+                    task, scratch, on_progress=lambda progress: show_progress(line, progress)
+                )
     except RanksEndedError as error:
         return print_ended_ranks(error)
     if as_json:

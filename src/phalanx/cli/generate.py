@@ -19,34 +19,55 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[JOB.toml] [KEY=VALUE]...",
-            help="Keys of parallel, precision and data.tokenizer; a job file where no run says which model it is.",
+            help=(
+                "Keys of parallel, precision and data.tokenizer; a job file where no run says which"
+                " model it is."
+            ),
             autocompletion=complete_job,
         ),
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="What to continue; several give several texts. Default: stdin."),
+        typer.Option(
+            "--prompt",
+            metavar="TEXT",
+            help="What to continue; several give several texts. Default: stdin.",
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="At most so many for each text.")] = 100,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, metavar="N", help="At most so many for each text.")
+    ] = 100,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, metavar="T", help="0: always the likeliest token.")
+        float,
+        typer.Option("--temperature", min=0.0, metavar="T", help="0: always the likeliest token."),
     ] = 0.8,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, metavar="K", help="Only among the K likeliest tokens.")
+        int | None,
+        typer.Option("--top-k", min=1, metavar="K", help="Only among the K likeliest tokens."),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", min=0.0, max=1.0, metavar="P", help="Only among the likeliest that make up P."),
+        typer.Option(
+            "--top-p",
+            min=0.0,
+            max=1.0,
+            metavar="P",
+            help="Only among the likeliest that make up P.",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, metavar="SEED", help="Another one gives another text.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, metavar="SEED", help="Another one gives another text.")
+    ] = 0,
     best: BestOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print texts and facts as JSON, at the end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print texts and facts as JSON, at the end.")
+    ] = False,
 ) -> int:
     """Continue a text with a checkpoint of a model of text.
 
-    Prompt and text go to standard output as they come, all else to standard error. A text ends where the model ends a
-    document. Where there is no tokenizer, prompts and texts are token ids. Every token costs a pass over the context:
-    there is no key-value cache.
+    Prompt and text go to standard output as they come, all else to standard error. A text ends
+    where the model ends a document. Where there is no tokenizer, prompts and texts are token ids.
+    Every token costs a pass over the context: there is no key-value cache.
 
     \b
     phalanx generate runs/first --prompt "def main"
@@ -69,12 +90,23 @@ def command(
             refuse_launcher("generate")
             job_file, overrides = split_arguments(arguments or [])
             model = open_trained_model(
-                checkpoint, job_file, overrides, best=best, allowed_keys=GENERATION_KEYS, on_one_rank=True
+                checkpoint,
+                job_file,
+                overrides,
+                best=best,
+                allowed_keys=GENERATION_KEYS,
+                on_one_rank=True,
             )
             generator = open_generator(model)
-            texts = [generator.encode_prompt(text) for text in (_read_prompt() if prompt is None else prompt)]
+            texts = [
+                generator.encode_prompt(text)
+                for text in (_read_prompt() if prompt is None else prompt)
+            ]
             if not as_json:
-                print_line(f"model   {model.name}, on {describe_ranks(model, generator.plan)}", as_problem=True)
+                print_line(
+                    f"model   {model.name}, on {describe_ranks(model, generator.plan)}",
+                    as_problem=True,
+                )
             result = generate_texts(
                 generator,
                 texts,
@@ -100,7 +132,9 @@ def _read_prompt() -> list[str]:
     from phalanx.core.errors import UsageError
 
     if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("there is no prompt", fix='give --prompt "TEXT", or the text on standard input')
+        raise UsageError(
+            "there is no prompt", fix='give --prompt "TEXT", or the text on standard input'
+        )
     raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
     if len(raw) > MAX_PROMPT_BYTES:
         raise UsageError(f"the prompt on standard input has more than {MAX_PROMPT_BYTES >> 20} MiB")

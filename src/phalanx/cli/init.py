@@ -10,14 +10,24 @@ EXAMPLE = "Example: phalanx init job.toml"
 
 
 def command(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="The file to write; - prints it.")] = "job.toml",
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
-    minimal: Annotated[bool, typer.Option("--minimal", help="Only the keys that are set, without words.")] = False,
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The file to write; - prints it.")
+    ] = "job.toml",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the file if it is there.")
+    ] = False,
+    minimal: Annotated[
+        bool, typer.Option("--minimal", help="Only the keys that are set, without words.")
+    ] = False,
     from_run: Annotated[
-        str | None, typer.Option("--from-run", metavar="RUN", help="Write the job that this run had.")
+        str | None,
+        typer.Option("--from-run", metavar="RUN", help="Write the job that this run had."),
     ] = None,
     editor: Annotated[
-        bool, typer.Option("--editor", help="Also write job.schema.json beside it, which editors complete from.")
+        bool,
+        typer.Option(
+            "--editor", help="Also write job.schema.json beside it, which editors complete from."
+        ),
     ] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of job files; writes nothing.")
@@ -35,7 +45,12 @@ def command(
     import shlex
 
     from phalanx.core.terminal import print_document
-    from phalanx.job.job_file import load_job_of_run, read_schema_text, write_job_file, write_schema_beside
+    from phalanx.job.job_file import (
+        load_job_of_run,
+        read_schema_text,
+        write_job_file,
+        write_schema_beside,
+    )
     from phalanx.job.json_schema import FILE
     from phalanx.job.template import job_template
 

@@ -18,27 +18,46 @@ EXAMPLE = "Example: phalanx plan job.toml model.num_layers=24 cluster.memory_gib
 
 def command(
     arguments: JobArguments = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say where each value of the job comes from.")] = False,
-    models: Annotated[bool, typer.Option("--models", help="List the presets of model.preset.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where each value of the job comes from.")
+    ] = False,
+    models: Annotated[
+        bool, typer.Option("--models", help="List the presets of model.preset.")
+    ] = False,
     suggest: Annotated[
-        bool, typer.Option("--suggest-rules", help="Propose sharding rules for tensor parallelism, and say why.")
+        bool,
+        typer.Option(
+            "--suggest-rules", help="Propose sharding rules for tensor parallelism, and say why."
+        ),
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="With --suggest-rules: a preset, or package.module:factory."),
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            help="With --suggest-rules: a preset, or package.module:factory.",
+        ),
     ] = None,
     judge: Annotated[
-        bool, typer.Option("--verify", help="With --suggest-rules: judge them with parallel.tp=2 (phalanx verify).")
+        bool,
+        typer.Option(
+            "--verify", help="With --suggest-rules: judge them with parallel.tp=2 (phalanx verify)."
+        ),
     ] = False,
     recut: Annotated[
         Path | None,
-        typer.Option("--recut", metavar="RUN", help="Cut a pipeline anew, by what the stages of this run took."),
+        typer.Option(
+            "--recut",
+            metavar="RUN",
+            help="Cut a pipeline anew, by what the stages of this run took.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> int:
     """Choose a layout for a job on this machine and say why, with memory per rank.
 
-    The vocabulary is the job's or the data's, as `phalanx train` has it; nothing is built and nothing is written.
+    The vocabulary is the job's or the data's, as `phalanx train` has it; nothing is built and
+    nothing is written.
     """
     from phalanx.cli._arguments import split_arguments
     from phalanx.cli._json import print_json, printing_json
@@ -54,7 +73,8 @@ def command(
             return print_suggestion(arguments or [], model, verify_too=judge, as_json=as_json)
         if model is not None or judge:
             raise UsageError(
-                "--model and --verify are for --suggest-rules", fix="write model.kind=NAME, or phalanx verify"
+                "--model and --verify are for --suggest-rules",
+                fix="write model.kind=NAME, or phalanx verify",
             )
         job_file, overrides = split_arguments(arguments or [])
         if explain:
@@ -81,7 +101,10 @@ def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
     from phalanx.plan.describe import describe
     from phalanx.run.next_command import after_planning
 
-    lines = [*planned.data_lines, *describe(planned.plan, of_samples=is_own_dataset(planned.job.data.source))]
+    lines = [
+        *planned.data_lines,
+        *describe(planned.plan, of_samples=is_own_dataset(planned.job.data.source)),
+    ]
     if planned.initial is not None:
         lines += planned.initial.lines()
     if planned.can_train_now:
@@ -107,7 +130,10 @@ def _print_models(as_json: bool) -> None:
 
     presets = list_presets()
     if as_json:
-        rows = [{"name": p.name, "family": p.family, "kind": p.kind, "num_params": p.num_params} for p in presets]
+        rows = [
+            {"name": p.name, "family": p.family, "kind": p.kind, "num_params": p.num_params}
+            for p in presets
+        ]
         print_json("models", {"models": rows}, indent=1)
         return
     width = max(len(preset.name) for preset in presets)

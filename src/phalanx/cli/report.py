@@ -14,9 +14,14 @@ EXAMPLE = "Example: phalanx report runs/train-20260101-120000"
 
 def command(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run directory, finished or not.", autocompletion=complete_run)
+        str,
+        typer.Argument(
+            metavar="RUN", help="A run directory, finished or not.", autocompletion=complete_run
+        ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the run's facts as JSON; writes no page.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the run's facts as JSON; writes no page.")
+    ] = False,
 ) -> int:
     """Write RUN/report.html: the run as one self-contained page."""
     from phalanx.cli._json import print_json, printing_json
@@ -25,7 +30,9 @@ def command(
     with printing_json(as_json):
         run_dir = Path(run)
         if not (run_dir / "events").is_dir():
-            raise UsageError("no run is there", where=run, fix="give a directory that phalanx train wrote")
+            raise UsageError(
+                "no run is there", where=run, fix="give a directory that phalanx train wrote"
+            )
         if as_json:
             from phalanx.report.reduce import reduce_run
             from phalanx.report.summary import run_json

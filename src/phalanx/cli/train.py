@@ -17,23 +17,33 @@ def command(
     resume: Annotated[
         str | None,
         typer.Option(
-            "--resume", metavar="RUN", help="Continue the run in this directory.", autocompletion=complete_run
+            "--resume",
+            metavar="RUN",
+            help="Continue the run in this directory.",
+            autocompletion=complete_run,
         ),
     ] = None,
     fallback: Annotated[
         bool,
-        typer.Option("--fallback", help="With --resume: if the newest checkpoint is damaged, take one that verifies."),
+        typer.Option(
+            "--fallback",
+            help="With --resume: if the newest checkpoint is damaged, take one that verifies.",
+        ),
     ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say where each value comes from; trains nothing.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="End with the run's facts as one line of JSON; progress goes to stderr.")
+        bool,
+        typer.Option(
+            "--json", help="End with the run's facts as one line of JSON; progress goes to stderr."
+        ),
     ] = False,
 ) -> int:
     """Train a model: plan if needed, start the ranks, train, survive, report.
 
-    Without a job file a small decoder learns the source text of this interpreter's standard library.
+    Without a job file a small decoder learns the source text of this interpreter's standard
+    library.
 
     \b
     phalanx init job.toml                     a job file to begin with

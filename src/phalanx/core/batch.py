@@ -1,8 +1,10 @@
-"""A batch is a `Mapping[str, Tensor]`: `inputs` and `targets` [B, T], `positions` [B, T], and what a model names.
+"""A batch is a `Mapping[str, Tensor]`: `inputs` and `targets` [B, T], `positions` [B, T], and what
+a model names.
 
-Samples may be nested: dicts, and lists or tuples of them. On its way from a dataset to a model a batch is flat, with
-the names of the levels joined by dots ("image.pixels", "views.0"), so that what shares, sends and splits batches knows
-one kind of them alone. Models and objectives see what the dataset gave.
+Samples may be nested: dicts, and lists or tuples of them. On its way from a dataset to a model a
+batch is flat, with the names of the levels joined by dots ("image.pixels", "views.0"), so that what
+shares, sends and splits batches knows one kind of them alone. Models and objectives see what the
+dataset gave.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ Value = TypeVar("Value")
 def flat_entries(batch: Mapping[str, Any], *, of_tensors: bool = False) -> dict[str, Any]:
     """`batch` with the entries of its levels by their joined names.
 
-    A dict is a level; so is a list or tuple with a dict, or with arrays of several shapes, in it: another list is an
-    array of its numbers. `of_tensors`: entries are tensors, and any list or tuple is a level.
+    A dict is a level; so is a list or tuple with a dict, or with arrays of several shapes, in it:
+    another list is an array of its numbers. `of_tensors`: entries are tensors, and any list or
+    tuple is a level.
     """
-    return dict(entry for name, value in batch.items() for entry in _entries(str(name), value, of_tensors))
+    return dict(
+        entry for name, value in batch.items() for entry in _entries(str(name), value, of_tensors)
+    )
 
 
 def _entries(name: str, value: Any, of_tensors: bool) -> Iterator[tuple[str, Any]]:
@@ -47,13 +52,18 @@ def _has_levels(values: Sequence[Any]) -> bool:
 
 
 def entry_of(batch: Mapping[str, Value], key: str) -> Any:
-    """The entry `key` of a flat batch, as it was nested: dicts, and lists where the names are numbers from 0 on.
+    """The entry `key` of a flat batch, as it was nested: dicts, and lists where the names are
+    numbers from 0 on.
 
     Raises KeyError if there is none.
     """
     if key in batch:
         return batch[key]
-    inside = {name[len(key) + 1 :]: value for name, value in batch.items() if name.startswith(f"{key}{LEVELS}")}
+    inside = {
+        name[len(key) + 1 :]: value
+        for name, value in batch.items()
+        if name.startswith(f"{key}{LEVELS}")
+    }
     if not inside:
         raise KeyError(key)
     names = list(dict.fromkeys(name.partition(LEVELS)[0] for name in inside))

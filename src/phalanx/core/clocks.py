@@ -12,7 +12,8 @@ from phalanx.core.digest import digest
 
 @functools.cache
 def clock_name() -> str:
-    """Equal for processes whose monotonic clock is the same one: of one boot, and of one time namespace.
+    """Equal for processes whose monotonic clock is the same one: of one boot, and of one time
+    namespace.
 
     "" where the system does not say.
     """
@@ -28,11 +29,15 @@ def clock_name() -> str:
 
 
 def process_began_s() -> float:
-    """The monotonic clock when this process was started, before its interpreter imported anything. Now, where the
-    system does not say."""
+    """The monotonic clock when this process was started, before its interpreter imported anything.
+
+    Now, where the system does not say.
+    """
     now_s = time.monotonic()
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
+        ticks = int(
+            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        )  # since boot
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):  # no Linux
         return now_s

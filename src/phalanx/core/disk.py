@@ -1,4 +1,5 @@
-"""The seam between what must survive a crash and the file system: every change that durability depends on goes here.
+"""The seam between what must survive a crash and the file system: every change that durability
+depends on goes here.
 
 Tests hand in one that records, fails, or dies at its k-th operation.
 """
@@ -81,7 +82,9 @@ def make_directories(disk: Disk, path: Path) -> None:
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
-    """Remove a directory and what is in it, or what else has that name; nothing if it is not there. Raises OSError.
+    """Remove a directory and what is in it, or what else has that name; nothing if it is not there.
+
+    Raises OSError.
 
     Of a link only the link goes: what it leads to is somebody else's.
     """
@@ -101,10 +104,11 @@ def remove_tree(disk: Disk, path: Path) -> None:
 
 
 def write_bytes_durably(disk: Disk, path: Path, data: bytes) -> None:
-    """Replace or create `path` as a whole: a reader, also after a crash, sees the old file or the new one.
+    """Replace or create `path` as a whole: a reader, also after a crash, sees the old file or the
+    new one.
 
-    One process at a time may do it: what a killed one left beside `path` is removed. Raises OSError; nothing is left
-    then.
+    One process at a time may do it: what a killed one left beside `path` is removed. Raises
+    OSError; nothing is left then.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:

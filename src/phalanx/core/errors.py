@@ -1,4 +1,5 @@
-"""Every way phalanx refuses or fails, each with its own exit code and one line that says what to do."""
+"""Every way phalanx refuses or fails, each with its own exit code and one line that says what to
+do."""
 
 from __future__ import annotations
 
@@ -27,17 +28,30 @@ class ExitCode(IntEnum):
 
 EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ExitCode.OK: "finished",
-    ExitCode.INTERNAL: "a bug; your own code raised or left in a rank before the first step (with its traceback); "
-    "or a rank of a verb that does not train ended early",
+    ExitCode.INTERNAL: (
+        "a bug; your own code raised or left in a rank before the first step (with its traceback); "
+        "or a rank of a verb that does not train ended early"
+    ),
     ExitCode.USAGE: "the command line is wrong",
-    ExitCode.JOB: "the job file is wrong, a layout or model is refused, or your model cannot be built",
-    ExitCode.DATA: "data is missing, empty or does not fit the model, or your dataset raised an exception",
+    ExitCode.JOB: (
+        "the job file is wrong, a layout or model is refused, or your model cannot be built"
+    ),
+    ExitCode.DATA: (
+        "data is missing, empty or does not fit the model, or your dataset raised an exception"
+    ),
     ExitCode.CHECKPOINT: "a checkpoint is missing, damaged or does not fit",
     ExitCode.ENVIRONMENT: "environment, rendezvous or port",
-    ExitCode.RESOURCES: "memory is full, a disk or store refuses or fails (full, read-only, EIO, ...), or ranks differ",
+    ExitCode.RESOURCES: (
+        "memory is full, a disk or store refuses or fails (full, read-only, EIO, ...), or ranks"
+        " differ"
+    ),
     ExitCode.NUMERICS: "too many steps with non-finite gradients",
-    ExitCode.RUN_LOCKED: "another job uses or took the run directory, or checkpoint.url is another run's",
-    ExitCode.RESTART_BUDGET: "the restart budget is spent, or a crash (or your code's exception or exit) repeats",
+    ExitCode.RUN_LOCKED: (
+        "another job uses or took the run directory, or checkpoint.url is another run's"
+    ),
+    ExitCode.RESTART_BUDGET: (
+        "the restart budget is spent, or a crash (or your code's exception or exit) repeats"
+    ),
     ExitCode.VERIFICATION: "a verification or a drill failed",
     ExitCode.PREEMPTED: "stopped by SIGTERM after saving; run again with --resume",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C; saved unless it was pressed twice",
@@ -52,7 +66,9 @@ class PhalanxError(Exception):
 
     exit_code = ExitCode.INTERNAL
 
-    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None
+    ) -> None:
         self.what, self.where, self.why, self.fix = what, where, why, fix
         super().__init__(what)
 
@@ -100,7 +116,8 @@ class CheckpointError(PhalanxError):
 
 
 class StorageError(CheckpointError):
-    """A checkpoint cannot be written or read because the disk or the store refuses, and not because it is damaged."""
+    """A checkpoint cannot be written or read because the disk or the store refuses, and not
+    because it is damaged."""
 
     exit_code = ExitCode.RESOURCES
 
@@ -151,7 +168,9 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        line = f"{self.where}: {self.key}: {self.what}" if self.where else f"{self.key}: {self.what}"
+        line = (
+            f"{self.where}: {self.key}: {self.what}" if self.where else f"{self.key}: {self.what}"
+        )
         return f"{line}; {self.fix}" if self.fix else line
 
 

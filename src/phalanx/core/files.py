@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 from phalanx.core.errors import PhalanxError, ResourceError, UsageError
 from phalanx.core.library_errors import LIBRARIES, os_error_of
 
-# How large a file of each kind may be before it is read into memory: ten times what anybody has seen, and no more.
+# How large a file of each kind may be before it is read into memory: ten times what anybody has
+# seen, and no more.
 JSON_BYTES = 64 * 2**20  # job.json, plan.json, config.json, and what else a run keeps about itself
 MANIFEST_BYTES = 512 * 2**20  # of checkpoints and datasets: some 2 million pieces or shards
 TOKENIZER_BYTES = 256 * 2**20
@@ -31,7 +32,9 @@ SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 def check_name(name: str, what: str) -> str:
     """Return `name` if it can be a file name; raise UsageError otherwise."""
     if not SAFE_NAME.fullmatch(name) or name in (".", ".."):
-        raise UsageError(f"{what} {name!r} is not a usable name", fix="use letters, digits, '.', '_' and '-'")
+        raise UsageError(
+            f"{what} {name!r} is not a usable name", fix="use letters, digits, '.', '_' and '-'"
+        )
     return name
 
 
@@ -45,7 +48,8 @@ def fsync_directory(directory: Path) -> None:
 
 
 def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write `data` beside `path`, then rename: a reader sees the old file or the new one, never a part.
+    """Write `data` beside `path`, then rename: a reader sees the old file or the new one, never a
+    part.
 
     Raises OSError; nothing is left beside `path` then.
     """
@@ -70,24 +74,29 @@ def write_json_atomic(path: Path, value: Any, *, durable: bool = True) -> None:
 
 
 def open_regular(path: Path | str, *, buffering: int = -1) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError for anything else under its name, without waiting for it.
+    """Open a regular file for reading.
 
-    A pipe nobody writes to would be waited for without end, a device may have no end. What is looked at is the open
-    file: what the name leads to may be another file a moment later.
+    Raises OSError for anything else under its name, without waiting for it.
+
+    A pipe nobody writes to would be waited for without end, a device may have no end. What is
+    looked at is the open file: what the name leads to may be another file a moment later.
     """
     return open(open_descriptor(path, os.O_RDONLY), "rb", buffering=buffering)
 
 
 def append_regular(path: Path | str) -> BinaryIO:
-    """Open a regular file to write at its end; it is made where there is none. Raises OSError as `open_regular` does,
-    so that a pipe under the name of a log does not stop whoever continues a run; nor is a link followed: what it leads
-    to is no log of ours.
+    """Open a regular file to write at its end; it is made where there is none.
+
+    Raises OSError as `open_regular` does, so that a pipe under the name of a log does not stop
+    whoever continues a run; nor is a link followed: what it leads to is no log of ours.
     """
     return open(open_descriptor(path, APPEND), "a+b")
 
 
 def create_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Open a new file to write. What has its name is removed: a pipe would be waited for, and a link followed.
+    """Open a new file to write.
+
+    What has its name is removed: a pipe would be waited for, and a link followed.
 
     Raises OSError.
     """
@@ -97,7 +106,10 @@ def create_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
 
 
 def open_descriptor(path: Path | str, flags: int) -> int:
-    """The descriptor of a regular file, which whoever asks closes. Raises OSError as `open_regular` does."""
+    """The descriptor of a regular file, which whoever asks closes.
+
+    Raises OSError as `open_regular` does.
+    """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     except OSError as error:
@@ -131,8 +143,10 @@ OVERLONG = b"\0"  # what stands for a line that is longer than an event can be
 
 
 def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines from where `file` stands. In place of one that is longer than an event can be comes `OVERLONG`, with
-    its newline if it has one: whoever reads counts it as what no event is, and goes on behind it. A line without an end
+    """The lines from where `file` stands.
+
+    In place of one that is longer than an event can be comes `OVERLONG`, with its newline if it has
+    one: whoever reads counts it as what no event is, and goes on behind it. A line without an end
     (a file may be any size) is given up: nothing more is read.
     """
     while line := file.readline(LINE_BYTES):
@@ -145,7 +159,10 @@ def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def skip_line(file: BinaryIO) -> bool:
-    """Go behind the next newline, a bounded piece at a time. Returns False where there is none in the next 256 MiB."""
+    """Go behind the next newline, a bounded piece at a time.
+
+    Returns False where there is none in the next 256 MiB.
+    """
     for _ in range(256):
         piece = file.readline(2**20)
         if piece.endswith(b"\n"):
@@ -157,7 +174,10 @@ def skip_line(file: BinaryIO) -> bool:
 
 @contextmanager
 def regular_path(path: Path | str) -> Iterator[str]:
-    """A name under which a library opens exactly the regular file that was looked at. Raises OSError."""
+    """A name under which a library opens exactly the regular file that was looked at.
+
+    Raises OSError.
+    """
     with open_regular(path) as file:
         opened = f"/proc/self/fd/{file.fileno()}"
         yield opened if os.path.exists(opened) else str(path)
@@ -169,18 +189,27 @@ def require_regular(mode: int, path: Path | str) -> None:
         return
     if stat.S_ISDIR(mode):
         raise OSError(errno.EISDIR, "it is a directory, not a regular file", str(path))
-    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+    kinds = {
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+    }
     kind = kinds.get(stat.S_IFMT(mode), "something else")
     raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
 def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
-    """What a regular file of JSON says. Raises OSError for what cannot be read, ValueError for what is no JSON."""
+    """What a regular file of JSON says.
+
+    Raises OSError for what cannot be read, ValueError for what is no JSON.
+    """
     return parse_json(read_regular(path, most_bytes))
 
 
 def parse_json(text: bytes | str) -> Any:
-    """As `json.loads`, but nesting that is too deep is a ValueError, like everything else that is no JSON."""
+    """As `json.loads`, but nesting that is too deep is a ValueError, like everything else that
+    is no JSON."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -188,13 +217,30 @@ def parse_json(text: bytes | str) -> Any:
 
 
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
-# What a disk says when it will not do what any other disk would: no fault of a name, a format or a program.
+# What a disk says when it will not do what any other disk would: no fault of a name, a format or a
+# program.
 REFUSALS_THAT_LAST = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
-REFUSALS = (*REFUSALS_THAT_LAST, errno.ESTALE, errno.ENODEV, errno.ENXIO)  # an NFS server may come back
-# What only a failing disk or file server says when it is read: of a file that is missing or damaged it says otherwise.
+REFUSALS = (
+    *REFUSALS_THAT_LAST,
+    errno.ESTALE,
+    errno.ENODEV,
+    errno.ENXIO,
+)  # an NFS server may come back
+# What only a failing disk or file server says when it is read: of a file that is missing or damaged
+# it says otherwise.
 READ_REFUSALS = tuple(
     getattr(errno, name)
-    for name in ("EIO", "ESTALE", "ENODEV", "ENXIO", "EUCLEAN", "EBADMSG", "EREMOTEIO", "ETIMEDOUT", "ENOTCONN")
+    for name in (
+        "EIO",
+        "ESTALE",
+        "ENODEV",
+        "ENXIO",
+        "EUCLEAN",
+        "EBADMSG",
+        "EREMOTEIO",
+        "ETIMEDOUT",
+        "ENOTCONN",
+    )
     if hasattr(errno, name)  # some are Linux's alone
 )
 _OURS = __name__.partition(".")[0]
@@ -207,7 +253,8 @@ _SCRATCH = re.compile(rf"{SCRATCH_PREFIX}\w+-\w{{8}}")
 
 
 def fix_of(error: OSError, path: Path | str, *, place: str = "run.dir") -> str | None:
-    """What a person can do about an OSError met at `path`, which they chose as `place`; None where nobody knows."""
+    """What a person can do about an OSError met at `path`, which they chose as `place`; None
+    where nobody knows."""
     scratch = _is_scratch(Path(path))
     place = "TMPDIR" if scratch else place
     if error.errno == errno.ENOSPC and _has_no_inodes(Path(path)):
@@ -223,8 +270,11 @@ def fix_of(error: OSError, path: Path | str, *, place: str = "run.dir") -> str |
     return None
 
 
-def resource_error(error: OSError, doing: str, path: Path | str, *, place: str = "run.dir") -> PhalanxError:
-    """The PhalanxError for an OSError met while `doing` something with `path`, which the user chose as `place`."""
+def resource_error(
+    error: OSError, doing: str, path: Path | str, *, place: str = "run.dir"
+) -> PhalanxError:
+    """The PhalanxError for an OSError met while `doing` something with `path`, which the user
+    chose as `place`."""
     reason = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
     what = f"failed while {doing}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -242,25 +292,34 @@ def disk_problem(
     run_dir: Path | None = None,
     where: Path | None = None,
 ) -> PhalanxError | None:
-    """The ResourceError for an error by which a disk refuses us something; None for any other error.
+    """The ResourceError for an error by which a disk refuses us something; None for any other
+    error.
 
-    Us: it was raised by our own code, or is about a file of the run. What user code met elsewhere is its own error,
-    whose traceback tells where. `where`: the folder that was written to, for errors that name no file.
+    Us: it was raised by our own code, or is about a file of the run. What user code met elsewhere
+    is its own error, whose traceback tells where. `where`: the folder that was written to, for
+    errors that name no file.
     """
     if not _is_raised_by_us(error) and not _is_about_file_in(run_dir, error):
         return None
-    refusal = error if isinstance(error, OSError) and error.errno is not None else os_error_of(error, refusals)
+    refusal = (
+        error
+        if isinstance(error, OSError) and error.errno is not None
+        else os_error_of(error, refusals)
+    )
     if refusal is None or (refusal.errno is not None and refusal.errno not in refusals):
         return None
     place = str(refusal.filename or where or "a file")
     if refusal.errno is not None:
         return resource_error(refusal, doing, place)
     what = f"the disk did not take all of a file while {doing}"
-    return ResourceError(what, where=place, why=str(refusal), fix="free space there, or look at the disk (dmesg)")
+    return ResourceError(
+        what, where=place, why=str(refusal), fix="free space there, or look at the disk (dmesg)"
+    )
 
 
 def _is_raised_by_us(error: BaseException) -> bool:
-    """True if the innermost frame is ours, those of the libraries not counted that do our work as well as a user's."""
+    """True if the innermost frame is ours, those of the libraries not counted that do our work
+    as well as a user's."""
     innermost, trace = "", error.__traceback__
     while trace is not None:
         home = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -284,9 +343,11 @@ def _is_scratch(path: Path) -> bool:
 
 
 def _has_no_inodes(path: Path) -> bool:
-    """True where the file system of `path`, or of the nearest folder above it that is there, has no inode left.
+    """True where the file system of `path`, or of the nearest folder above it that is there, has no
+    inode left.
 
-    A few may be free again when this is asked: what was half written has been removed. There is room for bytes then.
+    A few may be free again when this is asked: what was half written has been removed. There is
+    room for bytes then.
     """
     for folder in (path, *path.parents):
         try:
@@ -299,7 +360,8 @@ def _has_no_inodes(path: Path) -> bool:
 
 
 def open_run_directory(directory: Path, *, needed_bytes: int = 0) -> Path:
-    """Create `directory` and prove that it can be written and has room; raise ResourceError otherwise."""
+    """Create `directory` and prove that it can be written and has room; raise ResourceError
+    otherwise."""
     import shutil
 
     probe = directory / f".writable.{os.getpid()}"
@@ -319,7 +381,8 @@ def open_run_directory(directory: Path, *, needed_bytes: int = 0) -> Path:
         from phalanx.core.units import format_bytes
 
         raise ResourceError(
-            f"the run needs about {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} are free",
+            f"the run needs about {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} are"
+            " free",
             where=str(directory),
             fix="free space there or choose another run.dir",
         )

@@ -1,8 +1,9 @@
-"""Ranks that a launcher started: what torchrun, Slurm, Open MPI and PMI say in the environment, in torch's words.
+"""Ranks that a launcher started: what torchrun, Slurm, Open MPI and PMI say in the environment, in
+torch's words.
 
-The order is `ORDER`: torch's own RANK first, for whoever sets it means it; then torchrun's arguments as variables
-(PET_), Slurm, Open MPI, PMI. Each set is read whole or refused by the name of the variable that is missing or does not
-fit.
+The order is `ORDER`: torch's own RANK first, for whoever sets it means it; then torchrun's
+arguments as variables (PET_), Slurm, Open MPI, PMI. Each set is read whole or refused by the name
+of the variable that is missing or does not fit.
 """
 
 from __future__ import annotations
@@ -15,17 +16,40 @@ from dataclasses import dataclass
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.nodelists import NodeList, parse_nodelist, parse_tasks_per_node
 
-TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SUPERVISED = "PHALANX_SUPERVISED"  # variable: our own supervisor started this rank, and nobody else did
-PREFIXES = ("PET_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")  # of variables that describe ranks
-FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below the ports that a kernel gives away by itself (32768 on Linux)
+TORCH_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+SUPERVISED = (  # variable: our own supervisor started this rank, and nobody else did
+    "PHALANX_SUPERVISED"
+)
+PREFIXES = (
+    "PET_",
+    "SLURM_",
+    "OMPI_COMM_WORLD_",
+    "PMI_",
+    "MPI_LOCAL",
+)  # of variables that describe ranks
+FIRST_PORT, NUM_PORTS = (
+    12_000,
+    20_000,
+)  # below the ports that a kernel gives away by itself (32768 on Linux)
 USUAL_PORT = 29_500  # torchrun's, where nothing tells one job of a machine from another
-LARGEST_RANK_STEP = 0xFFFF0000  # above it are numbers of Slurm's own steps: batch script, salloc's shell, extern
+LARGEST_RANK_STEP = (
+    0xFFFF0000  # above it are numbers of Slurm's own steps: batch script, salloc's shell, extern
+)
 
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """One rank of a launcher's. `origin` is its name, `words` what a person is told of all its ranks."""
+    """One rank of a launcher's.
+
+    `origin` is its name, `words` what a person is told of all its ranks.
+    """
 
     origin: str
     rank: int
@@ -53,20 +77,25 @@ class LaunchedRank:
 
 
 def adopt_launched_rank(environ: MutableMapping[str, str]) -> LaunchedRank | None:
-    """Write torch's variables into `environ` if another launcher's describe a rank there, and return that rank.
+    """Write torch's variables into `environ` if another launcher's describe a rank there, and
+    return that rank.
 
-    None where torch's are set, or where no launcher started more than one rank. Raises EnvironmentProblem (exit 6).
+    None where torch's are set, or where no launcher started more than one rank. Raises
+    EnvironmentProblem (exit 6).
     """
     found = find_launched_rank(environ)
     if found is not None:
         environ.update(found.torch_variables())
-        if found.master_addr == "127.0.0.1":  # gloo listens, by default, on the address the host's name resolves to
+        if (
+            found.master_addr == "127.0.0.1"
+        ):  # gloo listens, by default, on the address the host's name resolves to
             environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     return found
 
 
 def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """The rank that variables other than torch's describe: the first of `ORDER` that has more than one rank."""
+    """The rank that variables other than torch's describe: the first of `ORDER` that has more
+    than one rank."""
     if _text(environ, "RANK") or _text(environ, "WORLD_SIZE"):
         return None
     for read in ORDER:
@@ -83,7 +112,10 @@ def loopback_interface() -> str:
 
 
 def read_integer(environ: Mapping[str, str], name: str) -> int | None:
-    """The integer in variable `name`, None where it is unset or empty. Raises EnvironmentProblem for another text."""
+    """The integer in variable `name`, None where it is unset or empty.
+
+    Raises EnvironmentProblem for another text.
+    """
     text = _text(environ, name)
     if not text:
         return None
@@ -96,19 +128,24 @@ def read_integer(environ: Mapping[str, str], name: str) -> int | None:
 def check_range(name: str, value: int, size_name: str, size: int) -> None:
     """Raise EnvironmentProblem unless `value` is one of the `size` numbers from 0."""
     if not 0 <= value < size:
-        raise EnvironmentProblem(f"{name} is {value} and {size_name} is {size}", fix=f"{name} counts from 0")
+        raise EnvironmentProblem(
+            f"{name} is {value} and {size_name} is {size}", fix=f"{name} counts from 0"
+        )
 
 
 def read_port(environ: Mapping[str, str], name: str) -> int | None:
     """The port in variable `name`. Raises EnvironmentProblem for a number that is none."""
     port = read_integer(environ, name)
     if port is not None and not 0 < port < 65_536:
-        raise EnvironmentProblem(f"{name} is {port}, which is not a port", fix="ports are 1 to 65535")
+        raise EnvironmentProblem(
+            f"{name} is {port}, which is not a port", fix="ports are 1 to 65535"
+        )
     return port
 
 
 def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """The rank of a node that PET_ variables, which are torchrun's arguments, give one rank; more need torchrun."""
+    """The rank of a node that PET_ variables, which are torchrun's arguments, give one rank;
+    more need torchrun."""
     nodes = _text(environ, "PET_NNODES")
     if nodes in ("", "1", "1:1"):
         return None
@@ -116,9 +153,13 @@ def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
     start = "start it as `torchrun -m phalanx train ...`, which reads PET_*, or unset PET_NNODES"
     low, _, high = nodes.partition(":")
     if high not in ("", low) or not low.isdigit():
-        raise EnvironmentProblem(f"PET_NNODES is {nodes!r}, and no torchrun started this process", fix=start)
+        raise EnvironmentProblem(
+            f"PET_NNODES is {nodes!r}, and no torchrun started this process", fix=start
+        )
     if per_node != "1":
-        raise EnvironmentProblem(f"PET_NPROC_PER_NODE is {per_node!r}, and no torchrun started this process", fix=start)
+        raise EnvironmentProblem(
+            f"PET_NPROC_PER_NODE is {per_node!r}, and no torchrun started this process", fix=start
+        )
     size, rank = int(low), _required(environ, "PET_NODE_RANK", f"PET_NNODES is {nodes}")
     check_range("PET_NODE_RANK", rank, "PET_NNODES", size)
     host, _, port_text = _text(environ, "PET_RDZV_ENDPOINT").rpartition(":")
@@ -127,7 +168,8 @@ def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
     address = _text(environ, "PET_MASTER_ADDR") or _text(environ, "MASTER_ADDR") or host
     if not address:
         raise EnvironmentProblem(
-            f"PET_NNODES is {nodes} and PET_MASTER_ADDR is not set", fix="set it to the host of node rank 0"
+            f"PET_NNODES is {nodes} and PET_MASTER_ADDR is not set",
+            fix="set it to the host of node rank 0",
         )
     given = read_port(environ, "PET_MASTER_PORT") or read_port(environ, "MASTER_PORT")
     port = given or int(port_text or USUAL_PORT)
@@ -136,13 +178,17 @@ def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def _read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """The task that srun started. None in a batch script or a shell of salloc, which are no task of srun's."""
+    """The task that srun started.
+
+    None in a batch script or a shell of salloc, which are no task of srun's.
+    """
     if not _is_task_of_srun(environ):
         return None
     size_name = next((name for name in _SLURM_SIZES if _text(environ, name)), "")
     if not size_name:
         raise EnvironmentProblem(
-            "SLURM_PROCID is set and SLURM_NTASKS is not", fix="start ranks by srun, or unset SLURM_PROCID"
+            "SLURM_PROCID is set and SLURM_NTASKS is not",
+            fix="start ranks by srun, or unset SLURM_PROCID",
         )
     size = _required(environ, size_name, "")
     if size == 1:
@@ -161,9 +207,12 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
     port = read_port(environ, "MASTER_PORT")
     if port is None and job is None:
         raise EnvironmentProblem(
-            f"{several} and SLURM_JOB_ID is not set", fix="set MASTER_PORT to the same free port on every task"
+            f"{several} and SLURM_JOB_ID is not set",
+            fix="set MASTER_PORT to the same free port on every task",
         )
-    port = port or FIRST_PORT + ((job or 0) + 1009 * step) % NUM_PORTS  # steps of one job may train at the same time
+    port = (
+        port or FIRST_PORT + ((job or 0) + 1009 * step) % NUM_PORTS
+    )  # steps of one job may train at the same time
     of_job = "" if job is None else f" of job {job}"
     on = "" if nodes is None else f" on {len(nodes):,} node{'s' if len(nodes) > 1 else ''}"
     words = f"{size:,} tasks{of_job}{on}; rank 0 at {address}:{port}"
@@ -172,12 +221,19 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-_OF_STEPS = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_SRUN_COMM_HOST")
+_OF_STEPS = (
+    "SLURM_STEP_ID",
+    "SLURM_STEPID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_SRUN_COMM_HOST",
+)
 _OF_BATCH_SCRIPTS = ("SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST")
 
 
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
-    """A batch script has SLURM_PROCID=0 and SLURM_NTASKS, too; srun alone sets variables of its step."""
+    """A batch script has SLURM_PROCID=0 and SLURM_NTASKS, too; srun alone sets variables of its
+    step."""
     step = read_integer(environ, "SLURM_STEP_ID") or read_integer(environ, "SLURM_STEPID") or 0
     if step > LARGEST_RANK_STEP:
         return False
@@ -189,12 +245,15 @@ def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
             if not alone:
                 there = next(name for name in (*_OF_STEPS, "SLURM_LOCALID") if _text(environ, name))
                 raise EnvironmentProblem(
-                    f"{there} is set and SLURM_PROCID is not", fix=f"start ranks by srun, or unset {there}"
+                    f"{there} is set and SLURM_PROCID is not",
+                    fix=f"start ranks by srun, or unset {there}",
                 )
         return False
     if has_step or rank != 0:
         return True
-    return environ.get("ENVIRONMENT") != "BATCH" and not any(_text(environ, name) for name in _OF_BATCH_SCRIPTS)
+    return environ.get("ENVIRONMENT") != "BATCH" and not any(
+        _text(environ, name) for name in _OF_BATCH_SCRIPTS
+    )
 
 
 def _slurm_nodes(environ: Mapping[str, str]) -> NodeList | None:
@@ -210,7 +269,10 @@ def _slurm_nodes(environ: Mapping[str, str]) -> NodeList | None:
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int, nodes: NodeList | None) -> int:
-    """How many tasks are on this node. The allocation's numbers are not the step's where their sum is another one."""
+    """How many tasks are on this node.
+
+    The allocation's numbers are not the step's where their sum is another one.
+    """
     node = read_integer(environ, "SLURM_NODEID") or 0
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if not (text := _text(environ, name)):
@@ -223,18 +285,23 @@ def _slurm_local_size(environ: Mapping[str, str], size: int, nodes: NodeList | N
             return counts[node]
         if name.startswith("SLURM_STEP_"):
             raise EnvironmentProblem(
-                f"{name} is {text[:80]!r} (tasks of {len(counts)} nodes), of {size} tasks in all, on node {node}",
+                f"{name} is {text[:80]!r} (tasks of {len(counts)} nodes), of {size} tasks in all,"
+                f" on node {node}",
                 fix="unset it, or let srun set it",
             )
     num_nodes = len(nodes) if nodes is not None else 1
     return -(-size // min(num_nodes, size))
 
 
-def _slurm_address(environ: Mapping[str, str], nodes: NodeList | None, rank: int, several: str) -> str:
-    """The first node's name; where there is no other node, this machine, which nobody else can then reach."""
+def _slurm_address(
+    environ: Mapping[str, str], nodes: NodeList | None, rank: int, several: str
+) -> str:
+    """The first node's name; where there is no other node, this machine, which nobody else can
+    then reach."""
     if nodes is None:
         raise EnvironmentProblem(
-            f"{several} and SLURM_JOB_NODELIST is not set", fix="set MASTER_ADDR to the host of task 0"
+            f"{several} and SLURM_JOB_NODELIST is not set",
+            fix="set MASTER_ADDR to the host of task 0",
         )
     if len(nodes) == 1:
         return "127.0.0.1"
@@ -260,25 +327,37 @@ def _read_open_mpi(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def _read_pmi(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """A rank of MPICH's or Intel MPI's mpiexec (Hydra), which says where on its node it is in MPI_LOCAL*."""
+    """A rank of MPICH's or Intel MPI's mpiexec (Hydra), which says where on its node it is in
+    MPI_LOCAL*."""
     pair = _read_pair(environ, "PMI_RANK", "PMI_SIZE")
     if pair is None:
         return None
     rank, size = pair
-    local_rank, local_size = read_integer(environ, "MPI_LOCALRANKID"), read_integer(environ, "MPI_LOCALNRANKS")
+    local_rank, local_size = (
+        read_integer(environ, "MPI_LOCALRANKID"),
+        read_integer(environ, "MPI_LOCALNRANKS"),
+    )
     if (local_rank is None) != (local_size is None):
         there, absent = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")[:: 1 if local_size is None else -1]
-        raise EnvironmentProblem(f"{there} is set and {absent} is not", fix=f"set {absent}, or unset {there}")
+        raise EnvironmentProblem(
+            f"{there} is set and {absent} is not", fix=f"set {absent}, or unset {there}"
+        )
     if local_rank is None or local_size is None:
         local_rank, local_size = rank, size
     check_range("MPI_LOCALRANKID", local_rank, "MPI_LOCALNRANKS", local_size)
-    return _mpi_rank(environ, "PMI", (rank, size, local_rank, local_size), ("PMI_JOBID", "PMI_KVSNAME"))
+    return _mpi_rank(
+        environ, "PMI", (rank, size, local_rank, local_size), ("PMI_JOBID", "PMI_KVSNAME")
+    )
 
 
 def _mpi_rank(
-    environ: Mapping[str, str], origin: str, place: tuple[int, int, int, int], job_names: tuple[str, ...]
+    environ: Mapping[str, str],
+    origin: str,
+    place: tuple[int, int, int, int],
+    job_names: tuple[str, ...],
 ) -> LaunchedRank:
-    """MPI names no host and no port: one node needs none, several need MASTER_ADDR, or Slurm's list of nodes."""
+    """MPI names no host and no port: one node needs none, several need MASTER_ADDR, or Slurm's
+    list of nodes."""
     rank, size, local_rank, local_size = place
     if local_size > size:
         raise EnvironmentProblem(f"{origin} says {local_size} ranks on this node of {size} in all")
@@ -292,26 +371,39 @@ def _mpi_rank(
             fix="set it to the host of rank 0 on every rank (mpirun -x MASTER_ADDR=HOST)",
         )
     job = next((text for name in job_names if (text := _text(environ, name))), "")
-    derived = FIRST_PORT + int(hashlib.sha256(job.encode()).hexdigest()[:8], 16) % NUM_PORTS if job else USUAL_PORT
+    derived = (
+        FIRST_PORT + int(hashlib.sha256(job.encode()).hexdigest()[:8], 16) % NUM_PORTS
+        if job
+        else USUAL_PORT
+    )
     port = read_port(environ, "MASTER_PORT") or derived
     words = f"{size:,} ranks, {local_size:,} on this node; rank 0 at {address}:{port}"
     return LaunchedRank(origin, rank, size, local_rank, local_size, address, port, words)
 
 
-def _read_pair(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int] | None:
+def _read_pair(
+    environ: Mapping[str, str], rank_name: str, size_name: str
+) -> tuple[int, int] | None:
     rank, size = read_integer(environ, rank_name), read_integer(environ, size_name)
     if rank is None and size is None:
         return None
     if rank is None or size is None:
         there, absent = (size_name, rank_name) if rank is None else (rank_name, size_name)
-        raise EnvironmentProblem(f"{there} is set and {absent} is not", fix=f"set {absent}, or unset {there}")
+        raise EnvironmentProblem(
+            f"{there} is set and {absent} is not", fix=f"set {absent}, or unset {there}"
+        )
     check_range(rank_name, rank, size_name, size)
     return (rank, size) if size > 1 else None
 
 
 def _read_mpirun_in_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """mpirun inside a Slurm job starts its daemons by srun: what they pass on describes the daemons, not the ranks."""
-    size = read_integer(environ, "OMPI_COMM_WORLD_SIZE") if _text(environ, "OMPI_COMM_WORLD_RANK") else None
+    """mpirun inside a Slurm job starts its daemons by srun: what they pass on describes the
+    daemons, not the ranks."""
+    size = (
+        read_integer(environ, "OMPI_COMM_WORLD_SIZE")
+        if _text(environ, "OMPI_COMM_WORLD_RANK")
+        else None
+    )
     in_slurm = any(_text(environ, name) for name in _SLURM_SIZES)
     if size is None or not in_slurm or size == read_integer(environ, "SLURM_NTASKS"):
         return None
@@ -323,8 +415,10 @@ def _required(environ: Mapping[str, str], name: str, why: str) -> int:
     if value is None:
         raise EnvironmentProblem(
             f"{why} and {name} is not set",
-            fix="let the launcher set it, or set RANK, WORLD_SIZE, "
-            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT on every rank",
+            fix=(
+                "let the launcher set it, or set RANK, WORLD_SIZE, "
+                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT on every rank"
+            ),
         )
     return value
 

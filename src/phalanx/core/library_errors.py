@@ -1,4 +1,5 @@
-"""What a disk said to a library, read from the library's error: those of Rust and C++ have no errno to look at."""
+"""What a disk said to a library, read from the library's error: those of Rust and C++ have no
+errno to look at."""
 
 from __future__ import annotations
 
@@ -11,19 +12,22 @@ LIBRARIES = ("numpy", "pyarrow", "safetensors", "tokenizers", "torch")
 
 # "No space left on device (os error 28)" of Rust, "... Detail: [errno 28] ..." of Arrow
 _NUMBER = re.compile(r"\b(?:os error|errno) (\d+)\b", re.IGNORECASE)
-# A network says "Input/output error", too: of torch's errors only those that are about a file count for such a code.
+# A network says "Input/output error", too: of torch's errors only those that are about a file count
+# for such a code.
 _OF_DISKS_ALONE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _OF_A_FILE = re.compile(r"\bfd \d+ failed with|\bstrerror\b")
 _PATH = re.compile(r'\bat path "([^"]+)"')
-# A write that ended early, by the words of numpy's tofile and of torch.save: neither asks the system for the reason.
+# A write that ended early, by the words of numpy's tofile and of torch.save: neither asks the
+# system for the reason.
 _CUT_SHORT = re.compile(r"^\d+ requested and \d+ written$|\bunexpected pos \d+ vs \d+")
 
 
 def os_error_of(error: BaseException, codes: Collection[int]) -> OSError | None:
-    """The OSError with one of `codes` that a library met when it raised `error`; None where it met none.
+    """The OSError with one of `codes` that a library met when it raised `error`; None where it met
+    none.
 
-    Its errno is None where the library tells only that a write was cut short. Errors of Python's own kinds, ValueError
-    say, are never looked at: any text may stand in them.
+    Its errno is None where the library tells only that a write was cut short. Errors of Python's
+    own kinds, ValueError say, are never looked at: any text may stand in them.
     """
     if not _may_hold_one(error):
         return None
@@ -40,11 +44,16 @@ def os_error_of(error: BaseException, codes: Collection[int]) -> OSError | None:
 
 
 def _may_hold_one(error: BaseException) -> bool:
-    """True for errors of the libraries, and of the kinds that they raise where they have none of their own."""
+    """True for errors of the libraries, and of the kinds that they raise where they have none of
+    their own."""
     kind = type(error)
     if isinstance(error, OSError):
         return error.errno is None
-    return isinstance(error, RuntimeError) or kind is Exception or kind.__module__.partition(".")[0] in LIBRARIES
+    return (
+        isinstance(error, RuntimeError)
+        or kind is Exception
+        or kind.__module__.partition(".")[0] in LIBRARIES
+    )
 
 
 def _names(line: str, code: int) -> bool:

@@ -1,4 +1,5 @@
-"""A process's own log: its standard output and error in a file, without the secrets of its environment."""
+"""A process's own log: its standard output and error in a file, without the secrets of its
+environment."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 1 << 16
 def redirect_output(path: Path, redactor: Redactor) -> None:
     """Point standard output and error at the end of `path`, standard input stays.
 
-    What Python prints passes `redactor`. What C code and child processes print does not: see `blank_out`.
+    What Python prints passes `redactor`. What C code and child processes print does not: see
+    `blank_out`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with append_regular(path) as log:
@@ -31,23 +33,28 @@ def redirect_output(path: Path, redactor: Redactor) -> None:
 
 
 def redact_streams(redactor: Redactor) -> None:
-    """Have `sys.stdout` and `sys.stderr` write whole lines to descriptors 1 and 2, each through `redactor`."""
+    """Have `sys.stdout` and `sys.stderr` write whole lines to descriptors 1 and 2, each through
+    `redactor`."""
     sys.stdout, sys.stderr = RedactedStream(1, redactor), RedactedStream(2, redactor)
 
 
 class RedactedStream(io.TextIOWrapper):
-    """A text stream that takes secrets out of what is written, line by line: one printed in two parts is found too."""
+    """A text stream that takes secrets out of what is written, line by line: one printed in two
+    parts is found too."""
 
     def __init__(self, fd: int, redactor: Redactor) -> None:
         raw = open(fd, "wb", closefd=False)
         super().__init__(raw, encoding="utf-8", errors="backslashreplace")
         self._redactor = redactor
         self._num_lost = 0
-        self._begun = threading.local()  # each thread's line: no lock that a fork could inherit locked
+        self._begun = (
+            threading.local()
+        )  # each thread's line: no lock that a fork could inherit locked
 
     @property
     def num_lost(self) -> int:
-        """Writes that the disk refused: a log that cannot be written must not stop what it is the log of."""
+        """Writes that the disk refused: a log that cannot be written must not stop what it is
+        the log of."""
         return self._num_lost
 
     def write(self, text: str) -> int:
@@ -64,7 +71,8 @@ class RedactedStream(io.TextIOWrapper):
             super().flush()
 
     def _put(self, text: str) -> None:
-        """Past the buffer of TextIOWrapper, which would keep what the disk refuses and raise it again and again."""
+        """Past the buffer of TextIOWrapper, which would keep what the disk refuses and raise it
+        again and again."""
         data = text.encode("utf-8", "backslashreplace")
         try:
             while data:
@@ -74,7 +82,8 @@ class RedactedStream(io.TextIOWrapper):
 
 
 def blank_out(path: Path, secrets: Iterable[str], *, begin: int = 0) -> int:
-    """Overwrite each of `secrets`, and what URLs carry, in the file with stars, in place; the number of places.
+    """Overwrite each of `secrets`, and what URLs carry, in the file with stars, in place; the
+    number of places.
 
     `begin`: how much of the file this was done for before. Raises OSError.
     """
@@ -83,9 +92,13 @@ def blank_out(path: Path, secrets: Iterable[str], *, begin: int = 0) -> int:
         return 0
     with append_regular(path) as file, mmap.mmap(file.fileno(), 0) as content:
         known = tuple(secrets)
-        begin = max(begin - _OVERLAP_BYTES, 0) if begin <= len(content) else 0  # a secret may be half there
+        begin = (
+            max(begin - _OVERLAP_BYTES, 0) if begin <= len(content) else 0
+        )  # a secret may be half there
         num_places = sum(_blank_out_all(content, secret.encode(), begin) for secret in known)
-        in_letters = tuple(secret.encode("utf-8", "replace").decode("latin-1") for secret in known)  # one for each byte
+        in_letters = tuple(
+            secret.encode("utf-8", "replace").decode("latin-1") for secret in known
+        )  # one for each byte
         return (
             num_places
             + _blank_out_spelled(content, spellings_of((known, in_letters)), begin)
@@ -103,14 +116,17 @@ def _blank_out_all(content: mmap.mmap, secret: bytes, begin: int) -> int:
 
 
 def _blank_out_spelled(content: mmap.mmap, known: Spellings, first: int) -> int:
-    """Encoded, broken by line ends, or a piece: a window after the other, which overlap by more than a secret has."""
+    """Encoded, broken by line ends, or a piece: a window after the other, which overlap by more
+    than a secret has."""
     num_places = 0
     for begin in range(first, len(content), _WINDOW_BYTES):
         window = content[begin : begin + _WINDOW_BYTES + _OVERLAP_BYTES]
         for place, place_end in known.places(window):
             text = window[place:place_end].decode("latin-1")  # a byte is a letter
             for start, end in known.spans(text):
-                stars = "".join("\n" if letter == "\n" else "*" for letter in text[start:end])  # lines stay lines
+                stars = "".join(
+                    "\n" if letter == "\n" else "*" for letter in text[start:end]
+                )  # lines stay lines
                 content[begin + place + start : begin + place + end] = stars.encode()
                 num_places += 1
     return num_places

@@ -28,13 +28,19 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class NodeList:
-    """Hosts in the order in which they are written. Ranges stay ranges: a list of a million hosts costs nothing."""
+    """Hosts in the order in which they are written.
+
+    Ranges stay ranges: a list of a million hosts costs nothing.
+    """
 
     patterns: tuple[tuple[tuple[str | _Numbers, ...], ...], ...]
-    """Of each host pattern its parts in order; of each part the choices (one text, or the ranges of a bracket)."""
+    """Of each host pattern its parts in order; of each part the choices (one text, or the ranges
+    of a bracket)."""
 
     def __len__(self) -> int:
-        return sum(math.prod(sum(map(_count, part)) for part in pattern) for pattern in self.patterns)
+        return sum(
+            math.prod(sum(map(_count, part)) for part in pattern) for pattern in self.patterns
+        )
 
     def __iter__(self) -> Iterator[str]:
         for pattern in self.patterns:
@@ -48,7 +54,10 @@ def parse_nodelist(text: str) -> NodeList:
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
-    """Tasks of each node of Slurm's `2(x3),1`: [2, 2, 2, 1]. Raises ValueError for a text that is none."""
+    """Tasks of each node of Slurm's `2(x3),1`: [2, 2, 2, 1].
+
+    Raises ValueError for a text that is none.
+    """
     counts: list[int] = []
     for word in text.strip().split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", word.strip())

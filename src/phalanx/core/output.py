@@ -11,7 +11,8 @@ from phalanx.core.terminal import filtered
 
 
 def open_closed_streams() -> None:
-    """Where we were started without an input or output (`>&-`), nothing else may take its number, and Python writes."""
+    """Where we were started without an input or output (`>&-`), nothing else may take its
+    number, and Python writes."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -23,7 +24,9 @@ def open_closed_streams() -> None:
 
 def silence(stream: TextIO) -> None:
     """Send what `stream` still holds, and whatever follows, nowhere: also at exit."""
-    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, as a notebook has
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # a stream without a descriptor, as a notebook has
         fd = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, fd)
@@ -31,7 +34,10 @@ def silence(stream: TextIO) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print lines of a run that goes on even if nobody can read them. They are filtered: see `core.terminal`."""
+    """Print lines of a run that goes on even if nobody can read them.
+
+    They are filtered: see `core.terminal`.
+    """
     stream = filtered(sys.stdout)
     try:
         for line in lines:

@@ -1,10 +1,11 @@
 """`phase(name)`: the one seam through which spans, faults, guards and progress reach the step loop.
 
-A `Phases` object belongs to one rank. `with phases("forward"): ...` charges the seconds inside to "forward", minus
-those of phases nested in it, so that the phases of a step never count a second twice. Seconds are those of a `Clock`:
-the host's where work is done when its call returns, that of the device's queue where it is only queued then. Listeners
-(fault injection, a watchdog) are called on entry. Step, phase and collective are also written to a small
-memory-mapped black box that another process can read after this one was stopped or killed.
+A `Phases` object belongs to one rank. `with phases("forward"): ...` charges the seconds inside to
+"forward", minus those of phases nested in it, so that the phases of a step never count a second
+twice. Seconds are those of a `Clock`: the host's where work is done when its call returns, that of
+the device's queue where it is only queued then. Listeners (fault injection, a watchdog) are called
+on entry. Step, phase and collective are also written to a small memory-mapped black box that
+another process can read after this one was stopped or killed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 
 from phalanx.core.files import append_regular, read_regular
 
-# What a step's seconds are charged to; "optimizer" includes the gradients' norm and clipping, "pipeline" is waiting for
-# another stage: the bubble as this rank sees it. Another name is a bug.
+# What a step's seconds are charged to; "optimizer" includes the gradients' norm and clipping,
+# "pipeline" is waiting for another stage: the bubble as this rank sees it. Another name is a bug.
 PHASES = (
     "startup",
     "data",
@@ -44,13 +45,19 @@ _MOST_QUEUED = 4096  # marks whose seconds nobody takes, as in a loop that is no
 
 
 class Clock(Protocol):
-    """What phases are timed by. A mark is a moment as the clock knows it: with `is_late` one that may still lie ahead,
-    behind work that is queued and not done."""
+    """What phases are timed by.
+
+    A mark is a moment as the clock knows it: with `is_late` one that may still lie ahead, behind
+    work that is queued and not done.
+    """
 
     is_late: bool
 
     def mark(self) -> Any:
-        """Mark the moment between all work that was given before and all that comes after. Waits for nothing."""
+        """Mark the moment between all work that was given before and all that comes after.
+
+        Waits for nothing.
+        """
         ...
 
     def seconds(self, begin: Any, end: Any) -> float | None:
@@ -89,17 +96,20 @@ class BlackBox:
         self._map = _map_file(path, self._HEAD.size)
 
     def write(self, step: int, phase: str, collective: str = "") -> None:
-        self._HEAD.pack_into(self._map, 0, step, time.monotonic(), phase.encode()[:32], collective.encode()[:80])
+        self._HEAD.pack_into(
+            self._map, 0, step, time.monotonic(), phase.encode()[:32], collective.encode()[:80]
+        )
 
     def close(self) -> None:
         self._map.close()
 
 
 def _map_file(path: Path, num_bytes: int) -> mmap.mmap:
-    """Map `num_bytes` zeros of a new file; memory that nobody else sees where the disk refuses them.
+    """Map `num_bytes` zeros of a new file; memory that nobody else sees where the disk refuses
+    them.
 
-    The zeros are written: a page of a file that only was made longer has no room on a full disk, and the first write
-    to its mapping would kill the process (SIGBUS).
+    The zeros are written: a page of a file that only was made longer has no room on a full disk,
+    and the first write to its mapping would kill the process (SIGBUS).
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +123,8 @@ def _map_file(path: Path, num_bytes: int) -> mmap.mmap:
 
 
 class Place(NamedTuple):
-    """What a black box says: where a rank was last seen, and when (monotonic seconds of that machine)."""
+    """What a black box says: where a rank was last seen, and when (monotonic seconds of that
+    machine)."""
 
     step: int
     monotonic_s: float
@@ -140,10 +151,12 @@ def _text(raw: bytes) -> str:
 
 
 class Phases:
-    """Times the phases of one rank and tells listeners where it is. `take()` returns and clears the seconds.
+    """Times the phases of one rank and tells listeners where it is.
 
-    Listeners are told of each phase that begins. Those `of_training` are told of the thread that trains alone, and of
-    the enclosing phase that goes on where one ends, too.
+    `take()` returns and clears the seconds.
+
+    Listeners are told of each phase that begins. Those `of_training` are told of the thread that
+    trains alone, and of the enclosing phase that goes on where one ends, too.
     """
 
     def __init__(
@@ -164,10 +177,14 @@ class Phases:
         self._queued: deque[tuple[str, Any, Any]] = deque()  # phases whose end may still lie ahead
 
     def beside(self, step: int) -> Phases:
-        """For another thread of this rank, at work on `step`: seconds of its own by the host's clock, and the listeners
-        but those `of_training`. The black box goes on telling where training is.
+        """For another thread of this rank, at work on `step`: seconds of its own by the host's
+        clock, and the listeners but those `of_training`.
+
+        The black box goes on telling where training is.
         """
-        found = Phases(None, tuple(each for each in self._listeners if each not in self._of_training))
+        found = Phases(
+            None, tuple(each for each in self._listeners if each not in self._of_training)
+        )
         found.step = step
         return found
 
@@ -196,9 +213,10 @@ class Phases:
     def collective(self, words: str) -> Iterator[None]:
         """A collective that the library below starts and waits for where it likes.
 
-        Where the call does the work it is a phase like any other. Where it is only queued, on a stream that the clock
-        does not see, its seconds cannot be told: listeners and the black box learn of it, and what the computation
-        waits for it is charged to the phase around, which goes on.
+        Where the call does the work it is a phase like any other. Where it is only queued, on a
+        stream that the clock does not see, its seconds cannot be told: listeners and the black box
+        learn of it, and what the computation waits for it is charged to the phase around, which
+        goes on.
         """
         if not self.clock.is_late:
             with self("collective", words):
@@ -216,7 +234,10 @@ class Phases:
             listener(self.step, around[0])
 
     def enter(self, name: str, collective: str = "") -> None:
-        """Begin a phase; the enclosing one stops counting. For places where a `with` cannot stand (hooks)."""
+        """Begin a phase; the enclosing one stops counting.
+
+        For places where a `with` cannot stand (hooks).
+        """
         assert name in PHASES, name
         now = self.clock.mark()
         if self._stack:
@@ -231,7 +252,9 @@ class Phases:
     def leave(self, name: str) -> None:
         """End phase `name` and any that an exception left open inside it."""
         self._close(name)
-        if self._black_box is not None:  # after the outermost phase its collective, too, lies behind this rank
+        if (
+            self._black_box is not None
+        ):  # after the outermost phase its collective, too, lies behind this rank
             self._black_box.write(self.step, *(self._stack[-1] if self._stack else (name, "")))
 
     def _close(self, name: str) -> None:
@@ -269,8 +292,8 @@ class Phases:
 
     @contextmanager
     def apart(self) -> Iterator[dict[str, float]]:
-        """For what is no part of a step (an evaluation between two): its seconds go to the dict that is yielded, when
-        it ends, and what was charged before stays as it was."""
+        """For what is no part of a step (an evaluation between two): its seconds go to the dict
+        that is yielded, when it ends, and what was charged before stays as it was."""
         before = self._taken(wait=True)
         inside: dict[str, float] = {}
         try:
@@ -283,8 +306,9 @@ class Phases:
     def take(self) -> dict[str, float]:
         """Seconds per phase since the last `take`; open phases are charged up to now.
 
-        Of a clock that is late, those of work that is done by now: the rest comes with the next `take`. So nothing is
-        waited for, and over steps that each wait for their device once, each has the seconds from wait to wait.
+        Of a clock that is late, those of work that is done by now: the rest comes with the next
+        `take`. So nothing is waited for, and over steps that each wait for their device once, each
+        has the seconds from wait to wait.
         """
         return self._taken(wait=False)
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 import re
 import unicodedata
 
-TURNS_AROUND = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # marks of direction, embedded and isolated
+# marks of direction, embedded and isolated
+TURNS_AROUND = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 MAX_LINE_CHARS = 8192  # more of one line tells nobody anything, and scrolls away what does
 _KEPT_OF_THE_END = MAX_LINE_CHARS // 4  # there our own lines say what to do
 _RAW_CONTROLS = re.compile(f"[\x7f-\x9f\u2028\u2029{TURNS_AROUND}\ud800-\udfff]")
 
 
 def printable(text: str, limit: int = 2000) -> str:
-    """One line without control characters: what a rank says must not move the cursor of whoever reads it, nor turn the
-    order of letters around. Spaces and joiners of any script stay."""
+    """One line without control characters: what a rank says must not move the cursor of whoever
+    reads it, nor turn the order of letters around.
+
+    Spaces and joiners of any script stay.
+    """
     text = text.rstrip()
     line = _without_controls(text[:limit])
     return line if len(text) <= limit else line[:-1] + "…"
 
 
 def printable_text(text: str) -> str:
-    """Lines of text, each as `printable` makes it. Indents, tabs and blanks stay; of a line of more than MAX_LINE_CHARS
-    the middle goes.
+    """Lines of text, each as `printable` makes it.
+
+    Indents, tabs and blanks stay; of a line of more than MAX_LINE_CHARS the middle goes.
     """
     if text.isprintable() and len(text) <= MAX_LINE_CHARS:
         return text
@@ -29,7 +34,8 @@ def printable_text(text: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """JSON (or TOML) of the same value, with everything in its strings escaped that a terminal could obey."""
+    """JSON (or TOML) of the same value, with everything in its strings escaped that a terminal
+    could obey."""
     return _RAW_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -44,7 +50,9 @@ def _printable_line(line: str) -> str:
 def _without_controls(line: str) -> str:
     if line.isprintable():
         return line
-    return "".join(letter if letter.isprintable() or _is_harmless(letter) else " " for letter in line)
+    return "".join(
+        letter if letter.isprintable() or _is_harmless(letter) else " " for letter in line
+    )
 
 
 def _is_harmless(letter: str) -> bool:

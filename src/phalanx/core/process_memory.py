@@ -1,12 +1,14 @@
-"""How much memory a process has: the one definition that a plan, the console, the page and benchmarks go by.
+"""How much memory a process has: the one definition that a plan, the console, the page and
+benchmarks go by.
 
 - *Of its own*: pages that no file backs (heap and other anonymous memory, shared memory). Training's memory is what a
   rank has of its own on top of what it had when training began: what is compared with a plan.
 - *In all*: every resident page, one that several processes share by its share: the kernel's Pss. Ranks are forked from
   a process that has imported torch, and share its pages until they write to them, and libraries and token shards.
 
-Peaks are the kernel's own: VmHWM, the most pages that were ever resident at once, which may be set back to now. So
-nothing that happens between two readings is missed. docs/memory.md says it for users.
+Peaks are the kernel's own: VmHWM, the most pages that were ever resident at once, which may be set
+back to now. So nothing that happens between two readings is missed. docs/memory.md says it for
+users.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _FIELDS = (b"VmHWM:", b"RssAnon:", b"RssFile:", b"RssShmem:")
 
 @dataclass(frozen=True)
 class Resident:
-    """Resident bytes of a process: now by kind, and the most there were at once since its mark was set back."""
+    """Resident bytes of a process: now by kind, and the most there were at once since its mark
+    was set back."""
 
     peak_bytes: int
     anonymous_bytes: int
@@ -37,7 +40,8 @@ class Resident:
         return self.anonymous_bytes + self.shared_bytes
 
     def own_peak_bytes(self, file_bytes_before: int) -> int:
-        """Pages that no file backs, at the worst moment since a reading that found `file_bytes_before` of files.
+        """Pages that no file backs, at the worst moment since a reading that found
+        `file_bytes_before` of files.
 
         Of files there were no more in between than at one of its ends.
         """
@@ -88,9 +92,12 @@ class ProcessMemory:
         return True
 
     def shared_elsewhere_bytes(self) -> int | None:
-        """Resident bytes that other processes' shares account for: Rss less Pss. None where the kernel does not say.
+        """Resident bytes that other processes' shares account for: Rss less Pss.
 
-        It walks the process's page tables: ten milliseconds for each few hundred MiB, so not in every step.
+        None where the kernel does not say.
+
+        It walks the process's page tables: ten milliseconds for each few hundred MiB, so not in
+        every step.
         """
         try:
             with open(f"{self._place}/smaps_rollup", "rb") as file:

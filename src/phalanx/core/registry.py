@@ -1,4 +1,5 @@
-"""The folder is the registry: `kind = "x"` is the module `x` in a folder, `"pkg.mod:attr"` is the user's."""
+"""The folder is the registry: `kind = "x"` is the module `x` in a folder, `"pkg.mod:attr"` is
+the user's."""
 
 from __future__ import annotations
 
@@ -13,15 +14,19 @@ from phalanx.core.errors import EnvironmentProblem, LayoutError, did_you_mean
 
 
 def names(package: str) -> list[str]:
-    """Kinds that live in `package` (for example "phalanx.nn.models"), found without importing any."""
+    """Kinds that live in `package` (for example "phalanx.nn.models"), found without importing
+    any."""
     spec = importlib.util.find_spec(package)
     assert spec is not None, package
-    found = [module.name for module in pkgutil.iter_modules(list(spec.submodule_search_locations or ()))]
+    found = [
+        module.name for module in pkgutil.iter_modules(list(spec.submodule_search_locations or ()))
+    ]
     return sorted(name for name in found if not name.startswith("_"))
 
 
 def told(kind: str, package: str, name: str, default: Any) -> Any:
-    """The literal that the module `kind` of `package` gives `name` at its top level, read without importing it.
+    """The literal that the module `kind` of `package` gives `name` at its top level, read without
+    importing it.
 
     For rooms that must not import torch, of files that do. `default` where the module says nothing.
     """
@@ -32,7 +37,9 @@ def told(kind: str, package: str, name: str, default: Any) -> Any:
         if not path.is_file():
             continue
         for line in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(line, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in line.targets):
+            if isinstance(line, ast.Assign) and any(
+                isinstance(t, ast.Name) and t.id == name for t in line.targets
+            ):
                 return ast.literal_eval(line.value)
     return default
 
@@ -45,13 +52,16 @@ def is_foreign(kind: str | None) -> bool:
 def resolve(kind: str, package: str, attribute: str) -> Any:
     """The object named by `kind`: `attribute` of our own module, or the user's own object.
 
-    Raises LayoutError (exit 3) for a kind that does not exist; an exception inside the user's module passes through.
+    Raises LayoutError (exit 3) for a kind that does not exist; an exception inside the user's
+    module passes through.
     """
     if not is_foreign(kind):
         if kind not in names(package):
             known = names(package)
             raise LayoutError(
-                f"unknown kind {kind!r}", why=f"known: {', '.join(known)}", fix=did_you_mean(kind, known) or None
+                f"unknown kind {kind!r}",
+                why=f"known: {', '.join(known)}",
+                fix=did_you_mean(kind, known) or None,
             )
         return getattr(importlib.import_module(f"{package}.{kind}"), attribute)
     module_name, _, path = kind.partition(":")
@@ -62,7 +72,8 @@ def resolve(kind: str, package: str, attribute: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise LayoutError(
-                f"module {module_name!r} cannot be found", fix="put its folder on PYTHONPATH or run beside it"
+                f"module {module_name!r} cannot be found",
+                fix="put its folder on PYTHONPATH or run beside it",
             ) from None
         raise
     for part in path.split("."):

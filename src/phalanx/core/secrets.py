@@ -1,7 +1,8 @@
-"""Secrets: which values of the environment are some, texts without them, and values of a job that look like one.
+"""Secrets: which values of the environment are some, texts without them, and values of a job that
+look like one.
 
-A run directory is copied, shown and archived, so no secret may reach a file of it. What is written there passes a
-`Redactor`; what cannot (a job is kept to the letter) is refused at the door.
+A run directory is copied, shown and archived, so no secret may reach a file of it. What is written
+there passes a `Redactor`; what cannot (a job is kept to the letter) is refused at the door.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ _ENDINGS = (
     *("CREDENTIAL", "CREDENTIALS", "WEBHOOK"),
 )
 _WORDS = frozenset(("PASS", "AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "JWT", "PAT", "DSN"))
-_PLACES = frozenset(("FILE", "PATH", "DIR", "SOCK", "NAME"))  # TOKEN_FILE says where a secret lies, and is none
+_PLACES = frozenset(
+    ("FILE", "PATH", "DIR", "SOCK", "NAME")
+)  # TOKEN_FILE says where a secret lies, and is none
 _SHELLS_OWN = frozenset(("PWD", "OLDPWD"))  # the folder that a shell is in, and was in
 _CONNECTIONS = frozenset(("CONNECTIONSTRING", "CONNSTR"))
-# In the arguments of a model "pad_token" and "num_key_heads" are ordinary: there, these words need company or a value
-# that looks like a key.
+# In the arguments of a model "pad_token" and "num_key_heads" are ordinary: there, these words need
+# company or a value that looks like a key.
 _AMBIGUOUS = frozenset(("KEY", "KEYS", "TOKEN", *_WORDS))
 _COMPANY = frozenset(("API", "ACCESS", "ACCOUNT", "AUTH", "BEARER", "PRIVATE", "SECRET", "REFRESH"))
 _IN_QUERIES = frozenset(("TOKEN", "SIG", "SIGNATURE", "PWD"))  # there, whatever they hold
@@ -69,7 +72,10 @@ def _hidden(text: str, known: Spellings) -> str:
 
 
 def spans_by_place(text: str) -> list[Span]:
-    """Where `text` has secrets that one knows by their place: a URL's password or token. In order, none in another."""
+    """Where `text` has secrets that one knows by their place: a URL's password or token.
+
+    In order, none in another.
+    """
     spans: list[Span] = []
     for span in sorted({*user_spans(text), *parameter_spans(text, _is_secret_in_query)}):
         if not spans or span[0] >= spans[-1][1]:
@@ -85,7 +91,8 @@ def _is_secret_in_query(name: str, value: str) -> bool:
 
 
 def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """The secrets of `environ` by variable: values of variables that are named like one, and what URLs in any carry.
+    """The secrets of `environ` by variable: values of variables that are named like one, and what
+    URLs in any carry.
 
     Of a value with several lines (a private key), each line: messages are squeezed to one.
     """
@@ -97,20 +104,25 @@ def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         parts = [part.strip() for text in whole for part in (text, *text.splitlines())]
         parts += [value[start:end] for start, end in spans_by_place(value)]
         if _is_connection(name):
-            parts += [value[start:end] for start, end in parameter_spans(value, _is_secret_in_query, anywhere=True)]
+            parts += [
+                value[start:end]
+                for start, end in parameter_spans(value, _is_secret_in_query, anywhere=True)
+            ]
         if secrets := tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_LENGTH)):
             found[name] = secrets
     return found
 
 
 def _is_a_path(value: str) -> bool:
-    """GOOGLE_APPLICATION_CREDENTIALS holds the name of a file; hiding a folder's name would hide every path in it."""
+    """GOOGLE_APPLICATION_CREDENTIALS holds the name of a file; hiding a folder's name would hide
+    every path in it."""
     return value.startswith("/") and os.path.lexists(value)
 
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """True for names like WANDB_API_KEY, hf_token, MYSQL_PWD; not for KEY_FILE, TOKENIZERS_PARALLELISM or PWD."""
+    """True for names like WANDB_API_KEY, hf_token, MYSQL_PWD; not for KEY_FILE,
+    TOKENIZERS_PARALLELISM or PWD."""
     words = _words(name)
     if not words or words[-1] in _PLACES:
         return False
@@ -122,12 +134,14 @@ def is_secret_name(name: str) -> bool:
 
 
 def _is_connection(name: str) -> bool:
-    """True for AZURE_STORAGE_CONNECTION_STRING: several settings in one value, secrets among them."""
+    """True for AZURE_STORAGE_CONNECTION_STRING: several settings in one value, secrets among
+    them."""
     return "".join(_words(name)).endswith(tuple(_CONNECTIONS))
 
 
 def carried_secret(name: str, value: str, environ: Mapping[str, str]) -> str | None:
-    """Why `value`, given in a job under `name`, must not be written down; None if nothing speaks against it."""
+    """Why `value`, given in a job under `name`, must not be written down; None if nothing speaks
+    against it."""
     for variable, secrets in secret_values(environ).items():
         if spellings_of((secrets,)).hide(value) != value:
             return f"holds the secret of the environment variable {variable}"
@@ -154,7 +168,9 @@ def _is_certain(name: str) -> bool:
         return bool(before) and (*before, last) != ("OLD", "PWD")
     if last in _AMBIGUOUS:
         return bool(before) and before[-1] in _COMPANY
-    return last.endswith(_ENDINGS) and (not last.endswith(("TOKEN", "KEY", "KEYS")) or last.startswith(tuple(_COMPANY)))
+    return last.endswith(_ENDINGS) and (
+        not last.endswith(("TOKEN", "KEY", "KEYS")) or last.startswith(tuple(_COMPANY))
+    )
 
 
 def _words(name: str) -> list[str]:

@@ -11,10 +11,12 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 def shard_rules(rules: Mapping[str, str]) -> Callable[[Made], Made]:
-    """Decorate a module's class, or the factory that builds one, with the rules by which tensor parallelism cuts it.
+    """Decorate a module's class, or the factory that builds one, with the rules by which tensor
+    parallelism cuts it.
 
-    `rules` are those of `[parallel.rules]` in a job: names of modules, as patterns, to kinds of cuts. What a job says
-    of the same pattern wins, and so do the rules that an object has set itself in `shard_rules`.
+    `rules` are those of `[parallel.rules]` in a job: names of modules, as patterns, to kinds of
+    cuts. What a job says of the same pattern wins, and so do the rules that an object has set
+    itself in `shard_rules`.
 
         @phalanx.shard_rules({"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"})
         class Model(nn.Module): ...

@@ -1,9 +1,11 @@
-"""How a known secret may be spelled in a text: as it is, encoded, broken by a line's end, or a piece of it.
+"""How a known secret may be spelled in a text: as it is, encoded, broken by a line's end, or a
+piece of it.
 
-What is found: the secret as it is and as URLs, JSON, Python's repr (of text and of bytes), base64 (also in something
-longer, as `user:password` is), base32, hex and percent-encoding write it; each of these broken by line ends; and of a
-secret that looks random, any piece of PIECE_CHARS or more that does. What is not: a shorter piece, a secret that was
-encrypted, compressed, hashed, turned around, or encoded twice.
+What is found: the secret as it is and as URLs, JSON, Python's repr (of text and of bytes), base64
+(also in something longer, as `user:password` is), base32, hex and percent-encoding write it; each
+of these broken by line ends; and of a secret that looks random, any piece of PIECE_CHARS or more
+that does. What is not: a shorter piece, a secret that was encrypted, compressed, hashed, turned
+around, or encoded twice.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _ENCODED_CHARS = 10  # of base64, where a secret is only a part of what was enco
 _WORD = re.compile(rf"[A-Za-z0-9_\-.+/=]{{{PIECE_CHARS},}}")
 _BREAK = r"(?:[ \t]*\\?\r?\n[ \t>|]*)?"
 _IN_BREAKS = b" \t\\\r\n>|"
-_GRAM_BYTES = 4  # half of the shortest spelling: each has one that begins at a multiple of it, wherever it lies
+# half of the shortest spelling: each has one that begins at a multiple of it, wherever it lies
+_GRAM_BYTES = 4
 _HASH_FACTOR, _HASH_SHIFT = 2654435761, 12
 _ABOUT_A_BREAK = 96
 
@@ -45,7 +48,8 @@ class Spellings:
     """What `whole` looks for, as far as bytes that are read as latin-1 can hold it."""
 
     def places(self, data: bytes) -> list[tuple[int, int]]:
-        """Stretches of `data` outside of which `spans` finds nothing: a look that is a hundred times quicker."""
+        """Stretches of `data` outside of which `spans` finds nothing: a look that is a hundred
+        times quicker."""
         import numpy as np
 
         if not self.texts or len(data) < _GRAM_BYTES:
@@ -56,7 +60,9 @@ class Spellings:
         short, long = (known[hashes] for known in self._known_grams)
         short[:-1] |= long[:-1] & long[1:]  # a long one has two beside each other
         near = [(at - reach, at + reach) for at in (np.flatnonzero(short) * _GRAM_BYTES).tolist()]
-        near += [(at - _ABOUT_A_BREAK - reach, at + _ABOUT_A_BREAK + reach) for at in self._breaks(data)]
+        near += [
+            (at - _ABOUT_A_BREAK - reach, at + _ABOUT_A_BREAK + reach) for at in self._breaks(data)
+        ]
         merged: list[tuple[int, int]] = []
         for begin, end in sorted(near):
             if merged and begin <= merged[-1][1]:
@@ -67,7 +73,8 @@ class Spellings:
 
     @cached_property
     def _known_grams(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of short spellings and of long ones: for each hash, whether one of them has a gram like that."""
+        """Of short spellings and of long ones: for each hash, whether one of them has a gram
+        like that."""
         return (
             _known(_grams(text for text in self.texts if len(text) < 3 * _GRAM_BYTES - 1)),
             _known(_grams(text for text in self.texts if len(text) >= 3 * _GRAM_BYTES - 1)),
@@ -83,7 +90,11 @@ class Spellings:
         while at >= 0:
             left = data[max(at - _ABOUT_A_BREAK, 0) : at].translate(None, _IN_BREAKS)[-3:]
             right = data[at : at + _ABOUT_A_BREAK].translate(None, _IN_BREAKS)[:3]
-            if left[-2:] + right[:2] in known or left[-1:] + right in known or left + right[:1] in known:
+            if (
+                left[-2:] + right[:2] in known
+                or left[-1:] + right in known
+                or left + right[:1] in known
+            ):
                 yield at
             at = data.find(b"\n", at + 1)
 
@@ -101,9 +112,13 @@ class Spellings:
         if self.whole is None:
             return
         for pattern in (self.whole, self.broken):
-            yield from (found.span() for found in pattern.finditer(text)) if pattern is not None else ()
+            yield from (
+                (found.span() for found in pattern.finditer(text)) if pattern is not None else ()
+            )
         for word in _WORD.finditer(text) if self.pieces else ():
-            yield from ((word.start() + start, word.start() + end) for start, end in self._runs(word[0]))
+            yield from (
+                (word.start() + start, word.start() + end) for start, end in self._runs(word[0])
+            )
 
     def _hide_pieces(self, found: re.Match[str]) -> str:
         word = found[0]
@@ -139,14 +154,20 @@ def spellings_of(groups: tuple[tuple[str, ...], ...]) -> Spellings:
     random = [text for text in (*secrets, *encoded) if looks_random(text)]
     return Spellings(
         re.compile("|".join(map(re.escape, ordered))) if ordered else None,
-        re.compile("|".join(_BREAK.join(map(re.escape, text)) for text in ordered)) if ordered else None,
+        re.compile("|".join(_BREAK.join(map(re.escape, text)) for text in ordered))
+        if ordered
+        else None,
         frozenset(piece for text in random for piece in _pieces(text)),
-        tuple(text.encode("latin-1") for text in ordered if all(ord(letter) < 256 for letter in text)),
+        tuple(
+            text.encode("latin-1") for text in ordered if all(ord(letter) < 256 for letter in text)
+        ),
     )
 
 
 def _grams(texts: Iterable[bytes]) -> set[bytes]:
-    return {text[at : at + _GRAM_BYTES] for text in texts for at in range(len(text) - _GRAM_BYTES + 1)}
+    return {
+        text[at : at + _GRAM_BYTES] for text in texts for at in range(len(text) - _GRAM_BYTES + 1)
+    }
 
 
 def _known(grams: set[bytes]) -> np.ndarray:
@@ -190,13 +211,19 @@ def _written(secret: str) -> Iterable[str]:
 
 def _encoded(secret: str) -> Iterable[str]:
     raw = _bytes_of(secret)
-    for digits in (raw.hex(), "".join(f"%{byte:02x}" for byte in raw), "".join(f"\\x{byte:02x}" for byte in raw)):
+    for digits in (
+        raw.hex(),
+        "".join(f"%{byte:02x}" for byte in raw),
+        "".join(f"\\x{byte:02x}" for byte in raw),
+    ):
         yield digits
         yield digits.upper().replace("\\X", "\\x")
     yield raw.hex(" ")
     yield raw.hex(":")
     yield base64.b32encode(raw).decode().rstrip("=")
-    for num_before in range(3):  # letters of base64 stand for three bytes each, wherever the secret begins
+    for num_before in range(
+        3
+    ):  # letters of base64 stand for three bytes each, wherever the secret begins
         text = base64.b64encode(b"\0" * num_before + raw).decode().rstrip("=")
         begin = -(-num_before * 8 // 6)
         end = (num_before + len(raw)) * 8 // 6
@@ -205,4 +232,8 @@ def _encoded(secret: str) -> Iterable[str]:
 
 
 def _bytes_of(secret: str) -> bytes:
-    return secret.encode("utf-8", "surrogateescape") if secret.isprintable() else secret.encode("utf-8", "replace")
+    return (
+        secret.encode("utf-8", "surrogateescape")
+        if secret.isprintable()
+        else secret.encode("utf-8", "replace")
+    )

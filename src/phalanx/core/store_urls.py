@@ -1,8 +1,10 @@
-"""Which URLs may name a place for checkpoints: object stores, and directories of this machine. Nothing is opened here.
+"""Which URLs may name a place for checkpoints: object stores, and directories of this machine.
 
-fsspec opens much more: URLs that wrap others (`simplecache::`, `zip::`), files that say what else to open
-(`reference://`), hosts to log in to. A run's directory may come from a stranger, and its job names a URL: what a verb
-opens for it must be a plain store, and nothing but one.
+Nothing is opened here.
+
+fsspec opens much more: URLs that wrap others (`simplecache::`, `zip::`), files that say what else
+to open (`reference://`), hosts to log in to. A run's directory may come from a stranger, and its
+job names a URL: what a verb opens for it must be a plain store, and nothing but one.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# Each of them puts an object as a whole or not at all: that is what a checkpoint's manifest relies on.
+# Each of them puts an object as a whole or not at all: that is what a checkpoint's manifest relies
+# on.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "oci", "oss", "tos")
 DIRECTORIES = ("file", "local")
 MEMORY = "memory"
@@ -29,7 +32,10 @@ class Refusal:
 
 
 def refusal(url: str, *, in_job: bool = False) -> Refusal | None:
-    """None for a URL that may be opened. A job's store is shared by its processes, which memory:// is not."""
+    """None for a URL that may be opened.
+
+    A job's store is shared by its processes, which memory:// is not.
+    """
     if "::" in url:
         return Refusal("is a chain of URLs", "give the store's own URL, without ::")
     found = _URL.fullmatch(url)
@@ -37,13 +43,23 @@ def refusal(url: str, *, in_job: bool = False) -> Refusal | None:
         return Refusal("is not a URL", _INSTEAD)
     protocol = found[1]
     if protocol in DIRECTORIES:
-        return None if local_directory(url) else Refusal("is not an absolute path", "as file:///data/run-7")
+        return (
+            None
+            if local_directory(url)
+            else Refusal("is not an absolute path", "as file:///data/run-7")
+        )
     if protocol == MEMORY:
-        what = "is memory of one process: the ranks would each save into their own, and it ends with them"
+        what = (
+            "is memory of one process: the ranks would each save into their own, and it ends with"
+            " them"
+        )
         return Refusal(what, _INSTEAD) if in_job else None
     if protocol not in OBJECT_STORES:
         schemes = ", ".join(f"{name}://" for name in OBJECT_STORES)
-        return Refusal(f"is of no store for checkpoints ({schemes})", "mount it, and give the directory: file:///...")
+        return Refusal(
+            f"is of no store for checkpoints ({schemes})",
+            "mount it, and give the directory: file:///...",
+        )
     return None
 
 

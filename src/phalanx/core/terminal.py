@@ -1,8 +1,10 @@
-"""The one seam between what a verb prints and the terminal: no secret passes it, and nothing that a terminal obeys.
+"""The one seam between what a verb prints and the terminal: no secret passes it, and nothing that a
+terminal obeys.
 
-File names, checkpoints, data, exceptions and logs may be a stranger's, and any of them may end up in a line that we
-print. So the streams themselves are filtered: `print`, warnings and tracebacks pass without knowing of it. What draws
-(bars, colours) asks for the stream behind the filter with `unfiltered`, and filters the texts that it draws.
+File names, checkpoints, data, exceptions and logs may be a stranger's, and any of them may end up
+in a line that we print. So the streams themselves are filtered: `print`, warnings and tracebacks
+pass without knowing of it. What draws (bars, colours) asks for the stream behind the filter with
+`unfiltered`, and filters the texts that it draws.
 """
 
 from __future__ import annotations
@@ -92,14 +94,20 @@ def unfiltered(stream: TextIO) -> TextIO:
 
 
 def print_document(text: str, end: str = "\n") -> None:
-    """Print JSON or TOML for programs, however long its lines are. Its secrets are the caller's to hide."""
+    """Print JSON or TOML for programs, however long its lines are.
+
+    Its secrets are the caller's to hide.
+    """
     write_encoded(unfiltered(sys.stdout), escape_controls(text) + end)
 
 
 def print_painted(text: str) -> None:
     """Print lines in which our own colours stand, and nothing else that a terminal obeys."""
     redacted = Redactor(os.environ).text(text)
-    safe = (part if _COLOUR.fullmatch(part) else printable_text(part) for part in _COLOUR.split(redacted))
+    safe = (
+        part if _COLOUR.fullmatch(part) else printable_text(part)
+        for part in _COLOUR.split(redacted)
+    )
     write_encoded(unfiltered(sys.stdout), "".join(safe) + "\n")
 
 

@@ -1,4 +1,5 @@
-"""Frozen dataclasses as JSON and back, field by field, by their annotations: values that processes send each other."""
+"""Frozen dataclasses as JSON and back, field by field, by their annotations: values that
+processes send each other."""
 
 from __future__ import annotations
 
@@ -7,7 +8,19 @@ import functools
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 JsonObject: TypeAlias = Mapping[str, object]
 """A parsed JSON object that is handed on unread; `from_json` reads one."""
@@ -38,7 +51,8 @@ class TypedJsonError(ValueError):
 
 
 def to_json(value: Any) -> Any:
-    """`value` as JSON: dataclasses become objects, paths text, tuples lists; a `to_json` method of its own comes first.
+    """`value` as JSON: dataclasses become objects, paths text, tuples lists; a `to_json` method of
+    its own comes first.
 
     Raises TypeError for what JSON has no words for.
     """
@@ -64,7 +78,8 @@ def _fields_to_json(value: Any) -> dict[str, Any]:
 def from_json(kind: type[Value], document: object) -> Value:
     """The value of dataclass `kind` that `to_json` wrote as `document`.
 
-    Raises TypedJsonError for a field that is unknown, missing without a default, or of another type.
+    Raises TypedJsonError for a field that is unknown, missing without a default, or of another
+    type.
     """
     return cast(Value, _read_dataclass(kind, document, kind.__name__))
 
@@ -76,7 +91,9 @@ def _read_dataclass(kind: type, document: object, where: str) -> object:
     unknown = document.keys() - hints.keys()
     if unknown:
         raise TypedJsonError(f"{where} has no field {min(unknown)!r}")
-    values = {name: _read(hints[name], value, f"{where}.{name}") for name, value in document.items()}
+    values = {
+        name: _read(hints[name], value, f"{where}.{name}") for name, value in document.items()
+    }
     missing = _required_fields(kind) - values.keys()
     if missing:
         raise TypedJsonError(f"{where}.{min(missing)} is missing")
@@ -142,4 +159,6 @@ def _field_types(kind: type) -> Mapping[str, Any]:
 def _required_fields(kind: type) -> frozenset[str]:
     missing = dataclasses.MISSING
     fields = dataclasses.fields(kind)
-    return frozenset(f.name for f in fields if f.default is missing and f.default_factory is missing)
+    return frozenset(
+        f.name for f in fields if f.default is missing and f.default_factory is missing
+    )

@@ -1,8 +1,10 @@
-"""What becomes of a refusal that a script of the library's users does not catch: one line from one rank, and its code.
+"""What becomes of a refusal that a script of the library's users does not catch: one line from one
+rank, and its code.
 
-Python shows an exception that nobody catches through `sys.excepthook`. There a PhalanxError needs no traceback, which
-every rank would print; anything else is the user's, and shown as ever. Where somebody has a hook of their own (a
-notebook, a crash reporter), or catches it (pytest), there is nothing to do.
+Python shows an exception that nobody catches through `sys.excepthook`. There a PhalanxError needs
+no traceback, which every rank would print; anything else is the user's, and shown as ever. Where
+somebody has a hook of their own (a notebook, a crash reporter), or catches it (pytest), there is
+nothing to do.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     rank = os.environ.get("RANK", "0")
     said = str(error).splitlines() if isinstance(error, JobError) else [str(error)]
     if _is_first_to_say(str(error)):
-        from phalanx.core.terminal import safe_output  # only now: nobody pays for what is not needed
+        from phalanx.core.terminal import (
+            safe_output,
+        )  # only now: nobody pays for what is not needed
 
         with safe_output():
             whose = f"rank {rank}: " if rank not in ("", "0") else ""
@@ -60,13 +64,16 @@ def user_place(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code, "/home/me/train.py:12"; empty if there is none."""
     others = ("site-packages", "/lib/python")
     for frame in reversed(traceback.extract_tb(trace)):
-        if not frame.filename.startswith((_OURS, "<")) and not any(part in frame.filename for part in others):
+        if not frame.filename.startswith((_OURS, "<")) and not any(
+            part in frame.filename for part in others
+        ):
             return f"{frame.filename}:{frame.lineno}"
     return ""
 
 
 def _is_first_to_say(text: str) -> bool:
-    """Whether no other rank on this machine says the same: all of them refuse what cannot be, each for itself."""
+    """Whether no other rank on this machine says the same: all of them refuse what cannot be,
+    each for itself."""
     from phalanx.core.clocks import clock_name  # only now: nobody pays for what is not needed
     from phalanx.core.files import write_bytes_atomic
 
@@ -105,12 +112,16 @@ def _is_stale(marker: Path) -> bool:
 
 
 def _marker(text: str) -> Path:
-    """A file of the ranks that were started together: in torchrun's own folder of them, if there is one."""
+    """A file of the ranks that were started together: in torchrun's own folder of them, if there
+    is one."""
     from phalanx.core.digest import digest
 
     folder = Path(os.environ.get(ERROR_FILE, "")).parents
     together = folder[1] if len(folder) > 2 and folder[1].is_dir() else Path(tempfile.gettempdir())
-    group = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+    group = [
+        os.environ.get(name, "")
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    ]
     return together / f"phalanx-refusal-{os.getuid()}-{digest([group, os.getppid(), text])}"
 
 
@@ -120,6 +131,9 @@ def _tell_torchrun(text: str) -> None:
     if path:
         from phalanx.core.secrets import Redactor
 
-        body = {"message": Redactor(os.environ).text(f"phalanx: {text}"), "timestamp": int(time.time())}
+        body = {
+            "message": Redactor(os.environ).text(f"phalanx: {text}"),
+            "timestamp": int(time.time()),
+        }
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(body), encoding="utf-8")

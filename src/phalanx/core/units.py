@@ -47,11 +47,15 @@ def format_seconds(seconds: float) -> str:
 
 
 def describe_error(predicted: float, measured: float) -> str:
-    """What a prediction's error is, in % of what was measured: '4 % too low', '12 % too high', 'right to 1 %'.
+    """What a prediction's error is, in % of what was measured: '4 % too low', '12 % too high',
+    'right to 1 %'.
 
-    Every place that shows a prediction beside a measurement says it in these words. '–' where one of them is missing.
+    Every place that shows a prediction beside a measurement says it in these words. '–' where one
+    of them is missing.
     """
-    if not (math.isfinite(predicted) and math.isfinite(measured)) or (predicted != measured and measured <= 0):
+    if not (math.isfinite(predicted) and math.isfinite(measured)) or (
+        predicted != measured and measured <= 0
+    ):
         return "–"
     error = 0.0 if predicted == measured else (predicted - measured) / measured
     if abs(error) < 0.005:
@@ -63,15 +67,21 @@ SMALL_BYTES, LARGE_ERROR = 64 * MIB, 0.25
 
 
 def describe_bytes_error(predicted: float, measured: float) -> str:
-    """As `describe_error`, but '5.6 MiB too high' where memory is small and the error is not: what is there of it is
-    mostly what allocators round up and libraries take once, and a percentage says nothing of larger jobs."""
+    """As `describe_error`, but '5.6 MiB too high' where memory is small and the error is not: what
+    is there of it is mostly what allocators round up and libraries take once, and a percentage says
+    nothing of larger jobs."""
     is_known = math.isfinite(predicted) and math.isfinite(measured) and measured > 0
     is_small = is_known and min(predicted, measured) < SMALL_BYTES
     if not is_small or abs(predicted - measured) < LARGE_ERROR * measured:
         return describe_error(predicted, measured)
-    return f"{format_bytes(abs(predicted - measured))} too {'low' if predicted < measured else 'high'}"
+    return (
+        f"{format_bytes(abs(predicted - measured))} too {'low' if predicted < measured else 'high'}"
+    )
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:
-    """A number and what it counts: '1 rank', '2 ranks', '1,500 steps'. `nouns`: of many, where an s is not enough."""
+    """A number and what it counts: '1 rank', '2 ranks', '1,500 steps'.
+
+    `nouns`: of many, where an s is not enough.
+    """
     return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"

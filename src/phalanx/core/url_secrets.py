@@ -1,4 +1,5 @@
-"""Secrets by their place in a text: passwords and tokens in URLs, queries and connection strings, of any length."""
+"""Secrets by their place in a text: passwords and tokens in URLs, queries and connection
+strings, of any length."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def user_spans(text: str) -> Iterator[Span]:
 
 
 def parameter_spans(text: str, is_secret: IsSecret, *, anywhere: bool = False) -> Iterator[Span]:
-    """The values in `?name=value&name=value` (and after a semicolon) for which `is_secret(name, value)`.
+    """The values in `?name=value&name=value` (and after a semicolon) for which `is_secret(name,
+    value)`.
 
     `anywhere`: also at the beginning and between spaces, as connection strings have them.
     """

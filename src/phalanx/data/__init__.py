@@ -1,1 +1,2 @@
-"""From text or token ids to batches: a global sequence whose order is a pure function of (seed, index)."""
+"""From text or token ids to batches: a global sequence whose order is a pure function of (seed,
+index)."""

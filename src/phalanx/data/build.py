@@ -30,19 +30,35 @@ from phalanx.core.files import (
 from phalanx.core.units import format_bytes
 from phalanx.data.build_pool import run_tasks
 from phalanx.data.cuts import cutter_for
-from phalanx.data.dataset import FORMAT, MANIFEST, Dataset, Manifest, TokenizerFacts, is_dataset, open_dataset
+from phalanx.data.dataset import (
+    FORMAT,
+    MANIFEST,
+    Dataset,
+    Manifest,
+    TokenizerFacts,
+    is_dataset,
+    open_dataset,
+)
 from phalanx.data.encode import Counts, Outcome, sum_counts
 from phalanx.data.listing import dataset_around
 from phalanx.data.readers import parts_of
 from phalanx.data.shards import dtype_for, open_shard
 from phalanx.data.sources import Found, find_files
 from phalanx.data.spans import Task, default_shard_bytes, plan_tasks
-from phalanx.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_path
+from phalanx.data.tokenizer import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_path,
+)
 from phalanx.data.unchanged import check_inputs_unchanged, find_changed, times_of
 
 STATE = ".build"
 OPTIONS, LOCK = "options.json", "lock"
-_STEP_BYTES = 1 << 20  # files are cut into shards at multiples of this, or of a shard's size where that is smaller
+_STEP_BYTES = (
+    1 << 20
+)  # files are cut into shards at multiples of this, or of a shard's size where that is smaller
 _QUICK_BYTES = 128 << 20  # of bytes as tokens: done before workers have started
 _ROOM = 1.05  # of what the shards of the tokens bytes would take
 
@@ -78,7 +94,9 @@ class _Build:
     running: dict[int, Counts] = field(default_factory=dict)
 
     def progress(self) -> BuildProgress:
-        total = sum_counts([*(outcome.counts for outcome in self.outcomes.values()), *self.running.values()])
+        total = sum_counts(
+            [*(outcome.counts for outcome in self.outcomes.values()), *self.running.values()]
+        )
         return BuildProgress(
             counts=total,
             total_bytes=sum(task.weight for task in self.tasks),
@@ -121,7 +139,9 @@ def build_dataset(
     total_bytes = sum(file.num_bytes for one in found for file in one.files)
     shard_bytes = shard_bytes or default_shard_bytes(total_bytes)
     step_bytes = min(_STEP_BYTES, shard_bytes)
-    parts = [parts_of(file, column, step_bytes, cutter.can_cut) for one in found for file in one.files]
+    parts = [
+        parts_of(file, column, step_bytes, cutter.can_cut) for one in found for file in one.files
+    ]
     tasks = plan_tasks(parts, shard_bytes)
     options = _options(found, encoder, column, shard_bytes)
     _check_place(out)
@@ -149,7 +169,9 @@ def _useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _options(found: list[Found], encoder: Tokenizer, column: str, shard_bytes: int) -> dict[str, Any]:
+def _options(
+    found: list[Found], encoder: Tokenizer, column: str, shard_bytes: int
+) -> dict[str, Any]:
     """The options that decide about every byte of the dataset."""
     return {
         "format": FORMAT,
@@ -177,7 +199,10 @@ def _check_place(out: Path) -> None:
     around = dataset_around(out)
     if around is not None:
         raise DataError(
-            "the folder lies inside a dataset", where=str(out), why=f"{around} is one", fix="give another --out"
+            "the folder lies inside a dataset",
+            where=str(out),
+            why=f"{around} is one",
+            fix="give another --out",
         )
     if not os.path.lexists(out):
         return
@@ -186,7 +211,9 @@ def _check_place(out: Path) -> None:
     except NotADirectoryError:
         raise DataError("not a folder", where=str(out), fix="give another --out") from None
     except OSError as error:
-        raise resource_error(error, "opening the folder of the dataset", out, place="folder") from None
+        raise resource_error(
+            error, "opening the folder of the dataset", out, place="folder"
+        ) from None
     if names and STATE not in names and MANIFEST not in names:
         raise DataError(
             "the folder holds something else",
@@ -196,7 +223,9 @@ def _check_place(out: Path) -> None:
         )
 
 
-def _finished(out: Path, options: dict[str, Any], tasks: list[Task], changed_ns: dict[str, int]) -> Dataset:
+def _finished(
+    out: Path, options: dict[str, Any], tasks: list[Task], changed_ns: dict[str, int]
+) -> Dataset:
     """The dataset that is already there, if it is the one that is wanted."""
     dataset = open_dataset(out)
     was = _wanted(dataset.manifest.to_json())
@@ -205,9 +234,13 @@ def _finished(out: Path, options: dict[str, Any], tasks: list[Task], changed_ns:
         raise _another(out, f"other {', '.join(differing)}")
     contents = dict(enumerate(dataset.manifest.contents))
     for task in tasks:
-        paths = find_changed(task, contents.get(task.number), options["column"], changed_ns, out / MANIFEST)
+        paths = find_changed(
+            task, contents.get(task.number), options["column"], changed_ns, out / MANIFEST
+        )
         if paths:
-            others = f" (or another of {len(paths)} that were written lately)" if len(paths) > 1 else ""
+            others = (
+                f" (or another of {len(paths)} that were written lately)" if len(paths) > 1 else ""
+            )
             raise _another(out, f"{paths[0]} had another content when it was built{others}")
     with contextlib.suppress(OSError):
         shutil.rmtree(out / STATE)  # a build that was killed on its very last step
@@ -220,7 +253,10 @@ def _another(out: Path, why: str) -> DataError:
 
 
 def _wanted(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: options.get(key) for key in ("tokenizer", "end_of_document", "column", "shard_bytes", "inputs")}
+    return {
+        key: options.get(key)
+        for key in ("tokenizer", "end_of_document", "column", "shard_bytes", "inputs")
+    }
 
 
 @contextlib.contextmanager
@@ -247,7 +283,9 @@ def _lock(out: Path) -> int:
                 return handle
         except BlockingIOError:
             os.close(handle)
-            raise RunLockedError("another build is writing there", where=str(out), fix="wait for it") from None
+            raise RunLockedError(
+                "another build is writing there", where=str(out), fix="wait for it"
+            ) from None
         except FileNotFoundError:
             pass
         os.close(handle)
@@ -320,7 +358,9 @@ def _note(out: Path, task: Task, outcome: Outcome) -> None:
     write_json_atomic(path, {"task": task.digest, "outcome": outcome.to_json()}, durable=False)
 
 
-def _kept(tasks: list[Task], changed_ns: dict[str, int], column: str, out: Path) -> dict[int, Outcome]:
+def _kept(
+    tasks: list[Task], changed_ns: dict[str, int], column: str, out: Path
+) -> dict[int, Outcome]:
     """Outcomes of an interrupted build that still hold: same inputs, and the shard is the one of
     the note.
     """
@@ -346,9 +386,13 @@ def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
     """Said at once rather than after an hour. Only for bytes: other tokenizers make less of it, who
     knows how much.
     """
-    if encoder.kind != "bytes" or any(span.format not in ("text", "jsonl") for task in todo for span in task.spans):
+    if encoder.kind != "bytes" or any(
+        span.format not in ("text", "jsonl") for task in todo for span in task.spans
+    ):
         return
-    needed = int(_ROOM * 2 * sum(task.weight for task in todo if all(s.format == "text" for s in task.spans)))
+    needed = int(
+        _ROOM * 2 * sum(task.weight for task in todo if all(s.format == "text" for s in task.spans))
+    )
     free = shutil.disk_usage(out).free
     if needed > free:
         raise ResourceError(
@@ -359,14 +403,21 @@ def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
 
 
 def _finish(
-    build: _Build, found: list[Found], encoder: Tokenizer, tokenizer: str, options: dict[str, Any], out: Path
+    build: _Build,
+    found: list[Found],
+    encoder: Tokenizer,
+    tokenizer: str,
+    options: dict[str, Any],
+    out: Path,
 ) -> Dataset:
     outcomes = [build.outcomes[task.number] for task in build.tasks]
     shards = tuple(outcome.facts for outcome in outcomes if outcome.facts is not None)
     total = build.progress().counts
     if not shards:
         why = f"{total.num_null_rows} null rows" if total.num_null_rows else "no row has any text"
-        raise DataError("there is no text in it", where=", ".join(one.source for one in found), why=why)
+        raise DataError(
+            "there is no text in it", where=", ".join(one.source for one in found), why=why
+        )
     check_inputs_unchanged(build.tasks, build.outcomes, found, options["column"])
     if encoder.kind == "tokenizer.json":
         _copy_tokenizer(encoder, tokenizer, out)

@@ -92,9 +92,14 @@ class _Worker:
         return ResourceError(what, why=why, fix=fix)
 
 
-def _in_workers(tasks: list[Task], hello: dict[str, Any], num_workers: int, running: Running, done: Done) -> None:
+def _in_workers(
+    tasks: list[Task], hello: dict[str, Any], num_workers: int, running: Running, done: Done
+) -> None:
     waiting = list(reversed(tasks))
-    with _open_workers(min(num_workers, len(tasks)), hello) as workers, selectors.DefaultSelector() as selector:
+    with (
+        _open_workers(min(num_workers, len(tasks)), hello) as workers,
+        selectors.DefaultSelector() as selector,
+    ):
         for worker in workers:
             selector.register(cast(IO[bytes], worker.process.stdout), selectors.EVENT_READ, worker)
             worker.give(waiting.pop())
@@ -133,14 +138,19 @@ def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Wor
     try:
         for _ in range(num_workers):
             workers.append(
-                _Worker(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment))
+                _Worker(
+                    subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+                    )
+                )
             )
         for worker in workers:
             worker.send(hello)
         yield workers
     finally:
         for worker in workers:
-            worker.process.kill()  # shards are renamed when they are whole: there is nothing to say goodbye to
+            # shards are renamed when they are whole: there is nothing to say goodbye to
+            worker.process.kill()
         for worker in workers:
             worker.process.communicate()
         _remove_partials(Path(hello["out"]))
@@ -165,4 +175,7 @@ def error_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
 
 def _error_of(message: dict[str, Any]) -> PhalanxError:
     kind = getattr(errors, message["error"], DataError)
-    return cast(PhalanxError, kind(message["what"], where=message["where"], why=message["why"], fix=message["fix"]))
+    return cast(
+        PhalanxError,
+        kind(message["what"], where=message["where"], why=message["why"], fix=message["fix"]),
+    )

@@ -1,4 +1,5 @@
-"""A worker of a build: `python -m phalanx.data.build_worker`, tasks in, outcomes out, one line of JSON each."""
+"""A worker of a build: `python -m phalanx.data.build_worker`, tasks in, outcomes out, one line
+of JSON each."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from phalanx.data.tokenizer import load_tokenizer
 
 def main() -> None:
     filter_output()  # standard error is the terminal's
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent decides what it means
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(messages,), daemon=True).start()
     hello = messages.get()

@@ -23,7 +23,9 @@ class Reading:
 
 def no_column(column: str, known: list[str], where: str, noun: str, they: str) -> DataError:
     """Names what is there, and the nearest of it."""
-    shown = ", ".join(known[:MOST_NAMES]) + (f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else "")
+    shown = ", ".join(known[:MOST_NAMES]) + (
+        f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
+    )
     near = did_you_mean(column, known)
     return DataError(
         f"there is no {noun} {column!r}",

@@ -70,7 +70,8 @@ class Component:
 
     @property
     def why_split(self) -> str:
-        """Why the fraction of the documents does not decide what is held out; empty where it does."""
+        """Why the fraction of the documents does not decide what is held out; empty where it
+        does."""
         if self.split_by == "document" or self.splits["held_out"].num_tokens == 0:
             return ""
         if self.split_by == "few_documents":
@@ -122,7 +123,11 @@ class Corpus:
     @property
     def source(self) -> str:
         """The sources that the job names, as text for people."""
-        return self.user.source if self.user else ", ".join(component.source for component in self.components)
+        return (
+            self.user.source
+            if self.user
+            else ", ".join(component.source for component in self.components)
+        )
 
     @property
     def is_text(self) -> bool:
@@ -155,7 +160,8 @@ class Corpus:
         """One name for each component, by which its losses are reported."""
         sources = [component.source for component in self.components]
         return [
-            source if sources.count(source) == 1 else f"{source} #{number + 1}" for number, source in enumerate(sources)
+            source if sources.count(source) == 1 else f"{source} #{number + 1}"
+            for number, source in enumerate(sources)
         ]
 
     @property
@@ -173,7 +179,10 @@ class Corpus:
         return self.directory / component.path  # an absolute one stays what it is
 
     def open_component(self, component: Component) -> tuple[Opened, Splits]:
-        """Map the tokens of a source and tell its sides apart. DataError if it is not what it was."""
+        """Map the tokens of a source and tell its sides apart.
+
+        DataError if it is not what it was.
+        """
         path = self.path_of(component)
         check_source_unchanged(component.kind, path, component.files)
         opened = open_arrays(component.kind, path)
@@ -217,10 +226,16 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
 
     Raises DataError for the first thing that is wrong, and says how many there are.
     """
-    old = [part for part in corpus.components if not (is_new and (part.kind != "dataset" or not _is_foreign(part)))]
+    old = [
+        part
+        for part in corpus.components
+        if not (is_new and (part.kind != "dataset" or not _is_foreign(part)))
+    ]
     num_bytes = sum(num_bytes_of(component.files) for component in old)
     if num_bytes > VERIFIED_BYTES:
-        shards = [str(corpus.path_of(component)) for component in old if component.kind == "dataset"]
+        shards = [
+            str(corpus.path_of(component)) for component in old if component.kind == "dataset"
+        ]
         fix = "".join(f"; phalanx data verify {path} reads it whole" for path in shards)
         return [f"{format_bytes(num_bytes)} of tokens were not compared with their checksums{fix}"]
     for component in old:

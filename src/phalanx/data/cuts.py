@@ -16,7 +16,9 @@ from phalanx.core.units import MIB
 from phalanx.data.tokenizer import Tokenizer, without_surrogates
 
 PIECE_CHARS = MIB // 4
-MAX_ROW_BYTES = 64 * MIB  # of a line of JSONL, of a cell of Parquet and Arrow: a row is held in memory several times
+MAX_ROW_BYTES = (
+    64 * MIB
+)  # of a line of JSONL, of a cell of Parquet and Arrow: a row is held in memory several times
 MAX_WHOLE_CHARS = 64 * MIB  # encoding takes about a hundred bytes of memory for each token
 
 _CONTEXT_CHARS = 256
@@ -64,7 +66,9 @@ class Cutter:
             file.seek(begin)
             data = file.read(offset - begin + _WINDOW_BYTES + _MARGIN_BYTES)
             until = offset + _WINDOW_BYTES
-            text = data.decode("utf-8", "surrogateescape")  # one letter for each odd byte, so that places can be told
+            text = data.decode(
+                "utf-8", "surrogateescape"
+            )  # one letter for each odd byte, so that places can be told
             start = len(data[: offset - begin].decode("utf-8", "surrogateescape"))
             cut = self.first_cut(text, start)
             if cut is not None:
@@ -108,7 +112,10 @@ def too_long(num_chars: int, where: str) -> DataError:
     return DataError(
         f"{num_chars // MIB} million characters in one piece",
         where=where,
-        why="the tokenizer gives other tokens wherever the text is cut at a line's end, and this is too long to encode",
+        why=(
+            "the tokenizer gives other tokens wherever the text is cut at a line's end, and this is"
+            " too long to encode"
+        ),
         fix="divide it into documents: files, or rows of JSONL",
     )
 

@@ -56,7 +56,9 @@ class Manifest:
     num_empty_files: int = 0
     num_json_as_text: int = 0  # .json files without an object per line
     num_ends_in_text: int = 0  # the tokenizer itself gave end_of_document for something in a text
-    contents: tuple[str, ...] = ()  # of each part of the inputs, in their order: a digest of what it held
+    contents: tuple[
+        str, ...
+    ] = ()  # of each part of the inputs, in their order: a digest of what it held
 
     def to_json(self) -> dict[str, Any]:
         return with_checksum({"format": FORMAT, **asdict(self)})
@@ -69,7 +71,10 @@ class Manifest:
             if fields.pop("format") != FORMAT or fields["dtype"] not in DTYPES:
                 raise ValueError("another release wrote it")
             fields["tokenizer"] = TokenizerFacts(**fields["tokenizer"])
-            fields["inputs"], fields["contents"] = tuple(fields["inputs"]), tuple(fields.get("contents", ()))
+            fields["inputs"], fields["contents"] = (
+                tuple(fields["inputs"]),
+                tuple(fields.get("contents", ())),
+            )
             fields["shards"] = tuple(ShardFacts(**shard) for shard in fields["shards"])
             for shard in fields["shards"]:
                 check_name(shard.file, "shard")
@@ -85,17 +90,25 @@ class Manifest:
     def _check_types(self) -> None:
         """Raises ValueError for a value that `to_json` never gives, named."""
         counts = {
-            name: value for name, value in vars(self).items() if name.startswith("num_") or name.endswith("_bytes")
+            name: value
+            for name, value in vars(self).items()
+            if name.startswith("num_") or name.endswith("_bytes")
         }
         for number, one in enumerate(self.inputs):
             counts |= {f"inputs.{number}.{name}": one[name] for name in ("num_files", "num_bytes")}
             _require(isinstance(one["source"], str), f"inputs.{number}.source", one["source"])
         for shard in self.shards:
-            counts |= {f"{shard.file}.{name}": value for name, value in vars(shard).items() if name.startswith("num_")}
+            counts |= {
+                f"{shard.file}.{name}": value
+                for name, value in vars(shard).items()
+                if name.startswith("num_")
+            }
         for name, value in {**counts, "vocab_size": self.vocab_size}.items():
             _require(type(value) is int and value >= 0, name, value)
         end = self.end_of_document
-        _require(end is None or (type(end) is int and 0 <= end < self.vocab_size), "end_of_document", end)
+        _require(
+            end is None or (type(end) is int and 0 <= end < self.vocab_size), "end_of_document", end
+        )
         for name, text in {"column": self.column, **vars(self.tokenizer)}.items():
             _require(isinstance(text, str), name, text)
 
@@ -198,7 +211,10 @@ def is_dataset(path: Path | str) -> bool:
 
 
 def open_dataset(directory: Path) -> Dataset:
-    """Open every shard of a dataset. Raises DataError (exit 4); all bad shards are named at once."""
+    """Open every shard of a dataset.
+
+    Raises DataError (exit 4); all bad shards are named at once.
+    """
     manifest, manifest_digest = read_manifest(directory)
     _allow_open_files(len(manifest.shards))
     shards: list[Shard] = []
@@ -210,7 +226,11 @@ def open_dataset(directory: Path) -> Dataset:
             problems.append(error)
     if problems:
         storage = [problem for problem in problems if isinstance(problem, DataStorageError)]
-        raise (storage or problems)[0] if storage or len(problems) == 1 else _several(directory, manifest, problems)
+        raise (
+            (storage or problems)[0]
+            if storage or len(problems) == 1
+            else _several(directory, manifest, problems)
+        )
     return Dataset(directory, manifest, tuple(shards), manifest_digest)
 
 
@@ -233,12 +253,16 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
         if not directory.is_dir():
             raise DataError("no such folder", where=str(directory)) from None
         why = "dataset.json is written last, and is not there"
-        raise DataError("no finished dataset", where=str(directory), why=why, fix="run phalanx data build") from None
+        raise DataError(
+            "no finished dataset", where=str(directory), why=why, fix="run phalanx data build"
+        ) from None
     except NotADirectoryError:
         fix = "phalanx data build makes one"
         raise DataError("is no folder of token shards", where=str(directory), fix=fix) from None
     except OSError as error:
-        raise unreadable(error, path, "dataset.json cannot be used", fix="build the dataset again") from None
+        raise unreadable(
+            error, path, "dataset.json cannot be used", fix="build the dataset again"
+        ) from None
     except ValueError as error:
         raise _unusable(path, f"not JSON: {error}") from None
     return Manifest.from_json(value, path), hashlib.sha256(content).hexdigest()[:16]
@@ -271,19 +295,38 @@ def _open_listed(directory: Path, manifest: Manifest, facts: ShardFacts) -> Shar
     shard = open_shard(directory / facts.file)
     if shard.tokenizer_digest != manifest.tokenizer.digest:
         raise _swapped(
-            shard, f"made with tokenizer {shard.tokenizer_digest}, the dataset with {manifest.tokenizer.digest}"
+            shard,
+            f"made with tokenizer {shard.tokenizer_digest}, the dataset with"
+            f" {manifest.tokenizer.digest}",
         )
     if shard.facts.max_token_id >= manifest.vocab_size:
-        raise _swapped(shard, f"token {shard.facts.max_token_id}, the dataset's vocabulary has {manifest.vocab_size}")
-    if shard.facts != facts or shard.dtype != manifest.dtype or shard.vocab_size != manifest.vocab_size:
+        raise _swapped(
+            shard,
+            f"token {shard.facts.max_token_id}, the dataset's vocabulary has {manifest.vocab_size}",
+        )
+    if (
+        shard.facts != facts
+        or shard.dtype != manifest.dtype
+        or shard.vocab_size != manifest.vocab_size
+    ):
         raise _swapped(shard, _difference(shard, manifest, facts))
     return shard
 
 
 def _difference(shard: Shard, manifest: Manifest, facts: ShardFacts) -> str:
     """The first of what tells two shards apart, their checksum above all."""
-    here = {"checksum": shard.facts.xxh3, **vars(shard.facts), "dtype": shard.dtype, "vocab_size": shard.vocab_size}
-    wanted = {"checksum": facts.xxh3, **vars(facts), "dtype": manifest.dtype, "vocab_size": manifest.vocab_size}
+    here = {
+        "checksum": shard.facts.xxh3,
+        **vars(shard.facts),
+        "dtype": shard.dtype,
+        "vocab_size": shard.vocab_size,
+    }
+    wanted = {
+        "checksum": facts.xxh3,
+        **vars(facts),
+        "dtype": manifest.dtype,
+        "vocab_size": manifest.vocab_size,
+    }
     name = next(name for name in here if here[name] != wanted[name])
     return f"{name} {here[name]}, dataset.json says {wanted[name]}"
 
@@ -305,4 +348,6 @@ def _several(directory: Path, manifest: Manifest, problems: list[DataError]) -> 
 
 
 def _unusable(path: Path, why: str) -> DataError:
-    return DataError("dataset.json cannot be used", where=str(path), why=why, fix="build the dataset again")
+    return DataError(
+        "dataset.json cannot be used", where=str(path), why=why, fix="build the dataset again"
+    )

@@ -37,7 +37,9 @@ class Counts:
     num_tokens: int = 0
     num_null_rows: int = 0
     num_not_utf8: int = 0  # pieces of documents in which bytes were replaced
-    num_ends_in_text: int = 0  # the token that ends a document, given by the tokenizer for something in a text
+    num_ends_in_text: int = (
+        0  # the token that ends a document, given by the tokenizer for something in a text
+    )
     encode_s: float = 0.0
     wall_s: float = 0.0
 
@@ -63,7 +65,11 @@ class Outcome:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Outcome:
-        return cls(value["facts"] and ShardFacts(**value["facts"]), Counts(**value["counts"]), value["content"])
+        return cls(
+            value["facts"] and ShardFacts(**value["facts"]),
+            Counts(**value["counts"]),
+            value["content"],
+        )
 
 
 Report = Callable[[Counts], None]
@@ -78,7 +84,9 @@ class Content:
         self._hash = xxhash.xxh3_128()
 
     def add(self, span: Span, column: str) -> None:
-        self._hash.update(f"{span.name}\x1f{span.format}\x1f{span.begin}\x1f{span.end}\x1f".encode())
+        self._hash.update(
+            f"{span.name}\x1f{span.format}\x1f{span.begin}\x1f{span.end}\x1f".encode()
+        )
         for part in read_content(span, column):
             self._hash.update(part)
 
@@ -94,7 +102,9 @@ def content_of(task: Task, column: str) -> str:
     return str(content)
 
 
-def build_shard(task: Task, out: Path, tokenizer: Tokenizer, column: str, report: Report) -> Outcome:
+def build_shard(
+    task: Task, out: Path, tokenizer: Tokenizer, column: str, report: Report
+) -> Outcome:
     """Write the shard of `task` in `out`: whole or absent. Raises DataError, and OSError where
     writing fails.
     """
@@ -105,7 +115,9 @@ def build_shard(task: Task, out: Path, tokenizer: Tokenizer, column: str, report
     continues = first.format == "text" and first.begin > 0
     encode = _encode_bytes if tokenizer.kind == "bytes" else _encode_text
     dtype = dtype_for(tokenizer.vocab_size)
-    with ShardWriter(out / task.file, dtype, tokenizer.vocab_size, tokenizer.digest, continues=continues) as writer:
+    with ShardWriter(
+        out / task.file, dtype, tokenizer.vocab_size, tokenizer.digest, continues=continues
+    ) as writer:
         for batch in _batches(_pieces(task, column, tokenizer, reading, content)):
             began_encoding = time.monotonic()
             encoded = encode(batch, tokenizer)
@@ -118,13 +130,17 @@ def build_shard(task: Task, out: Path, tokenizer: Tokenizer, column: str, report
             if counts.wall_s - told_s >= REPORT_S:
                 report(counts)
                 told_s = counts.wall_s
-        counts.num_null_rows = reading.num_null_rows  # where the last rows are null, no batch follows
+        counts.num_null_rows = (
+            reading.num_null_rows
+        )  # where the last rows are null, no batch follows
         facts = writer.commit() if writer.num_tokens else None
     counts.read_bytes, counts.wall_s = task.weight, time.monotonic() - began
     return Outcome(facts, counts, str(content))
 
 
-def _pieces(task: Task, column: str, tokenizer: Tokenizer, reading: Reading, content: Content) -> Iterator[Piece]:
+def _pieces(
+    task: Task, column: str, tokenizer: Tokenizer, reading: Reading, content: Content
+) -> Iterator[Piece]:
     cutter = cutter_for(tokenizer)
     for span in task.spans:
         content.add(span, column)  # one pass before the other: the second finds the bytes in memory
@@ -154,7 +170,9 @@ class Encoded(NamedTuple):
 def _encode_bytes(batch: list[Piece], tokenizer: Tokenizer) -> Encoded:
     """A byte is a token."""
     joined = b"".join(piece.text for piece in batch)  # type: ignore[misc]
-    return Encoded(np.frombuffer(joined, np.uint8), np.array([len(piece.text) for piece in batch], np.int64))
+    return Encoded(
+        np.frombuffer(joined, np.uint8), np.array([len(piece.text) for piece in batch], np.int64)
+    )
 
 
 def _encode_text(batch: list[Piece], tokenizer: Tokenizer) -> Encoded:
@@ -168,7 +186,9 @@ def _ends_in_text(encoded: Encoded, tokenizer: Tokenizer) -> int:
     return int(np.count_nonzero(encoded.ids == tokenizer.end_of_document))
 
 
-def _write(writer: ShardWriter, batch: list[Piece], encoded: Encoded, end_of_document: int | None) -> None:
+def _write(
+    writer: ShardWriter, batch: list[Piece], encoded: Encoded, end_of_document: int | None
+) -> None:
     """Put the ends of documents into a batch and write it in one go."""
     ends = np.array([piece.ends for piece in batch]) & (end_of_document is not None)
     sizes = encoded.sizes + ends
@@ -183,7 +203,9 @@ def _write(writer: ShardWriter, batch: list[Piece], encoded: Encoded, end_of_doc
     begun: int | None = None
     for piece, size in zip(batch, sizes.tolist(), strict=True):
         begun = piece.key if piece.begins else begun
-        if begun is not None and size:  # a document begins with its first token; without any it is none
+        if (
+            begun is not None and size
+        ):  # a document begins with its first token; without any it is none
             starts.append(at)
             keys.append(begun)
             begun = None

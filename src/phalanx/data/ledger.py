@@ -59,7 +59,8 @@ class LedgerReport:
     num_steps: int
     num_attempts: int
     num_compared: int
-    """Readings whose checksum was compared with the tokens themselves; none of a user's own dataset."""
+    """Readings whose checksum was compared with the tokens themselves; none of a user's own
+    dataset."""
     problems: tuple[str, ...] = field(default=())
 
     @property
@@ -74,7 +75,11 @@ class LedgerReport:
         attempts = f" over {self.num_attempts} attempts" if self.num_attempts > 1 else ""
         total = f"{self.num_samples:,} samples in {self.num_steps:,} steps{attempts}"
         if self.ok:
-            compared = "checksums as the tokens say" if self.num_compared else "not compared with the dataset itself"
+            compared = (
+                "checksums as the tokens say"
+                if self.num_compared
+                else "not compared with the dataset itself"
+            )
             return [f"{total}, each exactly once ({compared})"]
         more = len(self.problems) - MAX_SHOWN
         return [total, *self.problems[:MAX_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
@@ -89,14 +94,18 @@ def check_ledger(run_dir: Path) -> LedgerReport:
     found, starts = _read_events(run_dir)
     if not found:
         raise DataError(
-            "the run has no record of its samples", where=str(run_dir), fix="train with observe.samples=true"
+            "the run has no record of its samples",
+            where=str(run_dir),
+            fix="train with observe.samples=true",
         )
     readings: list[StepReading] = []
     problems: list[str] = []
     for reading in found:
         if damage := _damage(reading.event, starts.get(reading.attempt)):
             event = reading.event
-            problems.append(f"step {event.step}: rank {event.data_parallel_rank} has a damaged record: {damage}")
+            problems.append(
+                f"step {event.step}: rank {event.data_parallel_rank} has a damaged record: {damage}"
+            )
         else:
             readings.append(reading)
     done, incomplete = _complete_steps(_last_attempts(readings, starts))
@@ -124,7 +133,9 @@ def _read_events(run_dir: Path) -> tuple[list[StepReading], dict[int, Start]]:
             readings.append(StepReading(envelope.attempt, envelope.event))
         elif isinstance(envelope.event, RunStarted):
             event = envelope.event
-            starts[envelope.attempt] = Start(int(event.step), int(event.total_steps), int(event.world_size))
+            starts[envelope.attempt] = Start(
+                int(event.step), int(event.total_steps), int(event.world_size)
+            )
     return readings, starts
 
 
@@ -143,14 +154,20 @@ def _damage(event: SamplesRead, start: Start | None) -> str:
     if not edges or len(edges) % 2 or not all(_is_whole(edge, 0, MAX_SAMPLE) for edge in edges):
         return "its ranges are no pairs of sample numbers"
     sizes = [beyond - first for first, beyond in _ranges(event)]
-    return "" if min(sizes) > 0 and sum(sizes) <= MAX_OF_A_STEP else "its ranges are empty or absurdly long"
+    return (
+        ""
+        if min(sizes) > 0 and sum(sizes) <= MAX_OF_A_STEP
+        else "its ranges are empty or absurdly long"
+    )
 
 
 def _is_whole(value: object, least: int, beyond: int) -> bool:
     return type(value) is int and least <= value < beyond
 
 
-def _last_attempts(readings: Sequence[StepReading], starts: dict[int, Start]) -> dict[int, list[StepReading]]:
+def _last_attempts(
+    readings: Sequence[StepReading], starts: dict[int, Start]
+) -> dict[int, list[StepReading]]:
     """By step, the records that count: an attempt undoes all that was done after the step it
     continued from.
     """
@@ -165,7 +182,9 @@ def _last_attempts(readings: Sequence[StepReading], starts: dict[int, Start]) ->
     return dict(sorted(counted.items()))
 
 
-def _complete_steps(counted: dict[int, list[StepReading]]) -> tuple[dict[int, list[StepReading]], list[str]]:
+def _complete_steps(
+    counted: dict[int, list[StepReading]],
+) -> tuple[dict[int, list[StepReading]], list[str]]:
     """The steps that every rank has recorded. The newest may be incomplete: ranks were stopped in
     between.
     """
@@ -183,7 +202,9 @@ def _complete_steps(counted: dict[int, list[StepReading]]) -> tuple[dict[int, li
             if rank in by_rank and by_rank[rank].event.ranges != reading.event.ranges:
                 problems.append(f"step {step}: rank {rank} has two records that differ")
             by_rank[rank] = reading
-        wanted = max((int(reading.event.data_parallel_size) for reading in by_rank.values()), default=0)
+        wanted = max(
+            (int(reading.event.data_parallel_size) for reading in by_rank.values()), default=0
+        )
         missing = [rank for rank in range(wanted) if rank not in by_rank]
         if not missing:
             done[step] = list(by_rank.values())
@@ -236,10 +257,15 @@ def _wrong_content(readings: Sequence[StepReading], samples: Samples) -> Iterato
             yield f"step {reading.event.step}: {read}, and {usual[reading.attempt]} in other steps"
             continue
         ranges = _ranges(reading.event)
-        indices = np.concatenate([np.arange(first, beyond, dtype=np.int64) for first, beyond in ranges])
+        indices = np.concatenate(
+            [np.arange(first, beyond, dtype=np.int64) for first, beyond in ranges]
+        )
         if digest_of(samples.take(indices)) != reading.event.xxh3:
             rank = reading.event.data_parallel_rank
-            yield f"step {reading.event.step}: what rank {rank} was given is not what the order of samples says"
+            yield (
+                f"step {reading.event.step}: what rank {rank} was given is not what the order of"
+                " samples says"
+            )
 
 
 def _open(run_dir: Path) -> Samples | None:
@@ -253,7 +279,9 @@ def _open(run_dir: Path) -> Samples | None:
     corpus = load_corpus(run_dir / "data")
     if corpus.user is not None:
         return None
-    return open_samples(corpus, job["data"]["seq_len"], job["run"]["seed"], job["data"]["document_masks"])
+    return open_samples(
+        corpus, job["data"]["seq_len"], job["run"]["seed"], job["data"]["document_masks"]
+    )
 
 
 def _ranges(event: SamplesRead) -> list[tuple[int, int]]:

@@ -1,4 +1,7 @@
-"""Which files a folder, a pattern or a name stands for; datasets and runs in it are no text. Torch-free."""
+"""Which files a folder, a pattern or a name stands for; datasets and runs in it are no text.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ _NOT_LIBRARY_SOURCE = frozenset({"site-packages", "dist-packages", "test", "test
 
 
 class Listed(NamedTuple):
-    """The folder that names are relative to, the sorted names of regular files, and how much was left out."""
+    """The folder that names are relative to, the sorted names of regular files, and how much was
+    left out."""
 
     root: Path
     names: list[str]
@@ -30,7 +34,8 @@ class Listed(NamedTuple):
 
 
 def list_files(source: str, out: Path | None) -> Listed:
-    """Raises DataError for a source that is not there or is a dataset itself, OSError for a folder it cannot list."""
+    """Raises DataError for a source that is not there or is a dataset itself, OSError for a
+    folder it cannot list."""
     if source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         listed = _walk(root, _NOT_LIBRARY_SOURCE, None)
@@ -48,13 +53,20 @@ def list_files(source: str, out: Path | None) -> Listed:
             _refuse_dataset(root, source)
         names = sorted({Path(match).as_posix() for match in matches if (root / match).is_file()})
         listed = _without_datasets(root, names, out)
-        odd = [root / match for match in matches if not (root / match).is_file() and not (root / match).is_dir()]
+        odd = [
+            root / match
+            for match in matches
+            if not (root / match).is_file() and not (root / match).is_dir()
+        ]
         return listed._replace(num_not_files=len(set(map(os.path.realpath, odd))))
     raise _missing(source)
 
 
 def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> Listed:
-    """The non-hidden files below `root`. Linked folders are not followed, but counted like all that is no file."""
+    """The non-hidden files below `root`.
+
+    Linked folders are not followed, but counted like all that is no file.
+    """
 
     def stop(error: OSError) -> None:
         raise error
@@ -66,23 +78,38 @@ def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> List
             subfolders.clear()
             num_datasets += what == "dataset"
             continue
-        subfolders[:] = [name for name in subfolders if name not in ignored_folders and not name.startswith(".")]
+        subfolders[:] = [
+            name for name in subfolders if name not in ignored_folders and not name.startswith(".")
+        ]
         paths = [Path(folder, name) for name in files if not name.startswith(".")]
         found = [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-        num_not_files += len(paths) - len(found) + sum(os.path.islink(Path(folder, name)) for name in subfolders)
+        num_not_files += (
+            len(paths) - len(found) + sum(os.path.islink(Path(folder, name)) for name in subfolders)
+        )
         names += found
     return Listed(root, sorted(names), num_datasets, num_not_files)
 
 
 def _without_datasets(root: Path, names: list[str], out: Path | None) -> Listed:
     folders = {folder for name in names for folder in Path(name).parents if folder != Path(".")}
-    left_out = {folder: _left_out(root / folder, _names_in(root / folder), out) for folder in folders}
-    kept = [name for name in names if not any(left_out.get(folder) for folder in Path(name).parents)]
-    return Listed(root, kept, len({os.path.realpath(root / at) for at, what in left_out.items() if what == "dataset"}))
+    left_out = {
+        folder: _left_out(root / folder, _names_in(root / folder), out) for folder in folders
+    }
+    kept = [
+        name for name in names if not any(left_out.get(folder) for folder in Path(name).parents)
+    ]
+    return Listed(
+        root,
+        kept,
+        len({os.path.realpath(root / at) for at, what in left_out.items() if what == "dataset"}),
+    )
 
 
-def _left_out(folder: Path, names: Sequence[str], out: Path | None) -> Literal["out", "dataset", ""]:
-    """Whether a folder inside an input is the one that is being written, or a dataset, finished or not, or a run."""
+def _left_out(
+    folder: Path, names: Sequence[str], out: Path | None
+) -> Literal["out", "dataset", ""]:
+    """Whether a folder inside an input is the one that is being written, or a dataset, finished
+    or not, or a run."""
     with contextlib.suppress(OSError):
         if out is not None and os.path.samefile(folder, out):
             return "out"
@@ -100,7 +127,9 @@ def _holds_dataset(folder: Path, names: Sequence[str]) -> bool:
         return True
     if _DATASET not in names:
         return False
-    with contextlib.suppress(OSError, ValueError, RecursionError):  # many things are called dataset.json
+    with contextlib.suppress(
+        OSError, ValueError, RecursionError
+    ):  # many things are called dataset.json
         said = read_json(folder / _DATASET)
         return isinstance(said, dict) and {"format", "shards", "tokenizer"} <= said.keys()
     return False
@@ -111,9 +140,13 @@ def _refuse_dataset(folder: Path, source: str) -> None:
     if not _holds_dataset(folder, names):
         return
     if _DATASET in names:
-        raise DataError("it is a dataset already", where=source, fix=f"train on it: data.source={folder}")
+        raise DataError(
+            "it is a dataset already", where=source, fix=f"train on it: data.source={folder}"
+        )
     why = "token shards without dataset.json"
-    raise DataError("it is a dataset that was not finished", where=source, why=why, fix="finish its build first")
+    raise DataError(
+        "it is a dataset that was not finished", where=source, why=why, fix="finish its build first"
+    )
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -124,7 +157,8 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _split_pattern(pattern: Path) -> tuple[Path, str]:
-    """'texts/2024/*/a*.txt' -> ('texts/2024', '*/a*.txt'): documents are named from the first wildcard on."""
+    """'texts/2024/*/a*.txt' -> ('texts/2024', '*/a*.txt'): documents are named from the first
+    wildcard on."""
     parts = pattern.parts
     first = next(position for position, part in enumerate(parts) if glob.has_magic(part))
     return Path(*parts[:first]), str(Path(*parts[first:]))
@@ -139,9 +173,12 @@ def _missing(source: str) -> DataError:
 
 
 def _near_name(source: str) -> str:
-    """'did you mean "x"?' for a name that exists beside the first missing part of `source`, or nothing."""
+    """'did you mean "x"?' for a name that exists beside the first missing part of `source`, or
+    nothing."""
     path = _path(source)
-    missing = next((part for part in [*reversed(path.parents), path] if not os.path.exists(part)), path)
+    missing = next(
+        (part for part in [*reversed(path.parents), path] if not os.path.exists(part)), path
+    )
     try:
         known = os.listdir(missing.parent)
     except OSError:

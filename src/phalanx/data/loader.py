@@ -45,7 +45,9 @@ class Share:
     done_samples: int = 0
 
     def __post_init__(self) -> None:
-        assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0, "the plan refuses these"
+        assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0, (
+            "the plan refuses these"
+        )
         assert 0 <= self.data_parallel_rank < self.data_parallel_size
 
     @property
@@ -144,7 +146,11 @@ class TrainBatches:
         """
         if step not in self._digests:
             return []
-        ranges = [edge for row in self.share.sample_indices(step).tolist() for edge in (row[0], row[-1] + 1)]
+        ranges = [
+            edge
+            for row in self.share.sample_indices(step).tolist()
+            for edge in (row[0], row[-1] + 1)
+        ]
         size, rank = self.share.data_parallel_size, self.share.data_parallel_rank
         event = SamplesRead(step, rank, size, ranges, self._digests[step])
         self._digests = {later: digest for later, digest in self._digests.items() if later > step}
@@ -163,9 +169,13 @@ class TrainBatches:
         return self._loaded(self._build(step))
 
     def _loaded(self, arrays: Arrays) -> _Loaded:
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        tensors = {
+            name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
+        }
         if self._pin_for is not None and self._pin_for.type == "cuda":
-            torch.cuda.set_device(self._pin_for)  # another thread's is the first GPU, on which it would open a context
+            torch.cuda.set_device(
+                self._pin_for
+            )  # another thread's is the first GPU, on which it would open a context
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return _Loaded(arrays, tensors)
 
@@ -232,16 +242,23 @@ class HeldOutBatches:
     def __iter__(self) -> Iterator[Batch]:
         rows = np.arange(self._micro_batch_size)
         for number in range(len(self)):
-            windows = (number * self._micro_batch_size + rows) * self._data_parallel_size + self._data_parallel_rank
+            windows = (
+                number * self._micro_batch_size + rows
+            ) * self._data_parallel_size + self._data_parallel_rank
             rows_of = [self._window(int(window)) for window in windows]
-            yield {name: torch.from_numpy(np.stack([row[name] for row in rows_of])) for name in rows_of[0]}
+            yield {
+                name: torch.from_numpy(np.stack([row[name] for row in rows_of]))
+                for name in rows_of[0]
+            }
 
     def _window(self, number: int) -> Arrays:
         """One window, [seq_len]; what lies beyond the tokens is padding: a document of its own
         without targets.
         """
         seq_len, start = self._windows.seq_len, number * self._windows.seq_len
-        num_real = min(max(0, self.num_targets - start), seq_len)  # the target of input i is token i + 1
+        num_real = min(
+            max(0, self.num_targets - start), seq_len
+        )  # the target of input i is token i + 1
         cut = Windows(num_real, self._windows.document_masks, self._windows.ends_are_marked)
         real = cut.cut(self._sequence, np.array([start])) if num_real else {}
         fill = {"inputs": 0, "targets": IGNORE_INDEX, "positions": 0, "document_ids": seq_len}
@@ -279,7 +296,9 @@ class HeldOutSamples:
 
     def __iter__(self) -> Iterator[Batch]:
         for indices in np.array_split(self._mine, self._num_batches):
-            yield {name: torch.from_numpy(array) for name, array in self._samples.take(indices).items()}
+            yield {
+                name: torch.from_numpy(array) for name, array in self._samples.take(indices).items()
+            }
 
 
 def build_held_out_batches(
@@ -312,17 +331,22 @@ def build_held_out_batches(
     return found
 
 
-def _own_held_out(user: UserFacts, share: Share, max_samples: int, seed: int) -> dict[str, Iterable[Batch]]:
+def _own_held_out(
+    user: UserFacts, share: Share, max_samples: int, seed: int
+) -> dict[str, Iterable[Batch]]:
     if min(user.num_held_out, max_samples) == 0:
         return {}
     num_samples = min(user.num_held_out, max(max_samples, share.data_parallel_size))
     if num_samples < share.data_parallel_size:
         raise DataError(
-            f"{num_samples} held-out samples cannot be shared by {share.data_parallel_size} data-parallel ranks",
+            f"{num_samples} held-out samples cannot be shared by {share.data_parallel_size}"
+            " data-parallel ranks",
             where=f"data.source {user.source}, split 'held_out'",
             fix="give at least one for each, or set eval.tokens=0",
         )
-    samples = UserSamples(open_user_dataset(user.source, user.args, "held_out"), user.source, seed, shuffled=False)
+    samples = UserSamples(
+        open_user_dataset(user.source, user.args, "held_out"), user.source, seed, shuffled=False
+    )
     return {"": HeldOutSamples(samples, num_samples, *share.place)}
 
 

@@ -1,7 +1,10 @@
-"""What a job's [data] names, as far as it can be known without building anything: for plans. Torch-free.
+"""What a job's [data] names, as far as it can be known without building anything: for plans.
 
-Token ids and their tokenizers are read as `prepare_corpus` reads them, so a plan has the vocabulary and the numbers of
-tokens that the run will have. Of text there are its files and its tokenizer; how many tokens it is, building tells.
+Torch-free.
+
+Token ids and their tokenizers are read as `prepare_corpus` reads them, so a plan has the vocabulary
+and the numbers of tokens that the run will have. Of text there are its files and its tokenizer; how
+many tokens it is, building tells.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from phalanx.job.schema import Data
 
 @dataclass(frozen=True)
 class LookedAt:
-    """One source. The numbers of tokens are None of text, which nobody has counted. `words` are for people."""
+    """One source.
+
+    The numbers of tokens are None of text, which nobody has counted. `words` are for people.
+    """
 
     source: str
     weight: float
@@ -54,19 +60,25 @@ class DataLook:
 
 
 def look_at_data(data: Data, *, vocab_size: int | None, default_tokenizer: str = BYTES) -> DataLook:
-    """Read what `data` names as far as its kind says it by itself. `vocab_size`: the model's, None if data decides.
-    `default_tokenizer` is for text where `data` names none.
+    """Read what `data` names as far as its kind says it by itself.
 
-    Raises what `prepare_corpus` would: DataError (exit 4) for a source that is missing, unreadable, too short or of
-    other ids than the vocabulary has.
+    `vocab_size`: the model's, None if data decides. `default_tokenizer` is for text where `data`
+    names none.
+
+    Raises what `prepare_corpus` would: DataError (exit 4) for a source that is missing, unreadable,
+    too short or of other ids than the vocabulary has.
     """
     if is_own_dataset(data.source) and not data.mixture:
         return DataLook(user=probe_user_dataset(data.source, data.args, data.worker_timeout_s))
     sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
-    looked = tuple(_look(source, weight, data, vocab_size, default_tokenizer) for source, weight in sources)
+    looked = tuple(
+        _look(source, weight, data, vocab_size, default_tokenizer) for source, weight in sources
+    )
     for other in looked[1:]:
         if other.tokenizer != looked[0].tokenizer:
-            raise other_tokenizer(looked[0].source, looked[0].tokenizer, other.source, other.tokenizer)
+            raise other_tokenizer(
+                looked[0].source, looked[0].tokenizer, other.source, other.tokenizer
+            )
     return DataLook(looked)
 
 
@@ -84,7 +96,10 @@ def _look_at_text(source: str, weight: float, name: str, vocab_size: int | None)
     tokenizer = load_tokenizer(name)
     (found,) = find_files([source])
     size = format_bytes(sum(file.num_bytes for file in found.files))
-    words = f"{plural(len(found.files), 'file')} of text, {size}; vocabulary {tokenizer.vocab_size:,} ({name})"
+    words = (
+        f"{plural(len(found.files), 'file')} of text, {size}; vocabulary {tokenizer.vocab_size:,}"
+        f" ({name})"
+    )
     facts = TokenizerFacts(tokenizer.kind, tokenizer.digest)
     return LookedAt(source, weight, facts, tokenizer.vocab_size, None, None, words)
 
@@ -95,7 +110,9 @@ def _look_at_ids(source: str, weight: float, data: Data, vocab_size: int | None)
     described = describe(*found, with_checksums=False)
     if data.document_masks and described.kind == "npy":
         fix = "build shards from text, or use a Megatron dataset, which know theirs"
-        raise DataError("data.document_masks needs documents, and a .npy has none", where=source, fix=fix)
+        raise DataError(
+            "data.document_masks needs documents, and a .npy has none", where=source, fix=fix
+        )
     tokenizer, needed = described.tokenizer, described.vocab_size
     if data.tokenizer is not None:
         tokenizer, _, needed = named_tokenizer(data.tokenizer, described, source)

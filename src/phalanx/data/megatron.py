@@ -85,7 +85,11 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
 def _mapped(path: Path) -> NDArray[np.uint8]:
     """The bytes of a regular file, memory-mapped. Raises OSError."""
     with open_regular(path) as file:
-        return np.memmap(file, np.uint8, "r") if os.fstat(file.fileno()).st_size else np.zeros(0, np.uint8)
+        return (
+            np.memmap(file, np.uint8, "r")
+            if os.fstat(file.fileno()).st_size
+            else np.zeros(0, np.uint8)
+        )
 
 
 def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int64s, Int64s]:
@@ -93,7 +97,9 @@ def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int6
     head = bytes(index[: _HEAD.size])
     if head.startswith(_OLD_MAGIC):
         fix = "write it again with the mmap implementation"
-        raise DataError("an index of Megatron's older format, which cannot be read", where=str(path), fix=fix)
+        raise DataError(
+            "an index of Megatron's older format, which cannot be read", where=str(path), fix=fix
+        )
     if len(head) < _HEAD.size or not head.startswith(MAGIC):
         raise _wrong(path, f"it begins with {head[:9]!r}, not with {MAGIC!r}")
     _, version, code, num_sequences, num_boundaries = _HEAD.unpack(head)
@@ -106,7 +112,9 @@ def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int6
     columns = (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_boundaries))
     expected = _HEAD.size + sum(np.dtype(dtype).itemsize * count for dtype, count in columns)
     if len(index) not in (expected, expected + num_sequences):
-        raise _wrong(path, f"it has {len(index)} bytes, and {num_sequences} sequences need {expected}")
+        raise _wrong(
+            path, f"it has {len(index)} bytes, and {num_sequences} sequences need {expected}"
+        )
     found, at = [], _HEAD.size
     for dtype, count in columns:
         size = np.dtype(dtype).itemsize * count

@@ -24,7 +24,14 @@ from phalanx.plan.warnings import NOTHING_MORE, EarlyWarning, MoreRemarks
 
 # What tokenizers are stored as besides a tokenizer.json. None of them says all that a tokenizer
 # does.
-OTHER_FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+OTHER_FORMS = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,11 @@ def find_directory_tokenizer(directory: Path, owner: str, *, is_trained: bool) -
     if path.is_file():
         return ModelTokenizer(owner, str(path), _facts_of_file(path), directory, is_trained)
     others = [name for name in OTHER_FORMS if (directory / name).is_file()]
-    why = f"{directory} has {' and '.join(others)}, and no {TOKENIZER_FILE}" if others else f"{directory} has none"
+    why = (
+        f"{directory} has {' and '.join(others)}, and no {TOKENIZER_FILE}"
+        if others
+        else f"{directory} has none"
+    )
     return ModelTokenizer(owner, None, None, directory, is_trained, why, is_missing=not others)
 
 
@@ -61,7 +72,9 @@ def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
     try:
         corpus = load_corpus(run_dir / "data")
         if not corpus.is_text:
-            return ModelTokenizer(owner, None, None, run_dir, True, f"the data of {run_dir} had no text", True)
+            return ModelTokenizer(
+                owner, None, None, run_dir, True, f"the data of {run_dir} had no text", True
+            )
         first = corpus.components[0]
         name = first.tokenizer_path or str(corpus.path_of(first) / TOKENIZER_FILE)
         name = BYTES if first.tokenizer.kind == BYTES else name
@@ -106,7 +119,9 @@ def default_tokenizer(data: Data, brought: ModelTokenizer | None) -> str:
         return brought.name
     if data.tokenizer is None and not brought.is_missing:
         directory = brought.directory
-        convert = f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+        convert = (
+            f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+        )
         raise DataError(
             f"the tokenizer of {brought.owner} cannot be read",
             where="data.tokenizer",
@@ -134,13 +149,17 @@ def find_source_tokens(data: Data, brought: ModelTokenizer | None) -> list[Sourc
             found.append(SourceTokens(source, facts, size, name, True, is_default))
         elif kind[0] == "dataset":
             manifest, _ = read_manifest(kind[1])
-            found.append(SourceTokens(source, manifest.tokenizer, manifest.vocab_size, "", False, is_default))
+            found.append(
+                SourceTokens(source, manifest.tokenizer, manifest.vocab_size, "", False, is_default)
+            )
         else:
             found.append(SourceTokens(source, NO_TOKENIZER, 0, "", False, is_default))
     return found
 
 
-def find_corpus_tokens(corpus: Corpus, tokens: Sequence[SourceTokens], data: Data) -> list[SourceTokens]:
+def find_corpus_tokens(
+    corpus: Corpus, tokens: Sequence[SourceTokens], data: Data
+) -> list[SourceTokens]:
     """As above, of what was prepared: a run that goes on reads what it was begun with, whatever
     lies there by now.
     """
@@ -173,7 +192,8 @@ def require_rows(tokens: Sequence[SourceTokens], vocab_size: int | None) -> None
         num_of_text = load_tokenizer(one.name).text_vocab_size
         if num_of_text > vocab_size:
             raise DataError(
-                f"the tokenizer {one.name} has {num_of_text:,} tokens, and the model {vocab_size:,} rows",
+                f"the tokenizer {one.name} has {num_of_text:,} tokens, and the model {vocab_size:,}"
+                " rows",
                 where=f"data.source {one.source}",
                 why="a token without a row cannot be learned",
                 fix="give data.tokenizer the model's own, or a model with a row for each",
@@ -204,7 +224,8 @@ def describe_tokenizers(
             warnings.append(EarlyWarning("other_tokenizer", _another(brought, one, vocab_size)))
         elif one.is_text and one.is_default and brought.facts.kind != BYTES:
             reasons.append(
-                f"text becomes the {one.vocab_size:,} tokens of {brought.name}, which {brought.owner} brings"
+                f"text becomes the {one.vocab_size:,} tokens of {brought.name}, which"
+                f" {brought.owner} brings"
             )
     return MoreRemarks(tuple(dict.fromkeys(reasons)), tuple(dict.fromkeys(warnings)))
 
@@ -213,17 +234,27 @@ def _without_one(brought: ModelTokenizer, one: SourceTokens) -> str:
     if not brought.is_trained:
         return f"text becomes bytes: {brought.owner} brings no tokenizer"
     return (
-        f"text becomes bytes, and nothing says which tokens the weights of {brought.owner} were trained on "
-        f"({brought.why}): set data.tokenizer to theirs"
+        f"text becomes bytes, and nothing says which tokens the weights of {brought.owner} were"
+        f" trained on ({brought.why}): set data.tokenizer to theirs"
     )
 
 
 def _another(brought: ModelTokenizer, one: SourceTokens, vocab_size: int | None) -> str:
-    theirs = one.name or ("bytes" if one.facts.kind == BYTES else f"another {one.facts.kind} ({one.facts.digest})")
+    theirs = one.name or (
+        "bytes" if one.facts.kind == BYTES else f"another {one.facts.kind} ({one.facts.digest})"
+    )
     rows = f" of the model's {vocab_size:,} rows" if vocab_size else ""
-    meaning = "the model's rows were trained for other tokens" if brought.is_trained else "it is another vocabulary"
-    fix = "leave data.tokenizer out" if one.is_text else f"build the shards with --tokenizer {brought.name}"
+    meaning = (
+        "the model's rows were trained for other tokens"
+        if brought.is_trained
+        else "it is another vocabulary"
+    )
+    fix = (
+        "leave data.tokenizer out"
+        if one.is_text
+        else f"build the shards with --tokenizer {brought.name}"
+    )
     return (
-        f"{one.source}: its tokens are those of {theirs}, {one.vocab_size:,}{rows}, and {brought.owner} brings "
-        f"{brought.name}: {meaning}; {fix} unless you mean it"
+        f"{one.source}: its tokens are those of {theirs}, {one.vocab_size:,}{rows}, and"
+        f" {brought.owner} brings {brought.name}: {meaning}; {fix} unless you mean it"
     )

@@ -1,10 +1,14 @@
-"""n-gram models fitted on the training split: what a network must beat on the same held-out tokens. Torch-free.
+"""n-gram models fitted on the training split: what a network must beat on the same held-out tokens.
 
-The trigram is interpolated modified Kneser-Ney (Chen & Goodman 1999, section 3): absolute discounts estimated from
-counts of counts, lower orders that count distinct contexts instead of tokens, and the uniform distribution below.
+Torch-free.
 
-A gram is one integer, its tokens as digits in base vocab_size, last token last: counting is sorting, looking up is
-bisection, and the gram without its last token (its context) is `gram // vocab_size`.
+The trigram is interpolated modified Kneser-Ney (Chen & Goodman 1999, section 3): absolute discounts
+estimated from counts of counts, lower orders that count distinct contexts instead of tokens, and
+the uniform distribution below.
+
+A gram is one integer, its tokens as digits in base vocab_size, last token last: counting is
+sorting, looking up is bisection, and the gram without its last token (its context) is `gram //
+vocab_size`.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from phalanx.data.order import num_held_out_targets
 Tokens = NDArray[np.integer]
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Model = Callable[..., Floats]  # (token [N], previous token [N], the one before [N], ...) -> probability [N]
+Model = Callable[
+    ..., Floats
+]  # (token [N], previous token [N], the one before [N], ...) -> probability [N]
 
 _CHUNK_TOKENS = 1 << 22
 _LEAST_DISCOUNT = 0.01  # above zero, so that no token is impossible after any context
@@ -38,14 +44,17 @@ class NGramScore(NamedTuple):
 def fit_and_score(
     train_tokens: Tokens, held_out_tokens: Tokens, vocab_size: int, max_tokens: int | None = None
 ) -> list[NGramScore]:
-    """Losses of a unigram (add-one) and an interpolated trigram on the targets that HeldOutBatches yields.
+    """Losses of a unigram (add-one) and an interpolated trigram on the targets that HeldOutBatches
+    yields.
 
-    Both arrays are 1-D ids below `vocab_size` and may be memory-mapped. The list is empty where there is no target,
-    and has no trigram where three tokens do not fit 63 bits (a vocabulary above 2,097,151).
+    Both arrays are 1-D ids below `vocab_size` and may be memory-mapped. The list is empty where
+    there is no target, and has no trigram where three tokens do not fit 63 bits (a vocabulary above
+    2,097,151).
 
-    On the Python 3.11 standard library (11.3 M tokens to fit, 775,801 targets) the unigram reaches 3.2810 and this
-    trigram 1.8255. Measured and not kept: the same discounts over plain lower-order counts 1.8402; Jelinek-Mercer,
-    with weights by EM per bucket of context counts on a part of the training tokens, 1.8780.
+    On the Python 3.11 standard library (11.3 M tokens to fit, 775,801 targets) the unigram reaches
+    3.2810 and this trigram 1.8255. Measured and not kept: the same discounts over plain lower-order
+    counts 1.8402; Jelinek-Mercer, with weights by EM per bucket of context counts on a part of the
+    training tokens, 1.8780.
     """
     num_targets = num_held_out_targets(len(held_out_tokens), max_tokens)
     if num_targets == 0:
@@ -54,7 +63,9 @@ def fit_and_score(
     if vocab_size**3 < 2**63:
         models["trigram"] = fit_kneser_ney(train_tokens, vocab_size, order=3)
     scored = held_out_tokens[: num_targets + 1]
-    return [NGramScore(name, _mean_loss(model, scored), num_targets) for name, model in models.items()]
+    return [
+        NGramScore(name, _mean_loss(model, scored), num_targets) for name, model in models.items()
+    ]
 
 
 def _mean_loss(model: Model, tokens: Tokens) -> float:
@@ -74,7 +85,8 @@ def fit_unigram(tokens: Tokens, vocab_size: int) -> Model:
 
 
 def fit_kneser_ney(tokens: Tokens, vocab_size: int, order: int) -> Model:
-    """Interpolated modified Kneser-Ney of 1 to `order` tokens; the model uses as much context as it is given."""
+    """Interpolated modified Kneser-Ney of 1 to `order` tokens; the model uses as much context as
+    it is given."""
     grams = count_grams(tokens, order, vocab_size)
     levels = [Level.build(grams, vocab_size)]
     for shorter in range(order - 1, 0, -1):
@@ -116,15 +128,19 @@ def count_grams(tokens: Tokens, order: int, vocab_size: int) -> NgramCounts:
             keys *= vocab_size
             keys += part[digit : digit + num_grams]
         distinct, counts = np.unique(keys, return_counts=True)
-        total = _sum_by_key(np.concatenate([total.keys, distinct]), np.concatenate([total.counts, counts]))
+        total = _sum_by_key(
+            np.concatenate([total.keys, distinct]), np.concatenate([total.counts, counts])
+        )
     return total
 
 
 @dataclass(frozen=True)
 class Level:
-    """One order of Kneser-Ney: P(token | context) = discounted(gram) / total(context) + weight(context) * P(shorter).
+    """One order of Kneser-Ney: P(token | context) = discounted(gram) / total(context) +
+    weight(context) * P(shorter).
 
-    `weight` is the discounted mass over the total, so that each context sums to one whatever the discounts are.
+    `weight` is the discounted mass over the total, so that each context sums to one whatever the
+    discounts are.
     """
 
     grams: Int64s
@@ -135,7 +151,9 @@ class Level:
     @classmethod
     def build(cls, grams: NgramCounts, vocab_size: int) -> Level:
         discounts = np.minimum(_discounts(grams.counts)[np.minimum(grams.counts, 3)], grams.counts)
-        contexts, first, sizes = np.unique(grams.keys // vocab_size, return_index=True, return_counts=True)
+        contexts, first, sizes = np.unique(
+            grams.keys // vocab_size, return_index=True, return_counts=True
+        )
         if contexts.size == 0:
             return cls(grams.keys, discounts, contexts, discounts)
         totals = np.add.reduceat(grams.counts, first)
@@ -143,7 +161,8 @@ class Level:
         return cls(grams.keys, shares, contexts, np.add.reduceat(discounts, first) / totals)
 
     def interpolate(self, grams: Int64s, shorter: Floats, vocab_size: int) -> Floats:
-        """P of each gram's last token after its context, given P after the context shortened by its first token."""
+        """P of each gram's last token after its context, given P after the context shortened by
+        its first token."""
         if self.contexts.size == 0:
             return shorter
         at, seen = _find(grams, self.grams)
@@ -153,9 +172,11 @@ class Level:
 
 
 def _discounts(counts: Int64s) -> Floats:
-    """What is taken off a count of 0, 1, 2 and 3 or more [4]: Chen & Goodman's estimate from counts of counts.
+    """What is taken off a count of 0, 1, 2 and 3 or more [4]: Chen & Goodman's estimate from counts
+    of counts.
 
-    Few grams leave it undefined; then the plain Kneser-Ney estimate, and 0.5 where that is undefined too.
+    Few grams leave it undefined; then the plain Kneser-Ney estimate, and 0.5 where that is
+    undefined too.
     """
     n1, n2, n3, n4 = (int((counts == number).sum()) for number in (1, 2, 3, 4))
     plain = n1 / (n1 + 2 * n2) if n1 and n2 else 0.5
@@ -176,6 +197,7 @@ def _sum_by_key(keys: Int64s, counts: Int64s) -> NgramCounts:
 
 
 def _find(wanted: Int64s, ascending: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
-    """Where each of `wanted` is in `ascending`, and whether it is there (else the place is any valid one)."""
+    """Where each of `wanted` is in `ascending`, and whether it is there (else the place is any
+    valid one)."""
     at = np.minimum(np.searchsorted(ascending, wanted), max(0, ascending.size - 1))
     return at, (ascending[at] == wanted) if ascending.size else np.zeros(wanted.shape, np.bool_)

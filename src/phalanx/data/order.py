@@ -34,7 +34,9 @@ def permute(index: NDArray[np.integer], n: int, key: int | Uint64s) -> NDArray[n
     values = np.asarray(index, dtype=np.uint64).ravel()
     assert values.size == 0 or int(values.max()) < n, (n, index)
     keys = np.broadcast_to(np.asarray(key, dtype=np.uint64).ravel(), values.shape)
-    round_keys = [mix(keys + np.uint64(number * _GOLDEN & _MASK64)) for number in range(1, _NUM_ROUNDS + 1)]
+    round_keys = [
+        mix(keys + np.uint64(number * _GOLDEN & _MASK64)) for number in range(1, _NUM_ROUNDS + 1)
+    ]
     num_bits = (n - 1).bit_length()
     permuted = _feistel(values, round_keys, num_bits)
     while (outside := permuted >= n).any():
@@ -47,7 +49,10 @@ def _feistel(values: Uint64s, round_keys: list[Uint64s], num_bits: int) -> Uint6
     which undoes it.
     """
     low_bits = num_bits // 2
-    low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (num_bits - low_bits)) - 1)
+    low_mask, high_mask = (
+        np.uint64((1 << low_bits) - 1),
+        np.uint64((1 << (num_bits - low_bits)) - 1),
+    )
     low, high = values & low_mask, values >> np.uint64(low_bits)
     for number, round_key in enumerate(round_keys):
         if number % 2 == 0:
@@ -83,13 +88,17 @@ class SampleOrder:
 
     @property
     def samples_per_epoch(self) -> int:
-        return (self.num_tokens - 1) // self.seq_len  # nothing comes after the last token: it is a target only
+        return (
+            self.num_tokens - 1
+        ) // self.seq_len  # nothing comes after the last token: it is a target only
 
     def starts(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
         """Offset of the first token of each sample, same shape as `indices` (global sample numbers
         from 0).
         """
-        epochs, samples = np.divmod(np.asarray(indices, dtype=np.int64).ravel(), self.samples_per_epoch)
+        epochs, samples = np.divmod(
+            np.asarray(indices, dtype=np.int64).ravel(), self.samples_per_epoch
+        )
         keys = self._epoch_keys(epochs)
         starts = permute(samples, self.samples_per_epoch, keys) * self.seq_len + self._phases(keys)
         return starts.reshape(np.shape(indices))

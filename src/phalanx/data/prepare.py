@@ -14,7 +14,14 @@ from phalanx.core.files import resource_error, write_json_atomic
 from phalanx.data.build import build_dataset
 from phalanx.data.corpus import MANIFEST, Component, Corpus, SplitFacts, load_corpus
 from phalanx.data.dataset import TokenizerFacts
-from phalanx.data.token_sources import Described, check_ids, describe, find_kind, open_arrays, outside
+from phalanx.data.token_sources import (
+    Described,
+    check_ids,
+    describe,
+    find_kind,
+    open_arrays,
+    outside,
+)
 from phalanx.data.tokenizer import BYTES, load_tokenizer
 from phalanx.data.tokens import SPLITS, choose_split, split_tokens
 from phalanx.data.workers import probe_user_dataset
@@ -22,14 +29,18 @@ from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Data
 
 
-def prepare_corpus(data: Data, out_dir: Path, *, vocab_size: int | None, default_tokenizer: str = BYTES) -> Corpus:
-    """Build, or find, what `data` names, and write the fact sheet to `out_dir`; or take the one that is there.
+def prepare_corpus(
+    data: Data, out_dir: Path, *, vocab_size: int | None, default_tokenizer: str = BYTES
+) -> Corpus:
+    """Build, or find, what `data` names, and write the fact sheet to `out_dir`; or take the one
+    that is there.
 
-    `vocab_size` is the model's, None if it follows the data. `default_tokenizer` is for text where `data` names none.
-    On an error nothing new stays in `out_dir`.
+    `vocab_size` is the model's, None if it follows the data. `default_tokenizer` is for text where
+    `data` names none. On an error nothing new stays in `out_dir`.
 
-    Raises DataError (exit 4) for a source that is missing, unreadable, damaged, too short, that does not fit the
-    vocabulary or has changed since, and ResourceError (exit 7) if `out_dir` cannot be written.
+    Raises DataError (exit 4) for a source that is missing, unreadable, damaged, too short, that
+    does not fit the vocabulary or has changed since, and ResourceError (exit 7) if `out_dir` cannot
+    be written.
     """
     if os.path.exists(out_dir / MANIFEST):
         corpus = load_corpus(out_dir)
@@ -50,7 +61,9 @@ def prepare_corpus(data: Data, out_dir: Path, *, vocab_size: int | None, default
 def _prepare(data: Data, out_dir: Path, vocab_size: int | None, default: str) -> Corpus:
     wanted = _request(data)
     if is_own_dataset(data.source) and not data.mixture:
-        return Corpus(out_dir, wanted, (), probe_user_dataset(data.source, data.args, data.worker_timeout_s))
+        return Corpus(
+            out_dir, wanted, (), probe_user_dataset(data.source, data.args, data.worker_timeout_s)
+        )
     sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
     components = tuple(
         _prepare_component(source, weight, data, out_dir / f"source-{number}", vocab_size, default)
@@ -63,7 +76,9 @@ def _prepare(data: Data, out_dir: Path, vocab_size: int | None, default: str) ->
 def _request(data: Data) -> dict[str, Any]:
     """The keys of [data] that decide what is prepared and how it is split."""
     keys = ("source", "args", "tokenizer", "column", "held_out_fraction")
-    return {name: getattr(data, name) for name in keys} | {"mixture": [vars(source) for source in data.mixture]}
+    return {name: getattr(data, name) for name in keys} | {
+        "mixture": [vars(source) for source in data.mixture]
+    }
 
 
 def _prepare_component(
@@ -73,7 +88,9 @@ def _prepare_component(
     described, path = _find(source, data, own_dir, vocab_size, default)
     if data.document_masks and described.kind == "npy":
         fix = "build shards from text, or use a Megatron dataset, which know theirs"
-        raise DataError("data.document_masks needs documents, and a .npy has none", where=source, fix=fix)
+        raise DataError(
+            "data.document_masks needs documents, and a .npy has none", where=source, fix=fix
+        )
     tokenizer, tokenizer_path, needed_size = described.tokenizer, "", described.vocab_size
     if data.tokenizer is not None and path != own_dir.name:
         tokenizer, tokenizer_path, needed_size = named_tokenizer(data.tokenizer, described, source)
@@ -92,13 +109,18 @@ def _prepare_component(
         end_of_document=described.end_of_document,
         split_by=split_by,
         held_out_keys=held_out_keys,
-        splits={split: SplitFacts(splits[split].num_tokens, splits[split].num_documents) for split in SPLITS},
+        splits={
+            split: SplitFacts(splits[split].num_tokens, splits[split].num_documents)
+            for split in SPLITS
+        },
         source_bytes=described.source_bytes,
         num_skipped_files=described.num_skipped_files,
     )
 
 
-def _find(source: str, data: Data, own_dir: Path, vocab_size: int | None, default: str) -> tuple[Described, str]:
+def _find(
+    source: str, data: Data, own_dir: Path, vocab_size: int | None, default: str
+) -> tuple[Described, str]:
     """What a source holds, and the path that the fact sheet gives for it. Text is built first."""
     if is_own_dataset(source):
         fix = "a mixture takes text and token ids; mix them inside your dataset"
@@ -117,11 +139,18 @@ def check_end_fits(tokenizer: str, vocab_size: int | None, source: str) -> None:
     end = load_tokenizer(tokenizer).end_of_document
     if vocab_size is not None and end is not None and end >= vocab_size:
         error = outside(end, vocab_size, f"data.source {source}")
-        raise DataError(error.what, where=error.where, why="it is the end of a document", fix=error.fix)
+        raise DataError(
+            error.what, where=error.where, why="it is the end of a document", fix=error.fix
+        )
 
 
-def named_tokenizer(name: str, described: Described, source: str) -> tuple[TokenizerFacts, str, int]:
-    """The tokenizer that the job gives for token ids, its path and its vocabulary. DataError if it does not fit."""
+def named_tokenizer(
+    name: str, described: Described, source: str
+) -> tuple[TokenizerFacts, str, int]:
+    """The tokenizer that the job gives for token ids, its path and its vocabulary.
+
+    DataError if it does not fit.
+    """
     tokenizer, of_shards = load_tokenizer(name), described.tokenizer
     if of_shards.kind == "none":
         if described.vocab_size > tokenizer.vocab_size:
@@ -130,9 +159,14 @@ def named_tokenizer(name: str, described: Described, source: str) -> tuple[Token
         path = name if tokenizer.kind == "bytes" else str(Path(name).expanduser().resolve())
         return TokenizerFacts(tokenizer.kind, tokenizer.digest), path, tokenizer.vocab_size
     if tokenizer.digest != of_shards.digest:
-        why = f"its digest is {tokenizer.digest}, they were made with {of_shards.kind} {of_shards.digest}"
+        why = (
+            f"its digest is {tokenizer.digest}, they were made with {of_shards.kind}"
+            f" {of_shards.digest}"
+        )
         fix = "leave data.tokenizer out: shards know theirs"
-        raise DataError(f"data.tokenizer {name} is not the one of the shards", where=source, why=why, fix=fix)
+        raise DataError(
+            f"data.tokenizer {name} is not the one of the shards", where=source, why=why, fix=fix
+        )
     return of_shards, "", described.vocab_size
 
 
@@ -143,7 +177,9 @@ def _check_one_tokenizer(components: tuple[Component, ...]) -> None:
             raise other_tokenizer(first.source, first.tokenizer, other.source, other.tokenizer)
 
 
-def other_tokenizer(first: str, ours: TokenizerFacts, other: str, theirs: TokenizerFacts) -> DataError:
+def other_tokenizer(
+    first: str, ours: TokenizerFacts, other: str, theirs: TokenizerFacts
+) -> DataError:
     """The refusal of a mixture whose sources went through two tokenizers."""
     they, we = (f"{each.kind} {each.digest}".strip() for each in (theirs, ours))
     return DataError(
@@ -158,7 +194,10 @@ def _check_same_request(corpus: Corpus, data: Data) -> None:
     wanted = _request(data)
     different = [key for key in wanted if wanted[key] != corpus.wanted.get(key)]
     if different:
-        shown = ", ".join(f"data.{key} {corpus.wanted.get(key)!r}, the job wants {wanted[key]!r}" for key in different)
+        shown = ", ".join(
+            f"data.{key} {corpus.wanted.get(key)!r}, the job wants {wanted[key]!r}"
+            for key in different
+        )
         raise DataError(
             "the run directory holds the data of another job",
             where=str(corpus.directory),
@@ -179,7 +218,9 @@ def _check_fits(corpus: Corpus, data: Data, vocab_size: int | None) -> None:
 
 
 def too_short(source: str, num_tokens: int, seq_len: int) -> DataError:
-    longest = f"lower data.seq_len to at most {num_tokens - 1} or give" if num_tokens > 1 else "give"
+    longest = (
+        f"lower data.seq_len to at most {num_tokens - 1} or give" if num_tokens > 1 else "give"
+    )
     return DataError(
         f"not enough tokens for one sequence: {num_tokens} to train on, {seq_len + 1} needed",
         where=f"data.source {source}",

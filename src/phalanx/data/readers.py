@@ -21,7 +21,14 @@ from phalanx.core.files import open_regular
 from phalanx.core.units import MIB
 from phalanx.data.columns import Reading
 from phalanx.data.cuts import MAX_WHOLE_CHARS, PIECE_CHARS, Cutter, too_long
-from phalanx.data.rows_arrow import arrow_content, arrow_parts, arrow_rows, parquet_content, parquet_parts, parquet_rows
+from phalanx.data.rows_arrow import (
+    arrow_content,
+    arrow_parts,
+    arrow_rows,
+    parquet_content,
+    parquet_parts,
+    parquet_rows,
+)
 from phalanx.data.rows_json import json_rows
 from phalanx.data.sources import SourceFile
 from phalanx.data.spans import Parts, Span, in_bytes, in_one
@@ -29,7 +36,9 @@ from phalanx.data.tokenizer import without_surrogates
 from phalanx.data.unreadable import unreadable
 
 BLOCK_BYTES = MIB
-_SKIPPABLE = tuple(bytes([0x50 + number]) + b"\x2a\x4d\x18" for number in range(16))  # zstd's frames of metadata
+_SKIPPABLE = tuple(
+    bytes([0x50 + number]) + b"\x2a\x4d\x18" for number in range(16)
+)  # zstd's frames of metadata
 _MAGICS = {"jsonl.gz": (b"\x1f\x8b",), "jsonl.zst": (b"\x28\xb5\x2f\xfd", *_SKIPPABLE)}
 _LEAST_BEHIND = 1024  # characters behind a place, to tell whether a text can be cut there
 
@@ -96,10 +105,14 @@ def _require_compressed(file: SourceFile) -> None:
         raise unreadable(error, file.path) from None
     if not begin.startswith(magics):
         kind = "gzip" if file.format == "jsonl.gz" else "zstd"
-        raise DataError(f"not a {kind} file, or a damaged one", where=file.path, why=f"it begins with {begin!r}")
+        raise DataError(
+            f"not a {kind} file, or a damaged one", where=file.path, why=f"it begins with {begin!r}"
+        )
 
 
-def read_pieces(span: Span, column: str, cutter: Cutter, wants_bytes: bool, reading: Reading) -> Iterator[Piece]:
+def read_pieces(
+    span: Span, column: str, cutter: Cutter, wants_bytes: bool, reading: Reading
+) -> Iterator[Piece]:
     """The documents of a span in order. Raises DataError (exit 4) naming the file and the line or
     row.
     """
@@ -112,9 +125,13 @@ def read_pieces(span: Span, column: str, cutter: Cutter, wants_bytes: bool, read
             key_of = row_keys(span.name)
             for row, text in read_rows(span, column, reading):
                 if text.isascii() and len(text) <= 2 * PIECE_CHARS:  # most of them: no detour
-                    yield Piece(key_of(row), text.encode() if wants_bytes else text, True, True, len(text))
+                    yield Piece(
+                        key_of(row), text.encode() if wants_bytes else text, True, True, len(text)
+                    )
                 else:
-                    yield from _row_pieces(key_of(row), text, f"{span.path}: row {row}", cutter, wants_bytes)
+                    yield from _row_pieces(
+                        key_of(row), text, f"{span.path}: row {row}", cutter, wants_bytes
+                    )
         _check_unchanged(span)
     reading.read = before + span.weight
 
@@ -125,7 +142,9 @@ def read_content(span: Span, column: str) -> Iterator[Any]:
     """
     with _named(span):
         if span.format in ("parquet", "arrow"):
-            yield from (parquet_content if span.format == "parquet" else arrow_content)(span, column)
+            yield from (parquet_content if span.format == "parquet" else arrow_content)(
+                span, column
+            )
         else:
             with open_regular(span.path, buffering=0) as file:
                 file.seek(span.begin)
@@ -139,7 +158,9 @@ def _named(span: Span) -> Iterator[None]:
         yield
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
-            raise DataError("not a gzip file, or a damaged one", where=span.path, why=str(error)) from None
+            raise DataError(
+                "not a gzip file, or a damaged one", where=span.path, why=str(error)
+            ) from None
         raise unreadable(error, span.path) from None
     except (EOFError, zlib.error) as error:
         raise DataError("the compressed file is damaged", where=span.path, why=str(error)) from None
@@ -169,7 +190,11 @@ def _read_text(span: Span, cutter: Cutter, wants_bytes: bool, reading: Reading) 
             return  # all of it went to the spans around
         file.seek(begin)
         is_last = end == span.file_bytes
-        blocks = _blocks(file, end - begin) if wants_bytes else _cut_blocks(file, end - begin, span, cutter)
+        blocks = (
+            _blocks(file, end - begin)
+            if wants_bytes
+            else _cut_blocks(file, end - begin, span, cutter)
+        )
         begins = True
         for block in blocks:
             text, is_utf8 = (block, True) if wants_bytes else _decoded(block)
@@ -201,7 +226,9 @@ def _cut_blocks(file: BinaryIO, num_bytes: int, span: Span, cutter: Cutter) -> I
                     break
                 yield text[begin:cut].encode("utf-8", "surrogateescape")
                 begin = cut
-            searched = (cut or max(begin, len(text) - _LEAST_BEHIND)) - begin  # nobody looks at a place twice
+            searched = (
+                cut or max(begin, len(text) - _LEAST_BEHIND)
+            ) - begin  # nobody looks at a place twice
             held = text[begin:].encode("utf-8", "surrogateescape")
         if len(held) > MAX_WHOLE_CHARS:
             raise too_long(len(held), span.path)
@@ -220,7 +247,9 @@ def _decoded(block: bytes) -> tuple[str, bool]:
 # -------------------------------------------------------------------------------------------------------------
 
 
-def _row_pieces(key: int, text: str, where: str, cutter: Cutter, wants_bytes: bool) -> Iterator[Piece]:
+def _row_pieces(
+    key: int, text: str, where: str, cutter: Cutter, wants_bytes: bool
+) -> Iterator[Piece]:
     is_utf8 = True
     try:
         encoded = text.encode()

@@ -23,11 +23,17 @@ def parquet_parts(file: SourceFile, column: str) -> Parts:
     """Row groups. Raises DataError for a file without a `column` of text."""
     with _opened(file.path, _open_parquet) as parquet:
         _check_column(parquet.schema_arrow, column, file.path)
-        return _weighted(file, [parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups)])
+        return _weighted(
+            file,
+            [parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups)],
+        )
 
 
 def arrow_parts(file: SourceFile, column: str) -> Parts:
-    """Record batches; a stream has no index of them and stays whole. Raises DataError like `parquet_parts`."""
+    """Record batches; a stream has no index of them and stays whole.
+
+    Raises DataError like `parquet_parts`.
+    """
     arrow = _arrow(file.path)
     with _opened(file.path, _open_arrow) as table:
         _check_column(table.schema, column, file.path)
@@ -78,16 +84,23 @@ def _flavour(path: str) -> str:
 
 
 def _open_parquet(path: str) -> Any:
-    return _arrow(path).parquet.ParquetFile(path, pre_buffer=False)  # or it reads all of a row group ahead
+    return _arrow(path).parquet.ParquetFile(
+        path, pre_buffer=False
+    )  # or it reads all of a row group ahead
 
 
 def _open_arrow(path: str) -> Any:
-    """Both formats: the one with an index at its end (.feather) and the stream (what Hugging Face datasets write)."""
+    """Both formats: the one with an index at its end (.feather) and the stream (what Hugging
+    Face datasets write)."""
     arrow = _arrow(path)
     with open_regular(path) as file:
         magic = file.read(6)
     if magic.startswith(b"FEA1"):
-        raise DataError("Feather version 1 is not read", where=path, fix="write it again with pyarrow.feather (V2)")
+        raise DataError(
+            "Feather version 1 is not read",
+            where=path,
+            fix="write it again with pyarrow.feather (V2)",
+        )
     memory = arrow.memory_map(path)
     return arrow.ipc.open_file(memory) if magic == b"ARROW1" else arrow.ipc.open_stream(memory)
 
@@ -102,7 +115,11 @@ def _check_column(schema: Any, column: str, path: str) -> None:
     kind = schema.field(column).type
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
-    is_text = arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind)
+    is_text = (
+        arrow.types.is_string(kind)
+        or arrow.types.is_large_string(kind)
+        or arrow.types.is_string_view(kind)
+    )
     if not is_text and not arrow.types.is_null(kind):
         texts = [field.name for field in schema if arrow.types.is_string(field.type)]
         raise DataError(
@@ -121,12 +138,18 @@ def parquet_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[in
         yield from _column_rows(batches, column, span, sum(sizes[span.begin :]), reading)
 
 
-def _parquet_batches(parquet: Any, column: str, span: Span, first: int) -> Iterator[tuple[int, Any]]:
+def _parquet_batches(
+    parquet: Any, column: str, span: Span, first: int
+) -> Iterator[tuple[int, Any]]:
     """One row group after another: pyarrow holds the pages of all that it is asked for at once."""
     for number in range(span.begin, span.end):
         group = parquet.metadata.row_group(number)
-        num_rows = max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
-        for batch in parquet.iter_batches(num_rows, row_groups=[number], columns=[column], use_threads=False):
+        num_rows = max(
+            1, min(_ROWS_PER_BATCH, _BATCH_BYTES * group.num_rows // max(1, group.total_byte_size))
+        )
+        for batch in parquet.iter_batches(
+            num_rows, row_groups=[number], columns=[column], use_threads=False
+        ):
             yield first, batch
             first += batch.num_rows
 
@@ -165,14 +188,22 @@ def arrow_content(span: Span, column: str) -> Iterator[Any]:
             for number, batch in _arrow_batches(table, span):
                 values = batch.column(batch.schema.get_field_index(column))
                 yield f"{number} {len(values)}".encode()
-                dictionary = values.dictionary.buffers() if arrow.types.is_dictionary(values.type) else []
-                yield from (buffer for buffer in [*values.buffers(), *dictionary] if buffer is not None)
+                dictionary = (
+                    values.dictionary.buffers() if arrow.types.is_dictionary(values.type) else []
+                )
+                yield from (
+                    buffer for buffer in [*values.buffers(), *dictionary] if buffer is not None
+                )
         except arrow.ArrowException as error:
             raise _damaged(span, "", error) from None
 
 
 def _column_rows(
-    batches: Iterator[tuple[int, Any]], column: str, span: Span, num_rows: int | None, reading: Reading
+    batches: Iterator[tuple[int, Any]],
+    column: str,
+    span: Span,
+    num_rows: int | None,
+    reading: Reading,
 ) -> Iterator[tuple[int, str]]:
     arrow = _arrow(span.path)
     before, num_read, row = reading.read, 0, 0
@@ -213,7 +244,9 @@ def _check_lengths(values: Any, span: Span, first: int) -> None:
 
 def _damaged(span: Span, where: str, error: Exception) -> DataError:
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return DataError(f"the {_flavour(span.path)} file is damaged", where=f"{span.path}{where}", why=first_line)
+    return DataError(
+        f"the {_flavour(span.path)} file is damaged", where=f"{span.path}{where}", why=first_line
+    )
 
 
 def _texts(values: Any) -> list[str | None]:
@@ -222,6 +255,12 @@ def _texts(values: Any) -> list[str | None]:
     except UnicodeDecodeError:
         import pyarrow as arrow
 
-        binary = values.cast(values.type.value_type) if arrow.types.is_dictionary(values.type) else values
+        binary = (
+            values.cast(values.type.value_type)
+            if arrow.types.is_dictionary(values.type)
+            else values
+        )
         raw = binary.cast(arrow.large_binary()).to_pylist()
-        return [None if value is None else value.decode("utf-8", "surrogateescape") for value in raw]
+        return [
+            None if value is None else value.decode("utf-8", "surrogateescape") for value in raw
+        ]

@@ -32,7 +32,9 @@ def json_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, 
             if not line:
                 return
             if len(line) > MAX_ROW_BYTES:
-                raise row_too_long(_where(span, offset), f"a line of more than {format_bytes(MAX_ROW_BYTES)}")
+                raise row_too_long(
+                    _where(span, offset), f"a line of more than {format_bytes(MAX_ROW_BYTES)}"
+                )
             text = _text_of(line, column, lambda: _where(span, offset))  # noqa: B023
             if text is not None:
                 yield offset, text
@@ -57,7 +59,9 @@ def _to_next_line(file: BinaryIO, begin: int) -> int:
         return 0
     file.seek(begin - 1)
     at = begin - 1
-    while block := file.readline(_BLOCK_BYTES):  # the line may be of any length: who began it will say so
+    while block := file.readline(
+        _BLOCK_BYTES
+    ):  # the line may be of any length: who began it will say so
         at += len(block)
         if block.endswith(b"\n"):
             break
@@ -71,9 +75,13 @@ def _text_of(line: bytes, column: str, where: Callable[[], str]) -> str | None:
     try:
         row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
-        raise DataError("not JSON", where=where(), why=str(error), fix="one JSON object per line") from None
+        raise DataError(
+            "not JSON", where=where(), why=str(error), fix="one JSON object per line"
+        ) from None
     if not isinstance(row, dict):
-        raise DataError(f"the row is {_kind(row)}, not an object", where=where(), fix="one JSON object per line")
+        raise DataError(
+            f"the row is {_kind(row)}, not an object", where=where(), fix="one JSON object per line"
+        )
     if column not in row:
         raise no_column(column, list(row), where(), "field", "it has")
     text = row[column]
@@ -96,5 +104,11 @@ def _where(span: Span, offset: int) -> str:
 def _kind(value: object) -> str:
     if value is None:
         return "null"
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
+    names = {
+        dict: "an object",
+        list: "an array",
+        str: "a string",
+        bool: "a boolean",
+        int: "an integer",
+    }
     return names.get(type(value), "a number")

@@ -44,7 +44,9 @@ class SampleSpec:
 
     def open(self) -> Samples:
         """Raises DataError if the corpus is missing, damaged or another one by now."""
-        return open_samples(load_corpus(Path(self.directory)), self.seq_len, self.seed, self.document_masks)
+        return open_samples(
+            load_corpus(Path(self.directory)), self.seq_len, self.seed, self.document_masks
+        )
 
 
 def open_samples(corpus: Corpus, seq_len: int, seed: int, document_masks: bool = False) -> Samples:
@@ -56,10 +58,16 @@ def open_samples(corpus: Corpus, seq_len: int, seed: int, document_masks: bool =
     sources = [
         TokenSamples(
             sequence,
-            SampleOrder(sequence.num_tokens, seq_len, stable_hash64("source", seed, number) if several else seed),
+            SampleOrder(
+                sequence.num_tokens,
+                seq_len,
+                stable_hash64("source", seed, number) if several else seed,
+            ),
             Windows(seq_len, document_masks, ends_are_marked=component.end_of_document is not None),
         )
-        for number, (component, sequence) in enumerate(zip(corpus.components, corpus.sequences("train"), strict=True))
+        for number, (component, sequence) in enumerate(
+            zip(corpus.components, corpus.sequences("train"), strict=True)
+        )
     ]
     return MixedSamples(sources, Mixture(corpus.weights, seed)) if several else sources[0]
 
@@ -85,7 +93,9 @@ class Windows:
             return arrays | {"positions": np.tile(np.arange(self.seq_len), (starts.size, 1))}
         documents = sequence.document_ids(starts, self.seq_len + 1)
         if not self.ends_are_marked:
-            arrays["targets"] = np.where(documents[:, 1:] == documents[:, :-1], arrays["targets"], IGNORE_INDEX)
+            arrays["targets"] = np.where(
+                documents[:, 1:] == documents[:, :-1], arrays["targets"], IGNORE_INDEX
+            )
         return arrays | self.places(documents[:, :-1])
 
     def places(self, documents: Int64s) -> Arrays:
@@ -121,6 +131,8 @@ class MixedSamples:
             mine = np.flatnonzero(source_of == number)
             if mine.size:
                 for name, part in source.take(sample_of[mine]).items():
-                    whole = taken.setdefault(name, np.empty((source_of.size, *part.shape[1:]), part.dtype))
+                    whole = taken.setdefault(
+                        name, np.empty((source_of.size, *part.shape[1:]), part.dtype)
+                    )
                     whole[mine] = part
         return taken

@@ -139,7 +139,13 @@ class ShardWriter:
     """
 
     def __init__(
-        self, path: Path, dtype: str, vocab_size: int, tokenizer_digest: str, *, continues: bool = False
+        self,
+        path: Path,
+        dtype: str,
+        vocab_size: int,
+        tokenizer_digest: str,
+        *,
+        continues: bool = False,
     ) -> None:
         assert dtype in DTYPES, dtype
         self._path, self._dtype, self._vocab_size = path, np.dtype(dtype), vocab_size
@@ -164,7 +170,9 @@ class ShardWriter:
         """Append a part, of any size, of the current document."""
         self.write_documents(tokens, np.zeros(0, np.int64), [])
 
-    def write_documents(self, tokens: NDArray[np.integer], starts: NDArray[np.int64], keys: list[int]) -> None:
+    def write_documents(
+        self, tokens: NDArray[np.integer], starts: NDArray[np.int64], keys: list[int]
+    ) -> None:
         """Append many documents at once: document `keys[i]` begins at tokens[starts[i]]; none of
         them is empty.
 
@@ -191,7 +199,10 @@ class ShardWriter:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self._vocab_size:
             wrong = low if low < 0 else high
-            raise DataError(f"token {wrong} does not fit a vocabulary of {self._vocab_size}", where=str(self._path))
+            raise DataError(
+                f"token {wrong} does not fit a vocabulary of {self._vocab_size}",
+                where=str(self._path),
+            )
         self._max_token_id = max(self._max_token_id, high)
 
     def _append(self, data: memoryview) -> None:
@@ -251,7 +262,10 @@ class ShardWriter:
         }
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._file is not None
         try:
@@ -280,14 +294,20 @@ def open_shard(path: Path) -> Shard:
             num_bytes = os.fstat(file.fileno()).st_size
             mapped = _mapped(file)
     except FileNotFoundError:
-        raise DataError("the shard is missing", where=str(path), fix="build the dataset again") from None
+        raise DataError(
+            "the shard is missing", where=str(path), fix="build the dataset again"
+        ) from None
     except OSError as error:
         fix = "raise ulimit -n, or build larger shards" if error.errno == errno.EMFILE else None
         raise unreadable(error, path, "the shard cannot be read", fix=fix) from None
     num_tokens, num_documents, dtype = facts["num_tokens"], facts["num_documents"], facts["dtype"]
     sections = _Sections.of(num_tokens, num_documents, dtype)
     if num_bytes != sections.num_bytes:
-        what = "the shard is cut off" if num_bytes < sections.num_bytes else "the shard has bytes after its end"
+        what = (
+            "the shard is cut off"
+            if num_bytes < sections.num_bytes
+            else "the shard has bytes after its end"
+        )
         raise _damaged(path, what, f"{num_bytes} bytes instead of {sections.num_bytes}")
     ends = np.frombuffer(mapped, "<u8", num_documents, sections.ends_at)
     if int(ends[-1]) != num_tokens:
@@ -296,7 +316,13 @@ def open_shard(path: Path) -> Shard:
     return Shard(
         path=path,
         facts=ShardFacts(
-            path.name, num_tokens, num_documents, facts["max_token_id"], num_bytes, xxh3, facts["continues"]
+            path.name,
+            num_tokens,
+            num_documents,
+            facts["max_token_id"],
+            num_bytes,
+            xxh3,
+            facts["continues"],
         ),
         vocab_size=facts["vocab_size"],
         dtype=dtype,
@@ -316,7 +342,9 @@ def _mapped(file: BinaryIO) -> mmap.mmap:
 
 
 def _damaged(path: Path, what: str, why: str) -> DataError:
-    return DataError(what, where=str(path), why=why, fix="build the dataset again, or copy the shard again")
+    return DataError(
+        what, where=str(path), why=why, fix="build the dataset again, or copy the shard again"
+    )
 
 
 def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
@@ -324,18 +352,32 @@ def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
     if not head:
         raise _damaged(path, "the shard is empty", "it has 0 bytes")
     if len(head) < PAYLOAD_AT and head.startswith(MAGIC):
-        raise _damaged(path, "the shard is cut off", f"its header has {len(head)} bytes instead of {PAYLOAD_AT}")
+        raise _damaged(
+            path,
+            "the shard is cut off",
+            f"its header has {len(head)} bytes instead of {PAYLOAD_AT}",
+        )
     if not head.startswith(MAGIC):
         raise _damaged(path, "not a token shard", f"it begins with {head[:8]!r}")
     _, version, length, xxh3 = _HEAD.unpack_from(head)
     text = head[_HEAD.size : _HEAD.size + length]
     if version != VERSION:
-        raise DataError(f"format {version} is not {VERSION}", where=str(path), fix="use the release that wrote it")
+        raise DataError(
+            f"format {version} is not {VERSION}",
+            where=str(path),
+            fix="use the release that wrote it",
+        )
     if xxhash.xxh3_64_intdigest(text) != xxh3 or head[_HEAD.size + len(text) :].strip(b"\0"):
-        raise _damaged(path, "the shard's header is not what was written", f"bytes 0 to {PAYLOAD_AT}: checksum differs")
+        raise _damaged(
+            path,
+            "the shard's header is not what was written",
+            f"bytes 0 to {PAYLOAD_AT}: checksum differs",
+        )
     facts = json.loads(text)
     if facts["dtype"] not in DTYPES or facts["chunk_bytes"] != CHUNK_BYTES:
-        raise DataError("written by another release", where=str(path), fix="use the release that wrote it")
+        raise DataError(
+            "written by another release", where=str(path), fix="use the release that wrote it"
+        )
     if not facts["num_tokens"] or not facts["num_documents"]:
         raise _damaged(path, "the shard is empty", "it has no tokens")
     if facts["max_token_id"] >= facts["vocab_size"]:
@@ -357,7 +399,13 @@ def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError
         ranges = _joined(_differing_chunks(shard, sections, progress))
         damaged = [_flipped(shard, sections, begin, end) for begin, end in ranges]
     except _BadSumsError:
-        return [_damaged(path, "the shard's checksums are not what was written", f"from byte {sections.sums_at} on")]
+        return [
+            _damaged(
+                path,
+                "the shard's checksums are not what was written",
+                f"from byte {sections.sums_at} on",
+            )
+        ]
     except OSError as error:
         return [unreadable(error, path, "the shard cannot be read")]
     return damaged or list(_contradictions(shard))
@@ -367,7 +415,9 @@ class _BadSumsError(Exception):
     """The list of checksums is itself damaged."""
 
 
-def _differing_chunks(shard: Shard, sections: _Sections, progress: Progress | None) -> Iterator[tuple[int, int]]:
+def _differing_chunks(
+    shard: Shard, sections: _Sections, progress: Progress | None
+) -> Iterator[tuple[int, int]]:
     """Byte ranges whose checksum differs."""
     with open_regular(shard.path) as file:
         facts, _ = _read_header(shard.path, file.read(PAYLOAD_AT))
@@ -403,12 +453,17 @@ def _flipped(shard: Shard, sections: _Sections, begin: int, end: int) -> DataErr
     held: list[str] = []
     itemsize = np.dtype(shard.dtype).itemsize
     if begin < sections.ends_at:
-        first, last = (begin - PAYLOAD_AT) // itemsize, (min(end, sections.ends_at) - PAYLOAD_AT - 1) // itemsize
+        first, last = (
+            (begin - PAYLOAD_AT) // itemsize,
+            (min(end, sections.ends_at) - PAYLOAD_AT - 1) // itemsize,
+        )
         held.append(f"tokens {first} to {min(last, shard.facts.num_tokens - 1)}")
     if end > sections.ends_at:
         held.append("where documents end and who they are")
     return _damaged(
-        shard.path, f"bytes {begin} to {end} are not what was written", f"checksum differs; {', '.join(held)}"
+        shard.path,
+        f"bytes {begin} to {end} are not what was written",
+        f"checksum differs; {', '.join(held)}",
     )
 
 
@@ -420,4 +475,8 @@ def _contradictions(shard: Shard) -> Iterator[DataError]:
         why = f"its header says {shard.facts.max_token_id}, the vocabulary has {shard.vocab_size}"
         yield _damaged(shard.path, f"the largest token is {high}", why)
     if bool((np.diff(shard.ends.astype(np.int64), prepend=0) <= 0).any()):
-        yield _damaged(shard.path, "documents do not end one after another", "an end lies before the one before it")
+        yield _damaged(
+            shard.path,
+            "documents do not end one after another",
+            "an end lies before the one before it",
+        )

@@ -51,7 +51,8 @@ class SourceFile:
     path: str
     num_bytes: int
     modified_ns: int
-    changed_ns: int  # when its content may have changed last, a modification time that was set back notwithstanding
+    # when its content may have changed last, a modification time that was set back notwithstanding
+    changed_ns: int
     format: Format
 
 
@@ -77,7 +78,9 @@ def format_of(name: str) -> Format:
     return next((kind for ending, kind in _ENDINGS.items() if lowered.endswith(ending)), "text")
 
 
-def find_files(sources: Sequence[str], named: str = "data.source", out: Path | None = None) -> list[Found]:
+def find_files(
+    sources: Sequence[str], named: str = "data.source", out: Path | None = None
+) -> list[Found]:
     """The files of each input, each file once. Datasets in an input are left out, and so is the
     folder `out`.
 
@@ -85,9 +88,14 @@ def find_files(sources: Sequence[str], named: str = "data.source", out: Path | N
     """
     real = _RealPaths()
     try:
-        found = [_find(source, f"{number}/" if number else "", out, real) for number, source in enumerate(sources)]
+        found = [
+            _find(source, f"{number}/" if number else "", out, real)
+            for number, source in enumerate(sources)
+        ]
         if not any(file.num_bytes for one in found for file in one.files):
-            raise DataError("there is no text in it", where=", ".join(sources), why="every file is empty")
+            raise DataError(
+                "there is no text in it", where=", ".join(sources), why="every file is empty"
+            )
     except DataError as error:
         where = _printable(f"{named} {error.where}".strip())
         raise type(error)(error.what, where=where, why=error.why, fix=error.fix) from None
@@ -192,16 +200,25 @@ def _printable(name: str) -> str:
 
 def _nothing_found(source: str, num_skipped: int, num_datasets: int) -> DataError:
     if num_datasets and not num_skipped:
-        why = "a dataset or a run is" if num_datasets == 1 else f"{num_datasets} datasets or runs are"
-        return DataError("there is no text in it", where=str(source), why=f"{why} all that is there")
+        why = (
+            "a dataset or a run is" if num_datasets == 1 else f"{num_datasets} datasets or runs are"
+        )
+        return DataError(
+            "there is no text in it", where=str(source), why=f"{why} all that is there"
+        )
     if num_skipped:
         count = "the file is" if num_skipped == 1 else f"all {num_skipped} files are"
         return DataError(
             "there is no text in it",
             where=str(source),
             why=f"{count} binary: NUL in the first 8 KiB",
-            fix="give text as UTF-8, JSONL, Parquet or Arrow" + (_NPY if source.lower().endswith(".npy") else ""),
+            fix="give text as UTF-8, JSONL, Parquet or Arrow"
+            + (_NPY if source.lower().endswith(".npy") else ""),
         )
     if glob.has_magic(source):
-        return DataError("no file matches the pattern", where=str(source), fix='"**" matches folders at any depth')
+        return DataError(
+            "no file matches the pattern",
+            where=str(source),
+            fix='"**" matches folders at any depth',
+        )
     return DataError("there is no file in it", where=str(source), why="hidden files do not count")

@@ -125,7 +125,9 @@ def _spans(files: Sequence[Parts], shard_bytes: int) -> Iterator[Span]:
 def _span(parts: Parts, first: int, beyond: int, weight: int) -> Span:
     file = parts.file
     begin, end = parts.units[first], parts.units[beyond]
-    return Span(file.name, file.path, file.format, file.num_bytes, file.modified_ns, begin, end, weight)
+    return Span(
+        file.name, file.path, file.format, file.num_bytes, file.modified_ns, begin, end, weight
+    )
 
 
 def in_bytes(file: SourceFile, step_bytes: int) -> Parts:

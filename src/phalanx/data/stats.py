@@ -1,4 +1,7 @@
-"""What is in a dataset: how long its documents are, which tokens it is made of. One pass, memory of the vocabulary."""
+"""What is in a dataset: how long its documents are, which tokens it is made of.
+
+One pass, memory of the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,11 @@ class DatasetStats:
         return self.num_tokens / self.source_bytes if self.source_bytes else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        fields = {name: value for name, value in vars(self).items() if name not in ("bins", "frequent", "quantiles")}
+        fields = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("bins", "frequent", "quantiles")
+        }
         return {
             **fields,
             "tokens_per_byte": self.tokens_per_byte,
@@ -99,7 +106,10 @@ def measure(dataset: Dataset, progress: Progress | None = None) -> DatasetStats:
 
 
 def _lengths(shards: Sequence[Shard]) -> tuple[Int64s, Int64s]:
-    """Distinct document lengths, ascending, and how many documents have each. A continued document counts once."""
+    """Distinct document lengths, ascending, and how many documents have each.
+
+    A continued document counts once.
+    """
     lengths, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
     unfinished = 0
     for number, shard in enumerate(shards):
@@ -130,7 +140,9 @@ def _bins(lengths: Int64s, counts: Int64s) -> tuple[LengthBin, ...]:
     first, last = int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length() - 1
     num_parts = 1 << (-(-_FEW_BINS // (last + 1 - first)) - 1).bit_length()
     powers = range(first, last + 1)
-    edges = sorted({2**power + 2**power * part // num_parts for power in powers for part in range(num_parts)})
+    edges = sorted(
+        {2**power + 2**power * part // num_parts for power in powers for part in range(num_parts)}
+    )
     edges.append(2 ** (last + 1))
     low, high = np.searchsorted(edges, [lengths[0], lengths[-1]], "right")
     edges = edges[int(low) - 1 : int(high) + 1]
@@ -138,7 +150,8 @@ def _bins(lengths: Int64s, counts: Int64s) -> tuple[LengthBin, ...]:
     documents = np.bincount(number, counts, len(edges) - 1).astype(np.int64)
     tokens = np.bincount(number, counts * lengths, len(edges) - 1).astype(np.int64)
     return tuple(
-        LengthBin(low, high - 1, int(documents[i]), int(tokens[i])) for i, (low, high) in enumerate(pairwise(edges))
+        LengthBin(low, high - 1, int(documents[i]), int(tokens[i]))
+        for i, (low, high) in enumerate(pairwise(edges))
     )
 
 
@@ -148,13 +161,20 @@ def _frequent(dataset: Dataset, counts: Int64s) -> tuple[FrequentToken, ...]:
     found = []
     for token in (int(token) for token in order if counts[token]):
         is_end = token == dataset.end_of_document
-        text = "(end of document)" if is_end else tokenizer.decode([token]) if tokenizer is not None else ""
+        text = (
+            "(end of document)"
+            if is_end
+            else tokenizer.decode([token])
+            if tokenizer is not None
+            else ""
+        )
         found.append(FrequentToken(token, text, int(counts[token])))
     return tuple(found)
 
 
 def _by_rank(counts: Int64s) -> tuple[tuple[int, int], ...]:
-    """Zipf's picture: the count of the most frequent token, of the second, ... thinned out evenly on a log scale."""
+    """Zipf's picture: the count of the most frequent token, of the second, ... thinned out
+    evenly on a log scale."""
     descending = np.sort(counts[counts > 0])[::-1]
     ranks = np.unique(np.round(np.geomspace(1, len(descending), 60)).astype(np.int64))
     return tuple((int(rank), int(descending[rank - 1])) for rank in ranks)

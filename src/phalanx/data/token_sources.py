@@ -1,7 +1,10 @@
-"""Sources of token ids that are used where they lie: dataset directories, .npy arrays, Megatron files. Torch-free.
+"""Sources of token ids that are used where they lie: dataset directories, .npy arrays, Megatron
+files.
 
-Opening is cheap: headers and sizes. `describe` reads what a source says of itself, and all ids of those that say
-nothing (.npy, Megatron); `verify` reads all and compares.
+Torch-free.
+
+Opening is cheap: headers and sizes. `describe` reads what a source says of itself, and all ids of
+those that say nothing (.npy, Megatron); `verify` reads all and compares.
 """
 
 from __future__ import annotations
@@ -27,12 +30,16 @@ from phalanx.data.unreadable import unreadable
 Kind = Literal["dataset", "npy", "megatron"]
 NO_TOKENIZER = TokenizerFacts("none", "")
 MAX_VOCAB_SIZE = 2**32
-CHANGED, PUT_BACK = "the corpus has changed since the run began", "put it back as it was, or start a new run"
+CHANGED, PUT_BACK = (
+    "the corpus has changed since the run began",
+    "put it back as it was, or start a new run",
+)
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """`xxh3` stands for the whole content: of a shard it is the checksum of its header, which covers the rest."""
+    """`xxh3` stands for the whole content: of a shard it is the checksum of its header, which
+    covers the rest."""
 
     num_bytes: int
     xxh3: str
@@ -48,7 +55,10 @@ class Opened:
 
 @dataclass(frozen=True)
 class Described:
-    """What a source holds. `files`: facts by name relative to the folder of `path`, or to `path` if it is one."""
+    """What a source holds.
+
+    `files`: facts by name relative to the folder of `path`, or to `path` if it is one.
+    """
 
     kind: Kind
     path: Path
@@ -61,19 +71,26 @@ class Described:
 
 
 def find_kind(source: str) -> tuple[Kind, Path] | None:
-    """The kind of a source of token ids, and the directory or file it is; None if it is text, or nothing."""
+    """The kind of a source of token ids, and the directory or file it is; None if it is text, or
+    nothing."""
     path = Path(os.path.expanduser(source))
     if is_dataset(path) or _holds_shards(path):  # without its dataset.json: opening it says so
         return "dataset", path.resolve()
     is_pattern = glob.has_magic(source) and not os.path.exists(path)
-    if source.lower().endswith(".npy") and not is_pattern and not os.path.isdir(path) and os.path.exists(path):
+    if (
+        source.lower().endswith(".npy")
+        and not is_pattern
+        and not os.path.isdir(path)
+        and os.path.exists(path)
+    ):
         return "npy", path.resolve()
     pair = megatron_paths(source)
     return None if pair is None else ("megatron", pair[0].resolve())
 
 
 def _holds_shards(path: Path) -> bool:
-    """A build that was not finished, or lost its dataset.json: the rest of the folder is no text to train on."""
+    """A build that was not finished, or lost its dataset.json: the rest of the folder is no text
+    to train on."""
     return os.path.isdir(path) and any(path.glob("shard-*.tokens"))
 
 
@@ -88,7 +105,8 @@ def open_arrays(kind: Kind, path: Path) -> Opened:
 
 
 def describe(kind: Kind, path: Path, *, with_checksums: bool = True) -> Described:
-    """What the source at `path` holds; without checksums where only that is asked, and not what would show a change.
+    """What the source at `path` holds; without checksums where only that is asked, and not what
+    would show a change.
 
     Raises DataError for a source that cannot be used, or whose ids are none.
     """
@@ -96,7 +114,10 @@ def describe(kind: Kind, path: Path, *, with_checksums: bool = True) -> Describe
         return _describe_dataset(path)
     array = open_arrays(kind, path).arrays[0]
     paths = [path, path.with_suffix(".idx")] if kind == "megatron" else [path]
-    files = {file.name: FileFacts(file.stat().st_size, _checksum(file) if with_checksums else "") for file in paths}
+    files = {
+        file.name: FileFacts(file.stat().st_size, _checksum(file) if with_checksums else "")
+        for file in paths
+    }
     return Described(
         kind=kind,
         path=path,
@@ -112,7 +133,10 @@ def describe(kind: Kind, path: Path, *, with_checksums: bool = True) -> Describe
 def _describe_dataset(path: Path) -> Described:
     dataset = open_dataset(path)
     files = {MANIFEST: FileFacts((path / MANIFEST).stat().st_size, _checksum(path / MANIFEST))}
-    files |= {shard.facts.file: FileFacts(shard.facts.num_bytes, shard.facts.xxh3) for shard in dataset.shards}
+    files |= {
+        shard.facts.file: FileFacts(shard.facts.num_bytes, shard.facts.xxh3)
+        for shard in dataset.shards
+    }
     dataset.load_tokenizer()  # it must be the one of the shards
     return Described(
         kind="dataset",
@@ -127,7 +151,10 @@ def _describe_dataset(path: Path) -> Described:
 
 
 def check_source_unchanged(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> None:
-    """Raise DataError, naming the file, unless what is there now looks like what `describe` found. Reads headers."""
+    """Raise DataError, naming the file, unless what is there now looks like what `describe` found.
+
+    Reads headers.
+    """
     folder = path if kind == "dataset" else path.parent
     if kind == "dataset":
         _check_manifest(path, files)
@@ -141,16 +168,23 @@ def check_source_unchanged(kind: Kind, path: Path, files: Mapping[str, FileFacts
 
 
 def _check_manifest(path: Path, files: Mapping[str, FileFacts]) -> None:
-    """Raise DataError, naming the first shard that is another one, if dataset.json is not what it was."""
+    """Raise DataError, naming the first shard that is another one, if dataset.json is not what
+    it was."""
     try:
         if _checksum(path / MANIFEST) == files[MANIFEST].xxh3:
             return
-        now = {shard.file: FileFacts(shard.num_bytes, shard.xxh3) for shard in read_manifest(path)[0].shards}
+        now = {
+            shard.file: FileFacts(shard.num_bytes, shard.xxh3)
+            for shard in read_manifest(path)[0].shards
+        }
     except DataStorageError:
         raise
     except DataError as error:
         raise _changed(path / MANIFEST, error.why or error.what) from None
-    different = next((name for name, facts in files.items() if name != MANIFEST and now.get(name) != facts), MANIFEST)
+    different = next(
+        (name for name, facts in files.items() if name != MANIFEST and now.get(name) != facts),
+        MANIFEST,
+    )
     raise _changed(path / different, "dataset.json describes another one now")
 
 
@@ -167,7 +201,8 @@ def verify(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> Iterator[D
 
 
 def check_ids(opened: Opened, vocab_size: int) -> None:
-    """Raise DataError at the first id that is not below `vocab_size`, with its file and the token's place in it."""
+    """Raise DataError at the first id that is not below `vocab_size`, with its file and the
+    token's place in it."""
     for array, path in zip(opened.arrays, opened.paths, strict=True):
         facts = getattr(array, "facts", None)  # a shard knows its largest id
         if facts is not None and facts.max_token_id < vocab_size:
@@ -181,7 +216,9 @@ def outside(token: int, vocab_size: int, where: str) -> DataError:
     if token < 0:
         return DataError(f"token id {token} is negative", where=where)
     if vocab_size >= MAX_VOCAB_SIZE:  # nobody set it
-        return DataError(f"token id {token} is no token's", where=where, why=f"ids are below {vocab_size}")
+        return DataError(
+            f"token id {token} is no token's", where=where, why=f"ids are below {vocab_size}"
+        )
     return DataError(
         f"token {token} does not fit a vocabulary of {vocab_size}",
         where=where,
@@ -195,7 +232,10 @@ def _changed(path: Path, why: str) -> DataError:
 
 
 def _largest(tokens: Tokens, path: Path) -> int:
-    """The largest id, all of them read. DataError for one that is negative or needs more than 32 bits."""
+    """The largest id, all of them read.
+
+    DataError for one that is negative or needs more than 32 bits.
+    """
     largest = -1
     for start in range(0, len(tokens), CHUNK_TOKENS):
         chunk = np.asarray(tokens[start : start + CHUNK_TOKENS])
@@ -207,19 +247,26 @@ def _largest(tokens: Tokens, path: Path) -> int:
 
 
 def _open_npy(path: Path) -> Tokens:
-    """The ids of a .npy, memory-mapped, 1-D [num_tokens]. Raises DataError unless that is what the file holds."""
+    """The ids of a .npy, memory-mapped, 1-D [num_tokens].
+
+    Raises DataError unless that is what the file holds.
+    """
     try:
         with regular_path(path) as opened:
             ids = np.lib.format.open_memmap(opened, mode="r")  # unlike np.load it never unpickles
     except OSError as error:
         raise unreadable(error, f"data.source {path}") from None
     except (ValueError, EOFError) as error:
-        raise DataError("not a readable .npy file", where=f"data.source {path}", why=str(error)) from None
+        raise DataError(
+            "not a readable .npy file", where=f"data.source {path}", why=str(error)
+        ) from None
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         why = f"it is {ids.ndim}-D {ids.dtype}"
         raise DataError("not a 1-D array of integers", where=f"data.source {path}", why=why)
     if ids.size == 0:
-        raise DataError("there are no token ids in it", where=f"data.source {path}", why="the array is empty")
+        raise DataError(
+            "there are no token ids in it", where=f"data.source {path}", why="the array is empty"
+        )
     return ids
 
 

@@ -24,13 +24,22 @@ TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_FILE, MODEL_FILE = "special_tokens_map.json", "config.json"
 
 # What tokenizers call the token after a text, where no tokenizer_config.json beside them says so.
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_document|>")
+_ENDS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<|end_of_document|>",
+)
 
 
 class Tokenizer(Protocol):
     """Text to ids and back. Ids are in [0, vocab_size); encoding adds no special token.
 
-    Text that spells a special token is text: its letters get tokens, as far as the tokenizer can tell the two apart.
+    Text that spells a special token is text: its letters get tokens, as far as the tokenizer can
+    tell the two apart.
     """
 
     kind: Kind
@@ -40,7 +49,8 @@ class Tokenizer(Protocol):
     """One more than the largest id of a token that is not special: text has none above it."""
     end_of_document: int | None
     end_name: str | None
-    """What the token that ends a document is called; None where there is none, or no word for it."""
+    """What the token that ends a document is called; None where there is none, or no word for
+    it."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]: ...
 
@@ -50,7 +60,10 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8, and one that ends a document. Surrogate escapes become the bytes they stand for."""
+    """One token per byte of UTF-8, and one that ends a document.
+
+    Surrogate escapes become the bytes they stand for.
+    """
 
     kind: Kind = "bytes"
     digest = digest({"tokenizer": "bytes", "end_of_document": END_OF_DOCUMENT})
@@ -70,12 +83,14 @@ class ByteTokenizer:
         line_end, no_utf8 = ord("\n"), 0xFF
         values = (int(token) for token in ids)
         return bytes(
-            token if 0 <= token < 256 else line_end if token == END_OF_DOCUMENT else no_utf8 for token in values
+            token if 0 <= token < 256 else line_end if token == END_OF_DOCUMENT else no_utf8
+            for token in values
         ).decode("utf-8", "replace")
 
 
 def as_bytes(text: str) -> bytes:
-    """UTF-8, whatever the text holds: escaped bytes come back, other lone surrogates become U+FFFD."""
+    """UTF-8, whatever the text holds: escaped bytes come back, other lone surrogates become
+    U+FFFD."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -83,12 +98,16 @@ def as_bytes(text: str) -> bytes:
 
 
 def without_surrogates(text: str) -> str:
-    """Pairs of surrogates become the letter they stand for, lone ones U+FFFD: what a tokenizer of text can take."""
+    """Pairs of surrogates become the letter they stand for, lone ones U+FFFD: what a tokenizer
+    of text can take."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json. `decode` leaves special tokens out, but the end of a document is a newline."""
+    """A tokenizer.json.
+
+    `decode` leaves special tokens out, but the end of a document is a newline.
+    """
 
     kind: Kind = "tokenizer.json"
 
@@ -97,7 +116,9 @@ class HuggingFaceTokenizer:
         self.digest = digest
         ids = tokenizer.get_vocab(with_added_tokens=True).values()  # they may have holes
         self.vocab_size = max(ids) + 1
-        special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        special = {
+            token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+        }
         self.text_vocab_size = max((token for token in ids if token not in special), default=-1) + 1
         self.end_of_document = end_of_document
         self.end_name = None if end_of_document is None else tokenizer.id_to_token(end_of_document)
@@ -123,7 +144,8 @@ class HuggingFaceTokenizer:
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer "bytes", or that of a tokenizer.json, or of a folder that holds one.
 
-    Raises DataError (exit 4) if it is not one, EnvironmentProblem (exit 6) without the package `tokenizers`.
+    Raises DataError (exit 4) if it is not one, EnvironmentProblem (exit 6) without the package
+    `tokenizers`.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -138,14 +160,24 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise _not_one(path, "its vocabulary is empty")
     tokenizer.no_truncation()  # both may be saved in the file, and would cut or fill documents
     tokenizer.no_padding()
-    end = next((token for token in _end_names(path, tokenizer) if tokenizer.token_to_id(token) is not None), None)
+    end = next(
+        (
+            token
+            for token in _end_names(path, tokenizer)
+            if tokenizer.token_to_id(token) is not None
+        ),
+        None,
+    )
     end_id = None if end is None else tokenizer.token_to_id(end)
     _take_spelling_as_text(tokenizers, tokenizer, end_id)
     return HuggingFaceTokenizer(tokenizer, digest(json.loads(content)), end_id)
 
 
 def _take_spelling_as_text(library: Any, tokenizer: Any, end_of_document: int | None) -> None:
-    """A corpus may write about "<|endoftext|>" and not end there. The end is special whatever the file says."""
+    """A corpus may write about "<|endoftext|>" and not end there.
+
+    The end is special whatever the file says.
+    """
     tokenizer.encode_special_tokens = True
     added = tokenizer.get_added_tokens_decoder().get(end_of_document)
     if added is not None and not added.special:
@@ -158,7 +190,11 @@ def tokenizer_path(name: str) -> Path:
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if not path.is_file():
-        raise DataError("no such tokenizer", where=name, fix='give "bytes", a tokenizer.json or a folder with one')
+        raise DataError(
+            "no such tokenizer",
+            where=name,
+            fix='give "bytes", a tokenizer.json or a folder with one',
+        )
     return path
 
 
@@ -176,15 +212,22 @@ def _read(path: Path) -> bytes:
 
 def _not_one(path: Path, why: str) -> DataError:
     return DataError(
-        "not a Hugging Face tokenizer.json", where=str(path), why=why, fix="phalanx data tokenizer makes one"
+        "not a Hugging Face tokenizer.json",
+        where=str(path),
+        why=why,
+        fix="phalanx data tokenizer makes one",
     )
 
 
 def _end_names(path: Path, tokenizer: Any) -> list[str]:
-    """Names of the token that ends a document, best first: what the tokenizer's own files say, then the usual ones,
-    then what the model beside it ends with (in models that converse that is the end of a turn).
+    """Names of the token that ends a document, best first: what the tokenizer's own files say, then
+    the usual ones, then what the model beside it ends with (in models that converse that is the end
+    of a turn).
     """
-    names = [_name_of(_read_settings(path.parent / file).get("eos_token")) for file in (CONFIG_FILE, SPECIAL_FILE)]
+    names = [
+        _name_of(_read_settings(path.parent / file).get("eos_token"))
+        for file in (CONFIG_FILE, SPECIAL_FILE)
+    ]
     told = _read_settings(path.parent / MODEL_FILE).get("eos_token_id")
     ids = told if isinstance(told, list) else [told]
     of_model = [tokenizer.id_to_token(one) for one in ids if type(one) is int and one >= 0]

@@ -47,17 +47,31 @@ def collect_tokenizer_files(
     Raises DataError if the tokenizer is not where it was, or is another one by now.
     """
     if brought is not None and _is_models(corpus, brought):
-        found = {name: brought.directory / name for name in kept if (brought.directory / name).is_file()}
-        texts = {} if CONFIG_FILE in found else {CONFIG_FILE: _config(load_tokenizer(str(brought.name)).end_name)}
-        note = "" if corpus.is_text else f"the run's data had no text: the tokenizer is the one of {brought.owner}"
+        found = {
+            name: brought.directory / name for name in kept if (brought.directory / name).is_file()
+        }
+        texts = (
+            {}
+            if CONFIG_FILE in found
+            else {CONFIG_FILE: _config(load_tokenizer(str(brought.name)).end_name)}
+        )
+        note = (
+            ""
+            if corpus.is_text
+            else f"the run's data had no text: the tokenizer is the one of {brought.owner}"
+        )
         return TokenizerFiles(found, texts, note=note, is_models=True)
     tokenizer = corpus.tokenizer()
     if tokenizer is None:
-        return TokenizerFiles(note="the run's data had no text, so there is no tokenizer", is_models=True)
+        return TokenizerFiles(
+            note="the run's data had no text, so there is no tokenizer", is_models=True
+        )
     end = tokenizer.end_of_document
     settings = {} if end is None else {"eos_token_id": end}
     if tokenizer.kind == "bytes":
-        return TokenizerFiles(texts={TOKENIZER_FILE: byte_tokenizer(), CONFIG_FILE: _config(END)}, settings=settings)
+        return TokenizerFiles(
+            texts={TOKENIZER_FILE: byte_tokenizer(), CONFIG_FILE: _config(END)}, settings=settings
+        )
     first = corpus.components[0]
     path = tokenizer_path(first.tokenizer_path or str(corpus.path_of(first)))
     beside = {name: path.parent / name for name in _BESIDE if (path.parent / name).is_file()}
@@ -83,7 +97,12 @@ def byte_tokenizer() -> dict[str, Any]:
     letters = _letters_of_bytes()
     end = {"id": END_OF_DOCUMENT, "content": END, "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     return {
         "version": "1.0",
         "truncation": None,
@@ -95,7 +114,10 @@ def byte_tokenizer() -> dict[str, Any]:
         "decoder": level,
         "model": {
             "type": "BPE",
-            "vocab": {**{letter: byte for byte, letter in enumerate(letters)}, END: END_OF_DOCUMENT},
+            "vocab": {
+                **{letter: byte for byte, letter in enumerate(letters)},
+                END: END_OF_DOCUMENT,
+            },
             "merges": [],
         },
     }
@@ -107,5 +129,8 @@ def _letters_of_bytes() -> list[str]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    spelled = {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}
+    spelled = {
+        **{byte: chr(byte) for byte in printable},
+        **{byte: chr(256 + n) for n, byte in enumerate(others)},
+    }
     return [spelled[byte] for byte in range(256)]

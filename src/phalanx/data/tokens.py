@@ -58,14 +58,20 @@ class TokenSequence:
     `len()` and slices read like an array does, which is how n-gram models use it.
     """
 
-    def __init__(self, arrays: Sequence[TokenArray], array_of: Int64s, starts: Int64s, stops: Int64s) -> None:
+    def __init__(
+        self, arrays: Sequence[TokenArray], array_of: Int64s, starts: Int64s, stops: Int64s
+    ) -> None:
         """Extent e is tokens `starts[e]` to `stops[e]` of `arrays[array_of[e]]`; none of them is
         empty.
         """
         self._arrays = tuple(arrays)
-        self._tokens = [np.asarray(array.tokens) for array in arrays]  # slices of a memmap cost more than its view's
+        self._tokens = [
+            np.asarray(array.tokens) for array in arrays
+        ]  # slices of a memmap cost more than its view's
         self._array_of, self._starts = array_of, starts
-        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])  # extent e: [e] to [e + 1]
+        self._bounds = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum(stops - starts)]
+        )  # extent e: [e] to [e + 1]
         self._document_ends: Int64s | None = None
         self.num_tokens = int(self._bounds[-1])
 
@@ -89,7 +95,9 @@ class TokenSequence:
         start, stop = max(0, start), min(stop, self.num_tokens)
         if start >= stop:
             return np.zeros(0, np.int64)
-        pieces = list(self._pieces(int(np.searchsorted(self._bounds, start, "right")) - 1, start, stop))
+        pieces = list(
+            self._pieces(int(np.searchsorted(self._bounds, start, "right")) - 1, start, stop)
+        )
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _pieces(self, extent: int, start: int, stop: int) -> Iterator[Tokens]:
@@ -103,11 +111,18 @@ class TokenSequence:
             start, extent = until, extent + 1
 
     def gather(self, starts: Int64s, length: int) -> Int64s:
-        """`length` tokens from each of `starts` on: [..., length]. Neighbours are copied as blocks."""
-        assert starts.size == 0 or (starts.min() >= 0 and starts.max() + length <= self.num_tokens), (starts, length)
+        """`length` tokens from each of `starts` on: [..., length].
+
+        Neighbours are copied as blocks.
+        """
+        assert starts.size == 0 or (
+            starts.min() >= 0 and starts.max() + length <= self.num_tokens
+        ), (starts, length)
         gathered = np.empty((starts.size, length), np.int64)
         extents = np.searchsorted(self._bounds, starts.ravel(), "right") - 1
-        for row, extent, start in zip(gathered, extents.tolist(), starts.ravel().tolist(), strict=True):
+        for row, extent, start in zip(
+            gathered, extents.tolist(), starts.ravel().tolist(), strict=True
+        ):
             at = 0
             for piece in self._pieces(extent, start, start + length):
                 row[at : at + len(piece)] = piece
@@ -128,7 +143,9 @@ class TokenSequence:
         if self._document_ends is None:
             parts = [self._ends_in(number) for number in range(len(self._arrays))]
             ends = np.concatenate([*parts, np.array([self.num_tokens], np.int64)])
-            self._document_ends = ends[np.diff(ends, prepend=0) > 0]  # ascending already: only repetitions go
+            self._document_ends = ends[
+                np.diff(ends, prepend=0) > 0
+            ]  # ascending already: only repetitions go
         return self._document_ends
 
     def _ends_in(self, number: int) -> Int64s:
@@ -141,7 +158,9 @@ class TokenSequence:
             ends = ends[:-1]
         if mine.size == 0 or ends.size == 0:
             return np.zeros(0, np.int64)
-        at = np.searchsorted(self._starts[mine], ends, "left") - 1  # the extent that begins before this end
+        at = (
+            np.searchsorted(self._starts[mine], ends, "left") - 1
+        )  # the extent that begins before this end
         sizes = self._bounds[mine + 1] - self._bounds[mine]
         within = ends - self._starts[mine][at]
         kept = (at >= 0) & (within <= sizes[at])
@@ -215,19 +234,29 @@ def _few_documents(arrays: Sequence[TokenArray], fraction: float, needed: int) -
     those that would take more than twice that, and so on: of a long document and a short one, the
     short one is held out whatever their keys.
     """
-    keys, number_of = np.unique(np.concatenate([array.keys for array in arrays]), return_inverse=True)
-    lengths = np.concatenate([np.diff(np.asarray(array.ends).astype(np.int64), prepend=0) for array in arrays])
-    sizes = np.bincount(number_of.ravel(), lengths, len(keys)).astype(np.int64)  # a document may lie in several shards
+    keys, number_of = np.unique(
+        np.concatenate([array.keys for array in arrays]), return_inverse=True
+    )
+    lengths = np.concatenate(
+        [np.diff(np.asarray(array.ends).astype(np.int64), prepend=0) for array in arrays]
+    )
+    sizes = np.bincount(number_of.ravel(), lengths, len(keys)).astype(
+        np.int64
+    )  # a document may lie in several shards
     total, limit = int(sizes.sum()), max(fraction, MOST_OF_FEW)
     part = max(fraction, needed / total)
     while True:
-        chosen = _smallest_keys(keys.tolist(), sizes.tolist(), needed, most=min(int(part * total), total - needed))
+        chosen = _smallest_keys(
+            keys.tolist(), sizes.tolist(), needed, most=min(int(part * total), total - needed)
+        )
         if chosen or part >= limit:
             return chosen
         part = min(2 * part, limit)
 
 
-def _smallest_keys(keys: Sequence[int], sizes: Sequence[int], needed: int, most: int) -> tuple[int, ...]:
+def _smallest_keys(
+    keys: Sequence[int], sizes: Sequence[int], needed: int, most: int
+) -> tuple[int, ...]:
     """The first documents that have `needed` tokens together, without those that would make it more
     than `most`.
     """
@@ -242,7 +271,9 @@ def _smallest_keys(keys: Sequence[int], sizes: Sequence[int], needed: int, most:
     return tuple(chosen) if num_held_out >= needed else ()
 
 
-def split_tokens(arrays: Sequence[TokenArray], fraction: float, split_by: SplitBy, keys: Sequence[int] = ()) -> Splits:
+def split_tokens(
+    arrays: Sequence[TokenArray], fraction: float, split_by: SplitBy, keys: Sequence[int] = ()
+) -> Splits:
     """Hold out the documents whose key, as a part of 2**64, lies below `fraction`: wherever they
     lie, whatever else is.
 
@@ -251,12 +282,16 @@ def split_tokens(arrays: Sequence[TokenArray], fraction: float, split_by: SplitB
     if split_by != "position":
         chosen = np.array(keys, np.uint64)
         held_out = [
-            choose_held_out_documents(array.keys, fraction) if split_by == "document" else np.isin(array.keys, chosen)
+            choose_held_out_documents(array.keys, fraction)
+            if split_by == "document"
+            else np.isin(array.keys, chosen)
             for array in arrays
         ]
         return Splits(_select(arrays, [~mask for mask in held_out]), _select(arrays, held_out))
     total = sum(len(array.tokens) for array in arrays)
-    num_held_out = min(total, max(2, math.ceil(total * fraction))) if fraction else 0  # one token is never a target
+    num_held_out = (
+        min(total, max(2, math.ceil(total * fraction))) if fraction else 0
+    )  # one token is never a target
     return _split_at(arrays, total - num_held_out)
 
 
@@ -302,15 +337,24 @@ def _split_at(arrays: Sequence[TokenArray], num_train: int) -> Splits:
 
 def _of_extents(arrays: Sequence[TokenArray], extents: Sequence[Extent]) -> TokenSequence:
     filled = [extent for extent in extents if extent.stop > extent.start]
-    columns = ([extent.array for extent in filled], [e.start for e in filled], [e.stop for e in filled])
+    columns = (
+        [extent.array for extent in filled],
+        [e.start for e in filled],
+        [e.stop for e in filled],
+    )
     return TokenSequence(arrays, *(np.array(column, np.int64) for column in columns))
 
 
 def _sequence(
-    arrays: Sequence[TokenArray], array_of: Sequence[Int64s], starts: Sequence[Int64s], stops: Sequence[Int64s]
+    arrays: Sequence[TokenArray],
+    array_of: Sequence[Int64s],
+    starts: Sequence[Int64s],
+    stops: Sequence[Int64s],
 ) -> TokenSequence:
     none = [np.zeros(0, np.int64)]
-    columns = (np.concatenate([*none, *column]).astype(np.int64) for column in (array_of, starts, stops))
+    columns = (
+        np.concatenate([*none, *column]).astype(np.int64) for column in (array_of, starts, stops)
+    )
     return TokenSequence(arrays, *columns)
 
 

@@ -67,13 +67,18 @@ def train_tokenizer(
     """
     if vocab_size < LEAST_VOCAB_SIZE:
         raise UsageError(
-            f"a vocabulary of {vocab_size} is too small", fix=f"at least {LEAST_VOCAB_SIZE}: the bytes, and one more"
+            f"a vocabulary of {vocab_size} is too small",
+            fix=f"at least {LEAST_VOCAB_SIZE}: the bytes, and one more",
         )
     if vocab_size > MOST_VOCAB_SIZE:
-        raise UsageError(f"a vocabulary of {vocab_size:,} is too large", fix=f"at most {MOST_VOCAB_SIZE:,}")
+        raise UsageError(
+            f"a vocabulary of {vocab_size:,} is too large", fix=f"at most {MOST_VOCAB_SIZE:,}"
+        )
     path = out if out.suffix == ".json" else out / TOKENIZER_FILE
     if path.exists():
-        raise DataError("a tokenizer is there already", where=str(path), fix="give another --out, or remove it")
+        raise DataError(
+            "a tokenizer is there already", where=str(path), fix="give another --out, or remove it"
+        )
     library = require("tokenizers", extra="hf", needed_for="training a tokenizer")
     corpus = _Corpus(inputs, column, max_text_bytes)
     tokenizer, trainer = _untrained(library, vocab_size)
@@ -89,7 +94,8 @@ def train_tokenizer(
         path=path,
         vocab_size=tokenizer.get_vocab_size(),
         text_bytes=corpus.text_bytes,
-        num_tokens_per_byte=len(tokenizer.encode(corpus.last).ids) / max(1, len(corpus.last.encode())),
+        num_tokens_per_byte=len(tokenizer.encode(corpus.last).ids)
+        / max(1, len(corpus.last.encode())),
         elapsed_s=corpus.elapsed_s,
     )
 
@@ -117,7 +123,8 @@ class _Corpus:
         self._column = column
         self._share = 1.0 if max_text_bytes is None else max_text_bytes / max(1, self.total_bytes)
         self._tasks: list[Task] = plan_tasks(
-            [parts_of(file, column, max(1, file.num_bytes), True) for file in files], max(1, self.total_bytes)
+            [parts_of(file, column, max(1, file.num_bytes), True) for file in files],
+            max(1, self.total_bytes),
         )
         self._reading = Reading()
         self._began = time.monotonic()
@@ -131,10 +138,17 @@ class _Corpus:
         return TrainingProgress(self._reading.read, self.total_bytes, self.is_read, self.elapsed_s)
 
     def texts(self) -> Iterator[str]:
-        cutter = Cutter(lambda before, after: True)  # a word more or less at the end of a piece does not matter
+        cutter = Cutter(
+            lambda before, after: True
+        )  # a word more or less at the end of a piece does not matter
         for span in (span for task in self._tasks for span in task.spans):
-            for number, piece in enumerate(read_pieces(span, self._column, cutter, False, self._reading)):
-                if self._share < 1 and stable_hash64("sample", piece.key, number) / 2**64 >= self._share:
+            for number, piece in enumerate(
+                read_pieces(span, self._column, cutter, False, self._reading)
+            ):
+                if (
+                    self._share < 1
+                    and stable_hash64("sample", piece.key, number) / 2**64 >= self._share
+                ):
                     continue
                 if piece.text:
                     self.text_bytes += piece.num_bytes
@@ -143,7 +157,9 @@ class _Corpus:
         self.is_read = True
 
 
-def _run(work: Callable[[], None], corpus: _Corpus, progress: Callable[[TrainingProgress], None] | None) -> None:
+def _run(
+    work: Callable[[], None], corpus: _Corpus, progress: Callable[[TrainingProgress], None] | None
+) -> None:
     """Do the work beside this thread, so that Ctrl-C ends it although the library does not look for
     it.
     """

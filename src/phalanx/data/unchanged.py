@@ -1,8 +1,9 @@
-"""Whether files are what they were when something was made of them: by their times, and by content where times differ.
+"""Whether files are what they were when something was made of them: by their times, and by content
+where times differ.
 
-Torch-free. A file that nobody wrote to since is not read again. A later time alone means nothing: whoever copies a
-corpus gives it new ones. And `cp -p` gives another content an old one, so that the time of the last change of status
-counts, too.
+Torch-free. A file that nobody wrote to since is not read again. A later time alone means nothing:
+whoever copies a corpus gives it new ones. And `cp -p` gives another content an old one, so that the
+time of the last change of status counts, too.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ def times_of(found: Sequence[Found]) -> dict[str, int]:
     return {file.path: file.changed_ns for one in found for file in one.files}
 
 
-def find_changed(task: Task, content: str | None, column: str, changed_ns: Mapping[str, int], since: Path) -> list[str]:
-    """Paths of a task's files of which one is not what it was when `since` was written, newest first; none if all are.
+def find_changed(
+    task: Task, content: str | None, column: str, changed_ns: Mapping[str, int], since: Path
+) -> list[str]:
+    """Paths of a task's files of which one is not what it was when `since` was written, newest
+    first; none if all are.
 
     `content` is what `content_of` said then. Raises DataError for a file that cannot be read.
     """
@@ -40,7 +44,8 @@ def find_changed(task: Task, content: str | None, column: str, changed_ns: Mappi
 def check_inputs_unchanged(
     tasks: Sequence[Task], outcomes: Mapping[int, Outcome], found: Sequence[Found], column: str
 ) -> None:
-    """Raise DataError for a file that changed after it was read; dataset.json, written next, would be newer than it."""
+    """Raise DataError for a file that changed after it was read; dataset.json, written next,
+    would be newer than it."""
     touched = set()
     for file in (file for one in found for file in one.files):
         try:
@@ -59,5 +64,8 @@ def check_inputs_unchanged(
 
 def _changed(path: str) -> DataError:
     return DataError(
-        "the file changed after it was read", where=path, why="its part of the dataset may not fit", fix="run it again"
+        "the file changed after it was read",
+        where=path,
+        why="its part of the dataset may not fit",
+        fix="run it again",
     )

@@ -1,4 +1,5 @@
-"""Which error of data an OSError is: its disk fails (exit 7), or it is not there or not what is wanted (exit 4)."""
+"""Which error of data an OSError is: its disk fails (exit 7), or it is not there or not what is
+wanted (exit 4)."""
 
 from __future__ import annotations
 
@@ -9,10 +10,18 @@ from phalanx.core.files import READ_REFUSALS, fix_of
 
 
 def unreadable(
-    error: OSError, where: Path | str, what: str = "cannot be read", *, why: str = "", fix: str | None = None
+    error: OSError,
+    where: Path | str,
+    what: str = "cannot be read",
+    *,
+    why: str = "",
+    fix: str | None = None,
 ) -> DataError:
-    """The DataError that says that `where` cannot be read because of `error`; a DataStorageError if its disk fails."""
+    """The DataError that says that `where` cannot be read because of `error`; a DataStorageError
+    if its disk fails."""
     why = why or error.strerror or str(error)
     if error.errno not in READ_REFUSALS:
         return DataError(what, where=str(where), why=why, fix=fix)
-    return DataStorageError(what, where=str(where), why=why, fix=fix_of(error, where, place="place for the data"))
+    return DataStorageError(
+        what, where=str(where), why=why, fix=fix_of(error, where, place="place for the data")
+    )

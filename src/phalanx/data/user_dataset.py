@@ -63,9 +63,15 @@ def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any
     for name in ("__len__", "__getitem__"):
         if not hasattr(dataset, name):
             what = f"{source} returned {type(dataset).__name__}, which has no {name}"
-            raise DataError(what, where="data.source", fix="return a map-style dataset: len() and [i]")
+            raise DataError(
+                what, where="data.source", fix="return a map-style dataset: len() and [i]"
+            )
     if len(dataset) == 0:
-        raise DataError("the dataset is empty", where=f"data.source {source}, split {split!r}", why="its len() is 0")
+        raise DataError(
+            "the dataset is empty",
+            where=f"data.source {source}, split {split!r}",
+            why="its len() is 0",
+        )
     return dataset
 
 
@@ -126,15 +132,23 @@ def collate(samples: Sequence[Mapping[str, Any]], places: Sequence[int], source:
 
 
 def _stack(key: str, values: Sequence[Any], places: Sequence[int], source: str) -> NDArray[Any]:
-    arrays = [_as_array(key, value, f"sample {place} of {source}") for place, value in zip(places, values, strict=True)]
+    arrays = [
+        _as_array(key, value, f"sample {place} of {source}")
+        for place, value in zip(places, values, strict=True)
+    ]
     for place, array in zip(places, arrays, strict=True):
-        for what, mine, first in (("shape", array.shape, arrays[0].shape), ("type", array.dtype, arrays[0].dtype)):
+        for what, mine, first in (
+            ("shape", array.shape, arrays[0].shape),
+            ("type", array.dtype, arrays[0].dtype),
+        ):
             if mine != first:
                 raise DataError(
                     f"samples of one batch have {key!r} of different {what}s",
                     where=source,
                     why=f"{first} in sample {places[0]}, {mine} in sample {place}",
-                    fix="pad or crop them to one shape" if what == "shape" else "convert them to one type",
+                    fix="pad or crop them to one shape"
+                    if what == "shape"
+                    else "convert them to one type",
                 )
     return np.stack(arrays)
 
@@ -149,13 +163,21 @@ def _as_array(key: str, value: Any, where: str) -> NDArray[Any]:
     except (TypeError, ValueError) as error:  # a ragged list, or a type that numpy does not have
         raise DataError(f"{key!r} cannot be made an array", where=where, why=str(error)) from None
     if array.dtype.kind not in _NUMBERS:
-        raise DataError(f"{key!r} is no number and no array of numbers", where=where, why=type(value).__name__)
-    return array.astype(np.float32) if array.dtype == np.float64 and not hasattr(value, "detach") else array
+        raise DataError(
+            f"{key!r} is no number and no array of numbers", where=where, why=type(value).__name__
+        )
+    return (
+        array.astype(np.float32)
+        if array.dtype == np.float64 and not hasattr(value, "detach")
+        else array
+    )
 
 
 def user_error(error: Exception, where: str) -> DataError:
     """A user's exception in one line: what, and the place in their code that it comes from."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__
+    ]
     at = f"{frames[-1].filename}:{frames[-1].lineno}, " if frames else ""
     return DataError(f"{type(error).__name__}: {error}", where=f"{at}{where}")
 
@@ -180,7 +202,9 @@ def _seed_all(seed: int) -> None:
         torch.default_generator.manual_seed(seed % 2**63)
 
 
-def first_shapes(dataset: Any, source: str, on_sample: Callable[[int | None], None]) -> dict[str, list[int]]:
+def first_shapes(
+    dataset: Any, source: str, on_sample: Callable[[int | None], None]
+) -> dict[str, list[int]]:
     """Of the sample that `digest_of_some` takes first."""
     samples = UserSamples(dataset, source, seed=0)
     samples.on_sample = on_sample
@@ -188,7 +212,9 @@ def first_shapes(dataset: Any, source: str, on_sample: Callable[[int | None], No
     return {key: list(array.shape[1:]) for key, array in sample.items()}
 
 
-def digest_of_some(dataset: Any, source: str, on_sample: Callable[[int | None], None] = lambda place: None) -> str:
+def digest_of_some(
+    dataset: Any, source: str, on_sample: Callable[[int | None], None] = lambda place: None
+) -> str:
     """Digest of up to LOOKED_AT samples at places that a key chose, one by one: they need not have
     the same shape.
 
@@ -196,7 +222,10 @@ def digest_of_some(dataset: Any, source: str, on_sample: Callable[[int | None], 
     """
     samples = UserSamples(dataset, source, seed=0)
     samples.on_sample = on_sample
-    found = [digest_of(samples.take(np.array([number]))) for number in range(min(LOOKED_AT, len(dataset)))]
+    found = [
+        digest_of(samples.take(np.array([number])))
+        for number in range(min(LOOKED_AT, len(dataset)))
+    ]
     return xxhash.xxh3_64_hexdigest(" ".join(found).encode())
 
 

@@ -41,7 +41,10 @@ class DatasetVerification:
 
 
 def verify_with_progress(
-    directory: str, *, on_problem: Callable[[DataError], None], on_progress: Callable[[int, int, int], None]
+    directory: str,
+    *,
+    on_problem: Callable[[DataError], None],
+    on_progress: Callable[[int, int, int], None],
 ) -> DatasetVerification:
     """Read every shard and compare it with its checksums.
 
@@ -51,7 +54,10 @@ def verify_with_progress(
     num_shards, num_bytes, read_bytes = 0, 0, 0
     with suppress(DataError):  # verification says it
         manifest, _ = read_manifest(Path(directory))
-        num_shards, num_bytes = len(manifest.shards), sum(shard.num_bytes for shard in manifest.shards)
+        num_shards, num_bytes = (
+            len(manifest.shards),
+            sum(shard.num_bytes for shard in manifest.shards),
+        )
     problems: list[DataError] = []
 
     def add(more_bytes: int) -> None:

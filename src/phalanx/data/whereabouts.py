@@ -1,4 +1,5 @@
-"""Where a process is in a user's dataset: two numbers in shared memory, so that they outlive whatever ends it."""
+"""Where a process is in a user's dataset: two numbers in shared memory, so that they outlive
+whatever ends it."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ _ELSEWHERE = -3
 
 @dataclass(frozen=True)
 class Place:
-    """What a process does, and since when (monotonic seconds, which processes of one machine share).
+    """What a process does, and since when (monotonic seconds, which processes of one machine
+    share).
 
-    `sample` is a place in the training split; `opening` the split whose factory runs. Both None: nothing of the user's.
+    `sample` is a place in the training split; `opening` the split whose factory runs. Both None:
+    nothing of the user's.
     """
 
     since_s: float

@@ -1,9 +1,12 @@
-"""`python -m phalanx.data.worker FD PID FD NAME`: a process that reads ahead for one rank. Torch-free; ends with it.
+"""`python -m phalanx.data.worker FD PID FD NAME`: a process that reads ahead for one rank.
 
-Messages are a length (uint32) and JSON. The rank sends {"open": SampleSpec, "sys_path"} once, then {"step", "indices"};
-the worker answers each step in order with the layout of its arrays, which lie in an unnamed file that is sent along, or
-with an error. {"probe"} asks for the facts of a user's dataset instead. The second descriptor is the memory in which it
-says which sample it is at; the name is there for whoever looks at the list of processes.
+Torch-free; ends with it.
+
+Messages are a length (uint32) and JSON. The rank sends {"open": SampleSpec, "sys_path"} once, then
+{"step", "indices"}; the worker answers each step in order with the layout of its arrays, which lie
+in an unnamed file that is sent along, or with an error. {"probe"} asks for the facts of a user's
+dataset instead. The second descriptor is the memory in which it says which sample it is at; the
+name is there for whoever looks at the list of processes.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ Arrays = dict[str, NDArray[Any]]
 def send(link: socket.socket, message: Message, fd: int | None = None) -> None:
     """Send a message, and a file with it."""
     body = json.dumps(message).encode()
-    attached = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+    attached = (
+        [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+    )
     data = _LENGTH.pack(len(body)) + body
     sent = link.sendmsg([data], attached)
     link.sendall(data[sent:])
@@ -59,7 +64,10 @@ def receive(link: socket.socket) -> tuple[Message, int | None] | None:
 
 
 def _receive_exactly(link: socket.socket, size: int, fds: list[int]) -> bytes:
-    """`size` bytes, or none of them at the end of the connection. Descriptors that come along go to `fds`."""
+    """`size` bytes, or none of them at the end of the connection.
+
+    Descriptors that come along go to `fds`.
+    """
     data = b""
     while len(data) < size:
         try:
@@ -84,7 +92,9 @@ def pack(arrays: Arrays) -> tuple[list[Message], int]:
     os.ftruncate(fd, max(size, 1))
     with mmap.mmap(fd, max(size, 1)) as memory:
         for place, each in zip(layout, arrays.values(), strict=True):
-            np.frombuffer(memory, each.dtype, each.size, place["at"]).reshape(each.shape)[...] = each
+            np.frombuffer(memory, each.dtype, each.size, place["at"]).reshape(each.shape)[...] = (
+                each
+            )
     return layout, fd
 
 
@@ -94,7 +104,10 @@ def unpack(layout: list[Message], fd: int) -> Arrays:
     os.close(fd)
     return {
         place["name"]: np.frombuffer(
-            memory, np.dtype(place["dtype"]), int(np.prod(place["shape"], dtype=np.int64)), place["at"]
+            memory,
+            np.dtype(place["dtype"]),
+            int(np.prod(place["shape"], dtype=np.int64)),
+            place["at"],
         ).reshape(place["shape"])
         for place in layout
     }
@@ -155,7 +168,13 @@ def _described(error: Exception) -> Message:
     if isinstance(error, PhalanxError):
         parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
         return parts | {"exit_code": int(error.exit_code)}
-    return {"what": f"{type(error).__name__}: {error}", "where": None, "why": None, "fix": None, "exit_code": 4}
+    return {
+        "what": f"{type(error).__name__}: {error}",
+        "where": None,
+        "why": None,
+        "fix": None,
+        "exit_code": 4,
+    }
 
 
 def error_of(described: Message) -> PhalanxError:
@@ -169,7 +188,8 @@ def error_of(described: Message) -> PhalanxError:
 
 
 def _end_with_the_rank(link: socket.socket, rank_pid: int) -> None:
-    """Be killed when the rank is gone, even while stopped or inside C code; elsewhere than on Linux, soon after."""
+    """Be killed when the rank is gone, even while stopped or inside C code; elsewhere than on
+    Linux, soon after."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"phalanx-data")
@@ -189,7 +209,10 @@ def _watch(link: socket.socket) -> None:
 def main() -> int:
     faulthandler.enable()  # a crash in C code says in which line of whose code
     link = socket.socket(fileno=int(sys.argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM):  # the rank is asked to stop, and stops us when it is done
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the rank is asked to stop, and stops us when it is done
         signal.signal(number, signal.SIG_IGN)
     _end_with_the_rank(link, int(sys.argv[2]))
     try:

@@ -1,4 +1,7 @@
-"""What a loader worker prints: kept in a log of the run, and said in the rank when the worker dies. Torch-free."""
+"""What a loader worker prints: kept in a log of the run, and said in the rank when the worker dies.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ _FATAL = "Fatal Python error"  # how faulthandler begins; what it ends with says
 
 
 class WorkerLog:
-    """Standard output and error of one process. `path=None` keeps no file: all is said in the rank when it ends."""
+    """Standard output and error of one process.
+
+    `path=None` keeps no file: all is said in the rank when it ends.
+    """
 
     def __init__(self, name: str, path: Path | None) -> None:
         self.name, self.path = name, path
@@ -24,7 +30,10 @@ class WorkerLog:
         self._begin = self.file.seek(0, os.SEEK_END)  # the log may go on from an earlier worker's
 
     def close(self, *, aloud: bool) -> str:
-        """Close, and give the last line, or that of a crash. `aloud`: copy all to our own standard error, by name."""
+        """Close, and give the last line, or that of a crash.
+
+        `aloud`: copy all to our own standard error, by name.
+        """
         with self.file:
             size = self.file.seek(0, os.SEEK_END)
             self.file.seek(max(self._begin, size - MAX_SAID_BYTES))
@@ -33,7 +42,9 @@ class WorkerLog:
             self.path.unlink(missing_ok=True)
         lines = [line.rstrip() for line in text.splitlines() if line.strip()]
         if lines and (aloud or self.path is None):
-            print(*(f"[{self.name}] {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+            print(
+                *(f"[{self.name}] {line}" for line in lines), sep="\n", file=sys.stderr, flush=True
+            )
         last = next((line for line in lines if line.startswith(_FATAL)), lines[-1] if lines else "")
         return last.strip()[:MAX_LAST_WORDS]
 

@@ -1,7 +1,9 @@
-"""Processes that read ahead for one rank, in order; one that dies or freezes is replaced and its steps done again.
+"""Processes that read ahead for one rank, in order; one that dies or freezes is replaced and its
+steps done again.
 
-Worker w does the steps that leave w when divided by the number of workers. Nothing here runs unless the step loop asks:
-no thread, no signal handler. A worker that is gone is noticed where its answer is missed.
+Worker w does the steps that leave w when divided by the number of workers. Nothing here runs unless
+the step loop asks: no thread, no signal handler. A worker that is gone is noticed where its answer
+is missed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from phalanx.observe.events import Event, LoaderWorkerReplaced
 STEPS_AHEAD = 2  # of each worker
 MAX_REPLACEMENTS = 3  # for one step
 START_S = 30.0  # to import what a dataset needs, on top of the time for an answer
-OPENING_S = 300.0  # at least, for each split of a user's dataset: a first time may download what it reads
+OPENING_S = (
+    300.0  # at least, for each split of a user's dataset: a first time may download what it reads
+)
 SAID_AFTER_S = 5.0  # of waiting; then each time that it is three times as long
 _CLOSE_S = 2.0
 _POLL_MS = 200
@@ -53,9 +57,11 @@ class _Worker:
 
 
 class WorkerPool:
-    """Steps built by `num_workers` processes from a SampleSpec; `indices_of(step)` are the samples of a step.
+    """Steps built by `num_workers` processes from a SampleSpec; `indices_of(step)` are the samples
+    of a step.
 
-    Worker w prints to the file `logs` followed by "-worker-w.log"; without `logs`, in the end to our standard error.
+    Worker w prints to the file `logs` followed by "-worker-w.log"; without `logs`, in the end to
+    our standard error.
     """
 
     def __init__(
@@ -81,7 +87,8 @@ class WorkerPool:
     def get(self, step: int) -> Arrays:
         """The arrays of a step. Steps in a row are read ahead; a jump starts anew.
 
-        Raises DataError for what a user's dataset raised, and if workers die of a step again and again.
+        Raises DataError for what a user's dataset raised, and if workers die of a step again and
+        again.
         """
         if not (self._workers and step in self._asked()):
             self.close()
@@ -106,7 +113,11 @@ class WorkerPool:
         self._workers, self._ready = [], {}
 
     def _asked(self) -> set[int]:
-        return {*self._ready, *(step for worker in self._workers for step in worker.owed), self._next_step}
+        return {
+            *self._ready,
+            *(step for worker in self._workers for step in worker.owed),
+            self._next_step,
+        }
 
     def _ask(self, step: int) -> None:
         number = step % self._num_workers
@@ -143,7 +154,9 @@ class WorkerPool:
             self._ready[worker.owed.popleft()] = told
         else:
             assert fd is not None
-            assert message["step"] == worker.owed.popleft(), "answers come in the order of the questions"
+            assert message["step"] == worker.owed.popleft(), (
+                "answers come in the order of the questions"
+            )
             self._ready[message["step"]] = unpack(message["arrays"], fd)
 
     def _replace(self, number: int, *, is_silent: bool = False) -> None:
@@ -164,8 +177,12 @@ class WorkerPool:
             raise DataError(
                 f"workers end at step {step} again and again",
                 where=f"loader {name}, one of {self._num_workers}",
-                why=why.removeprefix(f"{name} ") + (f"; all of it: {worker.log.path}" if worker.log.path else ""),
-                fix="see it happen in the rank with data.workers=0; if it is only slow, raise data.worker_timeout_s",
+                why=why.removeprefix(f"{name} ")
+                + (f"; all of it: {worker.log.path}" if worker.log.path else ""),
+                fix=(
+                    "see it happen in the rank with data.workers=0; if it is only slow, raise"
+                    " data.worker_timeout_s"
+                ),
             )
         fresh = self._workers[number] = self._start(number)
         for owed in worker.owed:
@@ -196,13 +213,21 @@ def _spawn(log: WorkerLog, name: str) -> _Worker:
             stderr=log.file,
             pass_fds=[theirs.fileno(), place.fd],
             # Unbuffered: what a user's code prints must be there when it is killed.
-            env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            env=os.environ
+            | {
+                "PYTHONPATH": python_path,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONUNBUFFERED": "1",
+            },
         )
     return _Worker(process, ours, log, place)
 
 
 def _stop(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tuple[str, str]:
-    """End a worker. Returns how it ended, and the last line it wrote; with `aloud`, all of it is said here, too."""
+    """End a worker.
+
+    Returns how it ended, and the last line it wrote; with `aloud`, all of it is said here, too.
+    """
     worker.link.close()
     worker.place.close()
     if not at_once:
@@ -217,7 +242,8 @@ def _stop(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tup
 def probe_user_dataset(source: str, args: Mapping[str, Any], timeout_s: float = 60.0) -> UserFacts:
     """Open a user's dataset in a process of its own and take some samples, each within `timeout_s`.
 
-    Raises what opening raises: LayoutError for a name that does not exist, DataError for a dataset that cannot be used.
+    Raises what opening raises: LayoutError for a name that does not exist, DataError for a dataset
+    that cannot be used.
     """
     worker = _spawn(WorkerLog("data.source", None), "probe")
     worker.place.opens("train")
@@ -242,7 +268,8 @@ def probe_user_dataset(source: str, args: Mapping[str, Any], timeout_s: float = 
 
 
 def _comes(worker: _Worker, source: str, sample_s: float, opening_s: float) -> bool:
-    """Wait for an answer, or the end of the process, and say what for; False if the user's code takes too long."""
+    """Wait for an answer, or the end of the process, and say what for; False if the user's code
+    takes too long."""
     poll = select.poll()
     poll.register(worker.link.fileno(), select.POLLIN)
     since_s, next_said_s = 0.0, SAID_AFTER_S
@@ -255,19 +282,32 @@ def _comes(worker: _Worker, source: str, sample_s: float, opening_s: float) -> b
         if waited_s > limit_s:
             return False
         if waited_s >= next_said_s:
-            print(f"phalanx: {source}: waiting for {place} ({waited_s:.0f} s of {limit_s:g} s)", file=sys.stderr)
+            print(
+                f"phalanx: {source}: waiting for {place} ({waited_s:.0f} s of {limit_s:g} s)",
+                file=sys.stderr,
+            )
             next_said_s *= 3
     return True
 
 
-def _no_facts(source: str, place: Place, ended: str, last_words: str, sample_s: float, opening_s: float) -> DataError:
+def _no_facts(
+    source: str, place: Place, ended: str, last_words: str, sample_s: float, opening_s: float
+) -> DataError:
     """Why a probe gave no answer; `ended` is how its process did, empty if it took too long."""
     said = f"it said last: {last_words}" if last_words else ""
     if ended:
-        what = f"the process that read {place} ended" if place.sample is not None else "the dataset cannot be opened"
-        return DataError(what, where=f"data.source {source}", why="; ".join(filter(None, (ended, said))))
+        what = (
+            f"the process that read {place} ended"
+            if place.sample is not None
+            else "the dataset cannot be opened"
+        )
+        return DataError(
+            what, where=f"data.source {source}", why="; ".join(filter(None, (ended, said)))
+        )
     limit_s = opening_s if place.sample is None else sample_s
-    what = f"{place} did not come within {limit_s:g} s".replace("to open did not come", "did not open")
+    what = f"{place} did not come within {limit_s:g} s".replace(
+        "to open did not come", "did not open"
+    )
     fix = "if it is only slow, raise data.worker_timeout_s"
     return DataError(what, where=f"data.source {source}", why=said or None, fix=fix)
 

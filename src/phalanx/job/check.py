@@ -1,6 +1,9 @@
-"""What one key cannot know: combinations of keys that no cluster could run. One small function per question.
+"""What one key cannot know: combinations of keys that no cluster could run.
 
-A check says which keys it reads. It runs when the user gave one of them, and none of them was itself refused.
+One small function per question.
+
+A check says which keys it reads. It runs when the user gave one of them, and none of them was
+itself refused.
 """
 
 from __future__ import annotations
@@ -38,10 +41,15 @@ CHECKS: tuple[Check, ...] = (
 
 
 def run_checks(job: Job, given: Collection[str], refused: Collection[str]) -> list[Finding]:
-    """All findings about `job`. `given` and `refused` hold dotted keys: what the user wrote, and what was wrong."""
+    """All findings about `job`.
+
+    `given` and `refused` hold dotted keys: what the user wrote, and what was wrong.
+    """
     findings: list[Finding] = []
     for check in CHECKS:
-        if any(key in given for key in check.asked_by) and not any(key in refused for key in check.reads):
+        if any(key in given for key in check.asked_by) and not any(
+            key in refused for key in check.reads
+        ):
             also = tuple(path_of(key) for key in check.reads)
             findings += [replace(finding, also=also) for finding in check.run(job)]
     return findings + secrets_in(job)

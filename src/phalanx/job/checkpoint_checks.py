@@ -30,10 +30,21 @@ def initial_weights_have_an_address(job: Job) -> list[Finding]:
 def auto_interval_needs_failures(job: Job) -> list[Finding]:
     kept = job.checkpoint
     if kept.every == "auto" and kept.mtbf_hours is None:
-        what = '"auto" weighs what a save costs against how often the job fails, and nothing says how often'
-        return [finding("checkpoint.every", what, "set checkpoint.mtbf_hours, or every_minutes instead")]
+        what = (
+            '"auto" weighs what a save costs against how often the job fails, and nothing says how'
+            " often"
+        )
+        return [
+            finding("checkpoint.every", what, "set checkpoint.mtbf_hours, or every_minutes instead")
+        ]
     if kept.every is None and kept.mtbf_hours is not None:
-        return [finding("checkpoint.mtbf_hours", 'is for checkpoint.every = "auto"', 'set every = "auto" as well')]
+        return [
+            finding(
+                "checkpoint.mtbf_hours",
+                'is for checkpoint.every = "auto"',
+                'set every = "auto" as well',
+            )
+        ]
     return []
 
 

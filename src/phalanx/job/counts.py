@@ -1,8 +1,9 @@
 """Parameters and FLOPs of a `ModelShape`, counted part by part.
 
-FLOPs follow the usual model-FLOP convention: a multiply-add is two, the backward is twice the forward, recomputation
-is not counted, nor are norms, activations and softmax. See Korthikanti et al., "Reducing Activation Recomputation in
-Large Transformer Models" (2022). Attention counts the pairs that the mask keeps, not what a kernel computes.
+FLOPs follow the usual model-FLOP convention: a multiply-add is two, the backward is twice the
+forward, recomputation is not counted, nor are norms, activations and softmax. See Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models" (2022). Attention counts the
+pairs that the mask keeps, not what a kernel computes.
 """
 
 from __future__ import annotations
@@ -62,8 +63,11 @@ def ffn_weights(shape: ModelShape, width: int) -> int:
 
 
 def experts_params(shape: ModelShape, ep: int = 1) -> int:
-    """Of the experts of one block, without the router; of those that a rank has, where `ep` ranks spread them."""
-    return (shape.num_experts // ep + shape.num_shared_experts) * ffn_params(shape, shape.expert_ffn_dim)
+    """Of the experts of one block, without the router; of those that a rank has, where `ep`
+    ranks spread them."""
+    return (shape.num_experts // ep + shape.num_shared_experts) * ffn_params(
+        shape, shape.expert_ffn_dim
+    )
 
 
 def spread_params(shape: ModelShape, begin: int = 0, end: int | None = None) -> int:
@@ -98,7 +102,11 @@ def blocks_params(shape: ModelShape, ep: int = 1) -> int:
     """Of all blocks together."""
     dense, sparse = _feed_forward_of_blocks(shape, ep)
     same = shape.num_layers * (attention_params(shape) + _block_norms(shape))
-    return same + (shape.num_layers - shape.num_expert_layers) * dense + shape.num_expert_layers * sparse
+    return (
+        same
+        + (shape.num_layers - shape.num_expert_layers) * dense
+        + shape.num_expert_layers * sparse
+    )
 
 
 def params_of_block(shape: ModelShape, layer: int, ep: int = 1) -> int:
@@ -109,7 +117,8 @@ def params_of_block(shape: ModelShape, layer: int, ep: int = 1) -> int:
 
 
 def params_by_group(shape: ModelShape) -> dict[str, int]:
-    """Parameters of the whole model by what they do; groups for experts only where there are some."""
+    """Parameters of the whole model by what they do; groups for experts only where there are
+    some."""
     sparse = shape.num_expert_layers
     groups = {
         "embedding": embedding_params(shape),
@@ -117,7 +126,10 @@ def params_by_group(shape: ModelShape) -> dict[str, int]:
         "ffn": (shape.num_layers - sparse) * ffn_params(shape, shape.ffn_dim),
     }
     if sparse:
-        groups |= {"experts": sparse * experts_params(shape), "router": sparse * router_params(shape)}
+        groups |= {
+            "experts": sparse * experts_params(shape),
+            "router": sparse * router_params(shape),
+        }
     norms = shape.num_layers * _block_norms(shape) + norm_params(shape)
     return groups | {"norms": norms, "head": head_params(shape)}
 
@@ -159,7 +171,8 @@ class Flops:
 def flops_per_sample(shape: ModelShape, seq_len: int) -> dict[str, int]:
     """FLOPs of a whole sample: forward `matmul` and `attention`; `training`: 3x both.
 
-    `matmul` includes the head, tied or not, and leaves out the embedding of tokens, which is a lookup.
+    `matmul` includes the head, tied or not, and leaves out the embedding of tokens, which is a
+    lookup.
     """
     parts = [block_flops(shape, seq_len, layer) for layer in range(shape.num_layers)]
     parts += [embedding_flops(shape), head_flops(shape, seq_len)]
@@ -176,11 +189,15 @@ def block_flops(shape: ModelShape, seq_len: int, layer: int) -> Flops:
     else:
         feed_forward = ffn_weights(shape, shape.ffn_dim)
     pair = 2 * shape.num_heads * (shape.head_dim + (shape.value_head_dim or shape.head_dim))
-    return Flops(2 * tokens * (attention_weights(shape) + feed_forward), pair * _attended_pairs(shape, tokens, layer))
+    return Flops(
+        2 * tokens * (attention_weights(shape) + feed_forward),
+        pair * _attended_pairs(shape, tokens, layer),
+    )
 
 
 def embedding_flops(shape: ModelShape) -> Flops:
-    """Of one sample before the blocks: looking a token up costs nothing, making tokens of patches does."""
+    """Of one sample before the blocks: looking a token up costs nothing, making tokens of
+    patches does."""
     return Flops(2 * shape.dim * shape.num_patches * shape.num_channels * shape.patch_size**2)
 
 

@@ -1,4 +1,5 @@
-"""Questions about the [data] section that one key cannot answer: what a source can have, and which keys count."""
+"""Questions about the [data] section that one key cannot answer: what a source can have, and
+which keys count."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def mixture_or_source(job: Job) -> list[Finding]:
 
 
 def mixture_is_of_tokens(job: Job) -> list[Finding]:
-    what, fix = "your own dataset cannot be a part of a mixture", "mix inside your dataset: it gets every index"
+    what, fix = (
+        "your own dataset cannot be a part of a mixture",
+        "mix inside your dataset: it gets every index",
+    )
     return [
         Finding(("data", "mixture", number, "source"), what, fix)
         for number, part in enumerate(job.data.mixture)
@@ -36,7 +40,8 @@ def mixture_has_no_dust(job: Job) -> list[Finding]:
     return [
         Finding(
             ("data", "mixture", number, "weight"),
-            f"a share of {part.weight / total:.2g} is below one sample in {round(1 / SMALLEST_SHARE)}",
+            f"a share of {part.weight / total:.2g} is below one sample in"
+            f" {round(1 / SMALLEST_SHARE)}",
             "leave the source out, or raise its weight",
         )
         for number, part in enumerate(job.data.mixture)
@@ -48,7 +53,9 @@ def args_need_an_own_dataset(job: Job) -> list[Finding]:
     if not job.data.args or is_own_dataset(job.data.source):
         return []
     what = f"is for your own dataset, and data.source is {job.data.source!r}"
-    return [_finding("args", what, 'set data.source = "package.module:factory", or remove data.args')]
+    return [
+        _finding("args", what, 'set data.source = "package.module:factory", or remove data.args')
+    ]
 
 
 def own_dataset_reads_the_key(key: str, job: Job) -> list[Finding]:
@@ -57,11 +64,20 @@ def own_dataset_reads_the_key(key: str, job: Job) -> list[Finding]:
         return []
     if getattr(job.data, key) == getattr(Data(), key):
         return []
-    return [_finding(key, f"{key} is not read where data.source is your own dataset", "do it in the dataset")]
+    return [
+        _finding(
+            key, f"{key} is not read where data.source is your own dataset", "do it in the dataset"
+        )
+    ]
 
 
 def own_dataset_has_a_vocabulary(job: Job) -> list[Finding]:
-    if job.model.is_foreign or not is_own_dataset(job.data.source) or job.data.mixture or _reads_images(job):
+    if (
+        job.model.is_foreign
+        or not is_own_dataset(job.data.source)
+        or job.data.mixture
+        or _reads_images(job)
+    ):
         return []
     try:
         known = fixed_vocab_size(job.model)
@@ -70,7 +86,8 @@ def own_dataset_has_a_vocabulary(job: Job) -> list[Finding]:
     if known is not None:
         return []
     what = (
-        "model.vocab_size must be given where data.source is your own dataset: nothing else says how many ids there are"
+        "model.vocab_size must be given where data.source is your own dataset: nothing else says"
+        " how many ids there are"
     )
     return [Finding(("model", "vocab_size"), what)]
 
@@ -79,7 +96,9 @@ def images_need_an_own_dataset(job: Job) -> list[Finding]:
     if not _reads_images(job) or (is_own_dataset(job.data.source) and not job.data.mixture):
         return []
     what = f"the model reads images, and data.source {job.data.source!r} holds tokens"
-    return [_finding("source", what, 'give your own dataset: data.source = "package.module:factory"')]
+    return [
+        _finding("source", what, 'give your own dataset: data.source = "package.module:factory"')
+    ]
 
 
 def _reads_images(job: Job) -> bool:
@@ -87,7 +106,12 @@ def _reads_images(job: Job) -> bool:
         return False
     try:
         return shape_of(job, vocab_size=1).reads_images
-    except (LayoutError, ValueError, ArithmeticError, TypeError):  # other questions say what is wrong with it
+    except (
+        LayoutError,
+        ValueError,
+        ArithmeticError,
+        TypeError,
+    ):  # other questions say what is wrong with it
         return False
 
 
@@ -108,8 +132,14 @@ QUESTIONS: tuple[tuple[Question, tuple[str, ...]], ...] = (
     (mixture_is_of_tokens, ("data.mixture",)),
     (mixture_has_no_dust, ("data.mixture",)),
     (args_need_an_own_dataset, ("data.args", "data.source")),
-    *((_reads(key), ("data.source", f"data.{key}")) for key in ("tokenizer", "column", "document_masks")),
-    (own_dataset_has_a_vocabulary, ("data.source", "model.vocab_size", "model.preset", "model.kind")),
+    *(
+        (_reads(key), ("data.source", f"data.{key}"))
+        for key in ("tokenizer", "column", "document_masks")
+    ),
+    (
+        own_dataset_has_a_vocabulary,
+        ("data.source", "model.vocab_size", "model.preset", "model.kind"),
+    ),
     # Not by the model's keys alone: a shape can be planned before there is data.
     (images_need_an_own_dataset, ("data.source", "data.mixture")),
 )

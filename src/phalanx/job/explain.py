@@ -19,14 +19,19 @@ from phalanx.job.schema import Job
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong, before it is known where it stands. `also`: other keys that took part in it."""
+    """One thing wrong, before it is known where it stands.
+
+    `also`: other keys that took part in it.
+    """
 
     path: Path
     what: str
     fix: str = ""
     at_key: bool = False
     also: tuple[Path, ...] = ()
-    override: int | None = None  # the override that could not be read, which has no place in the job
+    override: int | None = (
+        None  # the override that could not be read, which has no place in the job
+    )
 
 
 @cache
@@ -66,7 +71,11 @@ def wanted(schema: dict[str, Any]) -> str:
     """A JSON schema in words: 'a whole number of at least 1 or "none"'."""
     if "anyOf" in schema:
         offers_none = any("none" in arm.get("enum", ()) for arm in schema["anyOf"])
-        return " or ".join(wanted(arm) for arm in schema["anyOf"] if not (offers_none and arm.get("type") == "null"))
+        return " or ".join(
+            wanted(arm)
+            for arm in schema["anyOf"]
+            if not (offers_none and arm.get("type") == "null")
+        )
     if "wanted" in schema:
         return str(schema["wanted"])
     if "enum" in schema or "const" in schema:
@@ -79,8 +88,15 @@ def wanted(schema: dict[str, Any]) -> str:
     kind = schema.get("type", "")
     if kind == "array":
         return f"a list, each {wanted(schema['items'])}" if schema.get("items") else "a list"
-    words_of = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": '"none"'}
-    return words_of.get(kind, {"object": "a table", "string": "a string"}.get(kind, "a value")) + _bounds(schema)
+    words_of = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "null": '"none"',
+    }
+    return words_of.get(
+        kind, {"object": "a table", "string": "a string"}.get(kind, "a value")
+    ) + _bounds(schema)
 
 
 def wanted_at(path: Path) -> str:
@@ -107,16 +123,21 @@ def wrong_value(path: Path, value: Any) -> Finding:
         fix = f"write [{path[0]}] on a line of its own and its keys below"
         return Finding(path, f"is a section, not {given(value)}", fix, at_key=True)
     schema = _schema(path)
-    return Finding(path, f"wanted {wanted(schema)}, was given {given(value)}", _value_fix(schema, value))
+    return Finding(
+        path, f"wanted {wanted(schema)}, was given {given(value)}", _value_fix(schema, value)
+    )
 
 
 def unknown(path: Path, value: Any) -> Finding:
-    """The key or section at `path` does not exist; says where it belongs or what it might have meant."""
+    """The key or section at `path` does not exist; says where it belongs or what it might have
+    meant."""
     name = str(path[-1])
     if len(path) == 1 and isinstance(value, dict):
         return Finding(path, "unknown section", _section_fix(name, value), at_key=True)
     if len(path) == 1:
-        return Finding(path, "stands outside every section", belongs(name) or _advice(name), at_key=True)
+        return Finding(
+            path, "stands outside every section", belongs(name) or _advice(name), at_key=True
+        )
     own = sections()[str(path[0])]
     near = "" if name.lower() in OTHER_NAMES else did_you_mean(name, own)
     fix = belongs(name) or near or _advice(name) or f"[{path[0]}] has {', '.join(own)}"
@@ -124,7 +145,8 @@ def unknown(path: Path, value: Any) -> Finding:
 
 
 def _section_fix(name: str, table: dict[str, Any]) -> str:
-    """The section that was misspelt, if its keys are that one's; else where the first key of the table belongs."""
+    """The section that was misspelt, if its keys are that one's; else where the first key of the
+    table belongs."""
     near = did_you_mean(name, tuple(sections()))
     meant = next((section for section in sections() if f'"{section}"' in near), "")
     if meant and all(key in sections()[meant] for key in table):
@@ -163,16 +185,23 @@ def _job_schema() -> dict[str, Any]:
 
 
 def _schema(path: Path) -> dict[str, Any]:
-    """The part of the job's JSON schema that describes the value at `path`; empty where anything goes."""
+    """The part of the job's JSON schema that describes the value at `path`; empty where anything
+    goes."""
     definitions = _job_schema()["$defs"]
     found: dict[str, Any] = _job_schema()
     for part in path:
         found = definitions[found["$ref"].rpartition("/")[2]] if "$ref" in found else found
         if isinstance(part, str):
-            others = found.get("additionalProperties")  # of a table whose keys are free: a schema, or anything
-            found = found.get("properties", {}).get(part, others if isinstance(others, dict) else {})
+            others = found.get(
+                "additionalProperties"
+            )  # of a table whose keys are free: a schema, or anything
+            found = found.get("properties", {}).get(
+                part, others if isinstance(others, dict) else {}
+            )
         else:
-            found = next((arm for arm in found.get("anyOf", ()) if arm.get("type") == "array"), found)
+            found = next(
+                (arm for arm in found.get("anyOf", ()) if arm.get("type") == "array"), found
+            )
             pair = found.get("prefixItems", ())
             found = pair[part] if part < len(pair) else found.get("items", {})
     return found

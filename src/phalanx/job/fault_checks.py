@@ -27,20 +27,30 @@ def faults_are_well_formed(job: Job) -> list[Finding]:
 
 
 @check(
-    "resilience.inject", "parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.pp", "parallel.tp"
+    "resilience.inject",
+    "parallel.ranks",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.pp",
+    "parallel.tp",
 )
 def fault_ranks_exist(job: Job) -> list[Finding]:
     ranks = known_ranks(job)
     if ranks is None:
         return []
-    what, fix = "{text!r} strikes rank {number}, which does not exist", f"ranks are 0 to {ranks - 1}"
+    what, fix = (
+        "{text!r} strikes rank {number}, which does not exist",
+        f"ranks are 0 to {ranks - 1}",
+    )
     return [replace(found, fix=fix) for found in _faults_beyond(job, "rank", ranks - 1, what)]
 
 
 @check("resilience.inject", "train.steps")
 def fault_steps_come(job: Job) -> list[Finding]:
     steps = job.train.steps
-    return _faults_beyond(job, "step", steps, f"{{text!r}} strikes at step {{number}}, and train.steps is {steps}")
+    return _faults_beyond(
+        job, "step", steps, f"{{text!r}} strikes at step {{number}}, and train.steps is {steps}"
+    )
 
 
 def _faults_beyond(job: Job, key: str, last: int, what: str) -> list[Finding]:
@@ -49,7 +59,11 @@ def _faults_beyond(job: Job, key: str, last: int, what: str) -> list[Finding]:
     for index, text in enumerate(job.resilience.inject):
         for name, _, value in (part.partition("=") for part in _split_fault(text)[1]):
             if name == key and _is_count(value) and int(value) > last:
-                findings.append(Finding(("resilience", "inject", index), what.format(text=text, number=int(value))))
+                findings.append(
+                    Finding(
+                        ("resilience", "inject", index), what.format(text=text, number=int(value))
+                    )
+                )
     return findings
 
 
@@ -64,7 +78,12 @@ def _fault_problems(text: str) -> list[tuple[str, str]]:
     elif registry.is_foreign(fault) and not is_own_name(fault):
         wrong.append((f"{fault!r} is not package.module:function", usage))
     elif not registry.is_foreign(fault) and known and fault not in known:
-        wrong.append((f"unknown fault {fault!r}", did_you_mean(fault, known) or f"faults are {', '.join(known)}"))
+        wrong.append(
+            (
+                f"unknown fault {fault!r}",
+                did_you_mean(fault, known) or f"faults are {', '.join(known)}",
+            )
+        )
     seen: set[str] = set()
     for part in parts:
         key, _, value = part.partition("=")
@@ -76,7 +95,12 @@ def _fault_problems(text: str) -> list[tuple[str, str]]:
         elif key in seen:
             wrong.append((f"{key} is given twice in {text!r}", "keep one of them"))
         elif key == "phase" and value not in PHASES:
-            wrong.append((f"unknown phase {value!r}", did_you_mean(value, PHASES) or f"phases are {', '.join(PHASES)}"))
+            wrong.append(
+                (
+                    f"unknown phase {value!r}",
+                    did_you_mean(value, PHASES) or f"phases are {', '.join(PHASES)}",
+                )
+            )
         elif key != "phase" and not _is_count(value):
             wrong.append((f"{key} {value!r} in {text!r} is not a whole number of at least 0", ""))
         seen.add(key)
@@ -84,7 +108,10 @@ def _fault_problems(text: str) -> list[tuple[str, str]]:
 
 
 def _split_fault(text: str) -> tuple[str, list[str]]:
-    """ "kill:rank=1,step=7" -> ("kill", ["rank=1", "step=7"]). A fault of the user's own has a colon in its name."""
+    """ "kill:rank=1,step=7" -> ("kill", ["rank=1", "step=7"]).
+
+    A fault of the user's own has a colon in its name.
+    """
     head, _, tail = text.rpartition(":")
     return (head, tail.split(",")) if "=" in tail and head else (text, [])
 

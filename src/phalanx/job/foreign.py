@@ -1,7 +1,8 @@
-"""The shape of a user's own model, measured in another process so that planning itself never imports torch.
+"""The shape of a user's own model, measured in another process so that planning itself never
+imports torch.
 
-The other process builds the module on the meta device and prints one line of JSON. The answer is kept under a digest
-of the factory's source and arguments, and of the code that made it.
+The other process builds the module on the meta device and prints one line of JSON. The answer is
+kept under a digest of the factory's source and arguments, and of the code that made it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,22 @@ from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
 
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
-SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
-OWN_ROOMS = ("nn", "mesh")  # whose code makes the probe's answer: one of another phalanx is not taken
+SHAPE_CACHE = Path(
+    os.path.expanduser("~/.cache/phalanx/shapes")
+)  # keyed by the sources of the user's module
+OWN_ROOMS = (
+    "nn",
+    "mesh",
+)  # whose code makes the probe's answer: one of another phalanx is not taken
 
-FACTS: Any = ("vocab_size", "max_positions", "image_size", "patch_size", "num_channels", "num_classes")
+FACTS: Any = (
+    "vocab_size",
+    "max_positions",
+    "image_size",
+    "patch_size",
+    "num_channels",
+    "num_classes",
+)
 
 
 def foreign_shape(job: Job) -> ModelShape | None:
@@ -112,16 +125,26 @@ def _shape(kind: str, printed: str) -> ModelShape:
         sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
         blocks = tuple((str(block), _size_within(str(block), sizes)) for block in answer["blocks"])
         num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
-        batchnorms, dropouts = int(answer.get("num_batchnorms", 0)), int(answer.get("num_dropouts", 0))
+        batchnorms, dropouts = (
+            int(answer.get("num_batchnorms", 0)),
+            int(answer.get("num_dropouts", 0)),
+        )
         masks = answer.get("takes_document_ids", "by name")
         names = tuple(map(str, answer.get("names", ())))
         holders = tuple(Holder(**holder) for holder in answer.get("holders", ()))
-        brought = tuple((str(pattern), str(text)) for pattern, text in answer.get("shard_rules", {}).items())
+        brought = tuple(
+            (str(pattern), str(text)) for pattern, text in answer.get("shard_rules", {}).items()
+        )
         last_stage = tuple(map(str, answer.get("last_stage", ())))
-        facts: dict[str, Any] = {key: int(answer["facts"][key]) for key in FACTS if key in answer.get("facts", {})}
+        facts: dict[str, Any] = {
+            key: int(answer["facts"][key]) for key in FACTS if key in answer.get("facts", {})
+        }
     except (ValueError, TypeError, KeyError, AttributeError):
         words = f"; its last words: {last_line(printed)[:80]!r}" if last_line(printed) else ""
-        ended = "the process ended before the model was built: by C's exit, an exec or the like in your code"
+        ended = (
+            "the process ended before the model was built: by C's exit, an exec or the like in your"
+            " code"
+        )
         raise _refuse(kind, ended + words) from None
     block_sizes = [size for _, size in blocks]
     measured = Measured(
@@ -143,7 +166,8 @@ def _shape(kind: str, printed: str) -> ModelShape:
 
 
 def _answer_in(printed: str) -> dict[str, Any]:
-    """The last line that can be the probe's answer: a module may have more to say when the process ends, too."""
+    """The last line that can be the probe's answer: a module may have more to say when the
+    process ends, too."""
     for line in reversed(printed.splitlines()):
         try:
             found = json.loads(line)
@@ -159,7 +183,9 @@ def _size_within(block: str, sizes: Mapping[str, int]) -> int:
 
 
 def _refuse(kind: str, why: str) -> LayoutError:
-    return LayoutError(f"model {kind!r} cannot be built", why=why, fix="check model.kind and model.args")
+    return LayoutError(
+        f"model {kind!r} cannot be built", why=why, fix="check model.kind and model.args"
+    )
 
 
 def last_line(text: str) -> str:
@@ -169,12 +195,24 @@ def last_line(text: str) -> str:
 
 
 def _cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> Path | None:
-    """Where the shape is kept, or None if there is no cache or no source to recognise the model by."""
-    sources = _sources_of_config(kind) if is_hugging_face(kind) else sources_of(kind.partition(":")[0].split("."))
+    """Where the shape is kept, or None if there is no cache or no source to recognise the model
+    by."""
+    sources = (
+        _sources_of_config(kind)
+        if is_hugging_face(kind)
+        else sources_of(kind.partition(":")[0].split("."))
+    )
     if cache_dir is None or not sources:
         return None
-    ours = [file for room in OWN_ROOMS for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))]
-    return cache_dir / f"shape-{digest([kind, dict(args), states_of([*sources, *ours]), sys.version])}.json"
+    ours = [
+        file
+        for room in OWN_ROOMS
+        for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))
+    ]
+    return (
+        cache_dir
+        / f"shape-{digest([kind, dict(args), states_of([*sources, *ours]), sys.version])}.json"
+    )
 
 
 def states_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
@@ -197,7 +235,8 @@ def _sources_of_config(kind: str) -> list[Path]:
 
 
 def sources_of(names: Sequence[str]) -> list[Path]:
-    """The module's file and those it most likely imports: the rest of its package, or the files beside it.
+    """The module's file and those it most likely imports: the rest of its package, or the files
+    beside it.
 
     Found without importing the packages around it, which may well import torch.
     """
@@ -205,5 +244,7 @@ def sources_of(names: Sequence[str]) -> list[Path]:
     if top is None:
         return []
     if top.submodule_search_locations:
-        return sorted(file for root in top.submodule_search_locations for file in Path(root).rglob("*.py"))
+        return sorted(
+            file for root in top.submodule_search_locations for file in Path(root).rglob("*.py")
+        )
     return sorted(Path(top.origin).parent.glob("*.py")) if top.origin else []

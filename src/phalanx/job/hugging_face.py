@@ -1,4 +1,7 @@
-"""`model.kind = "hf:PATH"`: a Hugging Face model by its config.json. Torch-free; nothing is downloaded."""
+"""`model.kind = "hf:PATH"`: a Hugging Face model by its config.json.
+
+Torch-free; nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,22 @@ def config_path(kind: str) -> Path:
     path = Path(kind.removeprefix(PREFIX)).expanduser()
     found = path / CONFIG if path.is_dir() else path
     if not kind.removeprefix(PREFIX) or not found.is_file():
-        why = f"{found} is not there" if path.is_dir() or path.suffix else f"there is no directory {str(path)!r} here"
+        why = (
+            f"{found} is not there"
+            if path.is_dir() or path.suffix
+            else f"there is no directory {str(path)!r} here"
+        )
         raise LayoutError(
-            f"{kind} is no Hugging Face model", why=why, fix="give a local directory with config.json, or that file"
+            f"{kind} is no Hugging Face model",
+            why=why,
+            fix="give a local directory with config.json, or that file",
         )
     return found
 
 
 def weights_directory(kind: str) -> Path | None:
-    """Where weights lie beside config.json; None for a bare config, or where `kind` names the file itself.
+    """Where weights lie beside config.json; None for a bare config, or where `kind` names the file
+    itself.
 
     Raises LayoutError for a directory whose only weights are pickled.
     """
@@ -46,32 +56,44 @@ def weights_directory(kind: str) -> Path | None:
     if any((directory / name).is_file() for name in PICKLED):
         raise LayoutError(
             f"{kind} has pickled weights, which are not read",
-            fix="convert them to safetensors, or name the config.json itself to begin from random weights",
+            fix=(
+                "convert them to safetensors, or name the config.json itself to begin from random"
+                " weights"
+            ),
         )
     return None
 
 
 def _require_regular_files(directory: Path) -> None:
-    """Raise LayoutError for what a library would wait for without end: it opens whatever has the right name."""
+    """Raise LayoutError for what a library would wait for without end: it opens whatever has the
+    right name."""
     for path in sorted(directory.iterdir()):
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise LayoutError(f"{path} is not a regular file", fix="remove it, or give another directory")
+            raise LayoutError(
+                f"{path} is not a regular file", fix="remove it, or give another directory"
+            )
 
 
 def read_config(kind: str) -> dict[str, Any]:
-    """What config.json says. Raises LayoutError for a file that is none, or that names no model_type."""
+    """What config.json says.
+
+    Raises LayoutError for a file that is none, or that names no model_type.
+    """
     path = config_path(kind)
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
         raise LayoutError(f"{path} cannot be read", why=" ".join(str(error).split())) from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise LayoutError(f"{path} names no model_type", fix="it is the config.json that save_pretrained writes")
+        raise LayoutError(
+            f"{path} names no model_type", fix="it is the config.json that save_pretrained writes"
+        )
     return values
 
 
 def preloaded(kind: str | None) -> tuple[str, ...]:
-    """Modules of transformers that the ranks' server imports once, for a model of it; none where it is missing."""
+    """Modules of transformers that the ranks' server imports once, for a model of it; none where
+    it is missing."""
     if not is_hugging_face(kind) or importlib.util.find_spec("transformers") is None:
         return ()
     return ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")

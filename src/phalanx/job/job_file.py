@@ -23,7 +23,9 @@ def load_job_of_run(run: str) -> Job:
     """
     file = Path(run) / "job.json"
     if not file.is_file():
-        raise UsageError("no run is there", where=run, fix="give a directory that phalanx train wrote")
+        raise UsageError(
+            "no run is there", where=run, fix="give a directory that phalanx train wrote"
+        )
     return load_job_json(file)
 
 
@@ -36,11 +38,19 @@ def write_job_file(file: str, text: str, *, force: bool) -> Path:
     path = Path(file)
     try:
         if path.is_dir():
-            raise UsageError("is a directory", where=file, fix=f"did you mean {str(path / 'job.toml')!r}?")
+            raise UsageError(
+                "is a directory", where=file, fix=f"did you mean {str(path / 'job.toml')!r}?"
+            )
         if path.exists() and not force:
-            raise UsageError("is there already", where=file, fix="use --force to replace it, or give another name")
+            raise UsageError(
+                "is there already",
+                where=file,
+                fix="use --force to replace it, or give another name",
+            )
         if not path.parent.is_dir():
-            raise UsageError(f"there is no directory {str(path.parent)!r}", where=file, fix="create it first")
+            raise UsageError(
+                f"there is no directory {str(path.parent)!r}", where=file, fix="create it first"
+            )
         write_bytes_atomic(path, text.encode(), durable=False)
     except ValueError:  # a NUL in the name
         raise UsageError("is not a possible path", where=ascii(file)) from None

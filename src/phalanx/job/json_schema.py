@@ -1,7 +1,8 @@
-"""The job as a JSON Schema for editors (draft-07, without references: what Taplo and Even Better TOML read).
+"""The job as a JSON Schema for editors (draft-07, without references: what Taplo and Even Better
+TOML read).
 
-It says of keys, types, bounds and choices what `load_job` says; combinations of keys are for `load_job` alone. TOML has
-no null, so a key that may be absent takes the word "none".
+It says of keys, types, bounds and choices what `load_job` says; combinations of keys are for
+`load_job` alone. TOML has no null, so a key that may be absent takes the word "none".
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ KINDS = {
 # Keys whose values are "none" or the files of a folder.
 FILES = {"parallel.compress": "phalanx.parallel.hooks"}
 
-_KEPT = ("description", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "pattern")
+_KEPT = (
+    "description",
+    "enum",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "minLength",
+    "pattern",
+)
 
 
 def job_json_schema() -> dict[str, Any]:
@@ -38,7 +48,9 @@ def job_json_schema() -> dict[str, Any]:
         "title": "phalanx job",
         "description": "What `phalanx train` runs. Every key has a default.",
         "type": "object",
-        "properties": {name: _section(name, ref, definitions) for name, ref in found["properties"].items()},
+        "properties": {
+            name: _section(name, ref, definitions) for name, ref in found["properties"].items()
+        },
         "additionalProperties": False,
     }
 
@@ -49,7 +61,8 @@ def _section(name: str, ref: dict[str, Any], definitions: dict[str, Any]) -> dic
     if "description" in body:
         section["description"] = _words(body["description"])
     section["properties"] = {
-        key: _key(f"{name}.{key}", schema, definitions) for key, schema in body["properties"].items()
+        key: _key(f"{name}.{key}", schema, definitions)
+        for key, schema in body["properties"].items()
     }
     return section | {"additionalProperties": False}
 
@@ -74,7 +87,9 @@ def _key(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict
 def _value(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """pydantic's schema of a value in draft-07: no references, no null, pairs as lists of two."""
     if "$ref" in schema:
-        schema = definitions[schema["$ref"].rpartition("/")[2]] | {k: v for k, v in schema.items() if k != "$ref"}
+        schema = definitions[schema["$ref"].rpartition("/")[2]] | {
+            k: v for k, v in schema.items() if k != "$ref"
+        }
     body = {key: schema[key] for key in _KEPT if key in schema}
     if "description" in body:
         body["description"] = _words(body["description"])
@@ -95,7 +110,9 @@ def _value(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any
     elif isinstance(schema.get("items"), dict):
         body["items"] = _value(schema["items"], definitions)
     if "properties" in schema:
-        body["properties"] = {key: _key(key, inner, definitions) for key, inner in schema["properties"].items()}
+        body["properties"] = {
+            key: _key(key, inner, definitions) for key, inner in schema["properties"].items()
+        }
         body["required"] = schema.get("required", [])
         body["additionalProperties"] = False
     return body

@@ -1,4 +1,5 @@
-"""Names in a job that stand for code: a file in a folder of ours, or something of the user's own."""
+"""Names in a job that stand for code: a file in a folder of ours, or something of the user's
+own."""
 
 from __future__ import annotations
 
@@ -26,18 +27,30 @@ def model_exists(job: Job) -> list[Finding]:
         try:
             read_config(job.model.kind)
         except LayoutError as error:
-            return [finding("model.kind", error.what, "; ".join(filter(None, (error.why, error.fix))))]
+            return [
+                finding("model.kind", error.what, "; ".join(filter(None, (error.why, error.fix))))
+            ]
         return []
-    return _exists("model.kind", job.model.kind, MODELS, "model", "package.module:factory", _as_preset(job.model.kind))
+    return _exists(
+        "model.kind",
+        job.model.kind,
+        MODELS,
+        "model",
+        "package.module:factory",
+        _as_preset(job.model.kind),
+    )
 
 
 def _as_preset(kind: str) -> str:
-    """Where others name a family or a shape ("llama", "gpt2"), here a preset does: the ones that begin so."""
+    """Where others name a family or a shape ("llama", "gpt2"), here a preset does: the ones that
+    begin so."""
     if os.path.isfile(os.path.join(os.path.expanduser(kind), CONFIG)):
         return f'did you mean "model.kind=hf:{kind}"?'
     name = kind.lower().removesuffix("forcausallm").removesuffix("lmheadmodel")
     near = [preset for preset in preset_names() if preset.startswith(name)] if name else []
-    near = near or [preset for preset in preset_names() if preset in did_you_mean(name, preset_names())]
+    near = near or [
+        preset for preset in preset_names() if preset in did_you_mean(name, preset_names())
+    ]
     if name in near:
         near = [name]
     if not near:
@@ -53,7 +66,11 @@ def args_need_a_factory(job: Job) -> list[Finding]:
     if job.model.is_foreign or not job.model.args:
         return []
     what = f'is for your own factory, and model.kind is "{job.model.kind or "decoder"}"'
-    return [finding("model.args", what, 'set model.kind = "package.module:factory", or remove model.args')]
+    return [
+        finding(
+            "model.args", what, 'set model.kind = "package.module:factory", or remove model.args'
+        )
+    ]
 
 
 @check("model.objective")
@@ -83,32 +100,56 @@ def compression_exists(job: Job) -> list[Finding]:
     if kind in known or len(known) == 1:
         return []
     what = f"unknown compression {printable(kind)!r}"
-    return [finding("parallel.compress", what, did_you_mean(kind, known) or f"one of {', '.join(known)}")]
+    return [
+        finding(
+            "parallel.compress", what, did_you_mean(kind, known) or f"one of {', '.join(known)}"
+        )
+    ]
 
 
 @check(
-    "model.kind", "model.objective", "data.source", "data.mixture", "optim.kind", "observe.sinks", "resilience.inject"
+    "model.kind",
+    "model.objective",
+    "data.source",
+    "data.mixture",
+    "optim.kind",
+    "observe.sinks",
+    "resilience.inject",
 )
 def names_reach_ranks(job: Job) -> list[Finding]:
-    """Ranks are other processes: what a notebook's cell or the script itself defines cannot be imported there."""
+    """Ranks are other processes: what a notebook's cell or the script itself defines cannot be
+    imported there."""
     names = {
         "model.kind": job.model.kind,
         "model.objective": job.model.objective,
         "data.source": job.data.source,
         "optim.kind": job.optim.kind,
     }
-    names |= {f"data.mixture.{number}.source": part.source for number, part in enumerate(job.data.mixture)}
-    names |= {f"observe.sinks.{number}": sink for number, sink in enumerate(job.observe.sinks or ())}
-    names |= {f"resilience.inject.{number}": fault for number, fault in enumerate(job.resilience.inject)}
-    return [_refuse_main(key, name) for key, name in names.items() if name and name.startswith(IN_MAIN)]
+    names |= {
+        f"data.mixture.{number}.source": part.source for number, part in enumerate(job.data.mixture)
+    }
+    names |= {
+        f"observe.sinks.{number}": sink for number, sink in enumerate(job.observe.sinks or ())
+    }
+    names |= {
+        f"resilience.inject.{number}": fault for number, fault in enumerate(job.resilience.inject)
+    }
+    return [
+        _refuse_main(key, name) for key, name in names.items() if name and name.startswith(IN_MAIN)
+    ]
 
 
 def _refuse_main(key: str, name: str) -> Finding:
     attribute = name.removeprefix(IN_MAIN)
     what = (
-        f"{name!r} is in a notebook's cell or the script itself, and ranks are other processes: they cannot import it"
+        f"{name!r} is in a notebook's cell or the script itself, and ranks are other processes:"
+        " they cannot import it"
     )
-    return finding(key, what, f'put it into a file beside it, say my_code.py, and write {key}="my_code:{attribute}"')
+    return finding(
+        key,
+        what,
+        f'put it into a file beside it, say my_code.py, and write {key}="my_code:{attribute}"',
+    )
 
 
 CHECKS = (
@@ -122,19 +163,29 @@ CHECKS = (
 )
 
 
-def _exists(key: str, kind: str, package: str, noun: str, foreign: str, instead: str = "") -> list[Finding]:
-    """Nothing if `kind` is a module of `package` or a well-formed name of the user's own. `instead`: advice for it."""
+def _exists(
+    key: str, kind: str, package: str, noun: str, foreign: str, instead: str = ""
+) -> list[Finding]:
+    """Nothing if `kind` is a module of `package` or a well-formed name of the user's own.
+
+    `instead`: advice for it.
+    """
     if registry.is_foreign(kind):
         return [] if is_own_name(kind) else [finding(key, f"{kind!r} is not {foreign}")]
     known = names_in(package)
     if not known or kind in known:
         return []
-    fix = did_you_mean(kind, known) or instead or f"{noun}s are {', '.join(known)}, or {foreign} for your own"
+    fix = (
+        did_you_mean(kind, known)
+        or instead
+        or f"{noun}s are {', '.join(known)}, or {foreign} for your own"
+    )
     return [finding(key, f"unknown {noun} {kind!r}", fix)]
 
 
 def names_in(package: str) -> list[str]:
-    """The kinds in a folder of ours; none if this installation lacks it, and then nothing can be said about a name."""
+    """The kinds in a folder of ours; none if this installation lacks it, and then nothing can be
+    said about a name."""
     try:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:  # not even the room that the folder would be in

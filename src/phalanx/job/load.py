@@ -1,4 +1,5 @@
-"""From a job file and overrides to a `Job`: strict, and with every problem reported at once, each with its place."""
+"""From a job file and overrides to a `Job`: strict, and with every problem reported at once,
+each with its place."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ COMPUTE_BEFORE_AUTO = "fp32"  # the precision.compute of a run whose job does no
 
 @dataclass(frozen=True)
 class Source:
-    """A job as it was read: its name for messages, its values, and the TOML text that can say where they stand."""
+    """A job as it was read: its name for messages, its values, and the TOML text that can say
+    where they stand."""
 
     name: str = ""
     tree: dict[str, Any] | None = None
@@ -36,22 +38,29 @@ class Source:
 
 
 def load_job(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> Job:
-    """The job in the TOML file at `path` (or all defaults) with `section.key=value` overrides on top.
+    """The job in the TOML file at `path` (or all defaults) with `section.key=value` overrides on
+    top.
 
     Raises JobError with all problems: those of the file in its order, then those of the overrides.
     """
     return _build(_read_toml(path), overrides)
 
 
-def load_job_json(path: str | FilePath, overrides: Sequence[str] = (), *, without: Sequence[str] = ()) -> Job:
-    """The resolved job that a run wrote (`Job.to_json()`), with overrides on top. Raises JobError like `load_job`.
+def load_job_json(
+    path: str | FilePath, overrides: Sequence[str] = (), *, without: Sequence[str] = ()
+) -> Job:
+    """The resolved job that a run wrote (`Job.to_json()`), with overrides on top.
+
+    Raises JobError like `load_job`.
 
     The keys `without` ("parallel.tp") have their defaults, whatever the run said.
     """
     source = _read_json(path)
     numbers = (source.tree or {}).setdefault("precision", {})
     if isinstance(numbers, dict):
-        numbers.setdefault("compute", COMPUTE_BEFORE_AUTO)  # a run keeps the type of numbers that it began with
+        numbers.setdefault(
+            "compute", COMPUTE_BEFORE_AUTO
+        )  # a run keeps the type of numbers that it began with
     for section, key in (name.split(".", 1) for name in without):
         table = (source.tree or {}).get(section)
         if isinstance(table, dict):
@@ -60,14 +69,20 @@ def load_job_json(path: str | FilePath, overrides: Sequence[str] = (), *, withou
 
 
 def check_job(job: Job) -> Job:
-    """A job that was made in Python, checked as a loaded one is. Raises JobError with all problems."""
+    """A job that was made in Python, checked as a loaded one is.
+
+    Raises JobError with all problems.
+    """
     return _build(Source("the job", job.to_json()), ())
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from. `kind`: "default", "file" (`where` is "job.toml:12:1"), "run" (a run's own job.json) or
-    "override". `shadowed` is what an override hides, if the file says something at `shadowed_where`.
+    """Where a value comes from.
+
+    `kind`: "default", "file" (`where` is "job.toml:12:1"), "run" (a run's own job.json) or
+    "override". `shadowed` is what an override hides, if the file says something at
+    `shadowed_where`.
     """
 
     kind: str
@@ -77,7 +92,10 @@ class Origin:
 
 
 def told(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> dict[str, Origin]:
-    """Where each key of the job got its value. `path` may be a run's job.json, too. Does not validate."""
+    """Where each key of the job got its value.
+
+    `path` may be a run's job.json, too. Does not validate.
+    """
     is_run = path is not None and str(path).endswith(".json")
     source = _read_json(path) if is_run and path is not None else _read_toml(path)
     places = source.places()
@@ -100,7 +118,10 @@ def told(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> d
 
 
 def origins(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Where each key of the job got its value: "default", "job.toml:12:1" or "override". Does not validate."""
+    """Where each key of the job got its value: "default", "job.toml:12:1" or "override".
+
+    Does not validate.
+    """
     return {key: origin.where or origin.kind for key, origin in told(path, overrides).items()}
 
 
@@ -116,7 +137,10 @@ def _build(source: Source, texts: Sequence[str]) -> Job:
 
 
 def _given(source: Source, overrides: Sequence[Override]) -> set[str]:
-    """The dotted keys that the user wrote. A run's own job.json holds every key: there, defaults were not written."""
+    """The dotted keys that the user wrote.
+
+    A run's own job.json holds every key: there, defaults were not written.
+    """
     keys = {
         (section, key)
         for section, table in (source.tree or {}).items()
@@ -144,8 +168,11 @@ def _refused_keys(findings: Sequence[Finding]) -> set[str]:
     return refused
 
 
-def _problems(findings: Sequence[Finding], source: Source, overrides: Sequence[Override]) -> list[Problem]:
-    """The findings with their places, in the order in which the user wrote the things they are about."""
+def _problems(
+    findings: Sequence[Finding], source: Source, overrides: Sequence[Override]
+) -> list[Problem]:
+    """The findings with their places, in the order in which the user wrote the things they are
+    about."""
     places = source.places()
     ordered = [_place(finding, source, places, overrides) for finding in findings]
     return [problem for _, problem in sorted(ordered, key=lambda pair: pair[0])]
@@ -167,8 +194,10 @@ def _place(
 
 
 def _blame(finding: Finding, source: Source, overrides: Sequence[Override]) -> tuple[Path, int]:
-    """The key that is told, and its override or -1. Of several that disagree: the last override, else its own key,
-    else the first of them that the file gives: the others are only defaults.
+    """The key that is told, and its override or -1.
+
+    Of several that disagree: the last override, else its own key, else the first of them that the
+    file gives: the others are only defaults.
     """
     if finding.override is not None:
         return finding.path, finding.override
@@ -216,9 +245,13 @@ def _read_toml(path: str | FilePath | None) -> Source:
     except tomllib.TOMLDecodeError as error:
         raise JobError([_syntax_problem(name, text, str(error))]) from None
     except RecursionError:
-        raise JobError([Problem("syntax", "arrays or tables are nested too deeply", name)]) from None
+        raise JobError(
+            [Problem("syntax", "arrays or tables are nested too deeply", name)]
+        ) from None
     except ValueError:  # int() refuses more than 4,300 digits
-        raise JobError([Problem("syntax", "a whole number has thousands of digits", name)]) from None
+        raise JobError(
+            [Problem("syntax", "a whole number has thousands of digits", name)]
+        ) from None
 
 
 def _read_json(path: str | FilePath) -> Source:
@@ -229,14 +262,21 @@ def _read_json(path: str | FilePath) -> Source:
         where = f"{name}:{error.lineno}:{error.colno}"
         raise JobError([Problem("syntax", f"not JSON: {error.msg}", where)]) from None
     except (ValueError, RecursionError):
-        raise JobError([Problem("syntax", "a number is too long, or the nesting too deep", name)]) from None
+        raise JobError(
+            [Problem("syntax", "a number is too long, or the nesting too deep", name)]
+        ) from None
     if not isinstance(tree, dict):
-        raise JobError([Problem("job file", "is JSON, but not a job", name, "give the job.json of a run")])
+        raise JobError(
+            [Problem("job file", "is JSON, but not a job", name, "give the job.json of a run")]
+        )
     return Source(name, tree)
 
 
 def _read_text(path: str | FilePath) -> tuple[str, str]:
-    """The file's name for messages and its text. Raises JobError if it is missing, a directory or not UTF-8."""
+    """The file's name for messages and its text.
+
+    Raises JobError if it is missing, a directory or not UTF-8.
+    """
     name = printable(str(path), limit=4096)
 
     def refuse(what: str, fix: str = "") -> JobError:
@@ -248,7 +288,9 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
         raise refuse("does not exist", _near_file(FilePath(path))) from None
     except IsADirectoryError:
         jobs = sorted(FilePath(path).glob("*.toml"))
-        raise refuse("is a directory", f"did you mean {str(jobs[0])!r}?" if jobs else "give a .toml file") from None
+        raise refuse(
+            "is a directory", f"did you mean {str(jobs[0])!r}?" if jobs else "give a .toml file"
+        ) from None
     except UnicodeDecodeError as error:
         raise refuse(f"is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
     except OSError as error:
@@ -269,7 +311,8 @@ def _near_file(path: FilePath) -> str:
 
 
 def _syntax_problem(name: str, text: str, message: str) -> Problem:
-    """tomllib's message with its place in front; "end of document" becomes the end of the last line with text."""
+    """tomllib's message with its place in front; "end of document" becomes the end of the last
+    line with text."""
     what, _, place = message.rpartition(" (at ")
     lines = text.rstrip().split("\n")
     if found := re.fullmatch(r"line (\d+), column (\d+)\)", place):

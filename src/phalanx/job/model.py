@@ -1,4 +1,5 @@
-"""From the [model] section to a `ModelShape`: the preset, the user's keys on top, and what follows from them."""
+"""From the [model] section to a `ModelShape`: the preset, the user's keys on top, and what
+follows from them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape, default_ffn_dim
 
 DEFAULT_PRESETS = {"decoder": "small", "vit": "small-vit"}
-SHAPE_KEYS = tuple(key for key in Model.model_fields if key in ModelShape.__dataclass_fields__ and key != "kind")
+SHAPE_KEYS = tuple(
+    key for key in Model.model_fields if key in ModelShape.__dataclass_fields__ and key != "kind"
+)
 
 
 def preset_of(model: Model) -> Preset:
@@ -27,7 +30,8 @@ def preset_of(model: Model) -> Preset:
 
 
 def kind_of(model: Model) -> str:
-    """The file of phalanx.nn.models that builds it: what the user named, else what the preset is of."""
+    """The file of phalanx.nn.models that builds it: what the user named, else what the preset is
+    of."""
     return model.kind or preset_of(model).kind
 
 
@@ -41,11 +45,18 @@ def fixed_vocab_size(model: Model) -> int | None:
     if is_hugging_face(model.kind):
         assert model.kind is not None
         return told_vocab_size(model.kind, model.args)
-    return model.vocab_size if model.is_foreign else model.vocab_size or preset_of(model).values.get("vocab_size")
+    return (
+        model.vocab_size
+        if model.is_foreign
+        else model.vocab_size or preset_of(model).values.get("vocab_size")
+    )
 
 
 def shape_of(job: Job, vocab_size: int) -> ModelShape:
-    """The shape of the job's built-in model. `vocab_size`: what the data needs, where the job does not fix it."""
+    """The shape of the job's built-in model.
+
+    `vocab_size`: what the data needs, where the job does not fix it.
+    """
     assert not job.model.is_foreign, "a user's own model is measured: see phalanx.job.foreign"
     return _shape(_resolved(job.model), vocab_size, job.data.seq_len)
 
@@ -74,18 +85,23 @@ def _resolved(model: Model) -> dict[str, Any]:
     values.setdefault("head_dim", max(1, values["dim"] // values["num_heads"]))
     values.setdefault("ffn_dim", _scaled_ffn_dim(base, values))
     if values.get("kv_rank"):
-        values.setdefault("value_head_dim", max(1, values["head_dim"] - values.get("rope_head_dim", 0)))
+        values.setdefault(
+            "value_head_dim", max(1, values["head_dim"] - values.get("rope_head_dim", 0))
+        )
     if "expert_ffn_dim" in base:
         values.setdefault("expert_ffn_dim", _in_proportion("expert_ffn_dim", base, values))
     return values | {"kind": kind_of(model)}
 
 
 def _follows(base: dict[str, Any], given: dict[str, Any]) -> set[str]:
-    """Keys of the preset that hang on a key that was given: they are told anew, unless they were given, too."""
+    """Keys of the preset that hang on a key that was given: they are told anew, unless they were
+    given, too."""
     follows = set()
     if "num_heads" in given:
         follows.add("num_kv_heads")
-    if {"dim", "num_heads"} & set(given) and base.get("head_dim", 0) * base["num_heads"] == base["dim"]:
+    if {"dim", "num_heads"} & set(given) and base.get("head_dim", 0) * base["num_heads"] == base[
+        "dim"
+    ]:
         follows.add("head_dim")
     if "dim" in given:
         follows |= {"ffn_dim", "expert_ffn_dim"}
@@ -102,7 +118,8 @@ def _scaled_kv_heads(base: dict[str, Any], values: dict[str, Any]) -> int:
 
 
 def _scaled_ffn_dim(base: dict[str, Any], values: dict[str, Any]) -> int:
-    """In the preset's proportion to dim; the usual one if nothing is there, or a gate came or went."""
+    """In the preset's proportion to dim; the usual one if nothing is there, or a gate came or
+    went."""
     if "ffn_dim" in base and _is_gated(base) == _is_gated(values):
         return _in_proportion("ffn_dim", base, values)
     dim: int = values["dim"]
@@ -142,12 +159,16 @@ _CAUSES = {
 
 
 def _is_one_to_one(key: str, *resolved: dict[str, Any]) -> bool:
-    """True for key-value heads that were and are as many as query heads: nobody wonders about these."""
+    """True for key-value heads that were and are as many as query heads: nobody wonders about
+    these."""
     return key == "num_kv_heads" and all(values[key] == values["num_heads"] for values in resolved)
 
 
 def refuse_other_data(job: Job, measured: ModelShape | None = None) -> None:
-    """Raises LayoutError for a model that cannot read the job's data. A plan alone may be made without data."""
+    """Raises LayoutError for a model that cannot read the job's data.
+
+    A plan alone may be made without data.
+    """
     shape = measured if job.model.is_foreign else shape_of(job, vocab_size=1)
     if shape is None or not shape.reads_images:
         return

@@ -1,7 +1,8 @@
-"""Questions about the [model] section that one key cannot answer: can its shape be, and does every key count?
+"""Questions about the [model] section that one key cannot answer: can its shape be, and does every
+key count?
 
-They look at the resolved shape: a key that is wrong beside a preset's value is as wrong as one beside another key. What
-they say names the key: it may be told of the preset that was set last.
+They look at the resolved shape: a key that is wrong beside a preset's value is as wrong as one
+beside another key. What they say names the key: it may be told of the preset that was set last.
 """
 
 from __future__ import annotations
@@ -22,14 +23,35 @@ Question = Callable[[Job], list[Finding]]
 
 EXPERT_KEYS = (
     *("experts_per_token", "expert_ffn_dim", "num_shared_experts", "num_dense_layers"),
-    *("router_scores", "router_normalize", "router_scale", "expert_capacity", "balance_loss", "balance_bias"),
+    *(
+        "router_scores",
+        "router_normalize",
+        "router_scale",
+        "expert_capacity",
+        "balance_loss",
+        "balance_bias",
+    ),
 )
 LATENT_KEYS = ("query_rank", "rope_head_dim", "value_head_dim")
 PLAIN_KEYS = ("num_kv_heads", "qk_norm", "bias")  # which latent attention does not read
 IMAGE_KEYS = ("image_size", "patch_size", "num_channels", "num_classes", "pooling")
 TEXT_KEYS = (
-    *("vocab_size", "tie_embeddings", "scale_embeddings", "positions", "max_positions", "rope_theta"),
-    *("local_rope_theta", "rope_scaling", "rope_factor", "rope_original_len", "sliding_window", "global_every"),
+    *(
+        "vocab_size",
+        "tie_embeddings",
+        "scale_embeddings",
+        "positions",
+        "max_positions",
+        "rope_theta",
+    ),
+    *(
+        "local_rope_theta",
+        "rope_scaling",
+        "rope_factor",
+        "rope_original_len",
+        "sliding_window",
+        "global_every",
+    ),
     *("num_experts", *EXPERT_KEYS, "kv_rank", *LATENT_KEYS, "rope_mscale"),
 )
 
@@ -47,7 +69,11 @@ def preset_is_of_this_kind(job: Job) -> list[Finding]:
     preset = find_preset(name or "")
     if preset is None or kind not in DEFAULT_PRESETS or kind == preset.kind:
         return []
-    return [_finding("kind", f"the preset {name} is a {preset.kind}, not a {kind}", "leave one of them out")]
+    return [
+        _finding(
+            "kind", f"the preset {name} is a {preset.kind}, not a {kind}", "leave one of them out"
+        )
+    ]
 
 
 # A key that nothing reads would be a wish that is silently not granted
@@ -56,7 +82,9 @@ def preset_is_of_this_kind(job: Job) -> list[Finding]:
 def key_is_read(key: str, job: Job) -> list[Finding]:
     """Nothing if the user did not set `key`, or if the model that they asked for reads it."""
     value = getattr(job.model, key)
-    if value is None or (key == "vocab_size" and job.model.is_foreign and not is_hugging_face(job.model.kind)):
+    if value is None or (
+        key == "vocab_size" and job.model.is_foreign and not is_hugging_face(job.model.kind)
+    ):
         return []
     if job.model.is_foreign:
         return [_finding(key, f"{key} is not read by your own model", "put it in model.args")]
@@ -66,25 +94,46 @@ def key_is_read(key: str, job: Job) -> list[Finding]:
     if key in (TEXT_KEYS if shape.reads_images else IMAGE_KEYS):
         return [_finding(key, f"{key} is not read by a {shape.kind}", "remove it")]
     needed = "" if shape.reads_images else _needed(key, shape)
-    return [_finding(key, f"{key} has no effect", needed)] if needed and value not in (0, "none") else []
+    return (
+        [_finding(key, f"{key} has no effect", needed)]
+        if needed and value not in (0, "none")
+        else []
+    )
 
 
 def _needed(key: str, shape: ModelShape) -> str:
     """What to do so that a decoder reads `key`; nothing if it does."""
     missing = {
-        "max_positions": shape.positions != "learned" and "set model.positions=learned: positions are rotary",
-        "rope_theta": shape.positions != "rope" and "set model.positions=rope: positions are learned",
-        "rope_scaling": shape.positions != "rope" and "set model.positions=rope: positions are learned",
+        "max_positions": (
+            shape.positions != "learned" and "set model.positions=learned: positions are rotary"
+        ),
+        "rope_theta": (
+            shape.positions != "rope" and "set model.positions=rope: positions are learned"
+        ),
+        "rope_scaling": (
+            shape.positions != "rope" and "set model.positions=rope: positions are learned"
+        ),
         "rope_factor": shape.rope_scaling == "none" and "set model.rope_scaling: nothing is scaled",
-        "rope_original_len": shape.rope_scaling not in ("llama3", "yarn")
-        and "set model.rope_scaling to llama3 or yarn",
+        "rope_original_len": (
+            shape.rope_scaling not in ("llama3", "yarn")
+            and "set model.rope_scaling to llama3 or yarn"
+        ),
         "rope_mscale": shape.rope_scaling != "yarn" and "set model.rope_scaling to yarn",
-        "local_rope_theta": not shape.sliding_window and "set model.sliding_window: no block has one",
-        "ffn_dim": shape.num_expert_layers == shape.num_layers and "set model.expert_ffn_dim: every block has experts",
+        "local_rope_theta": (
+            not shape.sliding_window and "set model.sliding_window: no block has one"
+        ),
+        "ffn_dim": (
+            shape.num_expert_layers == shape.num_layers
+            and "set model.expert_ffn_dim: every block has experts"
+        ),
         "global_every": not shape.sliding_window and "set model.sliding_window: no block has one",
         **dict.fromkeys(PLAIN_KEYS, shape.kv_rank and "leave it out: latent attention has its own"),
-        **dict.fromkeys(LATENT_KEYS, not shape.kv_rank and "set model.kv_rank: there is no latent attention"),
-        **dict.fromkeys(EXPERT_KEYS, not shape.num_experts and "set model.num_experts: there are none"),
+        **dict.fromkeys(
+            LATENT_KEYS, not shape.kv_rank and "set model.kv_rank: there is no latent attention"
+        ),
+        **dict.fromkeys(
+            EXPERT_KEYS, not shape.num_experts and "set model.num_experts: there are none"
+        ),
     }
     return missing.get(key) or ""
 
@@ -95,13 +144,21 @@ def scaling_is_complete(job: Job) -> list[Finding]:
         return []
     findings = []
     if shape.rope_factor <= 1:
-        what = f"{shape.rope_scaling} scaling needs a factor above 1, and it is {shape.rope_factor:g}"
-        findings.append(_finding("rope_factor", what, "model.rope_factor=8 reads sequences 8 times as long"))
+        what = (
+            f"{shape.rope_scaling} scaling needs a factor above 1, and it is {shape.rope_factor:g}"
+        )
+        findings.append(
+            _finding("rope_factor", what, "model.rope_factor=8 reads sequences 8 times as long")
+        )
     if shape.rope_scaling in ("llama3", "yarn") and not shape.rope_original_len:
         what = f"{shape.rope_scaling} scaling needs the length that the positions were made for"
         findings.append(_finding("rope_original_len", what, "set model.rope_original_len"))
     if shape.rope_scaling == "ntk" and shape.rotated_dim == 2:
-        findings.append(_finding("rope_scaling", "ntk scaling changes nothing in heads of width 2", "use linear"))
+        findings.append(
+            _finding(
+                "rope_scaling", "ntk scaling changes nothing in heads of width 2", "use linear"
+            )
+        )
     return findings
 
 
@@ -110,15 +167,23 @@ def heads_divide_dim(job: Job) -> list[Finding]:
     if shape is None:
         return []
     dim, heads = shape.dim, shape.num_heads
-    rotary, derived = shape.positions == "rope" and not shape.reads_images, job.model.head_dim is None
+    rotary, derived = (
+        shape.positions == "rope" and not shape.reads_images,
+        job.model.head_dim is None,
+    )
     near = f"nearest dim for {heads} heads: {multiples_near(dim, (2 if rotary else 1) * heads)}"
     if derived and shape.head_dim == max(1, dim // heads) and dim % heads:
         return [_finding("num_heads", f"dim {dim} cannot be divided among {heads} heads", near)]
     if not rotary or shape.head_dim % 2 == 0:
         return []
     if not derived:
-        return [_finding("head_dim", "rotary positions need an even width", f"try {shape.head_dim + 1}")]
-    what = f"dim {dim} over {heads} heads makes heads of {shape.head_dim}, and rotary positions need an even width"
+        return [
+            _finding("head_dim", "rotary positions need an even width", f"try {shape.head_dim + 1}")
+        ]
+    what = (
+        f"dim {dim} over {heads} heads makes heads of {shape.head_dim}, and rotary positions need"
+        " an even width"
+    )
     return [_finding("num_heads", what, near)]
 
 
@@ -133,10 +198,21 @@ def kv_heads_divide_heads(job: Job) -> list[Finding]:
 
 def sequences_have_positions(job: Job) -> list[Finding]:
     shape, seq_len = shape_or_none(job), job.data.seq_len
-    if shape is None or shape.positions != "learned" or shape.reads_images or seq_len <= shape.max_positions:
+    if (
+        shape is None
+        or shape.positions != "learned"
+        or shape.reads_images
+        or seq_len <= shape.max_positions
+    ):
         return []
-    what = f"sequences of {seq_len} tokens, and the model has {shape.max_positions} learned positions"
-    return [_finding("max_positions", what, f"data.seq_len at most {shape.max_positions}, or more positions")]
+    what = (
+        f"sequences of {seq_len} tokens, and the model has {shape.max_positions} learned positions"
+    )
+    return [
+        _finding(
+            "max_positions", what, f"data.seq_len at most {shape.max_positions}, or more positions"
+        )
+    ]
 
 
 def patches_fill_the_image(job: Job) -> list[Finding]:
@@ -144,7 +220,11 @@ def patches_fill_the_image(job: Job) -> list[Finding]:
     if shape is None or not shape.reads_images or shape.image_size % shape.patch_size == 0:
         return []
     what = f"patches of {shape.patch_size} pixels do not fill an image of {shape.image_size}"
-    return [_finding("patch_size", what, f"nearest: {divisors_near(shape.image_size, shape.patch_size)}")]
+    return [
+        _finding(
+            "patch_size", what, f"nearest: {divisors_near(shape.image_size, shape.patch_size)}"
+        )
+    ]
 
 
 def experts_are_complete(job: Job) -> list[Finding]:
@@ -156,7 +236,9 @@ def experts_are_complete(job: Job) -> list[Finding]:
         what = f"a token visits {shape.experts_per_token} of {shape.num_experts} experts"
         findings.append(_finding("experts_per_token", what, f"1 to {shape.num_experts}"))
     if not shape.expert_ffn_dim:
-        findings.append(_finding("expert_ffn_dim", "experts need a width", "set model.expert_ffn_dim"))
+        findings.append(
+            _finding("expert_ffn_dim", "experts need a width", "set model.expert_ffn_dim")
+        )
     if shape.num_dense_layers >= shape.num_layers:
         what = f"{shape.num_dense_layers} of {shape.num_layers} blocks have no experts"
         findings.append(_finding("num_dense_layers", what, f"at most {shape.num_layers - 1}"))
@@ -171,9 +253,14 @@ def latents_are_complete(job: Job) -> list[Finding]:
         return []
     findings, rotated = [], shape.rope_head_dim
     if shape.positions != "rope":
-        findings.append(_finding("positions", "latent attention has rotary positions", "leave it out"))
+        findings.append(
+            _finding("positions", "latent attention has rotary positions", "leave it out")
+        )
     if not 0 < rotated < shape.head_dim or rotated % 2:
-        what = f"latent attention rotates an even part of its heads of {shape.head_dim}, and rope_head_dim is {rotated}"
+        what = (
+            f"latent attention rotates an even part of its heads of {shape.head_dim}, and"
+            f" rope_head_dim is {rotated}"
+        )
         findings.append(_finding("rope_head_dim", what, f"try {max(2, shape.head_dim // 6 * 2)}"))
     elif shape.value_head_dim > shape.head_dim:
         what = f"values of {shape.value_head_dim} are wider than heads of {shape.head_dim}"
@@ -184,7 +271,9 @@ def latents_are_complete(job: Job) -> list[Finding]:
 def cast_needs_weights(job: Job) -> list[Finding]:
     if not job.model.init_cast or job.model.init_from is not None:
         return []
-    return [_finding("init_cast", "there are no weights to cast", "set model.init_from, or remove it")]
+    return [
+        _finding("init_cast", "there are no weights to cast", "set model.init_from, or remove it")
+    ]
 
 
 _COMPANIONS = ("model.kind", "model.preset")
@@ -198,14 +287,22 @@ _WHAT_TURNS_ON = {
 }
 _WIDTHS = ("model.dim", "model.num_heads")
 _EXPERTS = ("model.num_experts", *(f"model.{key}" for key in EXPERT_KEYS))
-_LATENTS = ("model.kv_rank", "model.head_dim", "model.positions", *(f"model.{key}" for key in LATENT_KEYS))
+_LATENTS = (
+    "model.kv_rank",
+    "model.head_dim",
+    "model.positions",
+    *(f"model.{key}" for key in LATENT_KEYS),
+)
 _SCALING = ("model.rope_scaling", "model.rope_factor", "model.rope_original_len")
 
 QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
     (preset_exists, ("model.preset", "model.kind")),
     (preset_is_of_this_kind, ("model.kind", "model.preset")),
     *(
-        (functools.partial(key_is_read, key), (f"model.{key}", *_WHAT_TURNS_ON.get(key, ()), *_COMPANIONS))
+        (
+            functools.partial(key_is_read, key),
+            (f"model.{key}", *_WHAT_TURNS_ON.get(key, ()), *_COMPANIONS),
+        )
         for key in ("preset", *SHAPE_KEYS)
     ),
     (cast_needs_weights, ("model.init_cast", "model.init_from")),
@@ -213,7 +310,10 @@ QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
     (scaling_is_complete, (*_SCALING, *_COMPANIONS)),
     (heads_divide_dim, (*_WIDTHS, "model.head_dim", "model.positions", *_COMPANIONS)),
     (kv_heads_divide_heads, ("model.num_heads", "model.num_kv_heads", *_COMPANIONS)),
-    (sequences_have_positions, ("data.seq_len", "model.max_positions", "model.positions", *_COMPANIONS)),
+    (
+        sequences_have_positions,
+        ("data.seq_len", "model.max_positions", "model.positions", *_COMPANIONS),
+    ),
     (patches_fill_the_image, ("model.image_size", "model.patch_size", *_COMPANIONS)),
     (experts_are_complete, (*_EXPERTS, "model.num_layers", *_COMPANIONS)),
 ]

@@ -15,7 +15,8 @@ OF_TEXT = ("vocab_size", "tie_embeddings")
 
 
 def model_section(shape: ModelShape, more: Mapping[str, Any] | None = None) -> str:
-    """Lines of TOML that mean `shape` exactly, whatever presets say; `more` are other keys of the section, in front."""
+    """Lines of TOML that mean `shape` exactly, whatever presets say; `more` are other keys of
+    the section, in front."""
     base = find_preset(DEFAULT_PRESETS.get(shape.kind, "small"))
     assert base is not None
     defaults = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
@@ -26,5 +27,7 @@ def model_section(shape: ModelShape, more: Mapping[str, Any] | None = None) -> s
     wanted = [key for key in SHAPE_KEYS if key in said or values[key] != defaults[key]]
     chosen = {key: values[key] for key in wanted if key not in unread}
     kind = {"kind": shape.kind} if shape.kind != "decoder" else {}
-    lines = [f"{key} = {toml_value(value)}" for key, value in {**(more or {}), **kind, **chosen}.items()]
+    lines = [
+        f"{key} = {toml_value(value)}" for key, value in {**(more or {}), **kind, **chosen}.items()
+    ]
     return "\n".join(["[model]", *lines]) + "\n"

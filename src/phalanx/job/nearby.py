@@ -8,7 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 def divisors(number: int) -> list[int]:
     """In ascending order; those up to a million and their partners."""
-    low = [candidate for candidate in range(1, min(int(number**0.5), 10**6) + 1) if number % candidate == 0]
+    low = [
+        candidate
+        for candidate in range(1, min(int(number**0.5), 10**6) + 1)
+        if number % candidate == 0
+    ]
     return sorted({*low, *(number // candidate for candidate in low)})
 
 
@@ -31,15 +35,20 @@ def multiples_near(number: int, of: int) -> str:
 
 
 def nearest_degrees(num_ranks: int, asked: Mapping[str, int], *, must_fill: bool) -> dict[str, int]:
-    """Degrees that divide `num_ranks` together (or make it) and are, as factors, least far from what was asked.
+    """Degrees that divide `num_ranks` together (or make it) and are, as factors, least far from
+    what was asked.
 
     Of equals the one that keeps inner axes: they are what a node has room for.
     """
-    legal = [degrees for degrees, left in _divided(num_ranks, len(asked)) if left == 1 or not must_fill]
+    legal = [
+        degrees for degrees, left in _divided(num_ranks, len(asked)) if left == 1 or not must_fill
+    ]
     wishes = tuple(asked.values())
 
     def distance(degrees: Sequence[int]) -> tuple[float, tuple[float, ...]]:
-        factors = [abs(math.log2(degree / wish)) for degree, wish in zip(degrees, wishes, strict=True)]
+        factors = [
+            abs(math.log2(degree / wish)) for degree, wish in zip(degrees, wishes, strict=True)
+        ]
         return round(sum(factors), 9), tuple(reversed(factors))
 
     nearest = min(legal, key=distance)

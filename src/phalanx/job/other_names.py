@@ -1,5 +1,7 @@
-"""What other trainers call the keys of a job: Hugging Face Trainer and Accelerate, torchrun, Lightning, DeepSpeed,
-torchtitan, Megatron-LM, nanoGPT. Data for messages; standard library only, since errors of the command line read it.
+"""What other trainers call the keys of a job: Hugging Face Trainer and Accelerate, torchrun,
+Lightning, DeepSpeed, torchtitan, Megatron-LM, nanoGPT.
+
+Data for messages; standard library only, since errors of the command line read it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OurName:
-    """The key that says the same here. `note`: what is otherwise about it. `keeps_value`: a value means the same."""
+    """The key that says the same here.
+
+    `note`: what is otherwise about it. `keeps_value`: a value means the same.
+    """
 
     key: str
     note: str = ""
@@ -23,8 +28,10 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
     # how long, and how much at once
     (
         OurName("train.steps"),
-        "max_steps num_steps total_steps train_iters max_iters iters num_train_steps n_steps iterations "
-        "training_steps max_train_steps train_steps",
+        (
+            "max_steps num_steps total_steps train_iters max_iters iters num_train_steps n_steps"
+            " iterations training_steps max_train_steps train_steps"
+        ),
     ),
     (
         OurName(
@@ -36,12 +43,18 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
     ),
     (
         OurName("train.global_batch_size"),
-        "batch_size train_batch_size total_batch_size bs batchsize batch global_bs effective_batch_size global_batch",
+        (
+            "batch_size train_batch_size total_batch_size bs batchsize batch global_bs"
+            " effective_batch_size global_batch"
+        ),
     ),
     (
         OurName("train.micro_batch_size"),
-        "per_device_train_batch_size per_device_batch_size local_batch_size micro_batch microbatch_size "
-        "train_micro_batch_size_per_gpu per_gpu_train_batch_size device_batch_size micro_bs mbs",
+        (
+            "per_device_train_batch_size per_device_batch_size local_batch_size micro_batch"
+            " microbatch_size train_micro_batch_size_per_gpu per_gpu_train_batch_size"
+            " device_batch_size micro_bs mbs"
+        ),
     ),
     (
         OurName(
@@ -49,13 +62,17 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
             "global_batch_size / (ranks x micro_batch_size) microbatches are accumulated",
             keeps_value=False,
         ),
-        "gradient_accumulation_steps accumulate_grad_batches grad_accumulation_steps grad_accum_steps "
-        "grad_accum accumulation_steps gradient_accumulation num_microbatches",
+        (
+            "gradient_accumulation_steps accumulate_grad_batches grad_accumulation_steps"
+            " grad_accum_steps grad_accum accumulation_steps gradient_accumulation num_microbatches"
+        ),
     ),
     (
         OurName("train.recompute", '"full" or "selective"', keeps_value=False),
-        "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity "
-        "recompute_activations checkpoint_activations ac_mode",
+        (
+            "gradient_checkpointing activation_checkpointing activation_checkpoint"
+            " recompute_granularity recompute_activations checkpoint_activations ac_mode"
+        ),
     ),
     (
         OurName("train.compile"),
@@ -92,7 +109,10 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
     ),
     (
         OurName("optim.clip_norm"),
-        "max_grad_norm gradient_clipping gradient_clip_val clip_grad grad_clip max_norm grad_clip_norm",
+        (
+            "max_grad_norm gradient_clipping gradient_clip_val clip_grad grad_clip max_norm"
+            " grad_clip_norm"
+        ),
     ),
     (
         OurName("optim.weight_decay"),
@@ -161,12 +181,17 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
     # the data
     (
         OurName("data.source"),
-        "dataset dataset_name dataset_path data_path train_file train_data data_dir train_dataset path input",
+        (
+            "dataset dataset_name dataset_path data_path train_file train_data data_dir"
+            " train_dataset path input"
+        ),
     ),
     (
         OurName("data.seq_len"),
-        "sequence_length seq_length max_seq_length max_seq_len block_size context_length max_length "
-        "ctx_len context_size cutoff_len model_max_length n_ctx",
+        (
+            "sequence_length seq_length max_seq_length max_seq_len block_size context_length"
+            " max_length ctx_len context_size cutoff_len model_max_length n_ctx"
+        ),
     ),
     (
         OurName("data.tokenizer"),
@@ -194,7 +219,10 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
             "parallel.ranks",
             "or leave it out; under torchrun, srun or mpirun it joins the ranks that are there",
         ),
-        "nproc_per_node nproc num_processes devices gpus num_gpus n_gpus world_size num_devices ngpu",
+        (
+            "nproc_per_node nproc num_processes devices gpus num_gpus n_gpus world_size num_devices"
+            " ngpu"
+        ),
     ),
     (
         OurName(
@@ -206,12 +234,17 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
     ),
     (
         OurName("parallel.tp"),
-        "tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree tp_size tensor_parallel tp_degree",
+        (
+            "tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree tp_size"
+            " tensor_parallel tp_degree"
+        ),
     ),
     (
         OurName("parallel.pp"),
-        "pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree pp_size "
-        "pipeline_parallel pp_degree",
+        (
+            "pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree pp_size "
+            "pipeline_parallel pp_degree"
+        ),
     ),
     (
         OurName("parallel.cp"),
@@ -265,7 +298,10 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
     # judging, saving, recording
     (
         OurName("eval.every_steps"),
-        "eval_steps eval_interval val_check_interval eval_every validation_steps eval_freq val_interval",
+        (
+            "eval_steps eval_interval val_check_interval eval_every validation_steps eval_freq"
+            " val_interval"
+        ),
     ),
     (
         OurName("eval.tokens", "in tokens", keeps_value=False),
@@ -281,7 +317,10 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
     ),
     (
         OurName("checkpoint.every_steps"),
-        "save_steps save_interval save_every checkpoint_interval save_freq every_n_train_steps ckpt_interval",
+        (
+            "save_steps save_interval save_every checkpoint_interval save_freq every_n_train_steps"
+            " ckpt_interval"
+        ),
     ),
     (
         OurName("checkpoint.keep_last"),
@@ -297,7 +336,10 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
     ),
     (
         OurName("run.dir"),
-        "output_dir out_dir default_root_dir dump_folder exp_dir save_path work_dir logging_dir log_dir out",
+        (
+            "output_dir out_dir default_root_dir dump_folder exp_dir save_path work_dir logging_dir"
+            " log_dir out"
+        ),
     ),
     (
         OurName("run.name"),
@@ -330,10 +372,12 @@ OTHER_NAMES: Mapping[str, OurName] = {name: ours for ours, names in _ROWS for na
 # What is no key here but an option, or a verb.
 OTHER_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("resume_from_checkpoint", "ckpt_path", "load", "restore", "continue", "resume_from"), "--resume RUN"
+        ("resume_from_checkpoint", "ckpt_path", "load", "restore", "continue", "resume_from"),
+        "--resume RUN",
     ),
     **dict.fromkeys(
-        ("config", "config_file", "deepspeed_config", "cfg", "job", "job_file"), "JOB.toml, without an option before it"
+        ("config", "config_file", "deepspeed_config", "cfg", "job", "job_file"),
+        "JOB.toml, without an option before it",
     ),
     **dict.fromkeys(("dry_run", "validate_only"), "the verb plan"),
 }
@@ -342,9 +386,11 @@ Leaves = Mapping[str, tuple[str, ...]]
 
 
 def our_names(word: str, leaves: Leaves) -> tuple[OurName, ...]:
-    """The keys that `word` may mean: those of this name, what others call so, else the nearest of all names.
+    """The keys that `word` may mean: those of this name, what others call so, else the nearest of
+    all names.
 
-    `leaves`: the sections of each name of a key ("lr": ("optim",)). The word may have dashes, or a section before it.
+    `leaves`: the sections of each name of a key ("lr": ("optim",)). The word may have dashes, or a
+    section before it.
     """
     name = word.lower().lstrip("-").replace("-", "_").rpartition(".")[2]
     if name in leaves:
@@ -363,7 +409,12 @@ def advice(word: str, leaves: Leaves, raw: str = "") -> str:
     found = our_names(word, leaves)
     if not found:
         return ""
-    is_switch = raw.lower() in ("true", "false") and word.lower() not in leaves  # fsdp=true is no number of shards
-    shown = [f'"{our.key}={raw}"' if raw and our.keeps_value and not is_switch else f'"{our.key}"' for our in found]
+    is_switch = (
+        raw.lower() in ("true", "false") and word.lower() not in leaves
+    )  # fsdp=true is no number of shards
+    shown = [
+        f'"{our.key}={raw}"' if raw and our.keeps_value and not is_switch else f'"{our.key}"'
+        for our in found
+    ]
     notes = [our.note for our in found if our.note]
     return f"did you mean {' or '.join(shown)}?" + (f" ({notes[0]})" if notes else "")

@@ -1,4 +1,5 @@
-"""`section.key=value` from the command line: read as TOML where the key wants it, laid over the job file."""
+"""`section.key=value` from the command line: read as TOML where the key wants it, laid over the
+job file."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Finding]
 
 
 def overlay(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """A copy of `tree` with the overrides laid on top; the last one wins. `tree` itself is not changed."""
+    """A copy of `tree` with the overrides laid on top; the last one wins.
+
+    `tree` itself is not changed.
+    """
     merged = dict(tree)
     for override in overrides:
         table = merged
@@ -77,10 +81,14 @@ def _parse(text: str, index: int) -> Override | Finding:
 
 
 def _not_in_a_section(name: str, raw: str, index: int) -> Finding:
-    """`dim=192`: the key that was meant, in full and with its value; of a section the key that its value may be of."""
+    """`dim=192`: the key that was meant, in full and with its value; of a section the key that
+    its value may be of."""
     if name in sections():
         first = "kind" if name == "model" and ":" in raw else sections()[name][0]
-        what, fix = "is a whole section", f"set its keys one by one: {name}.{first}={printable(raw) or '...'}"
+        what, fix = (
+            "is a whole section",
+            f"set its keys one by one: {name}.{first}={printable(raw) or '...'}",
+        )
     else:
         fix = advice(name, leaves(), printable(raw)) or did_you_mean(name, tuple(sections()))
         what, fix = "is not section.key", fix or "write section.key=value"
@@ -91,7 +99,8 @@ def wants_text(path: Path) -> bool:
     """True if the key takes strings alone, so that a bare 123, true or a path is one."""
     taken = arms(annotation(path))
     return not any(arm in (int, float) for arm in taken) and any(
-        arm is str or (get_origin(arm) is Literal and all(isinstance(choice, str) for choice in get_args(arm)))
+        arm is str
+        or (get_origin(arm) is Literal and all(isinstance(choice, str) for choice in get_args(arm)))
         for arm in taken
     )
 
@@ -106,6 +115,9 @@ def _toml_value(raw: str) -> Any:
     """`raw` as one TOML value, or as the bare word that it is."""
     try:
         table = tomllib.loads(f"value = {raw}")
-    except (ValueError, RecursionError):  # TOMLDecodeError is a ValueError, and so is an integer of 5,000 digits
+    except (
+        ValueError,
+        RecursionError,
+    ):  # TOMLDecodeError is a ValueError, and so is an integer of 5,000 digits
         return raw
     return table["value"] if len(table) == 1 else raw

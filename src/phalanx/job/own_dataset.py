@@ -1,4 +1,7 @@
-"""How `data.source` names a user's own dataset. Imports nothing heavy: loader workers start with it."""
+"""How `data.source` names a user's own dataset.
+
+Imports nothing heavy: loader workers start with it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ def is_own_dataset(source: str) -> bool:
 
 
 def num_workers(data: Data) -> int:
-    """Processes of each rank that read ahead. Tokens need none: a thread does. A user's code cannot run beside ours."""
+    """Processes of each rank that read ahead.
+
+    Tokens need none: a thread does. A user's code cannot run beside ours.
+    """
     if data.workers is not None:
         return data.workers
     return 1 if is_own_dataset(data.source) and not data.mixture else 0

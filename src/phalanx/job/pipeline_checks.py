@@ -17,12 +17,19 @@ def pipeline_keys_are_read(job: Job) -> list[Finding]:
     return [finding(f"parallel.{key}", what, fix) for key in KEYS if getattr(job.parallel, key)]
 
 
-@check("parallel.schedule", "parallel.schedule_file", "parallel.stages_per_rank", asked_by=("parallel.schedule_file",))
+@check(
+    "parallel.schedule",
+    "parallel.schedule_file",
+    "parallel.stages_per_rank",
+    asked_by=("parallel.schedule_file",),
+)
 def one_schedule(job: Job) -> list[Finding]:
     if job.parallel.schedule_file is None:
         return []
     return [
-        finding(f"parallel.{key}", "is said by parallel.schedule_file already", "remove one of them")
+        finding(
+            f"parallel.{key}", "is said by parallel.schedule_file already", "remove one of them"
+        )
         for key in ("schedule", "stages_per_rank")
         if getattr(job.parallel, key) is not None
     ]
@@ -46,13 +53,24 @@ def pipelines_can_do_it(job: Job) -> list[Finding]:
         found.append(finding("parallel.compress", what, 'set it to "none", or parallel.pp=1'))
     if of.accumulate == "sharded":
         what = f"{wrong}gradients stay whole until the last microbatch, in any schedule"
-        found.append(finding("parallel.accumulate", what, 'set it to "unsharded", or parallel.pp=1'))
+        found.append(
+            finding("parallel.accumulate", what, 'set it to "unsharded", or parallel.pp=1')
+        )
     if of.offload == "parameters":
         what = f"{wrong}the parameters of a stage are gathered once for the whole step"
-        found.append(finding("parallel.offload", what, 'set it to "optimizer" or "none", or parallel.pp=1'))
+        found.append(
+            finding("parallel.offload", what, 'set it to "optimizer" or "none", or parallel.pp=1')
+        )
     if job.train.offload_activations:
-        what = f"{wrong}microbatches are in flight together, and what they keep does not come back in one order"
-        found.append(finding("train.offload_activations", what, "set train.recompute instead, or parallel.pp=1"))
+        what = (
+            f"{wrong}microbatches are in flight together, and what they keep does not come back in"
+            " one order"
+        )
+        found.append(
+            finding(
+                "train.offload_activations", what, "set train.recompute instead, or parallel.pp=1"
+            )
+        )
     return found
 
 

@@ -1,7 +1,7 @@
 """Where each key and value of a TOML text stands, so that an error can name its line and column.
 
-Values come from `tomllib`, which forgets positions; the syntax tree here remembers them. It is built only when there
-is a problem to report.
+Values come from `tomllib`, which forgets positions; the syntax tree here remembers them. It is
+built only when there is a problem to report.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ class Spot(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a key and its value begin. An array element has no key, a table no value: both are the same spot then."""
+    """Where a key and its value begin.
+
+    An array element has no key, a table no value: both are the same spot then.
+    """
 
     key: Spot
     value: Spot
 
 
 def locate(text: str) -> dict[Path, Place]:
-    """The place of every table, key, value and array element of valid TOML; of two mentions, the first."""
+    """The place of every table, key, value and array element of valid TOML; of two mentions, the
+    first."""
     import tree_sitter
     import tree_sitter_toml
 
@@ -48,7 +52,8 @@ def locate(text: str) -> dict[Path, Place]:
 
 @dataclass
 class _Atlas:
-    """Collects places while walking the syntax tree; `lengths` counts the `[[x]]` seen, which number themselves."""
+    """Collects places while walking the syntax tree; `lengths` counts the `[[x]]` seen, which
+    number themselves."""
 
     lines: list[str]
     places: dict[Path, Place] = field(default_factory=dict)
@@ -56,7 +61,9 @@ class _Atlas:
 
     def spot(self, node: Any) -> Spot:
         row, column_bytes = node.start_point
-        return Spot(row + 1, len(self.lines[row].encode()[:column_bytes].decode(errors="ignore")) + 1)
+        return Spot(
+            row + 1, len(self.lines[row].encode()[:column_bytes].decode(errors="ignore")) + 1
+        )
 
     def add(self, path: Path, key: Any, value: Any) -> None:
         self.places.setdefault(path, Place(self.spot(key), self.spot(value)))

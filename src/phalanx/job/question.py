@@ -14,7 +14,8 @@ Question = Callable[[Job], list[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """`asked_by`: the keys one of which the user must have given; the defaults of the others may then disagree."""
+    """`asked_by`: the keys one of which the user must have given; the defaults of the others may
+    then disagree."""
 
     run: Question
     reads: tuple[str, ...]

@@ -9,7 +9,14 @@ from phalanx.job.question import check, finding
 from phalanx.job.schema import Job
 
 
-@check("parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.pp", "parallel.cp", "parallel.tp")
+@check(
+    "parallel.ranks",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.pp",
+    "parallel.cp",
+    "parallel.tp",
+)
 def axes_fill_the_ranks(job: Job) -> list[Finding]:
     ranks, copies, shards = job.parallel.ranks, job.parallel.dp_replicate, job.parallel.dp_shard
     shared = job.parallel.model_parallel_size
@@ -31,7 +38,10 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
         if degree is not None and ranks % degree:
             axes = " x ".join(f"{axis} {of}" for axis, of in _model_axes(job).items())
             left = f", what {axes} leaves of {ranks * shared}" if axes else ""
-            what = f"{name} {degree} does not divide {'the ' if not left else ''}{plural(ranks, 'rank')}{left}"
+            what = (
+                f"{name} {degree} does not divide"
+                f" {'the ' if not left else ''}{plural(ranks, 'rank')}{left}"
+            )
             return [finding(f"parallel.{name}", what, f"nearest: {divisors_near(ranks, degree)}")]
     return []
 
@@ -48,10 +58,15 @@ def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
         ((axis, degree),) = axes.items()
         what = f"{axis} {degree} does not divide the {plural(ranks, 'rank')}"
         return finding(f"parallel.{axis}", what, f"nearest {axis}: {divisors_near(ranks, degree)}")
-    what = f"{' x '.join(f'{axis} {degree}' for axis, degree in axes.items())} = {job.parallel.model_parallel_size}"
+    what = (
+        f"{' x '.join(f'{axis} {degree}' for axis, degree in axes.items())} ="
+        f" {job.parallel.model_parallel_size}"
+    )
     near = nearest_degrees(ranks, axes, must_fill=False)
     fix = f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in near.items())}"
-    return finding(f"parallel.{next(iter(axes))}", f"{what} does not divide the {plural(ranks, 'rank')}", fix)
+    return finding(
+        f"parallel.{next(iter(axes))}", f"{what} does not divide the {plural(ranks, 'rank')}", fix
+    )
 
 
 @check("train.global_batch_size", "train.micro_batch_size")
@@ -83,7 +98,10 @@ def ranks_share_the_batch(job: Job) -> list[Finding]:
     if batch % micro or batch % (ranks * micro) == 0:
         return []
     parts = "" if micro == 1 else f" in micro-batches of {micro}"
-    what = f"a global batch of {batch} sequences cannot be shared evenly by {plural(ranks, 'rank')}{parts}"
+    what = (
+        f"a global batch of {batch} sequences cannot be shared evenly by"
+        f" {plural(ranks, 'rank')}{parts}"
+    )
     fix = f"nearest global_batch_size: {multiples_near(batch, ranks * micro)}; or ranks: "
     return [finding("train.global_batch_size", what, fix + divisors_near(batch // micro, ranks))]
 
@@ -92,7 +110,10 @@ def ranks_share_the_batch(job: Job) -> list[Finding]:
 def tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
     if (job.parallel.tp or 1) > 1:
         return []
-    wishes = {"tp_chunks": job.parallel.tp_chunks > 1, "sequence_parallel": job.parallel.sequence_parallel is True}
+    wishes = {
+        "tp_chunks": job.parallel.tp_chunks > 1,
+        "sequence_parallel": job.parallel.sequence_parallel is True,
+    }
     what, fix = "is for tensor parallelism, and parallel.tp is 1", "set parallel.tp, or remove it"
     return [finding(f"parallel.{key}", what, fix) for key, wish in wishes.items() if wish]
 
@@ -108,7 +129,11 @@ def context_parallel_keys_are_read(job: Job) -> list[Finding]:
 
 
 @check(
-    "parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.compress", asked_by=("parallel.ranks",)
+    "parallel.ranks",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.compress",
+    asked_by=("parallel.ranks",),
 )
 def compressed_gradients_travel(job: Job) -> list[Finding]:
     compress = job.parallel.compress
@@ -131,6 +156,10 @@ CHECKS = (
 def known_ranks(job: Job) -> int | None:
     """The number of ranks, where the job alone decides it."""
     parallel = job.parallel
-    if parallel.ranks is None and parallel.dp_replicate is not None and parallel.dp_shard is not None:
+    if (
+        parallel.ranks is None
+        and parallel.dp_replicate is not None
+        and parallel.dp_shard is not None
+    ):
         return parallel.dp_replicate * parallel.dp_shard * parallel.model_parallel_size
     return parallel.ranks

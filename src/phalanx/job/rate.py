@@ -1,8 +1,9 @@
-"""The peak learning rate of a job, and how many steps lead up to it: `optim.lr`, scaled by rule when the batch is not
-the one that lr was tuned for.
+"""The peak learning rate of a job, and how many steps lead up to it: `optim.lr`, scaled by rule
+when the batch is not the one that lr was tuned for.
 
-A pure function of the job, and the only place where the rule is applied. AdamW's betas and eps stay what they are:
-Malladi et al. (2022) scale them too, which matters at factors far beyond those that are safe to extrapolate over.
+A pure function of the job, and the only place where the rule is applied. AdamW's betas and eps stay
+what they are: Malladi et al. (2022) scale them too, which matters at factors far beyond those that
+are safe to extrapolate over.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ RULES = {"adamw": "sqrt", "sgd": "linear"}  # what "auto" means
 
 MAX_DEFAULT_WARMUP = 50  # steps
 RANDOM_WEIGHTS_LR = 3e-3
-# Of weights that are trained already. AdamW moves each weight by about lr whatever its gradient, so the rate that
-# random weights need overwrites what these know within a few steps; 2e-5 is usual where all of a published model is
-# tuned.
+# Of weights that are trained already. AdamW moves each weight by about lr whatever its gradient, so
+# the rate that random weights need overwrites what these know within a few steps; 2e-5 is usual
+# where all of a published model is tuned.
 TRAINED_WEIGHTS_LR = {"adamw": 2e-5, "sgd": 1e-3}
 
 
@@ -37,13 +38,17 @@ class PeakRate:
 
 
 def warmup_steps(job: Job) -> int:
-    """The steps of linear warm-up: the job's, or where it leaves them open what is never most of a run."""
+    """The steps of linear warm-up: the job's, or where it leaves them open what is never most of
+    a run."""
     given = job.optim.warmup_steps
     return min(MAX_DEFAULT_WARMUP, job.train.steps // 10) if given is None else given
 
 
 def scaling_rule(optim: Optim) -> str | None:
-    """ "linear" or "sqrt", or None where lr does not follow the batch. "auto" knows no rule for an own optimizer."""
+    """ "linear" or "sqrt", or None where lr does not follow the batch.
+
+    "auto" knows no rule for an own optimizer.
+    """
     rule = RULES.get(optim.kind) if optim.lr_scaling == "auto" else optim.lr_scaling
     return rule if rule in REASONS else None
 
@@ -51,26 +56,37 @@ def scaling_rule(optim: Optim) -> str | None:
 def peak_rate(job: Job) -> PeakRate:
     """The rate at the end of warm-up."""
     optim, batch = job.optim, job.train.global_batch_size
-    rule, reference, unscaled = scaling_rule(optim), job.optim.reference_batch_size, unscaled_rate(job)
+    rule, reference, unscaled = (
+        scaling_rule(optim),
+        job.optim.reference_batch_size,
+        unscaled_rate(job),
+    )
     if rule is None or reference is None or reference == batch:
         return unscaled
     ratio = batch / reference
     lr = unscaled.lr * (ratio if rule == "linear" else ratio**0.5)
     factor = f"{batch}/{reference}" if rule == "linear" else f"sqrt({batch}/{reference})"
     reason = REASONS[rule] if rule == RULES.get(optim.kind) else f"{rule}, as the job says"
-    scaled = f"lr {unscaled.lr:.3g} x {factor} = {lr:.3g}: batch {batch} instead of {reference}; {reason}"
+    scaled = (
+        f"lr {unscaled.lr:.3g} x {factor} = {lr:.3g}: batch {batch} instead of {reference};"
+        f" {reason}"
+    )
     return PeakRate(lr, f"{scaled}; {unscaled.why}" if unscaled.why else scaled)
 
 
 def unscaled_rate(job: Job) -> PeakRate:
-    """The rate for `optim.reference_batch_size`: the job's, or where it says "auto" the default for its weights."""
+    """The rate for `optim.reference_batch_size`: the job's, or where it says "auto" the default
+    for its weights."""
     if job.optim.lr != "auto":
         return PeakRate(job.optim.lr)
     trained = trained_weights(job.model)
     lr = TRAINED_WEIGHTS_LR.get(job.optim.kind) if trained else None
     if lr is None:
         return PeakRate(RANDOM_WEIGHTS_LR)
-    why = f"the weights of {trained} are trained already; random ones would get {RANDOM_WEIGHTS_LR:.3g}"
+    why = (
+        f"the weights of {trained} are trained already; random ones would get"
+        f" {RANDOM_WEIGHTS_LR:.3g}"
+    )
     return PeakRate(lr, f"lr {lr:.3g}: {why}")
 
 
@@ -93,11 +109,17 @@ def resolved_optim(job: Job) -> Optim:
 
 
 def reference_on_resume(was: Job, overrides: Sequence[str]) -> list[str]:
-    """What to add to the `overrides` that a run is continued with; `was` is the job that it ran with until now.
+    """What to add to the `overrides` that a run is continued with; `was` is the job that it ran
+    with until now.
 
-    Whoever resumes with another batch and asks for a rule means the batch that lr was chosen for: the one before.
+    Whoever resumes with another batch and asks for a rule means the batch that lr was chosen for:
+    the one before.
     """
     given = dict(override.partition("=")[::2] for override in overrides)
     rule = given.get("optim.lr_scaling", "none").strip("\"'")
     known = was.optim.reference_batch_size is not None or "optim.reference_batch_size" in given
-    return [] if known or rule == "none" else [f"optim.reference_batch_size={was.train.global_batch_size}"]
+    return (
+        []
+        if known or rule == "none"
+        else [f"optim.reference_batch_size={was.train.global_batch_size}"]
+    )

@@ -1,4 +1,6 @@
-"""The job file's sections and keys. Types, bounds and one-line descriptions live here and nowhere else.
+"""The job file's sections and keys.
+
+Types, bounds and one-line descriptions live here and nowhere else.
 
 Nothing derived is stored in a job: `None` means "chosen by the plan".
 """
@@ -20,7 +22,9 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
 
 class Run(Section):
@@ -44,20 +48,28 @@ class Model(Section):
     """Keys that are absent have the preset's value. Those of ModelShape have its names."""
 
     preset: Text | None = None
-    """The shape to start from: small (the default; small-vit for kind = "vit"), or a published model's, say "llama3-8b"
-    (docs/models.md lists them). The keys below change it; widths that they imply follow."""
+    """The shape to start from: small (the default; small-vit for kind = "vit"), or a published
+    model's, say "llama3-8b" (docs/models.md lists them).
+
+    The keys below change it; widths that they imply follow.
+    """
     kind: str | None = None
-    """A model of phalanx (the preset's), package.module:factory for your own nn.Module, or hf:DIR for a local directory
-    of Hugging Face's (docs/hugging-face.md)."""
+    """A model of phalanx (the preset's), package.module:factory for your own nn.Module, or hf:DIR
+    for a local directory of Hugging Face's (docs/hugging-face.md)."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your factory (kind = "package.module:factory"); of hf:DIR, settings beside config.json's."""
+    """Keyword arguments of your factory (kind = "package.module:factory"); of hf:DIR, settings
+    beside config.json's."""
     objective: str | None = None
     """package.module:function for your own objective(outputs, batch) -> (loss_sum, num_targets)."""
     init_from: Text | None = None
-    """Start from these weights: a run, a checkpoint, or what `phalanx checkpoint import` wrote; a path or a URL. The
-    optimizer begins anew. A run that continues does not read it."""
+    """Start from these weights: a run, a checkpoint, or what `phalanx checkpoint import` wrote; a
+    path or a URL.
+
+    The optimizer begins anew. A run that continues does not read it.
+    """
     init_cast: bool = False
-    """Round weights of init_from that have another floating-point type; without it that is exit 5."""
+    """Round weights of init_from that have another floating-point type; without it that is exit
+    5."""
     num_layers: Positive | None = None
     """Number of blocks."""
     dim: Positive | None = None
@@ -69,20 +81,23 @@ class Model(Section):
     head_dim: Positive | None = None
     """Width of a head; where nothing says, dim / num_heads."""
     kv_rank: Count | None = None
-    """Latent attention (DeepSeek-V2): width of what keys and values are made of (0: they are made of the input)."""
+    """Latent attention (DeepSeek-V2): width of what keys and values are made of (0: they are
+    made of the input)."""
     query_rank: Count | None = None
     """Width of what its queries are made of (0: of the input)."""
     rope_head_dim: Positive | None = None
     """The part of head_dim that positions rotate in latent attention; all heads share its key."""
     value_head_dim: Positive | None = None
-    """Width of a head's values in latent attention; where nothing says, head_dim less rope_head_dim."""
+    """Width of a head's values in latent attention; where nothing says, head_dim less
+    rope_head_dim."""
     ffn_dim: Positive | None = None
     """Inner width of the feed-forward; where nothing says, 4 dim, or with a gate 8/3 dim rounded up to a multiple of
     32."""
     vocab_size: Positive | None = None
     """Rows of the embedding; where nothing says, what the data needs."""
     activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"] | None = None
-    """Of the feed-forward. swiglu and geglu have a gate; _tanh is GELU's approximation (GPT-2, Gemma)."""
+    """Of the feed-forward. swiglu and geglu have a gate; _tanh is GELU's approximation (GPT-2,
+    Gemma)."""
     norm: Literal["rmsnorm", "layernorm"] | None = None
     """RMSNorm, or LayerNorm with a bias."""
     norm_eps: PositiveFloat | None = None
@@ -92,8 +107,8 @@ class Model(Section):
     post_norms: bool | None = None
     """A norm after attention and feed-forward, too (Gemma 3)."""
     bias: Literal["none", "qkv", "all"] | None = None
-    """Which linear layers have a bias: none (even if the preset's have), those of query, key and value, or all but the
-    head."""
+    """Which linear layers have a bias: none (even if the preset's have), those of query, key and
+    value, or all but the head."""
     qk_norm: bool | None = None
     """RMSNorm of each head's queries and keys (Qwen 3)."""
     tie_embeddings: bool | None = None
@@ -109,14 +124,16 @@ class Model(Section):
     local_rope_theta: AboveOne | None = None
     """Base in blocks with a sliding window, where it is another one (Gemma 3)."""
     rope_scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] | None = None
-    """How rotary positions are stretched beyond the length they were trained for: not at all (even if the preset's
-    are), position interpolation, another base (NTK-aware), Llama 3.1's rule, YaRN."""
+    """How rotary positions are stretched beyond the length they were trained for: not at all (even
+    if the preset's are), position interpolation, another base (NTK-aware), Llama 3.1's rule, YaRN.
+    """
     rope_factor: PositiveFloat | None = None
     """How many times they are stretched."""
     rope_original_len: Positive | None = None
     """The length they were trained for (llama3, yarn)."""
     rope_mscale: PositiveFloat | None = None
-    """YaRN multiplies queries and keys by 1 + 0.1 x this x ln(rope_factor); where nothing says, 1."""
+    """YaRN multiplies queries and keys by 1 + 0.1 x this x ln(rope_factor); where nothing says,
+    1."""
     sliding_window: Count | None = None
     """A token attends to this many tokens, itself among them (0: to all before it)."""
     global_every: Count | None = None
@@ -138,12 +155,13 @@ class Model(Section):
     router_scale: PositiveFloat | None = None
     """What these weights are multiplied by."""
     expert_capacity: Annotated[float, Field(ge=0)] | None = None
-    """Tokens of one sequence that an expert takes, as a multiple of its even share; those after them are dropped
-    (0: none is)."""
+    """Tokens of one sequence that an expert takes, as a multiple of its even share; those after
+    them are dropped (0: none is)."""
     balance_loss: Annotated[float, Field(ge=0)] | None = None
     """Weight of the auxiliary loss, per sequence, that evens out what experts get (0: none)."""
     balance_bias: Annotated[float, Field(ge=0)] | None = None
-    """How much each step moves the bias by which experts are chosen against the load of the step (0: no bias)."""
+    """How much each step moves the bias by which experts are chosen against the load of the step
+    (0: no bias)."""
     image_size: Positive | None = None
     """Height and width of an image, in pixels (kind = "vit", as the keys below)."""
     patch_size: Positive | None = None
@@ -174,29 +192,41 @@ class Data(Section):
     """What is learned from, and how it becomes samples."""
 
     source: Text = "stdlib"
-    """"stdlib" (the interpreter's own source text), a file, a directory, a glob of text, JSONL, Parquet or Arrow; token
-    shards that `phalanx data build` wrote; a 1-D integer .npy of token ids; a Megatron .bin; or package.module:factory
-    for your own map-style dataset."""
+    """"stdlib" (the interpreter's own source text), a file, a directory, a glob of text, JSONL,
+    Parquet or Arrow; token shards that `phalanx data build` wrote; a 1-D integer .npy of token ids;
+    a Megatron .bin; or package.module:factory for your own map-style dataset."""
     mixture: tuple[Source, ...] = ()
-    """Several sources with weights, instead of source: [[data.mixture]] tables with source and weight."""
+    """Several sources with weights, instead of source: [[data.mixture]] tables with source and
+    weight."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own dataset (source = "package.module:factory")."""
     tokenizer: Text | None = None
-    """How text becomes tokens: "bytes", or a Hugging Face tokenizer.json. Default: that of the model's directory or
-    weights (model.kind = "hf:DIR", model.init_from), else bytes. Token shards know theirs, and another is refused."""
+    """How text becomes tokens: "bytes", or a Hugging Face tokenizer.json.
+
+    Default: that of the model's directory or weights (model.kind = "hf:DIR", model.init_from), else
+    bytes. Token shards know theirs, and another is refused.
+    """
     column: Text = "text"
     """The field of JSONL rows, or the column of Parquet and Arrow files, that holds the text."""
     seq_len: Positive = 128
     """Tokens of one sequence."""
     document_masks: bool = False
-    """Keep the documents that are packed into one sequence from seeing each other; positions restart with each."""
+    """Keep the documents that are packed into one sequence from seeing each other; positions
+    restart with each."""
     workers: Count | None = None
-    """Processes of each rank that read ahead. With 0 a thread does, for tokens; your own dataset is then read in the
-    step. Default: 1 for your own dataset, else 0."""
+    """Processes of each rank that read ahead.
+
+    With 0 a thread does, for tokens; your own dataset is then read in the step. Default: 1 for your
+    own dataset, else 0.
+    """
     worker_timeout_s: PositiveFloat = 60.0
-    """A worker that is silent for this long is replaced. Before the start: what a sample of your dataset may take."""
+    """A worker that is silent for this long is replaced.
+
+    Before the start: what a sample of your dataset may take.
+    """
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Part of the documents kept for evaluation, chosen by document name (by position if there is one)."""
+    """Part of the documents kept for evaluation, chosen by document name (by position if there
+    is one)."""
 
 
 class Train(Section):
@@ -209,20 +239,28 @@ class Train(Section):
     micro_batch_size: Positive | None = None
     """Sequences per forward-backward of one rank; default the rank's whole share."""
     recompute: Literal["none", "selective", "full", "every-k", "sqrt", "budget"] = "none"
-    """What is computed again in the backward instead of kept: nothing; all but the results of matmuls and attention;
-    each block but its input; each recompute_every-th block; segments of about the square root of the blocks; or as few
-    blocks as keep to recompute_budget_gib (docs/memory.md)."""
+    """What is computed again in the backward instead of kept: nothing; all but the results of
+    matmuls and attention; each block but its input; each recompute_every-th block; segments of
+    about the square root of the blocks; or as few blocks as keep to recompute_budget_gib
+    (docs/memory.md)."""
     recompute_every: Positive | None = None
-    """k of recompute = "every-k": the blocks k, 2k and so on are recomputed in full; 1: all of them."""
+    """k of recompute = "every-k": the blocks k, 2k and so on are recomputed in full; 1: all of
+    them."""
     recompute_budget_gib: PositiveFloat | None = None
     """What activations may take on a rank (recompute = "budget")."""
     offload_activations: bool = False
-    """Keep activations in host memory from the forward to the backward. On a CPU that changes nothing but the path."""
+    """Keep activations in host memory from the forward to the backward.
+
+    On a CPU that changes nothing but the path.
+    """
     compile: bool = False
     """torch.compile each block."""
     deterministic: bool = False
-    """Use only the algorithms of torch whose results are the same in every run: slower on GPUs. An operation that has
-    none is refused. Built-in models are deterministic on CPUs without it (docs/precision.md)."""
+    """Use only the algorithms of torch whose results are the same in every run: slower on GPUs.
+
+    An operation that has none is refused. Built-in models are deterministic on CPUs without it
+    (docs/precision.md).
+    """
     loss_chunk_tokens: Positive = 2048
     """Logits exist for at most this many tokens at a time."""
     sample_tokens: Count = 256
@@ -233,7 +271,10 @@ class Eval(Section):
     """How the model is judged on held-out data."""
 
     tokens: Count = 262144
-    """Held-out tokens of one evaluation, at most what there is (0: none). Of your own dataset: samples."""
+    """Held-out tokens of one evaluation, at most what there is (0: none).
+
+    Of your own dataset: samples.
+    """
     every_steps: Positive | None = None
     """Evaluate each time this many steps are done, besides the end."""
     keep_best: bool = False
@@ -241,20 +282,26 @@ class Eval(Section):
     metric: Text = "loss"
     """What evaluations are compared by: "loss", or the name of a metric of your own objective."""
     mode: Literal["min", "max"] | None = None
-    """Whether the lowest or the highest value of eval.metric is the best; must be said of a metric of your own."""
+    """Whether the lowest or the highest value of eval.metric is the best; must be said of a
+    metric of your own."""
 
 
 class Optim(Section):
     """How weights change, and the learning rate over time."""
 
     kind: Text = "adamw"
-    """An optimizer of phalanx (adamw, sgd), or package.module:build for your own build(groups, optim)."""
+    """An optimizer of phalanx (adamw, sgd), or package.module:build for your own build(groups,
+    optim)."""
     lr: PositiveFloat | Literal["auto"] = "auto"
-    """Peak learning rate. auto: 3e-3 for random weights; for weights that are trained already (model.init_from, hf:DIR
-    with weights) 2e-5, and 1e-3 with sgd. An own optimizer gets the number."""
+    """Peak learning rate. auto: 3e-3 for random weights; for weights that are trained already
+    (model.init_from, hf:DIR with weights) 2e-5, and 1e-3 with sgd.
+
+    An own optimizer gets the number.
+    """
     lr_scaling: Literal["none", "auto", "linear", "sqrt"] = "none"
-    """How lr follows the batch when it is not reference_batch_size: linear, in proportion (SGD; Goyal et al. 2017);
-    sqrt, with its square root (Adam; Malladi et al. 2022); auto takes the optimizer's rule."""
+    """How lr follows the batch when it is not reference_batch_size: linear, in proportion (SGD;
+    Goyal et al. 2017); sqrt, with its square root (Adam; Malladi et al. 2022); auto takes the
+    optimizer's rule."""
     reference_batch_size: Positive | None = None
     """The train.global_batch_size that lr was tuned for."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -264,10 +311,13 @@ class Optim(Section):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat | Literal["auto"] = "auto"
-    """Decoupled (adamw; auto: 0.1) or added to the gradient (sgd; auto: 0). Norms, biases, other vectors and embeddings
-    do not decay."""
+    """Decoupled (adamw; auto: 0.1) or added to the gradient (sgd; auto: 0).
+
+    Norms, biases, other vectors and embeddings do not decay.
+    """
     clip_norm: PositiveFloat | None = 1.0
-    """Global gradient norm above which gradients are scaled down; none when absent (clip_norm = "none")."""
+    """Global gradient norm above which gradients are scaled down; none when absent (clip_norm =
+    "none")."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up. wsd: constant, then linear over the last decay_fraction."""
     warmup_steps: Count | None = None
@@ -288,69 +338,104 @@ class Parallel(Section):
     dp_shard: Positive | None = None
     """Ranks that share one copy (FSDP2)."""
     zero_stage: Literal[1, 2, 3] | None = None
-    """What dp_shard splits (without it: over all ranks). 1: the optimizer's state; 2: gradients and parameters, too,
-    which stay gathered from forward to backward; 3, its default: parameters are freed after use."""
+    """What dp_shard splits (without it: over all ranks).
+
+    1: the optimizer's state; 2: gradients and parameters, too, which stay gathered from forward to
+    backward; 3, its default: parameters are freed after use.
+    """
     tp: Positive | None = None
-    """Ranks that cut the matrices of a model between them (tensor parallelism), by sharding rules."""
+    """Ranks that cut the matrices of a model between them (tensor parallelism), by sharding
+    rules."""
     sequence_parallel: bool | None = None
-    """With tp: between the cut matrices each rank has a part of the sequence. Default: where the model says it can."""
+    """With tp: between the cut matrices each rank has a part of the sequence.
+
+    Default: where the model says it can.
+    """
     tp_chunks: Positive = 1
-    """With tp: a product beside a collective is cut into so many chunks, so that one is computed while another travels.
-    1: one after the other."""
+    """With tp: a product beside a collective is cut into so many chunks, so that one is computed
+    while another travels.
+
+    1: one after the other.
+    """
     cp: Positive | None = None
-    """Ranks that each have a part of every sequence's tokens (context parallelism): docs/context-parallel.md."""
+    """Ranks that each have a part of every sequence's tokens (context parallelism):
+    docs/context-parallel.md."""
     cp_attention: Literal["ring", "all-gather", "ulysses"] = "ring"
-    """With cp: how attention sees all tokens: keys and values travel from rank to rank while blocks are computed; or
-    every rank gathers them all; or ranks change tokens for heads, which cp must divide."""
+    """With cp: how attention sees all tokens: keys and values travel from rank to rank while blocks
+    are computed; or every rank gathers them all; or ranks change tokens for heads, which cp must
+    divide."""
     cp_load_balance: Literal["zigzag", "none"] = "zigzag"
-    """With cp: zigzag gives each rank an early and a late part of a sequence, so that all have equal work under a
-    causal mask; none: one run of tokens. (ulysses has equal work anyway, and cuts no further than none.)"""
+    """With cp: zigzag gives each rank an early and a late part of a sequence, so that all have
+    equal work under a causal mask; none: one run of tokens.
+
+    (ulysses has equal work anyway, and cuts no further than none.)
+    """
     ep: Positive | None = None
-    """Ranks over which the experts of a model are spread (expert parallelism): docs/experts.md. They are ranks of
-    dp_shard x cp, which ep must divide; it adds none."""
+    """Ranks over which the experts of a model are spread (expert parallelism): docs/experts.md.
+
+    They are ranks of dp_shard x cp, which ep must divide; it adds none.
+    """
     pp: Positive | None = None
-    """Ranks over which the blocks of a model are spread in stages (pipeline parallelism): docs/pipeline.md."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"] | None = None
+    """Ranks over which the blocks of a model are spread in stages (pipeline parallelism):
+    docs/pipeline.md."""
+    schedule: (
+        Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"]
+        | None
+    ) = None
     """With pp: the order in which the stages compute. Default: 1f1b."""
     schedule_file: Text | None = None
-    """With pp: a schedule of your own instead, CSV with a line for each rank: 0F0,0F1,0B0,0B1 (docs/pipeline.md)."""
+    """With pp: a schedule of your own instead, CSV with a line for each rank: 0F0,0F1,0B0,0B1
+    (docs/pipeline.md)."""
     stages_per_rank: Positive | None = None
     """With pp: stages on each rank. Default: 2 for the interleaved and the V schedules, else 1."""
     stage_blocks: tuple[Count, ...] = ()
-    """With pp: how many blocks each stage has, from first to last. Default: cut so that the slowest is as fast as can
-    be."""
+    """With pp: how many blocks each stage has, from first to last.
+
+    Default: cut so that the slowest is as fast as can be.
+    """
     first_stage: tuple[Text, ...] = ()
-    """With pp: modules outside the blocks that the first stage holds besides those registered before the blocks."""
+    """With pp: modules outside the blocks that the first stage holds besides those registered
+    before the blocks."""
     last_stage: tuple[Text, ...] = ()
-    """With pp: modules outside the blocks that the last stage holds besides those registered after the blocks."""
+    """With pp: modules outside the blocks that the last stage holds besides those registered
+    after the blocks."""
     rules: dict[str, str] = Field(default_factory=dict)
-    """Sharding rules for tp by name of module, before those that the model brings: docs/tensor-parallel.md."""
+    """Sharding rules for tp by name of module, before those that the model brings:
+    docs/tensor-parallel.md."""
     sync_batchnorm: bool = True
     """BatchNorm layers use the statistics of the whole microbatch over all data-parallel ranks."""
     dropout: Literal["global", "local"] = "global"
-    """global: what dropout drops is a function of seed, step and sample, in any layout the same; local: ranks draw."""
+    """global: what dropout drops is a function of seed, step and sample, in any layout the same;
+    local: ranks draw."""
     bucket_mb: PositiveFloat = 25.0
     """Bytes of one all-reduce of DDP, and of one all-gather of updated weights (ZeRO-1), in MiB."""
     static_graph: bool = False
-    """DDP: the graph and the parameters it uses are the same in every step; DDP then learns them once."""
+    """DDP: the graph and the parameters it uses are the same in every step; DDP then learns them
+    once."""
     unused_parameters: Literal["refuse", "allow"] = "refuse"
-    """DDP and ZeRO-1: a parameter without part in a rank's loss ends the run by name, or counts as a gradient of zero
-    where other ranks used it. ZeRO 2 and 3 always do the latter."""
+    """DDP and ZeRO-1: a parameter without part in a rank's loss ends the run by name, or counts as
+    a gradient of zero where other ranks used it.
+
+    ZeRO 2 and 3 always do the latter.
+    """
     accumulate: Literal["unsharded", "sharded"] = "unsharded"
-    """ZeRO 2 and 3, between microbatches: gradients stay whole and ranks talk once per step, or they are reduced
-    and split after each microbatch (less memory, more communication)."""
+    """ZeRO 2 and 3, between microbatches: gradients stay whole and ranks talk once per step, or
+    they are reduced and split after each microbatch (less memory, more communication)."""
     blocks_per_unit: Positive | Literal["all"] = 1
-    """ZeRO 2 and 3: how many blocks are gathered and freed together; all: the whole model is one unit."""
+    """ZeRO 2 and 3: how many blocks are gathered and freed together; all: the whole model is one
+    unit."""
     keep_whole_below: Count = 0
-    """ZeRO 2 and 3: parameters of fewer elements are not split; their gradients are reduced together, once per step."""
+    """ZeRO 2 and 3: parameters of fewer elements are not split; their gradients are reduced
+    together, once per step."""
     prefetch: Count | None = None
-    """ZeRO 2 and 3: how many units ahead are gathered while one computes; default torch's choice, the next one in the
-    backward of a GPU."""
+    """ZeRO 2 and 3: how many units ahead are gathered while one computes; default torch's choice,
+    the next one in the backward of a GPU."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What waits in host memory: optimizer state and update; or (ZeRO 2 and 3) parameters and gradients, too."""
+    """What waits in host memory: optimizer state and update; or (ZeRO 2 and 3) parameters and
+    gradients, too."""
     compress: Text = "none"
-    """How gradients travel between the ranks of DDP: fp16, bf16, int8, topk, powersgd, or another file of
-    parallel/hooks; none: in fp32, as they are (docs/compression.md)."""
+    """How gradients travel between the ranks of DDP: fp16, bf16, int8, topk, powersgd, or another
+    file of parallel/hooks; none: in fp32, as they are (docs/compression.md)."""
     compress_rank: Positive = 4
     """Of powersgd: columns of the thin matrices that stand for a gradient."""
     compress_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
@@ -366,12 +451,15 @@ class Precision(Section):
     """The types of numbers."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """Type of matmuls and activations; auto: bf16 on GPUs of compute capability 8.0 and higher, else fp32. Weights,
-    optimizer and gradient reduction stay fp32. fp16 scales the loss; fp8, for GPUs that have it, multiplies blocks'
-    matrices in fp8 and does the rest in bf16 (docs/precision.md)."""
+    """Type of matmuls and activations; auto: bf16 on GPUs of compute capability 8.0 and higher,
+    else fp32.
+
+    Weights, optimizer and gradient reduction stay fp32. fp16 scales the loss; fp8, for GPUs that
+    have it, multiplies blocks' matrices in fp8 and does the rest in bf16 (docs/precision.md).
+    """
     loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
-    """Of fp16: what the loss is multiplied by before the backward; dynamic: halved when gradients overflow, doubled
-    after loss_scale_growth_steps good steps."""
+    """Of fp16: what the loss is multiplied by before the backward; dynamic: halved when gradients
+    overflow, doubled after loss_scale_growth_steps good steps."""
     loss_scale_initial: PositiveFloat = 65536.0
     """Where the dynamic scale begins."""
     loss_scale_growth_steps: Positive = 2000
@@ -379,39 +467,55 @@ class Precision(Section):
 
 
 class Checkpoint(Section):
-    """When the state is saved, and which checkpoints stay. Of several intervals the first that is due counts."""
+    """When the state is saved, and which checkpoints stay.
+
+    Of several intervals the first that is due counts.
+    """
 
     every_steps: Positive | None = None
     """Save each time this many steps are done."""
     every_minutes: PositiveFloat | None = None
     """Save each time this many minutes have passed (rank 0's clock decides for all)."""
     every: Literal["auto"] | None = None
-    """auto: save as often as costs the least time, by what a save is measured to cost and mtbf_hours (Young/Daly)."""
+    """auto: save as often as costs the least time, by what a save is measured to cost and
+    mtbf_hours (Young/Daly)."""
     mtbf_hours: PositiveFloat | None = None
     """Hours between two failures of the whole job, on average (for every = "auto")."""
     at_end: bool = True
     """Save after the last step."""
     asynchronous: bool = True
-    """Training goes on while a copy of the state in host memory is written. The saves at the end and at a stop are
-    waited for, and need no copy."""
+    """Training goes on while a copy of the state in host memory is written.
+
+    The saves at the end and at a stop are waited for, and need no copy.
+    """
     keep_last: Positive | None = None
-    """Remove all but the last so many checkpoints, in the background, once a newer one has been verified; the best one
-    stays. Without it nothing is removed."""
+    """Remove all but the last so many checkpoints, in the background, once a newer one has been
+    verified; the best one stays.
+
+    Without it nothing is removed.
+    """
     keep_every: Positive | None = None
-    """Besides those of keep_last, keep the first checkpoint of each so many steps: that of the multiple itself, unless
-    saves come by the clock or had to wait."""
+    """Besides those of keep_last, keep the first checkpoint of each so many steps: that of the
+    multiple itself, unless saves come by the clock or had to wait."""
     url: str | None = None
-    """Where checkpoints are kept, if not in the run's own directory: an object store, as s3://bucket/run-7, or another
-    directory, as file:///data/run-7. Credentials come from the environment, never from the job."""
+    """Where checkpoints are kept, if not in the run's own directory: an object store, as
+    s3://bucket/run-7, or another directory, as file:///data/run-7.
+
+    Credentials come from the environment, never from the job.
+    """
     incremental: bool = True
-    """Blocks that are as in the last checkpoint are linked to it (or copied by the store), not written again."""
+    """Blocks that are as in the last checkpoint are linked to it (or copied by the store), not
+    written again."""
     fallback: bool = False
-    """Continue from the newest checkpoint that verifies, if newer ones are damaged; without it that is exit 5."""
+    """Continue from the newest checkpoint that verifies, if newer ones are damaged; without it
+    that is exit 5."""
 
     @property
     def has_interval(self) -> bool:
         """True where the state is saved on the way, and not at the end alone."""
-        return self.every_steps is not None or self.every_minutes is not None or self.every is not None
+        return (
+            self.every_steps is not None or self.every_minutes is not None or self.every is not None
+        )
 
 
 class Resilience(Section):
@@ -424,10 +528,11 @@ class Resilience(Section):
     collective_timeout_s: PositiveFloat = 600.0
     """A collective that takes longer fails on every rank."""
     rendezvous_s: PositiveFloat | None = None
-    """Seconds in which all ranks must have started; null is 20 for ranks that phalanx starts, 300 for those of another
-    launcher."""
+    """Seconds in which all ranks must have started; null is 20 for ranks that phalanx starts, 300
+    for those of another launcher."""
     max_skipped_steps: Count = 100
-    """Steps in a row with non-finite gradients or without targets before the run is given up (exit 8)."""
+    """Steps in a row with non-finite gradients or without targets before the run is given up
+    (exit 8)."""
     inject: tuple[str, ...] = ()
     """Faults to inject, for drills: "kill:rank=1,step=7,phase=backward"."""
 
@@ -436,11 +541,14 @@ class Observe(Section):
     """Where the facts of a run go."""
 
     sinks: tuple[str, ...] | None = None
-    """Where facts go besides RUN/events: names of phalanx.observe.sinks, or package.module:function that opens your own
-    (open_sink(run_dir)). Default: tensorboard where it is installed."""
+    """Where facts go besides RUN/events: names of phalanx.observe.sinks, or package.module:function
+    that opens your own (open_sink(run_dir)).
+
+    Default: tensorboard where it is installed.
+    """
     samples: bool = False
-    """Record which samples every step read, so that `phalanx data ledger RUN` can prove that none was repeated or left
-    out."""
+    """Record which samples every step read, so that `phalanx data ledger RUN` can prove that none
+    was repeated or left out."""
     log_every: Positive = 10
     """Steps between lines when the output is not a terminal."""
 
@@ -455,7 +563,10 @@ class Cluster(Section):
 
 
 class Job(Section):
-    """All that the user said, with defaults filled in. Frozen; serialises to JSON and back unchanged."""
+    """All that the user said, with defaults filled in.
+
+    Frozen; serialises to JSON and back unchanged.
+    """
 
     run: Run = Run()
     model: Model = Model()

@@ -1,4 +1,7 @@
-"""Whether a job carries a secret. A run keeps its job to the letter, and shows it, so one that does is refused."""
+"""Whether a job carries a secret.
+
+A run keeps its job to the letter, and shows it, so one that does is refused.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ FIX = "give it through the environment: what trains can read os.environ"
 
 
 def secrets_in(job: Job) -> list[Finding]:
-    """One finding for each string of the job that is, holds or is named like a secret. Never says the value."""
+    """One finding for each string of the job that is, holds or is named like a secret.
+
+    Never says the value.
+    """
     return [
         Finding(path, why, FIX)
         for path, text in _strings(job.to_json(), ())
@@ -35,6 +41,9 @@ def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _name(path: Path) -> str:
-    """The innermost key: of a list, that of the list. Our own keys are named by us, and none is for secrets."""
+    """The innermost key: of a list, that of the list.
+
+    Our own keys are named by us, and none is for secrets.
+    """
     words = [part for part in path if isinstance(part, str)]
     return words[-1] if len(words) > 2 else ""

@@ -1,4 +1,7 @@
-"""`ModelShape`: what planning needs to know of a model, as numbers. Nothing here builds the model or imports torch."""
+"""`ModelShape`: what planning needs to know of a model, as numbers.
+
+Nothing here builds the model or imports torch.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,13 @@ RouterScores = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class Holder:
-    """A module that holds parameters itself. Of a linear layer and an embedding also their widths; else 0.
+    """A module that holds parameters itself.
 
-    `kind`: "linear", "grouped" (those of several experts in one), "stacked", "stacked with gates" (experts;
-    `num_outputs` of their first matrices), "embedding", "attention" (a part of an nn.MultiheadAttention), or the name
-    of its class.
+    Of a linear layer and an embedding also their widths; else 0.
+
+    `kind`: "linear", "grouped" (those of several experts in one), "stacked", "stacked with gates"
+    (experts; `num_outputs` of their first matrices), "embedding", "attention" (a part of an
+    nn.MultiheadAttention), or the name of its class.
     """
 
     name: str
@@ -76,7 +81,9 @@ class Measured:
                 **value,
                 "names": tuple(value.get("names", ())),
                 "holders": tuple(Holder(**holder) for holder in value.get("holders", ())),
-                "shard_rules": tuple((pattern, text) for pattern, text in value.get("shard_rules", ())),
+                "shard_rules": tuple(
+                    (pattern, text) for pattern, text in value.get("shard_rules", ())
+                ),
                 "blocks": tuple((name, size) for name, size in value.get("blocks", ())),
                 "last_stage": tuple(value.get("last_stage", ())),
             }
@@ -85,10 +92,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A stack of blocks, each attention and a feed-forward with norms: a causal decoder, or a vision transformer.
+    """A stack of blocks, each attention and a feed-forward with norms: a causal decoder, or a
+    vision transformer.
 
-    The defaults are Llama's. 0 stands for "there is none". Of a user's own module (`measured` is set) only parameters
-    and blocks are known, and its widths are 0.
+    The defaults are Llama's. 0 stands for "there is none". Of a user's own module (`measured` is
+    set) only parameters and blocks are known, and its widths are 0.
     """
 
     num_layers: int
@@ -102,7 +110,8 @@ class ModelShape:
     kind: str = "decoder"
 
     activation: Activation = "swiglu"
-    """swiglu and geglu have three matrices (gate, up, down), gelu two; _tanh is GPT-2's and Gemma's approximation."""
+    """swiglu and geglu have three matrices (gate, up, down), gelu two; _tanh is GPT-2's and
+    Gemma's approximation."""
     norm: Norm = "rmsnorm"
     """RMSNorm has a weight; LayerNorm a weight and a bias."""
     norm_eps: float = 1e-5
@@ -150,11 +159,13 @@ class ModelShape:
     router_scale: float = 1.0
     """What these weights are multiplied by."""
     expert_capacity: float = 0.0
-    """Tokens of a sequence that an expert takes, as a multiple of its even share; 0: all that come."""
+    """Tokens of a sequence that an expert takes, as a multiple of its even share; 0: all that
+    come."""
     balance_loss: float = 0.0
     """Weight of the auxiliary loss that evens out what experts get, per sequence; 0: none."""
     balance_bias: float = 0.0
-    """What a step adds to or takes from the bias by which experts are chosen; 0: there is no bias."""
+    """What a step adds to or takes from the bias by which experts are chosen; 0: there is no
+    bias."""
 
     query_rank: int = 0
     """Of latent attention (DeepSeek-V2): rank of the queries; 0: they are projected at once."""
@@ -180,7 +191,10 @@ class ModelShape:
 
     @property
     def reads_images(self) -> bool:
-        """True for what has an image_size: images in, one label each. False: tokens in, the next token of each."""
+        """True for what has an image_size: images in, one label each.
+
+        False: tokens in, the next token of each.
+        """
         if self.measured is None and self.kind == "decoder":
             return False
         return self.kind == "vit" or self.image_size > 0
@@ -220,7 +234,8 @@ class ModelShape:
         return self.num_layers - (self.num_layers // self.global_every if self.global_every else 0)
 
     def tokens_of(self, seq_len: int) -> int:
-        """Tokens of one sample: the job's sequence length, or an image's patches (and class token)."""
+        """Tokens of one sample: the job's sequence length, or an image's patches (and class
+        token)."""
         return self.num_patches + (self.pooling == "class_token") if self.reads_images else seq_len
 
     # What is counted (see phalanx.job.counts)
@@ -243,17 +258,25 @@ class ModelShape:
     @property
     def block_params(self) -> int:
         """Of the largest block."""
-        return self.measured.block_params if self.measured is not None else counts.block_params(self)
+        return (
+            self.measured.block_params if self.measured is not None else counts.block_params(self)
+        )
 
     @property
     def blocks_params(self) -> int:
         """Of all blocks together."""
-        return self.measured.blocks_params if self.measured is not None else counts.blocks_params(self)
+        return (
+            self.measured.blocks_params if self.measured is not None else counts.blocks_params(self)
+        )
 
     @property
     def num_params(self) -> int:
         """Parameters stored: a tied head counts once, as the embedding."""
-        return self.measured.num_params if self.measured is not None else sum(self.params_by_group().values())
+        return (
+            self.measured.num_params
+            if self.measured is not None
+            else sum(self.params_by_group().values())
+        )
 
     @property
     def num_active_params(self) -> int:
@@ -261,15 +284,22 @@ class ModelShape:
         return self.num_params - counts.idle_params(self)
 
     def params_by_group(self) -> dict[str, int]:
-        """Parameters of the whole model by what they do. `norms` includes the one before the head."""
+        """Parameters of the whole model by what they do.
+
+        `norms` includes the one before the head.
+        """
         if self.measured is not None:
             blocks = self.measured.blocks_params
             return {"blocks": blocks, "other": self.measured.num_params - blocks}
         return counts.params_by_group(self)
 
     def flops_per_token(self, seq_len: int) -> dict[str, int]:
-        """FLOPs for one token, the average over a sample: forward `matmul` and `attention`; `training`: 3x both."""
-        return {part: round(count / self.tokens_of(seq_len)) for part, count in self.flops_per_sample(seq_len).items()}
+        """FLOPs for one token, the average over a sample: forward `matmul` and `attention`;
+        `training`: 3x both."""
+        return {
+            part: round(count / self.tokens_of(seq_len))
+            for part, count in self.flops_per_sample(seq_len).items()
+        }
 
     def flops_per_sample(self, seq_len: int) -> dict[str, int]:
         """FLOPs for a sequence of `seq_len` tokens, or an image."""
@@ -291,5 +321,6 @@ def measured_shape(kind: str, num_layers: int, measured: Measured) -> ModelShape
 
 
 def default_ffn_dim(dim: int) -> int:
-    """8/3 dim, which gives SwiGLU's three matrices the size of two of 4 dim, rounded up to a multiple of 32."""
+    """8/3 dim, which gives SwiGLU's three matrices the size of two of 4 dim, rounded up to a
+    multiple of 32."""
     return -(-8 * dim // 96) * 32

@@ -1,6 +1,8 @@
-"""A job file for people: every key with its words, its choices and its default, most of them commented out.
+"""A job file for people: every key with its words, its choices and its default, most of them
+commented out.
 
-Prose is behind "# ", a key that can be switched on behind "#" alone, so that taking one letter away is all it takes.
+Prose is behind "# ", a key that can be switched on behind "#" alone, so that taking one letter away
+is all it takes.
 """
 
 from __future__ import annotations
@@ -42,11 +44,17 @@ SAYS_LITTLE = ("a string", "a string that is not empty", "a table", "a value")
 
 
 def job_template(
-    job: Job | None = None, *, file: str = "job.toml", minimal: bool = False, schema_file: str | None = None
+    job: Job | None = None,
+    *,
+    file: str = "job.toml",
+    minimal: bool = False,
+    schema_file: str | None = None,
 ) -> str:
-    """The text of a job file that loads as `job` (default: the default job), but for where a run writes.
+    """The text of a job file that loads as `job` (default: the default job), but for where a run
+    writes.
 
-    `minimal`: only what is set, without words. `schema_file`: what editors read, named relative to the job file.
+    `minimal`: only what is set, without words. `schema_file`: what editors read, named relative to
+    the job file.
     """
     job = job or Job()
     values, defaults = job.to_json(), Job().to_json()
@@ -66,7 +74,13 @@ def job_template(
     return "\n".join(parts)
 
 
-def _section(name: str, values: dict[str, Any], schema: dict[str, Any], is_set: Collection[str], minimal: bool) -> str:
+def _section(
+    name: str,
+    values: dict[str, Any],
+    schema: dict[str, Any],
+    is_set: Collection[str],
+    minimal: bool,
+) -> str:
     lines = [f"[{name}]"]
     if not minimal and "description" in schema:
         lines.insert(0, _prose(schema["description"]))
@@ -90,6 +104,11 @@ def _words(section: str, key: str, schema: dict[str, Any]) -> str:
 def _prose(text: str) -> str:
     return "\n".join(
         textwrap.wrap(
-            text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False
+            text,
+            WIDTH,
+            initial_indent="# ",
+            subsequent_indent="# ",
+            break_long_words=False,
+            break_on_hyphens=False,
         )
     )

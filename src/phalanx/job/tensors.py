@@ -1,4 +1,5 @@
-"""Names and shapes of a built-in model's parameters, without building it: what a checkpoint of it must hold."""
+"""Names and shapes of a built-in model's parameters, without building it: what a checkpoint of
+it must hold."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ Shape = tuple[int, ...]
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
-    """Each parameter's name and shape, tied ones once. Experts are stacked (`blocks.3.moe.experts.up.weight`)."""
+    """Each parameter's name and shape, tied ones once.
+
+    Experts are stacked (`blocks.3.moe.experts.up.weight`).
+    """
     assert shape.is_known, "of a user's own module only counts are known"
     found = dict(_outside(shape))
     for layer in range(shape.num_layers):
@@ -21,9 +25,16 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
 
 
 def stored_shapes(shape: ModelShape) -> dict[str, Shape]:
-    """What a checkpoint of it holds: `tensor_shapes`, and the biases by which experts are chosen, which are buffers."""
-    routers = range(shape.num_dense_layers, shape.num_layers) if shape.num_experts and shape.balance_bias else ()
-    return tensor_shapes(shape) | {f"blocks.{layer}.moe.router.bias": (shape.num_experts,) for layer in routers}
+    """What a checkpoint of it holds: `tensor_shapes`, and the biases by which experts are
+    chosen, which are buffers."""
+    routers = (
+        range(shape.num_dense_layers, shape.num_layers)
+        if shape.num_experts and shape.balance_bias
+        else ()
+    )
+    return tensor_shapes(shape) | {
+        f"blocks.{layer}.moe.router.bias": (shape.num_experts,) for layer in routers
+    }
 
 
 def module_names(shape: ModelShape) -> list[str]:
@@ -79,7 +90,11 @@ def _outside(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
 
 
 def _block(shape: ModelShape, layer: int) -> Iterator[tuple[str, Shape]]:
-    for name in ("attention_norm", "ffn_norm", *(("attention_post_norm", "ffn_post_norm") if shape.post_norms else ())):
+    for name in (
+        "attention_norm",
+        "ffn_norm",
+        *(("attention_post_norm", "ffn_post_norm") if shape.post_norms else ()),
+    ):
         yield from _norm(name, shape)
     yield from (_latent_attention if shape.kv_rank else _attention)(shape)
     if not shape.has_experts(layer):
@@ -89,7 +104,9 @@ def _block(shape: ModelShape, layer: int) -> Iterator[tuple[str, Shape]]:
     for name, size in _feed_forward("moe.experts", shape, shape.expert_ffn_dim):
         yield name, (shape.num_experts, *size)
     if shape.num_shared_experts:
-        yield from _feed_forward("moe.shared", shape, shape.num_shared_experts * shape.expert_ffn_dim)
+        yield from _feed_forward(
+            "moe.shared", shape, shape.num_shared_experts * shape.expert_ffn_dim
+        )
 
 
 def _attention(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
@@ -99,7 +116,9 @@ def _attention(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
         yield from _linear(f"attention.{name}", width, shape.dim, into)
     yield from _linear("attention.o", shape.dim, queries, out_of)
     if shape.qk_norm:
-        yield from ((f"attention.{name}.weight", (shape.head_dim,)) for name in ("q_norm", "k_norm"))
+        yield from (
+            (f"attention.{name}.weight", (shape.head_dim,)) for name in ("q_norm", "k_norm")
+        )
 
 
 def _latent_attention(shape: ModelShape) -> Iterator[tuple[str, Shape]]:

@@ -17,7 +17,11 @@ def warmup_fits(job: Job) -> list[Finding]:
     if warmup <= steps:
         return []
     what = f"a warm-up of {warmup} steps is longer than the {steps} steps of train.steps"
-    return [finding("optim.warmup_steps", what, f"warmup_steps at most {steps}, or steps at least {warmup}")]
+    return [
+        finding(
+            "optim.warmup_steps", what, f"warmup_steps at most {steps}, or steps at least {warmup}"
+        )
+    ]
 
 
 @check(
@@ -31,15 +35,23 @@ def warmup_and_decay_fit(job: Job) -> list[Finding]:
     steps, warmup, decay = job.train.steps, warmup_steps(job), job.optim.decay_fraction
     if job.optim.schedule != "wsd" or warmup > steps or warmup + int(decay * steps) <= steps:
         return []
-    what = f"{warmup} steps of warm-up and {int(decay * steps)} of decay are more than the {steps} steps of train.steps"
-    fix = f"decay_fraction at most {(steps - warmup) / steps:.3g}, or warmup_steps at most {steps - int(decay * steps)}"
+    what = (
+        f"{warmup} steps of warm-up and {int(decay * steps)} of decay are more than the {steps}"
+        " steps of train.steps"
+    )
+    fix = (
+        f"decay_fraction at most {(steps - warmup) / steps:.3g}, or warmup_steps at most"
+        f" {steps - int(decay * steps)}"
+    )
     return [finding("optim.decay_fraction", what, fix)]
 
 
 @check("optim.betas")
 def betas_are_below_one(job: Job) -> list[Finding]:
     what = "wanted a number below 1, was given 1: the moment would never change"
-    return [Finding(("optim", "betas", i), what) for i, beta in enumerate(job.optim.betas) if beta == 1]
+    return [
+        Finding(("optim", "betas", i), what) for i, beta in enumerate(job.optim.betas) if beta == 1
+    ]
 
 
 @check("optim.kind", "optim.lr_scaling")
@@ -54,7 +66,10 @@ def scaling_rule_is_known(job: Job) -> list[Finding]:
 def scaling_needs_a_reference(job: Job) -> list[Finding]:
     if job.optim.lr_scaling == "none" or job.optim.reference_batch_size is not None:
         return []
-    what = f'"{job.optim.lr_scaling}" scales lr from the batch it was tuned for, and nothing says which that was'
+    what = (
+        f'"{job.optim.lr_scaling}" scales lr from the batch it was tuned for, and nothing says'
+        " which that was"
+    )
     return [finding("optim.lr_scaling", what, "set optim.reference_batch_size")]
 
 
@@ -74,10 +89,16 @@ def evaluations_have_tokens(job: Job) -> list[Finding]:
 def metrics_are_the_objectives(job: Job) -> list[Finding]:
     metric, mode, own = job.eval.metric, job.eval.mode, job.model.objective
     if metric == "loss":
-        return [finding("eval.mode", "the best loss is the lowest", 'mode = "min"')] if mode == "max" else []
+        return (
+            [finding("eval.mode", "the best loss is the lowest", 'mode = "min"')]
+            if mode == "max"
+            else []
+        )
     if own is None:
         what = f'the objective of phalanx has the loss and nothing named "{printable(metric)}"'
-        return [finding("eval.metric", what, "set model.objective to one of yours that has metrics")]
+        return [
+            finding("eval.metric", what, "set model.objective to one of yours that has metrics")
+        ]
     if mode is None:
         what = f"nothing says whether a high or a low {printable(metric)} is better"
         return [finding("eval.mode", what, 'set eval.mode to "max" or "min"')]
@@ -87,26 +108,46 @@ def metrics_are_the_objectives(job: Job) -> list[Finding]:
 # Digits
 
 
-@check("precision.compute", "precision.loss_scale", "precision.loss_scale_initial", "precision.loss_scale_growth_steps")
+@check(
+    "precision.compute",
+    "precision.loss_scale",
+    "precision.loss_scale_initial",
+    "precision.loss_scale_growth_steps",
+)
 def only_fp16_is_scaled(job: Job) -> list[Finding]:
     of, plain = job.precision, Job().precision
     keys = ["loss_scale"] if of.compute != "fp16" else []
     if of.compute != "fp16" or of.loss_scale != "dynamic":
         keys += ["loss_scale_initial", "loss_scale_growth_steps"]
-    what = "is for fp16" if of.compute != "fp16" else "is for the dynamic scale, and precision.loss_scale is a number"
-    fix = 'set precision.compute = "fp16", or remove it' if of.compute != "fp16" else "remove one of them"
-    return [finding(f"precision.{key}", what, fix) for key in keys if getattr(of, key) != getattr(plain, key)]
+    what = (
+        "is for fp16"
+        if of.compute != "fp16"
+        else "is for the dynamic scale, and precision.loss_scale is a number"
+    )
+    fix = (
+        'set precision.compute = "fp16", or remove it'
+        if of.compute != "fp16"
+        else "remove one of them"
+    )
+    return [
+        finding(f"precision.{key}", what, fix)
+        for key in keys
+        if getattr(of, key) != getattr(plain, key)
+    ]
 
 
 @check("precision.compute", "parallel.tp", "parallel.pp", asked_by=("precision.compute",))
 def fp8_is_for_whole_matrices(job: Job) -> list[Finding]:
-    """Of tp and pp: their products are made by hand, cut or in two halves, and would silently stay in bf16."""
+    """Of tp and pp: their products are made by hand, cut or in two halves, and would silently
+    stay in bf16."""
     of = job.parallel
     if job.precision.compute != "fp8" or ((of.tp or 1) == 1 and (of.pp or 1) == 1):
         return []
     axis = "tp" if (of.tp or 1) > 1 else "pp"
     what = f'"fp8" is for layouts without tp and pp, and parallel.{axis} is {getattr(of, axis)}'
-    return [finding("precision.compute", what, f'set compute = "bf16", or leave parallel.{axis} out')]
+    return [
+        finding("precision.compute", what, f'set compute = "bf16", or leave parallel.{axis} out')
+    ]
 
 
 @check("parallel.compress", "parallel.compress_rank", "parallel.compress_fraction")
@@ -115,7 +156,9 @@ def compressions_read_their_keys(job: Job) -> list[Finding]:
     readers = {"compress_rank": "powersgd", "compress_fraction": "topk"}
     return [
         finding(
-            f"parallel.{key}", f'is for {kind}, and compress is "{of.compress}"', f'set compress = "{kind}" as well'
+            f"parallel.{key}",
+            f'is for {kind}, and compress is "{of.compress}"',
+            f'set compress = "{kind}" as well',
         )
         for key, kind in readers.items()
         if of.compress != kind and getattr(of, key) != getattr(plain, key)
@@ -139,10 +182,16 @@ def _belongs(job: Job, mode: str, key: str, what: str) -> list[Finding]:
     """A mode of train.recompute and the key that it alone reads: both or none."""
     is_asked, is_given = job.train.recompute == mode, getattr(job.train, key) is not None
     if is_asked and not is_given:
-        return [finding("train.recompute", f'"{mode}" needs train.{key}: {what}', f"set train.{key}")]
+        return [
+            finding("train.recompute", f'"{mode}" needs train.{key}: {what}', f"set train.{key}")
+        ]
     if is_given and not is_asked:
         return [
-            finding(f"train.{key}", f'is for train.recompute = "{mode}"', f'set train.recompute = "{mode}" as well')
+            finding(
+                f"train.{key}",
+                f'is for train.recompute = "{mode}"',
+                f'set train.recompute = "{mode}" as well',
+            )
         ]
     return []
 

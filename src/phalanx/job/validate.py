@@ -1,4 +1,5 @@
-"""A tree of plain values against the schema: every finding, and the best job that can be made without them."""
+"""A tree of plain values against the schema: every finding, and the best job that can be made
+without them."""
 
 from __future__ import annotations
 
@@ -17,13 +18,18 @@ MAX_DEPTH = 32
 
 
 def validate(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
-    """The job and its findings. With findings, the keys they are about hold their defaults instead."""
+    """The job and its findings.
+
+    With findings, the keys they are about hold their defaults instead.
+    """
     unusable: list[Finding] = []
     clean = _clean(_with_nulls(tree), (), unusable)
     try:
         job = Job.model_validate_json(json.dumps(clean))
     except ValidationError as error:
-        findings = _merge(unusable, [_explain(clean, line) for line in error.errors(include_url=False)])
+        findings = _merge(
+            unusable, [_explain(clean, line) for line in error.errors(include_url=False)]
+        )
     else:
         if not unusable:
             return job, []
@@ -35,7 +41,8 @@ def _with_nulls(tree: dict[str, Any]) -> dict[str, Any]:
     """`tree` with the word "none" as None where a key may be absent: TOML has no null."""
     return {
         section: {
-            key: None if value == "none" and _may_be_absent(section, key) else value for key, value in keys.items()
+            key: None if value == "none" and _may_be_absent(section, key) else value
+            for key, value in keys.items()
         }
         if isinstance(keys, dict)
         else keys
@@ -71,7 +78,9 @@ def _unusable(value: Any, path: Path) -> tuple[str, str] | None:
         if not math.isfinite(value):
             return f"wanted a finite number, was given {value}", ""
         taken = arms(annotation(path))
-        if float not in taken and any(get_origin(arm) is Literal for arm in taken):  # pydantic takes 2.0 for Literal[2]
+        if float not in taken and any(
+            get_origin(arm) is Literal for arm in taken
+        ):  # pydantic takes 2.0 for Literal[2]
             explained = wrong_value(path, value)
             return explained.what, explained.fix
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -86,7 +95,10 @@ def _encodable(text: str) -> str:
 
 
 def _explain(clean: dict[str, Any], line: Any) -> Finding:
-    """One of pydantic's errors in our words. Its path is cut to what the user wrote: a missing item has no place."""
+    """One of pydantic's errors in our words.
+
+    Its path is cut to what the user wrote: a missing item has no place.
+    """
     value: Any = clean
     path: Path = ()
     for part in line["loc"]:
@@ -99,9 +111,14 @@ def _explain(clean: dict[str, Any], line: Any) -> Finding:
 
 
 def _merge(unusable: list[Finding], refused: list[Finding]) -> list[Finding]:
-    """Both, with one finding per value: an unknown key hides what is in it, else the first thing found wins."""
+    """Both, with one finding per value: an unknown key hides what is in it, else the first thing
+    found wins."""
     hidden = [finding.path for finding in refused if finding.at_key]
-    kept = [finding for finding in unusable if not any(finding.path[: len(path)] == path for path in hidden)]
+    kept = [
+        finding
+        for finding in unusable
+        if not any(finding.path[: len(path)] == path for path in hidden)
+    ]
     for finding in refused:
         if not any(other.path[: len(finding.path)] == finding.path for other in kept):
             kept.append(finding)

@@ -1,1 +1,2 @@
-"""One torch-free supervisor: starts ranks from a warm server process, watches, restarts, stops them."""
+"""One torch-free supervisor: starts ranks from a warm server process, watches, restarts, stops
+them."""

@@ -1,4 +1,5 @@
-"""Which rank the others waited for in vain: when all that is known are consequences, the black boxes tell."""
+"""Which rank the others waited for in vain: when all that is known are consequences, the black
+boxes tell."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Absence:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does ("R", "S", "T", ...); empty where it does not say."""
+    """The kernel's letter for what a process does ("R", "S", "T", ...); empty where it does not
+    say."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -44,8 +46,8 @@ def find_absence(
 ) -> Absence | None:
     """The rank that the others waited for, if the facts single one out.
 
-    `records` is what ranks said of their ends, `silent` the process states of those that had said nothing when
-    the others had given up, `places` where each rank was last seen.
+    `records` is what ranks said of their ends, `silent` the process states of those that had said
+    nothing when the others had given up, `places` where each rank was last seen.
     """
     stopped = [rank for rank, state in silent.items() if state in _STOPPED]
     elsewhere = [rank for rank in silent if not _is_waiting(places.get(rank))]
@@ -60,8 +62,11 @@ def find_absence(
 
 
 def _latest(places: Mapping[int, Place]) -> Absence | None:
-    """The last of all ranks to enter a collective, if the one before it had waited for long by then."""
-    arrived = sorted((place.monotonic_s, rank) for rank, place in places.items() if _is_waiting(place))
+    """The last of all ranks to enter a collective, if the one before it had waited for long by
+    then."""
+    arrived = sorted(
+        (place.monotonic_s, rank) for rank, place in places.items() if _is_waiting(place)
+    )
     if len(arrived) < 2 or arrived[-1][0] - arrived[-2][0] < LATE_S:
         return None
     late_s, rank = arrived[-1][0] - arrived[-2][0], arrived[-1][1]

@@ -1,4 +1,7 @@
-"""One attempt, from the order to start the ranks to the moment none is left. Facts only; the verdict is elsewhere."""
+"""One attempt, from the order to start the ranks to the moment none is left.
+
+Facts only; the verdict is elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +37,27 @@ from phalanx.launch.server_process import ServerLink, ServerProcess
 from phalanx.launch.signals import SignalInbox
 
 TICK_S = 0.1
-# After the first failure: how long others may take to report theirs, while only consequences are known, or the cause.
+# After the first failure: how long others may take to report theirs, while only consequences are
+# known, or the cause.
 SUSPECT_WINDOW_S, CAUSE_WINDOW_S = 1.0, 0.3
-# After the first report of a rank that does not end by itself: its way out, or its sinks', may wait for the others.
+# After the first report of a rank that does not end by itself: its way out, or its sinks', may wait
+# for the others.
 REPORTED_WINDOW_S = 3.0
 # While stopping, after the first rank left with an error: the save can no longer succeed.
 BROKEN_STOP_S = 5.0
 KILL_PATIENCE_S = 2.0
-# After the first rank left a run that all say is done: longer than a rank's sinks may take. A rank that others left in
-# a collective of the sample would stay until the collective's time is over.
+# After the first rank left a run that all say is done: longer than a rank's sinks may take. A rank
+# that others left in a collective of the sample would stay until the collective's time is over.
 DONE_WINDOW_S = 90.0
 STACKS_WINDOW_S = 0.5  # for ranks that said nothing to write their stacks, before they are killed
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank's process ended: a code or a signal. `by_us`: it was still alive when we killed the rest."""
+    """How a rank's process ended: a code or a signal.
+
+    `by_us`: it was still alive when we killed the rest.
+    """
 
     rank: int
     code: int | None
@@ -69,13 +77,15 @@ class Stop:
 
 @dataclass
 class AttemptEnd:
-    """What is known when no rank is left: how each process ended, and what each rank had said of its end before."""
+    """What is known when no rank is left: how each process ended, and what each rank had said of
+    its end before."""
 
     number: int
     exits: dict[int, RankExit] = field(default_factory=dict)
     records: dict[int, EndRecord] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
-    """Process state (`process_state`) of each rank that had said nothing when others failed by its absence alone."""
+    """Process state (`process_state`) of each rank that had said nothing when others failed by
+    its absence alone."""
     silent_places: dict[int, Place] = field(default_factory=dict)
     """Where these ranks were then: the question for their stacks may wake them."""
     start_error: ErrorReport | None = None
@@ -88,15 +98,24 @@ class AttemptEnd:
     @property
     def reports(self) -> dict[int, ErrorReport]:
         """Why ranks failed, of those that said it."""
-        return {rank: record.report for rank, record in self.records.items() if record.report is not None}
+        return {
+            rank: record.report
+            for rank, record in self.records.items()
+            if record.report is not None
+        }
 
     @property
     def codes(self) -> set[int | None]:
-        """What the ranks say their work came to; None for those that ended without a word, or failed."""
-        return {record.code if record and not record.report else None for record in map(self.records.get, self.exits)}
+        """What the ranks say their work came to; None for those that ended without a word, or
+        failed."""
+        return {
+            record.code if record and not record.report else None
+            for record in map(self.records.get, self.exits)
+        }
 
     def has_failed(self, rank: int) -> bool:
-        """True for a rank that says so, and for a process that ended before its rank had said that its work is done.
+        """True for a rank that says so, and for a process that ended before its rank had said that
+        its work is done.
 
         Its exit code does not matter: any line of code can make it.
         """
@@ -114,7 +133,8 @@ class Attention:
         self._next_tick = 0.0
 
     def wait(self, link: ServerLink, until: float = math.inf) -> tuple[list[Report], list[int]]:
-        """Reports and signals, both possibly none, after `until` (monotonic seconds) or a tick at the latest."""
+        """Reports and signals, both possibly none, after `until` (monotonic seconds) or a tick
+        at the latest."""
         timeout_s = max(0.0, min(self._next_tick, until) - time.monotonic())
         sources: list[Any] = [link, self._inbox]
         readable, _, _ = select.select(sources, [], [], timeout_s)
@@ -171,7 +191,11 @@ class AttemptWatch:
         return self.end
 
     def _is_over(self) -> bool:
-        return self._server.link.closed or len(self.end.exits) == self._num_ranks or self.end.start_error is not None
+        return (
+            self._server.link.closed
+            or len(self.end.exits) == self._num_ranks
+            or self.end.start_error is not None
+        )
 
     def _hear(self, report: Report) -> None:
         """Take note of a report. What is left of an earlier attempt says nothing of this one."""
@@ -197,7 +221,9 @@ class AttemptWatch:
         self.end.records[rank] = record
         if record.has_failed:
             self._first_report_at = min(self._first_report_at, now)
-        elif record.is_stop:  # the ranks agreed to leave; one that stays behind does not stay for ever
+        elif (
+            record.is_stop
+        ):  # the ranks agreed to leave; one that stays behind does not stay for ever
             self._grace_until = min(self._grace_until, now + self._grace_s)
 
     def _on_exit(self, exited: RankExited) -> None:
@@ -213,7 +239,9 @@ class AttemptWatch:
         self.end.exits[left.rank] = left
         if self.end.has_failed(left.rank):
             self._first_failure_at = min(self._first_failure_at, now)
-        elif len(self.end.records) == self._num_ranks and not any(r.has_failed for r in self.end.records.values()):
+        elif len(self.end.records) == self._num_ranks and not any(
+            r.has_failed for r in self.end.records.values()
+        ):
             self._grace_until = min(self._grace_until, now + DONE_WINDOW_S)
 
     def _on_signal(self, number: int) -> None:
@@ -233,16 +261,24 @@ class AttemptWatch:
 
     def _failure_window_s(self) -> float:
         end = self.end
-        if len(end.exits.keys() | end.records.keys()) == self._num_ranks and self._first_failure_at < math.inf:
+        if (
+            len(end.exits.keys() | end.records.keys()) == self._num_ranks
+            and self._first_failure_at < math.inf
+        ):
             return CAUSE_WINDOW_S  # nobody is left who could tell us more
         if self._stop.signal is not None:
             return BROKEN_STOP_S if self._in_training() else CAUSE_WINDOW_S
         return CAUSE_WINDOW_S if self._is_cause_known() else SUSPECT_WINDOW_S
 
     def _is_cause_known(self) -> bool:
-        """False, too, after an abort alone: NCCL's watchdog ends a process because of another one."""
+        """False, too, after an abort alone: NCCL's watchdog ends a process because of another
+        one."""
         end = self.end
-        silent_deaths = [end.exits[rank] for rank in end.exits if end.has_failed(rank) and rank not in end.reports]
+        silent_deaths = [
+            end.exits[rank]
+            for rank in end.exits
+            if end.has_failed(rank) and rank not in end.reports
+        ]
         died = any(left.signal != signal.SIGABRT for left in silent_deaths)
         return died or any(not report.secondary for report in end.reports.values())
 
@@ -263,15 +299,25 @@ class AttemptWatch:
             self._server.kill()
 
     def _look_at_the_silent(self, now: float) -> bool:
-        """Once, when ranks failed only because of another one: note what those that say nothing do, and ask them for
-        their stacks. True if that takes a moment more.
+        """Once, when ranks failed only because of another one: note what those that say nothing do,
+        and ask them for their stacks.
+
+        True if that takes a moment more.
         """
-        if self._stop.signal is not None or not math.isinf(self._stacks_until) or self._is_cause_known():
+        if (
+            self._stop.signal is not None
+            or not math.isinf(self._stacks_until)
+            or self._is_cause_known()
+        ):
             return False
         spoken = self.end.exits.keys() | self.end.records.keys()
-        self.end.silent = {rank: process_state(pid) for rank, pid in enumerate(self._pids) if rank not in spoken}
+        self.end.silent = {
+            rank: process_state(pid) for rank, pid in enumerate(self._pids) if rank not in spoken
+        }
         places = {rank: read_black_box(black_box(self._run_dir, rank)) for rank in self.end.silent}
-        self.end.silent_places = {rank: place for rank, place in places.items() if place is not None}
+        self.end.silent_places = {
+            rank: place for rank, place in places.items() if place is not None
+        }
         self._stacks_until = now + STACKS_WINDOW_S
         self._server.link.send(ShowStacks(tuple(self.end.silent)))
         return bool(self.end.silent)

@@ -1,4 +1,8 @@
-"""Whether this process has begun to use CUDA, asked of NVIDIA's driver itself and without beginning to. Torch-free."""
+"""Whether this process has begun to use CUDA, asked of NVIDIA's driver itself and without beginning
+to.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 

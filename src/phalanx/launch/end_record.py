@@ -1,7 +1,8 @@
-"""How a rank tells of its own end: one line of JSON in a pipe to the server, which no full disk can keep back.
+"""How a rank tells of its own end: one line of JSON in a pipe to the server, which no full disk can
+keep back.
 
-An exit code proves nothing: code that is not ours can call `os._exit(0)`. A rank has done its work only if it says so.
-Events that a disk refuses go the same way, so that whoever watches sees them.
+An exit code proves nothing: code that is not ours can call `os._exit(0)`. A rank has done its work
+only if it says so. Events that a disk refuses go the same way, so that whoever watches sees them.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
 @dataclass(frozen=True)
 class EndRecord:
-    """How a rank ended, in its own words: the code that its entry returned, and why it failed if it did."""
+    """How a rank ended, in its own words: the code that its entry returned, and why it failed if
+    it did."""
 
     code: int
     report: ErrorReport | None = None
 
     @property
     def is_stop(self) -> bool:
-        """True if the ranks agreed to stop before the last step, because a signal had asked for it."""
+        """True if the ranks agreed to stop before the last step, because a signal had asked for
+        it."""
         return self.report is None and self.code in STOPPED
 
     @property
@@ -47,7 +50,10 @@ _LINES: Codec[EndRecord | RefusedEvent] = Codec((EndRecord, RefusedEvent))
 
 
 class EndWriter:
-    """The rank's end of the pipe `fd`. The first record is the one that counts; later ones are not sent."""
+    """The rank's end of the pipe `fd`.
+
+    The first record is the one that counts; later ones are not sent.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd, self._pid, self._pipe = fd, os.getpid(), _identity(fd)
@@ -73,7 +79,10 @@ class EndWriter:
                 pass
 
     def pass_on(self, event_line: str) -> bool:
-        """Send an event that the disk refused. False where it cannot be sent at once: training does not wait for it."""
+        """Send an event that the disk refused.
+
+        False where it cannot be sent at once: training does not wait for it.
+        """
         line = _LINES.encode(RefusedEvent(event_line))
         if not self.is_rank or len(line) > ATOMIC_BYTES or not self._lock.acquire(blocking=False):
             return False
@@ -86,7 +95,10 @@ class EndWriter:
             self._lock.release()
 
     def _is_open(self) -> bool:
-        """False once user code has closed all descriptors it found. Raises OSError if nothing took its place."""
+        """False once user code has closed all descriptors it found.
+
+        Raises OSError if nothing took its place.
+        """
         return _identity(self._fd) == self._pipe
 
 

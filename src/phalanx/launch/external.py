@@ -18,11 +18,13 @@ class ExternalRanks:
 
 
 def external_ranks(environ: MutableMapping[str, str]) -> ExternalRanks | None:
-    """The rank this process is, if a launcher started it: see `core.launchers` for whose variables come first.
+    """The rank this process is, if a launcher started it: see `core.launchers` for whose variables
+    come first.
 
-    What another launcher than torchrun says is written into `environ` in torch's words, for whatever reads them next.
-    None means: nobody started ranks, so phalanx does. Raises EnvironmentProblem (exit 6) for a description that
-    is incomplete or impossible, rather than starting a second set of ranks inside a rank.
+    What another launcher than torchrun says is written into `environ` in torch's words, for
+    whatever reads them next. None means: nobody started ranks, so phalanx does. Raises
+    EnvironmentProblem (exit 6) for a description that is incomplete or impossible, rather than
+    starting a second set of ranks inside a rank.
     """
     launched = adopt_launched_rank(environ)
     mine = read_rank_env(environ)
@@ -30,5 +32,9 @@ def external_ranks(environ: MutableMapping[str, str]) -> ExternalRanks | None:
         return None
     if launched is not None:
         return ExternalRanks(mine, f"from {launched.origin}: {launched.words}")
-    address = f"; rank 0 at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if mine.world_size > 1 else ""
+    address = (
+        f"; rank 0 at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        if mine.world_size > 1
+        else ""
+    )
     return ExternalRanks(mine, f"from RANK and WORLD_SIZE: {mine.world_size:,} in all{address}")

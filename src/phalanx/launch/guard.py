@@ -1,7 +1,9 @@
-"""Under another launcher, which believes exit codes: a process above each rank that turns its record into one.
+"""Under another launcher, which believes exit codes: a process above each rank that turns its
+record into one.
 
-`os._exit(0)` in user code would otherwise be a success to torchrun or srun. The guard is forked before torch is
-imported, hands on the signals that it gets, and when it is killed the kernel kills the rank.
+`os._exit(0)` in user code would otherwise be a success to torchrun or srun. The guard is forked
+before torch is imported, hands on the signals that it gets, and when it is killed the kernel kills
+the rank.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ _BY_THE_TERMINAL = 0x80  # SI_KERNEL: Ctrl-C reaches the rank by itself
 
 
 def fork_guarded(rank: int, run_dir: Path) -> EndWriter:
-    """Go on as a child process, the rank, which is to say on the result how it ended. The caller's process becomes the
-    guard: it ends when the rank does, with a code that is no success unless the rank said that its work is done.
+    """Go on as a child process, the rank, which is to say on the result how it ended.
+
+    The caller's process becomes the guard: it ends when the rank does, with a code that is no
+    success unless the rank said that its work is done.
     """
     reader, write_end = open_end_pipe()
     life_read, life_write = os.pipe()
@@ -47,7 +51,9 @@ def fork_guarded(rank: int, run_dir: Path) -> EndWriter:
     os._exit(_guard(pid, rank, run_dir, reader, watched))
 
 
-def _guard(pid: int, rank: int, run_dir: Path, reader: EndReader, watched: set[signal.Signals]) -> int:
+def _guard(
+    pid: int, rank: int, run_dir: Path, reader: EndReader, watched: set[signal.Signals]
+) -> int:
     record: EndRecord | None = None
     while True:
         told = signal.sigwaitinfo(watched)
@@ -69,10 +75,16 @@ def _exit_code(rank: int, run_dir: Path, code: int, record: EndRecord | None) ->
     box = black_box(run_dir, rank)
     where = f" {place_in_words(read_black_box(box))}" if box.exists() else ""
     if code < 0:
-        print(f"phalanx: rank {rank} was killed by {signal_name(-code)}{where}", file=sys.stderr, flush=True)
+        print(
+            f"phalanx: rank {rank} was killed by {signal_name(-code)}{where}",
+            file=sys.stderr,
+            flush=True,
+        )
         _die_of(-code)  # so that the launcher sees the signal, too
     how = "by os._exit or C's exit, before the run was done"
-    print(f"phalanx: rank {rank} exited with code {code}{where} ({how})", file=sys.stderr, flush=True)
+    print(
+        f"phalanx: rank {rank} exited with code {code}{where} ({how})", file=sys.stderr, flush=True
+    )
     return int(ExitCode.INTERNAL)
 
 

@@ -1,9 +1,11 @@
-"""Lifelines: a process holds the read end of a pipe and dies with the process that holds the write end.
+"""Lifelines: a process holds the read end of a pipe and dies with the process that holds the write
+end.
 
-The end of a pipe is used rather than the parent-death signal, because that one follows the *thread* that forked, is
-lost on exec of a set-uid program and reaches only direct children. On Linux the kernel itself delivers SIGKILL when
-the last write end closes (F_SETSIG + O_ASYNC), so it works while the process is stopped or holds the interpreter
-lock. Elsewhere a daemon thread watches the pipe, and a process that is stopped outlives its supervisor.
+The end of a pipe is used rather than the parent-death signal, because that one follows the *thread*
+that forked, is lost on exec of a set-uid program and reaches only direct children. On Linux the
+kernel itself delivers SIGKILL when the last write end closes (F_SETSIG + O_ASYNC), so it works
+while the process is stopped or holds the interpreter lock. Elsewhere a daemon thread watches the
+pipe, and a process that is stopped outlives its supervisor.
 """
 
 from __future__ import annotations
@@ -18,16 +20,20 @@ from collections.abc import Sequence
 
 
 def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
-    """Die by SIGKILL when the write end of any pipe closes; with `whole_group`, the process group does.
+    """Die by SIGKILL when the write end of any pipe closes; with `whole_group`, the process group
+    does.
 
-    Returns the descriptors to keep open. The read ends themselves stay open, for children that arm their own.
+    Returns the descriptors to keep open. The read ends themselves stay open, for children that arm
+    their own.
     """
     owner = -os.getpgid(0) if whole_group else os.getpid()
     if sys.platform == "linux":
         kept = [_arm_kernel(fd, owner) for fd in read_ends]
     else:
         kept = list(read_ends)
-        threading.Thread(target=_watch, args=(kept, owner), name="phalanx-lifeline", daemon=True).start()
+        threading.Thread(
+            target=_watch, args=(kept, owner), name="phalanx-lifeline", daemon=True
+        ).start()
     if _ended(read_ends, timeout_ms=0):  # the other side was gone before we armed
         os._exit(1)
     return kept
@@ -36,7 +42,8 @@ def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
 def _arm_kernel(read_end: int, owner: int) -> int:
     """Open the pipe anew and ask for SIGKILL on its end.
 
-    Anew, because owner and signal belong to the open file description, which forked processes share.
+    Anew, because owner and signal belong to the open file description, which forked processes
+    share.
     """
     fd = os.open(f"/proc/self/fd/{read_end}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.fcntl(fd, fcntl.F_SETOWN, owner)

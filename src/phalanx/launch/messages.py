@@ -16,7 +16,8 @@ from phalanx.launch.wire import Codec
 
 @dataclass(frozen=True)
 class Prepare:
-    """Take over the search path of modules, and import `preload`, so that ranks have them when they are forked."""
+    """Take over the search path of modules, and import `preload`, so that ranks have them when
+    they are forked."""
 
     run_dir: Path
     preload: tuple[str, ...]
@@ -26,7 +27,10 @@ class Prepare:
 
 @dataclass(frozen=True)
 class StartRanks:
-    """Fork the ranks of an attempt; each calls `entry` with `payload`. `doing`: what they do, as messages say it."""
+    """Fork the ranks of an attempt; each calls `entry` with `payload`.
+
+    `doing`: what they do, as messages say it.
+    """
 
     attempt: int
     num_ranks: int

@@ -35,16 +35,22 @@ def black_box(run_dir: Path, rank: int) -> Path:
 
 
 def next_attempt(run_dir: Path) -> int:
-    """One more than any attempt that left a file, so that a resumed run never writes over earlier ones."""
-    names = [path.name for folder in (EVENTS, LOGS) for path in (run_dir / folder).glob("rank-*-attempt-*")]
+    """One more than any attempt that left a file, so that a resumed run never writes over
+    earlier ones."""
+    names = [
+        path.name
+        for folder in (EVENTS, LOGS)
+        for path in (run_dir / folder).glob("rank-*-attempt-*")
+    ]
     return max((int(found[1]) for name in names if (found := _ATTEMPT.match(name))), default=-1) + 1
 
 
 def refuse_linked_folders(run_dir: Path, *, more: Sequence[str] = ()) -> None:
-    """Raise ResourceError for a link in place of a folder in which a job removes and rewrites files of its own.
+    """Raise ResourceError for a link in place of a folder in which a job removes and rewrites files
+    of its own.
 
-    A run may come from anywhere, and a link in it may lead to anybody's files. RUN and RUN/checkpoints may be links.
-    `more`: other folders of the run that are about to be filled.
+    A run may come from anywhere, and a link in it may lead to anybody's files. RUN and
+    RUN/checkpoints may be links. `more`: other folders of the run that are about to be filled.
     """
     for name in (LOGS, EVENTS, BLACK_BOXES, *more):
         folder = run_dir / name
@@ -64,11 +70,15 @@ def clear_black_boxes(run_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def blank_out_logs(run_dir: Path, environ: Mapping[str, str], *, only_attempt: int | None = None) -> None:
-    """Overwrite secrets of `environ` in the logs of processes that have ended: C code and child processes print too.
+def blank_out_logs(
+    run_dir: Path, environ: Mapping[str, str], *, only_attempt: int | None = None
+) -> None:
+    """Overwrite secrets of `environ` in the logs of processes that have ended: C code and child
+    processes print too.
 
-    What was looked at before, by this process or an earlier one, is not again: a restart waits for this.
-    `only_attempt`: only in the logs of its ranks, and nothing else is touched: the other files are another job's.
+    What was looked at before, by this process or an earlier one, is not again: a restart waits for
+    this. `only_attempt`: only in the logs of its ranks, and nothing else is touched: the other
+    files are another job's.
     """
     secrets = sorted({secret for group in secret_values(environ).values() for secret in group})
     done = _read_done(run_dir)
@@ -78,7 +88,9 @@ def blank_out_logs(run_dir: Path, environ: Mapping[str, str], *, only_attempt: i
             size = path.stat().st_size
             blank_out(path, secrets, begin=done.get(path.name, 0))
             done[path.name] = size
-        except OSError:  # a log that is gone or cannot be written holds nothing that could be mended here
+        except (
+            OSError
+        ):  # a log that is gone or cannot be written holds nothing that could be mended here
             pass
     if only_attempt is None:
         with contextlib.suppress(OSError):  # it only saves time

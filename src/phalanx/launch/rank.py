@@ -1,4 +1,5 @@
-"""What a forked rank does: move into its own log, environment and lifelines, call the entry, say how it ended."""
+"""What a forked rank does: move into its own log, environment and lifelines, call the entry, say
+how it ended."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ class RankTask:
     doing: str = "training"
 
 
-# Has a rank write its main thread's stack to its log, also while C code holds the interpreter's lock. Schedulers send
-# SIGUSR1 and SIGUSR2; this one is left alone.
+# Has a rank write its main thread's stack to its log, also while C code holds the interpreter's
+# lock. Schedulers send SIGUSR1 and SIGUSR2; this one is left alone.
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 STACK_HEAD = "Stack (most recent call first):"  # how faulthandler begins
 
@@ -64,19 +65,25 @@ class _SupervisorLink:
 
 
 def run_rank(task: RankTask, end: EndWriter) -> int:
-    """Call the entry and say on `end` how it ended. Returns the exit code of the process, which nobody believes.
+    """Call the entry and say on `end` how it ended.
 
-    The entry is called as `entry(payload, link)`. One whose way out may block, because other ranks or threads take
-    part in it, reports its error on the RankLink before it cleans up.
+    Returns the exit code of the process, which nobody believes.
+
+    The entry is called as `entry(payload, link)`. One whose way out may block, because other ranks
+    or threads take part in it, reports its error on the RankLink before it cleans up.
     """
     try:
         _close_input()
-        redirect_output(rank_log(task.run_dir, task.ranks.rank, task.ranks.attempt), Redactor(os.environ))
+        redirect_output(
+            rank_log(task.run_dir, task.ranks.rank, task.ranks.attempt), Redactor(os.environ)
+        )
         faulthandler.enable(2)
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
         os.environ.update(rank_variables(task.ranks, task.master_port, os.environ))
         trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
-        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))  # torch appends the rank
+        os.environ.setdefault(
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace)
+        )  # torch appends the rank
         entry: Entry = resolve(task.entry, "phalanx", "")
         code = int(entry(task.payload, _SupervisorLink(task, end)) or 0) & 0xFF
         end.tell(EndRecord(code))
@@ -85,10 +92,14 @@ def run_rank(task: RankTask, end: EndWriter) -> int:
     except KeyboardInterrupt as interrupt:
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return _report(task, interrupt, end)  # no signal made it: user code raised it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nobody caught it: die of it, as any program does
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # nobody caught it: die of it, as any program does
         os.kill(os.getpid(), signal.SIGINT)
         return ExitCode.INTERRUPTED
-    except BaseException as error:  # torch raises some errors that are no Exception; sys.exit is no way to finish
+    except (
+        BaseException
+    ) as error:  # torch raises some errors that are no Exception; sys.exit is no way to finish
         return _report(task, error, end)
 
 
@@ -115,7 +126,8 @@ def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End a rank's process with `code`, whatever threads its process groups still have: teardown may abort on them."""
+    """End a rank's process with `code`, whatever threads its process groups still have: teardown
+    may abort on them."""
     if code in (ExitCode.OK, ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
         _finish()
     for stream in (sys.stdout, sys.stderr):
@@ -125,10 +137,12 @@ def leave(code: int) -> NoReturn:
 
 
 def _finish() -> None:
-    """What the interpreter does when it ends, without its teardown, in which live process groups can crash.
+    """What the interpreter does when it ends, without its teardown, in which live process groups
+    can crash.
 
     Not done after an error: the others learn of it sooner, and cleaning up could wait for them.
     """
-    # Tells idle thread pools to end (compilers leave some), then joins all; multiprocessing's children do the same.
+    # Tells idle thread pools to end (compilers leave some), then joins all; multiprocessing's
+    # children do the same.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

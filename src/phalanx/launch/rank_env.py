@@ -1,4 +1,5 @@
-"""Who a rank is, as the environment says it: written for supervised ranks, read under any launcher."""
+"""Who a rank is, as the environment says it: written for supervised ranks, read under any
+launcher."""
 
 from __future__ import annotations
 
@@ -7,10 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.launchers import SUPERVISED, check_range, loopback_interface, read_integer, read_port
+from phalanx.core.launchers import (
+    SUPERVISED,
+    check_range,
+    loopback_interface,
+    read_integer,
+    read_port,
+)
 
-SERVER_CHOSE_THREADS = "PHALANX_SERVER_CHOSE_THREADS"  # the server's one thread is not the user's wish for the ranks
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # first: the newest
+SERVER_CHOSE_THREADS = (  # the server's one thread is not the user's wish for the ranks
+    "PHALANX_SERVER_CHOSE_THREADS"
+)
+ALLOCATOR_VARIABLES = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+)  # first: the newest
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -28,9 +41,9 @@ class RankEnv:
 def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str]) -> dict[str, str]:
     """What a supervised rank finds in its environment, on top of `environ`.
 
-    `TORCHELASTIC_USE_AGENT_STORE` makes rank 0 a client of the store like every other rank: the supervisor's side
-    holds it, so the death of rank 0 is no different. The interface is pinned because gloo listens, by default, on
-    the address the host's name resolves to.
+    `TORCHELASTIC_USE_AGENT_STORE` makes rank 0 a client of the store like every other rank: the
+    supervisor's side holds it, so the death of rank 0 is no different. The interface is pinned
+    because gloo listens, by default, on the address the host's name resolves to.
     """
     loopback = loopback_interface()
     variables = {
@@ -45,7 +58,9 @@ def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str])
         "PHALANX_ATTEMPT": str(ranks.attempt),
         SUPERVISED: "1",
     }
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     threads = str(max(1, cores // ranks.local_world_size))
     defaults = {"NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": threads}
     chosen = {name: value for name, value in defaults.items() if name not in environ}
@@ -55,8 +70,12 @@ def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str])
 
 
 def allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """How the memory of a GPU is given out, where the user says nothing of it: in segments that grow. Tensors of
-    another size in each step, as experts have, else leave holes that nothing fits into. torch reads it once."""
+    """How the memory of a GPU is given out, where the user says nothing of it: in segments that
+    grow.
+
+    Tensors of another size in each step, as experts have, else leave holes that nothing fits into.
+    torch reads it once.
+    """
     if any(name in environ for name in ALLOCATOR_VARIABLES):
         return {}
     return {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
@@ -65,8 +84,9 @@ def allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
     """The rank that `environ` describes, or None where it describes none.
 
-    Without LOCAL_RANK a rank is alone on its node (as under Kubernetes' PyTorchJob); without LOCAL_WORLD_SIZE all
-    ranks share one node. Raises EnvironmentProblem (exit 6) for half a description or an impossible one.
+    Without LOCAL_RANK a rank is alone on its node (as under Kubernetes' PyTorchJob); without
+    LOCAL_WORLD_SIZE all ranks share one node. Raises EnvironmentProblem (exit 6) for half a
+    description or an impossible one.
     """
     rank, world_size = read_integer(environ, "RANK"), read_integer(environ, "WORLD_SIZE")
     if rank is None and world_size is None:
@@ -74,21 +94,28 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
     if rank is None or world_size is None:
         present, absent = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
         raise EnvironmentProblem(
-            f"{present} is set and {absent} is not", fix=f"unset {present}, or let the launcher set both"
+            f"{present} is set and {absent} is not",
+            fix=f"unset {present}, or let the launcher set both",
         )
     check_range("RANK", rank, "WORLD_SIZE", world_size)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world_size > 1 and missing:
         raise EnvironmentProblem(
-            f"WORLD_SIZE is {world_size} and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
+            f"WORLD_SIZE is {world_size} and {' and '.join(missing)}"
+            f" {'is' if len(missing) == 1 else 'are'} not set",
             fix="set the address and port of rank 0 on every rank, or unset RANK and WORLD_SIZE",
         )
     read_port(environ, "MASTER_PORT")
-    local_rank, local_world_size = read_integer(environ, "LOCAL_RANK"), read_integer(environ, "LOCAL_WORLD_SIZE")
+    local_rank, local_world_size = (
+        read_integer(environ, "LOCAL_RANK"),
+        read_integer(environ, "LOCAL_WORLD_SIZE"),
+    )
     if local_world_size is None:
         local_world_size = 1 if local_rank is None else world_size
     elif local_rank is None and local_world_size > 1:
-        raise EnvironmentProblem(f"LOCAL_WORLD_SIZE is {local_world_size} and LOCAL_RANK is not set", fix="set it")
+        raise EnvironmentProblem(
+            f"LOCAL_WORLD_SIZE is {local_world_size} and LOCAL_RANK is not set", fix="set it"
+        )
     check_range("LOCAL_RANK", local_rank or 0, "LOCAL_WORLD_SIZE", local_world_size)
     attempt = read_integer(environ, "PHALANX_ATTEMPT")
     if attempt is None:

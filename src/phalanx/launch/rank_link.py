@@ -9,10 +9,14 @@ class RankLink(Protocol):
     """Given to the entry that each rank calls."""
 
     def report_error(self, error: BaseException) -> None:
-        """Tell why this rank fails, before anything that may wait for other ranks. The first call counts."""
+        """Tell why this rank fails, before anything that may wait for other ranks.
+
+        The first call counts.
+        """
 
     def tell_done(self) -> None:
-        """Tell that this rank's work is done, whatever comes of what follows, such as a sample of text."""
+        """Tell that this rank's work is done, whatever comes of what follows, such as a sample
+        of text."""
 
     def pass_on_event(self, line: str) -> None:
         """Hand on the line of an event that the disk did not take, so that a person sees it."""

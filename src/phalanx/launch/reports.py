@@ -1,4 +1,5 @@
-"""What a rank says when it fails: told to the supervisor, and kept as a small JSON file in the run's logs."""
+"""What a rank says when it fails: told to the supervisor, and kept as a small JSON file in the
+run's logs."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from phalanx.core.files import REFUSALS_THAT_LAST, disk_problem, write_json_atom
 from phalanx.core.secrets import Redactor
 from phalanx.core.uncaught import user_place
 
-# How torch words it when the fault lies with another rank. Only torch's own RuntimeErrors are looked at: the same
-# words in an OSError are more likely about a file server.
+# How torch words it when the fault lies with another rank. Only torch's own RuntimeErrors are
+# looked at: the same words in an OSError are more likely about a file server.
 _BECAUSE_OF_ANOTHER = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket ?closed|pair closure"
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket"
+    r" ?closed|pair closure"
     r"|timed out waiting|wait timeout|(socket|store|rendezvous|watchdog).{0,40}time[d ]*out"
     r"|gloo.{0,40}connect.{0,40}fail|failed to (recv|send|connect|accept)"
     r"|remote process exited|ncclRemoteError|ncclSystemError|no error.{0,20}peer",
@@ -52,10 +54,14 @@ class ErrorReport:
         write_json_atomic(path, asdict(self), durable=False)
 
 
-def describe(error: BaseException, run_dir: Path | None = None, doing: str = "training") -> ErrorReport:
-    """The report of `error`: no frames that only led into the user's code, no secrets of the environment.
+def describe(
+    error: BaseException, run_dir: Path | None = None, doing: str = "training"
+) -> ErrorReport:
+    """The report of `error`: no frames that only led into the user's code, no secrets of the
+    environment.
 
-    What a disk refuses the run itself, in `run_dir` or elsewhere, it would refuse again: that is a ResourceError.
+    What a disk refuses the run itself, in `run_dir` or elsewhere, it would refuse again: that is a
+    ResourceError.
     """
     redactor = Redactor(os.environ)
     lines = traceback.format_exception(type(error), error, _inner(error))
@@ -81,13 +87,20 @@ def describe(error: BaseException, run_dir: Path | None = None, doing: str = "tr
 
 def _words_of(error: BaseException) -> str:
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-        return f"sys.exit({'' if error.code is None else error.code}) was called before the run was done"
+        return (
+            f"sys.exit({'' if error.code is None else error.code}) was called before the run was"
+            " done"
+        )
     return _printable(error)
 
 
 def _inner(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
+    while (
+        trace is not None
+        and trace.tb_next is not None
+        and _is_machinery(trace.tb_frame.f_code.co_filename)
+    ):
         trace = trace.tb_next
     return trace
 
@@ -97,7 +110,8 @@ def _is_machinery(filename: str) -> bool:
 
 
 def _is_secondary(error: BaseException) -> bool:
-    """True if `error`, or what it was raised from or while handling, is a connection lost or a peer not answering."""
+    """True if `error`, or what it was raised from or while handling, is a connection lost or a
+    peer not answering."""
     seen: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in seen:

@@ -1,4 +1,5 @@
-"""When to start again and when to give up: a budget per window of time, and an end to crash loops."""
+"""When to start again and when to give up: a budget per window of time, and an end to crash
+loops."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from phalanx.core.units import format_seconds
 from phalanx.launch.verdict import Failure
 
 SAME_FAILURE_LIMIT = 3
-SAME_EXCEPTION_LIMIT = 2  # the same words at the same step: unlike a signal, nobody sent it from outside
+SAME_EXCEPTION_LIMIT = (
+    2  # the same words at the same step: unlike a signal, nobody sent it from outside
+)
 
 
 class RestartPolicy:
@@ -24,20 +27,25 @@ class RestartPolicy:
         self.num_restarts = 0
 
     def admit(self, failure: Failure, now_s: float) -> None:
-        """Count one restart because of `failure`; raise RestartBudgetError (exit 10) if it is one too many."""
+        """Count one restart because of `failure`; raise RestartBudgetError (exit 10) if it is
+        one too many."""
         key = (failure.step, failure.signature)
         self._num_same = self._num_same + 1 if key == self._last else 1
         self._last = key
-        if self._num_same >= (SAME_EXCEPTION_LIMIT if failure.cause == "exception" else SAME_FAILURE_LIMIT):
+        if self._num_same >= (
+            SAME_EXCEPTION_LIMIT if failure.cause == "exception" else SAME_FAILURE_LIMIT
+        ):
             where = f"at step {failure.step}" if failure.step else "before the first step"
             raise RestartBudgetError(
-                f"deterministic failure {where}: {failure.detail}", why=f"{self._num_same} times in a row"
+                f"deterministic failure {where}: {failure.detail}",
+                why=f"{self._num_same} times in a row",
             )
         while self._times and now_s - self._times[0] > self._window_s:
             self._times.popleft()
         if len(self._times) >= self._max_restarts:
             raise RestartBudgetError(
-                f"the restart budget is spent: {self._max_restarts} in {format_seconds(self._window_s)}",
+                f"the restart budget is spent: {self._max_restarts} in"
+                f" {format_seconds(self._window_s)}",
                 why=f"last cause: {failure.summary}",
             )
         self._times.append(now_s)

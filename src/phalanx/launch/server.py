@@ -1,10 +1,13 @@
-"""The process that has imported torch already and forks ranks: `python -m phalanx.launch.server LINK LIFE PRESENCE`.
+"""The process that has imported torch already and forks ranks: `python -m phalanx.launch.server
+LINK LIFE PRESENCE`.
 
-Importing torch takes seconds and forking takes milliseconds, so ranks start, and start again after a crash, at the
-price of the fork. That is sound only while this process has one thread and has not touched CUDA: it imports what it
-is told to, forks, reaps and reports, and nothing else. User modules are imported in the ranks.
+Importing torch takes seconds and forking takes milliseconds, so ranks start, and start again after
+a crash, at the price of the fork. That is sound only while this process has one thread and has not
+touched CUDA: it imports what it is told to, forks, reaps and reports, and nothing else. User
+modules are imported in the ranks.
 
-It gets orders and sends reports (`launch.messages`): what a rank says of its own end and the exit of each rank at once.
+It gets orders and sends reports (`launch.messages`): what a rank says of its own end and the exit
+of each rank at once.
 """
 
 from __future__ import annotations
@@ -57,7 +60,11 @@ from phalanx.launch.store import hold_store, listen_on_loopback
 from phalanx.launch.wire import Channel
 
 SupervisorLink: TypeAlias = Channel[Report, Order]
-_OUTLIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # a scheduler signals every process of the job
+_OUTLIVED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+)  # a scheduler signals every process of the job
 
 
 @dataclass
@@ -141,7 +148,8 @@ class Server:
                 self._link.send(PreloadBeginsCuda(name))
                 return
         gc.collect()
-        gc.freeze()  # collections in a rank would otherwise write to, and so copy, every page we share
+        # collections in a rank would otherwise write to, and so copy, every page we share
+        gc.freeze()
         self._link.send(Ready(time.monotonic() - started, _num_threads()))
 
     def _start(self, order: StartRanks) -> None:
@@ -155,7 +163,9 @@ class Server:
                     self._attempt.ranks[self._fork_rank(order, rank, port, listener)] = rank
         except OSError as error:
             self._kill_ranks()
-            problem = EnvironmentProblem("the ranks cannot be started", why=os.strerror(error.errno or 0))
+            problem = EnvironmentProblem(
+                "the ranks cannot be started", why=os.strerror(error.errno or 0)
+            )
             self._link.send(StartFailed(describe(problem)))
             return
         self._link.send(AttemptStarted(self._attempt.number, tuple(self._attempt.ranks)))
@@ -178,7 +188,8 @@ class Server:
             os.close(write_end)
 
     def _forward_record(self, rank: int) -> None:
-        """Pass on what a rank has said of its end, if it has by now, and events that its disk refused."""
+        """Pass on what a rank has said of its end, if it has by now, and events that its disk
+        refused."""
         reader = self._attempt.records[rank]
         record = reader.read()
         for line in reader.take_events():
@@ -187,9 +198,11 @@ class Server:
             self._link.send(EndRecorded(self._attempt.number, rank, record))
 
     def _fork(self, run: Callable[[], int]) -> int:
-        """Start `run` in a process of its own group that dies with the supervisor and with us; its pid.
+        """Start `run` in a process of its own group that dies with the supervisor and with us; its
+        pid.
 
-        Signals wait meanwhile: one that arrived before the child dropped our handlers would be lost.
+        Signals wait meanwhile: one that arrived before the child dropped our handlers would be
+        lost.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -280,7 +293,9 @@ def _import(name: str) -> None:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name == name.partition(".")[0]:
-            raise EnvironmentProblem(f"{name} cannot be imported", why=str(error), fix="install it") from None
+            raise EnvironmentProblem(
+                f"{name} cannot be imported", why=str(error), fix="install it"
+            ) from None
         raise
 
 

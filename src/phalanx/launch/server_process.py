@@ -1,4 +1,5 @@
-"""The supervisor's hold on the server process: start it, hear of its end, take it down with all it forked."""
+"""The supervisor's hold on the server process: start it, hear of its end, take it down with all
+it forked."""
 
 from __future__ import annotations
 
@@ -23,12 +24,19 @@ ServerLink: TypeAlias = Channel[Order, Report]
 class ServerProcess:
     """A running server. `link` carries messages.
 
-    Only we hold the write end of the life pipe: when we die, however, the kernel kills the server and its ranks.
-    All of them hold the write end of the presence pipe: when it ends, none of them is left.
+    Only we hold the write end of the life pipe: when we die, however, the kernel kills the server
+    and its ranks. All of them hold the write end of the presence pipe: when it ends, none of them
+    is left.
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], link: ServerLink, life: int, presence: int, log: Path, log_start: int
+        self,
+        process: subprocess.Popen[bytes],
+        link: ServerLink,
+        life: int,
+        presence: int,
+        log: Path,
+        log_start: int,
     ) -> None:
         self._process = process
         self.link = link
@@ -41,7 +49,9 @@ class ServerProcess:
         return self._process.pid
 
     def kill(self, timeout_s: float = 2.0) -> int:
-        """SIGKILL the server; its end kills what it forked. Wait for all; the exit code of the server.
+        """SIGKILL the server; its end kills what it forked.
+
+        Wait for all; the exit code of the server.
 
         Safe to call twice, and the way to learn how a server ended that closed its link.
         """
@@ -107,19 +117,23 @@ def start_server(run_dir: Path) -> ServerProcess:
     finally:
         os.close(life_read)
         os.close(presence_write)
-    return ServerProcess(process, Channel(ours, ORDERS, REPORTS), life_write, presence_read, log_path, log_start)
+    return ServerProcess(
+        process, Channel(ours, ORDERS, REPORTS), life_write, presence_read, log_path, log_start
+    )
 
 
 def _server_environment() -> dict[str, str]:
     """Ours, with one thread for each numerical library (unless set), and phalanx importable.
 
-    Libraries ask torch for GPUs when they are imported. Torch then asks the driver, and no fork can use CUDA any more,
-    unless it is told to ask NVML.
+    Libraries ask torch for GPUs when they are imported. Torch then asks the driver, and no fork can
+    use CUDA any more, unless it is told to ask NVML.
     """
     defaults = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     environment = defaults | allocator_variables(os.environ) | dict(os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
         environment[SERVER_CHOSE_THREADS] = "1"  # ranks choose for themselves
     home = str(Path(__file__).parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     return environment

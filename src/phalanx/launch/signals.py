@@ -1,4 +1,5 @@
-"""Signals as things to read: the supervisor waits on a descriptor and nothing happens behind its back."""
+"""Signals as things to read: the supervisor waits on a descriptor and nothing happens behind its
+back."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from typing import Any
 
 
 class SignalInbox:
-    """While open, SIGTERM, SIGINT and SIGHUP arrive as numbers from `take()`, and `fileno()` becomes readable.
+    """While open, SIGTERM, SIGINT and SIGHUP arrive as numbers from `take()`, and `fileno()`
+    becomes readable.
 
-    An ignored SIGHUP (nohup) stays ignored. Outside the main thread, where Python allows no handlers, it is empty.
+    An ignored SIGHUP (nohup) stays ignored. Outside the main thread, where Python allows no
+    handlers, it is empty.
     """
 
     def __init__(self) -> None:
@@ -32,7 +35,10 @@ class SignalInbox:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -54,7 +60,8 @@ class SignalInbox:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor carries the number; a Python handler must exist for it to be written."""
+    """The wake-up descriptor carries the number; a Python handler must exist for it to be
+    written."""
 
 
 def signal_name(number: int) -> str:

@@ -1,21 +1,35 @@
-"""What stays equal when the same failure happens again: its words without ports, addresses, process ids and times."""
+"""What stays equal when the same failure happens again: its words without ports, addresses,
+process ids and times."""
 
 from __future__ import annotations
 
 import re
 import socket
 
-# In this order: what is found first is not looked at again. Plain numbers stay: index 3 is another error than index 7.
+# In this order: what is found first is not looked at again. Plain numbers stay: index 3 is another
+# error than index 7.
 _VARYING = (
     (re.compile(r"\b0x[0-9a-fA-F]+"), "0x"),
     (re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"), "UUID"),
     # glog's head of a line: [E1122 16:49:41.123456 4711 ProcessGroupNCCL.cpp:1]
     (re.compile(r"\b[IWEF]\d{4} \d\d:\d\d:\d\d(?:\.\d+)?\s+\d+"), "TIME PID"),
-    (re.compile(r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)?"), "TIME"),
+    (
+        re.compile(
+            r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)?"
+        ),
+        "TIME",
+    ),
     (re.compile(r"\b\d\d:\d\d:\d\d(?:[.,]\d+)?\b"), "TIME"),
-    # IPv6 in brackets or bare, then IPv4; each with the port that follows it in the words of gloo, c10d or Python
-    (re.compile(r"(?<!\w)\[[0-9a-fA-F]*:[0-9a-fA-F]*:[0-9a-fA-F:.]*(?:%\w+)?\](?::\d{1,5}\b)?"), "ADDRESS"),
-    (re.compile(r"(?<![\w:.])(?:[0-9a-fA-F]{1,4}:){3,7}(?::?[0-9a-fA-F]{1,4})(?![\w:])"), "ADDRESS"),
+    # IPv6 in brackets or bare, then IPv4; each with the port that follows it in the words of gloo,
+    # c10d or Python
+    (
+        re.compile(r"(?<!\w)\[[0-9a-fA-F]*:[0-9a-fA-F]*:[0-9a-fA-F:.]*(?:%\w+)?\](?::\d{1,5}\b)?"),
+        "ADDRESS",
+    ),
+    (
+        re.compile(r"(?<![\w:.])(?:[0-9a-fA-F]{1,4}:){3,7}(?::?[0-9a-fA-F]{1,4})(?![\w:])"),
+        "ADDRESS",
+    ),
     (
         re.compile(
             r"(?<![\w:.])(?:[0-9a-fA-F]{1,4}(?::[0-9a-fA-F]{1,4})*)?::(?:[0-9a-fA-F]{1,4}:)*[0-9a-fA-F]{1,4}(?![\w:])"
@@ -32,12 +46,15 @@ _VARYING = (
     ),
     (
         re.compile(
-            r"\b(ports?|pids?(?:\(s\))?|process|thread(?: id)?|tid|fd)(\s*[=:#]?\s*)\d+(?:, \d+)*", re.IGNORECASE
+            r"\b(ports?|pids?(?:\(s\))?|process|thread(?: id)?|tid|fd)(\s*[=:#]?\s*)\d+(?:, \d+)*",
+            re.IGNORECASE,
         ),
         r"\1\2N",
     ),
     (
-        re.compile(r"\b\d+(?:\.\d+)?(?:e-?\d+)?\s*(?:ns|us|µs|ms|s|secs?|seconds?|milliseconds?|min|minutes?|h)\b"),
+        re.compile(
+            r"\b\d+(?:\.\d+)?(?:e-?\d+)?\s*(?:ns|us|µs|ms|s|secs?|seconds?|milliseconds?|min|minutes?|h)\b"
+        ),
         "TIME",
     ),
     (re.compile(r"\b(SeqNum|seq|sequence number|work)(\s*[=:]\s*)\d+", re.IGNORECASE), r"\1\2N"),
@@ -49,7 +66,8 @@ _VARYING = (
 
 
 def signature_of(words: str) -> str:
-    """`words` with what differs from start to start replaced; equal for two failures that say the same."""
+    """`words` with what differs from start to start replaced; equal for two failures that say
+    the same."""
     host = socket.gethostname()
     if len(host) > 2:
         words = re.sub(rf"(?<![\w.-]){re.escape(host)}(?:\.[\w.-]*\w)?(?![\w-])", "HOST", words)

@@ -1,7 +1,9 @@
-"""The rendezvous store of one attempt: a listening socket on loopback, and the process that serves it.
+"""The rendezvous store of one attempt: a listening socket on loopback, and the process that serves
+it.
 
-Fresh for each attempt, so that no rank can read the addresses of a dead one; in a process of its own, so that no
-rank's death takes it along. The socket listens before the first rank exists: nobody waits, nobody retries.
+Fresh for each attempt, so that no rank can read the addresses of a dead one; in a process of its
+own, so that no rank's death takes it along. The socket listens before the first rank exists: nobody
+waits, nobody retries.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import socket
 
 
 def listen_on_loopback() -> socket.socket:
-    """A listening socket on a free port of 127.0.0.1. Given none, torch would listen on every interface."""
+    """A listening socket on a free port of 127.0.0.1.
+
+    Given none, torch would listen on every interface.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))
     listener.listen(4096)
@@ -26,7 +31,11 @@ def hold_store(listener: socket.socket) -> int:
     port = listener.getsockname()[1]
     distributed = importlib.import_module("torch.distributed")
     store = distributed.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
     while store is not None:
         signal.pause()

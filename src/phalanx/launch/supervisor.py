@@ -1,4 +1,5 @@
-"""Start the ranks, watch them, start them again after a crash, stop them when asked, and say how it ended."""
+"""Start the ranks, watch them, start them again after a crash, stop them when asked, and say how
+it ended."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from phalanx.launch.verdict import Failure, find_failure
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note, RankFailed, RanksStarted, RestartScheduled
 
-# A job that another one has taken over, or whose disk refuses, is not to be queued again: a person must act first.
+# A job that another one has taken over, or whose disk refuses, is not to be queued again: a person
+# must act first.
 FINAL_WHILE_STOPPING = (ExitCode.RUN_LOCKED, ExitCode.RESOURCES)
 
 
@@ -32,10 +34,10 @@ FINAL_WHILE_STOPPING = (ExitCode.RUN_LOCKED, ExitCode.RESOURCES)
 class LaunchSpec:
     """What to run in how many ranks.
 
-    `entry` is "package.module:function", called in each rank as `function(payload, link) -> exit code` with the JSON
-    of a payload and a RankLink; `preload` names the modules that are imported once, before the first fork.
-    `max_restarts` holds per `restart_window_s`; `grace_s` is how long the ranks may take to save after SIGTERM or
-    Ctrl-C.
+    `entry` is "package.module:function", called in each rank as `function(payload, link) -> exit
+    code` with the JSON of a payload and a RankLink; `preload` names the modules that are imported
+    once, before the first fork. `max_restarts` holds per `restart_window_s`; `grace_s` is how long
+    the ranks may take to save after SIGTERM or Ctrl-C.
     """
 
     entry: str
@@ -45,7 +47,10 @@ class LaunchSpec:
     run_dir: Path
     preload: tuple[str, ...]
     stepless: str = ""
-    """What ranks without steps do, say "evaluating": they are started once, not again. Empty for those that train."""
+    """What ranks without steps do, say "evaluating": they are started once, not again.
+
+    Empty for those that train.
+    """
     max_restarts: int = 3
     restart_window_s: float = 3600.0
     grace_s: float = 25.0
@@ -53,7 +58,10 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended. `status` is "finished" | "preempted" | "interrupted" | "failed"; `message` is for a person."""
+    """How it ended.
+
+    `status` is "finished" | "preempted" | "interrupted" | "failed"; `message` is for a person.
+    """
 
     exit_code: int
     status: str
@@ -70,15 +78,18 @@ def supervise(
     newest_step: Callable[[], int] = lambda: 0,
     on_refused_event: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """Run the ranks of `spec` to their end; nothing that it started is left when it returns or raises.
+    """Run the ranks of `spec` to their end; nothing that it started is left when it returns or
+    raises.
 
-    `on_tick` is called about ten times a second, `say` with lines for the person. `newest_step` is the step of the
-    newest checkpoint, from which a restart continues. `on_refused_event` gets the lines of ranks' events that the disk
-    did not take. `bus` is the supervisor's (rank -1).
-    Raises PhalanxError if the run directory cannot be written.
+    `on_tick` is called about ten times a second, `say` with lines for the person. `newest_step` is
+    the step of the newest checkpoint, from which a restart continues. `on_refused_event` gets the
+    lines of ranks' events that the disk did not take. `bus` is the supervisor's (rank -1). Raises
+    PhalanxError if the run directory cannot be written.
     """
     with SignalInbox() as inbox:
-        supervisor = _Supervisor(spec, bus, Attention(inbox, on_tick), _quietly(say), newest_step, on_refused_event)
+        supervisor = _Supervisor(
+            spec, bus, Attention(inbox, on_tick), _quietly(say), newest_step, on_refused_event
+        )
         try:
             return supervisor.run()
         finally:
@@ -110,8 +121,12 @@ class _Supervisor:
             self._num_attempts += 1
             end = self._run_attempt(number)
             # Of a run that another job has taken, only what these ranks wrote is this job's.
-            is_taken = any(report.exit_code == ExitCode.RUN_LOCKED for report in end.reports.values())
-            blank_out_logs(self._spec.run_dir, os.environ, only_attempt=number if is_taken else None)
+            is_taken = any(
+                report.exit_code == ExitCode.RUN_LOCKED for report in end.reports.values()
+            )
+            blank_out_logs(
+                self._spec.run_dir, os.environ, only_attempt=number if is_taken else None
+            )
             failure = find_failure(end, self._spec.run_dir)
             if self._stop.signal is not None:
                 return self._stopped(end, failure)
@@ -123,7 +138,11 @@ class _Supervisor:
             try:
                 self._policy.admit(failure, time.monotonic())
             except RestartBudgetError as error:
-                message = str(error) if failure.report == failure.summary else f"{error}\n{failure.report}"
+                message = (
+                    str(error)
+                    if failure.report == failure.summary
+                    else f"{error}\n{failure.report}"
+                )
                 return Outcome(int(error.exit_code), "failed", message, self._num_attempts)
             self._announce_restart(failure)
             number += 1
@@ -164,7 +183,8 @@ class _Supervisor:
     def _start_server(self, end: AttemptEnd) -> AttemptEnd | None:
         """Start a server that is ready to fork; None when it is, otherwise how the attempt ended.
 
-        A module that begins to use CUDA when it is imported is left to the ranks: what forks after it could not.
+        A module that begins to use CUDA when it is imported is left to the ranks: what forks after
+        it could not.
         """
         while True:
             self._server = start_server(self._spec.run_dir)
@@ -175,8 +195,8 @@ class _Supervisor:
             self._server.kill()
 
     def _prepare(self, server: ServerProcess, end: AttemptEnd) -> AttemptEnd | None:
-        """Have the server import what it must; None when it is ready, or when a module is to be left out and another
-        server be started; otherwise how the attempt ended."""
+        """Have the server import what it must; None when it is ready, or when a module is to be
+        left out and another server be started; otherwise how the attempt ended."""
         search_path = tuple(sys.path), os.environ.get("PYTHONPATH")
         server.link.send(Prepare(self._spec.run_dir, self._preload, *search_path))
         while not server.link.closed:
@@ -204,28 +224,42 @@ class _Supervisor:
         return end
 
     def _left(self, end: AttemptEnd) -> Outcome:
-        """All ranks say that they finished, or that they agreed to leave because one of them was told to."""
+        """All ranks say that they finished, or that they agreed to leave because one of them was
+        told to."""
         if end.codes == {ExitCode.OK}:
             return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
         code = ExitCode.PREEMPTED if ExitCode.PREEMPTED in end.codes else ExitCode.INTERRUPTED
         return self._leave(code, _late(end))
 
     def _stopped(self, end: AttemptEnd, failure: Failure | None) -> Outcome:
-        """A stop was asked for. Whatever happened on the way, the run is to be continued, not repaired."""
-        code = ExitCode.INTERRUPTED if self._stop.at_once or self._is_interrupt() else ExitCode.PREEMPTED
+        """A stop was asked for.
+
+        Whatever happened on the way, the run is to be continued, not repaired.
+        """
+        code = (
+            ExitCode.INTERRUPTED
+            if self._stop.at_once or self._is_interrupt()
+            else ExitCode.PREEMPTED
+        )
         if self._stop.at_once:
-            return self._leave(code, "stopped at once by Ctrl-C; the last checkpoint, if any, stands")
+            return self._leave(
+                code, "stopped at once by Ctrl-C; the last checkpoint, if any, stands"
+            )
         if end.codes == {ExitCode.OK}:
             return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
         if not end.exits:
             return self._leave(code, "stopped before the ranks had started; nothing is lost")
         if failure is not None and failure.step < 1 and failure.cause == "signal":
-            return self._leave(code, "stopped before the first step; the last checkpoint, if any, stands")
+            return self._leave(
+                code, "stopped before the first step; the last checkpoint, if any, stands"
+            )
         if failure is not None and failure.exit_code in FINAL_WHILE_STOPPING:
             self._emit_failure(failure)
             return Outcome(int(failure.exit_code), "failed", failure.report, self._num_attempts)
         if failure is not None:
-            return self._leave(code, f"failed while stopping; the last checkpoint stands\n{failure.report}")
+            return self._leave(
+                code, f"failed while stopping; the last checkpoint stands\n{failure.report}"
+            )
         return self._leave(code, _late(end))
 
     def _is_interrupt(self) -> bool:
@@ -248,21 +282,32 @@ class _Supervisor:
         )
 
     def _announce_restart(self, failure: Failure) -> None:
-        from_step, restart, budget = self._newest_step(), self._policy.num_restarts, self._spec.max_restarts
+        from_step, restart, budget = (
+            self._newest_step(),
+            self._policy.num_restarts,
+            self._spec.max_restarts,
+        )
         self._bus.emit(RestartScheduled(restart, budget, from_step))
-        self._say(f"{failure.summary}; starting again from step {from_step} (restart {restart} of {budget})")
+        self._say(
+            f"{failure.summary}; starting again from step {from_step} (restart {restart} of"
+            f" {budget})"
+        )
 
 
 def _late(end: AttemptEnd) -> str:
     """What to say if ranks had to be killed on the way out; nothing if they left by themselves."""
     if end.codes <= {ExitCode.OK, *STOPPED} and not end.grace_over:
         return ""
-    return "the ranks did not save within the grace period and were killed; the last checkpoint stands"
+    return (
+        "the ranks did not save within the grace period and were killed; the last checkpoint stands"
+    )
 
 
 def _unexplained(how: str, last_words: str) -> ErrorReport:
     what = f"the process that starts the ranks {how}"
-    return ErrorReport("", what, f"{what}\n{last_words}", ExitCode.INTERNAL, False, what, False, -1.0)
+    return ErrorReport(
+        "", what, f"{what}\n{last_words}", ExitCode.INTERNAL, False, what, False, -1.0
+    )
 
 
 def _quietly(say: Callable[[str], None]) -> Callable[[str], None]:

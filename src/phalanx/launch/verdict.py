@@ -1,4 +1,5 @@
-"""Why an attempt failed: which rank was first, what a person should read, and whether starting again can help."""
+"""Why an attempt failed: which rank was first, what a person should read, and whether starting
+again can help."""
 
 from __future__ import annotations
 
@@ -30,8 +31,11 @@ _DETERMINISTIC = {int(code) for code in ExitCode} - {
 }
 # Python raises SystemExit for sys.exit, and that is reported with its line.
 UNSAID = " (by os._exit or C's exit, before the run was done)"
-# What says why a rank was aborted, and what comes after it is often longer than the end of a log that is shown.
-_TELLING = re.compile(r"watchdog|NCCL (WARN|error)|terminate called|what\(\):|Fatal Python error", re.IGNORECASE)
+# What says why a rank was aborted, and what comes after it is often longer than the end of a log
+# that is shown.
+_TELLING = re.compile(
+    r"watchdog|NCCL (WARN|error)|terminate called|what\(\):|Fatal Python error", re.IGNORECASE
+)
 NUM_LAST_LINES, NUM_TELLING_LINES, NUM_STACK_LINES = 25, 6, 10
 
 
@@ -39,8 +43,9 @@ NUM_LAST_LINES, NUM_TELLING_LINES, NUM_STACK_LINES = 25, 6, 10
 class Failure:
     """The root cause of a failed attempt.
 
-    `summary` is one line with the place; `detail` the error or signal alone; `report` the whole text for a person;
-    `signature` is equal for equal failures. `step` is 0 before the first step, `rank` -1 for the server itself.
+    `summary` is one line with the place; `detail` the error or signal alone; `report` the whole
+    text for a person; `signature` is equal for equal failures. `step` is 0 before the first step,
+    `rank` -1 for the server itself.
     """
 
     rank: int
@@ -97,21 +102,30 @@ def _first_to_fail(end: AttemptEnd, run_dir: Path) -> _First | None:
             found.append(_First(reports[rank].secondary, reports[rank].time_monotonic_s, rank))
         elif rank in end.exits:
             left = end.exits[rank]
-            found.append(_First(_is_aborted_because_of_another(left, end, run_dir), left.died_monotonic_s, rank))
+            found.append(
+                _First(
+                    _is_aborted_because_of_another(left, end, run_dir), left.died_monotonic_s, rank
+                )
+            )
     return min(found, default=None)
 
 
 def _is_aborted_because_of_another(left: RankExit, end: AttemptEnd, run_dir: Path) -> bool:
-    """C++ code of torch, NCCL's watchdog above all, ends a process when a peer is gone or does not come."""
+    """C++ code of torch, NCCL's watchdog above all, ends a process when a peer is gone or does
+    not come."""
     if left.signal != signal.SIGABRT:
         return False
-    return any(blames_another(line) for line in _telling_lines(rank_log(run_dir, left.rank, end.number)))
+    return any(
+        blames_another(line) for line in _telling_lines(rank_log(run_dir, left.rank, end.number))
+    )
 
 
 def _places(end: AttemptEnd, run_dir: Path) -> dict[int, Place]:
     ranks = end.exits.keys() | end.records.keys() | end.silent.keys()
     places = {rank: read_black_box(black_box(run_dir, rank)) for rank in ranks}
-    return {rank: place for rank, place in sorted(places.items()) if place is not None} | end.silent_places
+    return {
+        rank: place for rank, place in sorted(places.items()) if place is not None
+    } | end.silent_places
 
 
 def _from_supervision(report: ErrorReport) -> Failure:
@@ -134,7 +148,11 @@ def _from_supervision(report: ErrorReport) -> Failure:
 def _of_our_own_processes(end: AttemptEnd, run_dir: Path) -> Failure | None:
     if not end.server_loss and not end.store_loss:
         return None
-    what = "the process that starts the ranks" if end.server_loss else "the process that holds the rendezvous store"
+    what = (
+        "the process that starts the ranks"
+        if end.server_loss
+        else "the process that holds the rendezvous store"
+    )
     how = end.server_loss or f"ended ({end.store_loss})"
     boxes = (run_dir / BLACK_BOXES).glob("rank-*")
     places = [place for box in boxes if (place := read_black_box(box)) is not None]
@@ -154,7 +172,9 @@ def _of_our_own_processes(end: AttemptEnd, run_dir: Path) -> Failure | None:
     )
 
 
-def _from_phalanx_error(rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd) -> Failure:
+def _from_phalanx_error(
+    rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd
+) -> Failure:
     return Failure(
         rank=rank,
         cause="exception",
@@ -170,7 +190,9 @@ def _from_phalanx_error(rank: int, report: ErrorReport, place: Place | None, end
     )
 
 
-def _from_exception(rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
+def _from_exception(
+    rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd, run_dir: Path
+) -> Failure:
     summary = f"rank {rank} failed {place_in_words(place, end.stepless)}"
     raised_at = [f"your code: {report.user_place}"] if report.user_place else []
     log = f"log: {rank_log(run_dir, rank, end.number)}"
@@ -191,7 +213,8 @@ def _from_exception(rank: int, report: ErrorReport, place: Place | None, end: At
 
 
 def _from_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
-    """The others failed because they waited for this rank; it had said nothing, or came too late."""
+    """The others failed because they waited for this rank; it had said nothing, or came too
+    late."""
     rank, places = absence.rank, _places(end, run_dir)
     place, log = places.get(rank), rank_log(run_dir, absence.rank, end.number)
     where = place_in_words(place, end.stepless)
@@ -217,23 +240,32 @@ def _from_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
     )
 
 
-def _from_code(rank: int, code: int, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
+def _from_code(
+    rank: int, code: int, place: Place | None, end: AttemptEnd, run_dir: Path
+) -> Failure:
     """The entry returned a code that is neither success nor a stop, and said no more."""
     deterministic = code in _DETERMINISTIC
     failure = _death(rank, "exit", f"ended with code {code}", place, end, run_dir)
     exit_code = code if deterministic else int(ExitCode.INTERNAL)
-    return replace(failure, exit_code=exit_code, restartable=failure.restartable and not deterministic)
+    return replace(
+        failure, exit_code=exit_code, restartable=failure.restartable and not deterministic
+    )
 
 
 def _from_exit(left: RankExit, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
-    """A death without a word: a signal, or an exit behind our back. Whatever code that had, its work was not done."""
+    """A death without a word: a signal, or an exit behind our back.
+
+    Whatever code that had, its work was not done.
+    """
     if left.signal is None:
         return _death(left.rank, "exit", f"exited with code {left.code}", place, end, run_dir)
     detail = f"killed by {signal_name(left.signal)}"
     return replace(_death(left.rank, "signal", detail, place, end, run_dir), restartable=True)
 
 
-def _death(rank: int, cause: str, detail: str, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
+def _death(
+    rank: int, cause: str, detail: str, place: Place | None, end: AttemptEnd, run_dir: Path
+) -> Failure:
     was = "was " if cause == "signal" else ""
     summary = f"rank {rank} {was}{detail} {place_in_words(place, end.stepless)}"
     left, log = end.exits.get(rank), rank_log(run_dir, rank, end.number)
@@ -260,7 +292,8 @@ def _detected_s(rank: int, end: AttemptEnd) -> float:
 
 
 def place_in_words(place: Place | None, stepless: str = "") -> str:
-    """Step, phase and collective, as the end of a sentence; of ranks without steps, what they did."""
+    """Step, phase and collective, as the end of a sentence; of ranks without steps, what they
+    did."""
     collective = f" ({place.collective})" if place is not None and place.collective else ""
     if stepless:
         return f"while {stepless}{collective}"
@@ -274,8 +307,8 @@ def _hint(how: str) -> str:
 
 
 def _last_words(left: RankExit | None, log: Path) -> list[str]:
-    """The end of the log where it explains a death (stacks of faulthandler, an abort's message), and before it those
-    lines of NCCL and of C++ that say why."""
+    """The end of the log where it explains a death (stacks of faulthandler, an abort's message),
+    and before it those lines of NCCL and of C++ that say why."""
     if left is not None and left.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
         return []
     end = _read_lines(log)[-NUM_LAST_LINES:]
@@ -311,9 +344,11 @@ def _tail_of(log: Path, num_bytes: int = 64 << 20) -> str:
 
 
 def _others(root: int, root_report: ErrorReport | None, end: AttemptEnd) -> list[str]:
-    """One line for all ranks that ended with the first, and one for each that had an error of its own.
+    """One line for all ranks that ended with the first, and one for each that had an error of its
+    own.
 
-    A rank that we killed before it noticed ended because of that, too: on a busy machine few notice in time.
+    A rank that we killed before it noticed ended because of that, too: on a busy machine few notice
+    in time.
     """
     secondary = {rank for rank, report in end.reports.items() if report.secondary}
     killed = {rank for rank, left in end.exits.items() if left.by_us and rank not in end.reports}

@@ -16,7 +16,8 @@ _TAG = "type"
 
 
 class Codec(Generic[Message]):
-    """Writes messages of the dataclasses `kinds` as lines of JSON that name their class, and reads them."""
+    """Writes messages of the dataclasses `kinds` as lines of JSON that name their class, and
+    reads them."""
 
     def __init__(self, kinds: Iterable[type[Message]]) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
@@ -30,7 +31,10 @@ class Codec(Generic[Message]):
         return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
     def decode(self, line: bytes) -> Message:
-        """The message of one line. Raises TypedJsonError for another class, or for fields that are not its own."""
+        """The message of one line.
+
+        Raises TypedJsonError for another class, or for fields that are not its own.
+        """
         fields = json.loads(line)
         name = fields.pop(_TAG, None) if isinstance(fields, dict) else None
         if name not in self._kinds:
@@ -39,7 +43,10 @@ class Codec(Generic[Message]):
 
 
 class Channel(Generic[Sent, Received]):
-    """One end of a socket pair. `closed` becomes true when the other end is gone; sending to it is then a no-op."""
+    """One end of a socket pair.
+
+    `closed` becomes true when the other end is gone; sending to it is then a no-op.
+    """
 
     def __init__(self, sock: socket.socket, sent: Codec[Sent], received: Codec[Received]) -> None:
         self._socket = sock
@@ -59,7 +66,8 @@ class Channel(Generic[Sent, Received]):
             self.closed = True
 
     def receive(self) -> list[Received]:
-        """The messages completed by one read; blocks until something arrives or the other end closes."""
+        """The messages completed by one read; blocks until something arrives or the other end
+        closes."""
         try:
             data = self._socket.recv(1 << 16)
         except OSError:

@@ -1,1 +1,4 @@
-"""The opened process groups of a layout, logical shards, and what differs between torch releases. First torch."""
+"""The opened process groups of a layout, logical shards, and what differs between torch releases.
+
+First torch.
+"""

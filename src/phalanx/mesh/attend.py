@@ -1,4 +1,5 @@
-"""Scaled dot-product attention of grouped queries, without a copy of keys and values for each query head.
+"""Scaled dot-product attention of grouped queries, without a copy of keys and values for each query
+head.
 
 Shape suffixes: B batch, H query heads, K key/value heads, T queries, S keys, E head width.
 """
@@ -20,19 +21,30 @@ def attend(
     *,
     is_causal: bool,
 ) -> torch.Tensor:
-    """[B, H, T, E]. `mask`: [B or 1, 1, T, S], added to the scores; with one, `is_causal` is not looked at."""
+    """[B, H, T, E].
+
+    `mask`: [B or 1, 1, T, S], added to the scores; with one, `is_causal` is not looked at.
+    """
     groups = q_BHTE.shape[1] // k_BKSE.shape[1]
     is_grouped = groups > 1 and takes_groups(q_BHTE, mask)
     if groups > 1 and not is_grouped:
         k_BKSE, v_BKSE = repeated(k_BKSE, groups), repeated(v_BKSE, groups)
     return F.scaled_dot_product_attention(
-        q_BHTE, k_BKSE, v_BKSE, attn_mask=mask, is_causal=is_causal and mask is None, enable_gqa=is_grouped
+        q_BHTE,
+        k_BKSE,
+        v_BKSE,
+        attn_mask=mask,
+        is_causal=is_causal and mask is None,
+        enable_gqa=is_grouped,
     )
 
 
 def takes_groups(q_BHTE: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether a kernel that keeps no scores takes fewer heads of keys than of queries. On CUDA flash attention does;
-    the one that takes masks and fp32 does not, and torch would fall back to products that keep T x S scores."""
+    """Whether a kernel that keeps no scores takes fewer heads of keys than of queries.
+
+    On CUDA flash attention does; the one that takes masks and fp32 does not, and torch would fall
+    back to products that keep T x S scores.
+    """
     if q_BHTE.device.type != "cuda":
         return True
     width = q_BHTE.shape[-1]

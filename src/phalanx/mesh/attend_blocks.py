@@ -1,11 +1,14 @@
-"""Attention with a mask of documents or of a window, whose memory grows with T x block and not with T x T.
+"""Attention with a mask of documents or of a window, whose memory grows with T x block and not with
+T x T.
 
-Queries are taken in blocks of rows, each against the keys that causality and the window let it reach, with a mask of
-[rows, keys] that is made for this product alone. The backward makes each block's mask again, so that autograd keeps
-queries, keys, values, the output and its log-sum-exp, as it does without a mask.
+Queries are taken in blocks of rows, each against the keys that causality and the window let it
+reach, with a mask of [rows, keys] that is made for this product alone. The backward makes each
+block's mask again, so that autograd keeps queries, keys, values, the output and its log-sum-exp, as
+it does without a mask.
 
-Both directions are operators of torch's own kind: a compiler and selective recompute see one operation each, as with
-torch's attention. Nothing here reads from the device: where documents end is known only there.
+Both directions are operators of torch's own kind: a compiler and selective recompute see one
+operation each, as with torch's attention. Nothing here reads from the device: where documents end
+is known only there.
 
 Shape suffixes: B batch, H query heads, K key/value heads, T tokens, S a block's keys, E head width.
 """
@@ -34,9 +37,12 @@ def attend_by_blocks(
     is_causal: bool,
     block: int = QUERY_BLOCK,
 ) -> torch.Tensor:
-    """[B, H, T, E]: what `attend` computes with the mask of `window` (0: none) and documents, without that mask."""
+    """[B, H, T, E]: what `attend` computes with the mask of `window` (0: none) and documents,
+    without that mask."""
     kind = q_BHTE.device.type
-    if torch.is_autocast_enabled(kind) and q_BHTE.dtype is not torch.float64:  # as torch's own attention does
+    if (
+        torch.is_autocast_enabled(kind) and q_BHTE.dtype is not torch.float64
+    ):  # as torch's own attention does
         low = torch.get_autocast_dtype(kind)
         q_BHTE, k_BKTE, v_BKTE = q_BHTE.to(low), k_BKTE.to(low), v_BKTE.to(low)
     out, _ = _attend(q_BHTE, k_BKTE, v_BKTE, document_ids_BT, window, is_causal, block)
@@ -50,14 +56,16 @@ def is_masked(num_tokens: int, window: int, document_ids_BT: torch.Tensor | None
 
 @dataclass(frozen=True)
 class Seen:
-    """Which keys a query of the same sequence sees: a window of w holds w tokens, itself among them."""
+    """Which keys a query of the same sequence sees: a window of w holds w tokens, itself among
+    them."""
 
     document_ids_BT: torch.Tensor | None
     window: int
     is_causal: bool
 
     def reach(self, first: int, last: int, num_tokens: int = sys.maxsize) -> tuple[int, int]:
-        """The keys [begin, end) of all that queries [first, last) can see, whatever the documents are."""
+        """The keys [begin, end) of all that queries [first, last) can see, whatever the
+        documents are."""
         back = self.window - 1 if self.window > 0 else sys.maxsize
         return max(0, first - back), last if self.is_causal else min(num_tokens, last + back)
 
@@ -70,14 +78,17 @@ class Seen:
             is_hidden = torch.zeros(shape, dtype=torch.bool, device=device)
         else:
             is_hidden = ids[:, first:last, None] != ids[:, None, begin:end]
-        # Query r and key c of the block are c - r - ahead tokens apart. Only the columns concerned are gone through.
+        # Query r and key c of the block are c - r - ahead tokens apart. Only the columns concerned
+        # are gone through.
         if self.is_causal:
             _hide_after(is_hidden, ahead + 1)
         elif self.window > 0:
             _hide_after(is_hidden, ahead + self.window)
         if self.window > 0:
             _hide_before(is_hidden, ahead - self.window)
-        return torch.zeros(is_hidden.shape, dtype=dtype, device=device).masked_fill_(is_hidden, -torch.inf)[:, None]
+        return torch.zeros(is_hidden.shape, dtype=dtype, device=device).masked_fill_(
+            is_hidden, -torch.inf
+        )[:, None]
 
 
 def _hide_after(is_hidden_BRC: torch.Tensor, diagonal: int) -> None:
@@ -117,8 +128,8 @@ def _blocks(q_BHTE: torch.Tensor, seen: Seen, block: int) -> Iterator[_Block]:
 def _kernel_and_keys(
     q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor
 ) -> tuple[Kernel, torch.Tensor, torch.Tensor]:
-    """The kernel for masked blocks, and keys and values with as many heads as it takes: repeated once for all blocks,
-    and not kept."""
+    """The kernel for masked blocks, and keys and values with as many heads as it takes: repeated
+    once for all blocks, and not kept."""
     kernel, groups = kernel_of(q_BHTE, q_BHTE), q_BHTE.shape[1] // k_BKTE.shape[1]
     if groups == 1 or kernel.takes_groups:
         return kernel, k_BKTE, v_BKTE
@@ -155,7 +166,9 @@ def _attend(
         kernel, k, v = _kernel_and_keys(q, k, v)
         for part in _blocks(q, Seen(document_ids, window, is_causal), block):
             rows, columns = part.rows, part.columns
-            found = kernel.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], part.mask, False)
+            found = kernel.forward(
+                q[:, :, rows], k[:, :, columns], v[:, :, columns], part.mask, False
+            )
             out[:, :, rows], lse[:, :, rows] = found
             del part  # its mask goes before the next is made
     return out, lse
@@ -164,7 +177,10 @@ def _attend(
 @torch.library.custom_op(
     "phalanx::attend_by_blocks_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_NUMBERS}) -> (Tensor, Tensor, Tensor)",
+    schema=(
+        f"(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_NUMBERS}) -> (Tensor, Tensor,"
+        " Tensor)"
+    ),
 )
 def _attend_backward(
     grad: torch.Tensor,
@@ -188,7 +204,13 @@ def _attend_backward(
             rows, columns = part.rows, part.columns
             of_rows = (x[:, :, rows] for x in (out, lse))
             mine, *of_keys = kernel.backward(
-                grad[:, :, rows], q[:, :, rows], all_k[:, :, columns], all_v[:, :, columns], *of_rows, part.mask, False
+                grad[:, :, rows],
+                q[:, :, rows],
+                all_k[:, :, columns],
+                all_v[:, :, columns],
+                *of_rows,
+                part.mask,
+                False,
             )
             grad_q[:, :, rows] = mine
             for into, each in zip(sums, of_keys, strict=True):
@@ -204,12 +226,16 @@ def _(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @_attend_backward.register_fake
-def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(_by_rows(q)), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _empty_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q), q.new_empty(
+        q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32)
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -217,7 +243,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
     ctx.save_for_backward(q, k, v, document_ids, *output)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, _grad_of_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, grad: torch.Tensor, _grad_of_lse: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
     return *_attend_backward(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None, None
 
 

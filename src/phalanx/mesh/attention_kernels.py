@@ -13,14 +13,22 @@ from phalanx.mesh.attend import FLASH_WIDTH, HALVES
 
 
 class Kernel(Protocol):
-    """Softmax attention of one block that also says its log-sum-exp [B, H, T], and its gradients when `out` and `lse`
-    are those over all blocks. `mask`: [B or 1, 1, T, S], added to the scores. Heads of keys are those of queries, or
-    with `takes_groups` as many as there are."""
+    """Softmax attention of one block that also says its log-sum-exp [B, H, T], and its gradients
+    when `out` and `lse` are those over all blocks.
+
+    `mask`: [B or 1, 1, T, S], added to the scores. Heads of keys are those of queries, or with
+    `takes_groups` as many as there are.
+    """
 
     takes_groups: bool
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def backward(
@@ -69,7 +77,9 @@ class Plain:
         return of_scores @ k, of_scores.mT @ q, weights.to(grad.dtype).mT @ grad
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+) -> torch.Tensor:
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -78,7 +88,8 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_caus
 
 
 class CudaFlash:
-    """torch's flash attention for CUDA: bf16 and fp16, no mask but the causal one, heads of multiples of 8."""
+    """torch's flash attention for CUDA: bf16 and fp16, no mask but the causal one, heads of
+    multiples of 8."""
 
     takes_groups = True
 
@@ -91,11 +102,14 @@ class CudaFlash:
         op = torch.ops.aten._scaled_dot_product_flash_attention_backward
         none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
         lengths = q.shape[2], k.shape[2]
-        return op(grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, is_causal, none, none)
+        return op(
+            grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, is_causal, none, none
+        )
 
 
 class CudaEfficient:
-    """torch's memory-efficient attention for CUDA, which takes masks and says its log-sum-exp: fp32, bf16, fp16."""
+    """torch's memory-efficient attention for CUDA, which takes masks and says its log-sum-exp:
+    fp32, bf16, fp16."""
 
     takes_groups = False
 
@@ -106,15 +120,20 @@ class CudaEfficient:
 
     def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
         op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # its rows are aligned
+        padded = torch.nn.functional.pad(
+            lse, (0, -lse.shape[-1] % 32), value=torch.inf
+        )  # its rows are aligned
         none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
         wanted = [True, True, True, False]
-        found = op(grad, q, k, v, _bias(mask, q, k), out, padded, none, none, 0.0, wanted, is_causal)
+        found = op(
+            grad, q, k, v, _bias(mask, q, k), out, padded, none, none, 0.0, wanted, is_causal
+        )
         return found[:3]
 
 
 def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """The mask for every head, in rows that begin at multiples of 8 elements, as the kernel wants them."""
+    """The mask for every head, in rows that begin at multiples of 8 elements, as the kernel
+    wants them."""
     if mask is None:
         return None
     if k.shape[2] % 8:
@@ -133,7 +152,10 @@ def kernel_of(q: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
     table: tuple[tuple[bool, Kernel], ...] = (
         (q.device.type == "cpu", CPU_FLASH),
         (q.device.type != "cuda" or q.dtype is torch.float64, PLAIN),
-        (q.dtype in HALVES and mask is None and width % 8 == 0 and width <= FLASH_WIDTH, CUDA_FLASH),
+        (
+            q.dtype in HALVES and mask is None and width % 8 == 0 and width <= FLASH_WIDTH,
+            CUDA_FLASH,
+        ),
         (width % 8 == 0, CUDA_EFFICIENT),
         (True, PLAIN),
     )

@@ -8,11 +8,13 @@ from torch import nn
 
 from phalanx.mesh.logical import full_name
 
-LAST_STAGE = "last_stage"  # attribute of a module: names of its parts that a pipeline's last stage holds, too
+# attribute of a module: names of its parts that a pipeline's last stage holds, too
+LAST_STAGE = "last_stage"
 
 
 def wanted_by_last_stage(module: nn.Module) -> tuple[str, ...]:
-    """What `module.last_stage` names, a name or several; nothing where that is anything else (a layer, say)."""
+    """What `module.last_stage` names, a name or several; nothing where that is anything else (a
+    layer, say)."""
     found = getattr(module, LAST_STAGE, ())
     names = (found,) if isinstance(found, str) else found
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
@@ -21,12 +23,17 @@ def wanted_by_last_stage(module: nn.Module) -> tuple[str, ...]:
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: what `module.block_pattern` names, else its first ModuleList or Sequential of one class."""
+    """The repeated blocks: what `module.block_pattern` names, else its first ModuleList or
+    Sequential of one class."""
     pattern = getattr(module, "block_pattern", None)
     if isinstance(pattern, str):
         depth = pattern.count(".")
         named = ((full_name(name), part) for name, part in module.named_modules())
-        return [part for name, part in named if fnmatch.fnmatchcase(name, pattern) and name.count(".") == depth]
+        return [
+            part
+            for name, part in named
+            if fnmatch.fnmatchcase(name, pattern) and name.count(".") == depth
+        ]
     for part in module.modules():
         is_list = isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
         if is_list and len({type(item) for item in part}) == 1:

@@ -1,7 +1,8 @@
 """Weights that autocast casts: once for all microbatches of a step.
 
-Autocast forgets its casts where it ends, which is after each stage's forward. Autograd keeps those of every microbatch
-in flight, so that a pipeline would hold as many copies of its weights as it holds microbatches.
+Autocast forgets its casts where it ends, which is after each stage's forward. Autograd keeps those
+of every microbatch in flight, so that a pipeline would hold as many copies of its weights as it
+holds microbatches.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-# Casts that we make ourselves, by weight and type: innermost region last. The backward of one rank runs at a time.
+# Casts that we make ourselves, by weight and type: innermost region last. The backward of one rank
+# runs at a time.
 _SHARED: list[dict[tuple[torch.Tensor, torch.dtype], torch.Tensor]] = []
 
 
@@ -19,11 +21,12 @@ _SHARED: list[dict[tuple[torch.Tensor, torch.dtype], torch.Tensor]] = []
 def shared_casts() -> Iterator[None]:
     """Inside, regions of autocast share their casts; weights must not change.
 
-    Autocast is not enabled by it: a backward inside computes as it does outside. The gradient of a cast saves nothing,
-    so that one node serves the backwards of all microbatches.
+    Autocast is not enabled by it: a backward inside computes as it does outside. The gradient of a
+    cast saves nothing, so that one node serves the backwards of all microbatches.
     """
-    # Casts are forgotten where the outermost region of a thread ends, those of all threads. On a GPU a backward has a
-    # thread of its own, and what it computes again has regions in there: torch's checkpoint's, a user's.
+    # Casts are forgotten where the outermost region of a thread ends, those of all threads. On a
+    # GPU a backward has a thread of its own, and what it computes again has regions in there:
+    # torch's checkpoint's, a user's.
     torch.autocast_increment_nesting()
     forget, torch.clear_autocast_cache = torch.clear_autocast_cache, _forget_nothing
     _SHARED.append({})
@@ -42,8 +45,11 @@ def _forget_nothing() -> None:
 
 @contextmanager
 def unshared_casts(is_wanted: bool = True) -> Iterator[None]:
-    """Inside, weights are cast for each use. For what runs without gradients beside something that needs them: a cast
-    that is made there has none, and would be found by what does."""
+    """Inside, weights are cast for each use.
+
+    For what runs without gradients beside something that needs them: a cast that is made there has
+    none, and would be found by what does.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(before and not is_wanted)
     try:
@@ -53,7 +59,8 @@ def unshared_casts(is_wanted: bool = True) -> Iterator[None]:
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`weight` as `dtype`, for products that autocast does not know: shared as it shares its own."""
+    """`weight` as `dtype`, for products that autocast does not know: shared as it shares its
+    own."""
     is_shared = bool(_SHARED) and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
     if weight.dtype is dtype or not is_shared or not (weight.is_leaf and weight.requires_grad):
         return weight.to(dtype)

@@ -1,4 +1,7 @@
-"""What differs between torch 2.11 and 2.13, and what torch says too loudly. The only file that asks for a version."""
+"""What differs between torch 2.11 and 2.13, and what torch says too loudly.
+
+The only file that asks for a version.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].spli
 
 
 def quiet_torch() -> None:
-    """Hide warnings that torch raises about its own internals and that a user can do nothing about."""
+    """Hide warnings that torch raises about its own internals and that a user can do nothing
+    about."""
     for message in (
         r".*all_gather_into_tensor.*",
         r".*reduce_scatter_tensor.*",
@@ -36,8 +40,9 @@ def quiet_torch() -> None:
 def default_group_timeout(timeout: datetime.timedelta) -> Iterator[None]:
     """Process groups that are opened in the body without a timeout of their own get this one.
 
-    Torch gives them 30 minutes (NCCL 10), whatever the default group has, and device meshes, which open most of them,
-    take no timeout. These are the two private names that it reads for each new group.
+    Torch gives them 30 minutes (NCCL 10), whatever the default group has, and device meshes, which
+    open most of them, take no timeout. These are the two private names that it reads for each new
+    group.
     """
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
@@ -51,7 +56,8 @@ def default_group_timeout(timeout: datetime.timedelta) -> Iterator[None]:
 
 
 def set_timeouts(mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
-    """Give every group of `mesh`, and of what was flattened of it, this timeout for a collective."""
+    """Give every group of `mesh`, and of what was flattened of it, this timeout for a
+    collective."""
     groups = [*mesh.get_all_groups()]
     for flattened in mesh._flatten_mapping.values():
         groups += flattened.get_all_groups()
@@ -60,7 +66,8 @@ def set_timeouts(mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
 
 
 def ddp_buffer_option(sync: bool) -> dict[str, bool]:
-    """DDP's switch for copying rank 0's buffers at each forward; torch 2.13 renamed it and warns about the old name."""
+    """DDP's switch for copying rank 0's buffers at each forward; torch 2.13 renamed it and warns
+    about the old name."""
     name = "forward_sync_buffers"
     if name not in inspect.signature(DistributedDataParallel.__init__).parameters:
         name = "broadcast_buffers"
@@ -68,22 +75,31 @@ def ddp_buffer_option(sync: bool) -> dict[str, bool]:
 
 
 def reduce_unused_parameters(unit: FSDPModule) -> None:
-    """Have FSDP2 reduce zeros for a parameter without a gradient, which other ranks may have used. Torch 2.13 can;
-    torch 2.11 aborts in the reduce-scatter when ranks disagree."""
+    """Have FSDP2 reduce zeros for a parameter without a gradient, which other ranks may have used.
+
+    Torch 2.13 can; torch 2.11 aborts in the reduce-scatter when ranks disagree.
+    """
     switch = getattr(unit, "set_reduce_scatter_unused_params", None)
     if switch is not None:
         switch(True)
 
 
 def fsdp_comm_classes() -> tuple[type, type]:
-    """FSDP2's exchangeable communication, to be subclassed: (all-gather, reduce-scatter). A private module in torch."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    """FSDP2's exchangeable communication, to be subclassed: (all-gather, reduce-scatter).
+
+    A private module in torch.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultReduceScatter,
+    )
 
     return DefaultAllGather, DefaultReduceScatter
 
 
 def finish_backward(root: torch.nn.Module) -> None:
-    """Reduce and free what FSDP2 has kept whole over several backwards, as its own hooks do after a last one.
+    """Reduce and free what FSDP2 has kept whole over several backwards, as its own hooks do after a
+    last one.
 
     torch's pipelining calls the same private methods (PipelineStage.perform_reduce_grad).
     """
@@ -94,7 +110,8 @@ def finish_backward(root: torch.nn.Module) -> None:
 
 
 def take_up_gradients(root: torch.nn.Module) -> None:
-    """Add gradients that were written by hand to those that FSDP2 accumulates, in the type it reduces in."""
+    """Add gradients that were written by hand to those that FSDP2 accumulates, in the type it
+    reduces in."""
     for group in _fsdp_groups(_fsdp_state(root)):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
@@ -115,10 +132,14 @@ def _fsdp_groups(state: Any) -> Iterator[Any]:
         yield from groups if groups is not None else filter(None, [unit._fsdp_param_group])
 
 
-def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor) -> DTensor:
-    """A DTensor of the global shape of `like` around `local`, which is neither copied nor moved to the mesh's device
-    (`DTensor.from_local` would: here it may lie on the host)."""
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
+def dtensor_of(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor
+) -> DTensor:
+    """A DTensor of the global shape of `like` around `local`, which is neither copied nor moved to
+    the mesh's device (`DTensor.from_local` would: here it may lie on the host)."""
+    spec = DTensorSpec(
+        mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype)
+    )
     return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
@@ -128,8 +149,11 @@ def dtensor_like(like: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def hide_from_modes(unit: FSDPModule) -> None:
-    """For a unit inside of a block that is recomputed in part: what FSDP does before and after its forward is none of
-    the operations that the recomputation counts. Hooks in a module's own tables, which torch fills (2.11 to 2.13)."""
+    """For a unit inside of a block that is recomputed in part: what FSDP does before and after its
+    forward is none of the operations that the recomputation counts.
+
+    Hooks in a module's own tables, which torch fills (2.11 to 2.13).
+    """
     assert isinstance(unit, torch.nn.Module)
     for table in (unit._forward_pre_hooks, unit._forward_hooks):
         for key, hook in table.items():

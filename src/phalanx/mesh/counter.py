@@ -1,12 +1,14 @@
-"""Random bits by their place: element i of row r under a key is the same on any rank, device and cut of the tensor.
+"""Random bits by their place: element i of row r under a key is the same on any rank, device and
+cut of the tensor.
 
-A row's bits are a SplitMix64 sequence (Steele et al. 2014), whose i-th number needs none before it: with all arithmetic
-modulo 2^64, mix the finaliser of SplitMix64 and G = 0x9E3779B97F4A7C15,
+A row's bits are a SplitMix64 sequence (Steele et al. 2014), whose i-th number needs none before it:
+with all arithmetic modulo 2^64, mix the finaliser of SplitMix64 and G = 0x9E3779B97F4A7C15,
 
     row(r) = mix(key + (r + 1) G)        pair(r, i) = mix(row(r) + (i + 1) G)
 
-and elements 2i and 2i + 1 of the row are the low and the high half of pair(r, i), as signed 32-bit numbers. int64
-wraps around in torch, so plain integer arithmetic gives the same bits on every device.
+and elements 2i and 2i + 1 of the row are the low and the high half of pair(r, i), as signed 32-bit
+numbers. int64 wraps around in torch, so plain integer arithmetic gives the same bits on every
+device.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 _CHUNK = {"cpu": 1 << 16, "other": 1 << 23}
-"""Pairs that are made at once: on CPUs what stays in a core's cache, elsewhere what fills a device (128 MiB)."""
+"""Pairs that are made at once: on CPUs what stays in a core's cache, elsewhere what fills a
+device (128 MiB)."""
 
 
 def keep_mask(
@@ -33,10 +36,12 @@ def keep_mask(
     global_sizes: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Which elements of a box of a tensor are kept, each with probability `keep` (to 2^-32): bool of shape `sizes`.
+    """Which elements of a box of a tensor are kept, each with probability `keep` (to 2^-32): bool
+    of shape `sizes`.
 
-    Dimension 0 are the rows; an element's number in its row counts over the other dimensions of the whole tensor. The
-    box begins at `offsets` of a tensor of `global_sizes` (of dimension 0 it does not matter); without them it is whole.
+    Dimension 0 are the rows; an element's number in its row counts over the other dimensions of the
+    whole tensor. The box begins at `offsets` of a tensor of `global_sizes` (of dimension 0 it does
+    not matter); without them it is whole.
     """
     assert sizes, "there are no rows"
     offsets = tuple(offsets or (0,) * len(sizes))
@@ -68,8 +73,9 @@ def keep_mask(
 class _Runs:
     """A box of a row as `count` runs of `length` elements that follow one another.
 
-    `by_parity`: of the runs that begin with the low half of a pair, and of those with the high one, (their numbers,
-    what their first pairs add to a row's bits); numbers None: all of them; both None: there are none.
+    `by_parity`: of the runs that begin with the low half of a pair, and of those with the high one,
+    (their numbers, what their first pairs add to a row's bits); numbers None: all of them; both
+    None: there are none.
     """
 
     count: int
@@ -77,8 +83,12 @@ class _Runs:
     by_parity: tuple[tuple[torch.Tensor | None, torch.Tensor | None], ...]
 
 
-@functools.lru_cache(maxsize=64)  # every step asks for the same few boxes, and a copy to a GPU would wait for it
-def _runs(sizes: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int, ...], device: torch.device) -> _Runs:
+@functools.lru_cache(
+    maxsize=64
+)  # every step asks for the same few boxes, and a copy to a GPU would wait for it
+def _runs(
+    sizes: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int, ...], device: torch.device
+) -> _Runs:
     cut = max((d for d in range(len(sizes)) if sizes[d] != whole[d]), default=0)
     strides = [math.prod(whole[d + 1 :]) for d in range(len(sizes))]
     start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -94,12 +104,15 @@ def _runs(sizes: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int, ..
 
 
 def _fill(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) -> None:
-    """`lines` [N, run]: of each line the elements from `odd` on of the pairs that follow its base."""
+    """`lines` [N, run]: of each line the elements from `odd` on of the pairs that follow its
+    base."""
     run = lines.shape[1]
     num_pairs, chunk = (run + odd + 1) // 2, _CHUNK.get(lines.device.type, _CHUNK["other"])
     steps = torch.arange(1, min(chunk, num_pairs) + 1, dtype=torch.int64, device=lines.device)
     steps.mul_(_GOLDEN)
-    scratch = torch.empty(2, min(chunk, len(lines) * num_pairs), dtype=torch.int64, device=lines.device)
+    scratch = torch.empty(
+        2, min(chunk, len(lines) * num_pairs), dtype=torch.int64, device=lines.device
+    )
     for first, last, start, stop in _pieces(len(lines), num_pairs, chunk):
         shape = (last - first, stop - start)
         bits, spare = (buffer[: math.prod(shape)].view(shape) for buffer in scratch)
@@ -125,7 +138,9 @@ def _mix(values: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tenso
     spare = torch.empty_like(values) if spare is None else spare
     for shift, factor in _ROUNDS:
         torch.bitwise_right_shift(values, shift, out=spare)
-        values.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1))  # the shift copied the sign
+        values.bitwise_xor_(
+            spare.bitwise_and_((1 << (64 - shift)) - 1)
+        )  # the shift copied the sign
         if factor != 1:
             values.mul_(factor)
     return values

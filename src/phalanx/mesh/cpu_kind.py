@@ -1,7 +1,8 @@
-"""What decides how this machine's CPU rounds: its vendor, its vector instructions, and the torch that picks kernels.
+"""What decides how this machine's CPU rounds: its vendor, its vector instructions, and the torch
+that picks kernels.
 
-Sums of floating-point numbers depend on their order, and kernels for other instruction sets add in another order.
-A resumed run repeats the bits of the run before it only on a CPU of the same kind.
+Sums of floating-point numbers depend on their order, and kernels for other instruction sets add in
+another order. A resumed run repeats the bits of the run before it only on a CPU of the same kind.
 """
 
 from __future__ import annotations
@@ -13,8 +14,19 @@ from pathlib import Path
 
 import torch
 
-# Instruction sets that torch, oneDNN or MKL have kernels of their own for, beyond what `get_cpu_capability` tells.
-_FEATURES = ("avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8", "bf16", "sve", "sve2")
+# Instruction sets that torch, oneDNN or MKL have kernels of their own for, beyond what
+# `get_cpu_capability` tells.
+_FEATURES = (
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_bf16",
+    "amx_int8",
+    "bf16",
+    "sve",
+    "sve2",
+)
 # Variables that choose among the kernels that a CPU could run.
 _CHOICES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 
@@ -23,7 +35,8 @@ _CHOICES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_IN
 def describe_cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """One line that is equal on machines whose CPUs compute the same bits with this torch.
 
-    Example: "x86_64 AuthenticAMD AVX2, torch 2.13.0". Where `cpuinfo` cannot be read, vendor and features are missing.
+    Example: "x86_64 AuthenticAMD AVX2, torch 2.13.0". Where `cpuinfo` cannot be read, vendor and
+    features are missing.
     """
     facts = _read_first_cpu(cpuinfo)
     vendor = facts.get("vendor_id") or facts.get("CPU implementer", "")
@@ -31,7 +44,13 @@ def describe_cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     features = [name for name in _FEATURES if name in flags]
     words = [platform.machine(), vendor, torch.backends.cpu.get_cpu_capability(), *features]
     choices = [f"{name}={os.environ[name]}" for name in _CHOICES if os.environ.get(name)]
-    return ", ".join([" ".join(word for word in words if word), *choices, f"torch {torch.__version__.split('+')[0]}"])
+    return ", ".join(
+        [
+            " ".join(word for word in words if word),
+            *choices,
+            f"torch {torch.__version__.split('+')[0]}",
+        ]
+    )
 
 
 def _read_first_cpu(cpuinfo: Path) -> dict[str, str]:

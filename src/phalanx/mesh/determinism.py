@@ -1,4 +1,5 @@
-"""train.deterministic: torch takes deterministic implementations alone, and what has none is refused in one line."""
+"""train.deterministic: torch takes deterministic implementations alone, and what has none is
+refused in one line."""
 
 from __future__ import annotations
 
@@ -13,16 +14,22 @@ from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.core.uncaught import user_place
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_VALUES = (":4096:8", ":16:8")  # with which cuBLAS is deterministic; the first is faster and takes 24 MiB
+CUBLAS_VALUES = (
+    ":4096:8",
+    ":16:8",
+)  # with which cuBLAS is deterministic; the first is faster and takes 24 MiB
 _REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")  # how torch begins
 
 
 @contextlib.contextmanager
-def deterministic_algorithms(wanted: bool, *, device: str = "cpu", compiles: bool = False) -> Iterator[None]:
+def deterministic_algorithms(
+    wanted: bool, *, device: str = "cpu", compiles: bool = False
+) -> Iterator[None]:
     """In the body, if `wanted`, equal inputs give equal bits on one machine; else nothing changes.
 
-    To be entered before CUDA starts in this process. Raises EnvironmentProblem for a CUBLAS_WORKSPACE_CONFIG of the
-    user's own with which cuBLAS varies, and LayoutError for an operation without a deterministic implementation.
+    To be entered before CUDA starts in this process. Raises EnvironmentProblem for a
+    CUBLAS_WORKSPACE_CONFIG of the user's own with which cuBLAS varies, and LayoutError for an
+    operation without a deterministic implementation.
     """
     if not wanted:
         yield
@@ -30,10 +37,14 @@ def deterministic_algorithms(wanted: bool, *, device: str = "cpu", compiles: boo
     own = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
     if device == "cuda" and own not in CUBLAS_VALUES:
         raise EnvironmentProblem(
-            f"{CUBLAS_VARIABLE} is {own!r}, with which cuBLAS is not deterministic, and train.deterministic is true",
+            f"{CUBLAS_VARIABLE} is {own!r}, with which cuBLAS is not deterministic, and"
+            " train.deterministic is true",
             fix=f"unset it, or set it to {' or '.join(CUBLAS_VALUES)}",
         )
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False  # it takes the fastest convolution of the moment
@@ -49,7 +60,8 @@ def deterministic_algorithms(wanted: bool, *, device: str = "cpu", compiles: boo
 
 @contextlib.contextmanager
 def explained_refusals(wanted: bool) -> Iterator[None]:
-    """What torch refuses in the body for want of a deterministic implementation is a LayoutError, if `wanted`."""
+    """What torch refuses in the body for want of a deterministic implementation is a
+    LayoutError, if `wanted`."""
     try:
         yield
     except Exception as error:
@@ -75,9 +87,13 @@ def _refusal_of(error: BaseException) -> LayoutError | None:
             return None
         if found := _REFUSAL.search(str(link)):
             return LayoutError(
-                f"torch has no deterministic implementation of {found[1]}, and train.deterministic is true",
+                f"torch has no deterministic implementation of {found[1]}, and train.deterministic"
+                " is true",
                 where=user_place(link.__traceback__) or None,  # a backward has none
-                fix="use another operation in your model or objective, or set train.deterministic=false",
+                fix=(
+                    "use another operation in your model or objective, or set"
+                    " train.deterministic=false"
+                ),
             )
         link = link.__cause__ or link.__context__
     return None

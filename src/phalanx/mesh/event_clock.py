@@ -1,4 +1,5 @@
-"""The clock of a GPU: marks are events on its stream, so that phases are timed where their work is done."""
+"""The clock of a GPU: marks are events on its stream, so that phases are timed where their work
+is done."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ def clock_of(device: torch.device) -> Clock:
 class EventClock:
     """Marks are events behind all work that the stream of a computation was given before.
 
-    A host clock around queued work shows how long queueing took, and charges the work itself to the first line that
-    waits for the device. All marks are on one stream, also those that are made while another one is current: so the
-    seconds between them add up to that stream's time. It has not run on a GPU.
+    A host clock around queued work shows how long queueing took, and charges the work itself to the
+    first line that waits for the device. All marks are on one stream, also those that are made
+    while another one is current: so the seconds between them add up to that stream's time. It has
+    not run on a GPU.
     """
 
     is_late = True

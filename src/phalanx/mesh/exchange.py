@@ -1,6 +1,8 @@
-"""All-gather and reduce-scatter over gloo by its broadcasts and reductions, which take half the time of its own.
+"""All-gather and reduce-scatter over gloo by its broadcasts and reductions, which take half the
+time of its own.
 
-Measured on two and four ranks of one machine (docs/benchmarks.md). All of them are started before any is waited for.
+Measured on two and four ranks of one machine (docs/benchmarks.md). All of them are started before
+any is waited for.
 """
 
 from __future__ import annotations
@@ -12,18 +14,28 @@ import torch.distributed as dist
 
 
 def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """In place: of `rows` [ranks, ...], contiguous, each rank has filled its own; afterwards all of them are there."""
+    """In place: of `rows` [ranks, ...], contiguous, each rank has filled its own; afterwards all
+    of them are there."""
     if rows.device.type != "cpu":
         dist.all_gather_into_tensor(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
         return
     sources = _global_ranks(group)
-    _wait(dist.broadcast(row, source, group=group, async_op=True) for row, source in zip(rows, sources, strict=True))
+    _wait(
+        dist.broadcast(row, source, group=group, async_op=True)
+        for row, source in zip(rows, sources, strict=True)
+    )
 
 
 def scatter_sum(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks of this rank's row of `rows` [ranks, ...], on the CPU. `rows` is spent afterwards."""
+    """The sum over ranks of this rank's row of `rows` [ranks, ...], on the CPU.
+
+    `rows` is spent afterwards.
+    """
     targets = _global_ranks(group)
-    _wait(dist.reduce(row, target, group=group, async_op=True) for row, target in zip(rows, targets, strict=True))
+    _wait(
+        dist.reduce(row, target, group=group, async_op=True)
+        for row, target in zip(rows, targets, strict=True)
+    )
     return rows[dist.get_rank(group)]
 
 

@@ -1,4 +1,5 @@
-"""Products of rows that are sorted by expert with the matrices of these experts, which are one tensor.
+"""Products of rows that are sorted by expert with the matrices of these experts, which are one
+tensor.
 
 Shape suffixes: E experts, R rows, I width in, O width out.
 """
@@ -17,11 +18,18 @@ ROUND_TO = 64  # rows
 _SIZES = "_phalanx_sizes"
 
 
-def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """Rows of expert e times weight[e], in the autocast type if there is one. An expert without rows has gradient 0."""
+def grouped_linear(
+    x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor
+) -> torch.Tensor:
+    """Rows of expert e times weight[e], in the autocast type if there is one.
+
+    An expert without rows has gradient 0.
+    """
     low = autocast_type(x_RI)
     with torch.autocast(x_RI.device.type, enabled=False):
-        out: torch.Tensor = _GroupedLinear.apply(x_RI.to(low), cast_weight(weight_EOI, low), counts_E)
+        out: torch.Tensor = _GroupedLinear.apply(
+            x_RI.to(low), cast_weight(weight_EOI, low), counts_E
+        )
     return out
 
 
@@ -33,7 +41,8 @@ def autocast_type(x: torch.Tensor) -> torch.dtype:
 
 
 def sizes_of(counts_E: torch.Tensor) -> list[int]:
-    """`counts_E` for the host, which reads them once: a mixture's products and their gradients share them."""
+    """`counts_E` for the host, which reads them once: a mixture's products and their gradients
+    share them."""
     if torch.compiler.is_compiling():
         return counts_E.tolist()
     sizes: list[int] | None = getattr(counts_E, _SIZES, None)
@@ -70,27 +79,44 @@ class _GroupedLinear(torch.autograd.Function):
         )
 
 
-def rows_times(x_RI: torch.Tensor, matrix_EIO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+def rows_times(
+    x_RI: torch.Tensor, matrix_EIO: torch.Tensor, counts_E: torch.Tensor
+) -> torch.Tensor:
     """[R, O]: rows of expert e times matrix[e]."""
     if _has_kernel(x_RI, matrix_EIO.shape[2]):
         return F.grouped_mm(x_RI, matrix_EIO, offs=_ends(counts_E))
     parts = x_RI.split(sizes_of(counts_E))
-    return torch.cat([(_even(part) @ matrix)[: len(part)] for part, matrix in zip(parts, matrix_EIO, strict=True)])
+    return torch.cat(
+        [
+            (_even(part) @ matrix)[: len(part)]
+            for part, matrix in zip(parts, matrix_EIO, strict=True)
+        ]
+    )
 
 
 def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """[E, O, I]: of each expert the product of its rows of a and b, summed over rows."""
     if _has_kernel(a_RO, b_RI.shape[1]):
         made = F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
-        # On some GPUs the kernel writes nothing for a group without rows (pytorch #172439): what was in memory stays.
-        return made if made.device.type == "cpu" else made.masked_fill_((counts_E == 0)[:, None, None], 0)
+        # On some GPUs the kernel writes nothing for a group without rows (pytorch #172439): what
+        # was in memory stays.
+        return (
+            made
+            if made.device.type == "cpu"
+            else made.masked_fill_((counts_E == 0)[:, None, None], 0)
+        )
     sizes = sizes_of(counts_E)
-    return torch.stack([_even(a).T @ _even(b) for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)])
+    return torch.stack(
+        [_even(a).T @ _even(b) for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)]
+    )
 
 
 def _even(rows: torch.Tensor) -> torch.Tensor:
-    """With rows of zeros at the end. In half precision a CPU compiles a product for each size that it meets and keeps
-    it, half a MiB each: as many as there are numbers of tokens, if they are not rounded."""
+    """With rows of zeros at the end.
+
+    In half precision a CPU compiles a product for each size that it meets and keeps it, half a MiB
+    each: as many as there are numbers of tokens, if they are not rounded.
+    """
     if rows.device.type != "cpu" or rows.dtype not in (torch.bfloat16, torch.float16):
         return rows
     return F.pad(rows, (0, 0, 0, -len(rows) % ROUND_TO))
@@ -101,7 +127,10 @@ def _ends(counts_E: torch.Tensor) -> torch.Tensor:
 
 
 def _has_kernel(rows: torch.Tensor, other_width: int) -> bool:
-    """torch's grouped product is of rows of whole 16 bytes, on CUDA in bf16, on the CPU in fp32; see also `_even`."""
-    if not rows.shape[0] or any(width * rows.element_size() % 16 for width in (rows.shape[1], other_width)):
+    """torch's grouped product is of rows of whole 16 bytes, on CUDA in bf16, on the CPU in fp32;
+    see also `_even`."""
+    if not rows.shape[0] or any(
+        width * rows.element_size() % 16 for width in (rows.shape[1], other_width)
+    ):
         return False
     return rows.dtype is (torch.float32 if rows.device.type == "cpu" else torch.bfloat16)

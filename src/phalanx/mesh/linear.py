@@ -1,5 +1,5 @@
-"""What sharding rules can cut of a module: linear layers of torch and of transformers (Conv1D), those of experts,
-transformers' experts, and embeddings.
+"""What sharding rules can cut of a module: linear layers of torch and of transformers (Conv1D),
+those of experts, transformers' experts, and embeddings.
 """
 
 from __future__ import annotations
@@ -24,19 +24,25 @@ def is_linear(part: nn.Module) -> bool:
 
 
 def is_grouped(part: nn.Module) -> bool:
-    """Linear layers of several experts in one: weight [experts, outputs, inputs], sorted rows in, with their counts."""
+    """Linear layers of several experts in one: weight [experts, outputs, inputs], sorted rows
+    in, with their counts."""
     weight = getattr(part, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.ndim == 3 and hasattr(part, "in_features")
 
 
 def is_stacked(part: nn.Module) -> bool:
-    """transformers' experts: parameters [experts, outputs, inputs] of one module, up or gate and up, and down."""
+    """transformers' experts: parameters [experts, outputs, inputs] of one module, up or gate and
+    up, and down."""
     if getattr(part, "has_bias", True) or getattr(part, "is_transposed", True):
         return False
     own = part._parameters
     matrices = [own.get(first_of_stack(part)), own.get("down_proj")]
     is_whole = getattr(part, "is_concatenated", False) or not has_gate(part)
-    return is_whole and len(own) == 2 and all(matrix is not None and matrix.ndim == 3 for matrix in matrices)
+    return (
+        is_whole
+        and len(own) == 2
+        and all(matrix is not None and matrix.ndim == 3 for matrix in matrices)
+    )
 
 
 def has_gate(part: nn.Module) -> bool:
@@ -62,7 +68,10 @@ def holders(module: nn.Module) -> Iterator[Holder]:
     """Every module that holds parameters itself; a tied one counts where it is met first."""
     seen: set[int] = set()
     inside = {
-        id(inner) for part in module.modules() if isinstance(part, nn.MultiheadAttention) for inner in part.modules()
+        id(inner)
+        for part in module.modules()
+        if isinstance(part, nn.MultiheadAttention)
+        for inner in part.modules()
     }
     for name, part in module.named_modules():
         own = list(part.parameters(recurse=False))
@@ -73,7 +82,10 @@ def holders(module: nn.Module) -> Iterator[Holder]:
         kind = kind_of(part, is_attention=id(part) in inside)
         outputs = inputs = 0
         if is_linear(part) or is_grouped(part):
-            outputs, inputs = part.weight.shape[output_dim(part)], part.weight.shape[input_dim(part)]
+            outputs, inputs = (
+                part.weight.shape[output_dim(part)],
+                part.weight.shape[input_dim(part)],
+            )
         elif is_stacked(part):
             _, outputs, inputs = getattr(part, first_of_stack(part)).shape
         elif isinstance(part, nn.Embedding):
@@ -93,7 +105,8 @@ def kind_of(part: nn.Module, *, is_attention: bool) -> str:
 
 
 def brought_rules(module: nn.Module) -> dict[str, str]:
-    """What the module and the parts of it say of themselves, an outer one first; names of parts are within the part."""
+    """What the module and the parts of it say of themselves, an outer one first; names of parts
+    are within the part."""
     found: dict[str, str] = {}
     for name, part in module.named_modules():
         for pattern, text in (getattr(part, ATTRIBUTE, None) or {}).items():

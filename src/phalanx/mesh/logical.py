@@ -1,4 +1,7 @@
-"""LogicalShard: what part of which full-model tensor a rank holds. One language for optimizer, checkpoint, verify."""
+"""LogicalShard: what part of which full-model tensor a rank holds.
+
+One language for optimizer, checkpoint, verify.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a tensor: where it stands in the full tensor, where in the local one, and its size per dimension.
+    """A block of a tensor: where it stands in the full tensor, where in the local one, and its size
+    per dimension.
 
-    `replica` of `num_replicas`: several ranks that are no replicas of each other hold this block alike, while other
-    blocks are their own (keys and values in a fused QKV, where there are more ranks than KV heads).
+    `replica` of `num_replicas`: several ranks that are no replicas of each other hold this block
+    alike, while other blocks are their own (keys and values in a fused QKV, where there are more
+    ranks than KV heads).
     """
 
     global_offset: tuple[int, ...]
@@ -30,7 +35,9 @@ class Box:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which blocks of a full tensor the local one of a tensor-parallel rank is. Local offsets are in that local tensor.
+    """Which blocks of a full tensor the local one of a tensor-parallel rank is.
+
+    Local offsets are in that local tensor.
 
     A block that several of the ranks hold alike says so itself.
     """
@@ -38,16 +45,18 @@ class Cut:
     global_shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     ep: int = 1
-    """Groups of tensor-parallel ranks that have cut it between them, too: neighbours, as those ranks are."""
+    """Groups of tensor-parallel ranks that have cut it between them, too: neighbours, as those
+    ranks are."""
 
 
 @dataclass(frozen=True)
 class LogicalShard:
     """This rank's part of the full-model tensor `name`.
 
-    `tensor` is the local storage (never a copy), `boxes` say which blocks of the `global_shape` it holds.
-    `replica` of `num_replicas`: ranks that hold the same boxes are numbered, so that each block is written once: of
-    the replicas below `num_replicas` any may write it, the others never do.
+    `tensor` is the local storage (never a copy), `boxes` say which blocks of the `global_shape` it
+    holds. `replica` of `num_replicas`: ranks that hold the same boxes are numbered, so that each
+    block is written once: of the replicas below `num_replicas` any may write it, the others never
+    do.
     """
 
     name: str
@@ -65,7 +74,13 @@ class LogicalShard:
     def like(self, name: str, tensor: torch.Tensor) -> LogicalShard:
         """The same blocks of another tensor of this shape (an optimizer moment, say)."""
         return LogicalShard(
-            name, self.global_shape, dtype_name(tensor.dtype), self.boxes, tensor, self.replica, self.num_replicas
+            name,
+            self.global_shape,
+            dtype_name(tensor.dtype),
+            self.boxes,
+            tensor,
+            self.replica,
+            self.num_replicas,
         )
 
 
@@ -96,7 +111,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int) -> LogicalShard:
     """The LogicalShard of `tensor`. `replica` counts the ranks that hold all of a plain tensor.
 
-    A DTensor knows its own replication: its shard dimensions become one box, its replicate dimensions replicas.
+    A DTensor knows its own replication: its shard dimensions become one box, its replicate
+    dimensions replicas.
     """
     local = local_tensor(tensor).detach()
     dtype = dtype_name(tensor.dtype)
@@ -118,27 +134,42 @@ def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int
 
 
 def within(cut: Cut, shard: LogicalShard) -> LogicalShard:
-    """`shard` says what this rank holds of a local tensor, and `cut` what that is of the full one: both together."""
-    boxes = tuple(box for part in cut.boxes for held in shard.boxes if (box := _composed(part, held)) is not None)
+    """`shard` says what this rank holds of a local tensor, and `cut` what that is of the full
+    one: both together."""
+    boxes = tuple(
+        box
+        for part in cut.boxes
+        for held in shard.boxes
+        if (box := _composed(part, held)) is not None
+    )
     return replace(shard, global_shape=cut.global_shape, boxes=boxes)
 
 
 def _composed(part: Box, held: Box) -> Box | None:
-    """The elements that `part` (local -> full) and `held` (stored -> local) have in common (stored -> full)."""
+    """The elements that `part` (local -> full) and `held` (stored -> local) have in common
+    (stored -> full)."""
     spans = list(zip(part.local_offset, part.size, held.global_offset, held.size, strict=True))
     starts = tuple(max(p, h) for p, _, h, _ in spans)
-    size = tuple(min(p + n, h + m) - start for (p, n, h, m), start in zip(spans, starts, strict=True))
+    size = tuple(
+        min(p + n, h + m) - start for (p, n, h, m), start in zip(spans, starts, strict=True)
+    )
     if any(length <= 0 for length in size):
         return None
-    there = tuple(g + s - p for g, s, p in zip(part.global_offset, starts, part.local_offset, strict=True))
-    here = tuple(o + s - h for o, s, h in zip(held.local_offset, starts, held.global_offset, strict=True))
+    there = tuple(
+        g + s - p for g, s, p in zip(part.global_offset, starts, part.local_offset, strict=True)
+    )
+    here = tuple(
+        o + s - h for o, s, h in zip(held.local_offset, starts, held.global_offset, strict=True)
+    )
     return Box(there, here, size, part.replica, part.num_replicas)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among those that hold the same: `rank` of the `num_ranks` that hold what is not cut at all,
-    of which the `tp` of one tensor-parallel group are neighbours. `cuts` says by full name what those have cut.
+    """Where a rank stands among those that hold the same: `rank` of the `num_ranks` that hold what
+    is not cut at all, of which the `tp` of one tensor-parallel group are neighbours.
+
+    `cuts` says by full name what those have cut.
     """
 
     rank: int = 0
@@ -147,13 +178,20 @@ class Place:
     tp_rank: int = 0
     tp: int = 1
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Name -> (which, of how many) where several pipeline stages hold a tensor: each of them so many times."""
+    """Name -> (which, of how many) where several pipeline stages hold a tensor: each of them so
+    many times."""
 
     def shard(self, name: str, tensor: torch.Tensor, *, is_alike: bool = True) -> LogicalShard:
-        """What this rank holds of the full-model tensor `name`. `is_alike` False: only rank 0's counts."""
+        """What this rank holds of the full-model tensor `name`.
+
+        `is_alike` False: only rank 0's counts.
+        """
         found = self._in_stage(name, tensor, is_alike=is_alike)
         which, how_many = self.copies.get(name, (0, 1))
-        replica, num_replicas = which * found.num_replicas + found.replica, how_many * found.num_replicas
+        replica, num_replicas = (
+            which * found.num_replicas + found.replica,
+            how_many * found.num_replicas,
+        )
         return replace(found, replica=replica, num_replicas=num_replicas)
 
     def _in_stage(self, name: str, tensor: torch.Tensor, *, is_alike: bool) -> LogicalShard:
@@ -162,15 +200,20 @@ class Place:
             share = self.tp * cut.ep
             others = {"replica": self.rank // share, "num_replicas": self.num_ranks // share}
             return within(cut, shard_of(name, tensor, **others))
-        shard = shard_of(name, tensor, replica=self.rank, num_replicas=self.num_ranks if is_alike else 1)
+        shard = shard_of(
+            name, tensor, replica=self.rank, num_replicas=self.num_ranks if is_alike else 1
+        )
         if not isinstance(tensor, DTensor) or self.tp == 1:
             return shard
         replica, num_replicas = shard.replica * self.tp + self.tp_rank, shard.num_replicas * self.tp
         return replace(shard, replica=replica, num_replicas=num_replicas)
 
 
-def module_shards(module: nn.Module, place: Place | None = None) -> tuple[dict[str, LogicalShard], dict[str, str]]:
-    """(shards of parameters and persistent buffers by full name, aliases of tied tensors -> stored name)."""
+def module_shards(
+    module: nn.Module, place: Place | None = None
+) -> tuple[dict[str, LogicalShard], dict[str, str]]:
+    """(shards of parameters and persistent buffers by full name, aliases of tied tensors ->
+    stored name)."""
     place = place or Place()
     shards: dict[str, LogicalShard] = {}
     aliases: dict[str, str] = {}
@@ -184,8 +227,11 @@ def module_shards(module: nn.Module, place: Place | None = None) -> tuple[dict[s
             aliases[name] = seen[id(tensor)]
             continue
         seen[id(tensor)] = name
-        # Buffers (running statistics) may differ between ranks; rank 0's are the model's: only replica 0 writes them.
-        shards[name] = place.shard(name, tensor, is_alike=isinstance(tensor, nn.Parameter | DTensor))
+        # Buffers (running statistics) may differ between ranks; rank 0's are the model's: only
+        # replica 0 writes them.
+        shards[name] = place.shard(
+            name, tensor, is_alike=isinstance(tensor, nn.Parameter | DTensor)
+        )
     return shards, aliases
 
 

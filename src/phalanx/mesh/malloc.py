@@ -1,8 +1,9 @@
-"""Have glibc give large freed blocks back: a sharded rank on a CPU would otherwise peak as high as one that is not.
+"""Have glibc give large freed blocks back: a sharded rank on a CPU would otherwise peak as high as
+one that is not.
 
-glibc takes blocks of up to 32 MiB from its heap once blocks of that size were freed. Gathered weights and gradients
-then leave holes between the tensors that stay, and what was freed is neither reused nor returned. Logits of a chunk
-do the same in every rank: they have pages of their own.
+glibc takes blocks of up to 32 MiB from its heap once blocks of that size were freed. Gathered
+weights and gradients then leave holes between the tensors that stay, and what was freed is neither
+reused nor returned. Logits of a chunk do the same in every rank: they have pages of their own.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import sys
 import torch
 
 M_MMAP_THRESHOLD = -3  # malloc.h
-# Smaller ones return more, and cost more page faults where activations are many: docs/benchmarks.md.
+# Smaller ones return more, and cost more page faults where activations are many:
+# docs/benchmarks.md.
 LARGE_BLOCK_BYTES = 4 * 2**20
 CHOSEN_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def return_large_blocks() -> None:
-    """For the rest of this process. Nothing where the environment says otherwise, or there is no glibc."""
+    """For the rest of this process.
+
+    Nothing where the environment says otherwise, or there is no glibc.
+    """
     if sys.platform != "linux" or any(name in os.environ for name in CHOSEN_BY_USER):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -32,8 +37,11 @@ def return_large_blocks() -> None:
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """A tensor where `like` is, whose numbers are anything. On a CPU a large one has pages of its own, huge where the
-    system has such: they are quick to get, and go back to the system with the tensor."""
+    """A tensor where `like` is, whose numbers are anything.
+
+    On a CPU a large one has pages of its own, huge where the system has such: they are quick to
+    get, and go back to the system with the tensor.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     # A tensor of another type than torch's own stands for something else than its bytes.
     is_plain = like.device.type == "cpu" and type(like) in (torch.Tensor, torch.nn.Parameter)

@@ -1,4 +1,7 @@
-"""Open the process groups of a layout. The only room besides `launch` that reads the environment."""
+"""Open the process groups of a layout.
+
+The only room besides `launch` that reads the environment.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,18 @@ from phalanx.mesh.rendezvous import RENDEZVOUS_S, join, open_store, refuse_share
 from phalanx.plan.layout import AXES, Layout
 
 PIPELINE_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""Of CUDA, for pipelines, unless the user has set them. A kernel that is loaded at its first use can wait for the whole
-device, also for a receive that waits for its sender; and of more streams than there are connections some share one,
-where a receive keeps back the other stream's kernels. The order of messages (`plan.pipeline.messages`) is safe with
-either; these keep it from being slow."""
+"""Of CUDA, for pipelines, unless the user has set them.
+
+A kernel that is loaded at its first use can wait for the whole device, also for a receive that
+waits for its sender; and of more streams than there are connections some share one, where a receive
+keeps back the other stream's kernels. The order of messages (`plan.pipeline.messages`) is safe with
+either; these keep it from being slow.
+"""
 
 
 def running_ranks() -> int:
-    """How many ranks there are: those of the open process group, or WORLD_SIZE (or what Slurm or MPI call it), or 1."""
+    """How many ranks there are: those of the open process group, or WORLD_SIZE (or what Slurm or
+    MPI call it), or 1."""
     if dist.is_initialized():
         return dist.get_world_size()
     adopt_launched_rank(os.environ)
@@ -39,7 +46,9 @@ def running_ranks() -> int:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a layout as seen from one of them. `device_mesh` is None when there is only one rank.
+    """The ranks of a layout as seen from one of them.
+
+    `device_mesh` is None when there is only one rank.
 
     `group`: what its collectives go through; None is the group of training.
     """
@@ -71,8 +80,8 @@ class Mesh:
 
     @property
     def counts_samples(self) -> bool:
-        """False for a rank that has the same sums as another one, whose are the ones that count: those of tp see the
-        same tokens, those of cp others of the same samples.
+        """False for a rank that has the same sums as another one, whose are the ones that count:
+        those of tp see the same tokens, those of cp others of the same samples.
 
         Of a pipeline only the ranks with the last stage have any.
         """
@@ -80,25 +89,34 @@ class Mesh:
 
     @property
     def place_in_stage(self) -> tuple[int, int]:
-        """This rank's number among those that hold the same stages of a pipeline, and how many these are."""
+        """This rank's number among those that hold the same stages of a pipeline, and how many
+        these are."""
         count = self.layout.world_size // self.layout.pp
         return self.rank % count, count
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The DeviceMesh of `axes` through this rank; dp_shard has the ranks of cp in it. For more than one rank.
+        """The DeviceMesh of `axes` through this rank; dp_shard has the ranks of cp in it.
 
-        "ep" are ranks with different experts, "expert_shard" those of dp_shard that have the same ones.
+        For more than one rank.
+
+        "ep" are ranks with different experts, "expert_shard" those of dp_shard that have the same
+        ones.
         """
         assert self.device_mesh is not None, "one rank has no mesh"
         if {"ep", "expert_shard"} & set(axes):
             assert self.expert_mesh is not None, "the layout has no ep"
             return self.expert_mesh[axes if len(axes) > 1 else axes[0]]
         reduces = self.reducing_mesh is not None and any(axis.startswith("dp_") for axis in axes)
-        of_all = self.reducing_mesh if self.reducing_mesh is not None and reduces else self.device_mesh
+        of_all = (
+            self.reducing_mesh if self.reducing_mesh is not None and reduces else self.device_mesh
+        )
         return of_all[axes if len(axes) > 1 else axes[0]]
 
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the model and see different tokens. Only for more than one rank."""
+        """The ranks that hold the same part of the model and see different tokens.
+
+        Only for more than one rank.
+        """
         if self.layout.reduced.dp_shard == 1:
             return self.submesh("dp_replicate").get_group()
         if self.layout.dp_replicate == 1:
@@ -111,10 +129,15 @@ class Mesh:
             return None
         if self.layout.pp == 1:
             return dist.group.WORLD
-        return self.device_mesh["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage").get_group()
+        return (
+            self.device_mesh["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage").get_group()
+        )
 
     def second_group(self, axis: str) -> dist.ProcessGroup:
-        """Another process group of the same ranks as that of `axis` through this rank. Collective over all ranks."""
+        """Another process group of the same ranks as that of `axis` through this rank.
+
+        Collective over all ranks.
+        """
         found = None
         for ranks in self._rows(axis):
             group = dist.new_group(list(ranks))
@@ -128,7 +151,9 @@ class Mesh:
         rows: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.layout.coordinates(rank)
-            rows.setdefault(tuple(degree for name, degree in place.items() if name != axis), []).append(rank)
+            rows.setdefault(
+                tuple(degree for name, degree in place.items() if name != axis), []
+            ).append(rank)
         return [tuple(row) for row in rows.values()]
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -138,14 +163,19 @@ class Mesh:
         return tensor
 
     def barrier(self) -> None:
-        """Return when all ranks are here. Reading the sum holds back the host, too, where a device only queues it."""
+        """Return when all ranks are here.
+
+        Reading the sum holds back the host, too, where a device only queues it.
+        """
         self.all_reduce_sum(torch.zeros(1, device=self.device)).item()
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank. Nothing is pickled."""
         if self.device_mesh is None:
             return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(
+            self.device
+        )
         size = torch.tensor([data.numel()], device=self.device)
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
         dist.all_gather(sizes, size, group=self.group)
@@ -154,11 +184,16 @@ class Mesh:
         padded[: data.numel()] = data
         gathered = [torch.zeros_like(padded) for _ in range(self.world_size)]
         dist.all_gather(gathered, padded, group=self.group)
-        return [json.loads(g[: int(s)].cpu().numpy().tobytes()) for g, s in zip(gathered, sizes, strict=True)]
+        return [
+            json.loads(g[: int(s)].cpu().numpy().tobytes())
+            for g, s in zip(gathered, sizes, strict=True)
+        ]
 
     def open_beside(self, *, timeout_s: float) -> Mesh:
-        """The same ranks on the CPU, with a process group of their own: for one other thread of each rank, whose
-        collectives then never meet those of training. Collective.
+        """The same ranks on the CPU, with a process group of their own: for one other thread of
+        each rank, whose collectives then never meet those of training.
+
+        Collective.
         """
         if self.device_mesh is None:
             return replace(self, device=torch.device("cpu"))
@@ -166,7 +201,8 @@ class Mesh:
         return replace(self, device=torch.device("cpu"), group=group)
 
     def require_agreement(self, facts: Mapping[str, Any]) -> None:
-        """Compare `facts` (nested JSON) over all ranks; raise RanksDifferError on all of them if any differs."""
+        """Compare `facts` (nested JSON) over all ranks; raise RanksDifferError on all of them if
+        any differs."""
         digests = self.gather_json(digest(facts))
         if len(set(digests)) == 1:
             return
@@ -177,11 +213,14 @@ class Mesh:
         for rank, (theirs, value) in enumerate(zip(digests, every, strict=True)):
             if theirs != majority:
                 keys = differing_keys(reference, value)
-                shown = ", ".join(f"{k} = {_pick(value, k)!r}, not {_pick(reference, k)!r}" for k in keys[:4])
+                shown = ", ".join(
+                    f"{k} = {_pick(value, k)!r}, not {_pick(reference, k)!r}" for k in keys[:4]
+                )
                 more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
                 differences.append(f"rank {rank}: {shown}{more}")
         raise RanksDifferError(
-            "the ranks differ: " + "; ".join(differences), fix="give every rank the same job, code and data"
+            "the ranks differ: " + "; ".join(differences),
+            fix="give every rank the same job, code and data",
         )
 
 
@@ -198,12 +237,17 @@ def threads_per_rank(local_world_size: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, cores // max(1, local_world_size))
 
 
 def choose_device(kind: str, local_rank: int) -> torch.device:
-    """ "auto" is CUDA where there is any. Raises EnvironmentProblem if CUDA is asked for and absent."""
+    """ "auto" is CUDA where there is any.
+
+    Raises EnvironmentProblem if CUDA is asked for and absent.
+    """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
@@ -211,15 +255,20 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
             raise EnvironmentProblem("no CUDA device is available", fix="use cluster.device=cpu")
         count = torch.cuda.device_count()
         if count == 1 and SUPERVISED not in os.environ:
-            return torch.device("cuda", 0)  # a launcher that shows each of its ranks the one GPU it may use
+            return torch.device(
+                "cuda", 0
+            )  # a launcher that shows each of its ranks the one GPU it may use
         if local_rank >= count:
-            raise EnvironmentProblem(f"local rank {local_rank} has no GPU", why=f"this machine has {count}")
+            raise EnvironmentProblem(
+                f"local rank {local_rank} has no GPU", why=f"this machine has {count}"
+            )
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
 
 
 def name_gpu(device: torch.device) -> str:
-    """The UUID of a GPU: what its number stands for, which each rank may count from another list."""
+    """The UUID of a GPU: what its number stands for, which each rank may count from another
+    list."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -234,12 +283,13 @@ def open_mesh(
 ) -> Iterator[Mesh]:
     """Join the ranks of `layout` and yield this rank's Mesh; leave them at the end.
 
-    One rank needs nothing. More are found through RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (`store` is one from
-    `open_store`, if it is open already), or through a process group that is open already: it is used, and left open.
-    Raises EnvironmentProblem (exit 6) if the ranks are not those of the layout, if the port is taken, or if a rank
-    does not arrive within `rendezvous_s`.
+    One rank needs nothing. More are found through RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    (`store` is one from `open_store`, if it is open already), or through a process group that is
+    open already: it is used, and left open. Raises EnvironmentProblem (exit 6) if the ranks are not
+    those of the layout, if the port is taken, or if a rank does not arrive within `rendezvous_s`.
 
-    Every group that is opened meanwhile, by whomever, has `timeout_s` for a collective unless it is given another.
+    Every group that is opened meanwhile, by whomever, has `timeout_s` for a collective unless it is
+    given another.
     """
     quiet_torch()
     adopt_launched_rank(os.environ)
@@ -261,12 +311,14 @@ def open_mesh(
     if not dist.is_initialized() and world_size > 1:
         ours = True
         store = store or open_store(rendezvous_s=rendezvous_s)
-        # Before the device: making its context takes seconds, one after another on a machine with several GPUs.
+        # Before the device: making its context takes seconds, one after another on a machine with
+        # several GPUs.
         wait_for_all(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
         if where.type == "cuda":
             refuse_shared_gpus(store, rank, world_size, name_gpu(where))
-    # Ranks with a GPU compute on the CPU, too: an offloaded optimizer, initial weights, norms. The server that forks
-    # them has one thread, and what OMP_NUM_THREADS says afterwards torch no longer reads by itself.
+    # Ranks with a GPU compute on the CPU, too: an offloaded optimizer, initial weights, norms. The
+    # server that forks them has one thread, and what OMP_NUM_THREADS says afterwards torch no
+    # longer reads by itself.
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
     if where.type == "cpu":
         if layout.reduced.dp_shard > 1:
@@ -284,10 +336,13 @@ def open_mesh(
                 join(store, rank, world_size, where, timeout_s=timeout_s)
             device_mesh = _device_mesh(where, layout, timeout_s)
             reducing = _device_mesh(where, layout.reduced, timeout_s) if layout.cp > 1 else None
-            # Where ranks go on, groups stay open, for DTensor keeps what it knows of a mesh for another one like it;
-            # the next mesh with the same axes gets them again, as each group of gloo has three threads that never rest.
+            # Where ranks go on, groups stay open, for DTensor keeps what it knows of a mesh for
+            # another one like it; the next mesh with the same axes gets them again, as each group
+            # of gloo has three threads that never rest.
             experts = _expert_mesh(where, layout, timeout_s)
-            yield Mesh(layout, rank, local_rank, where, device_mesh, reducing, experts, is_ours=ours)
+            yield Mesh(
+                layout, rank, local_rank, where, device_mesh, reducing, experts, is_ours=ours
+            )
             if ours and where.type == "cuda" and dist.is_initialized():  # or they were abandoned
                 torch.cuda.synchronize()
     except BaseException:
@@ -302,9 +357,11 @@ def open_mesh(
 
 
 def leave_at_once(mesh: Mesh) -> None:
-    """Leave the groups of an open mesh, while the other ranks may be in a collective that this one will never join.
+    """Leave the groups of an open mesh, while the other ranks may be in a collective that this one
+    will never join.
 
-    The mesh is of no use from then on. Groups that somebody else has opened stay open, as `open_mesh` leaves them.
+    The mesh is of no use from then on. Groups that somebody else has opened stay open, as
+    `open_mesh` leaves them.
     """
     if mesh.is_ours and dist.is_initialized():
         _abandon_groups(mesh.device)
@@ -313,8 +370,8 @@ def leave_at_once(mesh: Mesh) -> None:
 def _abandon_groups(device: torch.device) -> None:
     """Leave all groups without waiting for other ranks.
 
-    Destroying a group of NCCL waits for its kernels, and so for the others; aborting does not. Gloo only closes its
-    sockets.
+    Destroying a group of NCCL waits for its kernels, and so for the others; aborting does not. Gloo
+    only closes its sockets.
     """
     _meshes.clear()
     with contextlib.suppress(Exception):  # the error that brought us here is the one to be seen
@@ -333,11 +390,16 @@ def _expert_mesh(device: torch.device, layout: Layout, timeout_s: float) -> Devi
         return None
     shard = layout.reduced.dp_shard // layout.ep
     shape = (layout.pp, layout.dp_replicate, shard, layout.ep, layout.tp)
-    return _opened(device.type, shape, ("pp", "dp_replicate", "expert_shard", "ep", "tp"), timeout_s)
+    return _opened(
+        device.type, shape, ("pp", "dp_replicate", "expert_shard", "ep", "tp"), timeout_s
+    )
 
 
-def _opened(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout_s: float) -> DeviceMesh:
-    """The mesh of all ranks with these axes; of one process group there is one, however often it is asked for."""
+def _opened(
+    device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout_s: float
+) -> DeviceMesh:
+    """The mesh of all ranks with these axes; of one process group there is one, however often it
+    is asked for."""
     if _meshes.get("world") is not dist.group.WORLD:
         _meshes.clear()
         _meshes["world"] = dist.group.WORLD

@@ -1,4 +1,5 @@
-"""How ranks find each other: the store at MASTER_ADDR, the wait until all have arrived, the default process group."""
+"""How ranks find each other: the store at MASTER_ADDR, the wait until all have arrived, the
+default process group."""
 
 from __future__ import annotations
 
@@ -23,27 +24,36 @@ SUPERVISED_RENDEZVOUS_S = 20.0
 READ_TIMEOUT_S = 20.0
 
 
-def wait_for_all(store: dist.Store, rank: int, world_size: int, *, rendezvous_s: float, timeout_s: float) -> None:
-    """Say that this rank is here and return when all are; the store's timeout is then that of collectives.
+def wait_for_all(
+    store: dist.Store, rank: int, world_size: int, *, rendezvous_s: float, timeout_s: float
+) -> None:
+    """Say that this rank is here and return when all are; the store's timeout is then that of
+    collectives.
 
     Raises EnvironmentProblem naming the ranks that did not arrive within `rendezvous_s`.
     """
     store.set(f"arrived/{rank}", "1")
     try:
-        store.wait([f"arrived/{r}" for r in range(world_size)], datetime.timedelta(seconds=rendezvous_s))
+        store.wait(
+            [f"arrived/{r}" for r in range(world_size)], datetime.timedelta(seconds=rendezvous_s)
+        )
     except dist.DistStoreError:
         absent = [r for r in range(world_size) if not store.check([f"arrived/{r}"])]
         raise EnvironmentProblem(
-            f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not arrive in {rendezvous_s:g} s",
+            f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not arrive in"
+            f" {rendezvous_s:g} s",
             fix="see why they did not start, or set resilience.rendezvous_s to more",
         ) from None
-    # NCCL makes a communicator at the first use of its group, through the store: whoever is late by then, because of a
-    # slow first batch or compilation, is late to a collective and not to the rendezvous.
+    # NCCL makes a communicator at the first use of its group, through the store: whoever is late by
+    # then, because of a slow first batch or compilation, is late to a collective and not to the
+    # rendezvous.
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
 
 
 def refuse_shared_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
-    """Return when all ranks have named their GPU. Raises EnvironmentProblem, on each of them, where two have the same.
+    """Return when all ranks have named their GPU.
+
+    Raises EnvironmentProblem, on each of them, where two have the same.
 
     NCCL would refuse it too, in words about a bus, and only at the first collective.
     """
@@ -54,13 +64,18 @@ def refuse_shared_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) 
     if problem is None:
         return
     store.set(f"gpu_read/{rank}", "1")
-    with contextlib.suppress(dist.DistError):  # this rank may hold the store that the others read from
-        store.wait([f"gpu_read/{r}" for r in range(world_size)], datetime.timedelta(seconds=READ_TIMEOUT_S))
+    with contextlib.suppress(
+        dist.DistError
+    ):  # this rank may hold the store that the others read from
+        store.wait(
+            [f"gpu_read/{r}" for r in range(world_size)], datetime.timedelta(seconds=READ_TIMEOUT_S)
+        )
     raise problem
 
 
 def find_shared_gpu(places: Sequence[tuple[str, str]]) -> EnvironmentProblem | None:
-    """What is wrong with the GPUs of all ranks, each given as its host and its UUID: two ranks have the same one."""
+    """What is wrong with the GPUs of all ranks, each given as its host and its UUID: two ranks
+    have the same one."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
         ranks_of.setdefault(place, []).append(rank)
@@ -77,16 +92,19 @@ def find_shared_gpu(places: Sequence[tuple[str, str]]) -> EnvironmentProblem | N
     )
 
 
-def join(store: dist.Store, rank: int, world_size: int, device: torch.device, *, timeout_s: float) -> None:
+def join(
+    store: dist.Store, rank: int, world_size: int, device: torch.device, *, timeout_s: float
+) -> None:
     """Open the default process group of ranks that have all arrived.
 
-    On GPUs it is NCCL's alone: gloo beside it would connect all ranks of every subgroup by TCP, for nobody's use (what
-    needs tensors on the CPU opens its own group, see `Mesh.open_beside`).
+    On GPUs it is NCCL's alone: gloo beside it would connect all ranks of every subgroup by TCP, for
+    nobody's use (what needs tensors on the CPU opens its own group, see `Mesh.open_beside`).
     """
     choose_interface(os.environ)
-    # No device_id: with it NCCL opens one communicator at once, whose one stream all unbatched sends and receives of a
-    # group then share. A pipeline asks for messages of several ranks ahead, in an order of its own: it needs the
-    # communicators of two ranks each that are opened at first use.
+    # No device_id: with it NCCL opens one communicator at once, whose one stream all unbatched
+    # sends and receives of a group then share. A pipeline asks for messages of several ranks ahead,
+    # in an order of its own: it needs the communicators of two ranks each that are opened at first
+    # use.
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -97,11 +115,12 @@ def join(store: dist.Store, rank: int, world_size: int, device: torch.device, *,
 
 
 def choose_interface(environ: Any) -> None:
-    """Set GLOO_SOCKET_IFNAME, unless somebody has, to the interface through which this rank reaches MASTER_ADDR.
+    """Set GLOO_SOCKET_IFNAME, unless somebody has, to the interface through which this rank reaches
+    MASTER_ADDR.
 
-    By default gloo announces the address of the host's own name, which many machines resolve to loopback: ranks on
-    other machines then connect to themselves. Where MASTER_ADDR is such a name of this machine, and there are other
-    machines, it is the interface of the default route.
+    By default gloo announces the address of the host's own name, which many machines resolve to
+    loopback: ranks on other machines then connect to themselves. Where MASTER_ADDR is such a name
+    of this machine, and there are other machines, it is the interface of the default route.
     """
     host = environ.get("MASTER_ADDR", "")
     if environ.get("GLOO_SOCKET_IFNAME") or not host or host in LOOPBACK:
@@ -109,13 +128,18 @@ def choose_interface(environ: Any) -> None:
     name = interface_towards(host)
     if name is not None and _is_loopback(name):
         is_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-        name = name if is_one_machine else interface_towards("192.0.2.1") or interface_towards("2001:db8::1")
+        name = (
+            name
+            if is_one_machine
+            else interface_towards("192.0.2.1") or interface_towards("2001:db8::1")
+        )
     if name is not None:
         environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface that packets to `host` leave by; None if there is no way, or no such host.
+    """The network interface that packets to `host` leave by; None if there is no way, or no such
+    host.
 
     Nothing is sent: connecting a datagram socket only asks the routing table.
     """
@@ -138,7 +162,9 @@ def interface_towards(host: str) -> str | None:
 
 def _interface_with(address: str) -> str | None:
     address = address.partition("%")[0]
-    if address.startswith("127."):  # the whole block is one interface's, which lists the first address alone
+    if address.startswith(
+        "127."
+    ):  # the whole block is one interface's, which lists the first address alone
         address = "127.0.0.1"
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in addresses):
@@ -156,7 +182,9 @@ def open_store(*, rendezvous_s: float = RENDEZVOUS_S) -> dist.Store:
     Keys are those of this incarnation of the ranks: a restart never reads what the dead ones wrote.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    incarnation = os.environ.get("PHALANX_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    incarnation = (
+        os.environ.get("PHALANX_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    )
     return dist.PrefixStore(f"phalanx/{incarnation}", _open_store(rank, world_size, rendezvous_s))
 
 
@@ -168,7 +196,9 @@ def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
     try:
         if hosts_store and host in LOOPBACK:
             # A TCPStore binds every interface unless it is handed a socket.
-            listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listening = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
             options["master_listen_fd"] = listening.detach()
         return dist.TCPStore(
             host,
@@ -182,8 +212,14 @@ def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         reason = str(error).splitlines()[0]
         if hosts_store:
-            why = "address in use" if "in use" in str(error).lower() or "EADDRINUSE" in str(error) else reason
+            why = (
+                "address in use"
+                if "in use" in str(error).lower() or "EADDRINUSE" in str(error)
+                else reason
+            )
             raise EnvironmentProblem(
-                f"port {port} on {host} cannot be listened on", why=why, fix="choose another MASTER_PORT"
+                f"port {port} on {host} cannot be listened on",
+                why=why,
+                fix="choose another MASTER_PORT",
             ) from None
         raise EnvironmentProblem(f"no rank 0 answers at {host}:{port}", why=reason) from None

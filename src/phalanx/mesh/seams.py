@@ -1,4 +1,5 @@
-"""The seam that context parallelism needs of a module: attention that can be swapped, and what makes its masks."""
+"""The seam that context parallelism needs of a module: attention that can be swapped, and what
+makes its masks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from torch import nn
 
 def attention_cores(module: nn.Module) -> list[tuple[nn.Module, Any]]:
     """(module that has it, `core`) of every attention that shows one."""
-    return [(part, part.core) for part in module.modules() if getattr(part, "core", None) is not None]
+    return [
+        (part, part.core) for part in module.modules() if getattr(part, "core", None) is not None
+    ]
 
 
 def has_attention_seam(module: nn.Module, *, is_stage: bool = False) -> bool:

@@ -1,9 +1,11 @@
-"""What the ranks of one tensor-parallel group say to each other, as operations that autograd goes through.
+"""What the ranks of one tensor-parallel group say to each other, as operations that autograd goes
+through.
 
-Activations are [B, T, ...]. With `cuts_sequence` (sequence parallelism) what lies between the regions that work on
-parts of the features is cut along T: a region is entered by an all-gather and left by a reduce-scatter, and the
-backward does the opposite. Without it, it is entered as it is and left by an all-reduce, and the backward enters by an
-all-reduce (Shoeybi et al. 2019, Korthikanti et al. 2022).
+Activations are [B, T, ...]. With `cuts_sequence` (sequence parallelism) what lies between the
+regions that work on parts of the features is cut along T: a region is entered by an all-gather and
+left by a reduce-scatter, and the backward does the opposite. Without it, it is entered as it is and
+left by an all-reduce, and the backward enters by an all-reduce (Shoeybi et al. 2019, Korthikanti et
+al. 2022).
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ _ops = torch.ops._c10d_functional
 class TensorGroup:
     """The group as one rank sees it. `name` is torch's of the process group.
 
-    `num_tokens`: T of the forward under way, which a cut sequence alone does not say: it is padded to a multiple of
-    the ranks. `counts` and `num_bytes`: collectives this rank took part in by kind, and the bytes of what came of them.
+    `num_tokens`: T of the forward under way, which a cut sequence alone does not say: it is padded
+    to a multiple of the ranks. `counts` and `num_bytes`: collectives this rank took part in by
+    kind, and the bytes of what came of them.
     """
 
     name: str
@@ -43,10 +46,13 @@ class TensorGroup:
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank has sent so far by ring algorithms, outside compiled code: of what an all-reduce or an
-        all-gather makes (w - 1) / w twice or once, of a reduce-scatter's part w - 1 times as much."""
+        """What this rank has sent so far by ring algorithms, outside compiled code: of what an
+        all-reduce or an all-gather makes (w - 1) / w twice or once, of a reduce-scatter's part w -
+        1 times as much."""
         others, made = self.size - 1, self.num_bytes
-        return (2 * made["all_reduce"] + made["all_gather"]) * others / self.size + made["reduce_scatter"] * others
+        return (2 * made["all_reduce"] + made["all_gather"]) * others / self.size + made[
+            "reduce_scatter"
+        ] * others
 
     # Between autograd and the rest
 
@@ -61,7 +67,8 @@ class TensorGroup:
         return left
 
     def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sequence of what all ranks hold alike; all of it where it is not cut."""
+        """This rank's part of the sequence of what all ranks hold alike; all of it where it is
+        not cut."""
         if not self.cuts_sequence:
             return x
         padded = self._padded(x)
@@ -69,7 +76,10 @@ class TensorGroup:
         return padded.narrow(SEQUENCE, self.rank * length, length)
 
     def gather_features(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The last dimension of all ranks, `sizes` long, together. What follows is the same on every rank."""
+        """The last dimension of all ranks, `sizes` long, together.
+
+        What follows is the same on every rank.
+        """
         gathered: torch.Tensor = _GatherFeatures.apply(x, self, tuple(sizes))
         return gathered
 
@@ -84,7 +94,9 @@ class TensorGroup:
 
     def start_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks * x.shape[0], ...]: what each rank has, one after another."""
-        return self._counted("all_gather", _ops.all_gather_into_tensor(x.contiguous(), self.size, self.name))
+        return self._counted(
+            "all_gather", _ops.all_gather_into_tensor(x.contiguous(), self.size, self.name)
+        )
 
     def start_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[x.shape[0] / ranks, ...]: this rank's part of the sum."""
@@ -174,8 +186,14 @@ class _GatherFeatures(torch.autograd.Function):
         longest = max(sizes)
         padded = F.pad(x, (0, longest - x.shape[-1])) if x.shape[-1] < longest else x
         with group.timed("all_gather", "all_gather features"):
-            every = group.wait(group.start_gather(padded[None])).unflatten(0, (group.size, -1)).squeeze(1)
-        return torch.cat([part[..., :size] for part, size in zip(every, sizes, strict=True)], dim=-1)
+            every = (
+                group.wait(group.start_gather(padded[None]))
+                .unflatten(0, (group.size, -1))
+                .squeeze(1)
+            )
+        return torch.cat(
+            [part[..., :size] for part, size in zip(every, sizes, strict=True)], dim=-1
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -184,7 +202,8 @@ class _GatherFeatures(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which tokens' rows of an embedding or a head this rank holds: [start, start + sizes[rank]) of all."""
+    """Which tokens' rows of an embedding or a head this rank holds: [start, start + sizes[rank])
+    of all."""
 
     group: TensorGroup
     sizes: tuple[int, ...]
@@ -194,7 +213,8 @@ class Vocabulary:
         return sum(self.sizes[: self.group.rank])
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states as they leave the last block -> of all tokens; their gradient is summed over the ranks."""
+        """Hidden states as they leave the last block -> of all tokens; their gradient is summed
+        over the ranks."""
         return self.group.enter(hidden)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:

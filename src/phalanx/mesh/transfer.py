@@ -1,4 +1,5 @@
-"""Numbers between host and device that nobody waits for: a copy from pageable memory drains a GPU's stream."""
+"""Numbers between host and device that nobody waits for: a copy from pageable memory drains a
+GPU's stream."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def filled(values: Sequence[float], device: torch.device) -> torch.Tensor:
 
 
 def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
-    """Begins to copy `tensor` [N] to the host; the result gives its numbers, once the device was waited for since."""
+    """Begins to copy `tensor` [N] to the host; the result gives its numbers, once the device was
+    waited for since."""
     if tensor.device.type == "cpu":
         return tensor.tolist
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -26,7 +28,8 @@ def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` in page-locked memory, from which a copy to `device` does not wait for the device's work."""
+    """`tensor` in page-locked memory, from which a copy to `device` does not wait for the
+    device's work."""
     if device.type != "cuda" or tensor.device.type != "cpu" or tensor.is_pinned():
         return tensor
     return tensor.pin_memory()

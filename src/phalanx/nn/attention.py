@@ -1,4 +1,5 @@
-"""Attention with grouped queries: causal, within documents, within a sliding window, or between all tokens.
+"""Attention with grouped queries: causal, within documents, within a sliding window, or between all
+tokens.
 
 Shape suffixes: B batch, T sequence, D model width, H query heads, K key/value heads, E head width.
 """
@@ -25,11 +26,13 @@ def attention_mask(
     *,
     causal: bool = True,
 ) -> torch.Tensor | None:
-    """[B or 1, 1, T, T]: 0 where a token attends to another, -inf where not. None: to all, or all before, unmasked.
+    """[B or 1, 1, T, T]: 0 where a token attends to another, -inf where not.
 
-    A window of w holds a token and the w - 1 before it; where it is not causal, the w - 1 after it, too. One mask
-    serves all blocks that attend alike. It is in the compute type: kernels would turn booleans into that, a copy for
-    every block that autograd keeps.
+    None: to all, or all before, unmasked.
+
+    A window of w holds a token and the w - 1 before it; where it is not causal, the w - 1 after it,
+    too. One mask serves all blocks that attend alike. It is in the compute type: kernels would turn
+    booleans into that, a copy for every block that autograd keeps.
     """
     if not is_masked(num_tokens, window, document_ids_BT):
         return None
@@ -41,7 +44,9 @@ def attention_mask(
     keep = keep[None]
     if document_ids_BT is not None:
         keep = keep & (document_ids_BT[:, :, None] == document_ids_BT[:, None, :])
-    return torch.zeros(keep.shape, dtype=dtype, device=device).masked_fill_(~keep, -torch.inf)[:, None]
+    return torch.zeros(keep.shape, dtype=dtype, device=device).masked_fill_(~keep, -torch.inf)[
+        :, None
+    ]
 
 
 def shared_mask(
@@ -53,8 +58,11 @@ def shared_mask(
     *,
     causal: bool = True,
 ) -> torch.Tensor | None:
-    """attention_mask for all blocks of a model, where it is small. None for a sequence of more than QUERY_BLOCK tokens:
-    AttentionCore, which is given window and documents, too, then makes masks of a block of queries at a time."""
+    """attention_mask for all blocks of a model, where it is small.
+
+    None for a sequence of more than QUERY_BLOCK tokens: AttentionCore, which is given window and
+    documents, too, then makes masks of a block of queries at a time.
+    """
     if num_tokens > QUERY_BLOCK:
         return None
     return attention_mask(num_tokens, window, document_ids_BT, dtype, device, causal=causal)
@@ -63,8 +71,9 @@ def shared_mask(
 class AttentionCore(nn.Module):
     """Softmax attention. `document_ids` (or None) keeps documents from seeing each other.
 
-    `mask` is attention_mask of the same window, documents and direction, where the model made it for several blocks.
-    Without one, memory grows with the sequence's length and not with its square.
+    `mask` is attention_mask of the same window, documents and direction, where the model made it
+    for several blocks. Without one, memory grows with the sequence's length and not with its
+    square.
     """
 
     def __init__(self, *, causal: bool = True, window: int = 0) -> None:
@@ -81,18 +90,31 @@ class AttentionCore(nn.Module):
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens = q_BHTE.shape[2]
-        if mask is None and num_tokens > QUERY_BLOCK and is_masked(num_tokens, self.window, document_ids_BT):
+        if (
+            mask is None
+            and num_tokens > QUERY_BLOCK
+            and is_masked(num_tokens, self.window, document_ids_BT)
+        ):
             window, is_causal = self.window, self.causal
-            return attend_by_blocks(q_BHTE, k_BKTE, v_BKTE, document_ids_BT, window=window, is_causal=is_causal)
+            return attend_by_blocks(
+                q_BHTE, k_BKTE, v_BKTE, document_ids_BT, window=window, is_causal=is_causal
+            )
         if mask is None:
             mask = attention_mask(
-                num_tokens, self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device, causal=self.causal
+                num_tokens,
+                self.window,
+                document_ids_BT,
+                q_BHTE.dtype,
+                q_BHTE.device,
+                causal=self.causal,
             )
         return attend(q_BHTE, k_BKTE, v_BKTE, mask, is_causal=self.causal)
 
 
 class Attention(nn.Module):
-    input_goes_to_columns_alone = True  # q, k and v, which tensor parallelism may then enter together
+    input_goes_to_columns_alone = (
+        True  # q, k and v, which tensor parallelism may then enter together
+    )
 
     def __init__(self, shape: ModelShape, window: int) -> None:
         super().__init__()
@@ -108,7 +130,9 @@ class Attention(nn.Module):
 
     @staticmethod
     def _head_norm(shape: ModelShape) -> RMSNorm | None:
-        return RMSNorm(shape.head_dim, shape.norm_eps, shape.norm_plus_one) if shape.qk_norm else None
+        return (
+            RMSNorm(shape.head_dim, shape.norm_eps, shape.norm_plus_one) if shape.qk_norm else None
+        )
 
     def forward(
         self,
@@ -119,7 +143,8 @@ class Attention(nn.Module):
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k, v = (
-            linear(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+            linear(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

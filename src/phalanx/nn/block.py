@@ -1,4 +1,5 @@
-"""The block that decoder and vision transformer repeat: attention and a feed-forward, each behind a norm.
+"""The block that decoder and vision transformer repeat: attention and a feed-forward, each behind a
+norm.
 
 Shape suffixes: B batch, T sequence, D model width.
 """
@@ -49,15 +50,20 @@ class Block(nn.Module):
         document_ids_BT: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        attended = self.attention(self.attention_norm(x_BTD), table, positions_BT, document_ids_BT, mask)
-        x_BTD = x_BTD + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
+        attended = self.attention(
+            self.attention_norm(x_BTD), table, positions_BT, document_ids_BT, mask
+        )
+        x_BTD = x_BTD + (
+            attended if self.attention_post_norm is None else self.attention_post_norm(attended)
+        )
         normed = self.ffn_norm(x_BTD)
         fed = self.moe(normed) if self.has_experts else self.ffn(normed)
         return x_BTD + (fed if self.ffn_post_norm is None else self.ffn_post_norm(fed))
 
 
 def init_rules(shape: ModelShape) -> tuple[InitRule, ...]:
-    """Projections back into the residual stream shrink with depth (GPT-2); norms begin as the identity, biases at 0."""
+    """Projections back into the residual stream shrink with depth (GPT-2); norms begin as the
+    identity, biases at 0."""
     residual = STD / (2 * shape.num_layers) ** 0.5
     return (
         InitRule("*norm.weight", constant=0.0 if shape.norm_plus_one else 1.0),

@@ -21,7 +21,8 @@ MODELS = "phalanx.nn.models"
 
 
 def build_model(job: Job, shape: ModelShape) -> nn.Module:
-    """A built-in model on the meta device (`parallelize` fills it), or the user's module with its own weights."""
+    """A built-in model on the meta device (`parallelize` fills it), or the user's module with
+    its own weights."""
     if job.model.is_foreign:
         return build_foreign(job.model, job.run.seed)
     build = resolve(shape.kind, MODELS, "build")
@@ -42,7 +43,8 @@ def build_foreign(model: Model, seed: int) -> nn.Module:
 
 
 def build_objective(job: Job) -> Objective:
-    """The user's objective, or the one of the model: of a user's own, chunked cross-entropy over tokens."""
+    """The user's objective, or the one of the model: of a user's own, chunked cross-entropy over
+    tokens."""
     objective: Objective
     if job.model.objective is not None:
         objective = resolve(job.model.objective, MODELS, "objective")
@@ -51,5 +53,7 @@ def build_objective(job: Job) -> Objective:
     elif job.model.is_foreign:
         objective = causal_cross_entropy(job.train.loss_chunk_tokens)
     else:
-        objective = resolve(kind_of(job.model), MODELS, "default_objective")(job.train.loss_chunk_tokens)
+        objective = resolve(kind_of(job.model), MODELS, "default_objective")(
+            job.train.loss_chunk_tokens
+        )
     return objective

@@ -1,6 +1,8 @@
-"""A mixture of experts in place of a block's feed-forward: a router, and matrices that see the tokens sent to them.
+"""A mixture of experts in place of a block's feed-forward: a router, and matrices that see the
+tokens sent to them.
 
-Shape suffixes: B batch, T sequence, D model width, N tokens, K experts per token, E experts, R rows: (token, expert).
+Shape suffixes: B batch, T sequence, D model width, N tokens, K experts per token, E experts, R
+rows: (token, expert).
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ class Dispatch(Protocol):
     """The seam that expert parallelism swaps: brings rows to their experts and back."""
 
     def __call__(self, x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Rows) -> torch.Tensor:
-        """x_RD: rows sorted by expert, counts_E of each. Returns what `experts(rows, counts)` makes of each row, in
-        the same order."""
+        """x_RD: rows sorted by expert, counts_E of each.
+
+        Returns what `experts(rows, counts)` makes of each row, in the same order.
+        """
 
 
 def dispatch_here(x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Rows) -> torch.Tensor:
@@ -36,7 +40,8 @@ def dispatch_here(x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Rows) -> 
 
 
 class Experts(nn.Module):
-    """Feed-forwards of the experts that a rank holds, as one product each: gate and up [E, F, D], down [E, D, F]."""
+    """Feed-forwards of the experts that a rank holds, as one product each: gate and up [E, F,
+    D], down [E, D, F]."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -49,12 +54,17 @@ class Experts(nn.Module):
     def forward(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         if self.gate is None:
             return self.down(self.activation(self.up(x_RD, counts_E)), counts_E)
-        return self.down(self.activation(self.gate(x_RD, counts_E)) * self.up(x_RD, counts_E), counts_E)
+        return self.down(
+            self.activation(self.gate(x_RD, counts_E)) * self.up(x_RD, counts_E), counts_E
+        )
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token visits `experts_per_token` experts, and those that all share. What it puts out under tensor
-    parallelism are parts of a sum: no matrix inside adds up over ranks."""
+    """Each token visits `experts_per_token` experts, and those that all share.
+
+    What it puts out under tensor parallelism are parts of a sum: no matrix inside adds up over
+    ranks.
+    """
 
     def __init__(self, shape: ModelShape, balance: Balance) -> None:
         super().__init__()
@@ -76,7 +86,9 @@ class MixtureOfExperts(nn.Module):
         counts_E = counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))[:num_experts]
         rows = _Rows.of(order, sum(sizes_of(counts_E)) if drops else len(order), len(x_ND))
         weight_R = routing.weights_BTK.flatten()[rows.order]
-        out_RD = self.dispatch(_TakeRows.apply(x_ND, rows.token_R, rows.row_KN), counts_E, self.experts)
+        out_RD = self.dispatch(
+            _TakeRows.apply(x_ND, rows.token_R, rows.row_KN), counts_E, self.experts
+        )
         out_ND: torch.Tensor = _WeightedSum.apply(out_RD, weight_R, rows.order, rows.row_KN)
         out_BTD = out_ND.view_as(x_BTD)
         return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
@@ -85,8 +97,8 @@ class MixtureOfExperts(nn.Module):
 class _Rows(NamedTuple):
     """Which rows are of which token.
 
-    order: [R], the choice, of all N x K, that each row is of; token_R: its token; row_KN: of each token its rows,
-    ascending, R or more where one was dropped.
+    order: [R], the choice, of all N x K, that each row is of; token_R: its token; row_KN: of each
+    token its rows, ascending, R or more where one was dropped.
     """
 
     order: torch.Tensor
@@ -97,15 +109,20 @@ class _Rows(NamedTuple):
     def of(cls, order: torch.Tensor, num_rows: int, num_tokens: int) -> _Rows:
         """`order`: the choices, of which the first `num_rows` have a row."""
         per_token = len(order) // max(1, num_tokens)
-        row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        row = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
         row_KN = row.view(num_tokens, per_token).sort(dim=1).values.T.contiguous()
         order = order[:num_rows]
         return cls(order, order.div(per_token, rounding_mode="floor"), row_KN)
 
 
-def _added_up(row_RD: torch.Tensor, row_KN: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
-    """[N, D]: the rows of each token, times their weights if there are any, one after another in their order: where
-    threads of a device add to one place, as in index_add, the order and so the sum would be another each time."""
+def _added_up(
+    row_RD: torch.Tensor, row_KN: torch.Tensor, weight_R: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[N, D]: the rows of each token, times their weights if there are any, one after another in
+    their order: where threads of a device add to one place, as in index_add, the order and so the
+    sum would be another each time."""
     num_rows, is_full = len(row_RD), len(row_RD) < row_KN.numel()
     wide = torch.promote_types(row_RD.dtype, torch.float32)  # a half's sum is rounded once
     out_ND = row_RD.new_zeros(row_KN.shape[1], row_RD.shape[1], dtype=wide)
@@ -122,7 +139,9 @@ class _TakeRows(torch.autograd.Function):
     """Tokens [N, D] -> rows [R, D]."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, token_R: torch.Tensor, row_KN: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, x_ND: torch.Tensor, token_R: torch.Tensor, row_KN: torch.Tensor
+    ) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(row_KN)
         return x_ND.index_select(0, token_R)
 
@@ -134,11 +153,18 @@ class _TakeRows(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """Rows times their weights, added up by token. As one function, because autograd would keep the weighted rows."""
+    """Rows times their weights, added up by token.
+
+    As one function, because autograd would keep the weighted rows.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, row_RD: torch.Tensor, weight_R: torch.Tensor, order: torch.Tensor, row_KN: torch.Tensor
+        ctx: Any,
+        row_RD: torch.Tensor,
+        weight_R: torch.Tensor,
+        order: torch.Tensor,
+        row_KN: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(row_RD, weight_R, order)
         ctx.per_token = len(row_KN)

@@ -21,7 +21,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class FeedForward(nn.Module):
-    """Two matrices with an activation between, or three: the activation of one product gates another (SwiGLU)."""
+    """Two matrices with an activation between, or three: the activation of one product gates
+    another (SwiGLU)."""
 
     input_goes_to_columns_alone = True
 

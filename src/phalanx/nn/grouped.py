@@ -1,4 +1,7 @@
-"""Linear layers of several experts in one module. Shape suffixes: E experts, R rows, I width in, O width out."""
+"""Linear layers of several experts in one module.
+
+Shape suffixes: E experts, R rows, I width in, O width out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from phalanx.mesh.grouped import grouped_linear
 
 
 class GroupedLinear(nn.Module):
-    """As many linear layers without bias as there are experts: weight[e] is [out_features, in_features]."""
+    """As many linear layers without bias as there are experts: weight[e] is [out_features,
+    in_features]."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -17,5 +21,8 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
 
     def forward(self, x_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """x_RI: rows of expert 0, then of expert 1, ...; counts_E: of each how many, R in all. Returns [R, O]."""
+        """x_RI: rows of expert 0, then of expert 1, ...; counts_E: of each how many, R in all.
+
+        Returns [R, O].
+        """
         return grouped_linear(x_RI, self.weight, counts_E)

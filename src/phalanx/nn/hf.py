@@ -1,7 +1,8 @@
-"""A Hugging Face model as any other module: called with inputs and positions, it returns logits, or hidden states and
-the head that makes logits of them and nothing else.
+"""A Hugging Face model as any other module: called with inputs and positions, it returns logits, or
+hidden states and the head that makes logits of them and nothing else.
 
-Its class is derived from the model's own, so that parameters keep the names that transformers gives them.
+Its class is derived from the model's own, so that parameters keep the names that transformers gives
+them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ def factory_of(kind: str) -> Callable[..., Any]:
 
 
 def build(kind: str, **args: Any) -> nn.Module:
-    """The model of a directory with its weights, or with random ones where there are none. On the meta device: without.
+    """The model of a directory with its weights, or with random ones where there are none.
 
-    `args` are settings on top of those of config.json. Raises LayoutError for what cannot be built or trained.
+    On the meta device: without.
+
+    `args` are settings on top of those of config.json. Raises LayoutError for what cannot be built
+    or trained.
     """
     values = read_config(kind)
     config = _config(kind, values, args)
@@ -46,7 +50,9 @@ def build(kind: str, **args: Any) -> nn.Module:
     directory = weights_directory(kind)
     try:
         if directory is None or torch.empty(0).is_meta:
-            module = auto.from_config(config, dtype=torch.float32, attn_implementation=_attention(auto, config))
+            module = auto.from_config(
+                config, dtype=torch.float32, attn_implementation=_attention(auto, config)
+            )
         else:
             module = _with_weights(kind, auto, config, directory)
     except PhalanxError:
@@ -72,7 +78,10 @@ def _config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
 
     model_type = values["model_type"]
     if model_type not in CONFIG_MAPPING_NAMES:
-        fix = did_you_mean(model_type, sorted(CONFIG_MAPPING_NAMES)) or "code that a directory brings is never run"
+        fix = (
+            did_you_mean(model_type, sorted(CONFIG_MAPPING_NAMES))
+            or "code that a directory brings is never run"
+        )
         raise LayoutError(f"transformers knows no model_type {model_type!r}", where=kind, fix=fix)
     try:
         found = CONFIG_MAPPING[model_type].from_dict(dict(values))
@@ -80,7 +89,8 @@ def _config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
         for key in args:
             if key not in known:
                 raise LayoutError(
-                    f"model.args: {key!r} is no setting of {model_type}", fix=did_you_mean(key, sorted(known)) or None
+                    f"model.args: {key!r} is no setting of {model_type}",
+                    fix=did_you_mean(key, sorted(known)) or None,
                 )
         return CONFIG_MAPPING[model_type].from_dict({**values, **args}) if args else found
     except LayoutError:
@@ -92,7 +102,8 @@ def _config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
 
 
 def _missing_setting(config: Any, error: Exception) -> str | None:
-    """What to do where the error is that a config, or one inside of it, says nothing of what the model reads."""
+    """What to do where the error is that a config, or one inside of it, says nothing of what the
+    model reads."""
     asked = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
     parts = {"": config} | {f"{key}.": value for key, value in vars(config).items()}
     path = next((path for path, part in parts.items() if asked is not None and part is asked), None)
@@ -107,8 +118,14 @@ def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
     model_type = values["model_type"]
     is_causal = model_type in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_image = model_type in known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    is_encoder = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
-    if getattr(config, "is_encoder_decoder", False) or not (is_causal or is_image) or (is_encoder and is_causal):
+    is_encoder = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+        config, "is_decoder", False
+    )
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        or not (is_causal or is_image)
+        or (is_encoder and is_causal)
+    ):
         raise LayoutError(
             f"{kind} is a {model_type}, which is no causal language model and no image classifier",
             fix="write a factory of your own and an objective: docs/own-code.md",
@@ -124,18 +141,26 @@ def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
         raise LayoutError(f"{kind} is quantized, and quantized weights are not trained")
     if getattr(config, "output_router_logits", False):
         raise LayoutError(
-            f"{kind} asks for an auxiliary loss of its router (output_router_logits), which is not computed",
+            f"{kind} asks for an auxiliary loss of its router (output_router_logits), which is not"
+            " computed",
             fix="set model.args = { output_router_logits = false }",
         )
     dropping = next((key for key in LAYERDROPS if getattr(config, key, None)), None)
     if dropping is not None:
         raise LayoutError(
-            f"{kind} leaves out layers at random ({dropping}), other ones on each rank, which would wait for these",
+            f"{kind} leaves out layers at random ({dropping}), other ones on each rank, which would"
+            " wait for these",
             fix=f"set model.args = {{ {dropping} = 0.0 }}",
         )
-    auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageClassification
+    auto = (
+        transformers.AutoModelForCausalLM
+        if is_causal
+        else transformers.AutoModelForImageClassification
+    )
     classes = _classes(auto, config)
-    if len(classes) > 1 and not config.architectures:  # as DeiT's: transformers asks the config which one, and fails
+    if (
+        len(classes) > 1 and not config.architectures
+    ):  # as DeiT's: transformers asks the config which one, and fails
         config.architectures = [classes[0].__name__]
     return auto
 
@@ -149,7 +174,9 @@ def _classes(auto: Any, config: Any) -> list[Any]:
 def _attention(auto: Any, config: Any) -> str:
     """torch's own attention where the model has it, else the one that is written out."""
     classes = _classes(auto, config)
-    chosen = next((one for one in classes if one.__name__ in (config.architectures or ())), classes[0])
+    chosen = next(
+        (one for one in classes if one.__name__ in (config.architectures or ())), classes[0]
+    )
     return "sdpa" if getattr(chosen, "_supports_sdpa", False) else "eager"
 
 
@@ -168,7 +195,10 @@ def _with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Modul
         if names:
             raise LayoutError(
                 f"the weights beside {kind} are not those of its config",
-                why=f"{what.replace('_', ' ')}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}",
+                why=(
+                    f"{what.replace('_', ' ')}:"
+                    f" {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+                ),
                 fix="name the config.json itself to begin from random weights",
             )
     found: nn.Module = module.train()
@@ -176,7 +206,8 @@ def _with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Modul
 
 
 def _adapt(module: Any, config: Any) -> nn.Module:
-    """Give it a forward of inputs and positions that the objective can read, its blocks' names, rules and facts."""
+    """Give it a forward of inputs and positions that the objective can read, its blocks' names,
+    rules and facts."""
     own = type(module)
     reads_images = module.main_input_name == "pixel_values"
     head = "" if reads_images else plain_head(module)
@@ -188,7 +219,9 @@ def _adapt(module: Any, config: Any) -> nn.Module:
         module.block_pattern = pattern
     facts = _facts(config, reads_images=reads_images)
     if reads_images and not (facts["image_size"] and facts["num_channels"]):
-        raise LayoutError(f"a {config.model_type} has no one image_size, and images are squares of one size")
+        raise LayoutError(
+            f"a {config.model_type} has no one image_size, and images are squares of one size"
+        )
     setattr(module, FACTS, facts)
     module.shard_rules = shard_rules_of(module, config, has_plain_head=bool(head))
     return module  # type: ignore[no-any-return]
@@ -197,12 +230,16 @@ def _adapt(module: Any, config: Any) -> nn.Module:
 def _forward_of_tokens(own: type, head: str) -> Callable[..., Any]:
     """Of a model with a plain head of this name, hidden states: the objective owns the head."""
 
-    def logits(self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(
+        self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         named = {"position_ids": positions} if takes_positions else {}
         found = own.forward(self, input_ids=inputs, use_cache=False, return_dict=True, **named)  # type: ignore[attr-defined]
         return found.logits  # type: ignore[no-any-return]
 
-    def hidden_states(self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> HeadOutput:
+    def hidden_states(
+        self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> HeadOutput:
         stand_in = StandIn()
         with in_place_of(self, head, stand_in) as layer:
             logits(self, inputs, positions)
@@ -224,14 +261,20 @@ def _block_pattern(module: Any) -> str | None:
     """ "model.layers.*": the first list of what transformers says is not to be split."""
     whole = set(getattr(module, "_no_split_modules", None) or ())
     for name, part in module.named_modules():
-        if isinstance(part, nn.ModuleList) and len(part) and all(type(item).__name__ in whole for item in part):
+        if (
+            isinstance(part, nn.ModuleList)
+            and len(part)
+            and all(type(item).__name__ in whole for item in part)
+        ):
             return f"{name}.*"
     return None
 
 
 def _facts(config: Any, *, reads_images: bool) -> dict[str, int]:
     def told(*keys: str) -> int:
-        found = next((getattr(config, key) for key in keys if isinstance(getattr(config, key, None), int)), 0)
+        found = next(
+            (getattr(config, key) for key in keys if isinstance(getattr(config, key, None), int)), 0
+        )
         return int(found)
 
     if reads_images:
@@ -241,4 +284,7 @@ def _facts(config: Any, *, reads_images: bool) -> dict[str, int]:
             "num_channels": told("num_channels"),
             "num_classes": told("num_labels"),
         }
-    return {"vocab_size": told("vocab_size"), "max_positions": told("n_positions", "max_position_embeddings")}
+    return {
+        "vocab_size": told("vocab_size"),
+        "max_positions": told("n_positions", "max_position_embeddings"),
+    }

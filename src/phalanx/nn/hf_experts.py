@@ -1,4 +1,5 @@
-"""How Hugging Face models compute their experts: by torch's grouped product, or by batched ones of any dtype."""
+"""How Hugging Face models compute their experts: by torch's grouped product, or by batched ones
+of any dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ BATCHED, GROUPED = "batched_mm", "grouped_mm"
 
 
 def use_batched_products(module: nn.Module) -> bool:
-    """From now on by batched products: the grouped one has no float64. False if no part of it uses that one."""
+    """From now on by batched products: the grouped one has no float64.
+
+    False if no part of it uses that one.
+    """
     parts = [part for part in module.modules() if _implementation(part) == GROUPED]
     for part in parts:
         part.set_experts_implementation(BATCHED)  # type: ignore[operator]
@@ -21,7 +25,8 @@ def use_batched_products(module: nn.Module) -> bool:
 
 @contextmanager
 def batched_products(module: Any) -> Iterator[None]:
-    """The grouped product refuses float32 of tensors without numbers, whatever it does with others."""
+    """The grouped product refuses float32 of tensors without numbers, whatever it does with
+    others."""
     own = _implementation(module)
     if own is None:
         yield

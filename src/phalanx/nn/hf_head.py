@@ -1,7 +1,9 @@
-"""The head of a Hugging Face model, where logits are nothing but what it makes of hidden states: shown, not assumed.
+"""The head of a Hugging Face model, where logits are nothing but what it makes of hidden states:
+shown, not assumed.
 
-Some models cap or scale their logits, some heads have a bias. So the model is run once, with tensors that have no
-numbers and a stand-in for its head: what that returns must come back as the logits, the very tensor, and unchanged.
+Some models cap or scale their logits, some heads have a bias. So the model is run once, with
+tensors that have no numbers and a stand-in for its head: what that returns must come back as the
+logits, the very tensor, and unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class StandIn(nn.Module):
 
 @contextmanager
 def in_place_of(module: nn.Module, name: str, other: nn.Module) -> Iterator[nn.Module]:
-    """`other` instead of the part `name` of `module`, whose hooks are not called either; yields the part."""
+    """`other` instead of the part `name` of `module`, whose hooks are not called either; yields
+    the part."""
     owner, _, leaf = name.rpartition(".")
     parts = module.get_submodule(owner)._modules
     own = parts[leaf]
@@ -49,8 +52,10 @@ def in_place_of(module: nn.Module, name: str, other: nn.Module) -> Iterator[nn.M
 
 
 def plain_head(module: Any) -> str:
-    """The name of the linear layer without a bias that makes the logits, and after which nothing comes; "" if there is
-    none, or if it cannot be shown. The module is as it was.
+    """The name of the linear layer without a bias that makes the logits, and after which nothing
+    comes; "" if there is none, or if it cannot be shown.
+
+    The module is as it was.
     """
     head = module.get_output_embeddings()
     names = [name for name, part in module.named_modules(remove_duplicate=False) if part is head]
@@ -59,7 +64,11 @@ def plain_head(module: Any) -> str:
     modes = [(part, part.training) for part in module.modules()]
     try:
         with batched_products(module):
-            return names[0] if all(_returns_its_output(module.train(mode), names[0]) for mode in (True, False)) else ""
+            return (
+                names[0]
+                if all(_returns_its_output(module.train(mode), names[0]) for mode in (True, False))
+                else ""
+            )
     except Exception:  # of transformers, for something that needs numbers
         return ""
     finally:
@@ -70,11 +79,25 @@ def plain_head(module: Any) -> str:
 def _returns_its_output(module: Any, name: str) -> bool:
     """In float32, where a model's own `logits.float()` is no change."""
     stand_in = StandIn(num_outputs=module.get_submodule(name).out_features)
-    with in_place_of(module, name, stand_in), torch.no_grad(), torch.device("cpu"), FakeTensorMode():
-        held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    with (
+        in_place_of(module, name, stand_in),
+        torch.no_grad(),
+        torch.device("cpu"),
+        FakeTensorMode(),
+    ):
+        held = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
         found: dict[int, torch.Tensor] = {}
-        tensors = {key: found.setdefault(id(t), torch.empty(t.shape, dtype=t.dtype)) for key, t in held}
-        asked = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "use_cache": False, "return_dict": True}
+        tensors = {
+            key: found.setdefault(id(t), torch.empty(t.shape, dtype=t.dtype)) for key, t in held
+        }
+        asked = {
+            "input_ids": torch.zeros(1, 3, dtype=torch.int64),
+            "use_cache": False,
+            "return_dict": True,
+        }
         logits = functional_call(module, tensors, (), asked).logits
     if len(stand_in.made) != 1:
         return False

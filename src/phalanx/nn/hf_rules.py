@@ -1,7 +1,9 @@
-"""Sharding rules of a Hugging Face model, from its own `tp_plan`, or from a table where it has none.
+"""Sharding rules of a Hugging Face model, from its own `tp_plan`, or from a table where it has
+none.
 
-A plan says less than a rule: it names no heads, and trusts that what lies between a column and its row can be cut. So a
-layer is cut only where everything beside it, in the same part of the model, is known to stand it; the rest is whole.
+A plan says less than a rule: it names no heads, and trusts that what lies between a column and its
+row can be cut. So a layer is cut only where everything beside it, in the same part of the model, is
+known to stand it; the rest is whole.
 """
 
 from __future__ import annotations
@@ -31,8 +33,13 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 
 
 def shard_rules_of(module: Any, config: Any, *, has_plain_head: bool) -> dict[str, str]:
-    """pattern -> rule; empty for a model of which nothing is known to be cuttable. See `hf_head` for a plain head."""
-    rules = _gpt2(config) if config.model_type == "gpt2" else _from_plan(module, _plan(module, config))
+    """pattern -> rule; empty for a model of which nothing is known to be cuttable.
+
+    See `hf_head` for a plain head.
+    """
+    rules = (
+        _gpt2(config) if config.model_type == "gpt2" else _from_plan(module, _plan(module, config))
+    )
     return rules | _vocabulary(module, config, has_plain_head)
 
 
@@ -62,13 +69,18 @@ def _gpt2(config: Any) -> dict[str, str]:
 
 
 def _from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
-    """Rules of each part of which the plan covers every layer. All parts of one name must be alike: of a model whose
-    attention is linear in some blocks a rule for the others would be for those, too."""
+    """Rules of each part of which the plan covers every layer.
+
+    All parts of one name must be alike: of a model whose attention is linear in some blocks a rule
+    for the others would be for those, too.
+    """
     found: dict[str, list[dict[str, str]]] = defaultdict(list)
     for name, part in module.named_modules():
         pattern = _pattern(name)
         covered = {
-            child: plan[f"{pattern}.{child}"] for child, _ in part.named_children() if f"{pattern}.{child}" in plan
+            child: plan[f"{pattern}.{child}"]
+            for child, _ in part.named_children()
+            if f"{pattern}.{child}" in plan
         }
         if is_stacked(part):
             found[pattern].append(_rules_of_experts(part, pattern, plan))
@@ -77,21 +89,34 @@ def _from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     rules: dict[str, str] = {}
     for pattern, made in found.items():
         if made[0] and all(other == made[0] for other in made):
-            rules |= {f"{pattern}.{child}" if child else pattern: text for child, text in made[0].items()}
+            rules |= {
+                f"{pattern}.{child}" if child else pattern: text for child, text in made[0].items()
+            }
     return rules
 
 
 def _rules_of_experts(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
-    wanted = {"": EXPERTS, f".{first_of_stack(part)}": FUSED_COLUMN if has_gate(part) else COLUMN, ".down_proj": ROW}
+    wanted = {
+        "": EXPERTS,
+        f".{first_of_stack(part)}": FUSED_COLUMN if has_gate(part) else COLUMN,
+        ".down_proj": ROW,
+    }
     is_covered = all(plan.get(f"{pattern}{name}") == kind for name, kind in wanted.items())
     return {"": "experts parts=2" if has_gate(part) else "experts"} if is_covered else {}
 
 
 def _rules_of_part(part: nn.Module, covered: dict[str, str]) -> dict[str, str]:
-    """For the part itself ("") and its layers; empty where one of them cannot be cut, or is not known."""
-    holding = {name for name, child in part.named_children() if any(True for _ in child.parameters())}
+    """For the part itself ("") and its layers; empty where one of them cannot be cut, or is not
+    known."""
+    holding = {
+        name for name, child in part.named_children() if any(True for _ in child.parameters())
+    }
     kinds = set(covered.values())
-    is_whole = part._parameters or holding != set(covered) or not {COLUMN, ROW} <= kinds <= {COLUMN, ROW, PARTIAL}
+    is_whole = (
+        part._parameters
+        or holding != set(covered)
+        or not {COLUMN, ROW} <= kinds <= {COLUMN, ROW, PARTIAL}
+    )
     width = getattr(part, "head_dim", None)
     if is_whole or (width is None and "mlp" not in type(part).__name__.lower()):
         return {}
@@ -112,26 +137,43 @@ def _rules_of_part(part: nn.Module, covered: dict[str, str]) -> dict[str, str]:
         of = f" heads={size // width}" if width else ""
         heads += [size // width] if width else []
         rules[child] = ("column" if kind == COLUMN else "row") + of
-    counted = [key for key in COUNTS if isinstance(getattr(part, key, None), int) and getattr(part, key) in heads]
+    counted = [
+        key
+        for key in COUNTS
+        if isinstance(getattr(part, key, None), int) and getattr(part, key) in heads
+    ]
     if counted:
         rules[""] += f" divide={','.join(counted)}"
     return rules
 
 
 def _vocabulary(module: Any, config: Any, has_plain_head: bool) -> dict[str, str]:
-    """The embedding and the head, tied or not. An embedding that does more than look up stays whole."""
+    """The embedding and the head, tied or not.
+
+    An embedding that does more than look up stays whole.
+    """
     if module.main_input_name == "pixel_values":
         return {}
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     names = {id(part): name for name, part in module.named_modules()}
     is_plain = type(embedding) is nn.Embedding
-    is_tied = head is not None and embedding is not None and getattr(head, "weight", 0) is embedding.weight
+    is_tied = (
+        head is not None
+        and embedding is not None
+        and getattr(head, "weight", 0) is embedding.weight
+    )
     is_tied = is_tied or bool(getattr(config, "tie_word_embeddings", False))
     rules = {}
     if is_plain and (head is None or not is_tied or type(head) is nn.Linear):
         rules[names[id(embedding)]] = "vocab"
     if type(head) is nn.Linear and (is_plain or not is_tied):
-        changes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "mup_width_scale")
+        changes = (
+            "final_logit_softcapping",
+            "logit_scale",
+            "logits_scaling",
+            "lm_head_multiplier",
+            "mup_width_scale",
+        )
         is_changed = not _brings_plan(module, config) or any(
             getattr(config, k, None) not in (None, False) for k in changes
         )

@@ -1,7 +1,9 @@
-"""A Hugging Face model is tried before it is trained: its forward runs, and no token sees those after it.
+"""A Hugging Face model is tried before it is trained: its forward runs, and no token sees those
+after it.
 
-Some settings go together for transformers and not for the forward, and some models are listed as causal that are so
-only by a setting, or not at all: their loss would fall for tokens that have seen their targets.
+Some settings go together for transformers and not for the forward, and some models are listed as
+causal that are so only by a setting, or not at all: their loss would fall for tokens that have seen
+their targets.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ TOKENS = 16
 
 
 def require_trainable(kind: str, module: Any, facts: dict[str, int], *, reads_images: bool) -> None:
-    """Raises LayoutError. One forward of a few tokens; weights, modes and random numbers are as they were."""
+    """Raises LayoutError.
+
+    One forward of a few tokens; weights, modes and random numbers are as they were.
+    """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -27,32 +32,45 @@ def require_trainable(kind: str, module: Any, facts: dict[str, int], *, reads_im
                 with torch.no_grad():
                     module(torch.zeros(size))
             else:
-                sees_later = _sees_later(module, min(TOKENS, facts["max_positions"] or TOKENS), facts["vocab_size"])
+                sees_later = _sees_later(
+                    module, min(TOKENS, facts["max_positions"] or TOKENS), facts["vocab_size"]
+                )
     except Exception as error:
         raise LayoutError(
-            f"the forward of {kind} fails", why=f"{type(error).__name__}: {' '.join(str(error).split())}"
+            f"the forward of {kind} fails",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())}",
         ) from None
     finally:
         for part, is_training in modes:
             part.training = is_training
     if sees_later:
         raise LayoutError(
-            f"{kind} is no causal language model: its tokens see those after them, and so their targets",
-            fix="set model.args = { is_decoder = true }" if hasattr(module.config, "is_decoder") else None,
+            f"{kind} is no causal language model: its tokens see those after them, and so their"
+            " targets",
+            fix=(
+                "set model.args = { is_decoder = true }"
+                if hasattr(module.config, "is_decoder")
+                else None
+            ),
         )
 
 
 def _sees_later(module: Any, length: int, vocab_size: int) -> bool:
-    """True if what is made of tokens before the last has a gradient by its embedding: exactly zero if not."""
+    """True if what is made of tokens before the last has a gradient by its embedding: exactly
+    zero if not."""
     looked_up: list[torch.Tensor] = []
 
     def note(part: Any, args: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.shape[1] < length:
             return output
-        looked_up.append(output.detach().requires_grad_())  # some models put tokens of their own before a sequence
+        looked_up.append(
+            output.detach().requires_grad_()
+        )  # some models put tokens of their own before a sequence
         return looked_up[-1].clone()  # and some write into it
 
-    tokens = 1 + torch.arange(length)[None] % max(1, (vocab_size or length) - 1)  # 0 may stand for padding
+    tokens = 1 + torch.arange(length)[None] % max(
+        1, (vocab_size or length) - 1
+    )  # 0 may stand for padding
     hook = module.get_input_embeddings().register_forward_hook(note)
     with torch.enable_grad():
         try:

@@ -1,7 +1,9 @@
-"""Initial weights that do not depend on the layout: each element is a function of (seed, name, global index).
+"""Initial weights that do not depend on the layout: each element is a function of (seed, name,
+global index).
 
-Random numbers come from Philox, a counter-based generator that can start anywhere, so a rank generates exactly the
-blocks it holds. One 64-bit draw gives two 23-bit uniforms, turned into normals by the inverse error function.
+Random numbers come from Philox, a counter-based generator that can start anywhere, so a rank
+generates exactly the blocks it holds. One 64-bit draw gives two 23-bit uniforms, turned into
+normals by the inverse error function.
 """
 
 from __future__ import annotations
@@ -20,21 +22,31 @@ import torch
 from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import LogicalShard
 
-CHUNK = 1 << 15  # elements: scratch memory of a quarter MiB, and few enough that torch starts no threads of its own
+CHUNK = (
+    1 << 15
+    # elements: scratch memory of a quarter MiB, and few enough that torch starts no threads of its
+    # own
+)
 THREADS_FROM = 1 << 20  # elements of a run, from which on threads are worth their start
 
 
 @dataclass(frozen=True)
 class InitRule:
-    """How tensors whose name matches `pattern` begin: normal with `std`, or a constant when `std` is 0."""
+    """How tensors whose name matches `pattern` begin: normal with `std`, or a constant when
+    `std` is 0."""
 
     pattern: str
     std: float = 0.0
     constant: float = 0.0
 
 
-def initialize_shards(shards: Mapping[str, LogicalShard], rules: Sequence[InitRule], seed: int) -> None:
-    """Fill every shard's local tensor by the first rule that matches its name. A name without a rule is a bug."""
+def initialize_shards(
+    shards: Mapping[str, LogicalShard], rules: Sequence[InitRule], seed: int
+) -> None:
+    """Fill every shard's local tensor by the first rule that matches its name.
+
+    A name without a rule is a bug.
+    """
     for name, shard in shards.items():
         rule = next((r for r in rules if fnmatch.fnmatchcase(name, r.pattern)), None)
         assert rule is not None, f"no initialisation rule for {name}"
@@ -52,10 +64,15 @@ def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
             values = standard_normal(key, 0, math.prod(box.size))
             shard.tensor.copy_(values.view(shard.tensor.shape).mul_(std))
             continue
-        # Contiguous runs: every dimension before the last that is cut is walked, the rest is one run.
-        cut = max(d for d, (s, g) in enumerate(zip(box.size, shard.global_shape, strict=True)) if s != g)
+        # Contiguous runs: every dimension before the last that is cut is walked, the rest is one
+        # run.
+        cut = max(
+            d for d, (s, g) in enumerate(zip(box.size, shard.global_shape, strict=True)) if s != g
+        )
         strides = [math.prod(shard.global_shape[d + 1 :]) for d in range(len(box.size))]
-        first = sum(offset * stride for offset, stride in zip(box.global_offset, strides, strict=True))
+        first = sum(
+            offset * stride for offset, stride in zip(box.global_offset, strides, strict=True)
+        )
         run = box.size[cut] * strides[cut]
         target = shard.tensor
         for dim, (offset, size) in enumerate(zip(box.local_offset, box.size, strict=True)):
@@ -63,18 +80,23 @@ def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
         if cut == 0:
             target.copy_(standard_normal(key, first, run).view(target.shape).mul_(std))
             continue
-        # Runs of one slice of the dimension before the cut are equally far apart: a matrix is one slice of rows.
+        # Runs of one slice of the dimension before the cut are equally far apart: a matrix is one
+        # slice of rows.
         for place in itertools.product(*(range(n) for n in box.size[: cut - 1])):
             start = first + sum(i * strides[dim] for dim, i in enumerate(place))
             _fill_runs(target[place], std, key, start, pitch=strides[cut - 1], run=run)
 
 
-def _fill_runs(target: torch.Tensor, std: float, key: int, start: int, *, pitch: int, run: int) -> None:
+def _fill_runs(
+    target: torch.Tensor, std: float, key: int, start: int, *, pitch: int, run: int
+) -> None:
     """Fill target[i] with the elements from start + i * pitch on, `run` of them."""
     count = len(target)
     if run >= CHUNK:
         for i in range(count):
-            target[i].copy_(standard_normal(key, start + i * pitch, run).view(target[i].shape).mul_(std))
+            target[i].copy_(
+                standard_normal(key, start + i * pitch, run).view(target[i].shape).mul_(std)
+            )
         return
     at_once = CHUNK // run
     firsts = range(0, count, at_once)
@@ -94,7 +116,8 @@ def _fill_runs(target: torch.Tensor, std: float, key: int, start: int, *, pitch:
 
 
 def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
-    """Elements [start, start + count) of the endless fp32 sequence of standard normals named by `key`."""
+    """Elements [start, start + count) of the endless fp32 sequence of standard normals named by
+    `key`."""
     out = torch.empty(count, dtype=torch.float32)
 
     def draw(done: int) -> None:
@@ -106,7 +129,9 @@ def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
         for done in range(0, count, CHUNK):
             draw(done)
         return out
-    with ThreadPoolExecutor(threads) as pool:  # numpy draws without Python's lock, and so does torch compute
+    with ThreadPoolExecutor(
+        threads
+    ) as pool:  # numpy draws without Python's lock, and so does torch compute
         list(pool.map(draw, range(0, count, CHUNK)))
     return out
 

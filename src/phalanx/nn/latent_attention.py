@@ -1,9 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come of one narrow latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come of
+one narrow latent.
 
-Of each key one part is made of the latent, head by head, and one is rotated, made of the input, and all heads' alike. A
-query's parts are in the same order. Names are phalanx's; weights lie as in DeepSeek's published models.
+Of each key one part is made of the latent, head by head, and one is rotated, made of the input, and
+all heads' alike. A query's parts are in the same order. Names are phalanx's; weights lie as in
+DeepSeek's published models.
 
-Shape suffixes: B batch, T sequence, D model width, H heads, E head width (R of it rotated), L latent, V value width.
+Shape suffixes: B batch, T sequence, D model width, H heads, E head width (R of it rotated), L
+latent, V value width.
 """
 
 from __future__ import annotations
@@ -41,10 +44,13 @@ class LatentAttention(nn.Module):
             self.q_up = nn.Linear(shape.query_rank, queries, bias=False)
         self.kv_down = nn.Linear(shape.dim, shape.kv_rank + shape.rope_head_dim, bias=False)
         self.kv_norm = RMSNorm(shape.kv_rank, EPS, shape.norm_plus_one)
-        self.kv_up = nn.Linear(shape.kv_rank, shape.num_heads * (self.parts[0] + self.value_dim), bias=False)
+        self.kv_up = nn.Linear(
+            shape.kv_rank, shape.num_heads * (self.parts[0] + self.value_dim), bias=False
+        )
         self.o = nn.Linear(shape.num_heads * self.value_dim, shape.dim, bias=False)
         self.core = AttentionCore(window=window)
-        # YaRN's temperature is on whole queries and keys here, not on their rotated parts alone (DeepSeek-V2's code).
+        # YaRN's temperature is on whole queries and keys here, not on their rotated parts alone
+        # (DeepSeek-V2's code).
         self.query_scale = yarn_temperature(shape) ** 2
 
     def forward(
@@ -58,21 +64,28 @@ class LatentAttention(nn.Module):
         assert table is not None, "positions are rotary: validated with the job"
         q_BHTE = self._queries(x_BTD, table)
         k_BHTE, v_BHTV = self._keys_and_values(x_BTD, table)
-        # Values as wide as keys: with others torch has no kernel for CPUs but the one that keeps T x T scores, and
-        # context parallelism sends keys and values together. Zeros add nothing to the part that is taken.
+        # Values as wide as keys: with others torch has no kernel for CPUs but the one that keeps T
+        # x T scores, and context parallelism sends keys and values together. Zeros add nothing to
+        # the part that is taken.
         v_BHTE = F.pad(v_BHTV, (0, self.head_dim - self.value_dim))
         out_BHTE = self.core(q_BHTE, k_BHTE, v_BHTE, positions_BT, document_ids_BT, mask)
         return self.o(out_BHTE[..., : self.value_dim].transpose(1, 2).flatten(2))
 
     def _queries(self, x_BTD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         q = self.q_up(self.q_norm(self.q_down(x_BTD))) if self.q is None else self.q(x_BTD)
-        plain, rotated = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.parts, dim=-1)
+        plain, rotated = (
+            q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.parts, dim=-1)
+        )
         q_BHTE = torch.cat((plain, rotate_neighbours(rotated, table)), dim=-1)
         return q_BHTE if self.query_scale == 1 else q_BHTE * self.query_scale
 
-    def _keys_and_values(self, x_BTD: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_and_values(
+        self, x_BTD: torch.Tensor, table: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         latent_BTL, shared_BTR = self.kv_down(x_BTD).split((self.kv_rank, self.parts[1]), dim=-1)
-        both = self.kv_up(self.kv_norm(latent_BTL)).unflatten(-1, (-1, self.parts[0] + self.value_dim))
+        both = self.kv_up(self.kv_norm(latent_BTL)).unflatten(
+            -1, (-1, self.parts[0] + self.value_dim)
+        )
         plain, v_BHTV = both.transpose(1, 2).split((self.parts[0], self.value_dim), dim=-1)
         shared = rotate_neighbours(shared_BTR[:, None], table).expand(-1, plain.shape[1], -1, -1)
         return torch.cat((plain, shared), dim=-1), v_BHTV

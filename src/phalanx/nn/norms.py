@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm over the last dimension.
 
-Weights follow the input's type: fused kernels need that. Autocast may compute norms wider; what comes out has the
-input's type again.
+Weights follow the input's type: fused kernels need that. Autocast may compute norms wider; what
+comes out has the input's type again.
 """
 
 from __future__ import annotations

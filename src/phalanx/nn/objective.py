@@ -1,6 +1,8 @@
-"""Objectives: `objective(outputs, batch) -> (loss_sum, num_targets)`, sums so that averages stay honest.
+"""Objectives: `objective(outputs, batch) -> (loss_sum, num_targets)`, sums so that averages stay
+honest.
 
-`loss_sum` is a 0-d tensor that carries gradients, `num_targets` counts the targets it sums over (0-d integer tensor).
+`loss_sum` is a 0-d tensor that carries gradients, `num_targets` counts the targets it sums over
+(0-d integer tensor).
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ Objective = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torc
 class CausalOutput(NamedTuple):
     """What causal models return: hidden states and the head's weight; the objective owns the head.
 
-    hidden_BTD: [batch, seq, dim]; head_VD: [vocab, dim]. Where tensor parallelism has cut the head, head_VD has the
-    rows that `vocabulary` says, and hidden states must enter through it. `balance` is that of a model with experts: an
-    objective hands its loss_sum through `balance.with_loss`.
+    hidden_BTD: [batch, seq, dim]; head_VD: [vocab, dim]. Where tensor parallelism has cut the head,
+    head_VD has the rows that `vocabulary` says, and hidden states must enter through it. `balance`
+    is that of a model with experts: an objective hands its loss_sum through `balance.with_loss`.
     """
 
     hidden_BTD: torch.Tensor
@@ -37,7 +39,8 @@ class CausalOutput(NamedTuple):
 
 
 class HeadOutput(CausalOutput):
-    """Of a module that others wrote to return logits: an objective that asks for no hidden states gets those."""
+    """Of a module that others wrote to return logits: an objective that asks for no hidden
+    states gets those."""
 
     __slots__ = ()
 
@@ -50,23 +53,28 @@ class HeadOutput(CausalOutput):
 
 
 def takes_classes(objective: Objective) -> Objective:
-    """Mark an objective that takes each of batch["labels"], or "targets", for the number of a class, or -100: others
-    are then refused with their value before it is called.
+    """Mark an objective that takes each of batch["labels"], or "targets", for the number of a
+    class, or -100: others are then refused with their value before it is called.
     """
     objective.takes_classes = True  # type: ignore[attr-defined]
     return objective
 
 
 def causal_cross_entropy(chunk_tokens: int) -> Objective:
-    """Cross-entropy summed over targets that are not -100, with logits of at most `chunk_tokens` tokens at a time."""
-    return takes_classes(_reads_vocabulary_parts(functools.partial(_causal_cross_entropy, chunk_tokens)))
+    """Cross-entropy summed over targets that are not -100, with logits of at most `chunk_tokens`
+    tokens at a time."""
+    return takes_classes(
+        _reads_vocabulary_parts(functools.partial(_causal_cross_entropy, chunk_tokens))
+    )
 
 
 def logits_cross_entropy(chunk_tokens: int) -> Objective:
     """Cross-entropy of tokens; where logits are [batch, classes], of labels."""
     tokens = causal_cross_entropy(chunk_tokens)
 
-    def objective(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def objective(
+        outputs: Any, batch: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         is_of_classes = isinstance(outputs, torch.Tensor) and outputs.ndim == 2
         return (classification_cross_entropy if is_of_classes else tokens)(outputs, batch)
 
@@ -74,7 +82,8 @@ def logits_cross_entropy(chunk_tokens: int) -> Objective:
 
 
 def _reads_vocabulary_parts(objective: Objective) -> Objective:
-    """Mark an objective that can do with the logits of a part of the vocabulary; others get them put together."""
+    """Mark an objective that can do with the logits of a part of the vocabulary; others get them
+    put together."""
     objective.reads_vocabulary_parts = True  # type: ignore[attr-defined]
     return objective
 
@@ -84,11 +93,20 @@ def _causal_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(outputs, CausalOutput):
         return token_cross_entropy(outputs, batch)
-    hidden_BTD = outputs.hidden_BTD if outputs.vocabulary is None else outputs.vocabulary.enter(outputs.hidden_BTD)
+    hidden_BTD = (
+        outputs.hidden_BTD
+        if outputs.vocabulary is None
+        else outputs.vocabulary.enter(outputs.hidden_BTD)
+    )
     hidden_ND = hidden_BTD.flatten(0, 1)
     targets_N = batch["targets"].flatten()
     loss_sum = _ChunkedCrossEntropy.apply(
-        hidden_ND, outputs.head_VD, targets_N, chunk_tokens, torch.is_grad_enabled(), outputs.vocabulary
+        hidden_ND,
+        outputs.head_VD,
+        targets_N,
+        chunk_tokens,
+        torch.is_grad_enabled(),
+        outputs.vocabulary,
     )
     if outputs.balance is not None:
         loss_sum = outputs.balance.with_loss(loss_sum)
@@ -97,11 +115,16 @@ def _causal_cross_entropy(
 
 @takes_classes
 @_reads_vocabulary_parts
-def token_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """For modules that return logits [..., vocab]: cross-entropy summed over targets that are not -100."""
+def token_cross_entropy(
+    outputs: Any, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For modules that return logits [..., vocab]: cross-entropy summed over targets that are
+    not -100."""
     if isinstance(outputs, VocabularyLogits):
         targets = batch["targets"].flatten()
-        loss_sum = _VocabularyCrossEntropy.apply(outputs.logits.flatten(0, -2), targets, outputs.vocabulary)
+        loss_sum = _VocabularyCrossEntropy.apply(
+            outputs.logits.flatten(0, -2), targets, outputs.vocabulary
+        )
         return loss_sum, (targets != IGNORE_INDEX).sum()
     if not isinstance(outputs, torch.Tensor) or outputs.ndim < 2:
         raise LayoutError(
@@ -109,14 +132,19 @@ def token_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tupl
             fix="return logits [..., vocab] or CausalOutput, or set model.objective",
         )
     targets = batch["targets"].flatten()
-    logits = outputs.flatten(0, -2).float() if outputs.dtype != torch.float64 else outputs.flatten(0, -2)
+    logits = (
+        outputs.flatten(0, -2).float() if outputs.dtype != torch.float64 else outputs.flatten(0, -2)
+    )
     loss_sum = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     return loss_sum, (targets != IGNORE_INDEX).sum()
 
 
 @takes_classes
-def classification_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """For modules that return logits [batch, classes]: cross-entropy summed over labels that are not -100.
+def classification_cross_entropy(
+    outputs: Any, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For modules that return logits [batch, classes]: cross-entropy summed over labels that are
+    not -100.
 
     Labels are batch["labels"], or "targets" of a batch that calls them so.
     """
@@ -132,13 +160,19 @@ def classification_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]
 
 
 def _form(outputs: Any) -> str:
-    return f"a tensor {list(outputs.shape)}" if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+    return (
+        f"a tensor {list(outputs.shape)}"
+        if isinstance(outputs, torch.Tensor)
+        else type(outputs).__name__
+    )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes both gradients while each chunk's logits exist, so that no logits are kept or computed twice.
+    """Computes both gradients while each chunk's logits exist, so that no logits are kept or
+    computed twice.
 
-    Matmuls run in the hidden states' type; softmax, loss and the head's gradient accumulate in at least fp32.
+    Matmuls run in the hidden states' type; softmax, loss and the head's gradient accumulate in at
+    least fp32.
     """
 
     @staticmethod
@@ -157,7 +191,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_ND) if grad else None
         grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device) if grad else None
         shape = min(chunk, hidden_ND.shape[0]), head.shape[0]
-        # Every chunk has the same room: freed and taken anew, it would leave holes in a CPU's heap (mesh.malloc).
+        # Every chunk has the same room: freed and taken anew, it would leave holes in a CPU's heap
+        # (mesh.malloc).
         room_CV = scratch(shape, wide, hidden_ND)
         low_CV = room_CV if wide == hidden_ND.dtype else scratch(shape, hidden_ND.dtype, hidden_ND)
         for start in range(0, hidden_ND.shape[0], chunk):
@@ -188,12 +223,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add_head_gradient(
-    grad_head_VD: torch.Tensor, grad_logits_CV: torch.Tensor, hidden_CD: torch.Tensor, room_CV: torch.Tensor
+    grad_head_VD: torch.Tensor,
+    grad_logits_CV: torch.Tensor,
+    hidden_CD: torch.Tensor,
+    room_CV: torch.Tensor,
 ) -> None:
     """Add a chunk's part of the head's gradient in place.
 
-    In the compute type a product cannot be added to a wider sum as it is made: it exists, in as many parts of the
-    vocabulary as `room_CV` can hold, where the chunk's logits were.
+    In the compute type a product cannot be added to a wider sum as it is made: it exists, in as
+    many parts of the vocabulary as `room_CV` can hold, where the chunk's logits were.
     """
     if grad_logits_CV.dtype == grad_head_VD.dtype:
         grad_head_VD.addmm_(grad_logits_CV.T, hidden_CD)
@@ -204,7 +242,9 @@ def _add_head_gradient(
     if num_rows == 0:  # hidden states wider than all of a chunk's logits
         grad_head_VD += grad_logits_CV.T @ hidden_CD
         return
-    for grad_VD, grad_CV in zip(grad_head_VD.split(num_rows), grad_logits_CV.split(num_rows, dim=1), strict=True):
+    for grad_VD, grad_CV in zip(
+        grad_head_VD.split(num_rows), grad_logits_CV.split(num_rows, dim=1), strict=True
+    ):
         product_VD = room[: grad_VD.numel()].view_as(grad_VD)
         torch.mm(grad_CV.T, hidden_CD, out=product_VD)
         grad_VD += product_VD
@@ -231,11 +271,14 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         return own.mul_(grad_loss).to(ctx.dtype), None, None
 
 
-def _loss_and_gradient(logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: Vocabulary | None) -> torch.Tensor:
+def _loss_and_gradient(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: Vocabulary | None
+) -> torch.Tensor:
     """The loss summed over the targets, fp64; `logits_NV` becomes its gradient.
 
-    With a vocabulary, logits are those of this rank's rows: the ranks agree on each row's maximum, and add up its
-    exponentials and the logit of its target; logits themselves are never put together.
+    With a vocabulary, logits are those of this rank's rows: the ranks agree on each row's maximum,
+    and add up its exponentials and the logit of its target; logits themselves are never put
+    together.
     """
     valid = targets_N != IGNORE_INDEX
     picked, is_here, peak = targets_N.where(valid, 0), valid, logits_NV.amax(dim=1)

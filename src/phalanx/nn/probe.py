@@ -1,4 +1,5 @@
-"""`python -m phalanx.nn.probe JSON`: describe a user's model from the meta device, for the torch-free planner."""
+"""`python -m phalanx.nn.probe JSON`: describe a user's model from the meta device, for the
+torch-free planner."""
 
 from __future__ import annotations
 
@@ -29,26 +30,33 @@ _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
 
 def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
-    """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights where the factory can."""
+    """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights where
+    the factory can."""
     factory = factory_of(kind)
     try:
         with torch.device("meta"):
             module = factory(**args)
     except PhalanxError:
         raise
-    except Exception:  # it reads numbers of its weights, say: then with weights, and an error of that is the user's
+    # it reads numbers of its weights, say: then with weights, and an error of that is the user's
+    except Exception:
         module = factory(**args)
     if not isinstance(module, torch.nn.Module):
         raise PhalanxError(f"{kind} returned {type(module).__name__}, not an nn.Module")
     lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
     if lazy:
-        raise PhalanxError(f"{lazy[0]} has no shape yet: call lazy layers once with a sample in the factory")
+        raise PhalanxError(
+            f"{lazy[0]} has no shape yet: call lazy layers once with a sample in the factory"
+        )
     blocks = {id(block) for block in find_blocks(module)}
     parameters = list(module.named_parameters())
     return {
         "num_params": sum(p.numel() for _, p in parameters),
         "num_trainable_params": sum(p.numel() for _, p in parameters if p.requires_grad),
-        "tensors": [[full_name(name), list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in parameters],
+        "tensors": [
+            [full_name(name), list(p.shape), str(p.dtype).removeprefix("torch.")]
+            for name, p in parameters
+        ],
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
         "num_dropouts": sum(_drops(part) for part in module.modules()),
         "takes_document_ids": _takes_document_ids(module),
@@ -70,7 +78,8 @@ def _takes_document_ids(module: torch.nn.Module) -> str:
 
 
 def _drops(part: torch.nn.Module) -> bool:
-    """Dropout layers, and torch's attention and recurrent layers, which hold a probability themselves."""
+    """Dropout layers, and torch's attention and recurrent layers, which hold a probability
+    themselves."""
     probability = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0.0)
     return isinstance(probability, float) and probability > 0
 
@@ -82,7 +91,11 @@ def user_place(error: BaseException) -> str:
 
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """As `user_place`, of the frames of a stack."""
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", _OUR_FOLDER))]
+    own = [
+        f
+        for f in frames
+        if "site-packages" not in f.filename and not f.filename.startswith(("<", _OUR_FOLDER))
+    ]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
 
 
@@ -93,14 +106,20 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def refusing_silent_exits() -> Iterator[None]:
-    """Have os._exit of this process, called by user code, say where before it ends with code 1. Not in its children,
-    which end so after a fork."""
+    """Have os._exit of this process, called by user code, say where before it ends with code 1.
+
+    Not in its children, which end so after a fork.
+    """
     leave, pid = os._exit, os.getpid()
 
     def say_and_leave(status: int) -> NoReturn:
         if os.getpid() == pid:
             place = place_of(traceback.extract_stack()[:-1])
-            print(f"{place}os._exit({status}) was called before the model was built", file=sys.stderr, flush=True)
+            print(
+                f"{place}os._exit({status}) was called before the model was built",
+                file=sys.stderr,
+                flush=True,
+            )
             leave(1)
         leave(status)
 

@@ -11,14 +11,20 @@ import torch
 
 from phalanx.job.shape import ModelShape
 
-LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0  # turns within the original length: below, scaled; above, left as they are
+LLAMA3_LOW, LLAMA3_HIGH = (
+    1.0,
+    4.0,
+)  # turns within the original length: below, scaled; above, left as they are
 YARN_SLOW, YARN_FAST = 1.0, 32.0  # the same of YaRN
 
 
 def rotary_frequencies(
     shape: ModelShape, dtype: torch.dtype, device: torch.device, *, local: bool = False
 ) -> torch.Tensor:
-    """[E/2]: radians per position of each pair of a head. `local`: of blocks with a sliding window."""
+    """[E/2]: radians per position of each pair of a head.
+
+    `local`: of blocks with a sliding window.
+    """
     if local and shape.local_rope_theta:
         return _frequencies(shape.rotated_dim, shape.local_rope_theta, dtype, device)
     plain = _frequencies(shape.rotated_dim, _base(shape), dtype, device)
@@ -31,13 +37,16 @@ def rotary_frequencies(
     return plain
 
 
-def _frequencies(head_dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _frequencies(
+    head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim
     return theta**-exponent
 
 
 def _base(shape: ModelShape) -> float:
-    """NTK-aware scaling (bloc97 2023) takes a base with which the slowest pair turns rope_factor times slower."""
+    """NTK-aware scaling (bloc97 2023) takes a base with which the slowest pair turns rope_factor
+    times slower."""
     if shape.rope_scaling != "ntk":
         return shape.rope_theta
     stretch: float = shape.rope_factor ** (shape.rotated_dim / (shape.rotated_dim - 2))
@@ -56,7 +65,8 @@ def _llama3_share(plain: torch.Tensor, shape: ModelShape) -> torch.Tensor:
 
 
 def _yarn_share(plain: torch.Tensor, shape: ModelShape) -> torch.Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2), with the ramp over the pairs' index between two whole numbers."""
+    """YaRN (arXiv 2309.00071, section 3.2), with the ramp over the pairs' index between two
+    whole numbers."""
     half, theta = shape.rotated_dim // 2, shape.rope_theta
 
     def pair_that_turns(times: float) -> float:
@@ -76,14 +86,20 @@ def rotary_table(
     frequencies = rotary_frequencies(shape, wide, positions_BT.device, local=local)
     angle_BTE = positions_BT[..., None].to(wide) * frequencies
     table = torch.stack((angle_BTE.cos(), angle_BTE.sin()))[:, :, None]
-    if not shape.kv_rank and not (local and shape.local_rope_theta):  # latent attention has it on more than this
+    if not shape.kv_rank and not (
+        local and shape.local_rope_theta
+    ):  # latent attention has it on more than this
         table = table * yarn_temperature(shape)  # on queries and keys alike
     return table
 
 
 def yarn_temperature(shape: ModelShape) -> float:
     """What YaRN multiplies queries and keys by (arXiv 2309.00071, section 3.4); 1 without it."""
-    return 0.1 * shape.rope_mscale * math.log(shape.rope_factor) + 1 if shape.rope_scaling == "yarn" else 1.0
+    return (
+        0.1 * shape.rope_mscale * math.log(shape.rope_factor) + 1
+        if shape.rope_scaling == "yarn"
+        else 1.0
+    )
 
 
 def rotate(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -92,8 +108,11 @@ def rotate(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_neighbours(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotate each (even, odd) pair, as DeepSeek's weights lie. First members come out before the second ones, which is
-    nothing to scores if queries and keys have it alike."""
+    """Rotate each (even, odd) pair, as DeepSeek's weights lie.
+
+    First members come out before the second ones, which is nothing to scores if queries and keys
+    have it alike.
+    """
     return _rotated(x_BHTE[..., 0::2], x_BHTE[..., 1::2], table).to(x_BHTE.dtype)
 
 

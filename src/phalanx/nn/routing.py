@@ -1,7 +1,8 @@
 """Which experts a token visits: token-choice top-k, with what keeps experts busy alike.
 
-All that is counted is counted per sequence or over the whole batch of a step, never per microbatch or rank: the layout
-does not change it. Shape suffixes: B batch, T sequence, D model width, E experts, K experts per token.
+All that is counted is counted per sequence or over the whole batch of a step, never per microbatch
+or rank: the layout does not change it. Shape suffixes: B batch, T sequence, D model width, E
+experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from phalanx.job.shape import ModelShape
 
 
 class Routing(NamedTuple):
-    """experts_BTK: numbers of the experts; weights_BTK: what their outputs are multiplied by; kept_BTK: False where an
-    expert was full, None where none can be."""
+    """experts_BTK: numbers of the experts; weights_BTK: what their outputs are multiplied by;
+    kept_BTK: False where an expert was full, None where none can be."""
 
     experts_BTK: torch.Tensor
     weights_BTK: torch.Tensor
@@ -34,7 +35,8 @@ class Sequences(Protocol):
         """Of this rank's tokens -> of whole sequences."""
 
     def earlier(self, chosen_BTE: torch.Tensor) -> torch.Tensor:
-        """Where tokens chose experts (0 or 1) -> how many earlier tokens of the whole sequence chose the same."""
+        """Where tokens chose experts (0 or 1) -> how many earlier tokens of the whole sequence
+        chose the same."""
 
     def length(self, num_tokens: int) -> int:
         """Of whole sequences, where this rank has `num_tokens` of each."""
@@ -66,16 +68,20 @@ class WholeSequences:
 
 @dataclass
 class Balance:
-    """What the routers of a model share: the weight that their balance loss has in the gradients of a step."""
+    """What the routers of a model share: the weight that their balance loss has in the gradients
+    of a step."""
 
     scale: torch.Tensor | float | None = None
-    """d(what backward is called on) / d(loss_sum). Set before gradients reach the blocks: by the objective, or by who
-    knows it beforehand."""
+    """d(what backward is called on) / d(loss_sum).
+
+    Set before gradients reach the blocks: by the objective, or by who knows it beforehand.
+    """
 
     def require_scale(self) -> torch.Tensor | float:
         if self.scale is None:
             raise RuntimeError(
-                "the balance loss has no weight: wrap the objective's loss_sum in outputs.balance.with_loss"
+                "the balance loss has no weight: wrap the objective's loss_sum in"
+                " outputs.balance.with_loss"
             )
         return self.scale
 
@@ -86,8 +92,8 @@ class Balance:
 
 @dataclass
 class Load:
-    """What came to the experts of one router since `take`: counted in the backward, once however often a block is
-    computed, and not at all in an evaluation."""
+    """What came to the experts of one router since `take`: counted in the backward, once however
+    often a block is computed, and not at all in an evaluation."""
 
     counts_E: torch.Tensor | None = None
     dropped: torch.Tensor | None = None
@@ -108,18 +114,23 @@ class Load:
 class Router(nn.Module):
     """Scores of all experts for each token, and the best K of them.
 
-    Scores are softmax over experts, or sigmoid (DeepSeek-V3, arXiv 2412.19437). With `balance_bias` a bias that no
-    gradient changes is added where experts are chosen, and not to what their outputs are multiplied by; after each step
-    it falls for experts that got more than their share of the step's tokens, and rises for others (arXiv 2408.15664).
-    With `balance_loss` gradients are those of the loss plus, for each sequence s of T tokens, balance_loss * T *
-    sum over e of f_e * P_e: f_e is E / (K T) times the tokens that chose e, P_e the mean over tokens of e's share of
-    the scores (arXiv 2412.19437, 2.1.2). Targets that are masked change nothing of it.
+    Scores are softmax over experts, or sigmoid (DeepSeek-V3, arXiv 2412.19437). With `balance_bias`
+    a bias that no gradient changes is added where experts are chosen, and not to what their outputs
+    are multiplied by; after each step it falls for experts that got more than their share of the
+    step's tokens, and rises for others (arXiv 2408.15664). With `balance_loss` gradients are those
+    of the loss plus, for each sequence s of T tokens, balance_loss * T * sum over e of f_e * P_e:
+    f_e is E / (K T) times the tokens that chose e, P_e the mean over tokens of e's share of the
+    scores (arXiv 2412.19437, 2.1.2). Targets that are masked change nothing of it.
     """
 
     def __init__(self, shape: ModelShape, balance: Balance) -> None:
         super().__init__()
         self.num_experts, self.per_token = shape.num_experts, shape.experts_per_token
-        self.scores, self.normalize, self.scale = shape.router_scores, shape.router_normalize, shape.router_scale
+        self.scores, self.normalize, self.scale = (
+            shape.router_scores,
+            shape.router_normalize,
+            shape.router_scale,
+        )
         self.capacity_factor, self.loss_weight, self.bias_rate = (
             shape.expert_capacity,
             shape.balance_loss,
@@ -132,17 +143,25 @@ class Router(nn.Module):
         self.balance, self.load = balance, Load()
         self.sequences: Sequences = WholeSequences()
         self.choose: Choose = best
-        self.num_alike = 1  # ranks that route the same tokens alike, and whose gradients are added up
+        self.num_alike = (
+            1  # ranks that route the same tokens alike, and whose gradients are added up
+        )
 
     def forward(self, x_BTD: torch.Tensor) -> Routing:
         """Scores are computed in fp32 at least, whatever the type of the rest."""
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         with torch.autocast(x_BTD.device.type, enabled=False):
             logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
-            scores_BTE = logits_BTE.softmax(-1) if self.scores == "softmax" else logits_BTE.sigmoid()
-            chosen_by = scores_BTE.detach() if self.bias is None else scores_BTE.detach() + self.bias
+            scores_BTE = (
+                logits_BTE.softmax(-1) if self.scores == "softmax" else logits_BTE.sigmoid()
+            )
+            chosen_by = (
+                scores_BTE.detach() if self.bias is None else scores_BTE.detach() + self.bias
+            )
             experts_BTK = self.choose(chosen_by, self.per_token)
-            chosen_BTE = torch.zeros_like(scores_BTE, dtype=torch.int64).scatter_(-1, experts_BTK, 1)
+            chosen_BTE = torch.zeros_like(scores_BTE, dtype=torch.int64).scatter_(
+                -1, experts_BTK, 1
+            )
             kept_BTK = self._kept(chosen_BTE, experts_BTK)
             if torch.is_grad_enabled() and scores_BTE.requires_grad:
                 scores_BTE = self._balanced(scores_BTE, chosen_BTE, kept_BTK)
@@ -162,7 +181,10 @@ class Router(nn.Module):
         if not self.capacity_factor:
             return None
         room = capacity(
-            self.sequences.length(chosen_BTE.shape[1]), self.per_token, self.num_experts, self.capacity_factor
+            self.sequences.length(chosen_BTE.shape[1]),
+            self.per_token,
+            self.num_experts,
+            self.capacity_factor,
         )
         return (self.sequences.earlier(chosen_BTE) < room).gather(-1, experts_BTK)
 
@@ -174,9 +196,17 @@ class Router(nn.Module):
         if self.loss_weight:
             length = self.sequences.length(chosen_BTE.shape[1])
             counts = self.sequences.total(counts_BE).to(scores_BTE.dtype)
-            weights_BE = counts * (self.loss_weight / self.num_alike * self.num_experts / (self.per_token * length))
-        shares_BTE = scores_BTE if self.scores == "softmax" else scores_BTE / scores_BTE.sum(-1, keepdim=True)
-        found: torch.Tensor = _Balanced.apply(scores_BTE, shares_BTE, weights_BE, counts_BE.sum(0), dropped, self)
+            weights_BE = counts * (
+                self.loss_weight / self.num_alike * self.num_experts / (self.per_token * length)
+            )
+        shares_BTE = (
+            scores_BTE
+            if self.scores == "softmax"
+            else scores_BTE / scores_BTE.sum(-1, keepdim=True)
+        )
+        found: torch.Tensor = _Balanced.apply(
+            scores_BTE, shares_BTE, weights_BE, counts_BE.sum(0), dropped, self
+        )
         return found
 
 
@@ -199,7 +229,10 @@ class _Tell(torch.autograd.Function):
 
 
 class _Balanced(torch.autograd.Function):
-    """Scores as they are. Their backward adds the gradient of the balance loss to that of the shares, and counts."""
+    """Scores as they are.
+
+    Their backward adds the gradient of the balance loss to that of the shares, and counts.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -223,4 +256,11 @@ class _Balanced(torch.autograd.Function):
         if weights_BE is None:
             return grad_BTE, None, None, None, None, None
         scale = ctx.router.balance.require_scale()
-        return grad_BTE, (weights_BE[:, None] * scale).to(grad_BTE.dtype).expand(ctx.shape), None, None, None, None
+        return (
+            grad_BTE,
+            (weights_BE[:, None] * scale).to(grad_BTE.dtype).expand(ctx.shape),
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,4 +1,5 @@
-"""What a run is at while it does no step, and for how long: ranks start, the first step, an evaluation, a sample."""
+"""What a run is at while it does no step, and for how long: ranks start, the first step, an
+evaluation, a sample."""
 
 from __future__ import annotations
 
@@ -29,10 +30,17 @@ class Activity:
             case events.RunStarted() if event.step >= event.total_steps:
                 self.clear()
             case events.RunStarted():
-                self._begin("first step", f"step {event.step + 1}, the first one, takes longer than others")
+                self._begin(
+                    "first step", f"step {event.step + 1}, the first one, takes longer than others"
+                )
             case events.WorkProgressed():
                 self._begin(f"{event.activity} {event.step}", _words_of(event))
-            case events.EvalFinished() | events.TextGenerated() | events.StopRequested() | events.RunFinished():
+            case (
+                events.EvalFinished()
+                | events.TextGenerated()
+                | events.StopRequested()
+                | events.RunFinished()
+            ):
                 self.clear()
             case events.StepFinished() if rank == 0:
                 self.clear()
@@ -51,7 +59,10 @@ class Activity:
 
     def live_line(self) -> str:
         """For a terminal: it moves."""
-        return f"{SPINNER[int(8 * self.seconds) % len(SPINNER)]} {self.words} ({format_seconds(self.seconds)})"
+        return (
+            f"{SPINNER[int(8 * self.seconds) % len(SPINNER)]} {self.words}"
+            f" ({format_seconds(self.seconds)})"
+        )
 
     def line_if_due(self) -> str | None:
         """For a log: after ten seconds of the same, twenty, forty, ..."""
@@ -62,9 +73,12 @@ class Activity:
 
 
 def _words_of(event: events.WorkProgressed) -> str:
-    doing, noun, nouns = {"evaluate": ("evaluating", "batch", "batches"), "sample": ("sampling text", "token", "")}.get(
-        event.activity, (event.activity, "part", "")
+    doing, noun, nouns = {
+        "evaluate": ("evaluating", "batch", "batches"),
+        "sample": ("sampling text", "token", ""),
+    }.get(event.activity, (event.activity, "part", ""))
+    done = (
+        f"{event.num_done:,} of {plural(event.num_total, noun, nouns)}" if event.num_total else ""
     )
-    done = f"{event.num_done:,} of {plural(event.num_total, noun, nouns)}" if event.num_total else ""
     done = done or f"{plural(event.num_done, noun, nouns)} done"
     return f"{doing} at step {event.step}: {done}"

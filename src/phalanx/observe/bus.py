@@ -1,9 +1,9 @@
 """The bus: the step loop emits facts here and never waits for whoever reads them.
 
 The process's own JSONL file is written at once (one write, tens of microseconds). Every sink lives
-behind an outlet: a queue and a thread of its own, in which it is also opened and closed. Whatever a sink does, no step
-waits for it, and the end of the run does for `CLOSE_S`, or longer for one at work. Secrets of the environment are
-taken out of every event before anybody sees it.
+behind an outlet: a queue and a thread of its own, in which it is also opened and closed. Whatever a
+sink does, no step waits for it, and the end of the run does for `CLOSE_S`, or longer for one at
+work. Secrets of the environment are taken out of every event before anybody sees it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from phalanx.observe.outlet import OpenSink, Outlet, Sink
 
 __all__ = ["CLOSE_S", "Bus", "OpenSink", "Sink", "event_path"]
 
-CLOSE_S = 15.0  # all sinks of a process together have this long to finish; what still runs then is left behind
+# all sinks of a process together have this long to finish; what still runs then is left behind
+CLOSE_S = 15.0
 CLOSE_MORE_S = 60.0  # and this much longer after a good end, while they are seen to work
 CLOSE_AFTER_ERROR_S = 1.0  # a rank that failed is waited for by all others
 QUEUE_SIZE = 4096
 
-_NUMBERS = frozenset(("int", "float", "bool", "dict[str, int]", "dict[str, float]", "list[int]", "list[float]"))
+_NUMBERS = frozenset(
+    ("int", "float", "bool", "dict[str, int]", "dict[str, float]", "list[int]", "list[float]")
+)
 
 
 def event_path(run_dir: Path, rank: int, attempt: int) -> Path:
@@ -40,9 +43,10 @@ def event_path(run_dir: Path, rank: int, attempt: int) -> Path:
 class Bus:
     """Carries the events of one process. `run_dir=None` keeps no file (library use).
 
-    `sinks` are names and what opens them; they are opened in the background, at once. `on_unwritten` takes what the
-    file refuses, at once: a full disk must not hide what happens. Once `may_write` says no (the run is another job's),
-    nothing more is written anywhere. Raises ResourceError if the file cannot be opened.
+    `sinks` are names and what opens them; they are opened in the background, at once.
+    `on_unwritten` takes what the file refuses, at once: a full disk must not hide what happens.
+    Once `may_write` says no (the run is another job's), nothing more is written anywhere. Raises
+    ResourceError if the file cannot be opened.
     """
 
     def __init__(
@@ -66,7 +70,9 @@ class Bus:
         self._file = EventFile(event_path(run_dir, rank, attempt)) if run_dir is not None else None
         self._outlets: list[Outlet] = []
         for name, open_sink in sinks:
-            self._outlets.append(Outlet(name, open_sink, queue_size=queue_size, tell=partial(self._tell, name)))
+            self._outlets.append(
+                Outlet(name, open_sink, queue_size=queue_size, tell=partial(self._tell, name))
+            )
 
     @property
     def num_unwritten(self) -> int:
@@ -99,7 +105,10 @@ class Bus:
             is_news, self._is_refused = not is_written and not self._is_refused, not is_written
             refusal = self.refusal
         if is_news and refusal is not None:
-            why = f"events cannot be written ({refusal.strerror}): they are kept, shown, and written once they can be"
+            why = (
+                f"events cannot be written ({refusal.strerror}): they are kept, shown, and written"
+                " once they can be"
+            )
             self._tell("", Note(EVENTS_UNWRITTEN, {"why": why}))
         if not is_written:
             self._on_unwritten(envelope)
@@ -108,11 +117,14 @@ class Bus:
                 outlet.put(envelope)
 
     def close(self, timeout_s: float = CLOSE_S, more_s: float = 0.0) -> None:
-        """Let the sinks write what is queued and close, all at the same time; tell what was lost, if anything.
+        """Let the sinks write what is queued and close, all at the same time; tell what was lost,
+        if anything.
 
         A sink that is still at work then has up to `more_s` more.
         """
-        if not self._may_write():  # nor what the sinks have not written yet: they end with the process
+        if (
+            not self._may_write()
+        ):  # nor what the sinks have not written yet: they end with the process
             self._outlets = []
         until = time.monotonic() + timeout_s
         for outlet in self._outlets:
@@ -122,7 +134,13 @@ class Bus:
         if self.num_unwritten:
             why = f" ({self.refusal.strerror})" if self.refusal is not None else ""
             whose = "the supervisor" if self.rank < 0 else f"rank {self.rank}"
-            self.emit(SinkDropped("events", self.num_unwritten, f"the event file of {whose} did not take them{why}"))
+            self.emit(
+                SinkDropped(
+                    "events",
+                    self.num_unwritten,
+                    f"the event file of {whose} did not take them{why}",
+                )
+            )
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -137,7 +155,9 @@ class Bus:
             self._text_fields[kind] = names
         if not names:
             return event
-        return replace(event, **{name: self._redactor.value(getattr(event, name)) for name in names})
+        return replace(
+            event, **{name: self._redactor.value(getattr(event, name)) for name in names}
+        )
 
     def _write_file(self, envelope: Envelope) -> bool:
         """False if the file has refused the line, and keeps it."""
@@ -148,5 +168,6 @@ class Bus:
         except (ValueError, TypeError):  # a note that is not JSON must not stop training
             self._num_not_json += 1
             return True
-        # Asked again beside the write: a process may have stood still since it began to tell this event.
+        # Asked again beside the write: a process may have stood still since it began to tell this
+        # event.
         return not self._may_write() or self._file.append(line)

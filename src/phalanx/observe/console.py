@@ -20,7 +20,8 @@ from phalanx.observe.units import TEXT, Units
 from phalanx.observe.words import describe, failed_again
 
 AVERAGED_STEPS = 20
-WARM_UP_STEPS = 2  # of each attempt: they allocate, compile and fill caches, and say nothing of those that follow
+# of each attempt: they allocate, compile and fill caches, and say nothing of those that follow
+WARM_UP_STEPS = 2
 REDRAW_S = 0.1
 _VARYING = re.compile(r"[0-9a-fA-F]*[0-9][0-9a-fA-F]*")  # steps, ranks, ids of requests
 
@@ -58,7 +59,8 @@ def open_console(
     units: Units = TEXT,
     is_terminal: bool | None = None,
 ) -> Console:
-    """A live bar if `stream` is a terminal, else one line each `log_every` steps; None shows nothing.
+    """A live bar if `stream` is a terminal, else one line each `log_every` steps; None shows
+    nothing.
 
     rich is imported only for the bar.
     """
@@ -67,7 +69,8 @@ def open_console(
     quiet = QuietStream(stream)
     if stream is None or not is_terminal:
         return PlainConsole(quiet, Pace(total_steps, units), log_every)
-    # The bar's own movements of the cursor must reach the terminal; the screen filters the texts that it draws.
+    # The bar's own movements of the cursor must reach the terminal; the screen filters the texts
+    # that it draws.
     screen = open_screen(cast(TextIO, QuietStream(unfiltered(stream))), soft_wrap=True)
     if screen.is_dumb_terminal:
         return PlainConsole(quiet, Pace(total_steps, units), log_every)
@@ -75,7 +78,8 @@ def open_console(
 
 
 class QuietStream:
-    """A stream that swallows what is written once it broke: rich would end the process on a closed pipe."""
+    """A stream that swallows what is written once it broke: rich would end the process on a
+    closed pipe."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -122,9 +126,13 @@ class Pace:
     activity: Activity = field(default_factory=Activity)
     _failure: str = ""  # why the last save failed, without its numbers; empty once one is there
     _num_of_attempt: int = 0  # steps that were seen
-    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=AVERAGED_STEPS))
+    _recent: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=AVERAGED_STEPS)
+    )
     _memory_bytes: dict[int, float] = field(default_factory=dict)
-    _experts: dict[int, events.ExpertsLoaded] = field(default_factory=dict)  # the last of each rank that tells
+    _experts: dict[int, events.ExpertsLoaded] = field(
+        default_factory=dict
+    )  # the last of each rank that tells
 
     def take(self, envelope: Envelope) -> bool:
         """Account for an envelope; True if it was a step of rank 0, the one that is shown."""
@@ -155,7 +163,10 @@ class Pace:
         return True
 
     def words(self, envelope: Envelope) -> str | None:
-        """The line for an event that is told here, or None. A save that fails as the one before did is told briefly."""
+        """The line for an event that is told here, or None.
+
+        A save that fails as the one before did is told briefly.
+        """
         event = envelope.event
         if isinstance(event, events.CheckpointSaved):
             self._failure = ""
@@ -164,7 +175,9 @@ class Pace:
             before, self._failure = self._failure, f"{what}: {_VARYING.sub('N', event.reason)}"
             if before == self._failure:
                 return failed_again(event)
-        return None if isinstance(envelope.event, TOLD_ELSEWHERE) else describe(envelope, self.units)
+        return (
+            None if isinstance(envelope.event, TOLD_ELSEWHERE) else describe(envelope, self.units)
+        )
 
     @property
     def step(self) -> int:
@@ -172,7 +185,11 @@ class Pace:
 
     @property
     def step_s(self) -> float:
-        return sum(seconds for _, seconds in self._recent) / len(self._recent) if self._recent else math.nan
+        return (
+            sum(seconds for _, seconds in self._recent) / len(self._recent)
+            if self._recent
+            else math.nan
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -203,7 +220,10 @@ class Pace:
     def _speed(self) -> list[str]:
         if self.last is not None and not self._recent:
             return [f"{format_seconds(self.last.step_s)} for this step, warming up"]
-        return [f"{_rate(self.tokens_per_s)} {self.units.short_rate}", f"{format_seconds(self.step_s)}/step"]
+        return [
+            f"{_rate(self.tokens_per_s)} {self.units.short_rate}",
+            f"{format_seconds(self.step_s)}/step",
+        ]
 
     def eta(self) -> str:
         """ "eta 3.3 s"; before there is a pace to go by, that there is none."""
@@ -212,7 +232,10 @@ class Pace:
         return f"eta {_eta(self.eta_s if self._recent else 0.0)}"
 
     def _load_of_experts(self) -> list[str]:
-        """ "experts 1.42x": the busiest expert of any layer against the mean of its layer. Of the last step told."""
+        """ "experts 1.42x": the busiest expert of any layer against the mean of its layer.
+
+        Of the last step told.
+        """
         if not self._experts:
             return []
         worst = max(event.worst[1] for event in self._experts.values())
@@ -221,8 +244,13 @@ class Pace:
 
 
 def _eval(event: EvalFinished) -> str:
-    """ "eval 1.4200 (best 1.4000 at 300)"; of the best itself, only its loss, or the metric it is judged by."""
-    best = f" (best {event.best:.4f} at {event.best_step})" if 0 < event.best_step != event.step else ""
+    """ "eval 1.4200 (best 1.4000 at 300)"; of the best itself, only its loss, or the metric it is
+    judged by."""
+    best = (
+        f" (best {event.best:.4f} at {event.best_step})"
+        if 0 < event.best_step != event.step
+        else ""
+    )
     by = "" if event.judged_by == "loss" else f"{printable(event.judged_by, 24)} "
     return f"eval {by}{event.value_of(event.judged_by):.4f}{best}"
 
@@ -252,13 +280,21 @@ class PlainConsole:
         if self._pace.take(envelope):
             if self._is_due():
                 self.say(self._step_line())
-        elif not isinstance(envelope.event, TOLD_ELSEWHERE) and (line := self._pace.words(envelope)) is not None:
+        elif (
+            not isinstance(envelope.event, TOLD_ELSEWHERE)
+            and (line := self._pace.words(envelope)) is not None
+        ):
             self.say(line)
 
     def _is_due(self) -> bool:
-        """Each `log_every` steps, and at the first and last of them: a person waits for a sign of life."""
+        """Each `log_every` steps, and at the first and last of them: a person waits for a sign
+        of life."""
         pace = self._pace
-        return pace.is_first_of_attempt or pace.step % self._log_every == 0 or pace.step == pace.total_steps
+        return (
+            pace.is_first_of_attempt
+            or pace.step % self._log_every == 0
+            or pace.step == pace.total_steps
+        )
 
     def _step_line(self) -> str:
         pace = self._pace
@@ -280,8 +316,8 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """A bar and the step's facts at the bottom of a terminal, and a line for what is no step, redrawn at most ten times
-    a second.
+    """A bar and the step's facts at the bottom of a terminal, and a line for what is no step,
+    redrawn at most ten times a second.
 
     Events scroll above them.
     """
@@ -292,13 +328,18 @@ class LiveConsole:
         self._pace = pace
         self._screen = screen
         self._drawn_s = 0.0
-        self._live = Live(console=screen, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._live = Live(
+            console=screen, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
         if self._pace.take(envelope):
             self.tick()
-        elif not isinstance(envelope.event, TOLD_ELSEWHERE) and (line := self._pace.words(envelope)) is not None:
+        elif (
+            not isinstance(envelope.event, TOLD_ELSEWHERE)
+            and (line := self._pace.words(envelope)) is not None
+        ):
             self.say(line, style=_style(envelope.event))
 
     def say(self, line: str, style: str = "") -> None:
@@ -309,7 +350,9 @@ class LiveConsole:
 
     def tick(self) -> None:
         now = time.monotonic()
-        is_something = self._pace.last is not None or self._pace.activity.words or self._live.is_started
+        is_something = (
+            self._pace.last is not None or self._pace.activity.words or self._live.is_started
+        )
         if self._is_open and is_something and now - self._drawn_s >= REDRAW_S:
             self._drawn_s = now
             self._draw()
@@ -334,7 +377,11 @@ class LiveConsole:
         from rich.text import Text
 
         pace = self._pace
-        doing = [Text(pace.activity.live_line(), no_wrap=True, overflow="ellipsis")] if pace.activity.words else []
+        doing = (
+            [Text(pace.activity.live_line(), no_wrap=True, overflow="ellipsis")]
+            if pace.activity.words
+            else []
+        )
         if pace.last is None:
             return Group(*doing)
         bar = Table.grid(padding=(0, 2, 0, 0), expand=True)
@@ -342,7 +389,9 @@ class LiveConsole:
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
         bar.add_row(
-            Text(f"step {pace.step:>{len(str(pace.total_steps))}}/{pace.total_steps}", style="bold"),
+            Text(
+                f"step {pace.step:>{len(str(pace.total_steps))}}/{pace.total_steps}", style="bold"
+            ),
             ProgressBar(total=max(pace.total_steps, 1), completed=pace.step),
             Text(pace.eta()),
         )
@@ -353,7 +402,10 @@ class LiveConsole:
             facts.append(f"restarts {pace.num_restarts}")
         if pace.num_skipped:
             facts.append(f"skipped {pace.num_skipped}")
-        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in _laid_out(facts, self._screen.width)]
+        lines = [
+            Text(line, no_wrap=True, overflow="ellipsis")
+            for line in _laid_out(facts, self._screen.width)
+        ]
         return Group(bar, *lines, *doing)
 
 

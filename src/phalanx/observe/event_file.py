@@ -1,7 +1,7 @@
 """The event file of one process: whole lines, also on a disk that is full for a while.
 
-A line that the disk refuses is kept and written before the next one that it takes, so that a reader sees all of them
-in order. What is kept is bounded; what goes beyond is counted.
+A line that the disk refuses is kept and written before the next one that it takes, so that a reader
+sees all of them in order. What is kept is bounded; what goes beyond is counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class EventFile:
         return self._num_dropped + len(self._kept)
 
     def append(self, line: str) -> bool:
-        """True if the line, and all before it, are in the file; it is kept for later otherwise. Never raises."""
+        """True if the line, and all before it, are in the file; it is kept for later otherwise.
+
+        Never raises.
+        """
         if len(self._kept) >= MAX_KEPT_LINES:
             self._kept.popleft()
             self._num_dropped += 1
@@ -63,7 +66,9 @@ class EventFile:
         data = b"\n" + line if self._is_torn else line
         num_written = 0
         try:
-            while num_written < len(data):  # a write that found room for a part says why with the next one
+            while num_written < len(
+                data
+            ):  # a write that found room for a part says why with the next one
                 num_written += os.write(self._fd, data[num_written:])
         except OSError:
             self._take_back(num_written)
@@ -71,7 +76,8 @@ class EventFile:
         self._is_torn = False
 
     def _take_back(self, num_bytes: int) -> None:
-        """Remove what was written last; where that is refused, the next line begins on a line of its own."""
+        """Remove what was written last; where that is refused, the next line begins on a line of
+        its own."""
         if num_bytes == 0:
             return
         try:

@@ -1,9 +1,10 @@
 """Events: facts with units in their names, and no text for people. Sinks do the formatting.
 
-An event is one line of JSON in `RUN/events/`: its own fields plus the envelope `event` (the class in snake_case),
-`schema`, `time_unix_s`, `rank` and `attempt` (-1 for the supervisor's rank), `seq` and `monotonic_s`. Wall clocks are
-stepped: `time_unix_s` is for people to read. What came first follows from `seq`, which counts the events of a process,
-and from `monotonic_s`, which processes of one machine share: the first event of each process names its clock (`clock`).
+An event is one line of JSON in `RUN/events/`: its own fields plus the envelope `event` (the class
+in snake_case), `schema`, `time_unix_s`, `rank` and `attempt` (-1 for the supervisor's rank), `seq`
+and `monotonic_s`. Wall clocks are stepped: `time_unix_s` is for people to read. What came first
+follows from `seq`, which counts the events of a process, and from `monotonic_s`, which processes of
+one machine share: the first event of each process names its clock (`clock`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ class Event:
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """Once per attempt, from rank 0, before the first step. `step` is where training continues (0: from the start).
+    """Once per attempt, from rank 0, before the first step.
 
-    `plain_bytes`: what a rank would send in a step to reduce gradients as they are (0: nobody counted).
+    `step` is where training continues (0: from the start).
+
+    `plain_bytes`: what a rank would send in a step to reduce gradients as they are (0: nobody
+    counted).
     """
 
     run: str
@@ -50,7 +54,9 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class WeightsTaken(Event):
-    """Training starts from weights that were there (model.init_from), instead of random ones. From rank 0.
+    """Training starts from weights that were there (model.init_from), instead of random ones.
+
+    From rank 0.
 
     `imported_from`: what an imported checkpoint came from. `num_cast`: so many had another type.
     """
@@ -66,15 +72,17 @@ class WeightsTaken(Event):
 class StepFinished(Event):
     """One optimizer update, from every rank. Loss is nats per target token over all ranks.
 
-    `step_s` runs from the record of the step before, so steps leave no gap. Of a save beside training only the copy of
-    the state belongs to its step; of one that training waits for the writing does, too, and its commit, which comes
-    after the record, belongs to the next. `phases_s` are seconds of this rank by phase, without those of a save beside
-    training; `unaccounted_s` is `step_s` minus their sum. `sent_bytes` are those that this rank sent to reduce
-    gradients, by ring algorithms; `sent_tp_bytes` those it sent over tp, of activations and their gradients (0 also
-    with train.compile, where nobody counts). `loss_scale` is what fp16 multiplied the loss by (0: nothing did).
-    `rss_bytes` are resident now, pages shared with other processes counted whole; `peak_bytes` the most memory that
-    this rank had so far, shared pages by their share, or what a GPU's allocator gave out, which held `reserved_bytes`
-    for it (phalanx.core.process_memory; 0: nobody knows).
+    `step_s` runs from the record of the step before, so steps leave no gap. Of a save beside
+    training only the copy of the state belongs to its step; of one that training waits for the
+    writing does, too, and its commit, which comes after the record, belongs to the next. `phases_s`
+    are seconds of this rank by phase, without those of a save beside training; `unaccounted_s` is
+    `step_s` minus their sum. `sent_bytes` are those that this rank sent to reduce gradients, by
+    ring algorithms; `sent_tp_bytes` those it sent over tp, of activations and their gradients (0
+    also with train.compile, where nobody counts). `loss_scale` is what fp16 multiplied the loss by
+    (0: nothing did). `rss_bytes` are resident now, pages shared with other processes counted whole;
+    `peak_bytes` the most memory that this rank had so far, shared pages by their share, or what a
+    GPU's allocator gave out, which held `reserved_bytes` for it (phalanx.core.process_memory; 0:
+    nobody knows).
     """
 
     step: int
@@ -97,9 +105,10 @@ class StepFinished(Event):
 
 @dataclass(frozen=True)
 class WorkProgressed(Event):
-    """Rank 0 is at something that is no step: `activity` is "evaluate" or "sample". `num_done` of `num_total` batches
-    or tokens are done (`num_total` 0: nobody knows how many). Where it begins, and at most twice a second; its end has
-    an event of its own.
+    """Rank 0 is at something that is no step: `activity` is "evaluate" or "sample".
+
+    `num_done` of `num_total` batches or tokens are done (`num_total` 0: nobody knows how many).
+    Where it begins, and at most twice a second; its end has an event of its own.
     """
 
     step: int
@@ -110,8 +119,10 @@ class WorkProgressed(Event):
 
 @dataclass(frozen=True)
 class StepSkipped(Event):
-    """A step whose update was not applied, on all ranks together. `reason`: "nonfinite_gradients" | "no_targets" |
-    "overflow" (of fp16: the next step has half the loss scale).
+    """A step whose update was not applied, on all ranks together.
+
+    `reason`: "nonfinite_gradients" | "no_targets" | "overflow" (of fp16: the next step has half the
+    loss scale).
     """
 
     step: int
@@ -125,10 +136,11 @@ class StepSkipped(Event):
 class EvalFinished(Event):
     """Loss per target on held-out data, from rank 0; nats per token for models of text.
 
-    `loss_by_source`: of each source of a mixture, where there are several. `metrics`: means of what the objective
-    measures besides. `best_step` and `best_loss` are those of the best evaluation of the run so far, this one included
-    (step 0: none could be compared); `judged_by` is the metric that it is the best by (eval.metric), and `best_value`
-    its value there. With eval.keep_best, the best is saved and named in RUN/best.json before this is said.
+    `loss_by_source`: of each source of a mixture, where there are several. `metrics`: means of what
+    the objective measures besides. `best_step` and `best_loss` are those of the best evaluation of
+    the run so far, this one included (step 0: none could be compared); `judged_by` is the metric
+    that it is the best by (eval.metric), and `best_value` its value there. With eval.keep_best, the
+    best is saved and named in RUN/best.json before this is said.
     """
 
     step: int
@@ -154,7 +166,8 @@ class EvalFinished(Event):
 
 @dataclass(frozen=True)
 class BaselineMeasured(Event):
-    """What an n-gram model fitted on the same training split reaches on the same held-out tokens, nats per token."""
+    """What an n-gram model fitted on the same training split reaches on the same held-out
+    tokens, nats per token."""
 
     name: str
     loss: float
@@ -166,7 +179,8 @@ class BaselineMeasured(Event):
 class CheckpointSaved(Event):
     """A checkpoint was committed; `path` is relative to the run directory, or a URL. From rank 0.
 
-    `stall_s`: how long training stood still for it. `num_new_bytes` were written, the rest was there (-1: not said).
+    `stall_s`: how long training stood still for it. `num_new_bytes` were written, the rest was
+    there (-1: not said).
     """
 
     step: int
@@ -179,8 +193,9 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class CheckpointPostponed(Event):
-    """A save was due while that of `saving_step`, begun `since_s` ago, was still being written. It comes after the
-    first step that finds the other done. From rank 0, once.
+    """A save was due while that of `saving_step`, begun `since_s` ago, was still being written.
+
+    It comes after the first step that finds the other done. From rank 0, once.
     """
 
     step: int
@@ -190,8 +205,11 @@ class CheckpointPostponed(Event):
 
 @dataclass(frozen=True)
 class CheckpointIntervalChosen(Event):
-    """checkpoint.every = "auto" saves each `interval_s` from here on: the square root of 2 x `stall_s`, which training
-    stands still for a save, x `mtbf_s` (Young 1974, Daly 2006), but at least `save_s`, which a save takes. From rank 0.
+    """checkpoint.every = "auto" saves each `interval_s` from here on: the square root of 2 x
+    `stall_s`, which training stands still for a save, x `mtbf_s` (Young 1974, Daly 2006), but at
+    least `save_s`, which a save takes.
+
+    From rank 0.
     """
 
     step: int
@@ -203,7 +221,8 @@ class CheckpointIntervalChosen(Event):
 
 @dataclass(frozen=True)
 class CheckpointsRemoved(Event):
-    """Checkpoints that checkpoint.keep_last and keep_every do not keep are gone; one that stays was verified before."""
+    """Checkpoints that checkpoint.keep_last and keep_every do not keep are gone; one that stays
+    was verified before."""
 
     steps: list[int]
 
@@ -212,7 +231,8 @@ class CheckpointsRemoved(Event):
 class CheckpointFailed(Event):
     """A save failed on some rank; the checkpoints before it stand. From rank 0.
 
-    `training_goes_on`: another save is tried later; False for the last one of a job, and in earlier releases.
+    `training_goes_on`: another save is tried later; False for the last one of a job, and in earlier
+    releases.
     """
 
     step: int
@@ -223,7 +243,11 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class CheckpointUnusable(Event):
-    """A checkpoint is damaged or does not fit, and an older one is tried instead (checkpoint.fallback). From rank 0."""
+    """A checkpoint is damaged or does not fit, and an older one is tried instead
+    (checkpoint.fallback).
+
+    From rank 0.
+    """
 
     step: int
     path: str
@@ -241,13 +265,15 @@ class TextGenerated(Event):
 
 @dataclass(frozen=True)
 class MemoryMeasured(Event):
-    """Bytes on top of the runtime (interpreter + torch) that this rank used, beside what the plan said.
+    """Bytes on top of the runtime (interpreter + torch) that this rank used, beside what the plan
+    said.
 
-    Keys of both dicts are the plan's memory categories; "peak" is the sum at the worst moment, which was in
-    `peak_phase` of `peak_step` (0: before the first; "": nobody knows). `runtime_bytes` is what else there was then,
-    pages of files among it, shared pages by their share. `start_bytes`: what the process had of its own when training
-    began, shared pages counted whole. `device_bytes`, of a GPU: the peaks "allocated" and "reserved" of this rank's
-    allocator, and at the end what is "used" by all its processes of the "total".
+    Keys of both dicts are the plan's memory categories; "peak" is the sum at the worst moment,
+    which was in `peak_phase` of `peak_step` (0: before the first; "": nobody knows).
+    `runtime_bytes` is what else there was then, pages of files among it, shared pages by their
+    share. `start_bytes`: what the process had of its own when training began, shared pages counted
+    whole. `device_bytes`, of a GPU: the peaks "allocated" and "reserved" of this rank's allocator,
+    and at the end what is "used" by all its processes of the "total".
     """
 
     predicted_bytes: dict[str, int]
@@ -263,7 +289,11 @@ class MemoryMeasured(Event):
         """When it was: "step 3, backward", "the start", or "" where nobody knows."""
         if not self.peak_phase:
             return ""
-        return f"step {self.peak_step}, {self.peak_phase}" if self.peak_phase != "startup" else "the start"
+        return (
+            f"step {self.peak_step}, {self.peak_phase}"
+            if self.peak_phase != "startup"
+            else "the start"
+        )
 
     @property
     def predicts_activations(self) -> bool:
@@ -273,16 +303,20 @@ class MemoryMeasured(Event):
 
 @dataclass(frozen=True)
 class PipelineMeasured(Event):
-    """One step of a pipeline (steps 5, 50, 500, ... and the last): what each rank computed when, and how long it
-    waited, beside what was predicted. From rank 0.
+    """One step of a pipeline (steps 5, 50, 500, ... and the last): what each rank computed when,
+    and how long it waited, beside what was predicted.
 
-    `num_blocks` by stage. `stage_seconds`: by stage the mean seconds of one microbatch, [forward, backward of inputs,
-    backward of weights]; without `splits_backward` the second is the whole backward and the third 0. `spans`: by
-    pipeline rank (of the first data-parallel and tensor-parallel rank) [action, begin, end] in seconds since the first
-    action of the step, in order, computation only; "3F0" is stage 3's forward of microbatch 0. The bubble is the part
-    of the step in which a rank computes nothing, the mean over ranks, 0 to 1: as measured, as the schedule must have it
-    if stages take `stage_seconds` and nothing has to be sent, and as the plan said before the run (NaN: it could not).
-    `in_flight`: by pipeline rank, microbatches of a stage whose activations were held at once, at most.
+    From rank 0.
+
+    `num_blocks` by stage. `stage_seconds`: by stage the mean seconds of one microbatch, [forward,
+    backward of inputs, backward of weights]; without `splits_backward` the second is the whole
+    backward and the third 0. `spans`: by pipeline rank (of the first data-parallel and
+    tensor-parallel rank) [action, begin, end] in seconds since the first action of the step, in
+    order, computation only; "3F0" is stage 3's forward of microbatch 0. The bubble is the part of
+    the step in which a rank computes nothing, the mean over ranks, 0 to 1: as measured, as the
+    schedule must have it if stages take `stage_seconds` and nothing has to be sent, and as the plan
+    said before the run (NaN: it could not). `in_flight`: by pipeline rank, microbatches of a stage
+    whose activations were held at once, at most.
     """
 
     step: int
@@ -299,11 +333,14 @@ class PipelineMeasured(Event):
 
 @dataclass(frozen=True)
 class ExpertsLoaded(Event):
-    """What came to the experts of a model in a step (the first, each observe.log_every-th and the last), over all
-    ranks. From the first rank of each stage of a pipeline, of the layers in its stages; else from rank 0.
+    """What came to the experts of a model in a step (the first, each observe.log_every-th and the
+    last), over all ranks.
 
-    `tokens_by_expert`: of each layer ("blocks.3.moe") the tokens of the batch that chose each expert, dropped ones
-    too; `dropped`: of each layer how many choices were dropped, because the expert was full.
+    From the first rank of each stage of a pipeline, of the layers in its stages; else from rank 0.
+
+    `tokens_by_expert`: of each layer ("blocks.3.moe") the tokens of the batch that chose each
+    expert, dropped ones too; `dropped`: of each layer how many choices were dropped, because the
+    expert was full.
     """
 
     step: int
@@ -312,7 +349,8 @@ class ExpertsLoaded(Event):
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The layer whose busiest expert has most, and how many times the mean; ("", 0) where nothing was counted."""
+        """The layer whose busiest expert has most, and how many times the mean; ("", 0) where
+        nothing was counted."""
         found = {
             name: max(tokens) * len(tokens) / sum(tokens)
             for name, tokens in self.tokens_by_expert.items()
@@ -347,7 +385,8 @@ class RanksStarted(Event):
 class RankFailed(Event):
     """From the supervisor: the rank that failed first (-1: the server or the store of the ranks).
 
-    `cause`: "exception" | "signal" | "exit" (it left before its work was done) | "hang" (the others waited in vain).
+    `cause`: "exception" | "signal" | "exit" (it left before its work was done) | "hang" (the others
+    waited in vain).
     """
 
     failed_rank: int
@@ -388,8 +427,10 @@ class SinkDropped(Event):
 
 @dataclass(frozen=True)
 class SamplesRead(Event):
-    """What a rank read for a step that is done, in order (observe.samples). `ranges`: first, beyond, first, beyond, ...
-    of global sample numbers. `xxh3`: checksum of all that was delivered for them.
+    """What a rank read for a step that is done, in order (observe.samples).
+
+    `ranges`: first, beyond, first, beyond, ... of global sample numbers. `xxh3`: checksum of all
+    that was delivered for them.
     """
 
     step: int
@@ -401,14 +442,16 @@ class SamplesRead(Event):
 
 @dataclass(frozen=True)
 class LoaderWorkerReplaced(Event):
-    """A process that reads ahead died or was silent for too long; another does `step` and what follows."""
+    """A process that reads ahead died or was silent for too long; another does `step` and what
+    follows."""
 
     step: int
     reason: str
 
 
 EVENTS_UNWRITTEN = "events_unwritten"  # code of the note that a disk refuses what is recorded
-RESUMED = "resumed"  # code of the note with which a person's --resume begins; restarts have an event of their own
+# code of the note with which a person's --resume begins; restarts have an event of their own
+RESUMED = "resumed"
 
 
 @dataclass(frozen=True)
@@ -421,7 +464,8 @@ class Note(Event):
 
 @dataclass(frozen=True)
 class SteadyClock:
-    """That of a process: its name ("" in files of earlier releases), and what it showed at the first event."""
+    """That of a process: its name ("" in files of earlier releases), and what it showed at the
+    first event."""
 
     name: str
     began_s: float
@@ -429,9 +473,12 @@ class SteadyClock:
 
 @dataclass(frozen=True)
 class Envelope:
-    """An event with who said it and when. `seq` and `monotonic_s` are -1 and NaN in files of earlier releases.
+    """An event with who said it and when.
 
-    `clock` is written with a process's first event only; whoever reads a file hands it on to those that follow.
+    `seq` and `monotonic_s` are -1 and NaN in files of earlier releases.
+
+    `clock` is written with a process's first event only; whoever reads a file hands it on to those
+    that follow.
     """
 
     event: Event
@@ -468,7 +515,13 @@ def seal(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envelope:
     """Put an event into the envelope of this moment; `seq` numbers those of a process."""
     now_s = time.monotonic()
     return Envelope(
-        event, rank, attempt, time.time(), seq, now_s, SteadyClock(clock_name(), now_s) if seq == 0 else None
+        event,
+        rank,
+        attempt,
+        time.time(),
+        seq,
+        now_s,
+        SteadyClock(clock_name(), now_s) if seq == 0 else None,
     )
 
 
@@ -486,9 +539,11 @@ EVENTS: dict[str, type[Event]] = {cls.kind(): cls for cls in Event.__subclasses_
 
 
 def parse_line(line: str, clock: SteadyClock | None = None) -> Envelope | None:
-    """The envelope of one line, or None for a line that is torn or of a kind this release does not know.
+    """The envelope of one line, or None for a line that is torn or of a kind this release does not
+    know.
 
-    `clock` is that of the line before in the same file; a line with which a process begins has its own.
+    `clock` is that of the line before in the same file; a line with which a process begins has its
+    own.
     """
     try:
         body = json.loads(line)
@@ -499,6 +554,8 @@ def parse_line(line: str, clock: SteadyClock | None = None) -> Envelope | None:
         if seq >= 0 and (seq == 0 or clock is None):
             name = body.get("clock")
             clock = SteadyClock(name if type(name) is str else "", steady_s)
-        return Envelope(cls(**fields), body["rank"], body["attempt"], body["time_unix_s"], seq, steady_s, clock)
+        return Envelope(
+            cls(**fields), body["rank"], body["attempt"], body["time_unix_s"], seq, steady_s, clock
+        )
     except (ValueError, KeyError, TypeError):
         return None

@@ -1,6 +1,8 @@
-"""Which event came first: by attempts, by the order in each file, by a clock that nobody sets; not by wall clocks.
+"""Which event came first: by attempts, by the order in each file, by a clock that nobody sets; not
+by wall clocks.
 
-A wall clock is stepped (a virtual machine wakes up, a time server answers, summer ends), and a run goes on meanwhile.
+A wall clock is stepped (a virtual machine wakes up, a time server answers, summer ends), and a run
+goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ from phalanx.observe.events import (
 
 # What a supervisor says once the ranks of an attempt are gone.
 _AFTER_THE_RANKS = (RankFailed, RestartScheduled, BaselineMeasured, RunFinished)
-# Of files whose clocks have no name: ranks start together, so first events that are further apart show two machines.
+# Of files whose clocks have no name: ranks start together, so first events that are further apart
+# show two machines.
 _ANOTHER_MACHINE_S = 3600.0
 
 
 class AttemptCounter:
-    """The attempt that an event belongs to. After a supervisor has scheduled a restart, it speaks of the next one."""
+    """The attempt that an event belongs to.
+
+    After a supervisor has scheduled a restart, it speaks of the next one.
+    """
 
     def __init__(self) -> None:
         self._next = 0
@@ -42,11 +48,16 @@ class AttemptCounter:
 
 
 def in_order(envelopes: Iterable[Envelope]) -> list[Envelope]:
-    """The events of a run, oldest first. Those of one process come, and stay, in the order in which it wrote them."""
+    """The events of a run, oldest first.
+
+    Those of one process come, and stay, in the order in which it wrote them.
+    """
     attempts = AttemptCounter()
     by_attempt: dict[int, dict[int, list[Envelope]]] = {}
     for envelope in envelopes:
-        by_attempt.setdefault(attempts.of(envelope), {}).setdefault(envelope.rank, []).append(envelope)
+        by_attempt.setdefault(attempts.of(envelope), {}).setdefault(envelope.rank, []).append(
+            envelope
+        )
     return [found for attempt in sorted(by_attempt) for found in _merged(by_attempt[attempt])]
 
 
@@ -61,10 +72,12 @@ def _merged(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
 
 
 def _shifts(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
-    """By rank what brings its clock to that of rank 0: zero on one machine, whose processes share the clock.
+    """By rank what brings its clock to that of rank 0: zero on one machine, whose processes share
+    the clock.
 
-    Clocks of two machines have nothing in common but that the ranks of an attempt start together. The supervisor's
-    first event says nothing of that: it may speak only at the end. Its process is on the machine of rank 0.
+    Clocks of two machines have nothing in common but that the ranks of an attempt start together.
+    The supervisor's first event says nothing of that: it may speak only at the end. Its process is
+    on the machine of rank 0.
     """
     clocks = {rank: _clock_of(rank, stream) for rank, stream in by_rank.items()}
     lead = clocks.get(0) or clocks.get(-1) or clocks[min(clocks)]
@@ -96,7 +109,9 @@ def _keyed(stream: Sequence[Envelope], shift: float) -> Iterator[tuple[float, in
     """A key that never falls, so that a stream stays in its own order."""
     latest, last = -math.inf, stream[-1].clock
     for envelope in stream:
-        if _name(envelope.clock) == _name(last):  # else a process spoke that ended before the machine was started anew
+        if _name(envelope.clock) == _name(
+            last
+        ):  # else a process spoke that ended before the machine was started anew
             latest = max(latest, envelope.monotonic_s + shift)
         yield latest, envelope.rank, envelope
 
@@ -106,12 +121,22 @@ def _name(clock: SteadyClock | None) -> str:
 
 
 def _merged_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
-    """Of files without a steady clock: what the supervisor says before its ranks start and once they are gone comes
-    before and after theirs. How the rest interleaves is all that a wall clock may decide, where there is no other.
+    """Of files without a steady clock: what the supervisor says before its ranks start and once
+    they are gone comes before and after theirs.
+
+    How the rest interleaves is all that a wall clock may decide, where there is no other.
     """
     of_supervisor = by_rank.get(-1, [])
-    starts = [index for index, envelope in enumerate(of_supervisor) if isinstance(envelope.event, RanksStarted)]
-    ends = [index for index, envelope in enumerate(of_supervisor) if isinstance(envelope.event, _AFTER_THE_RANKS)]
+    starts = [
+        index
+        for index, envelope in enumerate(of_supervisor)
+        if isinstance(envelope.event, RanksStarted)
+    ]
+    ends = [
+        index
+        for index, envelope in enumerate(of_supervisor)
+        if isinstance(envelope.event, _AFTER_THE_RANKS)
+    ]
     begin = starts[-1] + 1 if starts else 0
     end = max(begin, ends[0] if ends else len(of_supervisor))
     yield from of_supervisor[:begin]

@@ -1,7 +1,9 @@
-"""An outlet: one sink with a bounded queue and a thread of its own, so that nobody else ever waits for it.
+"""An outlet: one sink with a bounded queue and a thread of its own, so that nobody else ever waits
+for it.
 
-The thread opens the sink, writes and closes it. A sink that raises is out, which is told once; one that does not keep
-up loses events, which are counted; one that stands still is left behind when the run ends.
+The thread opens the sink, writes and closes it. A sink that raises is out, which is told once; one
+that does not keep up loses events, which are counted; one that stands still is left behind when the
+run ends.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from phalanx.observe.events import Envelope, Event, Note, SinkDropped
 
 
 class Sink(Protocol):
-    """Takes facts, formats them somewhere. Called from one thread only, never from the step loop."""
+    """Takes facts, formats them somewhere.
+
+    Called from one thread only, never from the step loop.
+    """
 
     def write(self, envelope: Envelope) -> None: ...
 
@@ -27,7 +32,8 @@ class Sink(Protocol):
 
 @runtime_checkable
 class Abandonable(Protocol):
-    """A sink that can be ended from another thread while it stands still, and knows what that may cost."""
+    """A sink that can be ended from another thread while it stands still, and knows what that
+    may cost."""
 
     def abandon(self) -> None: ...
 
@@ -50,7 +56,8 @@ class Flushable(Protocol):
 
 @runtime_checkable
 class Speaking(Protocol):
-    """A sink that has something to say to the person who trains: where the curves are, what was done instead."""
+    """A sink that has something to say to the person who trains: where the curves are, what was
+    done instead."""
 
     def listen(self, say: Callable[[str], None]) -> None: ...
 
@@ -61,9 +68,14 @@ OpenSink = Callable[[], Sink]
 
 
 class Outlet:
-    """Feeds the sink that `open_sink` opens, in the background. `tell` takes what others should hear of it."""
+    """Feeds the sink that `open_sink` opens, in the background.
 
-    def __init__(self, name: str, open_sink: OpenSink, *, queue_size: int, tell: Callable[[Event], None]) -> None:
+    `tell` takes what others should hear of it.
+    """
+
+    def __init__(
+        self, name: str, open_sink: OpenSink, *, queue_size: int, tell: Callable[[Event], None]
+    ) -> None:
         self.name = name
         self.num_lost = 0
         self._open_sink, self._tell = open_sink, tell
@@ -94,8 +106,8 @@ class Outlet:
         self._put_end(0.0)
 
     def join(self, until: float, more_s: float = 0.0) -> None:
-        """Wait for the sink to be closed, until that time (monotonic seconds), and then up to `more_s` longer while it
-        is seen to work; then tell what was lost, if anything.
+        """Wait for the sink to be closed, until that time (monotonic seconds), and then up to
+        `more_s` longer while it is seen to work; then tell what was lost, if anything.
         """
         self._is_working()
         self._wait(until)
@@ -106,7 +118,9 @@ class Outlet:
         if self._thread.is_alive() and not self._is_over:
             self._is_over = True
             num_lost = self.num_lost + self._num_waiting()
-            unknown = "; some of them may be written" if (num_unknown := self._num_unwritten()) else ""
+            unknown = (
+                "; some of them may be written" if (num_unknown := self._num_unwritten()) else ""
+            )
             if isinstance(self._sink, Abandonable):
                 self._sink.abandon()
             waited_s = time.monotonic() - self._finish_s
@@ -148,7 +162,9 @@ class Outlet:
             self._doing = "writes"
             while (envelope := self._queue.get()) is not None and not self._is_over:
                 sink.write(envelope)
-        except BaseException as error:  # a user's sink may call sys.exit: the thread is all that it may end
+        except (
+            BaseException
+        ) as error:  # a user's sink may call sys.exit: the thread is all that it may end
             self._die(error)
         else:
             self._close(sink)

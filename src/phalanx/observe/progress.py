@@ -11,7 +11,8 @@ EVERY_S = 0.5
 
 
 class ProgressTeller:
-    """Emits `WorkProgressed` of one activity: the first time it is told, and at most each `EVERY_S` after that."""
+    """Emits `WorkProgressed` of one activity: the first time it is told, and at most each
+    `EVERY_S` after that."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The one place where rich meets a terminal: bars are drawn around texts that are filtered like any other output."""
+"""The one place where rich meets a terminal: bars are drawn around texts that are filtered like
+any other output."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from phalanx.core.terminal import unfiltered
 
 
 def open_screen(stream: TextIO, **options: Any) -> Any:
-    """A rich Console on `stream` that obeys no markup, draws no control characters but rich's own, and no secret.
+    """A rich Console on `stream` that obeys no markup, draws no control characters but rich's own,
+    and no secret.
 
     rich is imported here, and only when something is drawn.
     """
@@ -22,12 +24,22 @@ def open_screen(stream: TextIO, **options: Any) -> Any:
     redactor = Redactor(os.environ)
 
     class SafeConsole(Console):
-        """Everything that is drawn passes `render` as segments: texts, and rich's own movements of the cursor."""
+        """Everything that is drawn passes `render` as segments: texts, and rich's own movements
+        of the cursor."""
 
-        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
             for text, style, control in super().render(renderable, options):
-                yield Segment(text if control else printable_text(redactor.text(text)), style, control)
+                yield Segment(
+                    text if control else printable_text(redactor.text(text)), style, control
+                )
 
     return SafeConsole(
-        file=unfiltered(stream), force_terminal=True, highlight=False, markup=False, emoji=False, **options
+        file=unfiltered(stream),
+        force_terminal=True,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        **options,
     )

@@ -1,9 +1,11 @@
-"""A sink in a process of its own: `python -m phalanx.observe.sink_process KIND RUN_DIR`, events on its standard input.
+"""A sink in a process of its own: `python -m phalanx.observe.sink_process KIND RUN_DIR`, events on
+its standard input.
 
-For sinks whose library starts threads, hooks `sys.exit`, waits for servers or may hang: none of that touches a rank,
-and what hangs can be killed. The process says what it has to say as lines of JSON on its standard output; whatever the
-library prints goes to RUN/logs/sink-KIND.log. It ends when its input does, or with the rank's process group. What is
-durable is said as it becomes so: of a process that is killed, everything else counts as lost.
+For sinks whose library starts threads, hooks `sys.exit`, waits for servers or may hang: none of
+that touches a rank, and what hangs can be killed. The process says what it has to say as lines of
+JSON on its standard output; whatever the library prints goes to RUN/logs/sink-KIND.log. It ends
+when its input does, or with the rank's process group. What is durable is said as it becomes so: of
+a process that is killed, everything else counts as lost.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from phalanx.observe.outlet import Flushable, Sink, reason_of
 SINKS = "phalanx.observe.sinks"
 END = b"\n"  # said as well: a process that user code forked may hold the pipe open
 NICE = 5  # the ranks come first
-FLUSH_S = 2.0  # what a process that is killed loses at most, of a sink that can make durable what it has
+FLUSH_S = (
+    2.0  # what a process that is killed loses at most, of a sink that can make durable what it has
+)
 READ_BYTES = 1 << 16
 
 
@@ -59,7 +63,9 @@ class ProcessSink:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._hearing = threading.Thread(target=self._hear, name=f"phalanx-hear-{kind}", daemon=True)
+        self._hearing = threading.Thread(
+            target=self._hear, name=f"phalanx-hear-{kind}", daemon=True
+        )
         self._hearing.start()
 
     def listen(self, say: Callable[[str], None]) -> None:
@@ -95,7 +101,10 @@ class ProcessSink:
         return float(used.user + used.system)
 
     def close(self) -> None:
-        """End its input and wait until it is done. Raises SinkProcessError if it did not end well."""
+        """End its input and wait until it is done.
+
+        Raises SinkProcessError if it did not end well.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -141,9 +150,14 @@ class ProcessSink:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The process: open the sink of that kind, write what arrives, close it at the end of the input."""
+    """The process: open the sink of that kind, write what arrives, close it at the end of the
+    input."""
     kind, run_dir = arguments[0], Path(arguments[1])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the whole job: the ranks decide when to end
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # sent to the whole job: the ranks decide when to end
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(NICE)
@@ -152,7 +166,9 @@ def main(arguments: Sequence[str]) -> int:
     redirect_output(run_dir / "logs" / f"sink-{kind}.log", redactor)
     try:
         module = importlib.import_module(f"{SINKS}.{kind}")
-        for name, value in (module.environment(run_dir) if hasattr(module, "environment") else {}).items():
+        for name, value in (
+            module.environment(run_dir) if hasattr(module, "environment") else {}
+        ).items():
             os.environ.setdefault(name, value)
         sink: Sink = module.open_sink(run_dir)
         if greeting := getattr(sink, "greeting", ""):
@@ -165,7 +181,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _feed(sink: Sink, speaker: TextIO) -> None:
-    """Write what comes, and say how much of it is durable: each FLUSH_S where the sink can do that, else at the end."""
+    """Write what comes, and say how much of it is durable: each FLUSH_S where the sink can do
+    that, else at the end."""
     num_taken = num_flushed = 0
     flushed_s = time.monotonic()
     try:
@@ -175,7 +192,11 @@ def _feed(sink: Sink, speaker: TextIO) -> None:
                 envelope = parse_line(line.decode("utf-8", errors="replace"))
                 if envelope is not None:
                     sink.write(envelope)
-            if num_taken > num_flushed and time.monotonic() - flushed_s >= FLUSH_S and isinstance(sink, Flushable):
+            if (
+                num_taken > num_flushed
+                and time.monotonic() - flushed_s >= FLUSH_S
+                and isinstance(sink, Flushable)
+            ):
                 sink.flush()
                 num_flushed, flushed_s = num_taken, time.monotonic()
                 _tell(speaker, {"written": str(num_flushed)})
@@ -185,7 +206,8 @@ def _feed(sink: Sink, speaker: TextIO) -> None:
 
 
 def _lines(handle: int) -> Iterator[bytes]:
-    """Lines as they come, up to END or the end of the input; an empty one where none has come for a while."""
+    """Lines as they come, up to END or the end of the input; an empty one where none has come
+    for a while."""
     held = b""
     while True:
         if not select.select([handle], [], [], FLUSH_S / 2)[0]:

@@ -19,10 +19,12 @@ _HUGE = 1e300  # a longer whole number would overflow in the first division
 
 
 def read_event(line: bytes, clock: SteadyClock | None = None) -> Envelope | None:
-    """The envelope of one whole line, or None if it is torn, unknown, or holds values of the wrong type.
+    """The envelope of one whole line, or None if it is torn, unknown, or holds values of the wrong
+    type.
 
-    Event files are input: a disk error, another program or another release may have written them, and whoever
-    formats a number must be able to trust that it is one. `clock`: of the event before in the same file.
+    Event files are input: a disk error, another program or another release may have written them,
+    and whoever formats a number must be able to trust that it is one. `clock`: of the event before
+    in the same file.
     """
     try:
         envelope = parse_line(line.decode("utf-8", errors="replace"), clock)
@@ -41,7 +43,9 @@ def _is_sound(envelope: Envelope) -> bool:
     if type(envelope.seq) is not int or not -1 <= envelope.seq < 2**63:
         return False
     steady_s = envelope.monotonic_s
-    if type(steady_s) not in (int, float) or not (0 <= steady_s < 1e11 or (envelope.seq < 0 and steady_s != steady_s)):
+    if type(steady_s) not in (int, float) or not (
+        0 <= steady_s < 1e11 or (envelope.seq < 0 and steady_s != steady_s)
+    ):
         return False
     event = envelope.event
     for name, field in event.__dataclass_fields__.items():
@@ -66,7 +70,8 @@ def _is_table(value: Any) -> bool:
     return type(value) is list and all(type(row) is list for row in value)
 
 
-# By the annotation of an event's field: what its value must be. A float may also be NaN or infinite.
+# By the annotation of an event's field: what its value must be. A float may also be NaN or
+# infinite.
 _FITS: dict[str, Callable[[Any], bool]] = {
     "float": lambda value: type(value) is float or _is_whole(value),
     "int": _is_whole,
@@ -85,7 +90,8 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 def recorded(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Envelope]:
     """The events of one kind that a rank has written in any attempt, oldest attempt first.
 
-    Lines of other kinds are not parsed: a run of a million steps has a few hundred megabytes of them.
+    Lines of other kinds are not parsed: a run of a million steps has a few hundred megabytes of
+    them.
     """
     mark = f'"event":"{kind.kind()}"'.encode()
     try:
@@ -99,14 +105,19 @@ def recorded(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Env
                 found = [read_event(line) for line in bounded_lines(file) if mark in line]
         except OSError:
             continue
-        yield from (envelope for envelope in found if envelope is not None and isinstance(envelope.event, kind))
+        yield from (
+            envelope
+            for envelope in found
+            if envelope is not None and isinstance(envelope.event, kind)
+        )
 
 
 class EventTail:
     """Follows `RUN/events`: the supervisor's file and those of rank 0, or of all ranks.
 
-    Attempts before `attempt_from` are left out, so that a resumed run does not show its past again; the
-    supervisor's lines are judged by the attempt they carry. `num_unreadable` counts the lines that were no event.
+    Attempts before `attempt_from` are left out, so that a resumed run does not show its past again;
+    the supervisor's lines are judged by the attempt they carry. `num_unreadable` counts the lines
+    that were no event.
     """
 
     def __init__(self, run_dir: Path, attempt_from: int = 0, *, all_ranks: bool = False) -> None:
@@ -116,7 +127,9 @@ class EventTail:
         self._all_ranks = all_ranks
         self._offsets: dict[str, int] = {}
         self._clocks: dict[str, SteadyClock | None] = {}
-        self._is_inside: set[str] = set()  # files that are read up to the middle of an overlong line
+        self._is_inside: set[str] = (
+            set()
+        )  # files that are read up to the middle of an overlong line
         self._seen: set[tuple[int, int, int]] = set()
 
     def skip(self, envelope: Envelope) -> None:
@@ -124,7 +137,8 @@ class EventTail:
         self._seen.add((envelope.rank, envelope.attempt, envelope.seq))
 
     def poll(self) -> list[Envelope]:
-        """What was written since the last call, oldest first; a torn last line waits for its end."""
+        """What was written since the last call, oldest first; a torn last line waits for its
+        end."""
         found: list[Envelope] = []
         for name, size in self._files():
             if size > self._offsets.get(name, 0):
@@ -137,7 +151,11 @@ class EventTail:
         """Names and sizes of the files to follow; none before the run has made its directory."""
         try:
             with os.scandir(self._directory) as entries:
-                return sorted((entry.name, entry.stat().st_size) for entry in entries if self._follows(entry.name))
+                return sorted(
+                    (entry.name, entry.stat().st_size)
+                    for entry in entries
+                    if self._follows(entry.name)
+                )
         except OSError:
             return []
 

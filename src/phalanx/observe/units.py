@@ -1,4 +1,5 @@
-"""What a loss is measured in and what is counted: nats per token for models of text, plain numbers for a user's own."""
+"""What a loss is measured in and what is counted: nats per token for models of text, plain
+numbers for a user's own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Units:
-    """`loss`: "nats/token", or "" where only the objective's author knows. `items`: what targets are called."""
+    """`loss`: "nats/token", or "" where only the objective's author knows.
+
+    `items`: what targets are called.
+    """
 
     loss: str = "nats/token"
     items: str = "tokens"
@@ -33,7 +37,8 @@ OWN = Units(loss="", items="targets")
 
 
 def units_of(job: Mapping[str, Any]) -> Units:
-    """The units of a job (as JSON, perhaps damaged): those of text, unless objective or samples are the user's own."""
+    """The units of a job (as JSON, perhaps damaged): those of text, unless objective or samples
+    are the user's own."""
     model, data = _table(job, "model"), _table(job, "data")
     is_image = model.get("kind") == "vit" or "vit" in str(model.get("preset"))
     if model.get("objective") or is_image or _is_factory(data.get("source")):
@@ -47,6 +52,9 @@ def _table(job: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _is_factory(source: Any) -> bool:
-    """True for "package.module:factory"; a path may hold a colon, too, but not between two dotted names."""
+    """True for "package.module:factory"; a path may hold a colon, too, but not between two
+    dotted names."""
     module, colon, name = source.partition(":") if isinstance(source, str) else ("", "", "")
-    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
+    return bool(colon) and all(
+        part.isidentifier() for part in (*module.split("."), *name.split("."))
+    )

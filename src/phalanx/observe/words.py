@@ -26,18 +26,31 @@ def describe(envelope: Envelope, units: Units = TEXT) -> str | None:
 def _words(event: events.Event, units: Units) -> str | None:
     match event:
         case events.RunStarted():
-            layout = " x ".join(f"{axis}={degree}" for axis, degree in event.layout.items() if degree > 1) or "one rank"
-            start = f", continues at step {event.step} from {event.restored_from}" if event.restored_from else ""
+            layout = (
+                " x ".join(
+                    f"{axis}={degree}" for axis, degree in event.layout.items() if degree > 1
+                )
+                or "one rank"
+            )
+            start = (
+                f", continues at step {event.step} from {event.restored_from}"
+                if event.restored_from
+                else ""
+            )
             took = format_seconds(event.startup_s)
             return (
-                f"{event.run}: {plural(event.world_size, 'rank')} on {event.device}, {layout}, started in {took}{start}"
+                f"{event.run}: {plural(event.world_size, 'rank')} on {event.device}, {layout},"
+                f" started in {took}{start}"
             )
         case events.WeightsTaken():
             came = f", imported from {event.imported_from}" if event.imported_from else ""
             cast = f", {event.num_cast} of them rounded" if event.num_cast else ""
             return f"starts from {event.num_tensors} tensors of {event.checkpoint}{came}{cast}"
         case events.StepSkipped():
-            return f"skipped step {event.step}: {event.reason.replace('_', ' ')} ({_norm(event.grad_norm)})"
+            return (
+                f"skipped step {event.step}: {event.reason.replace('_', ' ')}"
+                f" ({_norm(event.grad_norm)})"
+            )
         case events.EvalFinished():
             return _evaluation(event, units)
         case events.BaselineMeasured():
@@ -49,8 +62,13 @@ def _words(event: events.Event, units: Units) -> str | None:
             waits_for = f"that of step {event.saving_step} is still being written after {since}"
             return f"checkpoint after step {event.step} waits: {waits_for}"
         case events.CheckpointIntervalChosen():
-            every, stall, took = map(format_seconds, (event.interval_s, event.stall_s, event.save_s))
-            why = f"a save stops training for {stall} and takes {took}; a failure each {format_seconds(event.mtbf_s)}"
+            every, stall, took = map(
+                format_seconds, (event.interval_s, event.stall_s, event.save_s)
+            )
+            why = (
+                f"a save stops training for {stall} and takes {took}; a failure each"
+                f" {format_seconds(event.mtbf_s)}"
+            )
             return f"a checkpoint each {every}: {why}"
         case events.CheckpointsRemoved():
             names = ", ".join(f"step-{step}" for step in event.steps)
@@ -60,7 +78,9 @@ def _words(event: events.Event, units: Units) -> str | None:
         case events.CheckpointUnusable():
             return f"step-{event.step} cannot be used, going back to the one before: {event.reason}"
         case events.TextGenerated():
-            return f"sample at step {event.step}: {_squeezed(event.prompt + event.text, MAX_SAMPLE)}"
+            return (
+                f"sample at step {event.step}: {_squeezed(event.prompt + event.text, MAX_SAMPLE)}"
+            )
         case events.PipelineMeasured():
             return _pipeline(event)
         case events.StopRequested():
@@ -68,7 +88,10 @@ def _words(event: events.Event, units: Units) -> str | None:
         case events.RankFailed():
             where = f" at step {event.step}" + (f" in {event.phase}" if event.phase else "")
             seen = f", seen after {format_seconds(event.detected_s)}"
-            return f"rank {event.failed_rank} failed{where}: {event.cause}, {last_line(event.detail)}{seen}"
+            return (
+                f"rank {event.failed_rank} failed{where}: {event.cause},"
+                f" {last_line(event.detail)}{seen}"
+            )
         case events.RestartScheduled():
             return f"restart {event.restart} of at most {event.budget}, from step {event.from_step}"
         case events.RunFinished():
@@ -78,18 +101,33 @@ def _words(event: events.Event, units: Units) -> str | None:
             return f"a loader worker was replaced at step {event.step}: {event.reason}"
         case events.SinkDropped():
             lost = f"lost {plural(event.num_dropped, 'event')}" if event.num_dropped else "dropped"
-            return f"{lost}: {event.reason}" if event.sink == "events" else f"sink {event.sink} {lost}: {event.reason}"
+            return (
+                f"{lost}: {event.reason}"
+                if event.sink == "events"
+                else f"sink {event.sink} {lost}: {event.reason}"
+            )
         case events.Note():
-            # A note is for machines and the report, unless it says why something is not as one would expect.
-            return f"{event.code.replace('_', ' ')}: {event.facts['why']}" if "why" in event.facts else None
+            # A note is for machines and the report, unless it says why something is not as one
+            # would expect.
+            return (
+                f"{event.code.replace('_', ' ')}: {event.facts['why']}"
+                if "why" in event.facts
+                else None
+            )
     return None
 
 
 def _saved(event: events.CheckpointSaved) -> str:
     size, took = format_bytes(event.num_bytes), format_seconds(event.wall_s)
-    new = f", {format_bytes(event.num_new_bytes)} of it new" if 0 <= event.num_new_bytes < event.num_bytes else ""
+    new = (
+        f", {format_bytes(event.num_new_bytes)} of it new"
+        if 0 <= event.num_new_bytes < event.num_bytes
+        else ""
+    )
     stall = (
-        f", training stood still for {format_seconds(event.stall_s)}" if 0 < event.stall_s < event.wall_s / 2 else ""
+        f", training stood still for {format_seconds(event.stall_s)}"
+        if 0 < event.stall_s < event.wall_s / 2
+        else ""
     )
     return f"saved checkpoint of step {event.step}: {event.path} ({size}{new}, {took}{stall})"
 
@@ -110,7 +148,10 @@ def _what_follows(event: events.CheckpointFailed) -> str:
 
 def _pipeline(event: events.PipelineMeasured) -> str:
     predicted, planned = (100 * share for share in (event.bubble_predicted, event.bubble_planned))
-    said = f"{event.schedule}: ranks wait {100 * event.bubble_measured:.1f} % of step {event.step} for other stages"
+    said = (
+        f"{event.schedule}: ranks wait {100 * event.bubble_measured:.1f} % of step {event.step} for"
+        " other stages"
+    )
     expected = [f"predicted {predicted:.1f} %"] if math.isfinite(predicted) else []
     expected += [f"planned {planned:.1f} %"] if math.isfinite(planned) else []
     return said + (f" ({', '.join(expected)})" if expected else "")
@@ -127,13 +168,18 @@ def _evaluation(event: EvalFinished, units: Units) -> str:
     sources = [f"{_squeezed(name, 60)} {loss:.4f}" for name, loss in event.loss_by_source.items()]
     each = f": {', '.join(sources)}" if sources else ""
     loss = f"held-out loss {event.loss:.4f} {units.loss}".rstrip()
-    size, took = f"{format_count(event.num_targets).replace(' ', '')} {units.items}", format_seconds(event.wall_s)
+    size, took = (
+        f"{format_count(event.num_targets).replace(' ', '')} {units.items}",
+        format_seconds(event.wall_s),
+    )
     also = "".join(f", {_squeezed(name, 60)} {value:.4f}" for name, value in event.metrics.items())
     return f"{loss}{also} at step {event.step}{best} ({size}, {took}){each}"
 
 
 def _norm(grad_norm: float) -> str:
-    return f"gradient norm {grad_norm:.3g}" if math.isfinite(grad_norm) else "gradient norm not finite"
+    return (
+        f"gradient norm {grad_norm:.3g}" if math.isfinite(grad_norm) else "gradient norm not finite"
+    )
 
 
 def last_line(text: str) -> str:

@@ -1,4 +1,5 @@
-"""From a job's [optim] to an optimizer whose state exists at once: memory is known, and loading is a copy."""
+"""From a job's [optim] to an optimizer whose state exists at once: memory is known, and loading
+is a copy."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ class Trainable(Protocol):
 def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
     """The optimizer `optim.kind` over the trainable parameters of `model`.
 
-    An own one ("package.module:build") is called as `build(groups, optim)` and returns a torch optimizer. State that
-    it wants in checkpoints must exist when it returns: restoring copies into it. `optim.lr` is a number then.
+    An own one ("package.module:build") is called as `build(groups, optim)` and returns a torch
+    optimizer. State that it wants in checkpoints must exist when it returns: restoring copies into
+    it. `optim.lr` is a number then.
     """
     if optim.lr == "auto":  # of [optim] alone, whose weights nobody knows
         optim = optim.model_copy(update={"lr": RANDOM_WEIGHTS_LR})
@@ -40,10 +42,15 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
     is_staged = getattr(model, "is_staged", False)
     groups = replace(decay_groups(module, named), keeps_empty=is_staged)
     if not (groups.decayed or groups.kept) and not is_staged:
-        raise LayoutError(f"{type(module).__name__} has no parameter to train", fix="leave requires_grad of some on")
+        raise LayoutError(
+            f"{type(module).__name__} has no parameter to train",
+            fix="leave requires_grad of some on",
+        )
     optimizer: Any = resolve(optim.kind, OPTIMIZERS, "build")(groups, optim)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise LayoutError(f"{optim.kind} returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise LayoutError(
+            f"{optim.kind} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
     return optimizer
 
 
@@ -61,12 +68,14 @@ def optimizer_shards(
     world_size: int,
     copies: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> dict[str, LogicalShard]:
-    """State as logical shards named `optim/<parameter>/<slot>`; slots of the parameter's shape share its boxes.
+    """State as logical shards named `optim/<parameter>/<slot>`; slots of the parameter's shape
+    share its boxes.
 
-    Slots of another shape (the update count) are the same on every rank that has the parameter: `rank` is this one's
-    number among those of its pipeline stage, `world_size` how many they are, and `copies` says of parameters that
-    several stages hold which of these this is, and how many they are. Raises CheckpointError for a slot that cannot be:
-    rows of a parameter that tensor parallelism has cut.
+    Slots of another shape (the update count) are the same on every rank that has the parameter:
+    `rank` is this one's number among those of its pipeline stage, `world_size` how many they are,
+    and `copies` says of parameters that several stages hold which of these this is, and how many
+    they are. Raises CheckpointError for a slot that cannot be: rows of a parameter that tensor
+    parallelism has cut.
     """
     shards: dict[str, LogicalShard] = {}
     for raw_name, parameter in named_parameters:
@@ -76,16 +85,25 @@ def optimizer_shards(
                 continue
             key = f"optim/{name}/{slot}"
             owner = model_shards[name]
-            if value.shape == parameter.shape:  # of the full tensor, or of what tensor parallelism left of it
+            if (
+                value.shape == parameter.shape
+            ):  # of the full tensor, or of what tensor parallelism left of it
                 shards[key] = owner.like(key, local_tensor(value).detach())
             elif value.numel() > 1 and owner.global_shape != tuple(parameter.shape):
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for what tp left of {name}",
+                    f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for what"
+                    f" tp left of {name}",
                     why="nobody knows which part of the whole one's that is",
-                    fix="use an optimizer whose state has the shape of the parameter, or parallel.tp=1",
+                    fix=(
+                        "use an optimizer whose state has the shape of the parameter, or"
+                        " parallel.tp=1"
+                    ),
                 )
             else:
                 which, how_many = copies.get(name, (0, 1))
-                place = {"replica": which * world_size + rank, "num_replicas": how_many * world_size}
+                place = {
+                    "replica": which * world_size + rank,
+                    "num_replicas": how_many * world_size,
+                }
                 shards[key] = shard_of(key, value, **place)
     return shards

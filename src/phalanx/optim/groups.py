@@ -19,7 +19,10 @@ NORMS = (
 
 @dataclass(frozen=True)
 class Groups:
-    """The trainable parameters. `kept` do not decay: embeddings, norms, biases and other vectors."""
+    """The trainable parameters.
+
+    `kept` do not decay: embeddings, norms, biases and other vectors.
+    """
 
     decayed: tuple[nn.Parameter, ...]
     kept: tuple[nn.Parameter, ...]
@@ -33,11 +36,16 @@ class Groups:
         """Parameter groups as torch's optimizers take them; "auto" means the optimizer's own."""
         decay = auto if weight_decay == "auto" else weight_decay
         groups = [(self.decayed, decay), (self.kept, 0.0)]
-        return [{"params": list(found), "weight_decay": decay} for found, decay in groups if found or self.keeps_empty]
+        return [
+            {"params": list(found), "weight_decay": decay}
+            for found, decay in groups
+            if found or self.keeps_empty
+        ]
 
 
 def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Groups:
-    """`named_parameters` by whether they decay, in the order they come: those of `module`, or what stands for them.
+    """`named_parameters` by whether they decay, in the order they come: those of `module`, or what
+    stands for them.
 
     A tensor that two modules hold must decay in both.
     """
@@ -47,7 +55,9 @@ def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Par
         for name, p in part.named_parameters(recurse=False)
         if _is_kept(part, name, p)
     }
-    kept_names = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in kept}
+    kept_names = {
+        name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in kept
+    }
     trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
     return Groups(
         tuple(p for name, p in trainable if name not in kept_names),
@@ -56,5 +66,6 @@ def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Par
 
 
 def _is_kept(holder: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """A bare parameter that says it is an embedding (`pos_embed` of a vision transformer) is one."""
+    """A bare parameter that says it is an embedding (`pos_embed` of a vision transformer) is
+    one."""
     return parameter.ndim < 2 or isinstance(holder, (*LOOKUPS, *NORMS)) or "embed" in name

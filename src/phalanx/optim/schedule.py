@@ -9,7 +9,9 @@ from phalanx.job.schema import Job
 
 
 def learning_rate(job: Job, step: int, peak: float | None = None) -> float:
-    """The rate of update `step` (1-based). Warm-up ends at `warmup`; the last step has peak x min_lr_ratio.
+    """The rate of update `step` (1-based).
+
+    Warm-up ends at `warmup`; the last step has peak x min_lr_ratio.
 
     `peak` is the plan's, which is the job's: with it no file is looked for.
     """

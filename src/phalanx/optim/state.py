@@ -1,8 +1,9 @@
 """What an optimizer keeps besides the tensors that were there when it was built.
 
-Many optimizers make their state at the first step, count in plain numbers, change values of their groups as they go, or
-keep something of the whole run under a name of its own. A run that is continued needs all of it. In a checkpoint it is
-called `group/<index>/<key>`, `state/<parameter>/<slot>`, and `own/<name>` or `own/<name>/<slot>`.
+Many optimizers make their state at the first step, count in plain numbers, change values of their
+groups as they go, or keep something of the whole run under a name of its own. A run that is
+continued needs all of it. In a checkpoint it is called `group/<index>/<key>`,
+`state/<parameter>/<slot>`, and `own/<name>` or `own/<name>/<slot>`.
 """
 
 from __future__ import annotations
@@ -51,14 +52,23 @@ class Kept:
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer's groups hold now, besides tensors, by path: nothing that changes later changes it."""
-    return {kept.path: _remembered(kept.value) for kept in _in_groups(optimizer) if not _is_tensor(kept.value)}
+    """What the optimizer's groups hold now, besides tensors, by path: nothing that changes later
+    changes it."""
+    return {
+        kept.path: _remembered(kept.value)
+        for kept in _in_groups(optimizer)
+        if not _is_tensor(kept.value)
+    }
 
 
-def numbers_of(optimizer: torch.optim.Optimizer, named_parameters: Named, built: Mapping[str, Any]) -> dict[str, Any]:
-    """What training made or changed and is no tensor, as JSON by path; of groups what was `built` otherwise.
+def numbers_of(
+    optimizer: torch.optim.Optimizer, named_parameters: Named, built: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What training made or changed and is no tensor, as JSON by path; of groups what was `built`
+    otherwise.
 
-    Raises CheckpointError for state that is neither tensor, nor finite number, nor a list of such numbers.
+    Raises CheckpointError for state that is neither tensor, nor finite number, nor a list of such
+    numbers.
     """
     found = {}
     for kept in _everything(optimizer, named_parameters):
@@ -77,9 +87,14 @@ def numbers_of(optimizer: torch.optim.Optimizer, named_parameters: Named, built:
 def tensors_of(
     optimizer: torch.optim.Optimizer, named_parameters: Named, *, rank: int, world_size: int
 ) -> dict[str, LogicalShard]:
-    """Tensors that belong to no parameter, as `optim/<path>`. They are the same on every rank, as such numbers are."""
+    """Tensors that belong to no parameter, as `optim/<path>`.
+
+    They are the same on every rank, as such numbers are.
+    """
     return {
-        f"optim/{kept.path}": shard_of(f"optim/{kept.path}", kept.value, replica=rank, num_replicas=world_size)
+        f"optim/{kept.path}": shard_of(
+            f"optim/{kept.path}", kept.value, replica=rank, num_replicas=world_size
+        )
         for kept in _everything(optimizer, named_parameters)
         if _is_tensor(kept.value) and not kept.path.startswith("state/")
     }
@@ -92,10 +107,11 @@ def places_of(
     *,
     elsewhere: Container[str] = (),
 ) -> list[Put]:
-    """What puts each of the values that `numbers_of` found in another optimizer where it belongs in this one.
+    """What puts each of the values that `numbers_of` found in another optimizer where it belongs in
+    this one.
 
-    Those of parameters that are `elsewhere`, on other ranks, and not here are left out. Raises CheckpointError if it
-    has no such place.
+    Those of parameters that are `elsewhere`, on other ranks, and not here are left out. Raises
+    CheckpointError if it has no such place.
     """
     parameters = {full_name(name): parameter for name, parameter in named_parameters}
     puts: list[Callable[[], None]] = []
@@ -108,7 +124,8 @@ def places_of(
             puts.append(partial(_put, holder, key, _from_json(value)))
         except (KeyError, IndexError, ValueError, TypeError):
             raise CheckpointError(
-                f"it was written by an optimizer with {path}, and {type(optimizer).__name__} has no such place",
+                f"it was written by an optimizer with {path}, and {type(optimizer).__name__} has no"
+                " such place",
                 fix="use the optimizer it was written by",
             ) from None
     return puts
@@ -120,10 +137,12 @@ def make_slots(
     stored: Mapping[str, Stored],
     whole: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[Undo]:
-    """Make the tensors of state that a checkpoint holds and the optimizer does not have yet; what undoes each.
+    """Make the tensors of state that a checkpoint holds and the optimizer does not have yet; what
+    undoes each.
 
-    `whole`: shapes of parameters before tensor parallelism has cut them, which the tensors do not show.
-    Their values are to be loaded. An optimizer that makes its state at the first step finds it there.
+    `whole`: shapes of parameters before tensor parallelism has cut them, which the tensors do not
+    show. Their values are to be loaded. An optimizer that makes its state at the first step finds
+    it there.
     """
     parameters = {full_name(name): parameter for name, parameter in named_parameters}
     made: list[Undo] = []
@@ -151,7 +170,10 @@ def _everything(optimizer: torch.optim.Optimizer, named_parameters: Named) -> It
     for owner, value in optimizer.state.items():
         if isinstance(owner, torch.Tensor):
             if id(owner) not in names:
-                raise _refusal(optimizer, f"state of a {list(owner.shape)} tensor that is no parameter of the model")
+                raise _refusal(
+                    optimizer,
+                    f"state of a {list(owner.shape)} tensor that is no parameter of the model",
+                )
             yield from _slots(optimizer, f"state/{names[id(owner)]}", value)
         elif not isinstance(owner, str) or "/" in owner:
             raise _refusal(optimizer, f"state[{reprlib.repr(owner)}], whose key is no plain name")
@@ -175,9 +197,13 @@ def _slots(optimizer: torch.optim.Optimizer, path: str, slots: dict[Any, Any]) -
         yield Kept(f"{path}/{slot}", slots, slot, value)
 
 
-def _place(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], path: str) -> tuple[Holder, str]:
-    """What gives (and makes) the dictionary that a path means, and the key in it. Raises KeyError, IndexError or
-    ValueError if there is none."""
+def _place(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], path: str
+) -> tuple[Holder, str]:
+    """What gives (and makes) the dictionary that a path means, and the key in it.
+
+    Raises KeyError, IndexError or ValueError if there is none.
+    """
     kind, _, rest = path.partition("/")
     owner, _, slot = rest.rpartition("/")
     if kind == "group":
@@ -203,24 +229,33 @@ def _undo(optimizer: torch.optim.Optimizer, holder: dict[Any, Any], key: str) ->
             holder[key] = before
         else:
             del holder[key]
-        for owner in [owner for owner, slots in optimizer.state.items() if slots is holder and not slots]:
+        for owner in [
+            owner for owner, slots in optimizer.state.items() if slots is holder and not slots
+        ]:
             del optimizer.state[owner]
 
     return undo
 
 
 def _empty_slot(
-    optimizer: torch.optim.Optimizer, owner: nn.Parameter | None, whole: tuple[int, ...] | None, facts: Stored
+    optimizer: torch.optim.Optimizer,
+    owner: nn.Parameter | None,
+    whole: tuple[int, ...] | None,
+    facts: Stored,
 ) -> torch.Tensor:
-    """Cut as the parameter is, if it has the shape of the `whole` one; else whole. Single numbers lie where torch would
-    have put them."""
+    """Cut as the parameter is, if it has the shape of the `whole` one; else whole.
+
+    Single numbers lie where torch would have put them.
+    """
     dtype = getattr(torch, facts.dtype)
     if owner is not None and facts.shape and tuple(facts.shape) == (whole or tuple(owner.shape)):
         return torch.zeros_like(owner, dtype=dtype, requires_grad=False)
     groups = optimizer.param_groups
     group = next((g for g in groups if any(p is owner for p in g["params"])), groups[0])
     on_device = bool(facts.shape) or group.get("fused") or group.get("capturable")
-    return torch.zeros(facts.shape, dtype=dtype, device=group["params"][0].device if on_device else "cpu")
+    return torch.zeros(
+        facts.shape, dtype=dtype, device=group["params"][0].device if on_device else "cpu"
+    )
 
 
 def _is_tensor(value: Any) -> bool:
@@ -264,7 +299,9 @@ def _remembered(value: Any) -> Any:
 def _holds_tensor(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_holds_tensor, value.values()))
-    return _is_tensor(value) or (isinstance(value, list | tuple | set) and any(map(_holds_tensor, value)))
+    return _is_tensor(value) or (
+        isinstance(value, list | tuple | set) and any(map(_holds_tensor, value))
+    )
 
 
 def _is_same(before: Any, now: Any) -> bool:

@@ -1,7 +1,8 @@
-"""The layer behind synchronised BatchNorm: statistics of all ranks' microbatch, differentiable, on any device.
+"""The layer behind synchronised BatchNorm: statistics of all ranks' microbatch, differentiable, on
+any device.
 
-torch's own SyncBatchNorm refuses CPU tensors; this is plain tensor code. One all-gather of (mean, squared deviations,
-count) per forward and one all-reduce per backward, both in at least fp32.
+torch's own SyncBatchNorm refuses CPU tensors; this is plain tensor code. One all-gather of (mean,
+squared deviations, count) per forward and one all-reduce per backward, both in at least fp32.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Ranks:
         """[ranks, *mine.shape]"""
         if not self.all:
             return mine[None]
-        every = torch.empty(dist.get_world_size(self.group), mine.numel(), dtype=mine.dtype, device=mine.device)
+        every = torch.empty(
+            dist.get_world_size(self.group), mine.numel(), dtype=mine.dtype, device=mine.device
+        )
         with self.phases("collective", "all_gather BatchNorm statistics"):
             dist.all_gather_into_tensor(every.view(-1), mine, group=self.group)
         return every
@@ -55,7 +58,8 @@ class Statistics:
 
 @dataclass
 class Tape:
-    """The statistics of a block's forward, in the order of calls: its recomputation takes them from here.
+    """The statistics of a block's forward, in the order of calls: its recomputation takes them from
+    here.
 
     Gathering them again would be right but needless, and the running ones must move once.
     """
@@ -72,7 +76,8 @@ class Tape:
 
 
 class Synchronised(_BatchNorm):
-    """Stands between a module's own class and torch's `_BatchNorm`: the user's forward still comes first."""
+    """Stands between a module's own class and torch's `_BatchNorm`: the user's forward still
+    comes first."""
 
     _ranks: Ranks
     _tape: Tape | None = None
@@ -100,7 +105,8 @@ class Synchronised(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, found: Statistics) -> None:
-        """Move the running statistics, with the unbiased variance, as torch does; momentum None averages over all."""
+        """Move the running statistics, with the unbiased variance, as torch does; momentum None
+        averages over all."""
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -125,9 +131,11 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 def differing_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Buffers that may come to differ between ranks: all but those of synchronised BatchNorms, and of modules that say
-    `buffers_are_alike`."""
-    norms = [part for part in module.modules() if isinstance(part, Synchronised) and part._ranks.all]
+    """Buffers that may come to differ between ranks: all but those of synchronised BatchNorms, and
+    of modules that say `buffers_are_alike`."""
+    norms = [
+        part for part in module.modules() if isinstance(part, Synchronised) and part._ranks.all
+    ]
     alike = [part for part in module.modules() if getattr(part, "buffers_are_alike", False)]
     same = {id(buffer) for part in (*norms, *alike) for buffer in part.buffers()}
     return [buffer for buffer in module.buffers() if id(buffer) not in same]
@@ -144,7 +152,8 @@ def _spread(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _statistics(input: torch.Tensor, ranks: Ranks) -> Statistics:
-    """Mean and variance over all ranks, from each rank's own (Chan et al. 1983), the same bits on every rank."""
+    """Mean and variance over all ranks, from each rank's own (Chan et al. 1983), the same bits
+    on every rank."""
     channels, count = input.shape[1], input.numel() // max(1, input.shape[1])
     mine = torch.zeros(2 * channels + 1, dtype=_wide(input), device=input.device)
     if count:
@@ -153,7 +162,9 @@ def _statistics(input: torch.Tensor, ranks: Ranks) -> Statistics:
     every = ranks.gather(mine)
     means, squares, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
     total = counts.sum()
-    if count <= 1 and total <= 1:  # asked only where it can be so: reading a number back stops a GPU
+    if (
+        count <= 1 and total <= 1
+    ):  # asked only where it can be so: reading a number back stops a GPU
         raise DataError(
             f"BatchNorm needs more than 1 value per channel in training, and "
             f"{'all ranks together have' if ranks.all else 'a rank has'} {int(total)}",
@@ -165,7 +176,8 @@ def _statistics(input: torch.Tensor, ranks: Ranks) -> Statistics:
 
 
 class _Normalise(torch.autograd.Function):
-    """(input - mean) / sqrt(var + eps) x weight + bias, where mean and var are functions of every rank's input."""
+    """(input - mean) / sqrt(var + eps) x weight + bias, where mean and var are functions of
+    every rank's input."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -185,7 +197,8 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # type: ignore[override]
-        """With x^ the normalised input and <> the mean over all ranks: dx = (dy - <dy> - x^ <dy x^>) weight / std."""
+        """With x^ the normalised input and <> the mean over all ranks: dx = (dy - <dy> - x^ <dy
+        x^>) weight / std."""
         input, weight, mean, scale, count = ctx.saved_tensors
         wide = mean.dtype
         dims = _per_channel(input)

@@ -18,7 +18,9 @@ MAX_SHOWN = 12  # entries of a batch in a message
 
 
 class NamedTensors(dict[str, torch.Tensor]):
-    """A batch. A level of nested samples is nested again. A name that it lacks is a mistake in a dataset or an
+    """A batch.
+
+    A level of nested samples is nested again. A name that it lacks is a mistake in a dataset or an
     objective, and is told as one.
     """
 
@@ -32,27 +34,42 @@ class NamedTensors(dict[str, torch.Tensor]):
         )
 
 
-def call_with_batch(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs): `batch["inputs"]` first, if there, then each other entry except "targets" that forward names.
+def call_with_batch(
+    module: nn.Module, batch: Mapping[str, torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs): `batch["inputs"]` first, if there, then each other entry except "targets"
+    that forward names.
 
-    Raises LayoutError for a forward that needs what the batch does not have, or that does not name `document_ids` where
-    the batch has them: one that takes any keyword may drop this one, and documents would see each other unnoticed.
+    Raises LayoutError for a forward that needs what the batch does not have, or that does not name
+    `document_ids` where the batch has them: one that takes any keyword may drop this one, and
+    documents would see each other unnoticed.
     """
     known, first, needed = _forward_names(module)
     levels = names_of(batch)
-    extras = {key: entry_of(batch, key) for key in levels if key not in ("inputs", "targets") and _takes(known, key)}
+    extras = {
+        key: entry_of(batch, key)
+        for key in levels
+        if key not in ("inputs", "targets") and _takes(known, key)
+    }
     if "document_ids" in batch and "document_ids" not in known:
         raise LayoutError(
-            f"{type(module).__name__} cannot keep documents apart: its forward names no document_ids",
-            why="it takes any keyword, which does not say that it masks attention by this one"
-            if ANY in known
-            else None,
-            fix="add the argument and mask attention with it, or leave document_ids out of the batch",
+            f"{type(module).__name__} cannot keep documents apart: its forward names no"
+            " document_ids",
+            why=(
+                "it takes any keyword, which does not say that it masks attention by this one"
+                if ANY in known
+                else None
+            ),
+            fix=(
+                "add the argument and mask attention with it, or leave document_ids out of the"
+                " batch"
+            ),
         )
     args = (entry_of(batch, "inputs"),) if "inputs" in levels else ()
     if not args and not extras:
         raise LayoutError(
-            f"the forward of {type(module).__name__} names nothing of a batch with {', '.join(sorted(batch))}",
+            f"the forward of {type(module).__name__} names nothing of a batch with"
+            f" {', '.join(sorted(batch))}",
             fix="give the batch 'inputs', or name an argument of forward as the batch does",
         )
     missing = [name for name in needed if name not in extras and not (args and name == first)]
@@ -77,12 +94,21 @@ def _forward_names(module: nn.Module) -> tuple[frozenset[str], str, tuple[str, .
         parameters = list(inspect.signature(module.forward).parameters.values())
         known = frozenset(ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        needed = tuple(p.name for p in parameters if p.default is p.empty and p.kind not in variable)
-        cached = module.__dict__["_phalanx_forward_names"] = (known, parameters[0].name if parameters else "", needed)
+        needed = tuple(
+            p.name for p in parameters if p.default is p.empty and p.kind not in variable
+        )
+        cached = module.__dict__["_phalanx_forward_names"] = (
+            known,
+            parameters[0].name if parameters else "",
+            needed,
+        )
     return cached
 
 
 def describe_batch(batch: Mapping[str, torch.Tensor]) -> str:
-    """ "inputs float32 [32, 1, 8, 8], labels int64 [32]": what most mistakes of a new model are about."""
-    shown = [f"{key} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for key, t in batch.items()]
+    """ "inputs float32 [32, 1, 8, 8], labels int64 [32]": what most mistakes of a new model are
+    about."""
+    shown = [
+        f"{key} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for key, t in batch.items()
+    ]
     return ", ".join(shown[:MAX_SHOWN]) + (" ..." if len(shown) > MAX_SHOWN else "") or "nothing"

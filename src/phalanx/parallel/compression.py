@@ -1,4 +1,5 @@
-"""Gradients of data parallelism, compressed on their way: the hook a job names, and what it keeps between steps."""
+"""Gradients of data parallelism, compressed on their way: the hook a job names, and what it
+keeps between steps."""
 
 from __future__ import annotations
 
@@ -27,12 +28,14 @@ STATE = "comm/"  # what the names of its state begin with
 class Compression:
     """One hook over the parameters of a model, which every rank of `wire` holds whole.
 
-    The state exists from the start. A parameter's error is in the units of its gradient without loss scaling. The rank
-    that sees a gradient which is not finite keeps the error it had; of a step that is not applied for another reason,
-    what was sent is lost and what was not is kept.
+    The state exists from the start. A parameter's error is in the units of its gradient without
+    loss scaling. The rank that sees a gradient which is not finite keeps the error it had; of a
+    step that is not applied for another reason, what was sent is lost and what was not is kept.
     """
 
-    def __init__(self, hook: Hook, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: Wire) -> None:
+    def __init__(
+        self, hook: Hook, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: Wire
+    ) -> None:
         self.loss_scale: LossScale | None = None
         self._hook, self._wire = hook, wire
         self._names: dict[nn.Parameter, str] = {}
@@ -57,7 +60,9 @@ class Compression:
                 done.set_result(buffer)
                 return done
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # beside the backward; DDP waits for the future before gradients are used
+            with torch.cuda.stream(
+                stream
+            ):  # beside the backward; DDP waits for the future before gradients are used
                 self.reduce(bucket.parameters(), bucket.gradients())
                 done = torch.futures.Future(devices=[buffer.device])
                 done.set_result(buffer)
@@ -67,7 +72,10 @@ class Compression:
 
     @torch.no_grad()
     def reduce(self, parameters: Iterable[nn.Parameter], tensors: Iterable[torch.Tensor]) -> None:
-        """Make each of `tensors`, gradients of `parameters`, the mean over ranks; in place. Collective."""
+        """Make each of `tensors`, gradients of `parameters`, the mean over ranks; in place.
+
+        Collective.
+        """
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         gradients = []
         for parameter, tensor in zip(parameters, tensors, strict=True):
@@ -85,7 +93,8 @@ class Compression:
             error.copy_(torch.where(rest.isfinite().all(), rest / scale, error))
 
     def errors(self) -> dict[str, torch.Tensor]:
-        """What this rank has not sent of each parameter's gradient; none for hooks that send all."""
+        """What this rank has not sent of each parameter's gradient; none for hooks that send
+        all."""
         return {name: slots[ERROR] for name, slots in self._slots.items() if ERROR in slots}
 
     @property
@@ -96,18 +105,22 @@ class Compression:
     def shards(self, model: Mapping[str, LogicalShard], mesh: Mesh) -> dict[str, LogicalShard]:
         """The state as logical tensors `comm/<parameter>/<slot>`.
 
-        Errors differ between ranks: together they are one tensor, [ranks, *parameter], of which each rank holds a row.
+        Errors differ between ranks: together they are one tensor, [ranks, *parameter], of which
+        each rank holds a row.
         """
         found: dict[str, LogicalShard] = {}
         for name, slots in self._slots.items():
             for slot, tensor in slots.items():
                 key = f"{STATE}{name}/{slot}"
                 if slot != ERROR:
-                    found[key] = shard_of(key, tensor, replica=mesh.rank, num_replicas=mesh.world_size)
+                    found[key] = shard_of(
+                        key, tensor, replica=mesh.rank, num_replicas=mesh.world_size
+                    )
                     continue
                 owner, row = model[name], self._wire.rank
                 boxes = tuple(
-                    Box((row, *box.global_offset), (0, *box.local_offset), (1, *box.size)) for box in owner.boxes
+                    Box((row, *box.global_offset), (0, *box.local_offset), (1, *box.size))
+                    for box in owner.boxes
                 )
                 shape = (self._wire.num_ranks, *owner.global_shape)
                 found[key] = LogicalShard(key, shape, dtype_name(tensor.dtype), boxes, tensor[None])
@@ -115,7 +128,8 @@ class Compression:
 
 
 def reduce_by_hook(piece: Workpiece, ddp: DistributedDataParallel) -> Callable[[], None]:
-    """Have `ddp` reduce as the plan says; what is returned counts the bytes of a step that torch reduces by itself."""
+    """Have `ddp` reduce as the plan says; what is returned counts the bytes of a step that torch
+    reduces by itself."""
     group = piece.mesh.data_parallel_group()
     num_bytes = sum(p.nbytes for p in piece.root.parameters() if p.requires_grad)
     piece.traffic.plain_bytes = round(all_reduce_bytes(num_bytes, group.size()))

@@ -1,13 +1,15 @@
 """cp: each rank has a part of every sequence's tokens; attention alone sees the others'.
 
-Arithmetic. With w the weights and l_t the loss of target t, a step's gradient is G = sum over all t of dl_t/dw, over N
-targets. A rank of cp sums over the targets of its own tokens, and attention's backward brings it what the tokens of
-other ranks owe to its keys and values; so its gradient is that of its own tokens' activations, and G is the sum over
-the ranks of dp_replicate x dp_shard x cp. To data parallelism a rank of cp is one more with other data: DDP averages
-over all D of them, FSDP and ZeRO split over dp_shard x cp and average over D, and `finish_step` multiplies the mean by
-D x constant / N (see `Layout.reduced`). Loss and targets are summed over cp too (`Mesh.counts_samples`); no sum is a
-mean of means, whatever number of targets each rank has. Samples are counted by data_parallel_rank, which ignores cp:
-its ranks read the same ones, and cut them here.
+Arithmetic. With w the weights and l_t the loss of target t, a step's gradient is G = sum over all t
+of dl_t/dw, over N targets. A rank of cp sums over the targets of its own tokens, and attention's
+backward brings it what the tokens of other ranks owe to its keys and values; so its gradient is
+that of its own tokens' activations, and G is the sum over the ranks of dp_replicate x dp_shard x
+cp. To data parallelism a rank of cp is one more with other data: DDP averages over all D of them,
+FSDP and ZeRO split over dp_shard x cp and average over D, and `finish_step` multiplies the mean by
+D x constant / N (see `Layout.reduced`). Loss and targets are summed over cp too
+(`Mesh.counts_samples`); no sum is a mean of means, whatever number of targets each rank has.
+Samples are counted by data_parallel_rank, which ignores cp: its ranks read the same ones, and cut
+them here.
 """
 
 from __future__ import annotations
@@ -60,33 +62,42 @@ class ContextParallel:
         piece.context = Context(group, sequences)
 
 
-def _require_seams(module: nn.Module, cores: list[tuple[nn.Module, Any]], *, is_stage: bool) -> None:
+def _require_seams(
+    module: nn.Module, cores: list[tuple[nn.Module, Any]], *, is_stage: bool
+) -> None:
     name = type(module).__name__
     if not has_attention_seam(module, is_stage=is_stage):
         raise no_attention_seam(name)
     for parent, core in cores:
         if not getattr(core, "causal", False) or not hasattr(core, "window"):
-            raise LayoutError(f"parallel.cp needs causal attention, and that of {name} is not: {type(parent).__name__}")
+            raise LayoutError(
+                f"parallel.cp needs causal attention, and that of {name} is not:"
+                f" {type(parent).__name__}"
+            )
     for raw_name, part in module.named_modules():
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p:
             raise LayoutError(
-                f"parallel.cp cannot repeat the dropout of {full_name(raw_name)}, whose masks are of whole sequences",
+                f"parallel.cp cannot repeat the dropout of {full_name(raw_name)}, whose masks are"
+                " of whole sequences",
                 fix="set its probability to 0, or leave parallel.cp out",
             )
 
 
 @dataclass
 class ContextMask:
-    """Makes masks in place of `attention_mask`: `num_tokens` are this rank's, `document_ids` [B, all tokens] are whole.
+    """Makes masks in place of `attention_mask`: `num_tokens` are this rank's, `document_ids` [B,
+    all tokens] are whole.
 
-    Before and after are places in the sequence: positions begin again with each document. Where a mask would have more
-    than QUERY_BLOCK rows, the result is what attention makes masks of a block of rows from.
+    Before and after are places in the sequence: positions begin again with each document. Where a
+    mask would have more than QUERY_BLOCK rows, the result is what attention makes masks of a block
+    of rows from.
     """
 
     group: ContextGroup
     make: Mask
     whole: bool
-    """Of all tokens in the sequence's order; else of this rank's, and the keys of rank 0, rank 1, ..."""
+    """Of all tokens in the sequence's order; else of this rank's, and the keys of rank 0, rank
+    1, ..."""
 
     def __call__(
         self,
@@ -98,7 +109,9 @@ class ContextMask:
     ) -> torch.Tensor | Seen | None:
         total, size = num_tokens * self.group.size, self.group.size
         if document_ids_BT is not None and document_ids_BT.shape[1] != total:
-            raise LayoutError(f"document_ids are of {document_ids_BT.shape[1]} tokens, and sequences have {total}")
+            raise LayoutError(
+                f"document_ids are of {document_ids_BT.shape[1]} tokens, and sequences have {total}"
+            )
         made = self.make(total, window, document_ids_BT, dtype, device) if self.whole else None
         if made is not None or not is_masked(total, window, document_ids_BT):
             return made
@@ -112,7 +125,9 @@ class ContextMask:
             keep = keep & (back < window)
         if document_ids_BT is not None:
             keep = keep & (document_ids_BT[:, queries, None] == document_ids_BT[:, None, keys])
-        return torch.zeros(keep.shape, dtype=dtype, device=device).masked_fill_(~keep, -torch.inf)[:, None]
+        return torch.zeros(keep.shape, dtype=dtype, device=device).masked_fill_(~keep, -torch.inf)[
+            :, None
+        ]
 
 
 class ContextCore(nn.Module):
@@ -134,7 +149,9 @@ class ContextCore(nn.Module):
         mask: torch.Tensor | Seen | None = None,
     ) -> torch.Tensor:
         if mask is None:
-            mask = self._masks(q_BHTE.shape[2], self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device)
+            mask = self._masks(
+                q_BHTE.shape[2], self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device
+            )
         elif isinstance(mask, torch.Tensor) and mask.dtype != q_BHTE.dtype:
             mask = mask.to(q_BHTE.dtype)
         return self._attend(q_BHTE, k_BKTE, v_BKTE, mask, self.window, self._masks.group)
@@ -142,8 +159,11 @@ class ContextCore(nn.Module):
 
 @dataclass
 class ContextSequences:
-    """What a router must know of the tokens that other ranks have; the interface is that of the seam. The first
-    `padding` tokens of sequences are none of theirs: they take no expert's room."""
+    """What a router must know of the tokens that other ranks have; the interface is that of the
+    seam.
+
+    The first `padding` tokens of sequences are none of theirs: they take no expert's room.
+    """
 
     group: ContextGroup
     padding: int = 0
@@ -159,10 +179,16 @@ class ContextSequences:
         if self.padding:
             places = chunks.places(rank, chosen_BTE.shape[1] * self.group.size, chosen_BTE.device)
             chosen_BTE = chosen_BTE * (places >= self.padding)[:, None]
-        own = chosen_BTE.unflatten(1, (chunks.per_rank, -1))  # [B, chunks of a rank, tokens of a chunk, E]
+        own = chosen_BTE.unflatten(
+            1, (chunks.per_rank, -1)
+        )  # [B, chunks of a rank, tokens of a chunk, E]
         counts = self.group.gathered(own.sum(2).contiguous())  # [ranks, B, chunks of a rank, E]
-        number = {chunk: (r, at) for r in range(chunks.size) for at, chunk in enumerate(chunks.of(r))}
-        in_order = torch.stack([counts[r, :, at] for r, at in (number[chunk] for chunk in range(chunks.count))], dim=1)
+        number = {
+            chunk: (r, at) for r in range(chunks.size) for at, chunk in enumerate(chunks.of(r))
+        }
+        in_order = torch.stack(
+            [counts[r, :, at] for r, at in (number[chunk] for chunk in range(chunks.count))], dim=1
+        )
         earlier = in_order.cumsum(1) - in_order
         before = torch.stack([earlier[:, chunk] for chunk in chunks.of(rank)], dim=1)
         return (own.cumsum(2) - own + before[:, :, None]).flatten(1, 2)
@@ -176,27 +202,38 @@ class Context:
     sequences: ContextSequences
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's tokens of `batch` [B, T], with their positions in the sequence. document_ids stay whole: masks
-        are of all of them. Raises LayoutError for a length that does not divide, and for what is none of these."""
+        """This rank's tokens of `batch` [B, T], with their positions in the sequence. document_ids
+        stay whole: masks are of all of them.
+
+        Raises LayoutError for a length that does not divide, and for what is none of these.
+        """
         others = [key for key in batch if key not in (*PER_TOKEN, "document_ids")]
         tokens = batch.get("inputs")
         if others or tokens is None or tokens.ndim != 2:
             raise LayoutError(
-                f"parallel.cp cuts sequences of tokens, and a batch has {', '.join(others) or 'no such inputs'}",
+                "parallel.cp cuts sequences of tokens, and a batch has"
+                f" {', '.join(others) or 'no such inputs'}",
                 fix="leave parallel.cp out",
             )
         length = tokens.shape[1]
         places = self.group.chunks.places(self.group.rank, length, tokens.device)
         whole = {"positions": torch.arange(length, device=tokens.device).expand_as(tokens), **batch}
-        return {key: t.index_select(1, places) if key in PER_TOKEN else t for key, t in whole.items()}
+        return {
+            key: t.index_select(1, places) if key in PER_TOKEN else t for key, t in whole.items()
+        }
 
     @contextmanager
     def padded(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        """A batch of inputs alone of any length, with a document of its own before it, so that it divides. Inside,
-        routers know of it."""
+        """A batch of inputs alone of any length, with a document of its own before it, so that it
+        divides.
+
+        Inside, routers know of it.
+        """
         tokens = batch["inputs"]
         before = -tokens.shape[1] % self.group.chunks.count
-        places = torch.arange(-before, tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
+        places = torch.arange(-before, tokens.shape[1], device=tokens.device).expand(
+            tokens.shape[0], -1
+        )
         self.sequences.padding = before
         try:
             yield {

@@ -1,8 +1,9 @@
 """Three ways to attend over sequences of which each rank has a part: ring, all-gather and Ulysses.
 
-Ring (arXiv 2310.01889): keys and values travel from rank to rank; each block is computed while the next is on its way.
-All-gather (Llama 3, arXiv 2407.21783): every rank gets all of them at once. Ulysses (arXiv 2309.14509): an all-to-all
-makes of a part of the tokens with all heads all tokens with a part of the heads, and another one back.
+Ring (arXiv 2310.01889): keys and values travel from rank to rank; each block is computed while the
+next is on its way. All-gather (Llama 3, arXiv 2407.21783): every rank gets all of them at once.
+Ulysses (arXiv 2309.14509): an all-to-all makes of a part of the tokens with all heads all tokens
+with a part of the heads, and another one back.
 
 Shape suffixes: B batch, H query heads, K key/value heads, T this rank's tokens, E head width.
 """
@@ -26,16 +27,29 @@ MaskOrSeen: TypeAlias = torch.Tensor | Seen | None
 
 
 def ring(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskOrSeen, window: int, group: ContextGroup
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: MaskOrSeen,
+    window: int,
+    group: ContextGroup,
 ) -> torch.Tensor:
-    """[B, H, T, E]. `mask`: [B or 1, 1, T, all keys in rank order]; or Seen, from which each block of queries gets its
-    mask; or None: causal alone."""
+    """[B, H, T, E].
+
+    `mask`: [B or 1, 1, T, all keys in rank order]; or Seen, from which each block of queries gets
+    its mask; or None: causal alone.
+    """
     out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _Ring)
     return out
 
 
 def all_gather(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskOrSeen, window: int, group: ContextGroup
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: MaskOrSeen,
+    window: int,
+    group: ContextGroup,
 ) -> torch.Tensor:
     """As `ring`."""
     out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _Gathered)
@@ -43,13 +57,27 @@ def all_gather(
 
 
 def ulysses(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskOrSeen, window: int, group: ContextGroup
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: MaskOrSeen,
+    window: int,
+    group: ContextGroup,
 ) -> torch.Tensor:
-    """[B, H, T, E]. `mask`: [B or 1, 1, all tokens, all tokens] in the sequence's order; else as of `ring`."""
+    """[B, H, T, E].
+
+    `mask`: [B or 1, 1, all tokens, all tokens] in the sequence's order; else as of `ring`.
+    """
     q, k, v = (_ToHeads.apply(x, group) for x in (q, k, v))
     if isinstance(mask, Seen):
         out = attend_by_blocks(
-            q, k, v, mask.document_ids_BT, window=mask.window, is_causal=mask.is_causal, block=QUERY_BLOCK
+            q,
+            k,
+            v,
+            mask.document_ids_BT,
+            window=mask.window,
+            is_causal=mask.is_causal,
+            block=QUERY_BLOCK,
         )
     else:
         out = attend(q, k, v, mask, is_causal=True)
@@ -61,8 +89,11 @@ ATTEND: dict[str, Attend] = {"ring": ring, "all-gather": all_gather, "ulysses": 
 
 
 class _Blockwise(torch.autograd.Function):
-    """Own queries against every rank's keys. The backward needs the output and log-sum-exp over all of them, with
-    which each block's gradients are exact by themselves; the blocks come once more."""
+    """Own queries against every rank's keys.
+
+    The backward needs the output and log-sum-exp over all of them, with which each block's
+    gradients are exact by themselves; the blocks come once more.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -81,7 +112,9 @@ class _Blockwise(torch.autograd.Function):
             for block in _blocks(group, owner, block_kv, mask, window):
                 products.forward(running, block)
         out = running.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, running.lse, *((mask,) if isinstance(mask, torch.Tensor) else ()))
+        ctx.save_for_backward(
+            q, kv, out, running.lse, *((mask,) if isinstance(mask, torch.Tensor) else ())
+        )
         ctx.seen = mask if isinstance(mask, Seen) else None
         ctx.window, ctx.group, ctx.carrier = window, group, carrier
         return out
@@ -103,9 +136,11 @@ class _Blockwise(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None, None, None, None
 
 
-def _blocks(group: ContextGroup, owner: int, kv: torch.Tensor, mask: MaskOrSeen, window: int) -> Iterator[Block]:
-    """What this rank's queries see of `owner`'s keys: nothing, one product, or with Seen one for every block of queries
-    and chunk of keys that meet."""
+def _blocks(
+    group: ContextGroup, owner: int, kv: torch.Tensor, mask: MaskOrSeen, window: int
+) -> Iterator[Block]:
+    """What this rank's queries see of `owner`'s keys: nothing, one product, or with Seen one for
+    every block of queries and chunk of keys that meet."""
     chunks, num_tokens = group.chunks, kv.shape[3]
     part = chunks.part(group.rank, owner, num_tokens * group.size, window)
     if part is None:
@@ -128,8 +163,8 @@ def _blocks(group: ContextGroup, owner: int, kv: torch.Tensor, mask: MaskOrSeen,
 def _blocks_of_chunks(
     kv: torch.Tensor, lies_at: tuple[int, int], starts: tuple[int, int], length: int, seen: Seen
 ) -> Iterator[Block]:
-    """The same of one chunk of queries and one of keys: where they lie among their ranks' tokens, and where they start
-    in the sequence."""
+    """The same of one chunk of queries and one of keys: where they lie among their ranks' tokens,
+    and where they start in the sequence."""
     row, column = (lies - start for lies, start in zip(lies_at, starts, strict=True))
     for first in range(starts[0], starts[0] + length, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, starts[0] + length)
@@ -148,7 +183,10 @@ def _hides_all(mask: torch.Tensor) -> bool:
 
 
 class _Ring:
-    """Step s is that of the block of the rank s before this one. What travels does so while a block is computed."""
+    """Step s is that of the block of the rank s before this one.
+
+    What travels does so while a block is computed.
+    """
 
     def __init__(self, group: ContextGroup) -> None:
         self._group = group
@@ -161,8 +199,11 @@ class _Ring:
             if arriving is not None:
                 kv = arriving()
 
-    def gradients(self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """A block's gradients travel after it, a step behind, until they are home; its own rank's stay there."""
+    def gradients(
+        self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """A block's gradients travel after it, a step behind, until they are home; its own
+        rank's stay there."""
         group = self._group
         own: torch.Tensor | None = None
         arriving: Callable[[], torch.Tensor] | None = None
@@ -180,7 +221,8 @@ class _Ring:
 
 
 class _Gathered:
-    """All blocks at once, in the backward once more: kept, they would take each rank as much as the whole sequence."""
+    """All blocks at once, in the backward once more: kept, they would take each rank as much as
+    the whole sequence."""
 
     def __init__(self, group: ContextGroup) -> None:
         self._group = group
@@ -188,13 +230,16 @@ class _Gathered:
     def blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield from enumerate(self._group.gathered(kv))
 
-    def gradients(self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def gradients(
+        self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         rows = torch.stack([of_block(owner, block) for owner, block in self.blocks(kv)])
         return self._group.scattered_sum(rows)
 
 
 class _ToHeads(torch.autograd.Function):
-    """[B, H, T, E] of this rank's tokens -> [B, H / ranks, all tokens, E] in the sequence's order."""
+    """[B, H, T, E] of this rank's tokens -> [B, H / ranks, all tokens, E] in the sequence's
+    order."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ContextGroup) -> torch.Tensor:  # type: ignore[override]

@@ -1,8 +1,8 @@
 """Which tokens of a sequence each rank of cp has, and which of them see which.
 
-A sequence is cut into equal chunks. With "zigzag" rank r of c has the chunks r and 2c-1-r: an early one, which sees
-little, and a late one, which sees much, so that every rank has the same work under a causal mask. With "none" it has
-the r-th of c.
+A sequence is cut into equal chunks. With "zigzag" rank r of c has the chunks r and 2c-1-r: an early
+one, which sees little, and a late one, which sees much, so that every rank has the same work under
+a causal mask. With "none" it has the r-th of c.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ KEPT = 32  # index tensors: a training meets one length or two, a sample of text
 
 @dataclass(frozen=True)
 class Part:
-    """A product of some queries with some keys, in chunks of each rank's. `is_causal`: of one rank with itself."""
+    """A product of some queries with some keys, in chunks of each rank's.
+
+    `is_causal`: of one rank with itself.
+    """
 
     first_query: int
     last_query: int  # not in it
@@ -59,39 +62,53 @@ class Chunks:
         """The one that has the last token, as its last."""
         return 0 if self.balance == "zigzag" else self.size - 1
 
-    def places(self, rank: int, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
-        """[num_tokens / size]: where in the sequence a rank's tokens stand. Raises LayoutError where it is uneven.
+    def places(
+        self, rank: int, num_tokens: int, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """[num_tokens / size]: where in the sequence a rank's tokens stand.
+
+        Raises LayoutError where it is uneven.
 
         Made on `device`, and kept for the next call: every layer of every step asks again.
         """
         return _places(self, rank, num_tokens, device or torch.device("cpu"))
 
     def order(self, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
-        """[num_tokens]: where in the sequence the tokens of rank 0, rank 1, ... stand; kept, as `places`."""
+        """[num_tokens]: where in the sequence the tokens of rank 0, rank 1, ... stand; kept, as
+        `places`."""
         return _order(self, num_tokens, device or torch.device("cpu"))[0]
 
     def order_back(self, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
-        """[num_tokens]: where among the tokens of rank 0, rank 1, ... those of the sequence stand, in its order."""
+        """[num_tokens]: where among the tokens of rank 0, rank 1, ... those of the sequence
+        stand, in its order."""
         return _order(self, num_tokens, device or torch.device("cpu"))[1]
 
     def _made_places(self, rank: int, num_tokens: int, device: torch.device) -> torch.Tensor:
         if num_tokens % self.count:
             raise LayoutError(
-                f"sequences of {num_tokens} tokens cannot be cut into {self.count} equal chunks for cp={self.size}",
+                f"sequences of {num_tokens} tokens cannot be cut into {self.count} equal chunks for"
+                f" cp={self.size}",
                 fix=f"nearest: {multiples_near(num_tokens, self.count)} tokens",
             )
         length = num_tokens // self.count
         chunks = self.of(rank)
-        return torch.cat([torch.arange(c * length, (c + 1) * length, device=device) for c in chunks])
+        return torch.cat(
+            [torch.arange(c * length, (c + 1) * length, device=device) for c in chunks]
+        )
 
     def part(self, query_rank: int, key_rank: int, num_tokens: int, window: int = 0) -> Part | None:
-        """What of a product of one rank's queries with another's keys is not masked by causality and window, as the
-        smallest rectangle of chunks; None if nothing is. A window masks parts of it; causality alone none, but that of
-        a rank with itself, which is causal as it lies."""
+        """What of a product of one rank's queries with another's keys is not masked by causality
+        and window, as the smallest rectangle of chunks; None if nothing is.
+
+        A window masks parts of it; causality alone none, but that of a rank with itself, which is
+        causal as it lies.
+        """
         length = num_tokens // self.count
 
         def sees(query: int, key: int) -> bool:
-            nearest = max(0, (query - key - 1) * length + 1)  # from the first query back to the last key
+            nearest = max(
+                0, (query - key - 1) * length + 1
+            )  # from the first query back to the last key
             return key <= query and not 0 < window <= nearest
 
         pairs = [
@@ -114,7 +131,9 @@ def _places(chunks: Chunks, rank: int, num_tokens: int, device: torch.device) ->
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _order(chunks: Chunks, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _order(
+    chunks: Chunks, num_tokens: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode(False):
         order = torch.cat([chunks.places(rank, num_tokens, device) for rank in range(chunks.size)])
         return order, order.argsort()

@@ -17,7 +17,10 @@ KEYS, GRADIENTS = 1, 2  # tags: both kinds are under way together
 
 @dataclass
 class ContextGroup:
-    """The ranks that have the other tokens of the same sequences. `sent_bytes` counts what this rank has sent."""
+    """The ranks that have the other tokens of the same sequences.
+
+    `sent_bytes` counts what this rank has sent.
+    """
 
     group: dist.ProcessGroup
     chunks: Chunks
@@ -33,9 +36,12 @@ class ContextGroup:
         return self.chunks.size
 
     def pass_on(self, tensor: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
-        """Begin to send `tensor` to the next rank and to receive the previous one's, which the result waits for."""
+        """Begin to send `tensor` to the next rank and to receive the previous one's, which the
+        result waits for."""
         arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        after, before = (dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1))
+        after, before = (
+            dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
+        )
         tensor = tensor.contiguous()
         works = dist.batch_isend_irecv(
             [
@@ -83,7 +89,9 @@ class ContextGroup:
 
     def from_last(self, value: torch.Tensor) -> torch.Tensor:
         """What the rank with the last token has, on every rank, on the device where `value` is."""
-        sent = value.to("cuda") if dist.get_backend(self.group) == "nccl" else value  # which takes no others
+        sent = (
+            value.to("cuda") if dist.get_backend(self.group) == "nccl" else value
+        )  # which takes no others
         sent = sent.contiguous()
         source = dist.get_global_rank(self.group, self.chunks.last_rank)
         dist.broadcast(sent, source, group=self.group)

@@ -1,6 +1,8 @@
-"""Attention as a sum over blocks of keys: each block's own softmax, merged by log-sum-exp; and its gradients.
+"""Attention as a sum over blocks of keys: each block's own softmax, merged by log-sum-exp; and its
+gradients.
 
-Shape suffixes: B batch, H query heads, K key/value heads, T this rank's tokens, S a block's keys, E head width.
+Shape suffixes: B batch, H query heads, K key/value heads, T this rank's tokens, S a block's keys, E
+head width.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from phalanx.mesh.attention_kernels import Kernel, kernel_of
 
 @dataclass
 class Running:
-    """Attention over the blocks so far: `out` [B, H, T, E] and its `lse` [B, H, T], in at least fp32."""
+    """Attention over the blocks so far: `out` [B, H, T, E] and its `lse` [B, H, T], in at least
+    fp32."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -27,9 +30,12 @@ class Running:
         return cls(out, torch.full(q_BHTE.shape[:-1], -torch.inf, dtype=wide, device=q_BHTE.device))
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge a block for the queries `rows`: each side's weight is its share of the common denominator."""
+        """Merge a block for the queries `rows`: each side's weight is its share of the common
+        denominator."""
         old, new = self.lse[:, :, rows], torch.logaddexp(self.lse[:, :, rows], lse)
-        some = new.where(new > -torch.inf, 0.0)  # of queries that have seen nothing yet both shares are zero
+        some = new.where(
+            new > -torch.inf, 0.0
+        )  # of queries that have seen nothing yet both shares are zero
         kept, added = (old - some).exp().unsqueeze(-1), (lse - some).exp().unsqueeze(-1)
         self.out[:, :, rows] = self.out[:, :, rows] * kept + out * added
         self.lse[:, :, rows] = new
@@ -59,12 +65,15 @@ class Products:
         grad_q: torch.Tensor,
         grad_kv: torch.Tensor,
     ) -> None:
-        """Adds to `grad_q`, and to what the block's keys and values get: [2, B, K, S, E]; both are in at least fp32."""
+        """Adds to `grad_q`, and to what the block's keys and values get: [2, B, K, S, E]; both
+        are in at least fp32."""
         rows = block.rows
         q, of_rows = self.q[:, :, rows], (x[:, :, rows] for x in (grad, out, lse))
         kernel = kernel_of(q, block.mask)
         k, v = self._keys(block, kernel)
-        mine, *found = kernel.backward(next(of_rows), q, k, v, *of_rows, block.mask, block.is_causal)
+        mine, *found = kernel.backward(
+            next(of_rows), q, k, v, *of_rows, block.mask, block.is_causal
+        )
         grad_q[:, :, rows] += mine
         heads = block.kv.shape[2]
         for into, each in zip(grad_kv, found, strict=True):
@@ -73,7 +82,11 @@ class Products:
     def _keys(self, block: Block, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
         groups = self.q.shape[1] // block.kv.shape[2]
         k, v = block.kv[:, :, :, block.columns]
-        return (k, v) if groups == 1 or kernel.takes_groups else (repeated(k, groups), repeated(v, groups))
+        return (
+            (k, v)
+            if groups == 1 or kernel.takes_groups
+            else (repeated(k, groups), repeated(v, groups))
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""dp_replicate: every rank holds the whole model; gradients are averaged in buckets while the backward runs (DDP)."""
+"""dp_replicate: every rank holds the whole model; gradients are averaged in buckets while the
+backward runs (DDP)."""
 
 from __future__ import annotations
 
@@ -43,9 +44,11 @@ class DpReplicate:
             gradient_as_bucket_view=True,
             bucket_cap_mb=piece.plan.bucket_mb,
             static_graph=options.static_graph,
-            find_unused_parameters=options.unused_parameters == "allow" and not options.static_graph,
+            find_unused_parameters=options.unused_parameters == "allow"
+            and not options.static_graph,
             **ddp_buffer_option(has_buffers),
-            init_sync=False,  # equal already: initialised by name and index, or compared by `parallelize`
+            # equal already: initialised by name and index, or compared by `parallelize`
+            init_sync=False,
         )
         count_step = reduce_by_hook(piece, ddp)
         watch = _ExposedWait(piece)
@@ -54,8 +57,9 @@ class DpReplicate:
         @contextmanager
         def sync(on: bool) -> Iterator[None]:
             nonlocal is_learning
-            # The backward from which DDP learns a static graph must be one that reduces: the first one is, always. What
-            # it leaves is averaged already, and averaging that again changes nothing.
+            # The backward from which DDP learns a static graph must be one that reduces: the first
+            # one is, always. What it leaves is averaged already, and averaging that again changes
+            # nothing.
             on, is_learning = on or is_learning, False
             if not on:
                 with ddp.no_sync():
@@ -69,9 +73,12 @@ class DpReplicate:
 
 
 def _reduce_experts(piece: Workpiece, experts: SeparateExperts) -> None:
-    """They are on fewer ranks than the rest, which DDP does not know: averaged over these after the last backward."""
+    """They are on fewer ranks than the rest, which DDP does not know: averaged over these after
+    the last backward."""
     names = [
-        name for name, _ in piece.root.named_parameters() if full_name(name.removeprefix("module.")) in experts.names
+        name
+        for name, _ in piece.root.named_parameters()
+        if full_name(name.removeprefix("module.")) in experts.names
     ]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(piece.root, names)
     if experts.num_holders == 1:
@@ -83,7 +90,8 @@ def _reduce_experts(piece: Workpiece, experts: SeparateExperts) -> None:
 def _reduce_in_buckets(
     piece: Workpiece, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, num_ranks: int
 ) -> None:
-    """After the last backward, from the last parameter on; never a copy of all gradients at once."""
+    """After the last backward, from the last parameter on; never a copy of all gradients at
+    once."""
     buckets = list(_buckets(parameters[::-1], int(piece.plan.bucket_mb * 2**20)))
 
     def reduce() -> None:
@@ -95,12 +103,15 @@ def _reduce_in_buckets(
 
 
 def reduce_after_pipeline(piece: Workpiece) -> None:
-    """DDP cannot follow forwards and backwards of several microbatches at once: gradients are averaged after all."""
+    """DDP cannot follow forwards and backwards of several microbatches at once: gradients are
+    averaged after all."""
     group = piece.mesh.data_parallel_group()
     separate = set() if piece.experts is None else set(piece.experts.parameters())
     if piece.experts is not None:
         _reduce_experts(piece, piece.experts)
-    parameters = [p for p in piece.root.module.parameters() if p.requires_grad and p not in separate]
+    parameters = [
+        p for p in piece.root.module.parameters() if p.requires_grad and p not in separate
+    ]
     _reduce_in_buckets(piece, parameters, group, piece.plan.layout.reduced.data_parallel_size)
     buffers = differing_buffers(piece.root)
 
@@ -126,17 +137,23 @@ def _buckets(parameters: Sequence[nn.Parameter], num_bytes: int) -> Iterator[lis
 
 
 class _ExposedWait:
-    """Charges to "collective" what remains of the backward once the last gradient exists: pure waiting.
+    """Charges to "collective" what remains of the backward once the last gradient exists: pure
+    waiting.
 
-    DDP starts a bucket's all-reduce when its gradients are ready and waits for all of them at the end, inside C++.
+    DDP starts a bucket's all-reduce when its gradients are ready and waits for all of them at the
+    end, inside C++.
     """
 
     def __init__(self, piece: Workpiece) -> None:
         self._phases = piece.phases
-        self._unused = piece.unused if piece.plan.data_parallel.unused_parameters == "allow" else None
+        self._unused = (
+            piece.unused if piece.plan.data_parallel.unused_parameters == "allow" else None
+        )
         separate = set() if piece.experts is None else set(piece.experts.parameters())
         self._trainable = {
-            p: name for name, p in piece.root.module.named_parameters() if p.requires_grad and p not in separate
+            p: name
+            for name, p in piece.root.module.named_parameters()
+            if p.requires_grad and p not in separate
         }
         self._missing: set[torch.Tensor] = set()
         self._armed = self._waiting = False
@@ -156,8 +173,8 @@ class _ExposedWait:
     def disarm(self) -> None:
         """When the backward has returned: every bucket has arrived.
 
-        Raises LayoutError if a parameter had no part in the loss: its bucket was not reduced, and so its neighbours'
-        gradients are those of this rank alone.
+        Raises LayoutError if a parameter had no part in the loss: its bucket was not reduced, and
+        so its neighbours' gradients are those of this rank alone.
         """
         missing = self._missing if self._armed else ()
         self._armed = False
@@ -168,9 +185,12 @@ class _ExposedWait:
         elif missing:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise LayoutError(
-                f"{plural(len(names), 'parameter')} had no part in the loss: {', '.join(names[:3])}{more}",
-                fix="freeze them (requires_grad_(False)), use them in every microbatch, or set "
-                "parallel.unused_parameters=allow",
+                f"{plural(len(names), 'parameter')} had no part in the loss:"
+                f" {', '.join(names[:3])}{more}",
+                fix=(
+                    "freeze them (requires_grad_(False)), use them in every microbatch, or set "
+                    "parallel.unused_parameters=allow"
+                ),
             )
         if self._waiting:
             self._waiting = False

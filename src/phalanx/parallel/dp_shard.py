@@ -1,6 +1,8 @@
-"""dp_shard: parameters, gradients and optimizer state are split over ranks (FSDP2); with dp_replicate, HSDP.
+"""dp_shard: parameters, gradients and optimizer state are split over ranks (FSDP2); with
+dp_replicate, HSDP.
 
-Each block is one unit: gathered before use, freed after (zero_stage 3) or kept until the backward (zero_stage 2).
+Each block is one unit: gathered before use, freed after (zero_stage 3) or kept until the backward
+(zero_stage 2).
 """
 
 from __future__ import annotations
@@ -46,25 +48,37 @@ class DpShard:
         whole = kept_whole(piece.root.module, options.keep_whole_below)
         whole -= set(experts.parameters() if experts is not None else ())
         groups = _units(_self_contained(piece), options.blocks_per_unit)
-        # A model may say that its blocks get activations in the compute type already: casting what is left would only
-        # round what must stay wide (rotary tables). Other modules keep autocast as well, as under DDP.
-        # What stays whole is not cast by FSDP either, and meets cast tensors: autocast makes them one type.
+        # A model may say that its blocks get activations in the compute type already: casting what
+        # is left would only round what must stay wide (rotary tables). Other modules keep autocast
+        # as well, as under DDP. What stays whole is not cast by FSDP either, and meets cast
+        # tensors: autocast makes them one type.
         cast = bool(whole) or not getattr(piece.root.module, "block_inputs_are_cast", False)
         mesh = piece.mesh.submesh(*axes)
-        # In a pipeline a unit is used again and again within a step, by microbatches that overlap: it stays whole.
+        # In a pipeline a unit is used again and again within a step, by microbatches that overlap:
+        # it stays whole.
         free = piece.plan.zero_stage == 3 and piece.staged is None
-        more: dict[str, Any] = {"mesh": mesh, "ignored_params": whole, "shard_placement_fn": _evenly(layout.dp_shard)}
+        more: dict[str, Any] = {
+            "mesh": mesh,
+            "ignored_params": whole,
+            "shard_placement_fn": _evenly(layout.dp_shard),
+        }
         if options.parameters_on_host:
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=piece.mesh.device.type == "cuda")
-        for module in experts.modules if experts is not None else ():  # units of their own, over other ranks
+        for module in (
+            experts.modules if experts is not None else ()
+        ):  # units of their own, over other ranks
             policy = _policy(piece.compute_dtype, low, cast_inputs=cast)
-            over = {"mesh": experts.mesh, "shard_placement_fn": _evenly(layout.dp_shard // experts.ep)}
+            over = {
+                "mesh": experts.mesh,
+                "shard_placement_fn": _evenly(layout.dp_shard // experts.ep),
+            }
             fully_shard(module, reshard_after_forward=free, mp_policy=policy, **more | over)
             hide_from_modes(module)
         for group in groups:
             policy = _policy(piece.compute_dtype, low, cast_inputs=cast)
             fully_shard(group, reshard_after_forward=free, mp_policy=policy, **more)
-        # The root holds embedding and head, which the backward needs at once: freeing them would gather them twice.
+        # The root holds embedding and head, which the backward needs at once: freeing them would
+        # gather them twice.
         policy = _policy(piece.compute_dtype, low, cast_inputs=True)
         fully_shard(piece.root, reshard_after_forward=free and not groups, mp_policy=policy, **more)
         piece.autocast = cast
@@ -86,7 +100,9 @@ class DpShard:
             root.set_is_last_backward(on or each_time)
             if is_hybrid:  # copies of a shard are averaged once per step
                 root.set_requires_all_reduce(on)
-            for buffer in buffers:  # as DDP does: every forward begins with rank 0's running statistics
+            for (
+                buffer
+            ) in buffers:  # as DDP does: every forward begins with rank 0's running statistics
                 dist.broadcast(buffer, 0)
             yield
 
@@ -102,9 +118,14 @@ def _evenly(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
 
 
 def keep_for_pipeline(piece: Workpiece, units: list[FSDPModule]) -> None:
-    """Weights are gathered once per step and stay whole until all of a schedule is done; gradients as well, and are
-    reduced then: with a backward in two halves, FSDP's own hooks would reduce after the first."""
-    root, buffers, group = piece.root, differing_buffers(piece.root), piece.mesh.data_parallel_group()
+    """Weights are gathered once per step and stay whole until all of a schedule is done; gradients
+    as well, and are reduced then: with a backward in two halves, FSDP's own hooks would reduce
+    after the first."""
+    root, buffers, group = (
+        piece.root,
+        differing_buffers(piece.root),
+        piece.mesh.data_parallel_group(),
+    )
 
     def gather() -> None:
         for unit in units:
@@ -143,7 +164,10 @@ def _units(blocks: list[nn.Module], per_unit: int) -> list[list[nn.Module]]:
 
 
 def _prefetch(units: list[Any], depth: int) -> None:
-    """While a unit computes, the `depth` units that come next are gathered. `units`: in forward order, root first."""
+    """While a unit computes, the `depth` units that come next are gathered.
+
+    `units`: in forward order, root first.
+    """
     for place, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + depth])
         before = units[max(1, place - depth) : place]  # the root is whole from the forward on
@@ -156,26 +180,42 @@ def _self_contained(piece: Workpiece) -> list[nn.Module]:
     A unit gathers and frees its parameters alone, so a parameter can belong to one unit only.
     """
     uses = Counter(p for _, p in piece.root.named_parameters(remove_duplicate=False))
-    own = [Counter(p for _, p in block.named_parameters(remove_duplicate=False)) for block in piece.blocks]
-    return [block for block, counts in zip(piece.blocks, own, strict=True) if all(uses[p] == counts[p] for p in counts)]
+    own = [
+        Counter(p for _, p in block.named_parameters(remove_duplicate=False))
+        for block in piece.blocks
+    ]
+    return [
+        block
+        for block, counts in zip(piece.blocks, own, strict=True)
+        if all(uses[p] == counts[p] for p in counts)
+    ]
 
 
 def _policy(compute: torch.dtype, low: bool, *, cast_inputs: bool) -> MixedPrecisionPolicy:
     if not low:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs)
+    return MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
+    )
 
 
 def _time_communication(unit: FSDPModule, piece: Workpiece) -> None:
-    """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where they happen, and they
-    go by what is quickest there. On a GPU FSDP has streams of its own for them: what forward and backward wait for
-    these is a part of their seconds."""
+    """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where
+    they happen, and they go by what is quickest there.
+
+    On a GPU FSDP has streams of its own for them: what forward and backward wait for these is a
+    part of their seconds.
+    """
     gather_class, scatter_class = fsdp_comm_classes()
     phases, traffic, layout = piece.phases, piece.traffic, piece.plan.layout.reduced
 
     class Gather(gather_class):  # type: ignore[misc, valid-type]
         def __call__(
-            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+            self,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            group: Any,
+            async_op: bool = False,
         ) -> Any:
             with phases.collective("all_gather parameters"):
                 if async_op or output_tensor.device.type != "cpu":
@@ -189,7 +229,12 @@ def _time_communication(unit: FSDPModule, piece: Workpiece) -> None:
 
     class Scatter(scatter_class):  # type: ignore[misc, valid-type]
         def __call__(
-            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+            self,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            group: Any,
+            op: Any,
+            async_op: bool = False,
         ) -> Any:
             traffic.scatter(input_tensor.nbytes, layout.dp_shard)
             traffic.all_reduce(input_tensor.nbytes // layout.dp_shard, layout.dp_replicate)
@@ -197,7 +242,9 @@ def _time_communication(unit: FSDPModule, piece: Workpiece) -> None:
                 is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
                 if async_op or not is_plain or output_tensor.device.type != "cpu":
                     return super().__call__(output_tensor, input_tensor, group, op, async_op)
-                total = scatter_sum(input_tensor.view(group.size(), -1), group).view_as(output_tensor)
+                total = scatter_sum(input_tensor.view(group.size(), -1), group).view_as(
+                    output_tensor
+                )
                 torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)
                 return None
 

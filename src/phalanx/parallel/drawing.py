@@ -1,7 +1,9 @@
-"""Dropout that is no layer: F.dropout in a user's forward, attention's and recurrent layers' own, `bernoulli_`.
+"""Dropout that is no layer: F.dropout in a user's forward, attention's and recurrent layers' own,
+`bernoulli_`.
 
-All of them fill a tensor by one operation of torch (`bernoulli_`; on GPUs also `native_dropout`), which is seen to
-while a module that draws is running. Which do is found in a first microbatch, so that the others pay nothing.
+All of them fill a tensor by one operation of torch (`bernoulli_`; on GPUs also `native_dropout`),
+which is seen to while a module that draws is running. Which do is found in a first microbatch, so
+that the others pay nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Drawing:
         self._calling: list[str | None] = [None]
         self._drawing: set[str] = set()
         self._mode = _ByPlace(self)
-        self._can_look = self._is_global and not piece.plan.compile  # a compiled module is not looked into
+        self._can_look = (
+            self._is_global and not piece.plan.compile
+        )  # a compiled module is not looked into
         self._must_look, self._served = self._can_look, ExitStack()
         self._looked: set[int] = set()
         self._state: torch.Tensor | None = None
@@ -60,15 +64,19 @@ class Drawing:
             if not self._can_look:
                 self._draws.left_to_torch[""] = "compiled code draws random numbers"
 
-    def microbatch(self, step: int, index: int, batch: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Around forward and backward of the microbatch number `index`, of which every rank has equally many rows."""
+    def microbatch(
+        self, step: int, index: int, batch: Mapping[str, torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Around forward and backward of the microbatch number `index`, of which every rank has
+        equally many rows."""
         num_rows = next((len(tensor) for tensor in batch.values() if tensor.ndim), 0)
         place = index * self._mesh.layout.data_parallel_size + self._mesh.data_parallel_rank
         return self._draws.microbatch(step, place * num_rows, num_rows)
 
     @contextmanager
     def forward(self, stage: int = 0) -> Iterator[None]:
-        """Around a forward: the first time (of each pipeline stage of this rank), everything that draws is found."""
+        """Around a forward: the first time (of each pipeline stage of this rank), everything
+        that draws is found."""
         if not self._must_look or stage in self._looked:
             yield
             return
@@ -92,7 +100,8 @@ class Drawing:
             self._draws.left_to_torch["objective"] = "it draws random numbers"
 
     def _surroundings(self) -> Surroundings:
-        """What a recomputation must find: the module that is running, and whether its draws are seen to."""
+        """What a recomputation must find: the module that is running, and whether its draws are
+        seen to."""
         return partial(self._running, self._calling[-1], self._mode.depth > 0)
 
     @contextmanager
@@ -125,10 +134,17 @@ class Drawing:
 
         def leave(*_: object) -> None:
             self._calling.pop()
-            if watch and not torch.equal(states.pop(), self._generator()) and not self._knows_inside(name):
+            if (
+                watch
+                and not torch.equal(states.pop(), self._generator())
+                and not self._knows_inside(name)
+            ):
                 self._draws.left_to_torch[name] = f"{type(part).__name__} draws random numbers"
 
-        hooks = part.register_forward_pre_hook(enter, prepend=True), part.register_forward_hook(leave, always_call=True)
+        hooks = (
+            part.register_forward_pre_hook(enter, prepend=True),
+            part.register_forward_hook(leave, always_call=True),
+        )
         try:
             yield
         finally:
@@ -150,7 +166,10 @@ class Drawing:
         def leave(*_: object) -> None:
             active.pop().__exit__(None, None, None)
 
-        hooks = part.register_forward_pre_hook(enter, prepend=True), part.register_forward_hook(leave, always_call=True)
+        hooks = (
+            part.register_forward_pre_hook(enter, prepend=True),
+            part.register_forward_hook(leave, always_call=True),
+        )
         try:
             yield
         finally:
@@ -184,8 +203,12 @@ class _ByPlace(TorchDispatchMode):
     def __init__(self, drawing: Drawing) -> None:
         super().__init__()
         self._drawing = drawing
-        on_gpu = drawing.mesh_device.type == "cuda"  # elsewhere nobody pays for looking at each function
-        self._attention: AbstractContextManager[Any] = _PlainAttention() if on_gpu else nullcontext()
+        on_gpu = (
+            drawing.mesh_device.type == "cuda"
+        )  # elsewhere nobody pays for looking at each function
+        self._attention: AbstractContextManager[Any] = (
+            _PlainAttention() if on_gpu else nullcontext()
+        )
         self.depth = 0
 
     def __enter__(self) -> Any:
@@ -214,8 +237,11 @@ class _ByPlace(TorchDispatchMode):
 
 
 class _PlainAttention(TorchFunctionMode):
-    """Attention with dropout by plain products: the fused kernels of a GPU draw inside of themselves, where nobody can
-    fill in other numbers. Without dropout attention stays as it is. A CPU's kernels have no dropout."""
+    """Attention with dropout by plain products: the fused kernels of a GPU draw inside of
+    themselves, where nobody can fill in other numbers.
+
+    Without dropout attention stays as it is. A CPU's kernels have no dropout.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

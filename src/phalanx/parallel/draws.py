@@ -1,7 +1,8 @@
-"""What dropout is a function of: seed, step, row of the batch, the module's name, its call and the place in the row.
+"""What dropout is a function of: seed, step, row of the batch, the module's name, its call and the
+place in the row.
 
-Nothing of it depends on the layout. A tensor's rows are those of the microbatch, or a fixed number for each of them
-(tokens, heads); the row's number is that of its sample in the step's global batch.
+Nothing of it depends on the layout. A tensor's rows are those of the microbatch, or a fixed number
+for each of them (tokens, heads); the row's number is that of its sample in the step's global batch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Part:
 
 @dataclass(frozen=True)
 class EqualPart:
-    """The `index`-th of `count` equal parts of dimension `dim`, however long it is (a sequence, say)."""
+    """The `index`-th of `count` equal parts of dimension `dim`, however long it is (a sequence,
+    say)."""
 
     dim: int
     index: int
@@ -48,7 +50,8 @@ class EqualPart:
 
 @dataclass
 class Moment:
-    """The forward of a microbatch: which rows of the step's batch this rank has, and how often each name has drawn."""
+    """The forward of a microbatch: which rows of the step's batch this rank has, and how often
+    each name has drawn."""
 
     step: int
     first_row: int
@@ -60,7 +63,9 @@ class Moment:
 
 
 class Draws:
-    """The dropout of a model on this rank. `parts`: name of a layer -> what part of its input this rank has.
+    """The dropout of a model on this rank.
+
+    `parts`: name of a layer -> what part of its input this rank has.
 
     `left_to_torch`: name -> why what it draws is torch's own, and so depends on the layout.
     """
@@ -72,7 +77,8 @@ class Draws:
         self.require_whole: Callable[[str], None] = lambda name: None
         """Told who draws; raises where that would be the mask of a part as if it were the whole."""
         self.surroundings: Callable[[], Surroundings] = lambda: nullcontext
-        """A recomputation begins inside a module: asked in the forward for what must be known there, too."""
+        """A recomputation begins inside a module: asked in the forward for what must be known
+        there, too."""
         self._moment: Moment | None = None
 
     @property
@@ -90,9 +96,16 @@ class Draws:
             self._moment = before
 
     def mask(
-        self, name: str, keep: float, shape: Sequence[int], device: torch.device, *, rows_dim: int = 0
+        self,
+        name: str,
+        keep: float,
+        shape: Sequence[int],
+        device: torch.device,
+        *,
+        rows_dim: int = 0,
     ) -> torch.Tensor | None:
-        """What layer `name` keeps in this call of a tensor of `shape`; None if it has no row for each of the batch."""
+        """What layer `name` keeps in this call of a tensor of `shape`; None if it has no row for
+        each of the batch."""
         moment = self._moment
         if moment is None or not fits(shape, rows_dim, moment.num_rows):
             return None
@@ -137,7 +150,10 @@ class _Noted:
 
     def __enter__(self) -> None:
         moment = self._draws._moment
-        self.began, self.surroundings = (moment.copy() if moment else None), self._draws.surroundings()
+        self.began, self.surroundings = (
+            (moment.copy() if moment else None),
+            self._draws.surroundings(),
+        )
 
     def __exit__(self, *_: object) -> None:
         pass

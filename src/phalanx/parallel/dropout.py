@@ -1,7 +1,9 @@
-"""Dropout that does not depend on the layout: every layer's mask is made by place (`draws`), each rank its own rows.
+"""Dropout that does not depend on the layout: every layer's mask is made by place (`draws`), each
+rank its own rows.
 
-Modules are not replaced: each becomes an instance of a class derived from its own, so that names, types and hooks stay
-the user's. What draws otherwise (F.dropout in a forward, attention, recurrent layers) is seen to by `drawing`.
+Modules are not replaced: each becomes an instance of a class derived from its own, so that names,
+types and hooks stay the user's. What draws otherwise (F.dropout in a forward, attention, recurrent
+layers) is seen to by `drawing`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from phalanx.parallel.draws import Draws
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.plan import Plan
 
-SELU_ALPHA = 1.7580993408473766  # SELU's alpha x scale: what alpha dropout puts in place of what it drops
+SELU_ALPHA = (
+    1.7580993408473766  # SELU's alpha x scale: what alpha dropout puts in place of what it drops
+)
 
 
 class Dropout:
@@ -35,11 +39,14 @@ class Dropout:
         time_first = rows_second(module)
         for name, part in module.named_modules():
             if isinstance(part, _DropoutNd) and any(isinstance(part, known) for known in _COUNTED):
-                _count(full_name(name), part, piece.draws, rows_dim=int(full_name(name) in time_first))
+                _count(
+                    full_name(name), part, piece.draws, rows_dim=int(full_name(name) in time_first)
+                )
 
 
 def rows_second(module: nn.Module) -> set[str]:
-    """Layers inside torch's own that have the batch in dimension 1: batch_first=False, and recurrent ones inside."""
+    """Layers inside torch's own that have the batch in dimension 1: batch_first=False, and
+    recurrent ones inside."""
     found = set()
     for name, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
@@ -47,7 +54,11 @@ def rows_second(module: nn.Module) -> set[str]:
         is_transformer = isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
         if is_transformer and not part.self_attn.batch_first:
             prefix = f"{name}." if name else ""
-            found |= {full_name(prefix + inner) for inner, layer in part.named_children() if _is_dropout(layer)}
+            found |= {
+                full_name(prefix + inner)
+                for inner, layer in part.named_children()
+                if _is_dropout(layer)
+            }
     return found
 
 
@@ -67,7 +78,9 @@ class _Counted(_DropoutNd):
         shape = self._noise_shape(input)
         mask = None
         if self.training and 0.0 < self.p < 1.0 and shape is not None:
-            mask = self._draws.mask(self._name, 1.0 - self.p, shape, input.device, rows_dim=self._rows_dim)
+            mask = self._draws.mask(
+                self._name, 1.0 - self.p, shape, input.device, rows_dim=self._rows_dim
+            )
         if mask is None:
             return super().forward(input)  # type: ignore[misc, no-any-return]
         return self._apply_mask(input, mask)
@@ -96,7 +109,8 @@ class _OfChannels(_Counted):
 
 
 class _Alpha(_Counted):
-    """Dropped elements become SELU's least value; mean and variance stay (Klambauer et al. 2017)."""
+    """Dropped elements become SELU's least value; mean and variance stay (Klambauer et al.
+    2017)."""
 
     def _apply_mask(self, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         scale = 1.0 / math.sqrt((SELU_ALPHA**2 * self.p + 1.0) * (1.0 - self.p))
@@ -152,7 +166,10 @@ def _counted_class(original: type[_DropoutNd]) -> type[_Counted]:
     if original in _COUNTED:
         return _COUNTED[original]
     counted = next(_COUNTED[known] for known in original.__mro__ if known in _COUNTED)
-    bases = (original, counted)  # so that `super().forward` of a user's class finds ours before torch's
+    bases = (
+        original,
+        counted,
+    )  # so that `super().forward` of a user's class finds ours before torch's
     return type(f"Counted{original.__name__}", bases, {"__module__": original.__module__})
 
 

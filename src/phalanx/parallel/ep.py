@@ -1,12 +1,15 @@
-"""ep: each rank holds a part of the experts; tokens travel to the experts that they chose, and back.
+"""ep: each rank holds a part of the experts; tokens travel to the experts that they chose, and
+back.
 
-Arithmetic. The ranks of ep are neighbours among those of dp_shard x cp: each has its own tokens, and the experts e of
-[E / ep * r, E / ep * (r + 1)). A rank's gradient of its experts is that of the tokens of all ep ranks, whose gradients
-came through the second all-to-all of the backward. So the gradient G of a step is the sum over the D / ep ranks that
-hold the same experts, where D = dp_replicate x dp_shard x cp. Data parallelism averages over these D / ep; divided by
-ep this is the mean over D that it is for all other parameters, and `finish_step` does with both the same.
+Arithmetic. The ranks of ep are neighbours among those of dp_shard x cp: each has its own tokens,
+and the experts e of [E / ep * r, E / ep * (r + 1)). A rank's gradient of its experts is that of the
+tokens of all ep ranks, whose gradients came through the second all-to-all of the backward. So the
+gradient G of a step is the sum over the D / ep ranks that hold the same experts, where D =
+dp_replicate x dp_shard x cp. Data parallelism averages over these D / ep; divided by ep this is the
+mean over D that it is for all other parameters, and `finish_step` does with both the same.
 
-Shape suffixes: R rows (a token and an expert that it chose), D model width, E experts, P ranks of ep.
+Shape suffixes: R rows (a token and an expert that it chose), D model width, E experts, P ranks of
+ep.
 """
 
 from __future__ import annotations
@@ -41,10 +44,13 @@ class ExpertParallel:
         """Cuts the experts of each mixture, and has it dispatch between ranks."""
         module, layout = piece.root.module, piece.plan.layout
         _require_possible(piece.plan)
-        mixtures = {full_name(name): part for name, part in module.named_modules() if is_mixture(part)}
+        mixtures = {
+            full_name(name): part for name, part in module.named_modules() if is_mixture(part)
+        }
         if not mixtures and piece.staged is None:
             raise LayoutError(
-                f"parallel.ep needs a model whose experts can be dispatched to, and {type(module).__name__} has none",
+                "parallel.ep needs a model whose experts can be dispatched to, and"
+                f" {type(module).__name__} has none",
                 fix="leave parallel.ep out",
             )
         mesh = piece.mesh.submesh("ep")
@@ -56,7 +62,9 @@ class ExpertParallel:
         piece.cuts = {**piece.cuts, **cuts}
         axes = ("dp_replicate", "expert_shard") if layout.dp_replicate > 1 else ("expert_shard",)
         modules = tuple(part.experts for part in mixtures.values())
-        piece.experts = SeparateExperts(frozenset(cuts), modules, piece.mesh.submesh(*axes), layout.ep)
+        piece.experts = SeparateExperts(
+            frozenset(cuts), modules, piece.mesh.submesh(*axes), layout.ep
+        )
         piece.expert_group = group
         before = piece.before_finish
 
@@ -73,10 +81,15 @@ def is_mixture(part: nn.Module) -> bool:
     return all(hasattr(part, name) for name in ("router", "experts", "dispatch"))
 
 
-def share_gradients(named: Iterable[tuple[str, nn.Parameter]], names: Iterable[str], ep: int) -> None:
-    """From the mean over the ranks that hold the same experts to that over all ranks of data parallelism."""
+def share_gradients(
+    named: Iterable[tuple[str, nn.Parameter]], names: Iterable[str], ep: int
+) -> None:
+    """From the mean over the ranks that hold the same experts to that over all ranks of data
+    parallelism."""
     some = set(names)
-    found = [local_tensor(p.grad) for name, p in named if full_name(name) in some and p.grad is not None]
+    found = [
+        local_tensor(p.grad) for name, p in named if full_name(name) in some and p.grad is not None
+    ]
     if found:
         torch._foreach_div_(found, ep)
 
@@ -92,12 +105,18 @@ def _require_possible(plan: Plan) -> None:
     if what:
         raise LayoutError(
             f"parallel.ep and {what} do not go together",
-            why="gradients of experts are reduced over other ranks than the rest" if not plan.compile else None,
+            why=(
+                "gradients of experts are reduced over other ranks than the rest"
+                if not plan.compile
+                else None
+            ),
             fix=f"leave {what} out" if plan.zero_stage != 1 else "set parallel.zero_stage=2 or 3",
         )
 
 
-def _cut(experts: nn.Module, prefix: str, group: ExpertGroup, cuts: Any, *, tp: int) -> dict[str, Cut]:
+def _cut(
+    experts: nn.Module, prefix: str, group: ExpertGroup, cuts: Any, *, tp: int
+) -> dict[str, Cut]:
     """Every parameter [E, ...] of `experts` becomes this rank's [E / P, ...]."""
     found: dict[str, Cut] = {}
     for path, parameter in list(experts.named_parameters()):
@@ -105,11 +124,16 @@ def _cut(experts: nn.Module, prefix: str, group: ExpertGroup, cuts: Any, *, tp: 
         if total % group.size:
             raise LayoutError(f"ep {group.size} does not divide the {total} experts of {prefix}")
         if tp > 1 and name not in cuts:
-            raise LayoutError(f"no sharding rule cuts {name} over tp {tp}", fix="leave its rules as the model has them")
+            raise LayoutError(
+                f"no sharding rule cuts {name} over tp {tp}",
+                fix="leave its rules as the model has them",
+            )
         size = total // group.size
         start = group.rank * size
         owner = experts.get_submodule(path.rpartition(".")[0])
-        local = nn.Parameter(parameter.detach()[start : start + size].clone(), requires_grad=parameter.requires_grad)
+        local = nn.Parameter(
+            parameter.detach()[start : start + size].clone(), requires_grad=parameter.requires_grad
+        )
         setattr(owner, path.rpartition(".")[2], local)
         whole = (Box((0,) * parameter.ndim, (0,) * parameter.ndim, tuple(parameter.shape)),)
         before = cuts.get(name) or Cut(tuple(parameter.shape), whole)
@@ -123,7 +147,8 @@ def _cut(experts: nn.Module, prefix: str, group: ExpertGroup, cuts: Any, *, tp: 
 
 @dataclass(frozen=True)
 class SeparateExperts:
-    """Parameters that data parallelism reduces over other ranks than the rest: `mesh`, those that hold the same."""
+    """Parameters that data parallelism reduces over other ranks than the rest: `mesh`, those
+    that hold the same."""
 
     names: frozenset[str]
     modules: tuple[nn.Module, ...]
@@ -145,8 +170,10 @@ class SeparateExperts:
 
 @dataclass
 class ExpertGroup:
-    """The ranks that have different experts. `sent_bytes` counts what this rank has sent to others, `num_exchanges` the
-    all-to-alls of rows."""
+    """The ranks that have different experts.
+
+    `sent_bytes` counts what this rank has sent to others, `num_exchanges` the all-to-alls of rows.
+    """
 
     group: dist.ProcessGroup
     size: int
@@ -159,20 +186,28 @@ class ExpertGroup:
         return dist.get_rank(self.group)
 
     def exchanged_counts(self, counts_PE: torch.Tensor) -> torch.Tensor:
-        """[P, E / P]: how many rows for each of another rank's experts -> how many of each rank for each of its own."""
+        """[P, E / P]: how many rows for each of another rank's experts -> how many of each rank
+        for each of its own."""
         arrived = torch.empty_like(counts_PE)
         self.sent_bytes += counts_PE.nbytes // self.size * (self.size - 1)
         with self.phases("collective", "all_to_all counts of rows"):
             dist.all_to_all_single(arrived, counts_PE.contiguous(), group=self.group)
         return arrived
 
-    def exchanged(self, rows_RD: torch.Tensor, to: Sequence[int], of: Sequence[int]) -> torch.Tensor:
-        """The first to[0] rows go to rank 0, and so on; of[0] rows of rank 0 come first in what is returned."""
+    def exchanged(
+        self, rows_RD: torch.Tensor, to: Sequence[int], of: Sequence[int]
+    ) -> torch.Tensor:
+        """The first to[0] rows go to rank 0, and so on; of[0] rows of rank 0 come first in what
+        is returned."""
         arrived = rows_RD.new_empty(sum(of), rows_RD.shape[1])
-        self.sent_bytes += (len(rows_RD) - to[self.rank]) * rows_RD.shape[1] * rows_RD.element_size()
+        self.sent_bytes += (
+            (len(rows_RD) - to[self.rank]) * rows_RD.shape[1] * rows_RD.element_size()
+        )
         self.num_exchanges += 1
         with self.phases("collective", "all_to_all rows of experts"):
-            dist.all_to_all_single(arrived, rows_RD.contiguous(), list(of), list(to), group=self.group)
+            dist.all_to_all_single(
+                arrived, rows_RD.contiguous(), list(of), list(to), group=self.group
+            )
         return arrived
 
 
@@ -190,10 +225,15 @@ class BetweenRanks:
         here, there = torch.stack((counts_PE, arrived_PE)).tolist()
         sent, received = [sum(row) for row in here], [sum(row) for row in there]
         rows = _Exchange.apply(x_RD, sent, received, self.group)
-        # They come rank by rank, and of each rank expert by expert: a stable sort makes runs of one expert.
+        # They come rank by rank, and of each rank expert by expert: a stable sort makes runs of one
+        # expert.
         numbers = torch.arange(arrived_PE.shape[1], device=x_RD.device).repeat(size)
-        order = numbers.repeat_interleave(arrived_PE.flatten(), output_size=sum(received)).argsort(stable=True)
-        counts_here = with_sizes(arrived_PE.sum(0), [sum(column) for column in zip(*there, strict=True)])
+        order = numbers.repeat_interleave(arrived_PE.flatten(), output_size=sum(received)).argsort(
+            stable=True
+        )
+        counts_here = with_sizes(
+            arrived_PE.sum(0), [sum(column) for column in zip(*there, strict=True)]
+        )
         made = experts(rows.index_select(0, order), counts_here)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)

@@ -1,8 +1,9 @@
 """fp8: the matrix products of blocks, forward and backward, through torchao's Float8Linear.
 
-Each product casts what goes in to fp8 with one scale per tensor, from its largest element at that moment (dynamic
-scaling, torchao's "tensorwise"); weights, activations between products and what autograd keeps stay as they are in
-bf16. Embedding, head and norms are left alone, and so are widths that the kernels do not take.
+Each product casts what goes in to fp8 with one scale per tensor, from its largest element at that
+moment (dynamic scaling, torchao's "tensorwise"); weights, activations between products and what
+autograd keeps stay as they are in bf16. Embedding, head and norms are left alone, and so are widths
+that the kernels do not take.
 """
 
 from __future__ import annotations
@@ -41,15 +42,18 @@ class Float8:
 
 
 def require_device(device: torch.device) -> None:
-    """Raises LayoutError for what is no GPU, and EnvironmentProblem (exit 6) for a GPU that cannot multiply fp8."""
+    """Raises LayoutError for what is no GPU, and EnvironmentProblem (exit 6) for a GPU that
+    cannot multiply fp8."""
     if device.type != "cuda":
-        raise LayoutError(f"precision.compute=fp8 needs a GPU, and this rank is on {device.type}", fix=INSTEAD)
+        raise LayoutError(
+            f"precision.compute=fp8 needs a GPU, and this rank is on {device.type}", fix=INSTEAD
+        )
     found = torch.cuda.get_device_capability(device)
     if found < CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise EnvironmentProblem(
-            f"precision.compute=fp8 needs a GPU of compute capability {_words(CAPABILITY)}, and {name} has "
-            f"{_words(found)}",
+            f"precision.compute=fp8 needs a GPU of compute capability {_words(CAPABILITY)}, and"
+            f" {name} has {_words(found)}",
             fix=INSTEAD,
         )
 
@@ -59,7 +63,8 @@ def _words(capability: tuple[int, ...]) -> str:
 
 
 def convert(block: nn.Module, *, emulate: bool = False) -> int:
-    """Puts Float8Linear in the place of the linear layers of `block`, with their own parameters; how many.
+    """Puts Float8Linear in the place of the linear layers of `block`, with their own parameters;
+    how many.
 
     Raises EnvironmentProblem (exit 6) where torchao is not installed.
     """
@@ -67,17 +72,24 @@ def convert(block: nn.Module, *, emulate: bool = False) -> int:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise EnvironmentProblem(
-            "precision.compute=fp8 needs torchao", why=str(error), fix="pip install 'phalanx[gpu]', or " + INSTEAD
+            "precision.compute=fp8 needs torchao",
+            why=str(error),
+            fix="pip install 'phalanx[gpu]', or " + INSTEAD,
         ) from None
     suited = [part for part in block.modules() if is_suited(part)]
     config: Any = Float8LinearConfig(emulate=emulate)
-    convert_to_float8_training(block, module_filter_fn=lambda part, name: part in suited, config=config)
+    convert_to_float8_training(
+        block, module_filter_fn=lambda part, name: part in suited, config=config
+    )
     return len(suited)
 
 
 def is_suited(part: nn.Module) -> bool:
-    """An nn.Linear, and no subclass, which may multiply in its own way, with widths that kernels take."""
-    return type(part) is nn.Linear and not (part.in_features % MULTIPLE or part.out_features % MULTIPLE)
+    """An nn.Linear, and no subclass, which may multiply in its own way, with widths that kernels
+    take."""
+    return type(part) is nn.Linear and not (
+        part.in_features % MULTIPLE or part.out_features % MULTIPLE
+    )
 
 
 parallelism = Float8()

@@ -39,7 +39,8 @@ def held_by(shard: LogicalShard) -> tuple[Held, ...]:
 def own_squares(
     named: Iterable[tuple[str, nn.Parameter]], held: Mapping[str, tuple[Held, ...]]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(this rank's gradients, its part of their squares: 0-d fp64 where the gradients are, on the CPU without any).
+    """(this rank's gradients, its part of their squares: 0-d fp64 where the gradients are, on the
+    CPU without any).
 
     The parts of all ranks add up to the square of the norm.
     """
@@ -61,7 +62,8 @@ def own_squares(
 
 
 def _pieces(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`gradients` cut small: the CPU's norm adds squares one after another in fp32 and loses 0.2 % of 50 M elements."""
+    """`gradients` cut small: the CPU's norm adds squares one after another in fp32 and loses 0.2
+    % of 50 M elements."""
     if gradients[0].device.type != "cpu":
         return gradients
     return [piece for gradient in gradients for piece in gradient.reshape(-1).split(NORM_PIECE)]

@@ -1,6 +1,8 @@
-"""Ids and labels that no row or class of a model answers to: told with key, value and range, not by an index error.
+"""Ids and labels that no row or class of a model answers to: told with key, value and range, not by
+an index error.
 
-Looked at on the CPU, where the loader leaves a batch: a GPU is not waited for, and would not say which value it was.
+Looked at on the CPU, where the loader leaves a batch: a GPU is not waited for, and would not say
+which value it was.
 """
 
 from __future__ import annotations
@@ -16,18 +18,22 @@ from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import DataError
 
 Batch = Mapping[str, torch.Tensor]
-TAKES_CLASSES = "takes_classes"  # what an objective has that takes every target for the number of a class
+TAKES_CLASSES = (  # what an objective has that takes every target for the number of a class
+    "takes_classes"
+)
 _TARGETS = ("labels", "targets")  # in the order in which the built-in objectives look
 
 
 def require_ids(batch: Batch, vocab_size: int) -> None:
-    """Raises DataError for token ids beyond the `vocab_size` rows of a model; 0: it has none, or nobody knows."""
+    """Raises DataError for token ids beyond the `vocab_size` rows of a model; 0: it has none, or
+    nobody knows."""
     if vocab_size and "inputs" in batch:
         _require("'inputs'", batch["inputs"], vocab_size)
 
 
 def require_targets(batch: Batch, outputs: Any) -> None:
-    """Raises DataError for targets that are no class of `outputs`, which are logits or bring the head's weight."""
+    """Raises DataError for targets that are no class of `outputs`, which are logits or bring the
+    head's weight."""
     key = next((key for key in _TARGETS if key in batch), None)
     num_classes = _num_classes(outputs)
     if key is not None and num_classes:
@@ -45,11 +51,16 @@ def _num_classes(outputs: Any) -> int:
 
 
 def require_looked_up(batch: Batch, error: Exception) -> None:
-    """Raises DataError if `error` comes from what a user's own embedding or cross-entropy could not look up."""
+    """Raises DataError if `error` comes from what a user's own embedding or cross-entropy could
+    not look up."""
     trace, own_line = error.__traceback__, ""
     while trace is not None:
         code, known = trace.tb_frame.f_code, trace.tb_frame.f_locals
-        if code.co_filename == F.__file__ and code.co_name in ("embedding", "cross_entropy", "nll_loss"):
+        if code.co_filename == F.__file__ and code.co_name in (
+            "embedding",
+            "cross_entropy",
+            "nll_loss",
+        ):
             _explain(batch, code.co_name, known, own_line)
         elif code.co_filename.endswith(".py") and "site-packages" not in code.co_filename:
             own_line = f"{Path(code.co_filename).name}:{trace.tb_lineno}"
@@ -63,7 +74,9 @@ def _explain(batch: Batch, function: str, known: Mapping[str, Any], where: str) 
         values, logits = known["target"], known["input"]
         size = logits.shape[1 if logits.ndim > 1 else 0]
     if isinstance(values, torch.Tensor) and values.device.type == "cpu":
-        name = next((repr(key) for key, t in batch.items() if _are_same(t, values)), f"what {function} got")
+        name = next(
+            (repr(key) for key, t in batch.items() if _are_same(t, values)), f"what {function} got"
+        )
         _require(name, values, int(size), classes=function != "embedding", where=where)
 
 
@@ -71,8 +84,15 @@ def _are_same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.numel() == second.numel() and torch.equal(first.ravel().to(second), second.ravel())
 
 
-def _require(name: str, values: torch.Tensor, size: int, *, classes: bool = False, where: str = "") -> None:
-    if values.device.type != "cpu" or values.is_floating_point() or values.is_complex() or not values.numel():
+def _require(
+    name: str, values: torch.Tensor, size: int, *, classes: bool = False, where: str = ""
+) -> None:
+    if (
+        values.device.type != "cpu"
+        or values.is_floating_point()
+        or values.is_complex()
+        or not values.numel()
+    ):
         return
     lowest, highest = (int(edge) for edge in values.aminmax())
     if lowest >= 0 and highest < size:
@@ -89,6 +109,9 @@ def _require(name: str, values: torch.Tensor, size: int, *, classes: bool = Fals
     raise DataError(
         f"{name} holds {worst}, which is none of the {of_what}",
         where=where or None,
-        why=f"row {', '.join(map(str, rows[:5]))}{' ...' if len(rows) > 5 else ''} of a microbatch of {len(values)}",
+        why=(
+            f"row {', '.join(map(str, rows[:5]))}{' ...' if len(rows) > 5 else ''} of a microbatch"
+            f" of {len(values)}"
+        ),
         fix=f"give 0 to {size - 1}{also}, or the model more of them",
     )

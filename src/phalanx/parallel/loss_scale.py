@@ -1,7 +1,8 @@
-"""Loss scaling for fp16: gradients are computed of scale x loss, so that small ones are not rounded to zero.
+"""Loss scaling for fp16: gradients are computed of scale x loss, so that small ones are not rounded
+to zero.
 
-Dynamic (Micikevicius et al. 2018): a step whose gradients overflow on any rank is skipped by all and halves the scale,
-which doubles again after so many good steps. Powers of two change no digits.
+Dynamic (Micikevicius et al. 2018): a step whose gradients overflow on any rank is skipped by all
+and halves the scale, which doubles again after so many good steps. Powers of two change no digits.
 """
 
 from __future__ import annotations
@@ -30,16 +31,23 @@ class LossScale:
         return self.growth_steps > 0
 
     def after(self, *, finite: bool) -> None:
-        """What a step's outcome makes of it. Raises NumericsError where a smaller scale would not help."""
+        """What a step's outcome makes of it.
+
+        Raises NumericsError where a smaller scale would not help.
+        """
         if not self.is_dynamic:
             return
         if not finite:
             if self.scale / 2 < FLOOR:
                 raise NumericsError(
                     f"fp16 overflows even with a loss scale of {self.scale:g}",
-                    why="loss, activations or gradients exceed 65504, or are not finite in any type",
-                    fix='set precision.compute = "bf16", or lower optim.lr; a large train.loss_chunk_tokens adds up '
-                    "more in fp16, too",
+                    why=(
+                        "loss, activations or gradients exceed 65504, or are not finite in any type"
+                    ),
+                    fix=(
+                        'set precision.compute = "bf16", or lower optim.lr; a large'
+                        " train.loss_chunk_tokens adds up more in fp16, too"
+                    ),
                 )
             self.scale, self.good_steps = self.scale / 2, 0
             return
@@ -68,4 +76,8 @@ def require_facts(facts: Any, where: str) -> None:
 
 def loss_scale_of(plan: Plan) -> LossScale | None:
     """None where nothing is scaled."""
-    return LossScale(plan.loss_scale, plan.loss_scale_growth_steps) if plan.loss_scale is not None else None
+    return (
+        LossScale(plan.loss_scale, plan.loss_scale_growth_steps)
+        if plan.loss_scale is not None
+        else None
+    )

@@ -44,8 +44,9 @@ class StepSums:
 class StepFacts:
     """A step over all ranks. `loss` is per target; `grad_norm` is exact and before clipping.
 
-    `finite`: loss and every gradient are. When it is False, or `num_targets` is 0, gradients were left as they were
-    and the step must not be applied. `votes` are the sums over ranks of what each rank handed in.
+    `finite`: loss and every gradient are. When it is False, or `num_targets` is 0, gradients were
+    left as they were and the step must not be applied. `votes` are the sums over ranks of what each
+    rank handed in.
     """
 
     loss: float
@@ -56,14 +57,18 @@ class StepFacts:
     sent_bytes: int = 0
     """Bytes that this rank sent to reduce gradients."""
     sent_tp_bytes: int = 0
-    """Bytes that this rank sent to those that work on the same samples; 0 in compiled code, where nobody counts."""
+    """Bytes that this rank sent to those that work on the same samples; 0 in compiled code,
+    where nobody counts."""
     loss_scale: float = 0.0
     """What the loss of this step was multiplied by; 0: nothing was scaled."""
     scale_adapts: bool = False
 
     @property
     def reason_to_skip(self) -> str | None:
-        """Why the step must not be applied, or None. "overflow" is one that a smaller loss scale answers."""
+        """Why the step must not be applied, or None.
+
+        "overflow" is one that a smaller loss scale answers.
+        """
         if self.num_targets == 0:
             return "no_targets"
         if self.finite:
@@ -75,11 +80,14 @@ class StepFacts:
         return self.reason_to_skip is None
 
 
-READS_PARTS = "reads_vocabulary_parts"  # what an objective has that can do with a part of the logits
+READS_PARTS = (  # what an objective has that can do with a part of the logits
+    "reads_vocabulary_parts"
+)
 
 
 def together(outputs: Any) -> Any:
-    """Logits of the whole vocabulary, where tensor parallelism has cut it or the objective was to make them."""
+    """Logits of the whole vocabulary, where tensor parallelism has cut it or the objective was
+    to make them."""
     gathered = getattr(outputs, "gathered", None)
     return outputs if gathered is None else gathered()
 
@@ -102,7 +110,8 @@ class ParallelModel:
         self.phases: Phases = piece.phases
         self.module: nn.Module = piece.root.module
         self.saved_bytes: int | None = None
-        """Bytes autograd kept in the first microbatch; None before it, and where they are out of sight (is_counted)."""
+        """Bytes autograd kept in the first microbatch; None before it, and where they are out of
+        sight (is_counted)."""
         self._count_saved = is_counted(piece.plan)
         self._held: dict[str, tuple[Held, ...]] | None = None
         self._has_run = False  # a forward
@@ -112,9 +121,11 @@ class ParallelModel:
         self.step = 0
         """The last one that was begun."""
         self.finished_at: Any = 0.0
-        """Mark of `phases.clock` when this rank left the reduction of the last step, as all do at about one time."""
+        """Mark of `phases.clock` when this rank left the reduction of the last step, as all do
+        at about one time."""
         self._drawing = Drawing(self.module, piece)
-        # Gradients are reduced after division by this constant; finish_step applies the exact token factor.
+        # Gradients are reduced after division by this constant; finish_step applies the exact token
+        # factor.
         self._constant = float(piece.plan.targets_per_rank)
         self.loss_scale = loss_scale_of(piece.plan)
         if piece.compression is not None:
@@ -131,36 +142,42 @@ class ParallelModel:
 
     @property
     def is_staged(self) -> bool:
-        """True for a part of a pipeline: others may have parameters to train where this rank has none."""
+        """True for a part of a pipeline: others may have parameters to train where this rank has
+        none."""
         return self._run is not None
 
     @property
     def pipeline_spans(self) -> list[Span] | None:
-        """(action, begin, end) of what this rank computed in the last step, without waiting; None: no pipeline.
+        """(action, begin, end) of what this rank computed in the last step, without waiting; None:
+        no pipeline.
 
-        Begin and end are marks of `phases.clock`: seconds of the host's perf_counter, or events on a GPU.
+        Begin and end are marks of `phases.clock`: seconds of the host's perf_counter, or events on
+        a GPU.
         """
         return None if self._run is None else self._run.spans
 
     @property
     def stages_of(self) -> Mapping[str, tuple[int, ...]]:
-        """By full name of this rank's parameters: the pipeline stages that hold each; empty without a pipeline."""
+        """By full name of this rank's parameters: the pipeline stages that hold each; empty
+        without a pipeline."""
         return {} if self._piece.staged is None else self._piece.staged.stages
 
     @property
     def is_amid_schedule(self) -> bool:
-        """True once an error has left a pipeline's schedule half done: this rank's word alone, the others wait."""
+        """True once an error has left a pipeline's schedule half done: this rank's word alone,
+        the others wait."""
         return self._run is not None and self._run.is_under_way
 
     @property
     def is_rehearsing(self) -> bool:
-        """True while a pipeline learns what its stages hand on: what is computed then is thrown away."""
+        """True while a pipeline learns what its stages hand on: what is computed then is thrown
+        away."""
         return self._piece.staged is not None and self._piece.staged.door.is_rehearsal
 
     @property
     def rows_under_way(self) -> tuple[int, int] | None:
-        """(step, its first row of that step's batch) of the microbatch whose forward is under way; None outside of
-        `forward_backward`."""
+        """(step, its first row of that step's batch) of the microbatch whose forward is under way;
+        None outside of `forward_backward`."""
         moment = self._piece.draws.moment
         return None if moment is None else (moment.step, moment.first_row)
 
@@ -176,12 +193,14 @@ class ParallelModel:
 
     @property
     def sent_cp_bytes(self) -> int:
-        """Bytes that this rank has sent to those with other tokens of its sequences, since it began."""
+        """Bytes that this rank has sent to those with other tokens of its sequences, since it
+        began."""
         return 0 if self._piece.context is None else round(self._piece.context.group.sent_bytes)
 
     @property
     def expert_load(self) -> Mapping[str, ExpertLoad]:
-        """By name of this rank's routers: what came to their experts in the last step, over all ranks."""
+        """By name of this rank's routers: what came to their experts in the last step, over all
+        ranks."""
         return self._loads.found
 
     @property
@@ -191,22 +210,32 @@ class ParallelModel:
 
     @property
     def left_to_torch(self) -> Mapping[str, str]:
-        """What draws as torch does, and so depends on the layout: name -> why. Known once a step was done."""
+        """What draws as torch does, and so depends on the layout: name -> why.
+
+        Known once a step was done.
+        """
         return self._piece.draws.left_to_torch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, on this rank's inputs. Raises LayoutError where it is cut into stages."""
+        """The module's own forward, on this rank's inputs.
+
+        Raises LayoutError where it is cut into stages.
+        """
         if self._piece.context is not None:
-            raise LayoutError("a model whose sequences are cut (parallel.cp) is called through call_then")
+            raise LayoutError(
+                "a model whose sequences are cut (parallel.cp) is called through call_then"
+            )
         with self._autocast():
             return self._piece.outer(args, kwargs, together)
 
     def call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
-        """`then(outputs)` of one forward, run while a sharded model's outermost weights are still whole.
+        """`then(outputs)` of one forward, run while a sharded model's outermost weights are still
+        whole.
 
-        Of a pipeline: called where the last stage is, and must give a tensor, which every rank returns. Collective.
-        With cp each rank has outputs of its own tokens; every rank returns, as a tensor, what is made where the last
-        token is the last one. A batch is then inputs alone, of any length.
+        Of a pipeline: called where the last stage is, and must give a tensor, which every rank
+        returns. Collective. With cp each rank has outputs of its own tokens; every rank returns, as
+        a tensor, what is made where the last token is the last one. A batch is then inputs alone,
+        of any length.
         """
         context = self._piece.context
         if context is None:
@@ -219,7 +248,9 @@ class ParallelModel:
             (found,) = self._run.only_forward([batch], _Then(then))
             self._piece.rest()
             return self._run.on_all(found)
-        return self._call(batch if self._piece.context is None else self._piece.context.cut(batch), then)
+        return self._call(
+            batch if self._piece.context is None else self._piece.context.cut(batch), then
+        )
 
     def _call(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         args, kwargs = call_with_batch(self.module, batch)
@@ -227,7 +258,8 @@ class ParallelModel:
             return self._piece.outer(args, kwargs, then)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters an optimizer updates: this rank's shards, as DTensors where they are sharded."""
+        """The parameters an optimizer updates: this rank's shards, as DTensors where they are
+        sharded."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -238,11 +270,13 @@ class ParallelModel:
         self._piece.outer.train(mode)
 
     def shards(self) -> dict[str, LogicalShard]:
-        """Parameters and persistent buffers of this rank by full-model name; tied tensors appear once."""
+        """Parameters and persistent buffers of this rank by full-model name; tied tensors appear
+        once."""
         return self._shards()[0]
 
     def trained_shards(self) -> dict[str, LogicalShard]:
-        """Of what `named_parameters` gives, which may be less of each parameter than the rank holds."""
+        """Of what `named_parameters` gives, which may be less of each parameter than the rank
+        holds."""
         found = self.shards()
         for raw_name, part in self._piece.trained.named_parts(self.module):
             name = full_name(raw_name)
@@ -260,15 +294,21 @@ class ParallelModel:
 
     def reduction_shards(self) -> dict[str, LogicalShard]:
         """What compressing gradients keeps between steps, as `comm/<parameter>/<slot>`."""
-        return {} if self._piece.compression is None else self._piece.compression.shards(self.shards(), self.mesh)
+        return (
+            {}
+            if self._piece.compression is None
+            else self._piece.compression.shards(self.shards(), self.mesh)
+        )
 
     def unsent_gradients(self) -> dict[str, torch.Tensor]:
-        """What compressing has kept back on this rank, by name, in the units in which gradients are reduced."""
+        """What compressing has kept back on this rank, by name, in the units in which gradients
+        are reduced."""
         return {} if self._piece.compression is None else self._piece.compression.errors()
 
     @property
     def plain_bytes(self) -> int:
-        """What `StepFacts.sent_bytes` would be with uncompressed gradients in fp32; 0 where nobody knows."""
+        """What `StepFacts.sent_bytes` would be with uncompressed gradients in fp32; 0 where
+        nobody knows."""
         return self._piece.traffic.plain_bytes
 
     def _shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
@@ -285,11 +325,14 @@ class ParallelModel:
     ) -> StepSums:
         """Accumulate gradients over `microbatches`; ranks communicate during the last one only.
 
-        Every rank must hand in the same number of microbatches. Returns local sums; `finish_step` makes them a step.
-        What dropout drops is a function of `step`, the last one's number plus one if it is not given.
+        Every rank must hand in the same number of microbatches. Returns local sums; `finish_step`
+        makes them a step. What dropout drops is a function of `step`, the last one's number plus
+        one if it is not given.
         """
         assert microbatches, "a step needs at least one microbatch"
-        assert self._has_weights, "nothing was written into shards() yet, or refresh() was not called after it"
+        assert self._has_weights, (
+            "nothing was written into shards() yet, or refresh() was not called after it"
+        )
         microbatches = [flat_entries(batch, of_tensors=True) for batch in microbatches]
         self.step = self.step + 1 if step is None else step
         self._drawing.begin_step()
@@ -310,7 +353,10 @@ class ParallelModel:
             microbatches = ()
             self.saved_bytes = self._run.peak_bytes or None
         for index, batch in enumerate(microbatches):
-            with self._piece.sync(index == len(microbatches) - 1), self._drawing.microbatch(self.step, index, batch):
+            with (
+                self._piece.sync(index == len(microbatches) - 1),
+                self._drawing.microbatch(self.step, index, batch),
+            ):
                 with self.phases("forward"), self._counting_once(), self._drawing.forward():
                     loss, targets = self._loss(batch, objective)
                 with self.phases("backward"):
@@ -323,21 +369,26 @@ class ParallelModel:
         return StepSums(loss_sum, num_targets)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()`, after which every rank sees what all ranks updated, and biases of routers follow what
-        came to experts in the step. Collective."""
+        """`optimizer.step()`, after which every rank sees what all ranks updated, and biases of
+        routers follow what came to experts in the step.
+
+        Collective.
+        """
         self._piece.trained.require_parts(optimizer)
         optimizer.step()
         self._piece.trained.publish()
         self._loads.move_biases()
 
     def refresh(self) -> None:
-        """After weights were written into `shards()`: what an optimizer has of them elsewhere follows."""
+        """After weights were written into `shards()`: what an optimizer has of them elsewhere
+        follows."""
         self._piece.trained.refresh()
         self._has_weights = True
 
     @property
     def unused_parameters(self) -> frozenset[str]:
-        """Names of those that had no part in a loss of this rank so far, where parallel.unused_parameters allows it."""
+        """Names of those that had no part in a loss of this rank so far, where
+        parallel.unused_parameters allows it."""
         return frozenset(self._piece.unused)
 
     def _sent_over_tp(self) -> float:
@@ -345,10 +396,13 @@ class ParallelModel:
         return 0.0 if group is None or self.plan.compile else group.sent_bytes
 
     def _weigh_balance(self) -> None:
-        """A pipeline's stages do not see the objective: what a balance loss weighs beside it is told beforehand."""
+        """A pipeline's stages do not see the objective: what a balance loss weighs beside it is
+        told beforehand."""
         balance = getattr(self.module, "balance", None)
         if balance is not None:
-            balance.scale = (1.0 if self.loss_scale is None else self.loss_scale.scale) / self._constant
+            balance.scale = (
+                1.0 if self.loss_scale is None else self.loss_scale.scale
+            ) / self._constant
 
     def _scaled_share(self, loss: torch.Tensor) -> torch.Tensor:
         """What gradients are taken of."""
@@ -357,7 +411,8 @@ class ParallelModel:
 
     @contextmanager
     def _keeping_copies(self) -> Iterator[None]:
-        """While `microbatches` live: each is copied to the device once, though several stages ask for it."""
+        """While `microbatches` live: each is copied to the device once, though several stages
+        ask for it."""
         self._keeps_copies = self.mesh.device.type != "cpu"
         try:
             yield
@@ -380,7 +435,9 @@ class ParallelModel:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         num_targets = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         try:
-            for found in self._each((flat_entries(batch, of_tensors=True) for batch in microbatches), objective):
+            for found in self._each(
+                (flat_entries(batch, of_tensors=True) for batch in microbatches), objective
+            ):
                 if found is not None:
                     loss_sum += found[0]
                     num_targets += found[1]
@@ -409,7 +466,9 @@ class ParallelModel:
         def loss_of(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             if staged is not None:
                 staged.door.require_clean_outputs(outputs)
-                if staged.door.is_rehearsal:  # an objective counts and draws as often as there are microbatches
+                if (
+                    staged.door.is_rehearsal
+                ):  # an objective counts and draws as often as there are microbatches
                     return torch.zeros(()), torch.zeros(())
             if isinstance(objective, _Then):
                 return objective.then(outputs)
@@ -428,7 +487,10 @@ class ParallelModel:
                     raise refusal from error
                 error.add_note(f"the batch: {describe_batch(batch)}")
                 if self._piece.cuts:
-                    error.add_note("tp has cut parameters by rules: a view that counts heads or features needs divide=")
+                    error.add_note(
+                        "tp has cut parameters by rules: a view that counts heads or features needs"
+                        " divide="
+                    )
             raise
         self._has_run = True
         if (staged is not None and not staged.door.is_last_stage) or isinstance(objective, _Then):
@@ -437,8 +499,11 @@ class ParallelModel:
         return found
 
     def _on_device(self, given: Batch) -> NamedTensors:
-        """`given` on this rank's device. From page-locked memory, which a loader's thread may have put it in already:
-        a copy from other memory waits for all that the device has to do. Stages of a pipeline share one copy."""
+        """`given` on this rank's device.
+
+        From page-locked memory, which a loader's thread may have put it in already: a copy from
+        other memory waits for all that the device has to do. Stages of a pipeline share one copy.
+        """
         device = self.mesh.device
         if id(given) in self._copied:
             return NamedTensors(self._copied[id(given)])
@@ -448,10 +513,13 @@ class ParallelModel:
         return NamedTensors(copied)
 
     @torch.no_grad()
-    def finish_step(self, sums: StepSums, *, max_norm: float | None = None, votes: Sequence[float] = ()) -> StepFacts:
+    def finish_step(
+        self, sums: StepSums, *, max_norm: float | None = None, votes: Sequence[float] = ()
+    ) -> StepFacts:
         """One reduction over all ranks: loss, targets, the exact global gradient norm and `votes`.
 
-        Then gradients become those of sum(loss) / sum(targets), scaled down to `max_norm` if their norm exceeds it.
+        Then gradients become those of sum(loss) / sum(targets), scaled down to `max_norm` if their
+        norm exceeds it.
         """
         sent_before = self._sent_over_tp()
         self._piece.before_finish(self.named_parameters())
@@ -470,7 +538,10 @@ class ParallelModel:
         if num_targets == 0:
             return StepFacts(0.0, 0, 0.0, True, tuple(reduced), sent_bytes, sent_tp_bytes)
         factor = (
-            self.plan.layout.reduced.data_parallel_size * self._constant / num_targets / (scale.scale if scale else 1.0)
+            self.plan.layout.reduced.data_parallel_size
+            * self._constant
+            / num_targets
+            / (scale.scale if scale else 1.0)
         )
         norm = factor * total_squares**0.5
         loss = loss_sum / num_targets
@@ -481,7 +552,9 @@ class ParallelModel:
             if factor != 1.0 and gradients:  # a stage may have none: all of it frozen
                 with self.phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
-        facts = StepFacts(loss, int(num_targets), norm, finite, tuple(reduced), sent_bytes, sent_tp_bytes)
+        facts = StepFacts(
+            loss, int(num_targets), norm, finite, tuple(reduced), sent_bytes, sent_tp_bytes
+        )
         if scale is not None:
             facts = replace(facts, loss_scale=scale.scale, scale_adapts=scale.is_dynamic)
             scale.after(finite=finite)
@@ -492,7 +565,9 @@ class ParallelModel:
         if self._held is None:
             self._held = {name: held_by(shard) for name, shard in self.trained_shards().items()}
         gradients, squares = own_squares(self.named_parameters(), self._held)
-        if squares.device != self.mesh.device:  # gradients in host memory: a number that the host has costs a kernel
+        if (
+            squares.device != self.mesh.device
+        ):  # gradients in host memory: a number that the host has costs a kernel
             squares = filled((squares.item(),), self.mesh.device)[0]
         return gradients, squares
 

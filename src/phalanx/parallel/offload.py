@@ -1,7 +1,7 @@
 """parallel.offload = "optimizer": what the optimizer updates, and its state, lies in host memory.
 
-Gradients are copied down when the last backward has ended, weights up after the update. On a CPU both are where they
-were, and nothing is copied. ("parameters" is FSDP's own: see dp_shard.)
+Gradients are copied down when the last backward has ended, weights up after the update. On a CPU
+both are where they were, and nothing is copied. ("parameters" is FSDP's own: see dp_shard.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class OffloadOptimizer:
             part = piece.trained.parts.get(parameter, Part(parameter, parameter))
             local = on_host(local_tensor(part.trained.detach()))
             like = part.trained
-            trained = nn.Parameter(dtensor_like(like, local) if isinstance(like, DTensor) else local)
+            trained = nn.Parameter(
+                dtensor_like(like, local) if isinstance(like, DTensor) else local
+            )
             piece.trained.parts[parameter] = Part(parameter, trained, part.take, on_host=True)
 
 

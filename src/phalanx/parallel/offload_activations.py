@@ -1,8 +1,8 @@
 """Offload: what autograd keeps from the forward waits for the backward in host memory.
 
-Each storage goes once, on a stream of its own beside the computation, and comes back before the backward needs it:
-the backward asks in about the reverse order, so the next ones are fetched ahead. Weights stay, and so does what is
-small. On a CPU the same path copies from memory to memory.
+Each storage goes once, on a stream of its own beside the computation, and comes back before the
+backward needs it: the backward asks in about the reverse order, so the next ones are fetched ahead.
+Weights stay, and so does what is small. On a CPU the same path copies from memory to memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.parallel.saved import is_weight
 from phalanx.plan.plan import Plan
 
-SMALLEST_BYTES = {"cuda": 1 << 16, "cpu": 1}  # below, a copy costs more than it frees; a CPU rehearses with everything
+SMALLEST_BYTES = {
+    "cuda": 1 << 16,
+    "cpu": 1,
+}  # below, a copy costs more than it frees; a CPU rehearses with everything
 NUM_AHEAD = 2  # storages that are fetched before they are asked for
 
 
@@ -32,7 +35,8 @@ class OffloadActivations:
         return plan.offload_activations
 
     def apply(self, piece: Workpiece) -> None:
-        """Around the whole forward; the hooks of recomputed blocks are inside, so of these their inputs go."""
+        """Around the whole forward; the hooks of recomputed blocks are inside, so of these their
+        inputs go."""
         lane = _Lane(piece.mesh.device)
         piece.root.forward = functools.partial(_offloading, lane, piece.root.forward)  # type: ignore[method-assign]
 
@@ -70,7 +74,10 @@ class _Lane:
 
 @dataclass(eq=False)
 class Parked:
-    """A storage in host memory. `num_left`: saved tensors of it that the backward has not asked for."""
+    """A storage in host memory.
+
+    `num_left`: saved tensors of it that the backward has not asked for.
+    """
 
     host: torch.Tensor
     place: int  # in the order of parking
@@ -98,7 +105,9 @@ class Trip:
         """Bytes in host memory, over the whole trip."""
         self._lane = lane
         self._order: list[weakref.ref[Parked]] = []
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[Parked]]] = {}
+        self._known: dict[
+            int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[Parked]]
+        ] = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Ticket:
         if not self._goes(tensor):
@@ -147,7 +156,9 @@ class Trip:
         with self._lane.run():
             host.copy_(flat, non_blocking=True)
         if self._lane.stream is not None:
-            flat.record_stream(self._lane.stream)  # its memory is not given away before it has been read
+            flat.record_stream(
+                self._lane.stream
+            )  # its memory is not given away before it has been read
         parked = Parked(host, len(self._order))
         self.num_bytes += host.numel()
         self._order.append(weakref.ref(parked))
@@ -158,7 +169,9 @@ class Trip:
         if parked.back is not None:
             return
         with self._lane.run():
-            parked.back = torch.empty(parked.host.shape, dtype=torch.uint8, device=self._lane.device)
+            parked.back = torch.empty(
+                parked.host.shape, dtype=torch.uint8, device=self._lane.device
+            )
             parked.back.copy_(parked.host, non_blocking=True)
             parked.arrived = self._lane.mark()
         if self._lane.stream is not None:  # made on the lane, read by the computation
@@ -168,7 +181,9 @@ class Trip:
         """Those that were parked just before: the backward asks for them next."""
         if self._lane.stream is None:
             return
-        for other in (ref() for ref in self._order[max(0, parked.place - NUM_AHEAD) : parked.place]):
+        for other in (
+            ref() for ref in self._order[max(0, parked.place - NUM_AHEAD) : parked.place]
+        ):
             if other is not None and other.num_left > 0:
                 self._fetch(other)
 

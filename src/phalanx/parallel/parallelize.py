@@ -44,14 +44,16 @@ def parallelize(
 ) -> ParallelModel:
     """Apply the plan's layout, recompute and compile choices to `module`.
 
-    A module on the meta device is filled after sharding by its own `initialize(shards, seed)`, each rank its part.
-    Without `initialize` it is zero instead: for whoever writes every tensor of `shards()` next, and calls `refresh()`,
-    before which it does not train.
-    Any other module must hold the same weights on every rank (build it from the same seed). It is changed in place.
+    A module on the meta device is filled after sharding by its own `initialize(shards, seed)`, each
+    rank its part. Without `initialize` it is zero instead: for whoever writes every tensor of
+    `shards()` next, and calls `refresh()`, before which it does not train. Any other module must
+    hold the same weights on every rank (build it from the same seed). It is changed in place.
     Raises LayoutError for a module that the plan cannot be applied to.
     """
     if plan.layout.world_size != mesh.world_size:
-        raise LayoutError(f"the plan is for {plan.layout.world_size} ranks and the mesh has {mesh.world_size}")
+        raise LayoutError(
+            f"the plan is for {plan.layout.world_size} ranks and the mesh has {mesh.world_size}"
+        )
     lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
     if lazy:
         raise LayoutError(
@@ -78,7 +80,9 @@ def parallelize(
         _allocate(root, mesh.device, parameters_on_host=plan.data_parallel.parameters_on_host)
         shards, _ = piece.shards()
         with torch.no_grad():
-            if not initialize:  # a pipeline rehearses with them: what memory held before might be refused as NaN
+            if (
+                not initialize
+            ):  # a pipeline rehearses with them: what memory held before might be refused as NaN
                 for shard in shards.values():
                     shard.tensor.zero_()
                 return
@@ -112,7 +116,9 @@ def parallelize(
 @contextmanager
 def _in_all_stages(piece: Workpiece) -> Iterator[None]:
     """What one stage refuses, all of them refuse: they hold different parts of the module."""
-    if piece.staged is None:  # before the stages are cut ranks have the same module, and refuse alike
+    if (
+        piece.staged is None
+    ):  # before the stages are cut ranks have the same module, and refuse alike
         yield
         return
     refusal: PhalanxError | None = None
@@ -124,7 +130,10 @@ def _in_all_stages(piece: Workpiece) -> Iterator[None]:
 
 
 def _allocate(root: nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:
-    """Give tensors on the meta device memory, without values. FSDP wants shards that it moves itself on the host."""
+    """Give tensors on the meta device memory, without values.
+
+    FSDP wants shards that it moves itself on the host.
+    """
     if not parameters_on_host:
         root.to_empty(device=device)
         return
@@ -132,9 +141,13 @@ def _allocate(root: nn.Module, device: torch.device, *, parameters_on_host: bool
     for part in root.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if not isinstance(parameter, DTensor):
-                part.register_parameter(name, nn.Parameter(parameter.to(device), parameter.requires_grad))
+                part.register_parameter(
+                    name, nn.Parameter(parameter.to(device), parameter.requires_grad)
+                )
         for name, buffer in part.named_buffers(recurse=False):
-            part.register_buffer(name, buffer.to(device), persistent=name not in part._non_persistent_buffers_set)
+            part.register_buffer(
+                name, buffer.to(device), persistent=name not in part._non_persistent_buffers_set
+            )
 
 
 def _fingerprint(module: nn.Module) -> str:

@@ -1,7 +1,9 @@
-"""pp: each rank keeps the blocks of its stages, and what stands before or after the blocks where it is needed.
+"""pp: each rank keeps the blocks of its stages, and what stands before or after the blocks where it
+is needed.
 
-The module stays the user's own, under its own names: blocks of other stages are emptied, parameters outside the blocks
-that other stages hold become stand-ins, and calls of blocks go through the door (`pp_door`) of this rank's stages.
+The module stays the user's own, under its own names: blocks of other stages are emptied, parameters
+outside the blocks that other stages hold become stand-ins, and calls of blocks go through the door
+(`pp_door`) of this rank's stages.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from phalanx.plan.plan import Plan
 class Staged:
     """What a rank knows of the pipeline it is part of.
 
-    `copies`: name -> (which of the ranks this is, how many they are) of parameters that several ranks hold; `holders`:
-    the ranks themselves. `stages`: name -> the stages that hold it, of every parameter of this rank.
+    `copies`: name -> (which of the ranks this is, how many they are) of parameters that several
+    ranks hold; `holders`: the ranks themselves. `stages`: name -> the stages that hold it, of every
+    parameter of this rank.
     """
 
     pipeline: Pipeline
@@ -85,13 +88,18 @@ class PipelineStages:
                 empty(block, held.name_of_block(index), door, piece.mesh.device, kept=kept)
         piece.blocks = [blocks[index] for index in own]
         piece.block_numbers = tuple(own)
-        if any(action.kind == "W" for action in pipeline.schedule().actions[here]) and not piece.plan.compile:
+        if (
+            any(action.kind == "W" for action in pipeline.schedule().actions[here])
+            and not piece.plan.compile
+        ):
             split_linears(module)
         piece.root.forward = functools.partial(_through_door, door, piece.root.forward)  # type: ignore[method-assign]
         piece.staged = Staged(pipeline, peers, door, copies, holders, stages)
 
 
-def _through_door(door: Door, forward: Callable[..., Any], args: Any, kwargs: Any, then: Any) -> Any:
+def _through_door(
+    door: Door, forward: Callable[..., Any], args: Any, kwargs: Any, then: Any
+) -> Any:
     """What data parallelism wraps: a stage's forward ends where the next one goes on."""
     try:
         found = forward(args, kwargs, then)
@@ -105,16 +113,29 @@ def _peers(piece: Workpiece) -> Peers:
     mesh = piece.mesh.submesh("pp")
     group = mesh.get_group()
     up = piece.mesh.second_group("pp") if piece.mesh.device.type == "cuda" else group
-    return Peers(mesh.get_local_rank(), tuple(dist.get_process_group_ranks(group)), group, up, piece.mesh.device)
+    return Peers(
+        mesh.get_local_rank(),
+        tuple(dist.get_process_group_ranks(group)),
+        group,
+        up,
+        piece.mesh.device,
+    )
 
 
 def _require_blocks(module: nn.Module, blocks: Sequence[nn.Module], pipeline: Pipeline) -> None:
     num_planned = sum(pipeline.stages.num_blocks)
     if len(blocks) < 2 or len(blocks) != num_planned:
-        why = "shows no repeated blocks" if len(blocks) < 2 else f"has {len(blocks)} blocks, {num_planned} were planned"
+        why = (
+            "shows no repeated blocks"
+            if len(blocks) < 2
+            else f"has {len(blocks)} blocks, {num_planned} were planned"
+        )
         raise LayoutError(
             f"{type(module).__name__} cannot be cut into {pipeline.num_stages} stages: it {why}",
-            fix='keep blocks of one class in an nn.ModuleList, or name them: block_pattern = "layers.*"',
+            fix=(
+                "keep blocks of one class in an nn.ModuleList, or name them: block_pattern ="
+                ' "layers.*"'
+            ),
         )
 
 
@@ -127,23 +148,32 @@ class Holding:
         self._block_of = {f"{prefixes[id(block)]}.": index for index, block in enumerate(blocks)}
         self._stage_of_block = [pipeline.stages.stage_of(index) for index in range(len(blocks))]
         self._names = {full_name(name) for name, _ in module.named_modules()} - {""}
-        parameters = [(full_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
+        parameters = [
+            (full_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)
+        ]
         self._stages: dict[int, set[int]] = {}  # by the parameter's identity
         self._by_name: dict[str, nn.Parameter] = dict(parameters)
         after = False
         for name, parameter in parameters:
             block = self.block_of(name)
             after = after or block is not None
-            self._stages.setdefault(id(parameter), set()).update(self._stages_of(name, block, after))
+            self._stages.setdefault(id(parameter), set()).update(
+                self._stages_of(name, block, after)
+            )
 
     def block_of(self, name: str) -> int | None:
-        return next((index for prefix, index in self._block_of.items() if name.startswith(prefix)), None)
+        return next(
+            (index for prefix, index in self._block_of.items() if name.startswith(prefix)), None
+        )
 
     def parts_of(self, blocks: Sequence[int]) -> frozenset[nn.Module]:
-        """All modules outside the blocks, and those inside of `blocks`: another block may have one of them, too."""
+        """All modules outside the blocks, and those inside of `blocks`: another block may have
+        one of them, too."""
         wanted = {None, *blocks}
         named = self._module.named_modules(remove_duplicate=False)
-        return frozenset(part for name, part in named if self.block_of(f"{full_name(name)}.") in wanted)
+        return frozenset(
+            part for name, part in named if self.block_of(f"{full_name(name)}.") in wanted
+        )
 
     def name_of_block(self, index: int) -> str:
         return next(prefix[:-1] for prefix, number in self._block_of.items() if number == index)
@@ -163,7 +193,8 @@ class Holding:
         return stages
 
     def require_movable(self) -> None:
-        """Raises LayoutError for names that nothing has, and for what a stand-in cannot stand in for."""
+        """Raises LayoutError for names that nothing has, and for what a stand-in cannot stand in
+        for."""
         wished = {
             "parallel.first_stage": self._pipeline.first_stage,
             "parallel.last_stage": self._pipeline.last_stage,
@@ -175,7 +206,8 @@ class Holding:
         for name, part in self._module.named_modules():
             if isinstance(part, _BatchNorm) and self.block_of(f"{full_name(name)}.") is None:
                 raise LayoutError(
-                    f"{full_name(name)} is a BatchNorm outside the blocks, whose statistics one stage would have",
+                    f"{full_name(name)} is a BatchNorm outside the blocks, whose statistics one"
+                    " stage would have",
                     fix="move it into a block, or do without parallel.pp",
                 )
 
@@ -185,18 +217,24 @@ class Holding:
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Of the pipeline, in ascending order."""
-        return tuple(sorted({self._pipeline.rank_of_stage[stage] for stage in self.stages_of(name)}))
+        return tuple(
+            sorted({self._pipeline.rank_of_stage[stage] for stage in self.stages_of(name)})
+        )
 
     def require_one_name(self) -> None:
-        """Raises LayoutError for a parameter that two ranks would have under different names: in blocks of both."""
+        """Raises LayoutError for a parameter that two ranks would have under different names: in
+        blocks of both."""
         names: dict[int, list[str]] = {}
         for name, parameter in self._by_name.items():
             names.setdefault(id(parameter), []).append(name)
         for stored, *others in names.values():
             if self.block_of(stored) is not None and len(self.ranks_of(stored)) > 1:
                 raise LayoutError(
-                    f"{stored} and {others[0]} are one parameter, and stages of different ranks would each have it",
-                    fix="set parallel.stage_blocks so that one stage has both, or give each its own",
+                    f"{stored} and {others[0]} are one parameter, and stages of different ranks"
+                    " would each have it",
+                    fix=(
+                        "set parallel.stage_blocks so that one stage has both, or give each its own"
+                    ),
                 )
 
     def outside(self) -> tuple[tuple[nn.Module, str], ...]:
@@ -214,7 +252,8 @@ class Holding:
         return {name: ranks for name in self._by_name if rank in (ranks := self.ranks_of(name))}
 
     def strip(self, rank: int, door: Door, device: Any) -> frozenset[str]:
-        """Put stand-ins where `rank` does not hold a parameter outside the blocks; names of modules that have some."""
+        """Put stand-ins where `rank` does not hold a parameter outside the blocks; names of
+        modules that have some."""
         stripped: Counter[str] = Counter()
         for prefix, part in self._module.named_modules():
             owner = full_name(prefix)
@@ -227,7 +266,9 @@ class Holding:
                 del part._parameters[key]
                 setattr(part, key, StandIn.of(parameter.detach(), name, door, device))
                 stripped[owner] += 1
-            if rank != self._pipeline.rank_of_stage[0]:  # what a checkpoint has of buffers is the first stage's
+            if (
+                rank != self._pipeline.rank_of_stage[0]
+            ):  # what a checkpoint has of buffers is the first stage's
                 part._non_persistent_buffers_set.update(part._buffers)
         return frozenset(stripped)
 
@@ -235,7 +276,9 @@ class Holding:
 def _is_part(name: str, pattern: str) -> bool:
     """True for the thing itself, and for what is inside of it."""
     parts = name.split(".")
-    return any(fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+    return any(
+        fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1)
+    )
 
 
 parallelism = PipelineStages()

@@ -1,9 +1,11 @@
-"""The door of a stage: a module's own forward runs in every stage, and computes only that stage's blocks.
+"""The door of a stage: a module's own forward runs in every stage, and computes only that stage's
+blocks.
 
-A rank keeps the user's module, with the blocks of its own stages in it. What others hold of it is emptied: blocks pass
-on what they are given, and parameters outside the blocks are stand-ins. A stage's forward begins as the user wrote it
-(masks, positions, tables of angles: cheap, and the same on every rank), takes the hidden states that have arrived in
-place of the input of its first block, and ends where the first block after its own would begin.
+A rank keeps the user's module, with the blocks of its own stages in it. What others hold of it is
+emptied: blocks pass on what they are given, and parameters outside the blocks are stand-ins. A
+stage's forward begins as the user wrote it (masks, positions, tables of angles: cheap, and the same
+on every rank), takes the hidden states that have arrived in place of the input of its first block,
+and ends where the first block after its own would begin.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ from phalanx.mesh.casts import unshared_casts
 from phalanx.mesh.logical import local_tensor
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
-_EMPTIED = "_phalanx_emptied"  # attribute of a block of another stage: the parts that it had, emptied as well
+# attribute of a block of another stage: the parts that it had, emptied as well
+_EMPTIED = "_phalanx_emptied"
 
 
 class StageEnd(BaseException):
-    """Leaves a user's forward where the next stage goes on. No Exception: `except Exception` must not catch it."""
+    """Leaves a user's forward where the next stage goes on.
+
+    No Exception: `except Exception` must not catch it.
+    """
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -38,7 +44,8 @@ class StageEnd(BaseException):
 
 @dataclass
 class Window:
-    """The blocks [begin, end) of one call, and what has arrived for the first of them (None: the first stage)."""
+    """The blocks [begin, end) of one call, and what has arrived for the first of them (None: the
+    first stage)."""
 
     stage: int
     begin: int
@@ -55,7 +62,8 @@ class Window:
 
 @dataclass
 class Door:
-    """What blocks and stand-ins of one rank's module ask: which stage is being computed, and where it stands."""
+    """What blocks and stand-ins of one rank's module ask: which stage is being computed, and
+    where it stands."""
 
     num_blocks: int
     num_stages: int
@@ -75,7 +83,9 @@ class Door:
         return self._require_window().is_last
 
     @contextmanager
-    def open(self, stage: int, blocks: tuple[int, int], arrived: torch.Tensor | None) -> Iterator[None]:
+    def open(
+        self, stage: int, blocks: tuple[int, int], arrived: torch.Tensor | None
+    ) -> Iterator[None]:
         """Inside, the module's forward is that of a stage."""
         is_last = stage + 1 == self.num_stages
         window = Window(stage, *blocks, arrived, is_last, enables_grad=torch.is_grad_enabled())
@@ -95,11 +105,14 @@ class Door:
                 self.window = before
 
     def _hide_outside(self) -> Callable[[], None]:
-        """A rank may hold what comes before the blocks, for another stage: this one's gradients would not reach it."""
+        """A rank may hold what comes before the blocks, for another stage: this one's gradients
+        would not reach it."""
         hidden = [(part, key, part._parameters[key]) for part, key in self.outside]
         for part, key, parameter in hidden:
             assert parameter is not None
-            nan = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            nan = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device).expand(
+                parameter.shape
+            )
             part._parameters[key] = nn.Parameter(nan, requires_grad=False)
 
         def restore() -> None:
@@ -110,19 +123,23 @@ class Door:
         return restore
 
     def guard(self, block: nn.Module, index: int) -> None:
-        """From now on calls of `block`, whose class becomes one derived from its own, go through the door."""
+        """From now on calls of `block`, whose class becomes one derived from its own, go through
+        the door."""
         self._blocks.append(block)
         own = type(block)
         if own not in self._classes:
             self._classes[own] = _guarded(own)
-        block.__dict__["_phalanx_door"] = functools.partial(self._call, index, functools.partial(own.__call__, block))
+        block.__dict__["_phalanx_door"] = functools.partial(
+            self._call, index, functools.partial(own.__call__, block)
+        )
         block.__class__ = self._classes[own]
 
     def _call(self, index: int, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         window = self._require_window()
         if not args or not isinstance(args[0], torch.Tensor):
             raise LayoutError(
-                f"block {index} is not given hidden states first, and a stage hands on nothing else",
+                f"block {index} is not given hidden states first, and a stage hands on nothing"
+                " else",
                 fix="call blocks with them as the first argument, by position",
             )
         self._require_next(window, index)
@@ -130,7 +147,9 @@ class Door:
         if index >= window.end and not window.is_last:
             self._require_clean(hidden, f"what block {index} is given")
             raise StageEnd(hidden)
-        if index == self.num_blocks - 1 and window.begin == self.num_blocks:  # a stage of the head alone
+        if (
+            index == self.num_blocks - 1 and window.begin == self.num_blocks
+        ):  # a stage of the head alone
             hidden = self._arrive(window, hidden)
             window.place = AFTER
             return hidden
@@ -160,15 +179,23 @@ class Door:
         window.restore()
         torch.set_grad_enabled(window.enables_grad)  # `open` restores what was before
         torch.set_autocast_cache_enabled(window.keeps_casts)
-        arrived: torch.Tensor = _Arrival.apply(window.arrived) if window.enables_grad else window.arrived
+        arrived: torch.Tensor = (
+            _Arrival.apply(window.arrived) if window.enables_grad else window.arrived
+        )
         return arrived
 
     def _require_next(self, window: Window, index: int) -> None:
         if index != window.num_called:
-            wanted = f"block {window.num_called}" if window.num_called < self.num_blocks else "no other"
+            wanted = (
+                f"block {window.num_called}" if window.num_called < self.num_blocks else "no other"
+            )
             raise LayoutError(
-                f"block {index} is called where {wanted} is due, and stages compute each block once, in order",
-                fix="call the blocks in the order in which they are registered, or do without parallel.pp",
+                f"block {index} is called where {wanted} is due, and stages compute each block"
+                " once, in order",
+                fix=(
+                    "call the blocks in the order in which they are registered, or do without"
+                    " parallel.pp"
+                ),
             )
         window.num_called += 1
 
@@ -184,13 +211,17 @@ class Door:
     def _require_window(self) -> Window:
         if self.window is None and torch._C._current_graph_task_id() >= 0:
             raise LayoutError(
-                "the model's own forward recomputes its blocks (torch.utils.checkpoint), which stages cannot follow",
+                "the model's own forward recomputes its blocks (torch.utils.checkpoint), which"
+                " stages cannot follow",
                 fix="set train.recompute=full instead",
             )
         if self.window is None:
             raise LayoutError(
                 "the model is cut into stages, and no rank can call it alone",
-                fix="call forward_backward, evaluate or call_then of what parallelize returned, on every rank",
+                fix=(
+                    "call forward_backward, evaluate or call_then of what parallelize returned, on"
+                    " every rank"
+                ),
             )
         return self.window
 
@@ -198,18 +229,26 @@ class Door:
         """A stage's stand-ins are NaN, and so is all that is made of them."""
         if not self.is_rehearsal or self.window is None or self.window.arrived is None:
             return
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and bool(value.isnan().any())
+        ):
             if self._is_sick(self.window.arrived):
                 return
             raise LayoutError(
-                f"{what} depends on what comes before the blocks, which stage {self.window.stage} does not have",
+                f"{what} depends on what comes before the blocks, which stage {self.window.stage}"
+                " does not have",
                 why="stages hand on one tensor, the hidden states",
                 fix="compute it from the inputs inside of each block, or do without parallel.pp",
             )
 
     def _is_sick(self, arrived: torch.Tensor) -> bool:
-        """What arrived, or a weight, is not finite: training has diverged, and a NaN says nothing about the model."""
-        tensors = (local_tensor(parameter) for block in self._blocks for parameter in block.parameters())
+        """What arrived, or a weight, is not finite: training has diverged, and a NaN says
+        nothing about the model."""
+        tensors = (
+            local_tensor(parameter) for block in self._blocks for parameter in block.parameters()
+        )
         return any(not bool(tensor.isfinite().all()) for tensor in (arrived, *tensors))
 
     def require_clean_outputs(self, outputs: Any) -> None:
@@ -218,23 +257,28 @@ class Door:
             self._require_clean(leaf, "the model's output")
 
     def require_stand_in(self, name: str, *, in_block: bool = False) -> None:
-        """A stand-in is used: right before the blocks of a later stage, whose result is thrown away."""
+        """A stand-in is used: right before the blocks of a later stage, whose result is thrown
+        away."""
         window = self._require_window()
         if window.arrived is not None and window.place == BEFORE:
             return
         key = "parallel.first_stage" if window.place == BEFORE else "parallel.last_stage"
         fix = f'set {key}=["{name.rpartition(".")[0] or name}"]'
         if in_block:
-            fix = "use a block's weights in the block's own forward alone, or do without parallel.pp"
+            fix = (
+                "use a block's weights in the block's own forward alone, or do without parallel.pp"
+            )
         elif window.place == INSIDE:
             fix = "make it a part of the blocks, or do without parallel.pp"
         raise LayoutError(
-            f"{name} is used {window.place} the blocks, and stage {window.stage} does not hold it", fix=fix
+            f"{name} is used {window.place} the blocks, and stage {window.stage} does not hold it",
+            fix=fix,
         )
 
 
 class _NoDecisions(TorchDispatchMode):
-    """In a rehearsal, before what arrives has arrived: refuses to make numbers or truths of what is not there.
+    """In a rehearsal, before what arrives has arrived: refuses to make numbers or truths of what is
+    not there.
 
     Whatever is computed of NaN is NaN, and is found; a comparison with it is simply false.
     """
@@ -249,8 +293,8 @@ class _NoDecisions(TorchDispatchMode):
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if any(t.is_floating_point() and bool(_isnan(t.detach()).any()) for t in given):
                 raise LayoutError(
-                    f"before the blocks the model decides something by what stage {self._window.stage} does not have "
-                    f"({func})",
+                    "before the blocks the model decides something by what stage"
+                    f" {self._window.stage} does not have ({func})",
                     why="a later stage has neither the embedding nor what is made of it",
                     fix="decide by the inputs, or inside of a block, or do without parallel.pp",
                 )
@@ -259,7 +303,11 @@ class _NoDecisions(TorchDispatchMode):
 
 def _is_decision(found: Any) -> bool:
     return any(
-        not leaf.is_floating_point() if isinstance(leaf, torch.Tensor) else isinstance(leaf, bool | int | float)
+        (
+            not leaf.is_floating_point()
+            if isinstance(leaf, torch.Tensor)
+            else isinstance(leaf, bool | int | float)
+        )
         for leaf in tree_leaves(found)
     )
 
@@ -293,11 +341,19 @@ def _guarded(own: type[nn.Module]) -> type[nn.Module]:
 
 
 def empty(
-    block: nn.Module, name: str, door: Door, device: torch.device, *, kept: Collection[nn.Module] = frozenset()
+    block: nn.Module,
+    name: str,
+    door: Door,
+    device: torch.device,
+    *,
+    kept: Collection[nn.Module] = frozenset(),
 ) -> None:
-    """Take all tensors out of a block of another stage. What else it says of itself (its kind, say) stays, also of its
-    parts, which it no longer counts among its modules: for whoever looks, there are stand-ins in them. Parts that are
-    `kept` are somebody else's as well."""
+    """Take all tensors out of a block of another stage.
+
+    What else it says of itself (its kind, say) stays, also of its parts, which it no longer counts
+    among its modules: for whoever looks, there are stand-ins in them. Parts that are `kept` are
+    somebody else's as well.
+    """
     for prefix, part in block.named_modules():
         if part in kept:
             continue
@@ -312,14 +368,19 @@ def empty(
 
 
 class StandIn(torch.Tensor):
-    """In place of a parameter of another stage: its shape and type, NaN, four bytes. See `Door.require_stand_in`."""
+    """In place of a parameter of another stage: its shape and type, NaN, four bytes.
+
+    See `Door.require_stand_in`.
+    """
 
     _door: Door
     _name: str
     _in_block: bool
 
     @staticmethod
-    def of(tensor: torch.Tensor, name: str, door: Door, device: torch.device, *, in_block: bool = False) -> StandIn:
+    def of(
+        tensor: torch.Tensor, name: str, door: Door, device: torch.device, *, in_block: bool = False
+    ) -> StandIn:
         nothing = math.nan if tensor.is_floating_point() else 0
         value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
         made: StandIn = value.as_subclass(StandIn)

@@ -1,9 +1,9 @@
 """What stages send each other: hidden states to the next one, their gradients back.
 
-Between two ranks messages travel in the order in which the sender's actions make them; the receiver knows the schedule,
-and asks for them in that order, a few before they are needed: `plan.pipeline.messages` says when. So no message needs a
-tag, and no rank ever waits for a send before it receives. Shapes and types are known beforehand
-(see `PipelineRun._learn_forms`).
+Between two ranks messages travel in the order in which the sender's actions make them; the receiver
+knows the schedule, and asks for them in that order, a few before they are needed:
+`plan.pipeline.messages` says when. So no message needs a tag, and no rank ever waits for a send
+before it receives. Shapes and types are known beforehand (see `PipelineRun._learn_forms`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Form:
 class Peers:
     """The ranks of a pipeline: their numbers among all, and the groups they talk through.
 
-    `down` carries what goes to higher ranks and `up` what goes to lower ones: over NCCL the two ways of a pair would
-    wait for each other in one.
+    `down` carries what goes to higher ranks and `up` what goes to lower ones: over NCCL the two
+    ways of a pair would wait for each other in one.
     """
 
     rank: int
@@ -75,9 +75,18 @@ class Post:
         rank_of_stage: Sequence[int],
         forms: Mapping[tuple[int, int], Form],
     ) -> None:
-        self._peers, self._messages, self._rank_of_stage, self._forms = peers, messages, rank_of_stage, forms
+        self._peers, self._messages, self._rank_of_stage, self._forms = (
+            peers,
+            messages,
+            rank_of_stage,
+            forms,
+        )
         self._coming = {source: list(parcels) for source, parcels in messages.coming.items()}
-        self._places = {parcel: (source, at) for source, all_ in self._coming.items() for at, parcel in enumerate(all_)}
+        self._places = {
+            parcel: (source, at)
+            for source, all_ in self._coming.items()
+            for at, parcel in enumerate(all_)
+        }
         self._num_asked = dict.fromkeys(self._coming, 0)
         self._asked: dict[Parcel, tuple[Any, torch.Tensor]] = {}
         self._here: dict[Parcel, torch.Tensor] = {}
@@ -129,8 +138,11 @@ class Post:
         return buffer
 
     def _let_go(self, target: int, place: int) -> None:
-        """`target` has made something at `place` of its row: what it needed until then has arrived. Without this a
-        step would hold all that it ever sent, however few microbatches are in flight."""
+        """`target` has made something at `place` of its row: what it needed until then has arrived.
+
+        Without this a step would hold all that it ever sent, however few microbatches are in
+        flight.
+        """
         left = []
         for parcel, work, tensor in self._sent.get(target, ()):
             if self._messages.needed_at[parcel] <= place:

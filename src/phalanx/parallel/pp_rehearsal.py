@@ -1,7 +1,9 @@
-"""A pipeline's rehearsal: one microbatch of a new form goes through all stages, without gradients, before it counts.
+"""A pipeline's rehearsal: one microbatch of a new form goes through all stages, without gradients,
+before it counts.
 
-It tells every rank the form of what stages send each other, so that a sequence of another length is no surprise, and it
-looks whether the model can be cut where it is cut: what is wrong is told on every rank alike.
+It tells every rank the form of what stages send each other, so that a sequence of another length is
+no surprise, and it looks whether the model can be cut where it is cut: what is wrong is told on
+every rank alike.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ def rehearse(
 ) -> dict[int, Form]:
     """The form of the input of each stage but the first. Collective over the ranks of a pipeline.
 
-    `group` learns how many tokens there are in all from the first stage, whose embedding knows. Raises the same
-    PhalanxError on all ranks if a stage refuses, or moves a buffer outside the blocks, of which each stage has its own.
+    `group` learns how many tokens there are in all from the first stage, whose embedding knows.
+    Raises the same PhalanxError on all ranks if a stage refuses, or moves a buffer outside the
+    blocks, of which each stage has its own.
     """
     modes = [(part, part.training) for part in module.modules()]
     before = {name: buffer.clone() for name, buffer in _persistent_buffers(module)}
@@ -64,9 +67,12 @@ def _require_unmoved(module: nn.Module, before: Mapping[str, torch.Tensor]) -> N
         if name in before and _differ(buffer, before[name]):
             own_name = full_name(name).removeprefix("module.")  # of the user's, inside of the root
             raise LayoutError(
-                f"a forward in evaluation moves the buffer {own_name}, and each stage of a pipeline calls it",
-                fix="move it in training alone and inside of a block, keep it out of checkpoints (persistent=False), "
-                "or do without parallel.pp",
+                f"a forward in evaluation moves the buffer {own_name}, and each stage of a pipeline"
+                " calls it",
+                fix=(
+                    "move it in training alone and inside of a block, keep it out of checkpoints"
+                    " (persistent=False), or do without parallel.pp"
+                ),
             )
 
 
@@ -83,7 +89,8 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def agree(peers: Peers, refusal: PhalanxError | None) -> None:
-    """Collective over the ranks of a pipeline: raises the refusal of the first rank that has one on all of them."""
+    """Collective over the ranks of a pipeline: raises the refusal of the first rank that has one
+    on all of them."""
     refuses = torch.zeros(len(peers.numbers), dtype=torch.int64, device=peers.device)
     refuses[peers.rank] = int(refusal is not None)
     dist.all_reduce(refuses, group=peers.down)
@@ -117,7 +124,9 @@ def _through(
             except PhalanxError as error:
                 refusal = error
         is_last = stage + 1 == len(rank_of_stage)
-        form = _told(peers, owner, None if is_last else hidden, refusal, group if stage == 0 else None)
+        form = _told(
+            peers, owner, None if is_last else hidden, refusal, group if stage == 0 else None
+        )
         if form is None:
             continue
         forms[stage + 1] = form
@@ -137,15 +146,21 @@ def _through(
 def _require_sendable(stage: int, made: Any, *, is_last: bool) -> None:
     if not is_last and (made.dtype not in _TYPES or made.ndim > _MAX_DIMS):
         raise LayoutError(
-            f"stage {stage} hands on a tensor of {made.dtype} and {made.ndim} dimensions, which stages cannot send",
-            fix=f"have blocks return floats of at most {_MAX_DIMS} dimensions, or do without parallel.pp",
+            f"stage {stage} hands on a tensor of {made.dtype} and {made.ndim} dimensions, which"
+            " stages cannot send",
+            fix=(
+                f"have blocks return floats of at most {_MAX_DIMS} dimensions, or do without"
+                " parallel.pp"
+            ),
         )
 
 
 def _open_way_back(peers: Peers, owner: int, target: int) -> None:
-    """NCCL opens a way between two ranks when it is first used, and both wait for each other then. In a schedule a rank
-    asks for a gradient before it has done what the gradient is of; so ways back are opened here, where all ranks go in
-    step."""
+    """NCCL opens a way between two ranks when it is first used, and both wait for each other then.
+
+    In a schedule a rank asks for a gradient before it has done what the gradient is of; so ways
+    back are opened here, where all ranks go in step.
+    """
     token = torch.zeros(1, device=peers.device)
     if peers.rank == target:
         peers.send(token, owner).wait()
@@ -160,7 +175,8 @@ def _told(
     refusal: PhalanxError | None = None,
     group: TensorGroup | None = None,
 ) -> Form | None:
-    """What `owner` has to say of a stage: the form of its output, None after the last one, or why it refuses."""
+    """What `owner` has to say of a stage: the form of its output, None after the last one, or
+    why it refuses."""
     fields = torch.zeros(4 + _MAX_DIMS, dtype=torch.int64, device=peers.device)
     text = b""
     if refusal is not None:
@@ -192,7 +208,10 @@ def _as_told(body: dict[str, Any]) -> PhalanxError:
 
 
 def share(peers: Peers, owner: int, value: torch.Tensor | None) -> torch.Tensor:
-    """`value` of the rank `owner`, a tensor of floats, on every rank of the pipeline. Collective."""
+    """`value` of the rank `owner`, a tensor of floats, on every rank of the pipeline.
+
+    Collective.
+    """
     form = _told(peers, owner, value)
     assert form is not None
     tensor = value.contiguous() if value is not None else form.empty(peers.device)

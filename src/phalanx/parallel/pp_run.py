@@ -1,7 +1,8 @@
 """Run a pipeline: each rank does its row of the schedule, action by action.
 
-An action waits for what it needs, computes, and sends on what it made. Communication goes on beside computation; how
-long an action computed is noted, so that what remains of a step is waiting: the bubble.
+An action waits for what it needs, computes, and sends on what it made. Communication goes on beside
+computation; how long an action computed is noted, so that what remains of a step is waiting: the
+bubble.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ Span = tuple[str, Any, Any]
 
 @dataclass
 class Kept:
-    """What a forward leaves for its backward: the stage's input (None: tokens), and its output or its loss."""
+    """What a forward leaves for its backward: the stage's input (None: tokens), and its output
+    or its loss."""
 
     given: torch.Tensor | None
     made: torch.Tensor
@@ -47,8 +49,9 @@ class Kept:
 class PipelineRun:
     """One rank's part. `spans`: the actions of the last step, without waiting for messages.
 
-    `most_held`: microbatches of each own stage that were held at once, over all steps; `stage_bytes`: what autograd
-    kept of one microbatch, where it was counted. `sent_bytes`: to other ranks, of the last step.
+    `most_held`: microbatches of each own stage that were held at once, over all steps;
+    `stage_bytes`: what autograd kept of one microbatch, where it was counted. `sent_bytes`: to
+    other ranks, of the last step.
     """
 
     piece: Workpiece
@@ -72,9 +75,16 @@ class PipelineRun:
     _messages: dict[tuple[str, int], Messages] = field(default_factory=dict)
 
     def forward_backward(
-        self, microbatches: Sequence[Batch], objective: Any, step: int, add: Callable[[torch.Tensor, Any], None]
+        self,
+        microbatches: Sequence[Batch],
+        objective: Any,
+        step: int,
+        add: Callable[[torch.Tensor, Any], None],
     ) -> None:
-        """All actions of this rank. `add(loss, num_targets)` is called for each microbatch of the last stage."""
+        """All actions of this rank.
+
+        `add(loss, num_targets)` is called for each microbatch of the last stage.
+        """
         self._require_in_step()
         schedule = self._schedule(len(microbatches))
         self.spans, self.sent_bytes = [], 0
@@ -105,11 +115,17 @@ class PipelineRun:
     def _schedule(self, num_microbatches: int) -> Schedule:
         if num_microbatches not in self._schedules:
             pipeline = self.staged.pipeline
-            if num_microbatches != pipeline.num_microbatches and pipeline.schedule_name == FROM_FILE:
+            if (
+                num_microbatches != pipeline.num_microbatches
+                and pipeline.schedule_name == FROM_FILE
+            ):
                 raise LayoutError(
-                    f"the schedule is of {pipeline.num_microbatches} microbatches, and a step has {num_microbatches}"
+                    f"the schedule is of {pipeline.num_microbatches} microbatches, and a step has"
+                    f" {num_microbatches}"
                 )
-            self._schedules[num_microbatches] = pipeline.with_microbatches(num_microbatches).schedule()
+            self._schedules[num_microbatches] = pipeline.with_microbatches(
+                num_microbatches
+            ).schedule()
         return self._schedules[num_microbatches]
 
     # One action
@@ -127,7 +143,9 @@ class PipelineRun:
         if action.kind == "F":
             given = self._receive(post, action, is_gradient=False)
             with self._timed(action, "forward"):
-                made = self._do_forward(action, given, microbatches[action.microbatch], objective, step, add)
+                made = self._do_forward(
+                    action, given, microbatches[action.microbatch], objective, step, add
+                )
         elif action.kind == "W":
             with self._timed(action, "backward"):
                 self._weights.do((action.stage, action.microbatch))
@@ -228,7 +246,9 @@ class PipelineRun:
         held = Counter(stage for stage, _ in self._kept)
         for stage, count in held.items():
             self.most_held[stage] = max(self.most_held[stage], count)
-        self.peak_bytes = max(self.peak_bytes, sum(n * self.stage_bytes.get(s, 0) for s, n in held.items()))
+        self.peak_bytes = max(
+            self.peak_bytes, sum(n * self.stage_bytes.get(s, 0) for s, n in held.items())
+        )
 
     # Forms
 
@@ -251,7 +271,11 @@ class PipelineRun:
                 with self.piece.phases("pipeline", "rehearse a microbatch of a new form"):
                     pipeline = self.staged.pipeline
                     self._forms[key] = rehearse(
-                        self.piece.root, self.staged.peers, pipeline.rank_of_stage, compute, self.piece.tensor_group
+                        self.piece.root,
+                        self.staged.peers,
+                        pipeline.rank_of_stage,
+                        compute,
+                        self.piece.tensor_group,
                     )
                 if self.piece.tensor_group is not None:
                     self._num_tokens[key] = self.piece.tensor_group.num_tokens
@@ -270,13 +294,17 @@ class PipelineRun:
         }
         peers, key = self.staged.peers, (schedule.name, schedule.num_microbatches)
         if key not in self._messages:
-            self._messages[key] = plan_messages(schedule, peers.rank, in_one_queue=peers.is_one_queue)
+            self._messages[key] = plan_messages(
+                schedule, peers.rank, in_one_queue=peers.is_one_queue
+            )
         return Post(peers, self._messages[key], self.staged.pipeline.rank_of_stage, forms)
 
     # Without gradients
 
     def only_forward(self, microbatches: Iterable[Batch], objective: Any) -> Iterator[Any]:
-        """What the objective makes of each microbatch, where the last stage is; None elsewhere. No gradients.
+        """What the objective makes of each microbatch, where the last stage is; None elsewhere.
+
+        No gradients.
 
         As many microbatches as there are ranks are under way together.
         """
@@ -308,9 +336,14 @@ class PipelineRun:
 
 
 def _forwards(pipeline: Pipeline, num_microbatches: int) -> Schedule:
-    """A pass without gradients: on each rank the microbatches of its first stage, then those of its second."""
+    """A pass without gradients: on each rank the microbatches of its first stage, then those of
+    its second."""
     rows = tuple(
-        tuple(Action("F", stage, index) for stage in pipeline.stages_of(rank) for index in range(num_microbatches))
+        tuple(
+            Action("F", stage, index)
+            for stage in pipeline.stages_of(rank)
+            for index in range(num_microbatches)
+        )
         for rank in range(pipeline.num_ranks)
     )
     return Schedule("forward", num_microbatches, pipeline.rank_of_stage, rows)

@@ -1,7 +1,9 @@
-"""Parameters that several stages hold (a tied embedding: the first and the last): their gradients are added up.
+"""Parameters that several stages hold (a tied embedding: the first and the last): their gradients
+are added up.
 
-After data parallelism has reduced its share, once a step, between the ranks that hold the same part. Copies begin
-alike, get the same gradient and are updated alike, so they stay equal to the last bit.
+After data parallelism has reduced its share, once a step, between the ranks that hold the same
+part. Copies begin alike, get the same gradient and are updated alike, so they stay equal to the
+last bit.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class TiedStages:
 
 @torch.no_grad()
 def add_up(staged: Staged, module: nn.Module, phases: Phases) -> None:
-    """In place. All parameters of one set of holders travel together; each rank adds in the order of the stages."""
+    """In place.
+
+    All parameters of one set of holders travel together; each rank adds in the order of the stages.
+    """
     by_holders: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for raw_name, parameter in module.named_parameters():
         holders = staged.holders.get(full_name(raw_name))
@@ -44,7 +49,9 @@ def add_up(staged: Staged, module: nn.Module, phases: Phases) -> None:
         own = torch.cat([_gradient(p).flatten() for p in parameters]).to(dtype)
         with phases("collective", "exchange gradients of parameters of several stages"):
             total = _sum(staged, holders, own)
-        for parameter, part in zip(parameters, total.split([_gradient(p).numel() for p in parameters]), strict=True):
+        for parameter, part in zip(
+            parameters, total.split([_gradient(p).numel() for p in parameters]), strict=True
+        ):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = local_tensor(parameter.grad)
@@ -63,7 +70,8 @@ def _sum(staged: Staged, holders: tuple[int, ...], own: torch.Tensor) -> torch.T
     for other in holders:
         if other != peers.rank:
             found[other] = torch.empty_like(own)
-            # The way down first, on both ranks: NCCL opens a way when it is first used, and waits for the other rank.
+            # The way down first, on both ranks: NCCL opens a way when it is first used, and waits
+            # for the other rank.
             if peers.rank < other:
                 works += [peers.send(own, other), peers.receive(found[other], other)]
             else:

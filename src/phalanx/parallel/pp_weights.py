@@ -1,9 +1,10 @@
-"""Weight gradients that wait: a schedule that splits backwards does what the stage before waits for first (I), and the
-gradients of weights, which nobody waits for, when there is nothing else to do (W).
+"""Weight gradients that wait: a schedule that splits backwards does what the stage before waits for
+first (I), and the gradients of weights, which nobody waits for, when there is nothing else to do
+(W).
 
-Linear layers are split so, which is nearly all of the work; what a block has besides (norms, biases of its own,
-products inside fused operations) is done with I. A W needs no weights, only what went in and what came back: it does
-not matter to it whether weights are still gathered.
+Linear layers are split so, which is nearly all of the work; what a block has besides (norms, biases
+of its own, products inside fused operations) is done with I. A W needs no weights, only what went
+in and what came back: it does not matter to it whether weights are still gathered.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ class LaterWeights:
         return len(self._due)
 
 
-# A backward is asked for by the autograd engine, which hands on no object of ours: this is how it finds where to put
-# what is to wait. One backward runs at a time.
+# A backward is asked for by the autograd engine, which hands on no object of ours: this is how it
+# finds where to put what is to wait. One backward runs at a time.
 _OPEN: list[list[Work]] = []
 
 
 def later(work: Work) -> None:
-    """For the backward of an autograd function: do `work`, which only makes gradients of weights, where the schedule
-    has its W; at once outside of a split backward.
+    """For the backward of an autograd function: do `work`, which only makes gradients of weights,
+    where the schedule has its W; at once outside of a split backward.
     """
     if _OPEN:
         _OPEN[-1].append(work)
@@ -69,11 +70,16 @@ def later(work: Work) -> None:
 
 
 def split_linears(module: nn.Module) -> None:
-    """Have every linear layer of `module` put its weight's gradient off where it is asked to, also those of experts."""
+    """Have every linear layer of `module` put its weight's gradient off where it is asked to,
+    also those of experts."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             setattr(part, SPLITS, True)
-        if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward and "forward" not in part.__dict__:
+        if (
+            isinstance(part, nn.Linear)
+            and type(part).forward is nn.Linear.forward
+            and "forward" not in part.__dict__
+        ):
             part.forward = _Forward(part)  # type: ignore[method-assign]
         elif is_grouped(part):
             part.forward = _GroupedForward(part)  # type: ignore[method-assign]
@@ -107,7 +113,9 @@ class _GroupedForward:
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, counts)
         ctx.weight = weight
         return rows_times(x, weight.to(x.dtype).transpose(1, 2), counts)
@@ -117,7 +125,11 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (x, counts), weight = ctx.saved_tensors, ctx.weight
         grad = grad.contiguous()
-        grad_x = rows_times(grad, weight.detach().to(grad.dtype), counts) if ctx.needs_input_grad[0] else None
+        grad_x = (
+            rows_times(grad, weight.detach().to(grad.dtype), counts)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         if _OPEN:
             later(lambda: _add(weight, rows_by_rows(grad, x, counts)))
             return grad_x, None, None
@@ -126,14 +138,20 @@ class _Grouped(torch.autograd.Function):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear, whose weight's gradient can wait."""
-    if not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf or torch.compiler.is_compiling():
+    if (
+        not torch.is_grad_enabled()
+        or not weight.requires_grad
+        or not weight.is_leaf
+        or torch.compiler.is_compiling()
+    ):
         return F.linear(x, weight, bias)
     out: torch.Tensor = _Linear.apply(x, weight, bias)
     return out
 
 
 class _Linear(torch.autograd.Function):
-    """Gradients of weight and bias go to their `.grad` by hand: autograd has no second half of a backward."""
+    """Gradients of weight and bias go to their `.grad` by hand: autograd has no second half of a
+    backward."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -143,7 +161,8 @@ class _Linear(torch.autograd.Function):
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         ctx.given, used = x.dtype, x if cast is None or x.dtype is torch.float64 else x.to(cast)
         ctx.save_for_backward(used)
-        # The parameter itself: what a recomputation saves of it would be another tensor, without its gradient.
+        # The parameter itself: what a recomputation saves of it would be another tensor, without
+        # its gradient.
         ctx.weight, ctx.bias = weight, bias
         with unshared_casts():
             return F.linear(used, weight, bias)
@@ -160,7 +179,9 @@ class _Linear(torch.autograd.Function):
         def of_weights() -> tuple[torch.Tensor, torch.Tensor | None]:
             rows = grad.reshape(-1, grad.shape[-1])
             has_bias = bias is not None and bias.requires_grad
-            return rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype), rows.sum(0) if has_bias else None
+            return rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype), rows.sum(
+                0
+            ) if has_bias else None
 
         def work() -> None:
             for parameter, gradient in zip((weight, bias), of_weights(), strict=True):
@@ -171,7 +192,11 @@ class _Linear(torch.autograd.Function):
             later(work)
             return grad_x, None, None
         grad_weight, grad_bias = of_weights()
-        return grad_x, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype)
+        return (
+            grad_x,
+            grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+        )
 
 
 def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -49,22 +49,25 @@ class Order(IntEnum):
 class Root(nn.Module):
     """What data parallelism wraps: the user's module, with the objective inside one forward call.
 
-    Being one call matters: FSDP keeps the root's parameters (the head among them) whole until it returns, and DDP
-    arms its gradient hooks on it.
+    Being one call matters: FSDP keeps the root's parameters (the head among them) whole until it
+    returns, and DDP arms its gradient hooks on it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], then: Callable[[Any], Any] | None) -> Any:
+    def forward(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], then: Callable[[Any], Any] | None
+    ) -> Any:
         outputs = self.module(*args, **kwargs)
         return outputs if then is None else then(outputs)
 
 
 @dataclass(kw_only=True)
 class Workpiece:
-    """A model under construction: transforms read the plan and the mesh and change or wrap `root`."""
+    """A model under construction: transforms read the plan and the mesh and change or wrap
+    `root`."""
 
     root: Root
     plan: Plan
@@ -79,34 +82,53 @@ class Workpiece:
     materialize: Callable[[], None] = lambda: None
     traffic: Traffic = field(default_factory=Traffic)
     compression: Compression | None = None
-    rest: Callable[[], None] = lambda: None  # gives weights back that a forward without a backward left gathered
-    cuts: Mapping[str, Cut] = field(default_factory=dict)  # what tensor parallelism has cut, by full name
-    before_finish: Callable[[Named], None] = lambda named: None  # when all gradients of a step are there
+    rest: Callable[[], None] = lambda: (
+        None
+    )  # gives weights back that a forward without a backward left gathered
+    cuts: Mapping[str, Cut] = field(
+        default_factory=dict
+    )  # what tensor parallelism has cut, by full name
+    before_finish: Callable[[Named], None] = lambda named: (
+        None
+    )  # when all gradients of a step are there
     tensor_group: TensorGroup | None = None
-    explain: Callable[[Exception], PhalanxError | None] = lambda error: None  # an error of the first forward
+    explain: Callable[[Exception], PhalanxError | None] = lambda error: (
+        None
+    )  # an error of the first forward
     trained: Trained = field(default_factory=Trained)
-    unused: set[str] = field(default_factory=set)  # parameters without part in a loss, where that is allowed
+    unused: set[str] = field(
+        default_factory=set
+    )  # parameters without part in a loss, where that is allowed
     block_numbers: tuple[int, ...] = ()  # of `blocks` among those of the whole model
     names: frozenset[str] = frozenset()  # of all modules of the whole model
-    absent: frozenset[str] = frozenset()  # modules outside the blocks of which another stage holds parameters
+    absent: frozenset[str] = (
+        frozenset()
+    )  # modules outside the blocks of which another stage holds parameters
     experts: SeparateExperts | None = None  # where ranks have parts of them
     expert_group: ExpertGroup | None = None
     context: Context | None = None  # where ranks have parts of sequences
     staged: Staged | None = None  # the pipeline this rank is part of
     gather: Callable[[], None] = lambda: None  # weights are whole until `rest`
-    after_weights: Callable[[], None] = lambda: None  # of a pipeline: weight gradients were made by hand
+    after_weights: Callable[[], None] = lambda: (
+        None
+    )  # of a pipeline: weight gradients were made by hand
 
     def shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
-        """Of parameters and persistent buffers as they are now, by full-model name; aliases of tied tensors."""
+        """Of parameters and persistent buffers as they are now, by full-model name; aliases of
+        tied tensors."""
         return module_shards(self.root.module, self.place)
 
     @property
     def place(self) -> Place:
         """Where this rank stands among those that hold the same."""
         mesh, layout = self.mesh, self.plan.layout
-        num_ranks = layout.world_size // layout.pp  # of this rank's stages: pp is the outermost axis
+        num_ranks = (
+            layout.world_size // layout.pp
+        )  # of this rank's stages: pp is the outermost axis
         copies = {} if self.staged is None else self.staged.copies
-        return Place(mesh.rank % num_ranks, num_ranks, self.cuts, mesh.coordinates["tp"], layout.tp, copies)
+        return Place(
+            mesh.rank % num_ranks, num_ranks, self.cuts, mesh.coordinates["tp"], layout.tp, copies
+        )
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -116,9 +138,11 @@ class Workpiece:
 
 
 class Parallelism(Protocol):
-    """One axis or transform: `order` places it, `wanted` reads the plan, `apply` changes the workpiece.
+    """One axis or transform: `order` places it, `wanted` reads the plan, `apply` changes the
+    workpiece.
 
-    Implementations are the modules of this folder that define `parallelism`; the contract tests cover each.
+    Implementations are the modules of this folder that define `parallelism`; the contract tests
+    cover each.
     """
 
     order: Order

@@ -1,4 +1,5 @@
-"""Recompute: blocks keep little from the forward and compute the rest again in the backward, as the plan says."""
+"""Recompute: blocks keep little from the forward and compute the rest again in the backward, as
+the plan says."""
 
 from __future__ import annotations
 
@@ -58,13 +59,15 @@ def own_segments(piece: Workpiece) -> Iterator[Segment]:
 
 
 def planned_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
-    """Those of the plan; of a module with other blocks than were planned for, what the mode says of these."""
+    """Those of the plan; of a module with other blocks than were planned for, what the mode says
+    of these."""
     num_planned = plan.model_shape.num_layers
     if num_blocks == num_planned:
         return plan.recompute_segments
     if plan.recompute == "budget":
         raise LayoutError(
-            f"train.recompute=budget is planned for {num_planned} blocks and the module has {num_blocks}",
+            f"train.recompute=budget is planned for {num_planned} blocks and the module has"
+            f" {num_blocks}",
             fix="set train.recompute to selective, full, every-k or sqrt",
         )
     return segments_of(plan.recompute, num_blocks, plan.recompute_every)
@@ -81,12 +84,14 @@ def _refuse_uncompilable(blocks: list[nn.Module]) -> None:
     for block in blocks:
         if any(isinstance(module, _BatchNorm) for module in block.modules()):
             raise LayoutError(
-                f"{type(block).__name__} has BatchNorm, which cannot be compiled and recomputed together",
+                f"{type(block).__name__} has BatchNorm, which cannot be compiled and recomputed"
+                " together",
                 fix="set train.compile=false or train.recompute=none",
             )
     if len(blocks) > 1:
         raise LayoutError(
-            "train.recompute=sqrt redoes several blocks at once, and train.compile compiles each by itself",
+            "train.recompute=sqrt redoes several blocks at once, and train.compile compiles each by"
+            " itself",
             fix="set train.compile=false or train.recompute=full",
         )
 

@@ -10,23 +10,34 @@ from phalanx.core.errors import LayoutError
 
 
 def require_sums(found: Any) -> None:
-    """An objective returns (loss_sum, num_targets); what is easily returned instead is a mean loss."""
-    fix = "return (loss_sum, num_targets): the sum of the losses, a tensor of no dimensions, and how many they are"
+    """An objective returns (loss_sum, num_targets); what is easily returned instead is a mean
+    loss."""
+    fix = (
+        "return (loss_sum, num_targets): the sum of the losses, a tensor of no dimensions, and how"
+        " many they are"
+    )
     if not isinstance(found, tuple) or len(found) != 2:
         raise LayoutError(f"the objective returned {_kind(found)}", fix=fix)
     loss, targets = found
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
         raise LayoutError(f"the objective's loss_sum is {_kind(loss)}", fix=fix)
-    if (isinstance(targets, torch.Tensor) and targets.ndim) or not isinstance(targets, torch.Tensor | int | float):
+    if (isinstance(targets, torch.Tensor) and targets.ndim) or not isinstance(
+        targets, torch.Tensor | int | float
+    ):
         raise LayoutError(f"the objective's num_targets is {_kind(targets)}", fix=fix)
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise LayoutError(
             "the objective's loss_sum has no gradient",
-            fix="compute it from the model's outputs with torch, without detach(), item() or no_grad",
+            fix=(
+                "compute it from the model's outputs with torch, without detach(), item() or"
+                " no_grad"
+            ),
         )
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+    return f"a {type(value).__name__}" + (
+        f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    )

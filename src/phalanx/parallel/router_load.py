@@ -17,8 +17,8 @@ from phalanx.mesh.transfer import read_later
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Of one router and one step: choices of each expert by all tokens of the batch, and how many of them it dropped
-    because the expert was full."""
+    """Of one router and one step: choices of each expert by all tokens of the batch, and how many
+    of them it dropped because the expert was full."""
 
     counts: tuple[int, ...]
     dropped: int
@@ -26,13 +26,18 @@ class ExpertLoad:
 
 @dataclass
 class RouterLoads:
-    """The routers of this rank's stages. Found by what they have: `load`, `num_experts` and `move_bias`."""
+    """The routers of this rank's stages.
+
+    Found by what they have: `load`, `num_experts` and `move_bias`.
+    """
 
     routers: dict[str, nn.Module]
     mesh: Mesh
     phases: Phases
     group: dist.ProcessGroup | None
-    _counts: dict[str, torch.Tensor] = field(default_factory=dict)  # by router [E + 1], on the device
+    _counts: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # by router [E + 1], on the device
     _read: Callable[[], list[float]] | None = None
     _is_due: bool = False  # biases have yet to follow `_counts`
 
@@ -42,15 +47,21 @@ class RouterLoads:
 
     @classmethod
     def of(cls, module: nn.Module, mesh: Mesh, phases: Phases, *, expected: bool) -> RouterLoads:
-        """`expected`: a stage of the model may have routers. Collective: ranks whose stages have none open the group,
-        too, for torch counts the groups that each rank has opened."""
-        routers = {full_name(name): part for name, part in module.named_modules() if is_router(part)}
+        """`expected`: a stage of the model may have routers.
+
+        Collective: ranks whose stages have none open the group, too, for torch counts the groups
+        that each rank has opened.
+        """
+        routers = {
+            full_name(name): part for name, part in module.named_modules() if is_router(part)
+        }
         return cls(routers, mesh, phases, mesh.stage_group() if expected or routers else None)
 
     def reduce(self) -> None:
         """`found` becomes that of the step, by one all-reduce over the ranks with the same stages.
 
-        On a GPU it is there once the device was waited for, which the reduction of the step's facts does next.
+        On a GPU it is there once the device was waited for, which the reduction of the step's facts
+        does next.
         """
         if not self.routers:
             return
@@ -62,7 +73,9 @@ class RouterLoads:
         if self.group is not None:
             with self.phases("collective", "all_reduce loads of experts"):
                 dist.all_reduce(every, group=self.group)
-        self._counts = dict(zip(self.routers, every.split([len(part) for part in parts]), strict=True))
+        self._counts = dict(
+            zip(self.routers, every.split([len(part) for part in parts]), strict=True)
+        )
         self._read = read_later(every)
         self._is_due = True
 
@@ -72,8 +85,12 @@ class RouterLoads:
         if self._read is None:
             return {}
         numbers = iter(self._read())
-        parts = {name: [int(next(numbers)) for _ in counts] for name, counts in self._counts.items()}
-        return {name: ExpertLoad(tuple(counts), dropped) for name, (*counts, dropped) in parts.items()}
+        parts = {
+            name: [int(next(numbers)) for _ in counts] for name, counts in self._counts.items()
+        }
+        return {
+            name: ExpertLoad(tuple(counts), dropped) for name, (*counts, dropped) in parts.items()
+        }
 
     def move_biases(self) -> None:
         """After a step that is applied, once: a step that was reduced may be skipped."""

@@ -1,4 +1,5 @@
-"""Count what autograd keeps from the forward to the backward: the activations that a plan predicts."""
+"""Count what autograd keeps from the forward to the backward: the activations that a plan
+predicts."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def is_counted(plan: Plan) -> bool:
 
 
 class SavedBytes:
-    """Bytes of the storages that autograd saved, each once, without parameters and casts of them."""
+    """Bytes of the storages that autograd saved, each once, without parameters and casts of
+    them."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -46,6 +48,10 @@ def is_weight(tensor: torch.Tensor) -> bool:
     if isinstance(owner, nn.Parameter):
         return True
     node = owner.grad_fn
-    while node is not None and len(node.next_functions) == 1 and node.name() in ("ToCopyBackward0", "TBackward0"):
+    while (
+        node is not None
+        and len(node.next_functions) == 1
+        and node.name() in ("ToCopyBackward0", "TBackward0")
+    ):
         node = node.next_functions[0][0]
     return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)

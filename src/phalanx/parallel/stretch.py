@@ -1,9 +1,11 @@
-"""A stretch of blocks that is recomputed at once: the input of the first is kept, and none of those between.
+"""A stretch of blocks that is recomputed at once: the input of the first is kept, and none of those
+between.
 
-torch's checkpoint wraps one function; a model's loop calls its blocks one by one. So what the blocks of a stretch save
-for the backward is left out while the loop calls them, and made again, all of it, when the backward first asks: each
-block is called once more, on what the block before it gave. A block whose input is not that (the loop changed it on the
-way) has its input kept: that costs memory, and never the result.
+torch's checkpoint wraps one function; a model's loop calls its blocks one by one. So what the
+blocks of a stretch save for the backward is left out while the loop calls them, and made again, all
+of it, when the backward first asks: each block is called once more, on what the block before it
+gave. A block whose input is not that (the loop changed it on the way) has its input kept: that
+costs memory, and never the result.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Stretch:
             maker = contexts_of(block, "full", self._draws)
             block.forward = functools.partial(self._call, index, block.forward, maker)
 
-    def _call(self, index: int, forward: Callable[..., Any], contexts: Contexts, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, index: int, forward: Callable[..., Any], contexts: Contexts, *args: Any, **kwargs: Any
+    ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if index == 0 or self._pass is None or self._pass.is_redone:
@@ -83,17 +87,23 @@ class _Call:
     again: AbstractContextManager[Any]
     inputs: list[Any]
     structure: Any
-    kept: Any  # the autograd node that saved tensors, so that hooks around (offloading) see them, too
+    kept: (
+        Any  # the autograd node that saved tensors, so that hooks around (offloading) see them, too
+    )
     surroundings: Callable[[], AbstractContextManager[None]]
 
 
 class _Pass:
-    """One forward through a stretch. The graph's places refer to it, and it to nothing of the graph."""
+    """One forward through a stretch.
+
+    The graph's places refer to it, and it to nothing of the graph.
+    """
 
     def __init__(self) -> None:
         self.is_redone = False
         self.last_outputs: list[tuple[torch.Tensor, int]] = []
-        """Those of the last call, detached, with their versions: alive, so that no other tensor gets their address."""
+        """Those of the last call, detached, with their versions: alive, so that no other tensor
+        gets their address."""
         self._calls: list[_Call] = []
         self._places: list[weakref.ref[_Place]] = []
         self._described: list[tuple[torch.Size, torch.dtype]] = []
@@ -109,17 +119,26 @@ class _Pass:
         first, again = contexts
         leaves, structure = tree_flatten((args, kwargs))
         kept: list[torch.Tensor] = []
-        inputs = [self._described_input(leaf, kept) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        inputs = [
+            self._described_input(leaf, kept) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+        device = next(
+            (leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu")
+        )
         node = _Keep.apply(torch.empty(0, requires_grad=True), *kept).grad_fn  # type: ignore[no-untyped-call]
-        self._calls.append(_Call(block, forward, again, inputs, structure, node, _surroundings(device)))
+        self._calls.append(
+            _Call(block, forward, again, inputs, structure, node, _surroundings(device))
+        )
         with first, saved_tensors_hooks(self._leave_out, self._give):
             outputs = forward(*args, **kwargs)
         made = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
         self.last_outputs = [(tensor.detach(), tensor._version) for tensor in made]
         return outputs
 
-    def _described_input(self, tensor: torch.Tensor, kept: list[torch.Tensor]) -> _FromBefore | _Kept:
+    def _described_input(
+        self, tensor: torch.Tensor, kept: list[torch.Tensor]
+    ) -> _FromBefore | _Kept:
         for index, (before, version) in enumerate(self.last_outputs):
             if _is_same(tensor, before) and tensor._version == version:
                 return _FromBefore(index, tensor.requires_grad)
@@ -168,8 +187,13 @@ class _AllFilled(Exception):
     """Ends a recomputation early."""
 
 
-def _call_again(call: _Call, before: list[torch.Tensor], fill: Callable[[torch.Tensor], None]) -> list[torch.Tensor]:
-    """The outputs, detached. A sharded block is gathered, and stays so: its own backward follows, and frees it."""
+def _call_again(
+    call: _Call, before: list[torch.Tensor], fill: Callable[[torch.Tensor], None]
+) -> list[torch.Tensor]:
+    """The outputs, detached.
+
+    A sharded block is gathered, and stays so: its own backward follows, and frees it.
+    """
     for module in call.block.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -177,7 +201,11 @@ def _call_again(call: _Call, before: list[torch.Tensor], fill: Callable[[torch.T
     leaves = []
     for given in call.inputs:
         if isinstance(given, _FromBefore | _Kept):
-            tensor = before[given.index] if isinstance(given, _FromBefore) else kept[given.index].detach()
+            tensor = (
+                before[given.index]
+                if isinstance(given, _FromBefore)
+                else kept[given.index].detach()
+            )
             given = tensor.requires_grad_(given.requires_grad)
         leaves.append(given)
     args, kwargs = tree_unflatten(leaves, call.structure)
@@ -225,7 +253,9 @@ def _surroundings(device: torch.device) -> Callable[[], AbstractContextManager[N
     random = torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     types = {device.type, "cpu"}
-    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types]
+    casts = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types
+    ]
     caches = torch.is_autocast_cache_enabled()
 
     @contextmanager

@@ -1,7 +1,9 @@
-"""BatchNorm over the microbatch of all data-parallel ranks: what one process computes on their concatenation.
+"""BatchNorm over the microbatch of all data-parallel ranks: what one process computes on their
+concatenation.
 
-Modules are not replaced: each becomes an instance of a class derived from its own, so that names, types and hooks stay
-the user's, and a subclass that calls `super().forward` gets the statistics of all ranks, too.
+Modules are not replaced: each becomes an instance of a class derived from its own, so that names,
+types and hooks stay the user's, and a subclass that calls `super().forward` gets the statistics of
+all ranks, too.
 """
 
 from __future__ import annotations
@@ -24,12 +26,17 @@ class SyncBatchNorm:
     order = Order.STATISTICS
 
     def wanted(self, plan: Plan) -> bool:
-        """Also where nothing is synchronised but FSDP casts weights to bf16: torch's kernel takes no mixture."""
-        casts = plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2 and plan.precision != "fp32"
+        """Also where nothing is synchronised but FSDP casts weights to bf16: torch's kernel
+        takes no mixture."""
+        casts = (
+            plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2 and plan.precision != "fp32"
+        )
         return plan.layout.reduced.data_parallel_size > 1 and (plan.sync_batchnorm or casts)
 
     def apply(self, piece: Workpiece) -> None:
-        norms = [item for item in piece.root.module.named_modules() if isinstance(item[1], _BatchNorm)]
+        norms = [
+            item for item in piece.root.module.named_modules() if isinstance(item[1], _BatchNorm)
+        ]
         if not norms:
             return
         ranks = Ranks(piece.phases, piece.plan.sync_batchnorm, piece.mesh.data_parallel_group())
@@ -42,9 +49,13 @@ def _synchronise(name: str, module: _BatchNorm, ranks: Ranks) -> None:
     original = type(module)
     if isinstance(module, nn.SyncBatchNorm) and not ranks.all:
         return
-    if isinstance(module, nn.SyncBatchNorm):  # torch's own, which refuses CPUs, as DDP does anything derived from it
+    if isinstance(
+        module, nn.SyncBatchNorm
+    ):  # torch's own, which refuses CPUs, as DDP does anything derived from it
         if original is not nn.SyncBatchNorm:
-            raise LayoutError(f"{name} ({original.__name__}) is derived from torch's SyncBatchNorm", fix=DERIVE)
+            raise LayoutError(
+                f"{name} ({original.__name__}) is derived from torch's SyncBatchNorm", fix=DERIVE
+            )
         module.__class__ = AnyDimensions
     else:
         module.__class__ = _synchronised_class(original)
@@ -55,12 +66,16 @@ def _synchronise(name: str, module: _BatchNorm, ranks: Ranks) -> None:
 
 @functools.cache
 def _synchronised_class(original: type[_BatchNorm]) -> type[_BatchNorm]:
-    bases = (original, Synchronised)  # so that `super().forward` of a user's class finds ours before torch's
+    bases = (
+        original,
+        Synchronised,
+    )  # so that `super().forward` of a user's class finds ours before torch's
     return type(f"Synchronised{original.__name__}", bases, {"__module__": original.__module__})
 
 
 def _require_call(name: str, class_name: str, module: nn.Module, args: Any, output: Any) -> None:
-    """A user's forward that never calls BatchNorm's would have used this rank's statistics alone."""
+    """A user's forward that never calls BatchNorm's would have used this rank's statistics
+    alone."""
     assert isinstance(module, Synchronised)
     if not module._was_called and module.training:
         raise LayoutError(

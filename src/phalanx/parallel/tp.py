@@ -1,7 +1,9 @@
-"""tp: matrices are cut between ranks that work on the same tokens, by sharding rules, which are data.
+"""tp: matrices are cut between ranks that work on the same tokens, by sharding rules, which are
+data.
 
-A cut parameter is a plain local tensor; `Workpiece.cuts` says which blocks of the full one it is. So data parallelism
-wraps what is left as if it were the whole model, and optimizers see ordinary tensors.
+A cut parameter is a plain local tensor; `Workpiece.cuts` says which blocks of the full one it is.
+So data parallelism wraps what is left as if it were the whole model, and optimizers see ordinary
+tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.linear import brought_rules, first_of_stack, input_dim, is_conv1d, kind_of, output_dim
+from phalanx.mesh.linear import (
+    brought_rules,
+    first_of_stack,
+    input_dim,
+    is_conv1d,
+    kind_of,
+    output_dim,
+)
 from phalanx.mesh.logical import Box, Cut, full_name
 from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
 from phalanx.parallel import tp_modules
@@ -47,7 +56,9 @@ class TensorParallel:
             chunks=1 if plan.compile else plan.tp_chunks,
         )
         rules = rules_for(module, plan.rules, piece.names)
-        surgery = _Surgery(module, group, rules, absent=piece.absent, is_stage=piece.staged is not None)
+        surgery = _Surgery(
+            module, group, rules, absent=piece.absent, is_stage=piece.staged is not None
+        )
         surgery.operate()
         surgery.require_whole_masks(piece)
         piece.cuts = surgery.cuts
@@ -58,11 +69,15 @@ class TensorParallel:
 
 
 def rules_for(module: nn.Module, own: Mapping[str, str], names: Iterable[str]) -> tuple[Rule, ...]:
-    """The job's rules, then those that the model brings (`shard_rules`). Raises LayoutError where there are none.
+    """The job's rules, then those that the model brings (`shard_rules`).
+
+    Raises LayoutError where there are none.
 
     `names`: of all modules of the whole model, of which a pipeline stage has a part.
     """
-    brought = {pattern: text for pattern, text in brought_rules(module).items() if pattern not in own}
+    brought = {
+        pattern: text for pattern, text in brought_rules(module).items() if pattern not in own
+    }
     rules = parse_rules({**own, **brought})
     if not any(rule.kind in CUTS for rule in rules):
         raise no_rules(type(module).__name__)
@@ -74,8 +89,12 @@ def _cuts_sequence(module: nn.Module, plan: Plan) -> bool:
     can = bool(getattr(module, "is_per_token_outside_regions", False))
     if plan.sequence_parallel and not can:
         raise LayoutError(
-            f"{type(module).__name__} does not say that its tokens are independent outside its regions",
-            fix="leave parallel.sequence_parallel out, or give the module is_per_token_outside_regions = True",
+            f"{type(module).__name__} does not say that its tokens are independent outside its"
+            " regions",
+            fix=(
+                "leave parallel.sequence_parallel out, or give the module"
+                " is_per_token_outside_regions = True"
+            ),
         )
     return can if plan.sequence_parallel is None else plan.sequence_parallel
 
@@ -103,7 +122,9 @@ class _Surgery:
     def __post_init__(self) -> None:
         self._modules = {full_name(name): part for name, part in self.module.named_modules()}
         here = (name for name in self._modules if name not in self.absent)
-        self._rules = {name: rule for name in here if (rule := rule_of(self.rules, name)) is not None}
+        self._rules = {
+            name: rule for name in here if (rule := rule_of(self.rules, name)) is not None
+        }
 
     def operate(self) -> None:
         if not self.is_stage and not any(rule.kind in CUTS for rule in self._rules.values()):
@@ -125,7 +146,9 @@ class _Surgery:
             elif rule.kind == "region":
                 self._region(name, part, rule)
             elif rule.kind == "sequence":
-                part.register_forward_hook(functools.partial(tp_modules.keep_own_tokens, self.group))
+                part.register_forward_hook(
+                    functools.partial(tp_modules.keep_own_tokens, self.group)
+                )
         self._require_ties()
         begins = [part for part, _ in self._vocabularies if isinstance(part, nn.Embedding)]
         if (
@@ -134,16 +157,27 @@ class _Surgery:
             and not (begins or any(r.kind == "sequence" for r in self._rules.values()))
         ):
             raise LayoutError(
-                f"no rule cuts an embedding of {type(self.module).__name__}, where its sequence would be cut",
-                fix='give it "vocab" (or "sequence": it stays whole), or set parallel.sequence_parallel=false',
+                f"no rule cuts an embedding of {type(self.module).__name__}, where its sequence"
+                " would be cut",
+                fix=(
+                    'give it "vocab" (or "sequence": it stays whole), or set'
+                    " parallel.sequence_parallel=false"
+                ),
             )
-        cut = [self._modules[name.rpartition(".")[0]] for name in self.cuts if name.endswith(".weight")]
-        alone = [c for c in self.open_columns() if not c.has_row and self._region_of(c.name) is None]
+        cut = [
+            self._modules[name.rpartition(".")[0]] for name in self.cuts if name.endswith(".weight")
+        ]
+        alone = [
+            c for c in self.open_columns() if not c.has_row and self._region_of(c.name) is None
+        ]
         last = [(self._modules[column.name], column.rule) for column in alone]
-        self.module.register_forward_hook(tp_modules.Outputs(self.group, self._vocabularies, cut, last))
+        self.module.register_forward_hook(
+            tp_modules.Outputs(self.group, self._vocabularies, cut, last)
+        )
 
     def require_whole_masks(self, piece: Workpiece) -> None:
-        """Raises LayoutError for dropout of parts, now or in the first forward: masks by place are of the whole."""
+        """Raises LayoutError for dropout of parts, now or in the first forward: masks by place
+        are of the whole."""
         plan, cuts_sequence = piece.plan, self.group.cuts_sequence
         for name, part in self._modules.items():
             if not isinstance(part, nn.modules.dropout._DropoutNd) or not part.p:
@@ -152,8 +186,13 @@ class _Surgery:
             if plan.dropout != "global" or cuts_sequence or is_unseen:
                 raise parts_dropped(f"{name} ({part.p:g})")
         if plan.dropout == "global" and not plan.compile:
-            cut = {kind: [n for n, r in self._rules.items() if r.kind == kind and not r.gather] for kind in CUTS}
-            masks = WholeMasks(self.module, self._modules, cut["column"], cut["row"], cuts_sequence=cuts_sequence)
+            cut = {
+                kind: [n for n, r in self._rules.items() if r.kind == kind and not r.gather]
+                for kind in CUTS
+            }
+            masks = WholeMasks(
+                self.module, self._modules, cut["column"], cut["row"], cuts_sequence=cuts_sequence
+            )
             piece.draws.require_whole = masks.require
 
     def open_columns(self) -> list[OpenColumn]:
@@ -168,11 +207,16 @@ class _Surgery:
         return found
 
     def partial_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Whole parameters of which each rank sees a part of the tokens or of the features: by their full names."""
+        """Whole parameters of which each rank sees a part of the tokens or of the features: by
+        their full names."""
         found = []
         for name, parameter in self.module.named_parameters():
             full = full_name(name)
-            if full not in self.cuts and parameter.requires_grad and self._is_partial(full.rpartition(".")[0], full):
+            if (
+                full not in self.cuts
+                and parameter.requires_grad
+                and self._is_partial(full.rpartition(".")[0], full)
+            ):
                 found.append((full, parameter))
         return found
 
@@ -188,12 +232,16 @@ class _Surgery:
     def _is_attention(self, name: str) -> bool:
         """True within torch's own attention, which never calls the layers that it holds."""
         parent = self._modules[name.rpartition(".")[0]]
-        return any(isinstance(part, nn.MultiheadAttention) for part in (self._modules[name], parent))
+        return any(
+            isinstance(part, nn.MultiheadAttention) for part in (self._modules[name], parent)
+        )
 
     def _region_of(self, name: str) -> str | None:
         parents = name.split(".")[:-1]
         prefixes = (".".join(parents[:count]) for count in range(len(parents), 0, -1))
-        return next((p for p in prefixes if p in self._rules and self._rules[p].kind == "region"), None)
+        return next(
+            (p for p in prefixes if p in self._rules and self._rules[p].kind == "region"), None
+        )
 
     # Each kind of rule
 
@@ -203,15 +251,24 @@ class _Surgery:
         self._cut(name, part, "bias", 0, spans)
         tp_modules.set_outputs(part, _length(spans))
         if self._region_of(name) is None:
-            part.register_forward_pre_hook(functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True)
+            part.register_forward_pre_hook(
+                functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True
+            )
         if rule.gather:
             if len(spans) > 1 or spans[0].copies > 1:
-                raise LayoutError(f"{name} is fused, and its parts cannot be gathered", where=f'"{rule.pattern}"')
-            part.register_forward_hook(functools.partial(tp_modules.gather, self.group, self._sizes(rule, name, part)))
+                raise LayoutError(
+                    f"{name} is fused, and its parts cannot be gathered", where=f'"{rule.pattern}"'
+                )
+            part.register_forward_hook(
+                functools.partial(tp_modules.gather, self.group, self._sizes(rule, name, part))
+            )
 
     def _sizes(self, rule: Rule, name: str, part: nn.Module) -> tuple[int, ...]:
         total = self.cuts[f"{name}.weight"].global_shape[output_dim(part)]
-        return tuple(_length(rule.spans(total, self.group.size, r, name=name)) for r in range(self.group.size))
+        return tuple(
+            _length(rule.spans(total, self.group.size, r, name=name))
+            for r in range(self.group.size)
+        )
 
     def _row(self, name: str, part: nn.Module, rule: Rule) -> None:
         spans = self._spans(rule, tp_modules.num_inputs(part), name)
@@ -230,15 +287,26 @@ class _Surgery:
         first, hidden = first_of_stack(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
         require_parts(rule, name, kind_of(part, is_attention=False))
         self._cut(name, part, first, 1, self._spans(rule, getattr(part, first).shape[1], name))
-        self._cut(name, part, "down_proj", 2, self._spans(replace(rule, parts=rule.parts[:1]), hidden, name))
-        part.register_forward_pre_hook(functools.partial(tp_modules.enter_all, self.group), with_kwargs=True)
+        self._cut(
+            name,
+            part,
+            "down_proj",
+            2,
+            self._spans(replace(rule, parts=rule.parts[:1]), hidden, name),
+        )
+        part.register_forward_pre_hook(
+            functools.partial(tp_modules.enter_all, self.group), with_kwargs=True
+        )
         part.register_forward_hook(lambda module, args, output: self.group.leave(output))
 
     def _vocab(self, name: str, part: nn.Module, rule: Rule) -> None:
         is_embedding = isinstance(part, nn.Embedding)
         total = part.num_embeddings if is_embedding else tp_modules.num_outputs(part)
         spans = self._spans(rule, total, name)
-        sizes = [_length(rule.spans(total, self.group.size, r, name=name)) for r in range(self.group.size)]
+        sizes = [
+            _length(rule.spans(total, self.group.size, r, name=name))
+            for r in range(self.group.size)
+        ]
         vocabulary = Vocabulary(self.group, tuple(sizes))
         self._cut(name, part, "weight", 0 if is_embedding else output_dim(part), spans)
         self._cut(name, part, "bias", 0, spans)
@@ -246,7 +314,9 @@ class _Surgery:
             tp_modules.make_embedding(part, name, vocabulary)
         else:
             tp_modules.set_outputs(part, spans[0].size)
-            part.register_forward_pre_hook(functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True)
+            part.register_forward_pre_hook(
+                functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True
+            )
         self._vocabularies.append((part, vocabulary))
 
     def _region(self, name: str, part: nn.Module, rule: Rule) -> None:
@@ -257,11 +327,15 @@ class _Surgery:
         ]
         if rule.summed:
             tp_modules.add_up(part, self.group)
-        can_share = getattr(part, "input_goes_to_columns_alone", False) and not any(map(is_conv1d, columns))
+        can_share = getattr(part, "input_goes_to_columns_alone", False) and not any(
+            map(is_conv1d, columns)
+        )
         if self.group.chunks > 1 and can_share:
             overlap_columns(part, columns, self.group)
             return
-        part.register_forward_pre_hook(functools.partial(tp_modules.enter, self.group, rule.argument), with_kwargs=True)
+        part.register_forward_pre_hook(
+            functools.partial(tp_modules.enter, self.group, rule.argument), with_kwargs=True
+        )
 
     def _spans(self, rule: Rule, size: int, name: str) -> list[Span]:
         return rule.spans(size, self.group.size, self.group.rank, name=name)
@@ -281,16 +355,20 @@ class _Surgery:
             local.__dict__.update(parameter.__dict__)  # what a user's code has noted on it
             made = self._replaced[parameter] = (local, cut)
         if made[1] != cut:
-            raise LayoutError(f"{name} is tied to another parameter, which is cut otherwise", fix="cut both alike")
+            raise LayoutError(
+                f"{name} is tied to another parameter, which is cut otherwise", fix="cut both alike"
+            )
         setattr(part, key, made[0])
         self.cuts[name] = cut
 
     def _require_ties(self) -> None:
-        """A tied tensor must be cut wherever it stands: torch's own tools make two of it without a word."""
+        """A tied tensor must be cut wherever it stands: torch's own tools make two of it without
+        a word."""
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if any(old is parameter for old in self._replaced):
                 raise LayoutError(
-                    f"{full_name(name)} is tied to a parameter that a rule cuts, and no rule cuts it",
+                    f"{full_name(name)} is tied to a parameter that a rule cuts, and no rule"
+                    " cuts it",
                     fix="give its module the same rule",
                 )
 

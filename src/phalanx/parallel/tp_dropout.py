@@ -1,7 +1,9 @@
-"""Dropout under tensor parallelism: masks by place are those of whole activations, so ranks must not have parts there.
+"""Dropout under tensor parallelism: masks by place are those of whole activations, so ranks must
+not have parts there.
 
-A layer's place in the module does not say what it drops, and F.dropout has no place: the first forward in training
-shows it. Between a column and the row that it feeds, each rank has its features; of a sequence that is cut, its tokens.
+A layer's place in the module does not say what it drops, and F.dropout has no place: the first
+forward in training shows it. Between a column and the row that it feeds, each rank has its
+features; of a sequence that is cut, its tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class WholeMasks:
         self._open: set[str] = set()
         self._is_watching = True
         self._hooks = [modules[name].register_forward_hook(self._opens(name)) for name in columns]
-        self._hooks += [modules[name].register_forward_pre_hook(self._closes(name)) for name in rows]
+        self._hooks += [
+            modules[name].register_forward_pre_hook(self._closes(name)) for name in rows
+        ]
         self._hooks.append(module.register_forward_hook(self._done))
 
     def require(self, name: str) -> None:
@@ -44,26 +48,37 @@ class WholeMasks:
         """A row takes in the columns that stand nearest to it."""
 
         def close(*_: object) -> None:
-            shared = {column: _num_shared(column.split("."), name.split(".")) for column in self._open}
-            self._open -= {column for column, length in shared.items() if length == max(shared.values())}
+            shared = {
+                column: _num_shared(column.split("."), name.split(".")) for column in self._open
+            }
+            self._open -= {
+                column for column, length in shared.items() if length == max(shared.values())
+            }
 
         return close
 
     def _done(self, module: nn.Module, *_: object) -> None:
         if module.training:
-            self._is_watching = False  # recomputed parts of a forward, which stop midway, are not followed
+            self._is_watching = (
+                False  # recomputed parts of a forward, which stop midway, are not followed
+            )
             for hook in self._hooks:
                 hook.remove()
 
 
 def _num_shared(path: list[str], other: list[str]) -> int:
     """How many parts of two dotted names are the same, from the first on."""
-    return next((i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), min(len(path), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b),
+        min(len(path), len(other)),
+    )
 
 
 def parts_dropped(name: str) -> LayoutError:
     return LayoutError(
         f"dropout of {name} is where ranks of tp have parts of the activations",
-        fix="set it to 0 by model.args, or parallel.tp=1; with parallel.sequence_parallel=false it can stay before the "
-        "columns and behind the row, and where no rule cuts anything",
+        fix=(
+            "set it to 0 by model.args, or parallel.tp=1; with parallel.sequence_parallel=false it"
+            " can stay before the columns and behind the row, and where no rule cuts anything"
+        ),
     )

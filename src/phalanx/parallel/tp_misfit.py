@@ -1,4 +1,5 @@
-"""An error of shapes in a forward that rules have cut, as a line about the rule, where it is one."""
+"""An error of shapes in a forward that rules have cut, as a line about the rule, where it is
+one."""
 
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ MISFITS = (
 
 @dataclass(frozen=True)
 class OpenColumn:
-    """A layer of which a rank puts out `own` of `whole` features, for others to take. `has_row`: beside it in the same
-    part of the model there is a layer that can."""
+    """A layer of which a rank puts out `own` of `whole` features, for others to take.
+
+    `has_row`: beside it in the same part of the model there is a layer that can.
+    """
 
     name: str
     rule: Rule
@@ -31,15 +34,27 @@ class OpenColumn:
 
 
 def misfit(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | None:
-    """The refusal of a column whose width and whose part on this rank are the two sizes that do not fit in torch's
-    message: what it puts out has met something whole. Of several those without a row beside them."""
+    """The refusal of a column whose width and whose part on this rank are the two sizes that do not
+    fit in torch's message: what it puts out has met something whole.
+
+    Of several those without a row beside them.
+    """
     told = str(error).splitlines()[0] if str(error) else ""
-    shapes = next((match.groups() for pattern in MISFITS if (match := re.search(pattern, told))), ())
+    shapes = next(
+        (match.groups() for pattern in MISFITS if (match := re.search(pattern, told))), ()
+    )
     if not isinstance(error, RuntimeError) or not shapes:
         return None
     sizes = {int(size) for size in shapes}
-    met = [column for column in columns if {column.whole, column.own} <= sizes and column.own < column.whole]
+    met = [
+        column
+        for column in columns
+        if {column.whole, column.own} <= sizes and column.own < column.whole
+    ]
     column = next((column for column in met if not column.has_row), met[0] if met else None)
     if column is None:
         return None
-    return no_row(column.rule, f"those of {column.name}, {column.own} of {column.whole}, meet what is whole: {told}")
+    return no_row(
+        column.rule,
+        f"those of {column.name}, {column.own} of {column.whole}, meet what is whole: {told}",
+    )

@@ -1,4 +1,5 @@
-"""What tensor parallelism makes of single modules: rows that add up, embeddings of a part of the vocabulary, hooks."""
+"""What tensor parallelism makes of single modules: rows that add up, embeddings of a part of the
+vocabulary, hooks."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def set_outputs(part: nn.Module, size: int) -> None:
 
 
 def make_row(part: nn.Module, name: str, group: TensorGroup, size: int) -> None:
-    """Each rank multiplies its features; the sum over ranks leaves the region, and the bias is added once."""
+    """Each rank multiplies its features; the sum over ranks leaves the region, and the bias is
+    added once."""
     if isinstance(part, nn.Linear):
         part.in_features = size
     part.forward = functools.partial(_row_forward, part, name, group)  # type: ignore[method-assign]
@@ -46,7 +48,11 @@ def _row_forward(part: nn.Module, name: str, group: TensorGroup, x: torch.Tensor
             f"{name} gets {x.shape[-1]} features, and {weight.shape[1]} are this rank's",
             fix="a row follows columns that are cut alike",
         )
-    out = row_in_chunks(x, weight, group) if group.chunks > 1 else group.leave(_product(part, x, weight))
+    out = (
+        row_in_chunks(x, weight, group)
+        if group.chunks > 1
+        else group.leave(_product(part, x, weight))
+    )
     return out if part.bias is None else out + part.bias.to(out.dtype)
 
 
@@ -58,13 +64,18 @@ def _product(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Te
 def leave_unsummed(part: nn.Module, name: str, size: int) -> None:
     """Each rank multiplies its features, and a region around adds up what ranks have made."""
     if getattr(part, "bias", None) is not None:
-        raise LayoutError(f"{name} has a bias, which every rank would add", fix="leave unsummed out of its rule")
+        raise LayoutError(
+            f"{name} has a bias, which every rank would add", fix="leave unsummed out of its rule"
+        )
     part.in_features = size  # type: ignore[assignment]
 
 
 def add_up(part: nn.Module, group: TensorGroup) -> None:
-    """A region's output is a sum over ranks. Routers inside see the same tokens on all of them, and their gradients are
-    added up, too: what a router adds to its own is a rank's share."""
+    """A region's output is a sum over ranks.
+
+    Routers inside see the same tokens on all of them, and their gradients are added up, too: what a
+    router adds to its own is a rank's share.
+    """
     for inner in part.modules():
         if hasattr(inner, "num_alike"):
             inner.num_alike = group.size  # type: ignore[assignment]
@@ -77,7 +88,10 @@ def add_up(part: nn.Module, group: TensorGroup) -> None:
 def make_embedding(part: nn.Embedding, name: str, vocabulary: Vocabulary) -> None:
     """A rank looks up the tokens that it holds; the sum over ranks has them all."""
     if part.max_norm is not None or part.sparse or part.scale_grad_by_freq:
-        raise LayoutError(f"{name} has max_norm, sparse or scale_grad_by_freq, which are not built for a part of it")
+        raise LayoutError(
+            f"{name} has max_norm, sparse or scale_grad_by_freq, which are not built for a part"
+            " of it"
+        )
     padding = part.padding_idx
     own = None if padding is None else padding - vocabulary.start
     size = vocabulary.sizes[vocabulary.group.rank]
@@ -86,12 +100,17 @@ def make_embedding(part: nn.Embedding, name: str, vocabulary: Vocabulary) -> Non
     part.forward = functools.partial(_embedding_forward, part, vocabulary)  # type: ignore[method-assign]
 
 
-def _embedding_forward(part: nn.Embedding, vocabulary: Vocabulary, ids: torch.Tensor) -> torch.Tensor:
+def _embedding_forward(
+    part: nn.Embedding, vocabulary: Vocabulary, ids: torch.Tensor
+) -> torch.Tensor:
     total, group = sum(vocabulary.sizes), vocabulary.group
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
         lowest, highest = (int(edge) for edge in ids.aminmax())
         if lowest < 0 or highest >= total:
-            raise DataError(f"token {highest if highest >= total else lowest} is none of the {total} of the embedding")
+            raise DataError(
+                f"token {highest if highest >= total else lowest} is none of the {total} of the"
+                " embedding"
+            )
     own = ids - vocabulary.start
     is_elsewhere = (own < 0) | (own >= part.num_embeddings)
     found = F.embedding(own.masked_fill(is_elsewhere, 0), part.weight, part.padding_idx)
@@ -102,11 +121,17 @@ def _embedding_forward(part: nn.Embedding, vocabulary: Vocabulary, ids: torch.Te
 # Hooks
 
 
-def enter(group: TensorGroup, argument: str, part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Before a region: of its arguments the named one, or the first that is a tensor of activations, is entered."""
+def enter(
+    group: TensorGroup, argument: str, part: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Before a region: of its arguments the named one, or the first that is a tensor of
+    activations, is entered."""
     if argument:
         if argument not in kwargs:
-            raise LayoutError(f"{type(part).__name__} is not called with {argument}=", fix="leave the argument out")
+            raise LayoutError(
+                f"{type(part).__name__} is not called with {argument}=",
+                fix="leave the argument out",
+            )
         return args, {**kwargs, argument: group.enter(kwargs[argument])}
     for place, value in enumerate(args):
         if _are_activations(value):
@@ -114,20 +139,26 @@ def enter(group: TensorGroup, argument: str, part: nn.Module, args: Any, kwargs:
     for key, value in kwargs.items():
         if _are_activations(value):
             return args, {**kwargs, key: group.enter(value)}
-    raise LayoutError(f"{type(part).__name__} is called without activations, and a rule names it a region")
+    raise LayoutError(
+        f"{type(part).__name__} is called without activations, and a rule names it a region"
+    )
 
 
 def enter_all(group: TensorGroup, part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Before experts, whose rows and whose weights of rows both have a gradient."""
     entered = [group.enter(value) if _are_activations(value) else value for value in args]
-    return tuple(entered), {k: group.enter(value) if _are_activations(value) else value for k, value in kwargs.items()}
+    return tuple(entered), {
+        k: group.enter(value) if _are_activations(value) else value for k, value in kwargs.items()
+    }
 
 
 def _are_activations(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim >= 2
 
 
-def gather(group: TensorGroup, sizes: tuple[int, ...], part: nn.Module, args: Any, output: torch.Tensor) -> Any:
+def gather(
+    group: TensorGroup, sizes: tuple[int, ...], part: nn.Module, args: Any, output: torch.Tensor
+) -> Any:
     return group.gather_features(output, sizes)
 
 
@@ -161,7 +192,8 @@ def divide(part: nn.Module, name: str, count: Count, tp: int) -> None:
 
 
 class Outputs:
-    """After the model: an output that needs the head's rows of other ranks says which rows this rank has."""
+    """After the model: an output that needs the head's rows of other ranks says which rows this
+    rank has."""
 
     def __init__(
         self,
@@ -200,28 +232,43 @@ class Outputs:
         if head is None:
             if self._group.cuts_sequence and not self._is_whole(outputs):
                 raise LayoutError(
-                    f"{type(module).__name__} returns a part of the sequence, and nobody puts it together",
-                    fix='give its head "vocab" or "column gather", or set parallel.sequence_parallel=false',
+                    f"{type(module).__name__} returns a part of the sequence, and nobody puts it"
+                    " together",
+                    fix=(
+                        'give its head "vocab" or "column gather", or set'
+                        " parallel.sequence_parallel=false"
+                    ),
                 )
             return outputs
         for part, vocabulary in self._vocabularies:
             if part.weight is head:
                 return outputs._replace(vocabulary=vocabulary)
         if self._group.cuts_sequence:
-            raise LayoutError(f"no rule cuts the head of {type(module).__name__}", fix='give it "vocab"')
+            raise LayoutError(
+                f"no rule cuts the head of {type(module).__name__}", fix='give it "vocab"'
+            )
         if any(getattr(part, "weight", None) is head for part in self._cut):
-            raise LayoutError(f"the head of {type(module).__name__} is not cut by tokens", fix='give it "vocab"')
+            raise LayoutError(
+                f"the head of {type(module).__name__} is not cut by tokens", fix='give it "vocab"'
+            )
         return outputs
 
     def _is_whole(self, outputs: Any) -> bool:
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.ndim > SEQUENCE]
+        tensors = [
+            leaf
+            for leaf in tree_leaves(outputs)
+            if isinstance(leaf, torch.Tensor) and leaf.ndim > SEQUENCE
+        ]
         return bool(tensors) and all(t.shape[SEQUENCE] == self._group.num_tokens for t in tensors)
 
     def _tagged(self, module: nn.Module, logits: torch.Tensor, outputs: Any) -> VocabularyLogits:
         if outputs is not logits:
             raise LayoutError(
                 f"{type(module).__name__} does not return its head's logits as they are",
-                fix='have the head put together: its rule is then "column gather" instead of "vocab"',
+                fix=(
+                    'have the head put together: its rule is then "column gather" instead of'
+                    ' "vocab"'
+                ),
             )
         vocabulary = next(v for part, v in self._vocabularies if not isinstance(part, nn.Embedding))
         return VocabularyLogits(logits, vocabulary)

@@ -1,7 +1,8 @@
-"""Matrix products beside a collective, in chunks of tokens: one chunk is computed while another travels.
+"""Matrix products beside a collective, in chunks of tokens: one chunk is computed while another
+travels.
 
-The same sums in the same order as without chunks, but for the bias and the gradient of a weight, which are added up
-chunk by chunk. `parallel.tp_chunks=1` is the serial way, for debugging.
+The same sums in the same order as without chunks, but for the bias and the gradient of a weight,
+which are added up chunk by chunk. `parallel.tp_chunks=1` is the serial way, for debugging.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class _Shared:
         function = _GatherColumns if self.group.cuts_sequence else _CopyColumns
         outputs: tuple[torch.Tensor, ...] = function.apply(x, self.group, *cast)
         return tuple(
-            out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outputs, biases, strict=True)
+            out if bias is None else out + bias.to(out.dtype)
+            for out, bias in zip(outputs, biases, strict=True)
         )
 
 
@@ -89,7 +91,10 @@ class _RowSum(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: TensorGroup
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        parts = [group.start_all_reduce(F.linear(x[:, rows], weight)) for rows in _chunks(x.shape[SEQUENCE], group)]
+        parts = [
+            group.start_all_reduce(F.linear(x[:, rows], weight))
+            for rows in _chunks(x.shape[SEQUENCE], group)
+        ]
         with group.timed("all_reduce", "all_reduce activations"):
             return torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)
 
@@ -101,7 +106,8 @@ class _RowSum(torch.autograd.Function):
 
 
 class _RowScatter(torch.autograd.Function):
-    """Chunks of every rank's part of the sequence: reduce-scatter on the way out, all-gather on the way back."""
+    """Chunks of every rank's part of the sequence: reduce-scatter on the way out, all-gather on
+    the way back."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -136,8 +142,11 @@ class _RowScatter(torch.autograd.Function):
 
 
 class _CopyColumns(torch.autograd.Function):
-    """Forward: nobody is needed. Backward: the all-reduce of one chunk of the input's gradient beside the next, and the
-    weights' gradients while the last ones travel."""
+    """Forward: nobody is needed.
+
+    Backward: the all-reduce of one chunk of the input's gradient beside the next, and the weights'
+    gradients while the last ones travel.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -154,7 +163,9 @@ class _CopyColumns(torch.autograd.Function):
         group: TensorGroup = ctx.group
         parts = []
         for rows in _chunks(x.shape[SEQUENCE], group):
-            parts.append(group.start_all_reduce(_sum_of_products([g[:, rows] for g in grads], weights)))
+            parts.append(
+                group.start_all_reduce(_sum_of_products([g[:, rows] for g in grads], weights))
+            )
         grad_weights = [_flat(grad).T @ _flat(x) for grad in grads]
         with group.timed("all_reduce", "all_reduce activations"):
             grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)
@@ -162,7 +173,10 @@ class _CopyColumns(torch.autograd.Function):
 
 
 class _GatherColumns(torch.autograd.Function):
-    """Forward: a chunk is multiplied while the next is gathered. Backward: reduce-scatter as in `_CopyColumns`."""
+    """Forward: a chunk is multiplied while the next is gathered.
+
+    Backward: reduce-scatter as in `_CopyColumns`.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -197,7 +211,9 @@ class _GatherColumns(torch.autograd.Function):
         return torch.cat(done, dim=SEQUENCE), None, *grad_weights
 
 
-def _sum_of_products(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sum_of_products(
+    grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> torch.Tensor:
     total = grads[0] @ weights[0]
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
         total += grad @ weight

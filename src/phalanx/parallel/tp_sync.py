@@ -1,4 +1,5 @@
-"""Gradients of what ranks of a tensor-parallel group hold alike and see a part each of: summed once a step."""
+"""Gradients of what ranks of a tensor-parallel group hold alike and see a part each of: summed
+once a step."""
 
 from __future__ import annotations
 
@@ -12,15 +13,21 @@ from phalanx.mesh.tensor_group import TensorGroup
 
 
 class PartialGradients:
-    """Norms between regions under sequence parallelism, norms of heads, keys and values of more ranks than heads.
+    """Norms between regions under sequence parallelism, norms of heads, keys and values of more
+    ranks than heads.
 
-    All of them go through one all-reduce per step, after data parallelism has reduced its share, which is linear, too.
+    All of them go through one all-reduce per step, after data parallelism has reduced its share,
+    which is linear, too.
     """
 
-    def __init__(self, group: TensorGroup, whole: Sequence[tuple[str, nn.Parameter]], cuts: Mapping[str, Cut]) -> None:
+    def __init__(
+        self, group: TensorGroup, whole: Sequence[tuple[str, nn.Parameter]], cuts: Mapping[str, Cut]
+    ) -> None:
         self._group, self._cuts = group, cuts
         self._whole = {name for name, _ in whole}
-        self._shared = {name for name, cut in cuts.items() if any(box.num_replicas > 1 for box in cut.boxes)}
+        self._shared = {
+            name for name, cut in cuts.items() if any(box.num_replicas > 1 for box in cut.boxes)
+        }
 
     @torch.no_grad()
     def sum_over_ranks(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -32,7 +39,9 @@ class PartialGradients:
         for gradient, _, _ in pieces:
             wide = torch.promote_types(wide, gradient.dtype)
         device = pieces[0][0].device
-        flat = torch.zeros(sum(g.numel() * places for g, _, places in pieces), dtype=wide, device=device)
+        flat = torch.zeros(
+            sum(g.numel() * places for g, _, places in pieces), dtype=wide, device=device
+        )
         at, mine = 0, []
         for gradient, place, places in pieces:
             start = at + place * gradient.numel()
@@ -54,7 +63,9 @@ class PartialGradients:
         held = within(self._cuts[name], shard_of(name, parameter, replica=0, num_replicas=1))
         return [
             (
-                gradient[tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))],
+                gradient[
+                    tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
+                ],
                 self._group.rank // box.num_replicas,
                 self._group.size // box.num_replicas,
             )

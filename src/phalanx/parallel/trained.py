@@ -1,4 +1,5 @@
-"""What an optimizer updates where that is not the module's own parameter: a slice of it, or a copy on the host."""
+"""What an optimizer updates where that is not the module's own parameter: a slice of it, or a
+copy on the host."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 class Part:
     """Stands for a part of `parameter` before an optimizer, as `trained`.
 
-    `take` finds the part in the parameter's storage on this rank, and in that of its gradient. `on_host`: `trained` and
-    its gradient are copies in host memory; else they are views.
+    `take` finds the part in the parameter's storage on this rank, and in that of its gradient.
+    `on_host`: `trained` and its gradient are copies in host memory; else they are views.
     """
 
     parameter: nn.Parameter
@@ -37,8 +38,8 @@ class Part:
     def hand_over(self, host: torch.Tensor | None = None) -> torch.Tensor | None:
         """The gradient moves from the parameter to what stands for it.
 
-        On the host it is copied into `host`, the one that was returned the last time, which the device does meanwhile:
-        it is there once the device was waited for.
+        On the host it is copied into `host`, the one that was returned the last time, which the
+        device does meanwhile: it is there once the device was waited for.
         """
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
@@ -49,7 +50,9 @@ class Part:
             if host is None or host.dtype is not piece.dtype or host.shape != piece.shape:
                 host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
             piece = host.copy_(piece, non_blocking=True)
-        self.trained.grad = dtensor_like(self.trained, piece) if isinstance(self.trained, DTensor) else piece
+        self.trained.grad = (
+            dtensor_like(self.trained, piece) if isinstance(self.trained, DTensor) else piece
+        )
         return host
 
     def bring_up(self) -> None:
@@ -69,16 +72,20 @@ class Part:
 
 @dataclass(eq=False)
 class Trained:
-    """The parts of a model by the parameter they stand for. Parameters without one are updated as they are.
+    """The parts of a model by the parameter they stand for.
 
-    `before_update` are reductions of gradients that data parallelism leaves to us, `after_update` gathers what the
-    ranks updated.
+    Parameters without one are updated as they are.
+
+    `before_update` are reductions of gradients that data parallelism leaves to us, `after_update`
+    gathers what the ranks updated.
     """
 
     parts: dict[nn.Parameter, Part] = field(default_factory=dict)
     before_update: list[Callable[[], None]] = field(default_factory=list)
     after_update: list[Callable[[], None]] = field(default_factory=list)
-    _gradients: dict[Part, torch.Tensor | None] = field(default_factory=dict)  # page-locked, of parts on the host
+    _gradients: dict[Part, torch.Tensor | None] = field(
+        default_factory=dict
+    )  # page-locked, of parts on the host
     _is_behind: bool = False
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -91,7 +98,11 @@ class Trained:
 
     def named_parts(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that are not the module's own."""
-        return ((name, self.parts[p].trained) for name, p in module.named_parameters() if p in self.parts)
+        return (
+            (name, self.parts[p].trained)
+            for name, p in module.named_parameters()
+            if p in self.parts
+        )
 
     def hand_over(self) -> None:
         """After the last backward of a step."""
@@ -107,11 +118,13 @@ class Trained:
                 torch.cuda.current_stream(device).synchronize()
 
     def require_parts(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises LayoutError for an optimizer of the module's own parameters, which no longer have the gradients."""
+        """Raises LayoutError for an optimizer of the module's own parameters, which no longer
+        have the gradients."""
         own = {id(parameter) for parameter in self.parts}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise LayoutError(
-                f"{type(optimizer).__name__} has the module's parameters, and in this layout parts of them are updated",
+                f"{type(optimizer).__name__} has the module's parameters, and in this layout parts"
+                " of them are updated",
                 fix="build it from model.parameters(), of what parallelize returned",
             )
 
@@ -129,8 +142,10 @@ class Trained:
             part.bring_down()
 
     def watch(self, others: Iterable[nn.Parameter] = ()) -> None:
-        """Notice optimizers that update parts: their step alone does not reach the model. So it is of `others` where
-        something else of the model moves with them."""
+        """Notice optimizers that update parts: their step alone does not reach the model.
+
+        So it is of `others` where something else of the model moves with them.
+        """
         mine = weakref.ref(self)
         trained = {id(self.of(parameter)) for parameter in (*self.parts, *others)}
 
@@ -148,6 +163,9 @@ class Trained:
         if self._is_behind:
             raise LayoutError(
                 "an optimizer updated its part of the model, and the rest has not followed",
-                why="in this layout it has a part or a copy of each parameter, or biases of routers move after it",
+                why=(
+                    "in this layout it has a part or a copy of each parameter, or biases of routers"
+                    " move after it"
+                ),
                 fix="call model.update(optimizer) in place of optimizer.step()",
             )

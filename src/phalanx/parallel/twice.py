@@ -1,4 +1,5 @@
-"""What the two forwards of a recomputed block run in: running statistics move once, dear products are made once."""
+"""What the two forwards of a recomputed block run in: running statistics move once, dear
+products are made once."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from phalanx.parallel.draws import Draws
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
-ATTENTION = "_scaled_dot_product_"  # each device has its own: _flash_attention_for_cpu, _cudnn_attention, ...
+# each device has its own: _flash_attention_for_cpu, _cudnn_attention, ...
+ATTENTION = "_scaled_dot_product_"
 MASKED_ATTENTION = "attend_by_blocks"  # ours, of long sequences
 COLLECTIVES = "_c10d_functional"
 
 
 def contexts_of(block: nn.Module, mode: str, draws: Draws) -> Contexts:
-    """A maker of (context of the forward, context of the recomputation): dropout drops the same again, too."""
+    """A maker of (context of the forward, context of the recomputation): dropout drops the same
+    again, too."""
     inner = _own_contexts(block, mode)
     if inner is None:
         return draws.again
@@ -74,7 +77,9 @@ def _policy(context: object, op: Any, *args: object, **kwargs: object) -> Checkp
 class _Both:
     """Two contexts as one, that can be entered again."""
 
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
+    ) -> None:
         self._contexts, self._stack = (outer, inner), ExitStack()
 
     def __enter__(self) -> None:
@@ -88,9 +93,16 @@ class _Both:
 
 
 class _First:
-    """The forward: synchronised BatchNorms record; a buffer that changes cannot be recomputed, and is refused."""
+    """The forward: synchronised BatchNorms record; a buffer that changes cannot be recomputed,
+    and is refused."""
 
-    def __init__(self, block: str, norms: Sequence[_BatchNorm], others: Mapping[str, torch.Tensor], tape: Tape) -> None:
+    def __init__(
+        self,
+        block: str,
+        norms: Sequence[_BatchNorm],
+        others: Mapping[str, torch.Tensor],
+        tape: Tape,
+    ) -> None:
         self._block, self._norms, self._others, self._tape = block, norms, others, tape
         self._versions: dict[str, int] = {}
 
@@ -98,12 +110,17 @@ class _First:
         self._versions = {name: buffer._version for name, buffer in self._others.items()}
         _hand_out(self._norms, self._tape)
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         _hand_out(self._norms, None)
-        changed = [name for name, buffer in self._others.items() if buffer._version != self._versions[name]]
+        changed = [
+            name for name, buffer in self._others.items() if buffer._version != self._versions[name]
+        ]
         if kind is None and changed and torch.is_grad_enabled():
             raise LayoutError(
-                f"the forward of {self._block} changes its buffer {changed[0]}, and recomputing would change it twice",
+                f"the forward of {self._block} changes its buffer {changed[0]}, and recomputing"
+                " would change it twice",
                 fix="set train.recompute=none",
             )
 

@@ -1,6 +1,8 @@
-"""Parameters that FSDP leaves whole (parallel.keep_whole_below, and single numbers): reduced together, once per step.
+"""Parameters that FSDP leaves whole (parallel.keep_whole_below, and single numbers): reduced
+together, once per step.
 
-A gather for a few numbers costs as much time as one for many. Every rank holds and updates all of these alike.
+A gather for a few numbers costs as much time as one for many. Every rank holds and updates all of
+these alike.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from phalanx.plan.plan import Plan
 
 
 def kept_whole(module: nn.Module, below: int) -> set[nn.Parameter]:
-    """What a unit of FSDP is to leave alone; also what it cannot split: a single number, and a tensor that does not lie
-    in the order of its dimensions."""
-    return {p for p in module.parameters() if p.ndim == 0 or p.numel() < below or not p.is_contiguous()}
+    """What a unit of FSDP is to leave alone; also what it cannot split: a single number, and a
+    tensor that does not lie in the order of its dimensions."""
+    return {
+        p for p in module.parameters() if p.ndim == 0 or p.numel() < below or not p.is_contiguous()
+    }
 
 
 class WholeSmall:
@@ -31,7 +35,11 @@ class WholeSmall:
 
     def apply(self, piece: Workpiece) -> None:
         piece.materialize()
-        whole = [p for p in piece.root.module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        whole = [
+            p
+            for p in piece.root.module.parameters()
+            if p.requires_grad and not isinstance(p, DTensor)
+        ]
         if not whole:
             return
         axes = ("dp_replicate", "dp_shard") if piece.plan.layout.dp_replicate > 1 else ("dp_shard",)
@@ -45,13 +53,22 @@ class WholeSmall:
 
 
 @torch.no_grad()
-def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup, phases: Phases) -> None:
-    """The mean over the ranks, in fp32 at least, in one collective per type. A gradient that a rank lacks is zero."""
+def average_gradients(
+    parameters: list[nn.Parameter], group: dist.ProcessGroup, phases: Phases
+) -> None:
+    """The mean over the ranks, in fp32 at least, in one collective per type.
+
+    A gradient that a rank lacks is zero.
+    """
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_type.setdefault(torch.promote_types(parameter.dtype, torch.float32), []).append(parameter)
+        by_type.setdefault(torch.promote_types(parameter.dtype, torch.float32), []).append(
+            parameter
+        )
     for dtype, some in by_type.items():
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(dtype) for p in some])
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(dtype) for p in some]
+        )
         with phases("collective", "all_reduce gradients of whole parameters"):
             dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)

@@ -1,7 +1,9 @@
-"""What ranks send each other to reduce gradients: the collectives of one group, each counted in bytes.
+"""What ranks send each other to reduce gradients: the collectives of one group, each counted in
+bytes.
 
-A rank's bytes are those of the bandwidth-optimal algorithms (ring), per rank and step: an all-reduce of n bytes over w
-ranks sends 2 (w - 1) / w n, a reduce-scatter or an all-to-all (w - 1) / w n, an all-gather of own n bytes (w - 1) n.
+A rank's bytes are those of the bandwidth-optimal algorithms (ring), per rank and step: an
+all-reduce of n bytes over w ranks sends 2 (w - 1) / w n, a reduce-scatter or an all-to-all (w - 1)
+/ w n, an all-gather of own n bytes (w - 1) n.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from phalanx.core.phases import Phases
 
 @dataclass
 class Traffic:
-    """Bytes this rank sends to reduce gradients; `plain_bytes` is what a step would send in fp32, uncompressed."""
+    """Bytes this rank sends to reduce gradients; `plain_bytes` is what a step would send in
+    fp32, uncompressed."""
 
     plain_bytes: int = 0
     _sent_bytes: float = 0.0
@@ -42,7 +45,8 @@ def all_reduce_bytes(num_bytes: int, num_ranks: int) -> float:
 
 
 class Wire:
-    """The collectives of `group`, in the order of calls: each returns with its result there (on a GPU: queued)."""
+    """The collectives of `group`, in the order of calls: each returns with its result there (on
+    a GPU: queued)."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, phases: Phases) -> None:
         self.num_ranks, self.rank = group.size(), group.rank()
@@ -65,11 +69,14 @@ class Wire:
         every = torch.empty(self.num_ranks, *mine.shape, dtype=mine.dtype, device=mine.device)
         self._traffic.all_gather(mine.nbytes, self.num_ranks)
         with self._phases("collective", "all_gather compressed gradients"):
-            dist.all_gather_into_tensor(every.view(-1), mine.contiguous().view(-1), group=self._group)
+            dist.all_gather_into_tensor(
+                every.view(-1), mine.contiguous().view(-1), group=self._group
+            )
         return every
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """`parts` [ranks, ...]: row r goes to rank r; returned is what each rank had for this one."""
+        """`parts` [ranks, ...]: row r goes to rank r; returned is what each rank had for this
+        one."""
         found = torch.empty_like(parts)
         self._traffic.scatter(parts.nbytes, self.num_ranks)
         with self._phases("collective", "all_to_all compressed gradients"):

@@ -1,6 +1,8 @@
-"""ZeRO-1: parameters and gradients whole on every rank (DDP), the optimizer's state and its work split over dp_shard.
+"""ZeRO-1: parameters and gradients whole on every rank (DDP), the optimizer's state and its work
+split over dp_shard.
 
-Each rank updates its rows of every parameter, in place; then the rows of all ranks are gathered, bucket by bucket.
+Each rank updates its rows of every parameter, in place; then the rows of all ranks are gathered,
+bucket by bucket.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ def _all(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """A rank's rows of a tensor along `dim`, cut as torch.chunk cuts. `chunk`: rows of a rank that is not the last."""
+    """A rank's rows of a tensor along `dim`, cut as torch.chunk cuts.
+
+    `chunk`: rows of a rank that is not the last.
+    """
 
     dim: int
     start: int
@@ -72,8 +77,8 @@ class Rows:
 def rows_of(tensor: torch.Tensor, rank: int, num_ranks: int) -> Rows | None:
     """Along the first dimension longer than one, so that each rank's rows lie together.
 
-    None for a single number, and for a tensor that does not lie in the order of its dimensions: every rank updates all
-    of these.
+    None for a single number, and for a tensor that does not lie in the order of its dimensions:
+    every rank updates all of these.
     """
     dim = next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
     if dim is None or not tensor.is_contiguous():
@@ -86,7 +91,8 @@ def rows_of(tensor: torch.Tensor, rank: int, num_ranks: int) -> Rows | None:
 
 @dataclass(frozen=True)
 class _Span:
-    """Elements [start, start + length) of each rank's `chunk` elements of a flat parameter; at `offset` in a bucket."""
+    """Elements [start, start + length) of each rank's `chunk` elements of a flat parameter; at
+    `offset` in a bucket."""
 
     flat: torch.Tensor
     chunk: int
@@ -95,7 +101,8 @@ class _Span:
     offset: int
 
     def send(self, segment: torch.Tensor, rank: int) -> None:
-        """This rank's elements into its segment of the bucket; the last ranks may have fewer, or none."""
+        """This rank's elements into its segment of the bucket; the last ranks may have fewer, or
+        none."""
         begin = rank * self.chunk + self.start
         mine = self.flat[begin : min(begin + self.length, (rank + 1) * self.chunk)]
         segment[self.offset : self.offset + mine.numel()] = mine
@@ -110,7 +117,8 @@ class _Span:
 
 
 class Gather:
-    """Brings together what each rank updated, in collectives of `bucket_bytes` over all ranks at most."""
+    """Brings together what each rank updated, in collectives of `bucket_bytes` over all ranks at
+    most."""
 
     def __init__(
         self,

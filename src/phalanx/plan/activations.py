@@ -1,7 +1,8 @@
-"""Bytes that autograd keeps from the forward to the backward, tensor by tensor, for every shape of model.
+"""Bytes that autograd keeps from the forward to the backward, tensor by tensor, for every shape of
+model.
 
-`c` is the size of the compute type: 4 in fp32, 2 in bf16. Tests compare this with what autograd saves. Experts are
-counted at even load, and none dropped.
+`c` is the size of the compute type: 4 in fp32, 2 in bf16. Tests compare this with what autograd
+saves. Experts are counted at even load, and none dropped.
 """
 
 from __future__ import annotations
@@ -10,17 +11,26 @@ from phalanx.job.shape import ModelShape
 
 
 def block_bytes(shape: ModelShape, c: int, *, experts: bool, parts: int = 1) -> int:
-    """Of one block, for one token. `parts`: into how many the sequence is cut outside attention and feed-forward."""
+    """Of one block, for one token.
+
+    `parts`: into how many the sequence is cut outside attention and feed-forward.
+    """
     inputs = norm_input_bytes(shape, shape.dim, c) * (4 if shape.post_norms else 2) // parts
     norms = inputs + 2 * shape.dim * c  # what enters a matrix product is gathered before
     attention = _latent_attention_bytes(shape, c) if shape.kv_rank else _attention_bytes(shape, c)
-    return norms + attention + (_experts_bytes(shape, c) if experts else _ffn_bytes(shape, shape.ffn_dim, c))
+    return (
+        norms
+        + attention
+        + (_experts_bytes(shape, c) if experts else _ffn_bytes(shape, shape.ffn_dim, c))
+    )
 
 
 def product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
-    """Of one block, for one token: what its matrices and its attention make, which selective recompute keeps."""
+    """Of one block, for one token: what its matrices and its attention make, which selective
+    recompute keeps."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    if shape.kv_rank:  # both products of queries and of keys and values, and the output, which is as wide as queries
+    # both products of queries and of keys and values, and the output, which is as wide as queries
+    if shape.kv_rank:
         made = _latent_products(shape) + heads * shape.head_dim
     else:
         made = 2 * (heads + kv_heads) * shape.head_dim  # q and the output, k and v
@@ -29,13 +39,21 @@ def product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
     if not experts:
         return attention + wide * shape.ffn_dim + shape.dim * c
     # The router's product is in fp32; shared experts are one feed-forward.
-    visited, outputs = shape.experts_per_token + shape.num_shared_experts, shape.experts_per_token + _is_shared(shape)
-    return attention + 4 * shape.num_experts + visited * wide * shape.expert_ffn_dim + outputs * shape.dim * c
+    visited, outputs = (
+        shape.experts_per_token + shape.num_shared_experts,
+        shape.experts_per_token + _is_shared(shape),
+    )
+    return (
+        attention
+        + 4 * shape.num_experts
+        + visited * wide * shape.expert_ffn_dim
+        + outputs * shape.dim * c
+    )
 
 
 def shared_product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
-    """Of these, what autograd keeps, too: the attention's results, what the activation and the gate's product read, and
-    what experts put out, which is weighted.
+    """Of these, what autograd keeps, too: the attention's results, what the activation and the
+    gate's product read, and what experts put out, which is weighted.
 
     A selectively recomputed block makes the rest of block_bytes again.
     """
@@ -46,25 +64,41 @@ def shared_product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
     if not experts:
         return attention + wide * shape.ffn_dim
     visited = shape.experts_per_token + shape.num_shared_experts
-    return attention + wide * visited * shape.expert_ffn_dim + shape.experts_per_token * shape.dim * c
+    return (
+        attention + wide * visited * shape.expert_ffn_dim + shape.experts_per_token * shape.dim * c
+    )
 
 
 def weight_input_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
-    """Of one block, for one token: what the gradients of its weights are made of, where they wait for the rest of the
-    backward (zero-bubble schedules). Of each matrix what went in, once where several read it, and what came back.
+    """Of one block, for one token: what the gradients of its weights are made of, where they wait
+    for the rest of the backward (zero-bubble schedules).
 
-    The router does not wait: its gradient is made with the rest."""
+    Of each matrix what went in, once where several read it, and what came back.
+
+    The router does not wait: its gradient is made with the rest.
+    """
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.dim
     if shape.kv_rank:
-        # What came back to all its matrices, the latents that went in, and what went into the output.
-        made = _latent_products(shape) + shape.query_rank + shape.kv_rank + heads * shape.value_head_dim
+        # What came back to all its matrices, the latents that went in, and what went into the
+        # output.
+        made = (
+            _latent_products(shape)
+            + shape.query_rank
+            + shape.kv_rank
+            + heads * shape.value_head_dim
+        )
     else:
-        made = (2 * heads + 2 * kv_heads) * shape.head_dim  # what came back to q, k, v; what went into the output
+        made = (
+            2 * heads + 2 * kv_heads
+        ) * shape.head_dim  # what came back to q, k, v; what went into the output
     attention = 2 * dim + made
     wide = 3 if shape.is_gated else 2
     if not experts:
         return c * (attention + 2 * dim + wide * shape.ffn_dim)
-    visited, inputs = shape.experts_per_token + shape.num_shared_experts, shape.experts_per_token + _is_shared(shape)
+    visited, inputs = (
+        shape.experts_per_token + shape.num_shared_experts,
+        shape.experts_per_token + _is_shared(shape),
+    )
     return c * (attention + 2 * dim * inputs + visited * wide * shape.expert_ffn_dim)
 
 
@@ -74,7 +108,10 @@ def norm_bytes(shape: ModelShape, width: int, c: int, parts: int = 1) -> int:
 
 
 def norm_input_bytes(shape: ModelShape, width: int, c: int) -> int:
-    """Of a norm alone. LayerNorm: its input, mean and deviation. RMSNorm: input and normalised input, both fp32."""
+    """Of a norm alone.
+
+    LayerNorm: its input, mean and deviation. RMSNorm: input and normalised input, both fp32.
+    """
     return width * c + 8 if shape.norm == "layernorm" else _rms_bytes(width)
 
 
@@ -83,30 +120,39 @@ def _rms_bytes(width: int) -> int:
 
 
 def _attention_bytes(shape: ModelShape, c: int) -> int:
-    """q, k, v (keys and values with their own heads), the output, and one fp32 log-sum-exp per head.
+    """q, k, v (keys and values with their own heads), the output, and one fp32 log-sum-exp per
+    head.
 
-    Rotated queries lie head by head, and so does the output, which is copied before it enters its matrix. Norms of
-    queries and keys work on every head: one deviation each.
+    Rotated queries lie head by head, and so does the output, which is copied before it enters its
+    matrix. Norms of queries and keys work on every head: one deviation each.
     """
     width, kv_width = (heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads))
     is_copied = shape.positions == "rope" and not shape.reads_images
     kept = ((3 if is_copied else 2) * width + 2 * kv_width) * c + 4 * shape.num_heads
-    return kept + ((shape.num_heads + shape.num_kv_heads) * _rms_bytes(shape.head_dim) if shape.qk_norm else 0)
+    return kept + (
+        (shape.num_heads + shape.num_kv_heads) * _rms_bytes(shape.head_dim) if shape.qk_norm else 0
+    )
 
 
 def _latent_attention_bytes(shape: ModelShape, c: int) -> int:
-    """Latents with their norms, q, k, v and the output, all of head_dim, and of the output what enters its matrix.
+    """Latents with their norms, q, k, v and the output, all of head_dim, and of the output what
+    enters its matrix.
 
-    Where nothing is cast, what the latent's norm keeps is a part of a product that has the rotated key, too.
+    Where nothing is cast, what the latent's norm keeps is a part of a product that has the rotated
+    key, too.
     """
     heads, latents = shape.num_heads, [rank for rank in (shape.query_rank, shape.kv_rank) if rank]
-    norms = sum(_rms_bytes(rank) + rank * c for rank in latents) + (c * shape.rope_head_dim if c == 4 else 0)
+    norms = sum(_rms_bytes(rank) + rank * c for rank in latents) + (
+        c * shape.rope_head_dim if c == 4 else 0
+    )
     return norms + heads * (4 * shape.head_dim + shape.value_head_dim) * c + 4 * heads
 
 
 def _latent_products(shape: ModelShape) -> int:
     """Features that latent attention's matrices before the attention put out."""
-    keys_and_values = shape.num_heads * (shape.head_dim - shape.rope_head_dim + shape.value_head_dim)
+    keys_and_values = shape.num_heads * (
+        shape.head_dim - shape.rope_head_dim + shape.value_head_dim
+    )
     down = shape.query_rank + shape.kv_rank + shape.rope_head_dim
     return down + shape.num_heads * shape.head_dim + keys_and_values
 
@@ -117,10 +163,14 @@ def _ffn_bytes(shape: ModelShape, width: int, c: int) -> int:
 
 
 def _experts_bytes(shape: ModelShape, c: int) -> int:
-    """Of each visited expert its input, its inside and its output, and four numbers: which it is (with its weight as it
-    was before it was normalised), where its row lies, whose it is, and its weight. The scores are in fp32.
+    """Of each visited expert its input, its inside and its output, and four numbers: which it is
+    (with its weight as it was before it was normalised), where its row lies, whose it is, and its
+    weight.
 
-    What the router reads is the norm's output, in fp32: beside shared experts or in place of what block_bytes counts.
+    The scores are in fp32.
+
+    What the router reads is the norm's output, in fp32: beside shared experts or in place of what
+    block_bytes counts.
     """
     inside = _ffn_bytes(shape, shape.expert_ffn_dim, c)
     numbers = 3 * 8 + 4 + (4 if shape.router_normalize else 0)

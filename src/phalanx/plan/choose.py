@@ -1,4 +1,8 @@
-"""The choice of a layout: what the job fixes, else the simplest that fits; a refusal says what would. Torch-free."""
+"""The choice of a layout: what the job fixes, else the simplest that fits; a refusal says what
+would.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,11 @@ from phalanx.plan.recompute import proposed
 from phalanx.plan.weigh import Weighing
 
 
-def choose(job: Job, candidates: Sequence[Candidate], weighing: Weighing) -> tuple[Candidate, list[str]]:
-    """What the job fixes, else the first that fits in the order one, ddp, zero1, zero2, zero3; and the reasons.
+def choose(
+    job: Job, candidates: Sequence[Candidate], weighing: Weighing
+) -> tuple[Candidate, list[str]]:
+    """What the job fixes, else the first that fits in the order one, ddp, zero1, zero2, zero3; and
+    the reasons.
 
     Raises LayoutError where nothing does that the job allows.
     """
@@ -26,8 +33,9 @@ def choose(job: Job, candidates: Sequence[Candidate], weighing: Weighing) -> tup
         if candidate.fits:
             if len(allowed) > 1:
                 reasons.append(
-                    f"{candidate.name}: the simplest that fits ({format_bytes(candidate.total_bytes)} of the "
-                    f"{format_bytes(weighing.capacity_bytes)} per rank that a plan may fill)"
+                    f"{candidate.name}: the simplest that fits"
+                    f" ({format_bytes(candidate.total_bytes)} of the"
+                    f" {format_bytes(weighing.capacity_bytes)} per rank that a plan may fill)"
                 )
             return candidate, reasons
     raise _refusal(job, allowed, candidates, weighing)
@@ -36,7 +44,11 @@ def choose(job: Job, candidates: Sequence[Candidate], weighing: Weighing) -> tup
 def _allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
     """The candidates that the job leaves, and what is to be said where it leaves one."""
     options = DataParallel.of(job.parallel)
-    shard, replicate, stage = job.parallel.dp_shard, job.parallel.dp_replicate, job.parallel.zero_stage
+    shard, replicate, stage = (
+        job.parallel.dp_shard,
+        job.parallel.dp_replicate,
+        job.parallel.zero_stage,
+    )
     runnable = [c for c in candidates if options.can_run(c.zero_stage)]
     if not runnable:
         options.require_runnable(candidates[0].name, candidates[0].zero_stage)
@@ -72,8 +84,8 @@ def _refusal(
         fix = _recompute_that_fits(least, weighing) or proposed_degree(job, weighing, least)
         fix = fix or _how_to_shrink(largest) or _more_ranks(weighing)
     return LayoutError(
-        f"{least.name} needs {format_bytes(least.total_bytes)} per rank and {format_bytes(weighing.capacity_bytes)} "
-        "are there",
+        f"{least.name} needs {format_bytes(least.total_bytes)} per rank and"
+        f" {format_bytes(weighing.capacity_bytes)} are there",
         why=f"the largest part is {largest}, {format_bytes(least.predicted_bytes[largest])}",
         fix=fix,
     )
@@ -84,24 +96,33 @@ def _recompute_that_fits(candidate: Candidate, weighing: Weighing) -> str:
 
     def fits(work: Workload) -> bool:
         return weighing.has_room_for(
-            replace(weighing, work=work).memory(candidate.zero_stage, candidate.layout.reduced.dp_shard)
+            replace(weighing, work=work).memory(
+                candidate.zero_stage, candidate.layout.reduced.dp_shard
+            )
         )
 
     return proposed(weighing.shape, weighing.work, fits, weighing.activations)
 
 
 def _more_ranks(weighing: Weighing) -> str:
-    """Over how many ranks, doubling, zero3 fits if each has as much memory as these have, or what stays too large."""
+    """Over how many ranks, doubling, zero3 fits if each has as much memory as these have, or
+    what stays too large."""
     memory: dict[str, int] = {}
     for doubled in range(1, 16):
         more = weighing.num_ranks * 2**doubled
-        memory = replace(weighing, num_ranks=more).memory(3, more // weighing.model_parallel_size * weighing.work.cp)
+        memory = replace(weighing, num_ranks=more).memory(
+            3, more // weighing.model_parallel_size * weighing.work.cp
+        )
         if weighing.has_room_for(memory):
-            return f"use more ranks ({more:,} with as much memory each: zero3 fits there) or a smaller model"
+            return (
+                f"use more ranks ({more:,} with as much memory each: zero3 fits there) or a smaller"
+                " model"
+            )
     largest = max(memory, key=lambda part: memory[part])
     remedy = _how_to_shrink(largest) or "use a smaller model or ranks with more memory"
     return (
-        f"{remedy}: more ranks do not help, over {more:,} of them {largest} alone take {format_bytes(memory[largest])}"
+        f"{remedy}: more ranks do not help, over {more:,} of them {largest} alone take"
+        f" {format_bytes(memory[largest])}"
     )
 
 

@@ -1,4 +1,7 @@
-"""What there is to run on: devices, their memory, and which ranks can be started here. Torch-free."""
+"""What there is to run on: devices, their memory, and which ranks can be started here.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from phalanx.plan.nvidia import Gpu, visible_gpus
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind. `memory_bytes` is one device's (CPU: the whole machine's). `capability` is the compute
+    """Devices of one kind.
+
+    `memory_bytes` is one device's (CPU: the whole machine's). `capability` is the compute
     capability of the least able GPU; None on CPUs, and where nobody says.
     """
 
@@ -29,15 +34,18 @@ class Cluster:
         return asdict(self)
 
     def memory_per_rank(self, num_ranks: int) -> int:
-        """Bytes one of `num_ranks` ranks may use: a whole GPU, or its part of the machine's memory."""
-        return self.memory_bytes if self.device == "cuda" else self.memory_bytes // max(1, num_ranks)
+        """Bytes one of `num_ranks` ranks may use: a whole GPU, or its part of the machine's
+        memory."""
+        return (
+            self.memory_bytes if self.device == "cuda" else self.memory_bytes // max(1, num_ranks)
+        )
 
 
 def detect_cluster(device: str = "auto") -> Cluster:
     """This machine's GPUs if it has any (and `device` is not "cpu"), else its CPU cores.
 
-    Raises EnvironmentProblem (exit 6) if GPUs are asked for and there are none, or if there is a driver and it cannot
-    be learned which GPUs it has.
+    Raises EnvironmentProblem (exit 6) if GPUs are asked for and there are none, or if there is a
+    driver and it cannot be learned which GPUs it has.
     """
     if device != "cpu" and (gpus := visible_gpus()):
         # CUDA shows a process one MIG slice, however many there are.

@@ -1,4 +1,8 @@
-"""What sharding rules cut of a user's own module, and what they leave whole: found before a rank starts. Torch-free."""
+"""What sharding rules cut of a user's own module, and what they leave whole: found before a rank
+starts.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,11 @@ SHARE_WORTH_A_WORD = 0.01  # of all parameters
 
 
 def check_rules(own: Mapping[str, str], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
-    """The job's rules, then the model's own. Raises LayoutError for what cannot be: text, names, kinds of modules,
-    degrees. With one rank only the text is looked at."""
+    """The job's rules, then the model's own.
+
+    Raises LayoutError for what cannot be: text, names, kinds of modules, degrees. With one rank
+    only the text is looked at.
+    """
     rules = parse_rules(own)
     if tp > 1 and shape.is_known:
         return _check_built_in(rules, shape, tp)
@@ -44,7 +51,8 @@ def check_rules(own: Mapping[str, str], shape: ModelShape, tp: int) -> tuple[Rul
 
 
 def _require_rows(rules: Sequence[Rule], holders: Sequence[Holder]) -> None:
-    """Raises LayoutError for columns where nothing takes parts of features: no row anywhere, and no sum."""
+    """Raises LayoutError for columns where nothing takes parts of features: no row anywhere, and
+    no sum."""
     cut = [rule for holder in holders if (rule := rule_of(rules, holder.name)) is not None]
     column = next((rule for rule in cut if rule.kind == "column" and not rule.gather), None)
     takes_parts = any(rule.kind == "row" for rule in cut) or any(rule.summed for rule in rules)
@@ -103,12 +111,16 @@ def require_cuttable(rule: Rule, name: str, kind: str) -> None:
         raise LayoutError(
             f"{name} belongs to an nn.MultiheadAttention, which multiplies by its matrices itself",
             where=where,
-            fix="leave it out, and it stays whole on every rank; or write it with nn.Linear for q, k, v and o",
+            fix=(
+                "leave it out, and it stays whole on every rank; or write it with nn.Linear for q,"
+                " k, v and o"
+            ),
         )
     kinds, wanted = CUTTABLE.get(rule.kind, (("linear", "grouped"), "linear layers"))
     if kind not in kinds:
         raise LayoutError(
-            f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}, and {rule.kind} cuts {wanted}",
+            f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}, and {rule.kind} cuts"
+            f" {wanted}",
             where=where,
             fix="leave it out, and it stays whole on every rank",
         )
@@ -119,7 +131,8 @@ def require_parts(rule: Rule, name: str, kind: str) -> None:
     wanted = 2 if kind == "stacked with gates" else 1
     if rule.kind == "experts" and len(rule.parts) != wanted:
         raise LayoutError(
-            f"the first matrices of {name} are {'gate and up in one' if wanted == 2 else 'up alone'}",
+            f"the first matrices of {name} are"
+            f" {'gate and up in one' if wanted == 2 else 'up alone'}",
             where=f'sharding rule "{rule.pattern}" = "{rule.text}"',
             fix=f'write "{"experts parts=2" if wanted == 2 else "experts"}"',
         )
@@ -134,8 +147,13 @@ def _check(rule: Rule, holder: Holder, tp: int) -> None:
 
 @lru_cache(maxsize=4)
 def measured_of_one_rank(measured: Measured, rules: tuple[Rule, ...], tp: int) -> Measured:
-    """What `rules` leave of a user's own module on one rank. Widths that do not divide: of the rank that has most."""
-    holders = tuple(_of_one_rank(holder, rule_of(rules, holder.name), tp) for holder in measured.holders)
+    """What `rules` leave of a user's own module on one rank.
+
+    Widths that do not divide: of the rank that has most.
+    """
+    holders = tuple(
+        _of_one_rank(holder, rule_of(rules, holder.name), tp) for holder in measured.holders
+    )
     saved: dict[str, int] = defaultdict(int)  # by module, of all that is inside
     for whole, own in zip(measured.holders, holders, strict=True):
         parts = whole.name.split(".")
@@ -154,24 +172,35 @@ def measured_of_one_rank(measured: Measured, rules: tuple[Rule, ...], tp: int) -
 
 
 def _of_one_rank(holder: Holder, rule: Rule | None, tp: int) -> Holder:
-    """A column, or a vocabulary, has a part of its bias, too; a row all of it. A tied weight counts elsewhere."""
+    """A column, or a vocabulary, has a part of its bias, too; a row all of it.
+
+    A tied weight counts elsewhere.
+    """
     if rule is None or rule.kind not in CUTS or not holder.num_outputs:
         return holder
     whole = holder.num_inputs if rule.kind == "row" else holder.num_outputs
-    own = max(sum(span.size for span in rule.spans(whole, tp, rank, name=holder.name)) for rank in range(tp))
+    own = max(
+        sum(span.size for span in rule.spans(whole, tp, rank, name=holder.name))
+        for rank in range(tp)
+    )
     if rule.kind != "row":
         return replace(holder, num_params=holder.num_params // whole * own, num_outputs=own)
     bias = holder.num_params % (holder.num_outputs * holder.num_inputs)
-    return replace(holder, num_params=(holder.num_params - bias) // whole * own + bias, num_inputs=own)
+    return replace(
+        holder, num_params=(holder.num_params - bias) // whole * own + bias, num_inputs=own
+    )
 
 
 def whole_by_default(rules: Sequence[Rule], shape: ModelShape) -> str:
-    """A line about matrices that no rule names, which stay whole on every rank; nothing, if there are none to name."""
+    """A line about matrices that no rule names, which stay whole on every rank; nothing, if
+    there are none to name."""
     if shape.measured is None:
         return ""
     sizes: dict[str, list[int]] = defaultdict(list)
     for holder in shape.measured.holders:
-        is_matrix = holder.num_params > holder.num_outputs + holder.num_inputs or holder.kind == "linear"
+        is_matrix = (
+            holder.num_params > holder.num_outputs + holder.num_inputs or holder.kind == "linear"
+        )
         if is_matrix and rule_of(rules, holder.name) is None:
             sizes[pattern_of(holder.name)].append(holder.num_params)
     total = max(1, shape.num_params)

@@ -10,12 +10,22 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Parallel
 
 ALL_BLOCKS = 0
-KEYS = ("accumulate", "keep_whole_below", "prefetch", "offload", "static_graph", "unused_parameters")
+KEYS = (
+    "accumulate",
+    "keep_whole_below",
+    "prefetch",
+    "offload",
+    "static_graph",
+    "unused_parameters",
+)
 
 
 def split_dim(shape: Sequence[int], num_ranks: int) -> int:
-    """The dimension along which zero2 and zero3 split a parameter: the first. Of a stack of matrices, as experts are,
-    another where that makes even parts: there may be fewer matrices than ranks, and most would hold nothing."""
+    """The dimension along which zero2 and zero3 split a parameter: the first.
+
+    Of a stack of matrices, as experts are, another where that makes even parts: there may be fewer
+    matrices than ranks, and most would hold nothing.
+    """
     if len(shape) < 3 or shape[0] % num_ranks == 0:
         return 0
     return next((dim for dim, size in enumerate(shape) if size % num_ranks == 0), 0)
@@ -62,5 +72,8 @@ class DataParallel:
         if not self.can_run(zero_stage):
             raise LayoutError(
                 f"parallel.offload=parameters needs shards, and {name} holds every parameter whole",
-                fix="set parallel.zero_stage=2 or 3 over two ranks or more, or parallel.offload=optimizer",
+                fix=(
+                    "set parallel.zero_stage=2 or 3 over two ranks or more, or"
+                    " parallel.offload=optimizer"
+                ),
             )

@@ -1,4 +1,7 @@
-"""What expert parallelism needs of a job and its model, what it takes, and what it would save. Torch-free."""
+"""What expert parallelism needs of a job and its model, what it takes, and what it would save.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ WORTH_SHARE = 0.05  # of a rank's memory: what spreading experts must save to be
 
 
 def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
-    """The degree of ep. Raises LayoutError for what it cannot do, naming the nearest that it can."""
+    """The degree of ep.
+
+    Raises LayoutError for what it cannot do, naming the nearest that it can.
+    """
     ep = job.parallel.ep or 1
     if ep == 1:
         return 1
@@ -40,8 +46,11 @@ def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
 
 
 def sent_bytes_of_step(shape: ModelShape, work: Workload) -> float:
-    """What a rank sends to the others of ep in a step without recomputation, where all experts get equally many rows.
-    `shape`: of one rank of tp."""
+    """What a rank sends to the others of ep in a step without recomputation, where all experts get
+    equally many rows.
+
+    `shape`: of one rank of tp.
+    """
     rows = work.tokens * shape.experts_per_token * (work.ep - 1) / work.ep
     num_exchanges = ROW_EXCHANGES * shape.num_expert_layers * work.num_microbatches
     return num_exchanges * rows * shape.dim * work.compute_bytes
@@ -56,31 +65,45 @@ def expert_reasons(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]
         return [line for line in (_if_spread(job, weighing, chosen),) if line]
     here = of_one_rank(shape, work.tp, work.rules)
     rest = chosen.layout.reduced.dp_shard // work.ep
-    lies = "whole" if chosen.zero_stage == 0 else f"split over {rest} ranks" if rest > 1 else "not split further"
+    lies = (
+        "whole"
+        if chosen.zero_stage == 0
+        else f"split over {rest} ranks"
+        if rest > 1
+        else "not split further"
+    )
     sent = format_bytes(sent_bytes_of_step(here, work))
     return [
-        f"ep: each of {work.ep} ranks has {shape.num_experts // work.ep} of a block's {shape.num_experts} experts, "
-        f"{lies}; rows of tokens travel to them and back, {sent} per rank and step where experts get equally many",
+        (
+            f"ep: each of {work.ep} ranks has {shape.num_experts // work.ep} of a block's"
+            f" {shape.num_experts} experts, {lies}; rows of tokens travel to them and back, {sent}"
+            " per rank and step where experts get equally many"
+        ),
         f"zero1 is left out: with ep, {WHY}",
     ]
 
 
 def _if_spread(job: Job, weighing: Weighing, chosen: Candidate) -> str:
     """What parallel.ep would save, where it can be set and is worth a line."""
-    degree = max((ep for ep in degrees_for(job, weighing, chosen) if ep <= MOST_PROPOSED), default=1)
+    degree = max(
+        (ep for ep in degrees_for(job, weighing, chosen) if ep <= MOST_PROPOSED), default=1
+    )
     if degree == 1:
         return ""
     work = replace(weighing.work, ep=degree)
     shards = chosen.layout.reduced.dp_shard
-    saved = chosen.total_bytes - sum(replace(weighing, work=work).memory(chosen.zero_stage, shards).values())
+    saved = chosen.total_bytes - sum(
+        replace(weighing, work=work).memory(chosen.zero_stage, shards).values()
+    )
     if saved < WORTH_SHARE * chosen.total_bytes:
         return ""
     whole = counts.experts_params(of_one_rank(weighing.shape, work.tp, work.rules))
     what = "holds" if chosen.zero_stage < 2 else "gathers"
     sent = format_bytes(sent_bytes_of_step(of_one_rank(weighing.shape, work.tp, work.rules), work))
     return (
-        f"experts: each rank {what} all {weighing.shape.num_experts} of a block, {format_bytes(whole * 4)} in fp32; "
-        f"parallel.ep={degree} would save {format_bytes(saved)} per rank and send {sent} per rank and step"
+        f"experts: each rank {what} all {weighing.shape.num_experts} of a block,"
+        f" {format_bytes(whole * 4)} in fp32; parallel.ep={degree} would save {format_bytes(saved)}"
+        f" per rank and send {sent} per rank and step"
     )
 
 
@@ -89,17 +112,26 @@ def degrees_for(job: Job, weighing: Weighing, candidate: Candidate) -> Iterator[
     shape = weighing.shape
     if weighing.work.ep > 1 or not shape.num_expert_layers or candidate.zero_stage == 1:
         return
-    if experts_can_do_it.run(job.model_copy(update={"parallel": job.parallel.model_copy(update={"ep": 2})})):
+    if experts_can_do_it.run(
+        job.model_copy(update={"parallel": job.parallel.model_copy(update={"ep": 2})})
+    ):
         return
     ranks = ranks_for_experts(job, weighing.num_ranks)
     if ranks is not None:
-        yield from (degree for degree in divisors(math.gcd(ranks[0], shape.num_experts)) if degree > 1)
+        yield from (
+            degree for degree in divisors(math.gcd(ranks[0], shape.num_experts)) if degree > 1
+        )
 
 
 def proposed_degree(job: Job, weighing: Weighing, candidate: Candidate) -> str:
     """The smallest ep that would make a candidate fit, as a fix; "" if none does."""
     for degree in degrees_for(job, weighing, candidate):
         spread = replace(weighing, work=replace(weighing.work, ep=degree))
-        if weighing.has_room_for(spread.memory(candidate.zero_stage, candidate.layout.reduced.dp_shard)):
-            return f"set parallel.ep={degree}: each rank then has {weighing.shape.num_experts // degree} of the experts"
+        if weighing.has_room_for(
+            spread.memory(candidate.zero_stage, candidate.layout.reduced.dp_shard)
+        ):
+            return (
+                f"set parallel.ep={degree}: each rank then has"
+                f" {weighing.shape.num_experts // degree} of the experts"
+            )
     return ""

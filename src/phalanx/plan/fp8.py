@@ -17,7 +17,10 @@ INSTEAD = "set precision.compute=bf16"
 
 
 def require_fp8(work: Workload, device: str, *, is_known: bool) -> None:
-    """Raises LayoutError for a plan that asks for fp8 and cannot have it. Of a user's own module tokens are unknown."""
+    """Raises LayoutError for a plan that asks for fp8 and cannot have it.
+
+    Of a user's own module tokens are unknown.
+    """
     if work.precision != "fp8":
         return
     if device != "cuda":
@@ -27,13 +30,18 @@ def require_fp8(work: Workload, device: str, *, is_known: bool) -> None:
         )  # fmt: skip
     if is_known and work.tokens % MULTIPLE:
         raise LayoutError(
-            f"precision.compute=fp8 multiplies {MULTIPLE} tokens at a time, and a rank's microbatch has {work.tokens}",
-            fix=f"choose train.micro_batch_size and data.seq_len so that their product is a multiple of {MULTIPLE}",
+            f"precision.compute=fp8 multiplies {MULTIPLE} tokens at a time, and a rank's microbatch"
+            f" has {work.tokens}",
+            fix=(
+                "choose train.micro_batch_size and data.seq_len so that their product is a"
+                f" multiple of {MULTIPLE}"
+            ),
         )
 
 
 def fp8_params(shape: ModelShape) -> int:
-    """Of the layers that multiply in fp8: of blocks, without the experts that tokens are sent to."""
+    """Of the layers that multiply in fp8: of blocks, without the experts that tokens are sent
+    to."""
     routed = shape.num_experts * counts.ffn_params(shape, shape.expert_ffn_dim)
     return shape.blocks_params - shape.num_expert_layers * routed
 

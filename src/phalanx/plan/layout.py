@@ -13,7 +13,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees along `AXES`, outermost first: rank = ((((pp)·dp_replicate + r)·dp_shard + s)·cp + c)·tp + t.
+    """Degrees along `AXES`, outermost first: rank = ((((pp)·dp_replicate + r)·dp_shard + s)·cp +
+    c)·tp + t.
 
     `ep` folds over dp_shard × cp and adds no ranks.
     """
@@ -29,9 +30,13 @@ class Layout:
         for axis in fields(self):
             degree = getattr(self, axis.name)
             if not isinstance(degree, int) or degree < 1:
-                raise LayoutError(f"{axis.name} is {degree!r}; a degree is a whole number of at least 1")
+                raise LayoutError(
+                    f"{axis.name} is {degree!r}; a degree is a whole number of at least 1"
+                )
         if (self.dp_shard * self.cp) % self.ep:
-            raise LayoutError(f"ep {self.ep} does not divide dp_shard x cp = {self.dp_shard * self.cp}")
+            raise LayoutError(
+                f"ep {self.ep} does not divide dp_shard x cp = {self.dp_shard * self.cp}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -44,7 +49,8 @@ class Layout:
 
     @property
     def reduced(self) -> Layout:
-        """As those see it who reduce gradients: ranks of cp have other tokens, and count as more of dp_shard."""
+        """As those see it who reduce gradients: ranks of cp have other tokens, and count as more
+        of dp_shard."""
         return replace(self, dp_shard=self.dp_shard * self.cp, cp=1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -57,7 +63,8 @@ class Layout:
         return {axis: place[axis] for axis in AXES}
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Which share of the global batch `rank` reads; equal for ranks that differ only in pp, cp or tp."""
+        """Which share of the global batch `rank` reads; equal for ranks that differ only in pp,
+        cp or tp."""
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
@@ -82,10 +89,11 @@ def fill_layout(
     cp: int = 1,
     tp: int = 1,
 ) -> Layout:
-    """The layout of `num_ranks` with these degrees; a data-parallel degree that is left open takes what remains.
+    """The layout of `num_ranks` with these degrees; a data-parallel degree that is left open takes
+    what remains.
 
-    Where both are open it is dp_replicate. Raises LayoutError for a product that does not divide the ranks (or, with
-    nothing open, is not their number), with the nearest degrees that do.
+    Where both are open it is dp_replicate. Raises LayoutError for a product that does not divide
+    the ranks (or, with nothing open, is not their number), with the nearest degrees that do.
     """
     given = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     asked = {axis: degree for axis, degree in given.items() if degree is not None}
@@ -97,7 +105,10 @@ def fill_layout(
         return Layout(**asked)
     named = {axis: degree for axis, degree in asked.items() if degree > 1}
     if not named:
-        raise LayoutError(f"all degrees are 1, and there are {num_ranks} ranks", fix="leave parallel.dp_replicate open")
+        raise LayoutError(
+            f"all degrees are 1, and there are {num_ranks} ranks",
+            fix="leave parallel.dp_replicate open",
+        )
     nearest = nearest_degrees(num_ranks, named, must_fill=open_axis is None)
     together = f" = {product}" if len(named) > 1 else ""
     raise LayoutError(

@@ -1,7 +1,8 @@
 """Bytes per rank, by category, from published arithmetic.
 
-States follow the ZeRO paper (arXiv 1910.02054, §5): stage 1 splits optimizer state over the data-parallel ranks,
-stage 2 also gradients, stage 3 also parameters. Activations count what autograd keeps (phalanx.plan.activations).
+States follow the ZeRO paper (arXiv 1910.02054, §5): stage 1 splits optimizer state over the
+data-parallel ranks, stage 2 also gradients, stage 3 also parameters. Activations count what
+autograd keeps (phalanx.plan.activations).
 """
 
 from __future__ import annotations
@@ -33,36 +34,51 @@ CATEGORIES = (
     "allocator",
     "staging",
 )
-LOOKED_UP_BYTES = 9  # of a token, where the embedding is cut: its row here, and whether that is elsewhere
+LOOKED_UP_BYTES = (
+    9  # of a token, where the embedding is cut: its row here, and whether that is elsewhere
+)
 HOOKS = "phalanx.parallel.hooks"
 
-# glibc keeps freed blocks: 0.2 to 0.5 of the activations in the fp32 runs of docs/benchmarks.md. What CUDA's caching
-# allocator keeps is not counted: its statistics, which a plan is compared with, are in allocated bytes.
+# glibc keeps freed blocks: 0.2 to 0.5 of the activations in the fp32 runs of docs/benchmarks.md.
+# What CUDA's caching allocator keeps is not counted: its statistics, which a plan is compared with,
+# are in allocated bytes.
 CPU_ALLOCATOR_SHARE = 0.4
 CPU_LIBRARY_BYTES = 8 * 2**20  # what torch allocates for itself when it first trains
-GLIBC_HEAP_BYTES = 32 * 2**20  # glibc returns larger blocks as they are freed: mallopt(3), M_MMAP_THRESHOLD
+GLIBC_HEAP_BYTES = (
+    32 * 2**20
+)  # glibc returns larger blocks as they are freed: mallopt(3), M_MMAP_THRESHOLD
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter of each kind of state. The default is phalanx's: everything fp32, two Adam moments."""
+    """Bytes per parameter of each kind of state.
+
+    The default is phalanx's: everything fp32, two Adam moments.
+    """
 
     parameters: float = 4
     gradients: float = 4
     optimizer: float = 8
 
 
-MIXED_FP16_ADAM = StateBytes(2, 2, 12)  # the ZeRO paper's: fp16 weights and gradients, fp32 copy and two moments
+MIXED_FP16_ADAM = StateBytes(
+    2, 2, 12
+)  # the ZeRO paper's: fp16 weights and gradients, fp32 copy and two moments
 
 
 def state_bytes(
     num_params: float, zero_stage: int, dp_size: int, per: StateBytes, uneven: float = 0
 ) -> dict[str, float]:
-    """Model-state bytes of one rank at a ZeRO stage (0: plain data parallelism). `uneven`: parameters that a rank has
-    beyond an even part of what is split."""
-    split = {kind: dp_size if zero_stage >= stage else 1 for kind, stage in _SPLIT_FROM_STAGE.items()}
+    """Model-state bytes of one rank at a ZeRO stage (0: plain data parallelism).
+
+    `uneven`: parameters that a rank has beyond an even part of what is split.
+    """
+    split = {
+        kind: dp_size if zero_stage >= stage else 1 for kind, stage in _SPLIT_FROM_STAGE.items()
+    }
     return {
-        kind: (num_params / parts + (uneven if parts > 1 else 0)) * getattr(per, kind) for kind, parts in split.items()
+        kind: (num_params / parts + (uneven if parts > 1 else 0)) * getattr(per, kind)
+        for kind, parts in split.items()
     }
 
 
@@ -84,9 +100,13 @@ class Workload:
     copies_state: bool = False  # saves are written from a copy while training goes on
     tp: int = 1
     rules: tuple[Rule, ...] = ()  # by which tp cuts a user's own module
-    cuts_sequence: bool = False  # with tp: what lies between the cut matrices is cut along the sequence
+    cuts_sequence: bool = (
+        False  # with tp: what lies between the cut matrices is cut along the sequence
+    )
     compress: str = "none"  # how gradients travel (parallel.compress)
-    segments: tuple[Segment, ...] | None = None  # blocks that are recomputed; None: as `recompute` says of each
+    segments: tuple[Segment, ...] | None = (
+        None  # blocks that are recomputed; None: as `recompute` says of each
+    )
     offloads_activations: bool = False  # what autograd keeps goes to host memory
     options: DataParallel = field(default_factory=DataParallel)
     cp: int = 1  # ranks that each have a part of every sequence
@@ -124,8 +144,8 @@ def keeps_error(compress: str) -> bool:
 def activation_bytes(shape: ModelShape, work: Workload) -> float:
     """Bytes of what is kept from the forward to the backward, all layers, at the worst moment.
 
-    That is where the backward begins, or where blocks are redone: what earlier blocks keep is still there, and what
-    the redone ones would have kept is alive.
+    That is where the backward begins, or where blocks are redone: what earlier blocks keep is still
+    there, and what the redone ones would have kept is alive.
     """
     c = work.compute_bytes
     in_blocks = work.tokens * worst_moment(*stretches(shape, work))
@@ -133,7 +153,8 @@ def activation_bytes(shape: ModelShape, work: Workload) -> float:
 
 
 def worst_moment(kept: Sequence[int], redone: Sequence[int]) -> int:
-    """Of what stretches keep and make again, as `stretches` says: the most that is there at once."""
+    """Of what stretches keep and make again, as `stretches` says: the most that is there at
+    once."""
     worst, before = sum(kept), 0
     for kept_here, redone_here in zip(kept, redone, strict=True):
         before += kept_here
@@ -148,22 +169,31 @@ def kept_bytes(shape: ModelShape, work: Workload) -> float:
 
 
 def activation_bytes_on_device(shape: ModelShape, work: Workload) -> float:
-    """With activations in host memory: of the stretch that is computed and of the next, which is on its way."""
+    """With activations in host memory: of the stretch that is computed and of the next, which is
+    on its way."""
     kept, redone = stretches(shape, work)
-    pairs = (now + after + again for now, after, again in zip(kept, [*kept[1:], 0], redone, strict=True))
+    pairs = (
+        now + after + again for now, after, again in zip(kept, [*kept[1:], 0], redone, strict=True)
+    )
     outside = _outside_blocks(shape, work, work.compute_bytes)
     return work.tokens * max(pairs) + outside + passing_mask_bytes(shape, work)
 
 
-def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None = None) -> tuple[list[int], list[int]]:
-    """Of one token, in forward order: what each segment (or block outside one) keeps, and what redoing it makes.
+def stretches(
+    shape: ModelShape, work: Workload, begin: int = 0, end: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Of one token, in forward order: what each segment (or block outside one) keeps, and what
+    redoing it makes.
 
     Of the blocks from `begin` to before `end`, where segments must begin and end, too.
     """
     c = work.compute_bytes
     blocks = [
         activations.block_bytes(
-            shape, c, experts=layer >= shape.num_layers - shape.num_expert_layers, parts=work.sequence_parts
+            shape,
+            c,
+            experts=layer >= shape.num_layers - shape.num_expert_layers,
+            parts=work.sequence_parts,
         )
         for layer in range(shape.num_layers)
     ]
@@ -180,7 +210,10 @@ def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None
             redone.append(0)
         elif segment.mode == "selective":
             experts = layer >= shape.num_layers - shape.num_expert_layers
-            kept.append(shape.dim * c // work.sequence_parts + activations.product_bytes(shape, c, experts=experts))
+            kept.append(
+                shape.dim * c // work.sequence_parts
+                + activations.product_bytes(shape, c, experts=experts)
+            )
             redone.append(whole - activations.shared_product_bytes(shape, c, experts=experts))
         else:
             kept.append(shape.dim * c // work.sequence_parts)
@@ -199,11 +232,12 @@ def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
 
 
 def loss_bytes(shape: ModelShape, work: Workload) -> float:
-    """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states and head.
+    """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states and
+    head.
 
-    In bf16 a chunk also exists in the compute type: as it leaves the matmul, and again as it enters the next. All of
-    them have the same room, and the head's gradient adds up in place. Over classes there are no chunks: logits, their
-    log-softmax and its gradient in fp32.
+    In bf16 a chunk also exists in the compute type: as it leaves the matmul, and again as it enters
+    the next. All of them have the same room, and the head's gradient adds up in place. Over classes
+    there are no chunks: logits, their log-softmax and its gradient in fp32.
     """
     if shape.reads_images:
         return 3 * 4 * work.micro_batch_size * shape.num_classes
@@ -213,12 +247,15 @@ def loss_bytes(shape: ModelShape, work: Workload) -> float:
     return logits + work.tokens * shape.dim * work.compute_bytes + shape.vocab_size * shape.dim * 4
 
 
-def freed_gradient_bytes(shape: ModelShape, work: Workload, zero_stage: int, *, accumulates: bool) -> float:
+def freed_gradient_bytes(
+    shape: ModelShape, work: Workload, zero_stage: int, *, accumulates: bool
+) -> float:
     """What glibc keeps of gradients that were added to others: on a CPU, beside what is alive.
 
-    The gradient of the embedding always: it is as large as the table, and added to the head's or to a bucket. Where
-    gradients `accumulate` (over microbatches, or in the buckets of DDP), each of a block's is made anew, in bf16 first
-    in the compute type, and freed: of one block they lie between what stays. FSDP's are a part of communication.
+    The gradient of the embedding always: it is as large as the table, and added to the head's or to
+    a bucket. Where gradients `accumulate` (over microbatches, or in the buckets of DDP), each of a
+    block's is made anew, in bf16 first in the compute type, and freed: of one block they lie
+    between what stays. FSDP's are a part of communication.
     """
     if zero_stage >= 2 or shape.reads_images:
         return 0
@@ -230,11 +267,14 @@ def freed_gradient_bytes(shape: ModelShape, work: Workload, zero_stage: int, *, 
     return of_block + (table if table <= GLIBC_HEAP_BYTES else 0)
 
 
-def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_ranks: int) -> float:
-    """Bytes of what sharding gathers for use: the unsharded weights and gradients of the units alive at the worst time.
+def communication_bytes(
+    shape: ModelShape, work: Workload, zero_stage: int, num_ranks: int
+) -> float:
+    """Bytes of what sharding gathers for use: the unsharded weights and gradients of the units
+    alive at the worst time.
 
-    DDP reduces in its buckets, which are the gradients' own storage unless microbatches accumulate beside them. Under
-    autocast it keeps cast weights.
+    DDP reduces in its buckets, which are the gradients' own storage unless microbatches accumulate
+    beside them. Under autocast it keeps cast weights.
     """
     held = held_params(shape, work.ep)
     if zero_stage <= 1:
@@ -246,8 +286,9 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_
     accumulated = held * 4 if stay_whole else 0
     unit, rest = unit_params(shape, work.options, work.ep)
     if zero_stage == 3:
-        # The root unit (embedding, head) stays whole through the forward; a unit of blocks is gathered beside it, and
-        # those that are fetched ahead. A segment that is redone has all of its blocks gathered.
+        # The root unit (embedding, head) stays whole through the forward; a unit of blocks is
+        # gathered beside it, and those that are fetched ahead. A segment that is redone has all of
+        # its blocks gathered.
         block = shape.block_params if work.ep == 1 else counts.block_params(shape, work.ep)
         together = max((segment.num_blocks for segment in work.segments or ()), default=1) * block
         alive = min(max(unit * (1 + (work.options.prefetch or 0)), together), held - rest)
@@ -256,7 +297,8 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_
 
 
 def unit_params(shape: ModelShape, options: DataParallel, ep: int = 1) -> tuple[int, int]:
-    """(parameters of a unit of blocks, parameters of the root's unit); of experts those that a rank of ep has."""
+    """(parameters of a unit of blocks, parameters of the root's unit); of experts those that a
+    rank of ep has."""
     if options.blocks_per_unit == ALL_BLOCKS:
         return 0, held_params(shape, ep)
     block = shape.block_params if ep == 1 else counts.block_params(shape, ep)
@@ -265,19 +307,31 @@ def unit_params(shape: ModelShape, options: DataParallel, ep: int = 1) -> tuple[
 
 
 def exchanged_bytes(shape: ModelShape, work: Workload) -> float:
-    """Of rows on their way to experts of other ranks, at even load: those that leave and those that come."""
-    return 2 * work.tokens * shape.experts_per_token * shape.dim * work.compute_bytes if work.ep > 1 else 0
+    """Of rows on their way to experts of other ranks, at even load: those that leave and those
+    that come."""
+    return (
+        2 * work.tokens * shape.experts_per_token * shape.dim * work.compute_bytes
+        if work.ep > 1
+        else 0
+    )
 
 
 def held_params(shape: ModelShape, ep: int) -> int:
-    """What a rank has of the parameters that data parallelism does not split: of experts those of its place in ep."""
-    return shape.num_params if ep == 1 else shape.num_params - shape.blocks_params + counts.blocks_params(shape, ep)
+    """What a rank has of the parameters that data parallelism does not split: of experts those
+    of its place in ep."""
+    return (
+        shape.num_params
+        if ep == 1
+        else shape.num_params - shape.blocks_params + counts.blocks_params(shape, ep)
+    )
 
 
 def uneven_share(shape: ModelShape, zero_stage: int, dp_size: int, ep: int) -> float:
-    """Of the experts' parameters, what the rank that has most of them has beyond an even part, where they are split.
+    """Of the experts' parameters, what the rank that has most of them has beyond an even part,
+    where they are split.
 
-    zero1 cuts a stack of experts between experts; zero2 and zero3 elsewhere, where that makes even parts.
+    zero1 cuts a stack of experts between experts; zero2 and zero3 elsewhere, where that makes even
+    parts.
     """
     if zero_stage == 0 or not shape.num_experts:
         return 0.0
@@ -288,14 +342,16 @@ def uneven_share(shape: ModelShape, zero_stage: int, dp_size: int, ep: int) -> f
 
 
 def staging_bytes(shape: ModelShape, work: Workload, num_ranks: int) -> int:
-    """Host memory of one rank for the copy that asynchronous saves are written from: its part of weights and optimizer
-    state, which is an equal one in every layout, because no block is written twice."""
+    """Host memory of one rank for the copy that asynchronous saves are written from: its part of
+    weights and optimizer state, which is an equal one in every layout, because no block is written
+    twice."""
     split = shape.num_params * (StateBytes().parameters + work.optimizer_bytes) / num_ranks
     return round(split + shape.num_params * work.error_bytes)
 
 
 def of_one_rank(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> ModelShape:
-    """What tensor parallelism leaves of a model on one rank, as a shape: fewer heads, features and rows, as wide.
+    """What tensor parallelism leaves of a model on one rank, as a shape: fewer heads, features and
+    rows, as wide.
 
     Of a user's own module what `rules` cut; without any, all of it.
     """
@@ -316,22 +372,37 @@ def of_one_rank(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> Mod
 def rank_memory(
     shape: ModelShape, work: Workload, zero_stage: int, dp_size: int, device: str, num_ranks: int
 ) -> dict[str, int]:
-    """Bytes of one rank by category (see CATEGORIES), on top of interpreter and torch; of a GPU those on it.
+    """Bytes of one rank by category (see CATEGORIES), on top of interpreter and torch; of a GPU
+    those on it.
 
-    Of a user's own module only the states are known: activations, loss and communication count zero.
+    Of a user's own module only the states are known: activations, loss and communication count
+    zero.
     """
     shape = of_one_rank(shape, work.tp, work.rules)
-    # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size / ep.
+    # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size /
+    # ep.
     held = held_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
     uneven = counts.spread_params(shape) * uneven_share(shape, zero_stage, dp_size, work.ep)
-    memory = state_bytes(held, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes), uneven)
-    memory["compression"] = shape.num_params * work.error_bytes if zero_stage == 0 and num_ranks > 1 else 0
+    memory = state_bytes(
+        held, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes), uneven
+    )
+    memory["compression"] = (
+        shape.num_params * work.error_bytes if zero_stage == 0 and num_ranks > 1 else 0
+    )
     if shape.is_known:
-        is_away = work.offloads_activations and device != "cpu"  # a CPU has no other memory to move them to
-        memory["activations"] = (activation_bytes_on_device if is_away else activation_bytes)(shape, work)
+        is_away = (
+            work.offloads_activations and device != "cpu"
+        )  # a CPU has no other memory to move them to
+        memory["activations"] = (activation_bytes_on_device if is_away else activation_bytes)(
+            shape, work
+        )
         memory["loss"] = loss_bytes(shape, work)
-        memory["communication"] = communication_bytes(shape, work, zero_stage, num_ranks) + fp8_bytes(shape, work)
-        if zero_stage == 2:  # FSDP keeps shards, too, and what is gathered of them counts as communication
+        memory["communication"] = communication_bytes(
+            shape, work, zero_stage, num_ranks
+        ) + fp8_bytes(shape, work)
+        if (
+            zero_stage == 2
+        ):  # FSDP keeps shards, too, and what is gathered of them counts as communication
             memory["parameters"] = memory["parameters"] / dp_size + uneven * StateBytes().parameters
     if device == "cpu" and work.copies_state:
         memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
@@ -342,16 +413,28 @@ def rank_memory(
     return on_device(memory, work, device, freed)
 
 
-def on_device(memory: dict[str, float], work: Workload, device: str, freed: float) -> dict[str, int]:
-    """By category, with what a device has besides and without what waits on the host. `freed`: gradients that a CPU's
-    allocator keeps."""
+def on_device(
+    memory: dict[str, float], work: Workload, device: str, freed: float
+) -> dict[str, int]:
+    """By category, with what a device has besides and without what waits on the host.
+
+    `freed`: gradients that a CPU's allocator keeps.
+    """
     if device != "cpu":
         on_host = {"optimizer": work.options.state_on_host} | dict.fromkeys(
             ("parameters", "gradients"), work.options.parameters_on_host
         )
         memory |= {category: 0 for category, is_away in on_host.items() if is_away}
     else:
-        memory["allocator"] = CPU_LIBRARY_BYTES + CPU_ALLOCATOR_SHARE * memory.get("activations", 0) + freed
-    memory = {category: size for category, size in memory.items() if size or category != "compression"}
-    always = [category for category in CATEGORIES if category not in ("staging", "compression") or category in memory]
+        memory["allocator"] = (
+            CPU_LIBRARY_BYTES + CPU_ALLOCATOR_SHARE * memory.get("activations", 0) + freed
+        )
+    memory = {
+        category: size for category, size in memory.items() if size or category != "compression"
+    }
+    always = [
+        category
+        for category in CATEGORIES
+        if category not in ("staging", "compression") or category in memory
+    ]
     return {category: round(memory.get(category, 0)) for category in always}

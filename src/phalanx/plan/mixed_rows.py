@@ -1,4 +1,7 @@
-"""What is said of a loss whose rows see each other: which numbers change it, and what to do. Torch-free."""
+"""What is said of a loss whose rows see each other: which numbers change it, and what to do.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,34 @@ if TYPE_CHECKING:
 
 MAX_PARAMS = 10**8  # of a module that is built whole, in fp32, to try it: 400 MB
 MIXED = (
-    "{who} lets the rows of a batch see each other: the loss of a batch is not that of its parts. Of {batch} rows each "
-    "part of {part} is computed by itself, so {ranks} data-parallel ranks x {parts} microbatches change the loss, and "
-    "another number of either changes it again; keep both (train.micro_batch_size) where losses are to be compared, or "
-    "take one rank and one microbatch"
+    "{who} lets the rows of a batch see each other: the loss of a batch is not that of its parts."
+    " Of {batch} rows each part of {part} is computed by itself, so {ranks} data-parallel ranks x"
+    " {parts} microbatches change the loss, and another number of either changes it again; keep"
+    " both (train.micro_batch_size) where losses are to be compared, or take one rank and one"
+    " microbatch"
 )
 COLLECTIVE = (
-    "the loss calls {call}: a sum over ranks comes on top of phalanx's own, a pipeline or an evaluation may wait in it "
-    "for ever, and verify cannot judge it; compute the loss of the rows given"
+    "the loss calls {call}: a sum over ranks comes on top of phalanx's own, a pipeline or an"
+    " evaluation may wait in it for ever, and verify cannot judge it; compute the loss of the rows"
+    " given"
 )
 
 
 def has_own_code(job: Job) -> bool:
-    """True if there is code in the loss that phalanx does not know: what else there is computes each row by itself."""
-    return job.model.objective is not None or (job.model.is_foreign and not is_hugging_face(job.model.kind))
+    """True if there is code in the loss that phalanx does not know: what else there is computes
+    each row by itself."""
+    return job.model.objective is not None or (
+        job.model.is_foreign and not is_hugging_face(job.model.kind)
+    )
 
 
 @dataclass(frozen=True)
 class RowFacts:
-    """`mixes`: what makes the loss of a batch something else than the sum of the losses of its rows. `collective`: the
-    call of torch.distributed in it. Empty where there is no such thing, or where it could not be tried. `unknown`: why
-    the name of the objective leads to nothing.
+    """`mixes`: what makes the loss of a batch something else than the sum of the losses of its
+    rows.
+
+    `collective`: the call of torch.distributed in it. Empty where there is no such thing, or where
+    it could not be tried. `unknown`: why the name of the objective leads to nothing.
     """
 
     mixes: Literal["", "model", "objective"] = ""
@@ -47,9 +57,20 @@ def row_warnings(facts: RowFacts, job: Job, plan: Plan) -> tuple[EarlyWarning, .
     warnings = []
     ranks, parts = plan.layout.data_parallel_size, plan.num_microbatches
     if facts.mixes and ranks * parts > 1:
-        who = f"the model {job.model.kind}" if facts.mixes == "model" else f"the objective {job.model.objective}"
-        numbers = {"batch": plan.global_batch_size, "part": plan.micro_batch_size, "ranks": ranks, "parts": parts}
+        who = (
+            f"the model {job.model.kind}"
+            if facts.mixes == "model"
+            else f"the objective {job.model.objective}"
+        )
+        numbers = {
+            "batch": plan.global_batch_size,
+            "part": plan.micro_batch_size,
+            "ranks": ranks,
+            "parts": parts,
+        }
         warnings.append(EarlyWarning("rows_are_mixed", MIXED.format(who=who, **numbers)))
     if facts.collective:
-        warnings.append(EarlyWarning("collective_in_the_loss", COLLECTIVE.format(call=facts.collective)))
+        warnings.append(
+            EarlyWarning("collective_in_the_loss", COLLECTIVE.format(call=facts.collective))
+        )
     return tuple(warnings)

@@ -1,5 +1,8 @@
-"""Which NVIDIA GPUs this process may use: asked of NVML, else of nvidia-smi. Torch-free, and without beginning to use
-them. A machine that has a driver and gives no answer is never taken for one without GPUs."""
+"""Which NVIDIA GPUs this process may use: asked of NVML, else of nvidia-smi.
+
+Torch-free, and without beginning to use them. A machine that has a driver and gives no answer is
+never taken for one without GPUs.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ class _NoAnswer(Exception):
 def visible_gpus() -> tuple[Gpu, ...]:
     """The GPUs that CUDA would show this process, in their order; none on a machine without.
 
-    Raises EnvironmentProblem (exit 6) where there is a driver and neither NVML nor nvidia-smi answers, or where
-    CUDA_VISIBLE_DEVICES names none of the GPUs that are there.
+    Raises EnvironmentProblem (exit 6) where there is a driver and neither NVML nor nvidia-smi
+    answers, or where CUDA_VISIBLE_DEVICES names none of the GPUs that are there.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
@@ -72,7 +75,10 @@ def _all_gpus(path: str) -> tuple[Gpu, ...]:
     raise EnvironmentProblem(
         f"{sign or 'nvidia-smi'} is here, and its GPUs cannot be asked for",
         why="; ".join(map(str, silences)),
-        fix="pip install 'phalanx[gpu]' and run nvidia-smi to see what it says, or set cluster.device=cpu",
+        fix=(
+            "pip install 'phalanx[gpu]' and run nvidia-smi to see what it says, or set"
+            " cluster.device=cpu"
+        ),
     )
 
 
@@ -95,7 +101,10 @@ def _ask_nvml() -> tuple[Gpu, ...]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        absent = getattr(nvml, "NVML_ERROR_LIBRARY_NOT_FOUND", 12), getattr(nvml, "NVML_ERROR_DRIVER_NOT_LOADED", 9)
+        absent = (
+            getattr(nvml, "NVML_ERROR_LIBRARY_NOT_FOUND", 12),
+            getattr(nvml, "NVML_ERROR_DRIVER_NOT_LOADED", 9),
+        )
         code = getattr(error, "value", None)
         raise _NoAnswer(f"NVML says: {error}", is_absent=code in absent) from None
     try:
@@ -112,7 +121,8 @@ def _ask_nvml() -> tuple[Gpu, ...]:
 
 
 def _parts(nvml: Any, handle: Any) -> list[Any]:
-    """The GPU, or its MIG slices where it is cut into some: CUDA does not show the whole one then."""
+    """The GPU, or its MIG slices where it is cut into some: CUDA does not show the whole one
+    then."""
     try:
         is_cut = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
     except nvml.NVMLError:  # not of a kind that can be cut
@@ -146,7 +156,9 @@ def _ask_nvidia_smi() -> tuple[Gpu, ...]:
     fields = "name,memory.total,uuid,compute_cap,mig.mode.current"
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S)
+        done = subprocess.run(
+            query, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S
+        )
     except FileNotFoundError:
         raise _NoAnswer("there is no nvidia-smi", is_absent=True) from None
     except OSError as error:
@@ -157,7 +169,9 @@ def _ask_nvidia_smi() -> tuple[Gpu, ...]:
     if "no devices were found" in said.lower():
         return ()
     if done.returncode != 0:  # an image that has it, on a machine without a driver
-        raise _NoAnswer(f"nvidia-smi says: {said or f'exit code {done.returncode}'}", is_absent=True)
+        raise _NoAnswer(
+            f"nvidia-smi says: {said or f'exit code {done.returncode}'}", is_absent=True
+        )
     return tuple(_from_line(line) for line in done.stdout.splitlines() if line.strip())
 
 

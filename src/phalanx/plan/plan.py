@@ -1,4 +1,7 @@
-"""Plan: what follows from a job on a cluster, and the candidates it was chosen from, as data. Torch-free."""
+"""Plan: what follows from a job on a cluster, and the candidates it was chosen from, as data.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,8 @@ class Plan:
 
     @property
     def targets_per_rank(self) -> int:
-        """Targets of one rank in one step when none is masked: tokens of its part of sequences, or labels of images."""
+        """Targets of one rank in one step when none is masked: tokens of its part of sequences,
+        or labels of images."""
         per_sample = 1 if self.model_shape.reads_images else self.seq_len // self.layout.cp
         return self.num_microbatches * self.micro_batch_size * per_sample
 
@@ -128,17 +132,24 @@ class Plan:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Plan:
-        values = {name: body[name] for name in cls.__dataclass_fields__ if name in body}  # older plans say less
+        values = {
+            name: body[name] for name in cls.__dataclass_fields__ if name in body
+        }  # older plans say less
         values["layout"] = Layout.from_json(body["layout"])
         values["data_parallel"] = DataParallel.from_json(body["data_parallel"])
         fields = Candidate.__dataclass_fields__
         values["alternatives"] = tuple(
-            Candidate(**{k: v for k, v in c.items() if k in fields} | {"layout": Layout.from_json(c["layout"])})
+            Candidate(
+                **{k: v for k, v in c.items() if k in fields}
+                | {"layout": Layout.from_json(c["layout"])}
+            )
             for c in body["alternatives"]
         )
         values["reasons"] = tuple(body["reasons"])
         values["warnings"] = tuple(EarlyWarning(**warning) for warning in body["warnings"])
-        values["recompute_segments"] = tuple(map(Segment.from_json, body.get("recompute_segments", ())))
+        values["recompute_segments"] = tuple(
+            map(Segment.from_json, body.get("recompute_segments", ()))
+        )
         pipeline = body.get("pipeline")
         values["pipeline"] = Pipeline.from_json(pipeline) if pipeline else None
         return cls(**values)

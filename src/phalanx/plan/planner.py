@@ -43,10 +43,11 @@ def make_plan(
     """Choose the simplest layout that fits and say why.
 
     `shape` saves describing a user's own module again, which takes another process a few seconds.
-    `vocab_size` comes from the data when the job leaves it open; `num_ranks` is fixed when ranks run already (under
-    another launcher); `data`, once it is known, is what some warnings are about; `more` is what others have to say of
-    the job, which the plan keeps. Raises LayoutError (exit 3) for ranks or batches that do not divide, naming the
-    nearest that do, and for a layout that was asked for and cannot fit.
+    `vocab_size` comes from the data when the job leaves it open; `num_ranks` is fixed when ranks
+    run already (under another launcher); `data`, once it is known, is what some warnings are about;
+    `more` is what others have to say of the job, which the plan keeps. Raises LayoutError (exit 3)
+    for ranks or batches that do not divide, naming the nearest that do, and for a layout that was
+    asked for and cannot fit.
     """
     cluster = cluster or detect_cluster(job.cluster.device)
     precision_is_auto = job.precision.compute == "auto"
@@ -63,7 +64,9 @@ def make_plan(
     ep = expert_parallel_degree(job, shape, ranks)
     asked = asked_schedule(job)
     micro, num_microbatches = split_batch(job, ranks // job.parallel.model_parallel_size, asked)
-    work = work_of(job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp, ep=ep)
+    work = work_of(
+        job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp, ep=ep
+    )
     require_fp8(work, cluster.device, is_known=shape.is_known)
     reasons = [why]
     pipeline = None
@@ -71,7 +74,9 @@ def make_plan(
         work, pipeline = sized_pipeline(job, shape, asked, work, ranks, reasons)
     else:
         work = with_recompute(job, shape, work, reasons)
-    weighing = Weighing(shape, work, ranks, capacity_of(job, cluster, ranks), cluster.device, pipeline)
+    weighing = Weighing(
+        shape, work, ranks, capacity_of(job, cluster, ranks), cluster.device, pipeline
+    )
     candidates = candidates_of(job, weighing)
     chosen, of_choice = choose(job, candidates, weighing)
     reasons += of_choice
@@ -106,10 +111,13 @@ def _require_masks(job: Job, shape: ModelShape) -> None:
     taken = shape.measured.takes_document_ids if shape.measured is not None else "by name"
     if job.data.document_masks and taken != "by name":
         raise LayoutError(
-            f"model {job.model.kind!r} cannot keep documents apart: its forward names no document_ids",
-            why="it takes any keyword, which does not say that it masks attention by this one"
-            if taken != "no"
-            else None,
+            f"model {job.model.kind!r} cannot keep documents apart: its forward names no"
+            " document_ids",
+            why=(
+                "it takes any keyword, which does not say that it masks attention by this one"
+                if taken != "no"
+                else None
+            ),
             fix="add the argument and mask attention with it, or leave data.document_masks out",
         )
 
@@ -117,7 +125,8 @@ def _require_masks(job: Job, shape: ModelShape) -> None:
 def _require_vocabulary(shape: ModelShape, vocab_size: int | None) -> None:
     if vocab_size and 0 < shape.vocab_size < vocab_size:
         raise DataError(
-            f"the data has a vocabulary of {vocab_size} tokens and the model one of {shape.vocab_size}",
+            f"the data has a vocabulary of {vocab_size} tokens and the model one of"
+            f" {shape.vocab_size}",
             fix=f"set model.vocab_size={vocab_size}, or use the tokenizer of the model",
         )
 
@@ -160,7 +169,9 @@ def _plan(
         peak_lr=peak_rate(job).lr,
         vocab_size=shape.vocab_size if shape.is_known else vocab_size or 0,
         num_params=shape.num_params,
-        flops_per_token=shape.flops_per_token(job.data.seq_len)["training"] if shape.is_known else None,
+        flops_per_token=(
+            shape.flops_per_token(job.data.seq_len)["training"] if shape.is_known else None
+        ),
         capacity_bytes=weighing.capacity_bytes,
         alternatives=tuple(alternatives),
         reasons=tuple(reasons),

@@ -1,4 +1,7 @@
-"""The type of numbers where precision.compute is "auto": bf16 on GPUs that multiply it, else fp32. Torch-free."""
+"""The type of numbers where precision.compute is "auto": bf16 on GPUs that multiply it, else fp32.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ FP16_CAPABILITY = (7, 0)  # the first with tensor cores, which take fp16 alone: 
 def resolve_precision(job: Job, cluster: Cluster) -> tuple[Job, str]:
     """`job` with the type of numbers that "auto" means on `cluster`, and why it is this one.
 
-    Nothing is said ("") of a job that names the type itself, and on CPUs, which compute in fp32 unless told otherwise.
+    Nothing is said ("") of a job that names the type itself, and on CPUs, which compute in fp32
+    unless told otherwise.
     """
     if job.precision.compute != "auto":
         return job, ""
@@ -25,7 +29,8 @@ def resolve_precision(job: Job, cluster: Cluster) -> tuple[Job, str]:
 
 
 def precision_here(job: Job) -> str:
-    """The type of numbers that `job` trains in on this machine; fp32 where the machine does not say what it has."""
+    """The type of numbers that `job` trains in on this machine; fp32 where the machine does not
+    say what it has."""
     try:
         return resolve_precision(job, detect_cluster(job.cluster.device))[0].precision.compute
     except EnvironmentProblem:
@@ -34,13 +39,17 @@ def precision_here(job: Job) -> str:
 
 def with_precision(job: Job, compute: str) -> Job:
     """`job` with `compute` as its precision.compute."""
-    return job.model_copy(update={"precision": job.precision.model_copy(update={"compute": compute})})
+    return job.model_copy(
+        update={"precision": job.precision.model_copy(update={"compute": compute})}
+    )
 
 
 def keep_precision(plan: Plan, before: Plan | None, cluster: Cluster) -> Plan:
-    """`plan` of a run that goes on, with what is to be said of its type of numbers; `before` is the run's last plan.
+    """`plan` of a run that goes on, with what is to be said of its type of numbers; `before` is the
+    run's last plan.
 
-    A run keeps the type that "auto" meant where it began. Where "auto" would mean another one here, a reason says so.
+    A run keeps the type that "auto" meant where it began. Where "auto" would mean another one here,
+    a reason says so.
     """
     if before is None or not before.precision_is_auto or before.precision != plan.precision:
         return plan  # the job named it from the start, or names another one now
@@ -49,8 +58,8 @@ def keep_precision(plan: Plan, before: Plan | None, cluster: Cluster) -> Plan:
     if compute == plan.precision:
         return plan
     kept = (
-        f"{plan.precision}, as the run began: precision.compute=auto is {compute} on this machine, and a run keeps "
-        f"what it has; --resume with precision.compute={compute} changes it"
+        f"{plan.precision}, as the run began: precision.compute=auto is {compute} on this machine,"
+        f" and a run keeps what it has; --resume with precision.compute={compute} changes it"
     )
     return replace(plan, reasons=(*plan.reasons, kept))
 
@@ -60,11 +69,21 @@ def _default_precision(cluster: Cluster) -> tuple[str, str]:
     if cluster.device != "cuda":
         return "fp32", ""
     if cluster.capability is None:
-        why = "nobody says which compute capability these GPUs have; from 8.0 on choose precision.compute=bf16"
+        why = (
+            "nobody says which compute capability these GPUs have; from 8.0 on choose"
+            " precision.compute=bf16"
+        )
         return "fp32", f"fp32: {why}"
     gpus = f"GPUs of compute capability {'.'.join(map(str, cluster.capability))}"
     if cluster.capability >= BF16_CAPABILITY:
-        why = "weights, optimizer and the reduction of gradients stay fp32; precision.compute=fp32 turns it off"
+        why = (
+            "weights, optimizer and the reduction of gradients stay fp32; precision.compute=fp32"
+            " turns it off"
+        )
         return "bf16", f"bf16: {gpus} multiply it many times as fast as fp32; {why}"
-    more = "; precision.compute=fp16 uses their tensor cores" if cluster.capability >= FP16_CAPABILITY else ""
+    more = (
+        "; precision.compute=fp16 uses their tensor cores"
+        if cluster.capability >= FP16_CAPABILITY
+        else ""
+    )
     return "fp32", f"fp32: {gpus} have no bf16 to multiply with{more}"

@@ -1,4 +1,6 @@
-"""How many ranks a job gets, how many of them share a sample, and how the batch is split. Torch-free.
+"""How many ranks a job gets, how many of them share a sample, and how the batch is split.
+
+Torch-free.
 
 What does not divide is refused with the nearest that does.
 """
@@ -29,7 +31,8 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
     if running is not None:
         if asked is not None and asked != running:
             raise LayoutError(
-                f"the job asks for {asked} ranks and {running} are running", fix=f"set parallel.ranks={running}"
+                f"the job asks for {asked} ranks and {running} are running",
+                fix=f"set parallel.ranks={running}",
             )
         ranks, why = running, f"{running} ranks are running"
     elif asked is not None:
@@ -39,10 +42,17 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
         unit = "GPUs" if cluster.device == "cuda" else "CPU cores"
         if ranks == _degrees(job) > 1:
             axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-            given = [f"{axis}={degree}" for axis in axes if (degree := getattr(job.parallel, axis) or 1) > 1]
+            given = [
+                f"{axis}={degree}"
+                for axis in axes
+                if (degree := getattr(job.parallel, axis) or 1) > 1
+            ]
             why = f"{ranks} ranks: as many as {' x '.join(given)} takes"
         else:
-            why = f"{ranks} ranks: the most that divide the batch of {job.train.global_batch_size} on "
+            why = (
+                f"{ranks} ranks: the most that divide the batch of"
+                f" {job.train.global_batch_size} on "
+            )
             why += f"{cluster.num_devices} {unit}"
     if cluster.device == "cuda" and running is None and ranks > cluster.num_devices:
         raise LayoutError(f"{ranks} ranks were asked for and there are {cluster.num_devices} GPUs")
@@ -63,21 +73,31 @@ def _asked(job: Job) -> int | None:
     if not (job.parallel.dp_replicate and job.parallel.dp_shard):
         return asked
     if asked and asked != degrees:
-        shared = {"pp": job.parallel.pp or 1, "cp": job.parallel.cp or 1, "tp": job.parallel.tp or 1}
+        shared = {
+            "pp": job.parallel.pp or 1,
+            "cp": job.parallel.cp or 1,
+            "tp": job.parallel.tp or 1,
+        }
         others = "".join(f" x {axis} {degree}" for axis, degree in shared.items() if degree > 1)
         raise LayoutError(
-            f"parallel.dp_replicate {job.parallel.dp_replicate} x dp_shard {job.parallel.dp_shard}{others} makes "
-            f"{degrees} ranks, and parallel.ranks is {asked}",
+            f"parallel.dp_replicate {job.parallel.dp_replicate} x dp_shard"
+            f" {job.parallel.dp_shard}{others} makes {degrees} ranks, and parallel.ranks is"
+            f" {asked}",
             fix=f"set parallel.ranks={degrees}",
         )
     return degrees
 
 
 def _most_that_share_the_batch(job: Job, cluster: Cluster) -> int:
-    """On a GPU each; on a CPU no more than there are cores, but two of them to be distributed at all."""
+    """On a GPU each; on a CPU no more than there are cores, but two of them to be distributed at
+    all."""
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size
     shared, degrees = job.parallel.model_parallel_size, _degrees(job)
-    limit = cluster.num_devices if cluster.device == "cuda" else max(2, min(cluster.num_devices, MAX_CPU_RANKS))
+    limit = (
+        cluster.num_devices
+        if cluster.device == "cuda"
+        else max(2, min(cluster.num_devices, MAX_CPU_RANKS))
+    )
     if cluster.device != "cuda":
         limit = max(limit, degrees)  # cores can be shared, and the job says between how many
     shares = divisors(batch // (micro or 1))
@@ -96,25 +116,40 @@ def _most_that_share_the_batch(job: Job, cluster: Cluster) -> int:
 def _require_degrees_divide(job: Job, ranks: int) -> None:
     if max(job.parallel.pp or 1, job.parallel.cp or 1) > 1:
         asked = {axis: getattr(job.parallel, axis) or 1 for axis in ("pp", "cp", "tp")}
-        fill_layout(ranks, dp_replicate=job.parallel.dp_replicate, dp_shard=job.parallel.dp_shard, **asked)
+        fill_layout(
+            ranks, dp_replicate=job.parallel.dp_replicate, dp_shard=job.parallel.dp_shard, **asked
+        )
         return
     tp = job.parallel.tp or 1
     if ranks % tp:
-        near = [f"nearest: {nearest(tp, legal)}"] if (legal := [d for d in divisors(ranks) if d > 1]) else []
+        near = (
+            [f"nearest: {nearest(tp, legal)}"]
+            if (legal := [d for d in divisors(ranks) if d > 1])
+            else []
+        )
         fix = ", or ".join([*near, f"parallel.ranks={multiples_near(ranks, tp)}"])
         raise LayoutError(f"parallel.tp {tp} does not divide the {plural(ranks, 'rank')}", fix=fix)
-    for name, degree in (("dp_replicate", job.parallel.dp_replicate), ("dp_shard", job.parallel.dp_shard)):
+    for name, degree in (
+        ("dp_replicate", job.parallel.dp_replicate),
+        ("dp_shard", job.parallel.dp_shard),
+    ):
         if degree and ranks // tp % degree:
             left = plural(ranks // tp, "rank")
             raise LayoutError(
-                f"parallel.{name} {degree} does not divide the {left}{f', what tp leaves of {ranks}' * (tp > 1)}",
-                fix=f"nearest: {divisors_near(ranks // tp, degree)}, or "
-                f"parallel.ranks={multiples_near(ranks, tp * degree)}",
+                f"parallel.{name} {degree} does not divide the"
+                f" {left}{f', what tp leaves of {ranks}' * (tp > 1)}",
+                fix=(
+                    f"nearest: {divisors_near(ranks // tp, degree)}, or "
+                    f"parallel.ranks={multiples_near(ranks, tp * degree)}"
+                ),
             )
 
 
 def tensor_parallel_degree(job: Job, shape: ModelShape) -> int:
-    """The degree of tp. Raises LayoutError for one that the model's heads forbid, naming the nearest they allow."""
+    """The degree of tp.
+
+    Raises LayoutError for one that the model's heads forbid, naming the nearest they allow.
+    """
     tp = job.parallel.tp or 1
     if tp == 1 or not shape.is_known:
         check_rules(job.parallel.rules, shape, tp)
@@ -137,14 +172,18 @@ def tensor_parallel_degree(job: Job, shape: ModelShape) -> int:
 
 
 def split_batch(job: Job, shares: int, asked: Asked | None = None) -> tuple[int, int]:
-    """(micro_batch_size, microbatches per step) of each of `shares` ranks, or pipelines, that read other samples."""
+    """(micro_batch_size, microbatches per step) of each of `shares` ranks, or pipelines, that
+    read other samples."""
     batch = job.train.global_batch_size
     if batch % shares:
         multiples = [batch // shares * shares, (batch // shares + 1) * shares]
         raise LayoutError(
-            f"{shares} {'ranks' if asked is None else 'pipelines'} do not divide train.global_batch_size {batch}",
-            fix=f"nearest batch: {nearest(batch, [m for m in multiples if m])}; "
-            f"nearest ranks: {divisors_near(batch, shares)}"
+            f"{shares} {'ranks' if asked is None else 'pipelines'} do not divide"
+            f" train.global_batch_size {batch}",
+            fix=(
+                f"nearest batch: {nearest(batch, [m for m in multiples if m])}; "
+                f"nearest ranks: {divisors_near(batch, shares)}"
+            )
             + (f" x {job.parallel.model_parallel_size}" if asked is not None else ""),
         )
     share = batch // shares
@@ -153,7 +192,8 @@ def split_batch(job: Job, shares: int, asked: Asked | None = None) -> tuple[int,
     micro = job.train.micro_batch_size or share
     if share % micro:
         raise LayoutError(
-            f"train.micro_batch_size {micro} does not divide the {share} sequences of each of {shares} ranks",
+            f"train.micro_batch_size {micro} does not divide the {share} sequences of each of"
+            f" {shares} ranks",
             fix=f"nearest: {divisors_near(share, micro)}",
         )
     return micro, share // micro

@@ -1,4 +1,7 @@
-"""What is recomputed, chosen by memory: the fewest blocks that make activations fit, and why. Torch-free."""
+"""What is recomputed, chosen by memory: the fewest blocks that make activations fit, and why.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from phalanx.plan.segments import Segment, mixed, segments_of
 def with_recompute(job: Job, shape: ModelShape, work: Workload, reasons: list[str]) -> Workload:
     """`work` with the blocks that are recomputed; adds what must be said of them to `reasons`.
 
-    Raises LayoutError for a budget that nothing keeps to, or of a module whose activations nobody can predict.
+    Raises LayoutError for a budget that nothing keeps to, or of a module whose activations nobody
+    can predict.
     """
     shape = of_one_rank(shape, work.tp, work.rules)
     if job.train.recompute == "budget":
@@ -47,10 +51,12 @@ def within_budget(
     blocks: Sequence[int],
     activations: Callable[[tuple[Segment, ...]], float],
 ) -> tuple[Segment, ...]:
-    """The first of `_from_cheap_to_dear` for `blocks`, those of one rank, with which its `activations` fit."""
+    """The first of `_from_cheap_to_dear` for `blocks`, those of one rank, with which its
+    `activations` fit."""
     if not shape.is_known:
         raise LayoutError(
-            "train.recompute=budget needs activations that can be predicted, and those of your own module cannot",
+            "train.recompute=budget needs activations that can be predicted, and those of your own"
+            " module cannot",
             fix="set train.recompute to selective, full, every-k or sqrt",
         )
     budget_bytes = budget_of(job)
@@ -87,7 +93,10 @@ def _from_cheap_to_dear(num_blocks: int) -> Iterator[tuple[Segment, ...]]:
 
 
 def said(job: Job, shape: ModelShape, segments: Sequence[Segment], size: float) -> list[str]:
-    """What is recomputed, where the job's own word does not say it. `size`: bytes of activations of a rank."""
+    """What is recomputed, where the job's own word does not say it.
+
+    `size`: bytes of activations of a rank.
+    """
     mode = job.train.recompute
     if mode in ("none", "full"):
         return []
@@ -106,7 +115,9 @@ def described(segments: Sequence[Segment], num_blocks: int) -> str:
         return f"{num_blocks} blocks in {len(segments)} segments of {longest} at most"
     count = Counter(segment.mode for segment in segments)
     words = [
-        f"{count[mode]} {word}" for mode, word in (("selective", "selectively"), ("full", "in full")) if count[mode]
+        f"{count[mode]} {word}"
+        for mode, word in (("selective", "selectively"), ("full", "in full"))
+        if count[mode]
     ]
     if len(words) == 1:
         number, word = words[0].split(" ", 1)
@@ -115,9 +126,13 @@ def described(segments: Sequence[Segment], num_blocks: int) -> str:
 
 
 def proposed(
-    shape: ModelShape, work: Workload, fits: Callable[[Workload], bool], activations: Callable[[Workload], float]
+    shape: ModelShape,
+    work: Workload,
+    fits: Callable[[Workload], bool],
+    activations: Callable[[Workload], float],
 ) -> str:
-    """The cheapest mode that would make the plan fit, as a fix; "" if none does, or nobody can say."""
+    """The cheapest mode that would make the plan fit, as a fix; "" if none does, or nobody can
+    say."""
     if not shape.is_known:
         return ""
     now = activations(work)
@@ -125,5 +140,8 @@ def proposed(
         other = replace(work, segments=segments_of(mode, shape.num_layers))
         then = activations(other)
         if then < now and fits(other):
-            return f"set train.recompute={mode} (activations {format_bytes(then)} instead of {format_bytes(now)})"
+            return (
+                f"set train.recompute={mode} (activations {format_bytes(then)} instead of"
+                f" {format_bytes(now)})"
+            )
     return ""

@@ -1,4 +1,7 @@
-"""What a plan says besides its choice: what follows from the job and might surprise its owner. Torch-free."""
+"""What a plan says besides its choice: what follows from the job and might surprise its owner.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ def remarks(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]:
     if not shape.is_known:
         cut = ", as sharding rules cut them" if work.tp > 1 else ""
         said.append(
-            f"memory of your own model counts weights, gradients and optimizer{cut}; activations, logits and what is "
-            "gathered are not predicted"
+            f"memory of your own model counts weights, gradients and optimizer{cut}; activations,"
+            " logits and what is gathered are not predicted"
         )
     said.append(_of_the_copy(weighing))
     said += lossy_reasons(job, shape, weighing.num_ranks)
@@ -53,10 +56,16 @@ def _of_tensor_parallelism(job: Job, weighing: Weighing) -> list[str]:
     elif shape.is_known:
         how = f"whole on every rank: a {shape.kind} cannot do with a part of it"
     else:
-        how = "cut between regions if the module says that it can (is_per_token_outside_regions), else whole"
+        how = (
+            "cut between regions if the module says that it can (is_per_token_outside_regions),"
+            " else whole"
+        )
     lines.append(f"tp: the sequence is {how}")
     if job.parallel.rules and shape.is_known:
-        lines.append("memory is predicted for the model's own sharding rules, not for what parallel.rules replaces")
+        lines.append(
+            "memory is predicted for the model's own sharding rules, not for what parallel.rules"
+            " replaces"
+        )
     return lines
 
 
@@ -66,6 +75,6 @@ def _of_the_copy(weighing: Weighing) -> str:
     size = weighing.staging_bytes()
     where = "pinned host memory" if weighing.device == "cuda" else "memory"
     return (
-        f"training goes on while it is saved, from a copy of the state: {format_bytes(size)} of {where} per rank; "
-        "checkpoint.asynchronous=false does without"
+        f"training goes on while it is saved, from a copy of the state: {format_bytes(size)} of"
+        f" {where} per rank; checkpoint.asynchronous=false does without"
     )

@@ -1,4 +1,5 @@
-"""A job's sharding rules for a built-in model: whether what they cut, beside what the model's own do, fits together."""
+"""A job's sharding rules for a built-in model: whether what they cut, beside what the model's
+own do, fits together."""
 
 from __future__ import annotations
 
@@ -12,17 +13,26 @@ from phalanx.plan.rules import CUTS, Rule, Span, parse_rules, rule_of, rules_of
 TOGETHER = {"attention": ("q", "q_up", "k", "v", "kv_up", "o"), "ffn": ("gate", "up", "down")}
 
 
-def require_fitting(rules: Sequence[Rule], shape: ModelShape, tp: int, *, cuts_sequence: bool) -> None:
-    """Raises LayoutError for rules (the job's, then the model's) that each can be and together cannot."""
+def require_fitting(
+    rules: Sequence[Rule], shape: ModelShape, tp: int, *, cuts_sequence: bool
+) -> None:
+    """Raises LayoutError for rules (the job's, then the model's) that each can be and together
+    cannot."""
     holders = holders_of(shape)
     for layer in range(shape.num_layers):
         for part, members in TOGETHER.items():
             region = f"blocks.{layer}.{part}"
-            found = [holders[name] for name in (f"{region}.{m}" for m in members) if name in holders]
+            found = [
+                holders[name] for name in (f"{region}.{m}" for m in members) if name in holders
+            ]
             if found:
                 _require_one_cut(rules, region, found, shape, tp, cuts_sequence=cuts_sequence)
                 is_cut = any(_cut_by(rule_of(rules, holder.name), holder, tp) for holder in found)
-                others = [name for name in holders if name.startswith(f"{region}.") and holders[name] not in found]
+                others = [
+                    name
+                    for name in holders
+                    if name.startswith(f"{region}.") and holders[name] not in found
+                ]
                 _require_summed(rules, region, others, is_cut=is_cut)
     if shape.reads_images:
         _require_whole_classes(rule_of(rules, "head"))
@@ -31,7 +41,13 @@ def require_fitting(rules: Sequence[Rule], shape: ModelShape, tp: int, *, cuts_s
 
 
 def _require_one_cut(
-    rules: Sequence[Rule], region: str, found: Sequence[Holder], shape: ModelShape, tp: int, *, cuts_sequence: bool
+    rules: Sequence[Rule],
+    region: str,
+    found: Sequence[Holder],
+    shape: ModelShape,
+    tp: int,
+    *,
+    cuts_sequence: bool,
 ) -> None:
     """What works on the same heads or features is cut alike or stays whole on every rank."""
     made = {holder.name: _cut_by(rule_of(rules, holder.name), holder, tp) for holder in found}
@@ -40,26 +56,42 @@ def _require_one_cut(
     if not any(made.values()):
         rule = rule_of(rules, region)
         if rule is not None and rule.kind == "region":
-            raise LayoutError(f"{region} is a region, and nothing of it is cut", where=_where(rule), fix=fix)
+            raise LayoutError(
+                f"{region} is a region, and nothing of it is cut", where=_where(rule), fix=fix
+            )
         if cuts_sequence and region.endswith("attention"):
             what = f"{region} would stay whole, and see a part of the sequence"
-            raise LayoutError(what, fix="set parallel.sequence_parallel=false, or leave its rules to the model")
+            raise LayoutError(
+                what, fix="set parallel.sequence_parallel=false, or leave its rules to the model"
+            )
         return
-    wanted = _own_cuts(shape, found, tp) if region.endswith("attention") else dict.fromkeys(made, _first(made))
+    wanted = (
+        _own_cuts(shape, found, tp)
+        if region.endswith("attention")
+        else dict.fromkeys(made, _first(made))
+    )
     wrong = next((name for name, cut in made.items() if cut != wanted[name]), None)
     if wrong is not None:
         rule = rule_of(rules, wrong)
         where = _where(rule) if rule is not None else None
-        raise LayoutError(f"{wrong} would not be cut as what it works with is", where=where, fix=fix)
+        raise LayoutError(
+            f"{wrong} would not be cut as what it works with is", where=where, fix=fix
+        )
 
 
-def _require_summed(rules: Sequence[Rule], region: str, others: Sequence[str], *, is_cut: bool) -> None:
-    """What is whole among what is cut (norms of heads, latents) sees a part on each rank; among what is whole, all."""
+def _require_summed(
+    rules: Sequence[Rule], region: str, others: Sequence[str], *, is_cut: bool
+) -> None:
+    """What is whole among what is cut (norms of heads, latents) sees a part on each rank; among
+    what is whole, all."""
     for name in others:
         rule = rule_of(rules, name)
         if rule is None or (rule.kind == "partial") == is_cut:
             continue
-        what = f"{name} sees {'a part' if is_cut else 'all'} of {region} on each rank, and its gradient is"
+        what = (
+            f"{name} sees {'a part' if is_cut else 'all'} of {region} on each rank, and its"
+            " gradient is"
+        )
         what += f" {'not added up' if is_cut else 'added up'}"
         fix = f"leave its rule to the model, or give all of {region}, and this, replicate"
         raise LayoutError(what, where=_where(rule), fix="partial" if is_cut else fix)
@@ -88,9 +120,14 @@ def _cut_by(rule: Rule | None, holder: Holder, tp: int) -> Cuts:
 
 def _require_ends(rules: Sequence[Rule], shape: ModelShape, *, cuts_sequence: bool) -> None:
     """The embedding, where a sequence is cut, and the head, whose rows the loss is taken of."""
-    first, head = rule_of(rules, "embed"), rule_of(rules, "embed" if shape.tie_embeddings else "head")
+    first, head = (
+        rule_of(rules, "embed"),
+        rule_of(rules, "embed" if shape.tie_embeddings else "head"),
+    )
     if head is not None and head.kind in CUTS and head.kind != "vocab":
-        raise LayoutError("a head is cut by tokens", where=_where(head), fix="vocab, or replicate: it stays whole")
+        raise LayoutError(
+            "a head is cut by tokens", where=_where(head), fix="vocab, or replicate: it stays whole"
+        )
     if not cuts_sequence:
         return
     for name, rule, legal in (
@@ -112,7 +149,9 @@ def _require_ends(rules: Sequence[Rule], shape: ModelShape, *, cuts_sequence: bo
 def _require_whole_classes(head: Rule | None) -> None:
     if head is not None and (head.kind == "row" or (head.kind == "column" and not head.gather)):
         what = "a head over classes needs all features and all classes"
-        raise LayoutError(what, where=_where(head), fix='"column gather", or replicate: it stays whole')
+        raise LayoutError(
+            what, where=_where(head), fix='"column gather", or replicate: it stays whole'
+        )
 
 
 def _where(rule: Rule) -> str:

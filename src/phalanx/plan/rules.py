@@ -1,6 +1,7 @@
 """Sharding rules: how tensor parallelism cuts the modules of a model, as data. Torch-free.
 
-A rule is a line of text for the modules whose name matches a pattern (`blocks.*.attention.q`, a `*` is one name):
+A rule is a line of text for the modules whose name matches a pattern (`blocks.*.attention.q`, a `*`
+is one name):
 
     column [heads=8] [parts=2] [gather]   a matrix is cut by what it puts out
     row [heads=8] [unsummed]              ... by what it takes in; what ranks put out is added up, unless it is left so
@@ -13,10 +14,11 @@ A rule is a line of text for the modules whose name matches a pattern (`blocks.*
     partial [divide=a,b]                  its parameters see a part on each rank: their gradients are added up
     replicate [divide=a,b]                whole on every rank
 
-`heads=8` cuts between heads. `heads=8+2/8+2/8` is a fused matrix: 8 query heads, then 2 key and 2 value heads that
-serve those 8; where there are more ranks than key heads, several hold the same one. `parts=2` is a fused matrix without
-heads (gate and up). `divide=` names integer attributes of the module that count heads or features, to be one rank's;
-`divide=size/2` one that counts the features of 2 heads, `divide=core.heads` one of a module inside.
+`heads=8` cuts between heads. `heads=8+2/8+2/8` is a fused matrix: 8 query heads, then 2 key and 2
+value heads that serve those 8; where there are more ranks than key heads, several hold the same
+one. `parts=2` is a fused matrix without heads (gate and up). `divide=` names integer attributes of
+the module that count heads or features, to be one rank's; `divide=size/2` one that counts the
+features of 2 heads, `divide=core.heads` one of a module inside.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Part:
-    """One of the matrices that a fused one holds. `heads` serve `queries` query heads; 0 heads: plain features."""
+    """One of the matrices that a fused one holds.
+
+    `heads` serve `queries` query heads; 0 heads: plain features.
+    """
 
     heads: int = 0
     queries: int = 0
@@ -67,7 +72,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Count:
-    """An integer attribute of a module, which counts heads, or features: those of `heads` heads, if that is not 0."""
+    """An integer attribute of a module, which counts heads, or features: those of `heads` heads,
+    if that is not 0."""
 
     attribute: str
     heads: int = 0
@@ -97,15 +103,24 @@ class Rule:
     """Of a row: what ranks put out is left as it is, for the region around."""
 
     def spans(self, size: int, tp: int, rank: int, *, name: str) -> list[Span]:
-        """What `rank` of `tp` holds of a dimension of `size`. Raises LayoutError where it cannot be cut."""
+        """What `rank` of `tp` holds of a dimension of `size`.
+
+        Raises LayoutError where it cannot be cut.
+        """
         spans, start = [], 0
         heads = sum(part.heads for part in self.parts)
         if size % (heads or len(self.parts)):
             what = f"{heads} heads" if heads else f"{len(self.parts)} parts"
-            raise LayoutError(f"{name} has {size} features, which are not {what}", where=self._where)
+            raise LayoutError(
+                f"{name} has {size} features, which are not {what}", where=self._where
+            )
         unit = size // (heads or len(self.parts))
         for part in self.parts:
-            span = _head_span(part, unit, tp, rank, name) if part.heads else _feature_span(unit, tp, rank, name)
+            span = (
+                _head_span(part, unit, tp, rank, name)
+                if part.heads
+                else _feature_span(unit, tp, rank, name)
+            )
             spans.append(Span(start + span.start, span.size, span.copy, span.copies))
             start += unit * (part.heads or 1)
         return spans
@@ -175,7 +190,9 @@ def _parse(pattern: str, text: str) -> Rule:
             continue
         if key not in _OPTIONS.get(kind, ()) or (key in _FLAGS) == bool(value):
             known = ", ".join(_OPTIONS.get(kind, ())) or "nothing"
-            raise LayoutError(f"{word!r} says nothing of a {kind}", where=where, fix=f"it takes {known}")
+            raise LayoutError(
+                f"{word!r} says nothing of a {kind}", where=where, fix=f"it takes {known}"
+            )
         values[key] = value
     try:
         parts, divide = _parts(values), _counts(values.get("divide", ""))
@@ -186,7 +203,9 @@ def _parse(pattern: str, text: str) -> Rule:
             fix="as heads=8, heads=8+2/8+2/8, parts=2, divide=num_heads,size/2",
         ) from None
     flags = {flag: flag in values for flag in _FLAGS}
-    return Rule(pattern, text, kind, parts, divide=divide, argument=values.get("argument", ""), **flags)
+    return Rule(
+        pattern, text, kind, parts, divide=divide, argument=values.get("argument", ""), **flags
+    )
 
 
 def _parts(values: Mapping[str, str]) -> tuple[Part, ...]:
@@ -263,7 +282,8 @@ def _attention_rules(shape: ModelShape) -> dict[str, str]:
 
 
 def _latent_attention_rules(shape: ModelShape) -> dict[str, str]:
-    """Every rank makes whole latents, and what its heads owe to them is a part of their gradient."""
+    """Every rank makes whole latents, and what its heads owe to them is a part of their
+    gradient."""
     heads = shape.num_heads
     latents = ("q_down", "q_norm") if shape.query_rank else ()
     return {

@@ -1,4 +1,8 @@
-"""Which blocks are recomputed, and how: a plan's choice as data, one stretch of blocks after the other. Torch-free."""
+"""Which blocks are recomputed, and how: a plan's choice as data, one stretch of blocks after the
+other.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ from phalanx.core.errors import LayoutError
 class Segment:
     """Blocks start to stop - 1, counted from 0, that are recomputed together; in no segment: kept.
 
-    full: the input of the first is kept. selective: of each block besides what its matmuls and its attention make.
+    full: the input of the first is kept. selective: of each block besides what its matmuls and its
+    attention make.
     """
 
     start: int
@@ -36,18 +41,22 @@ class Segment:
 def segments_of(recompute: str, num_blocks: int, every: int = 1) -> tuple[Segment, ...]:
     """What a mode of `train.recompute` means for a model of so many blocks.
 
-    full and selective: each block by itself. every-k: the blocks k, 2k, ..., counted from 1. sqrt: stretches of
-    ceil(sqrt(num_blocks)) blocks (Chen et al. 2016, arXiv 1604.06174). Raises LayoutError if every-k meets no block.
+    full and selective: each block by itself. every-k: the blocks k, 2k, ..., counted from 1. sqrt:
+    stretches of ceil(sqrt(num_blocks)) blocks (Chen et al. 2016, arXiv 1604.06174). Raises
+    LayoutError if every-k meets no block.
     """
     if recompute in ("full", "selective"):
         return tuple(Segment(block, block + 1, recompute) for block in range(num_blocks))
     if recompute == "every-k":
         if every > num_blocks:
             raise LayoutError(
-                f"train.recompute_every {every} recomputes nothing: the model has {num_blocks} blocks",
+                f"train.recompute_every {every} recomputes nothing: the model has {num_blocks}"
+                " blocks",
                 fix=f"set train.recompute_every to {num_blocks} at most",
             )
-        return tuple(Segment(block, block + 1, "full") for block in range(every - 1, num_blocks, every))
+        return tuple(
+            Segment(block, block + 1, "full") for block in range(every - 1, num_blocks, every)
+        )
     if recompute == "sqrt":
         length = math.isqrt(num_blocks - 1) + 1 if num_blocks else 1
         starts = range(0, num_blocks, length)

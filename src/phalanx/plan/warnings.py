@@ -1,7 +1,9 @@
-"""What a job will probably regret, said before it starts: pure functions of job, plan and data. Torch-free.
+"""What a job will probably regret, said before it starts: pure functions of job, plan and data.
 
-Each rule gives at most one warning, with the number it rests on and what to do. None of them refuses anything, and a
-job that does what the defaults do gets none.
+Torch-free.
+
+Each rule gives at most one warning, with the number it rests on and what to do. None of them
+refuses anything, and a job that does what the defaults do gets none.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class EarlyWarning:
 
 @dataclass(frozen=True)
 class MoreRemarks:
-    """What is said of a job by others than the planner, who know its files: reasons, and what its owner may regret."""
+    """What is said of a job by others than the planner, who know its files: reasons, and what
+    its owner may regret."""
 
     reasons: tuple[str, ...] = ()
     warnings: tuple[EarlyWarning, ...] = ()
@@ -87,9 +90,15 @@ def _no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     remedy = f"set optim.warmup_steps, {max(1, min(job.train.steps // 20, 2000))} say"
     if batch >= LARGE_BATCH_SAMPLES if _is_samples(job, data) else tokens >= LARGE_BATCH_TOKENS:
         size = f"{batch:,} samples" if _is_samples(job, data) else f"{tokens:,} tokens"
-        return f"no warm-up with a large batch of {size}: the first steps are the ones that diverge; {remedy}"
+        return (
+            f"no warm-up with a large batch of {size}: the first steps are the ones that diverge;"
+            f" {remedy}"
+        )
     if plan.peak_lr >= high:
-        return f"no warm-up at a learning rate of {plan.peak_lr:.3g}: the first steps may diverge; {remedy}"
+        return (
+            f"no warm-up at a learning rate of {plan.peak_lr:.3g}: the first steps may diverge;"
+            f" {remedy}"
+        )
     return None
 
 
@@ -98,8 +107,8 @@ def _lr_ignores_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | Non
     if job.optim.lr_scaling != "none" or reference is None or reference == batch:
         return None
     return (
-        f"the batch is {batch} and lr {unscaled_rate(job).lr:.3g} was tuned for {reference}: it stays as it is; set "
-        "optim.lr_scaling=auto to let it follow"
+        f"the batch is {batch} and lr {unscaled_rate(job).lr:.3g} was tuned for {reference}: it"
+        " stays as it is; set optim.lr_scaling=auto to let it follow"
     )
 
 
@@ -108,10 +117,14 @@ def _high_lr_of_trained_weights(job: Job, plan: Plan, data: DataFacts | None) ->
     if not trained or lr < HIGH_LR_OF_TRAINED.get(job.optim.kind, RANDOM_WEIGHTS_LR):
         return None
     usual = TRAINED_WEIGHTS_LR.get(job.optim.kind)
-    remedy = f"leave optim.lr out for {usual:.3g}" if usual else "set optim.lr to what your optimizer needs for them"
+    remedy = (
+        f"leave optim.lr out for {usual:.3g}"
+        if usual
+        else "set optim.lr to what your optimizer needs for them"
+    )
     return (
-        f"lr {lr:.3g} is a rate for random weights, and those of {trained} are trained already: it overwrites what "
-        f"they know; {remedy}"
+        f"lr {lr:.3g} is a rate for random weights, and those of {trained} are trained already: it"
+        f" overwrites what they know; {remedy}"
     )
 
 
@@ -122,13 +135,15 @@ def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str 
         return None
     if not plan.sync_batchnorm and ranks > 1:
         return (
-            f"{plural(norms, 'BatchNorm layer')} see {micro} samples each, not the {micro * ranks} of all {ranks} "
-            "ranks, and keep rank 0's running statistics: results follow the layout; leave parallel.sync_batchnorm on"
+            f"{plural(norms, 'BatchNorm layer')} see {micro} samples each, not the {micro * ranks}"
+            f" of all {ranks} ranks, and keep rank 0's running statistics: results follow the"
+            " layout; leave parallel.sync_batchnorm on"
         )
     if micro * ranks < FEW_STATISTICS:
         return (
-            f"{plural(norms, 'BatchNorm layer')} normalise over {micro * ranks} of {plan.global_batch_size} samples: "
-            "their statistics will be noisy; raise train.micro_batch_size or change the norm"
+            f"{plural(norms, 'BatchNorm layer')} normalise over {micro * ranks} of"
+            f" {plan.global_batch_size} samples: their statistics will be noisy; raise"
+            " train.micro_batch_size or change the norm"
         )
     return None
 
@@ -140,10 +155,13 @@ def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
         return None
     fix = "set parallel.dropout=global"
     if plan.dropout == "global":
-        fix = "what is compiled and recomputed draws as torch does: set train.compile=false or train.recompute=none"
+        fix = (
+            "what is compiled and recomputed draws as torch does: set train.compile=false or"
+            " train.recompute=none"
+        )
     return (
-        f"{plural(layers, 'dropout layer')} draw on each of {ranks} ranks: a run repeats itself, and another "
-        f"number of ranks draws other masks; {fix}"
+        f"{plural(layers, 'dropout layer')} draw on each of {ranks} ranks: a run repeats itself,"
+        f" and another number of ranks draws other masks; {fix}"
     )
 
 
@@ -172,8 +190,8 @@ def _many_epochs(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     useful = max(1, int(MAX_EPOCHS * worst.num_train / (step_tokens * worst.share)))
     remedy = "get more text" if len(data.sources) == 1 else "give it less weight, get more of it"
     return (
-        f"{epochs:.1f} epochs over the {worst.num_train:,} tokens of {worst.name}: past about {MAX_EPOCHS:g}, repeated "
-        f"text teaches little; {remedy}, or stop at train.steps={useful}"
+        f"{epochs:.1f} epochs over the {worst.num_train:,} tokens of {worst.name}: past about"
+        f" {MAX_EPOCHS:g}, repeated text teaches little; {remedy}, or stop at train.steps={useful}"
     )
 
 
@@ -198,7 +216,10 @@ def _saved_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str 
     if steps < LONG_RUN_STEPS or kept.has_interval or job.eval.keep_best:
         return None
     when = "only after the last of" if kept.at_end else "never in"
-    return f"a checkpoint is saved {when} {steps:,} steps: a crash begins again; set checkpoint.every_minutes=10"
+    return (
+        f"a checkpoint is saved {when} {steps:,} steps: a crash begins again; set"
+        " checkpoint.every_minutes=10"
+    )
 
 
 def _evaluated_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
@@ -206,7 +227,10 @@ def _evaluated_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> 
     every, steps = job.eval.every_steps, job.train.steps
     if every is None or every <= steps:
         return None
-    return f"eval.every_steps={every} never comes in {plural(steps, 'step')}: only the end is evaluated"
+    return (
+        f"eval.every_steps={every} never comes in {plural(steps, 'step')}: only the end is"
+        " evaluated"
+    )
 
 
 def _saves_never_come(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
@@ -214,7 +238,11 @@ def _saves_never_come(job: Job, plan: Plan, data: DataFacts | None) -> str | Non
     every, steps = job.checkpoint.every_steps, job.train.steps
     if every is None or every <= steps:
         return None
-    what = "only the end is saved" if job.checkpoint.at_end else "nothing is saved, checkpoint.at_end being false"
+    what = (
+        "only the end is saved"
+        if job.checkpoint.at_end
+        else "nothing is saved, checkpoint.at_end being false"
+    )
     return f"checkpoint.every_steps={every} never comes in {plural(steps, 'step')}: {what}"
 
 
@@ -224,8 +252,8 @@ def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if plan.precision_is_auto:  # these GPUs have no bf16, and a reason of the plan says so
         return None
     return (
-        f"{format_count(plan.num_params)} parameters in fp32 on a GPU: bf16 uses its tensor cores and half the memory "
-        "of activations; set precision.compute=bf16"
+        f"{format_count(plan.num_params)} parameters in fp32 on a GPU: bf16 uses its tensor cores"
+        " and half the memory of activations; set precision.compute=bf16"
     )
 
 
@@ -256,7 +284,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 
 def epoch_ends(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    """What happens to samples that do not fill a batch, which elsewhere are dropped. Of text nobody counts sequences.
+    """What happens to samples that do not fill a batch, which elsewhere are dropped.
+
+    Of text nobody counts sequences.
 
     Nothing to regret, and so no warning: a reason of the plan.
     """
@@ -267,8 +297,8 @@ def epoch_ends(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if not rest or samples < batch or job.train.steps * batch <= samples:
         return None
     return (
-        f"{samples:,} samples make {samples // batch:,} batches of {batch} and {rest} over: nothing is dropped, the "
-        f"batch that ends an epoch takes its other {batch - rest} from the next"
+        f"{samples:,} samples make {samples // batch:,} batches of {batch} and {rest} over: nothing"
+        f" is dropped, the batch that ends an epoch takes its other {batch - rest} from the next"
     )
 
 
@@ -281,6 +311,7 @@ def _num_samples(plan: Plan, data: DataFacts) -> int:
 
 
 def _measured(plan: Plan, what: str) -> int:
-    """A count from the user's own module; 0 for models of phalanx, which have neither BatchNorm nor dropout."""
+    """A count from the user's own module; 0 for models of phalanx, which have neither BatchNorm
+    nor dropout."""
     measured = plan.shape.get("measured") or {}
     return int(measured.get(what, 0))

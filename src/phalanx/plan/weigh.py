@@ -1,4 +1,7 @@
-"""The layouts that a job could have on its ranks, each with the memory it takes and why it lost. Torch-free."""
+"""The layouts that a job could have on its ranks, each with the memory it takes and why it lost.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,12 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Headroom:
-    """What of a rank's memory a plan leaves alone: all but `share`, `runtime_bytes`, and so much per communicator.
+    """What of a rank's memory a plan leaves alone: all but `share`, `runtime_bytes`, and so much
+    per communicator.
 
-    Of a CPU: interpreter and torch. Of a GPU, where nothing was measured yet: what fragments and libraries' workspaces
-    take is in the share, the context and its kernels in the runtime, and buffers of NCCL in its communicators.
+    Of a CPU: interpreter and torch. Of a GPU, where nothing was measured yet: what fragments and
+    libraries' workspaces take is in the share, the context and its kernels in the runtime, and
+    buffers of NCCL in its communicators.
     """
 
     share: float
@@ -39,7 +44,11 @@ class Headroom:
     communicator_bytes: int = 0
 
     def capacity(self, whole_bytes: int, communicators: int) -> int:
-        left = round(whole_bytes * self.share) - self.runtime_bytes - self.communicator_bytes * communicators
+        left = (
+            round(whole_bytes * self.share)
+            - self.runtime_bytes
+            - self.communicator_bytes * communicators
+        )
         return max(0, left)
 
 
@@ -64,11 +73,15 @@ def capacity_of(job: Job, cluster: Cluster, num_ranks: int) -> int:
 
 
 def communicators_of(parallel: Parallel, num_ranks: int) -> int:
-    """How many process groups a rank sends through: all ranks, and those of each axis. Of a pipeline each pair of
-    neighbours and each direction is one of its own."""
+    """How many process groups a rank sends through: all ranks, and those of each axis.
+
+    Of a pipeline each pair of neighbours and each direction is one of its own.
+    """
     if num_ranks == 1:
         return 0
-    pp, tp, cp, ep = (degree or 1 for degree in (parallel.pp, parallel.tp, parallel.cp, parallel.ep))
+    pp, tp, cp, ep = (
+        degree or 1 for degree in (parallel.pp, parallel.tp, parallel.cp, parallel.ep)
+    )
     shares = num_ranks // (pp * tp)  # cp reduces gradients, too
     is_hybrid = (parallel.dp_replicate or 1) > 1 and (parallel.dp_shard or 1) * cp > 1
     if num_ranks in (tp, cp, shares // cp) and ep == 1 and not is_hybrid:
@@ -83,17 +96,20 @@ def headroom_reasons(job: Job, cluster: Cluster, num_ranks: int) -> list[str]:
     if cluster.device == "cpu":
         return []
     room, count = headroom_of(cluster.device), communicators_of(job.parallel, num_ranks)
-    of_groups = f" and {count} x {format_bytes(room.communicator_bytes)} of communicators" if count else ""
+    of_groups = (
+        f" and {count} x {format_bytes(room.communicator_bytes)} of communicators" if count else ""
+    )
     whole = format_bytes(whole_of(job, cluster, num_ranks))
     return [
-        f"memory: {room.share:.0%} of a GPU's {whole}, less {format_bytes(room.runtime_bytes)} of its context"
-        f"{of_groups}, is planned with; this has not been measured on a GPU"
+        f"memory: {room.share:.0%} of a GPU's {whole}, less {format_bytes(room.runtime_bytes)} of"
+        f" its context{of_groups}, is planned with; this has not been measured on a GPU"
     ]
 
 
 @dataclass(frozen=True)
 class Weighing:
-    """What every layout is weighed by: a model, a rank's work, and ranks that may fill so much memory each."""
+    """What every layout is weighed by: a model, a rank's work, and ranks that may fill so much
+    memory each."""
 
     shape: ModelShape
     work: Workload
@@ -126,19 +142,25 @@ class Weighing:
     def memory(self, zero_stage: int, shards: int) -> dict[str, int]:
         """Bytes of one rank by category: of a pipeline, of the one that needs most."""
         if self.pipeline is not None:
-            return max(self.memory_of_ranks(zero_stage, shards), key=lambda memory: sum(memory.values()))
+            return max(
+                self.memory_of_ranks(zero_stage, shards), key=lambda memory: sum(memory.values())
+            )
         memory = rank_memory(self.shape, self.work, zero_stage, shards, self.device, self.num_ranks)
         return self._with_exchanges(memory)
 
     def _with_exchanges(self, memory: dict[str, int]) -> dict[str, int]:
         here = of_one_rank(self.shape, self.work.tp, self.work.rules)
         under_way = round(context_bytes(here, self.work) + exchanged_bytes(here, self.work))
-        return memory | {"communication": memory["communication"] + under_way} if under_way else memory
+        return (
+            memory | {"communication": memory["communication"] + under_way} if under_way else memory
+        )
 
     def memory_of_ranks(self, zero_stage: int, shards: int) -> tuple[dict[str, int], ...]:
         """Of each rank of a pipeline."""
         assert self.pipeline is not None
-        found = pipeline_memory(self.shape, self.work, self.pipeline, zero_stage, shards, self.device, self.num_shares)
+        found = pipeline_memory(
+            self.shape, self.work, self.pipeline, zero_stage, shards, self.device, self.num_shares
+        )
         return tuple(self._with_exchanges(memory) for memory in found)
 
     def pipeline_of(self, candidate: Candidate) -> Pipeline | None:
@@ -179,13 +201,17 @@ def candidates_of(job: Job, weighing: Weighing) -> list[Candidate]:
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
         if stage == 1 and ep > 1:
             continue  # experts are reduced over other ranks than the rest
-        split = ep // math.gcd(ep, cp) if stage == 0 else shard  # of whole copies dp_shard is what ep folds over
+        split = (
+            ep // math.gcd(ep, cp) if stage == 0 else shard
+        )  # of whole copies dp_shard is what ep folds over
         layout = Layout(pp=pp, dp_replicate=shares // split, dp_shard=split, cp=cp, tp=tp, ep=ep)
         candidates.append(weighing.candidate(name, stage, layout))
     return candidates
 
 
-def explained(candidate: Candidate, chosen: Candidate, capacity_bytes: int, reason: str) -> Candidate:
+def explained(
+    candidate: Candidate, chosen: Candidate, capacity_bytes: int, reason: str
+) -> Candidate:
     """The candidate with the reason why it was chosen, which is `reason`, or why it was not."""
     if candidate is chosen:
         return replace(candidate, chosen=True, why=reason)
@@ -196,8 +222,10 @@ def explained(candidate: Candidate, chosen: Candidate, capacity_bytes: int, reas
         saved = chosen.total_bytes - candidate.total_bytes
         return replace(
             candidate,
-            why=f"saves {format_bytes(max(0, saved))} that are not needed, for more communication"
-            if saved > 0
-            else "no smaller here, for more communication",
+            why=(
+                f"saves {format_bytes(max(0, saved))} that are not needed, for more communication"
+                if saved > 0
+                else "no smaller here, for more communication"
+            ),
         )
     return replace(candidate, why="the job asks for another")

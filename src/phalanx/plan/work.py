@@ -1,4 +1,7 @@
-"""From a job to what one rank does in a step: the workload that memory is counted for. Torch-free."""
+"""From a job to what one rank does in a step: the workload that memory is counted for.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,14 @@ from phalanx.plan.memory import Workload
 
 
 def work_of(
-    job: Job, shape: ModelShape, *, micro_batch_size: int, num_microbatches: int, tp: int, cp: int = 1, ep: int = 1
+    job: Job,
+    shape: ModelShape,
+    *,
+    micro_batch_size: int,
+    num_microbatches: int,
+    tp: int,
+    cp: int = 1,
+    ep: int = 1,
 ) -> Workload:
     """Without the blocks that are recomputed (see `plan.recompute`)."""
     return Workload(
@@ -44,14 +54,16 @@ def _seq_len(job: Job, shape: ModelShape) -> int:
 
 
 def _optimizer_bytes(job: Job) -> int:
-    """Per parameter: two fp32 moments of AdamW, one of SGD with momentum; of an own optimizer as many as AdamW."""
+    """Per parameter: two fp32 moments of AdamW, one of SGD with momentum; of an own optimizer as
+    many as AdamW."""
     if job.optim.kind == "sgd":
         return 4 if job.optim.momentum else 0
     return 8
 
 
 def _copies_state(job: Job) -> bool:
-    """True if anything is saved on the way: the saves at the end and at a stop are waited for, and need no copy."""
+    """True if anything is saved on the way: the saves at the end and at a stop are waited for,
+    and need no copy."""
     return job.checkpoint.asynchronous and (job.checkpoint.has_interval or job.eval.keep_best)
 
 

@@ -1,4 +1,5 @@
-"""What a measured pipeline means: how much its ranks wait, whether that is too much, and what to do about it."""
+"""What a measured pipeline means: how much its ranks wait, whether that is too much, and what to
+do about it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ UNEXPLAINED = 0.05  # of the ranks' time: what the schedule and the stages' time
 
 @dataclass(frozen=True)
 class Measured:
-    """A PipelineMeasured beside the plan of its run. `of` makes it from what files say, and trusts nothing."""
+    """A PipelineMeasured beside the plan of its run.
+
+    `of` makes it from what files say, and trusts nothing.
+    """
 
     event: PipelineMeasured
     pipeline: Pipeline
@@ -40,7 +44,9 @@ class Measured:
     """What the model's parts should cost; None where job or plan do not say."""
 
     @classmethod
-    def of(cls, event: PipelineMeasured | None, plan: dict[str, Any], run_dir: Path) -> Measured | None:
+    def of(
+        cls, event: PipelineMeasured | None, plan: dict[str, Any], run_dir: Path
+    ) -> Measured | None:
         """None where there is no such event, or files that do not fit together."""
         pipeline = pipeline_of(plan)
         if event is None or pipeline is None:
@@ -55,7 +61,9 @@ class Measured:
             return None
         samples = as_number(plan.get("num_microbatches")) * as_number(plan.get("micro_batch_size"))
         weights = _weights(plan, run_dir)
-        return cls(event, pipeline, costs, int(samples) if math.isfinite(samples) else 0, run_dir, weights)
+        return cls(
+            event, pipeline, costs, int(samples) if math.isfinite(samples) else 0, run_dir, weights
+        )
 
     @property
     def slowest(self) -> tuple[int, float]:
@@ -71,7 +79,12 @@ class Measured:
         if self.weights is None:
             return None
         try:
-            return recut(self.pipeline, Stages(tuple(map(int, self.event.num_blocks))), self.costs, self.weights)
+            return recut(
+                self.pipeline,
+                Stages(tuple(map(int, self.event.num_blocks))),
+                self.costs,
+                self.weights,
+            )
         except (LayoutError, TypeError, ValueError):
             return None
 
@@ -86,7 +99,8 @@ class Measured:
         return self.event.bubble_measured > LIMIT
 
     def planned(self) -> Timeline | None:
-        """The plan's timeline on the scale of what was measured; None where the plan has no costs."""
+        """The plan's timeline on the scale of what was measured; None where the plan has no
+        costs."""
         return planned_at(self.pipeline, self.costs)
 
     def in_words(self) -> str:
@@ -100,13 +114,19 @@ class Measured:
         said = []
         if self.is_uneven:
             stage, ratio = self.slowest
-            how = f"cut the model again by what was measured, phalanx plan JOB.toml --recut {self.run_dir}."
+            how = (
+                "cut the model again by what was measured, phalanx plan JOB.toml --recut"
+                f" {self.run_dir}."
+            )
             if self.recut is not None:
                 blocks = ", ".join(map(str, self.recut.stages.num_blocks))
                 how = (
-                    f"parallel.stage_blocks=[{blocks}] would make a step {words.percent(self.recut.gain, 1.0)} shorter."
+                    f"parallel.stage_blocks=[{blocks}] would make a step"
+                    f" {words.percent(self.recut.gain, 1.0)} shorter."
                 )
-            said.append(f"Stage {stage} is the slowest, at {ratio:.2f} times the mean of all: {how}")
+            said.append(
+                f"Stage {stage} is the slowest, at {ratio:.2f} times the mean of all: {how}"
+            )
         if not self.is_long:
             return said
         more = self._more_microbatches() + self._interleaved()
@@ -114,20 +134,27 @@ class Measured:
         extra = self.event.bubble_measured - self.event.bubble_predicted
         if extra > UNEXPLAINED:
             said.append(
-                f"{words.percent(extra, 1.0)} of the ranks' time follows from neither schedule nor stages: "
-                "it is sending, or ranks that share cores or wait for something else."
+                f"{words.percent(extra, 1.0)} of the ranks' time follows from neither schedule nor"
+                " stages: it is sending, or ranks that share cores or wait for something else."
             )
         if not said:
-            said.append("More microbatches, or fewer pipeline ranks (parallel.pp), make it shorter.")
+            said.append(
+                "More microbatches, or fewer pipeline ranks (parallel.pp), make it shorter."
+            )
         return said
 
     @property
     def _once_cut(self) -> tuple[StageCosts, ...]:
-        """What stages take, all the same where they should be cut again: nothing else mends a stage that is slow."""
+        """What stages take, all the same where they should be cut again: nothing else mends a
+        stage that is slow."""
         if not self.is_uneven:
             return self.costs
         parts = zip(
-            *((cost.forward_s, cost.backward_input_s, cost.backward_weight_s) for cost in self.costs), strict=True
+            *(
+                (cost.forward_s, cost.backward_input_s, cost.backward_weight_s)
+                for cost in self.costs
+            ),
+            strict=True,
         )
         mean = StageCosts(*(sum(part) / len(self.costs) for part in parts))
         return (mean,) * len(self.costs)
@@ -146,7 +173,10 @@ class Measured:
         how = f"a train.global_batch_size {count / now:g} times as large"
         if is_divided:
             how = f"train.micro_batch_size={self.samples_per_rank // count}"
-        return [f"{count} microbatches instead of {now} ({how}) would bring {self._wait} to about {share}."]
+        return [
+            f"{count} microbatches instead of {now} ({how}) would bring {self._wait} to about"
+            f" {share}."
+        ]
 
     def _interleaved(self) -> list[str]:
         """Two stages on each rank instead of one, if blocks can be cut so."""
@@ -154,7 +184,10 @@ class Measured:
         if bubble is None or bubble > 0.9 * self.event.bubble_predicted:
             return []
         share = words.percent(bubble, 1.0)
-        return [f'parallel.schedule="interleaved", two stages on each rank, would bring {self._wait} to about {share}.']
+        return [
+            f'parallel.schedule="interleaved", two stages on each rank, would bring {self._wait} to'
+            f" about {share}."
+        ]
 
 
 def _weights(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
@@ -173,7 +206,10 @@ def pipeline_of(plan: dict[str, Any]) -> Pipeline | None:
         return None
     try:
         found = Pipeline.from_json(body)
-        if not 0 < found.num_stages * found.num_microbatches * 3 <= MAX_ACTIONS or found.num_ranks > found.num_stages:
+        if (
+            not 0 < found.num_stages * found.num_microbatches * 3 <= MAX_ACTIONS
+            or found.num_ranks > found.num_stages
+        ):
             return None
         schedule = found.schedule()
         is_whole = len(found.stages.num_blocks) == schedule.num_stages == found.num_stages

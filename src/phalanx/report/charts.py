@@ -1,8 +1,9 @@
 """Small SVG charts: lines over steps, stacked columns over steps, stacked bars.
 
-The plot stretches with the page (`preserveAspectRatio="none"` and strokes that do not scale); its text is HTML placed
-in per cent, so that it keeps its size at any width. Each chart carries its points for the hover read-out and a table
-for those who cannot or would rather not look at a picture.
+The plot stretches with the page (`preserveAspectRatio="none"` and strokes that do not scale); its
+text is HTML placed in per cent, so that it keeps its size at any width. Each chart carries its
+points for the hover read-out and a table for those who cannot or would rather not look at a
+picture.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ _SIZE = 1000  # of the SVG's own coordinates, both ways
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `css_class` chooses its colour and weight; `end_label` is written beside its last point.
+    """One line.
 
-    `dots`: single measurements, joined by a thin line; where they are too many to tell apart, the line alone.
+    `css_class` chooses its colour and weight; `end_label` is written beside its last point.
+
+    `dots`: single measurements, joined by a thin line; where they are too many to tell apart, the
+    line alone.
     """
 
     name: str
@@ -54,7 +58,8 @@ class Reference:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step: a vertical line ("restart", "resume") or a cross at a value ("skip")."""
+    """Something that happened at a step: a vertical line ("restart", "resume") or a cross at a
+    value ("skip")."""
 
     kind: str
     x: float
@@ -64,7 +69,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class LineChart:
-    """A figure over steps. `unit` follows every value in the read-out; `y_label` names the axis with its unit."""
+    """A figure over steps.
+
+    `unit` follows every value in the read-out; `y_label` names the axis with its unit.
+    """
 
     title: str
     y_label: str
@@ -108,7 +116,9 @@ def line_chart(chart: LineChart) -> Html:
         return _nothing(chart.title)
     points = [(series, *extremes(series.xs, series.ys, MAX_POINTS)) for series in chart.series]
     x_scale = _x_scale([x for _, xs, _ in points for x in xs], chart.x_range)
-    values = [y for _, _, ys in points for y in ys] + [reference.value for reference in chart.references]
+    values = [y for _, _, ys in points for y in ys] + [
+        reference.value for reference in chart.references
+    ]
     y_scale = scale_for(values, zero=chart.zero, may_be_log=chart.may_be_log)
     drawing = _Drawing()
     for reference in chart.references:
@@ -117,21 +127,38 @@ def line_chart(chart: LineChart) -> Html:
         if series.dots:
             drawing.svg.append(_path(_line(xs, ys, x_scale, y_scale), f"thin {series.css_class}"))
         if series.dots and len(xs) <= MAX_DOTS:
-            drawing.over += [_dot(x_scale(x), y_scale(y), series.css_class) for x, y in zip(xs, ys, strict=True)]
+            drawing.over += [
+                _dot(x_scale(x), y_scale(y), series.css_class) for x, y in zip(xs, ys, strict=True)
+            ]
         elif not series.dots:
             drawing.svg.append(_path(_line(xs, ys, x_scale, y_scale), series.css_class))
         if len(points) > 1:  # one line needs no key: the title names it
             drawing.legend.append(_key(series.css_class, series.name, dot=series.dots))
     _draw_marks(chart.marks, x_scale, y_scale, drawing)
     drawing.beside = _beside(chart, y_scale)
-    hover = [[series.name, series.css_class, _numbers(xs), _numbers(ys)] for series, xs, ys in points]
-    return _figure(chart.title, chart.y_label, chart.unit, chart.note, x_scale, y_scale, drawing, hover, _table(chart))
+    hover = [
+        [series.name, series.css_class, _numbers(xs), _numbers(ys)] for series, xs, ys in points
+    ]
+    return _figure(
+        chart.title,
+        chart.y_label,
+        chart.unit,
+        chart.note,
+        x_scale,
+        y_scale,
+        drawing,
+        hover,
+        _table(chart),
+    )
 
 
 def stack_chart(chart: StackChart) -> Html:
-    """Columns down-sampled to `MAX_COLUMNS`; a column far above the others is cut, and the note says so."""
+    """Columns down-sampled to `MAX_COLUMNS`; a column far above the others is cut, and the note
+    says so."""
     spans = buckets(len(chart.xs), MAX_COLUMNS)
-    parts = {name: [_mean(ys[begin:end]) for begin, end in spans] for name, ys in chart.parts.items()}
+    parts = {
+        name: [_mean(ys[begin:end]) for begin, end in spans] for name, ys in chart.parts.items()
+    }
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
     if not any(total > 0 for total in totals):
         return _nothing(chart.title)
@@ -157,21 +184,34 @@ def stack_chart(chart: StackChart) -> Html:
         note += f" {reach} past the top, the highest to {_value(max(cut), chart.unit)}."
         for left, right, total in zip(lefts, rights, totals, strict=True):
             if total > y_scale.high:
-                drawing.over.append(_cross((left + right) / 2, 1.0, "cut", "▲", _value(total, chart.unit)))
+                drawing.over.append(
+                    _cross((left + right) / 2, 1.0, "cut", "▲", _value(total, chart.unit))
+                )
     at = [chart.xs[end - 1] for _, end in spans]
     hover: list[list[Any]] = [["total", "sum", _numbers(at), _numbers(totals)]]
-    hover += [[name, chart.classes[name], _numbers(at), _numbers(ys)] for name, ys in parts.items() if any(ys)]
+    hover += [
+        [name, chart.classes[name], _numbers(at), _numbers(ys)]
+        for name, ys in parts.items()
+        if any(ys)
+    ]
     rows = _few_rows(len(at))
     data = table(
         ["step", *[_with_unit(name, chart.unit) for name in parts]],
         [[_step_text(at[row]), *[_plain(ys[row]) for ys in parts.values()]] for row in rows],
         css_class="num",
     )
-    return _figure(chart.title, chart.y_label, chart.unit, note.strip(), x_scale, y_scale, drawing, hover, data)
+    return _figure(
+        chart.title, chart.y_label, chart.unit, note.strip(), x_scale, y_scale, drawing, hover, data
+    )
 
 
-def stacked_bar(parts: Mapping[str, float], classes: Mapping[str, str], whole: float, texts: Mapping[str, str]) -> Html:
-    """A horizontal bar, `whole` being its full width. Each piece is named where it is wide enough, and on hover."""
+def stacked_bar(
+    parts: Mapping[str, float], classes: Mapping[str, str], whole: float, texts: Mapping[str, str]
+) -> Html:
+    """A horizontal bar, `whole` being its full width.
+
+    Each piece is named where it is wide enough, and on hover.
+    """
     pieces = []
     for name, value in parts.items():
         share = min(value / whole, 1.0) if math.isfinite(value) and whole > 0 else 0.0
@@ -179,7 +219,15 @@ def stacked_bar(parts: Mapping[str, float], classes: Mapping[str, str], whole: f
             continue
         label = name if share * 100 > 1.1 * len(name) + 2 else ""
         style = f"width:{100 * share:.3f}%"
-        pieces.append(tag("i", tag("span", label), class_=classes[name], style=style, title=f"{name}: {texts[name]}"))
+        pieces.append(
+            tag(
+                "i",
+                tag("span", label),
+                class_=classes[name],
+                style=style,
+                title=f"{name}: {texts[name]}",
+            )
+        )
     label = ", ".join(f"{name} {texts[name]}" for name in parts if parts[name] > 0)
     return tag("div", pieces, class_="bar", role="img", aria_label=label or "nothing")
 
@@ -188,7 +236,7 @@ def legend(names: Sequence[str], classes: Mapping[str, str]) -> Html:
     return tag("div", [_key(classes[name], name, block=True) for name in names], class_="legend")
 
 
-# --- the frame -----------------------------------------------------------------------------------------------------
+# --- the frame ------------------------------------------------------------------------------------
 
 
 def _figure(
@@ -222,7 +270,12 @@ def _figure(
         aria_hidden="true",
         focusable="false",
     )
-    island = {"unit": unit, "log": y_scale.is_log, "x": [x_scale.low, x_scale.high], "series": hover}
+    island = {
+        "unit": unit,
+        "log": y_scale.is_log,
+        "x": [x_scale.low, x_scale.high],
+        "series": hover,
+    }
     island["y"] = [y_scale.low, y_scale.high]
     plot = tag(
         "div",
@@ -233,7 +286,9 @@ def _figure(
         class_="plot",
         tabindex=0,
         role="group",
-        aria_label=f"{title}: {y_label} over steps. Use the left and right arrow keys to read values.",
+        aria_label=(
+            f"{title}: {y_label} over steps. Use the left and right arrow keys to read values."
+        ),
     )
     return tag(
         "figure",
@@ -244,7 +299,12 @@ def _figure(
             tag("output", class_="readout", aria_live="polite"),
             class_="axis",
         ),
-        tag("div", plot, tag("div", drawing.beside, class_="beside") if drawing.beside else None, class_="row"),
+        tag(
+            "div",
+            plot,
+            tag("div", drawing.beside, class_="beside") if drawing.beside else None,
+            class_="row",
+        ),
         tag("div", "step", class_="xlabel"),
         tag("p", note, class_="note") if note else None,
         tag("details", tag("summary", "Data table"), data),
@@ -254,7 +314,12 @@ def _figure(
 
 
 def _nothing(title: str) -> Html:
-    return tag("figure", tag("figcaption", tag("h3", title)), tag("p", "Not measured.", class_="note"), class_="chart")
+    return tag(
+        "figure",
+        tag("figcaption", tag("h3", title)),
+        tag("p", "Not measured.", class_="note"),
+        class_="chart",
+    )
 
 
 def _x_scale(xs: Sequence[float], x_range: tuple[float, float] | None) -> Scale:
@@ -268,14 +333,20 @@ def _table(chart: LineChart) -> Html:
     if lines:
         xs = lines[0].xs
         head = ["step", *[_with_unit(series.name, chart.unit) for series in lines]]
-        rows = [[_step_text(xs[r]), *[_plain(series.ys[r]) for series in lines]] for r in _few_rows(len(xs))]
+        rows = [
+            [_step_text(xs[r]), *[_plain(series.ys[r]) for series in lines]]
+            for r in _few_rows(len(xs))
+        ]
         parts.append(table(head, rows, css_class="num"))
     for series in chart.series:
         finite = [(y, x) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
         if not finite:
             continue
         if series.dots:
-            said = [f"{_value(y, chart.unit)} at step {_step_text(x)}" for y, x in finite[:MAX_TABLE_ROWS]]
+            said = [
+                f"{_value(y, chart.unit)} at step {_step_text(x)}"
+                for y, x in finite[:MAX_TABLE_ROWS]
+            ]
             parts.append(tag("p", f"{series.name}: {'; '.join(said)}", class_="note"))
         else:
             (low, low_x), (high, high_x) = min(finite), max(finite)
@@ -286,10 +357,12 @@ def _table(chart: LineChart) -> Html:
 
 
 def _few_rows(count: int) -> list[int]:
-    return sorted({end - 1 for _, end in buckets(count, MAX_TABLE_ROWS)} | ({0} if count else set()))
+    return sorted(
+        {end - 1 for _, end in buckets(count, MAX_TABLE_ROWS)} | ({0} if count else set())
+    )
 
 
-# --- marks and labels ----------------------------------------------------------------------------------------------
+# --- marks and labels -----------------------------------------------------------------------------
 
 
 def _draw_marks(marks: Sequence[Mark], x_scale: Scale, y_scale: Scale, drawing: _Drawing) -> None:
@@ -309,13 +382,18 @@ def _draw_marks(marks: Sequence[Mark], x_scale: Scale, y_scale: Scale, drawing: 
             free_from = x + 0.16
     kinds = {mark.kind for mark in marks}
     if "skip" in kinds:
-        drawing.legend.append(tag("span", tag("b", "✕", class_="skip"), "skipped step", class_="key"))
+        drawing.legend.append(
+            tag("span", tag("b", "✕", class_="skip"), "skipped step", class_="key")
+        )
     drawing.legend += [_key(kind, kind) for kind in ("restart", "resume") if kind in kinds]
 
 
 def _beside(chart: LineChart, y_scale: Scale) -> list[Html]:
-    """Labels right of the plot at the height of what they name, moved apart where they would overlap."""
-    wanted: list[tuple[float, str, str]] = [(y_scale(r.value), r.label, r.css_class) for r in chart.references]
+    """Labels right of the plot at the height of what they name, moved apart where they would
+    overlap."""
+    wanted: list[tuple[float, str, str]] = [
+        (y_scale(r.value), r.label, r.css_class) for r in chart.references
+    ]
     for series in chart.series:
         last = next((y for y in reversed(series.ys) if math.isfinite(y)), None)
         if series.end_label and last is not None:
@@ -325,7 +403,9 @@ def _beside(chart: LineChart, y_scale: Scale) -> list[Html]:
     for height, _, _ in wanted:
         heights.append(max(height, heights[-1] + MIN_LABEL_GAP if heights else 0.0))
     ceiling = 1.0
-    for index in range(len(heights) - 1, -1, -1):  # and back down from the top, if they were pushed over it
+    for index in range(
+        len(heights) - 1, -1, -1
+    ):  # and back down from the top, if they were pushed over it
         heights[index] = min(heights[index], ceiling)
         ceiling = heights[index] - MIN_LABEL_GAP
     return [
@@ -350,7 +430,7 @@ def _cross(x: float, y: float, css_class: str, sign: str, title: str) -> Html:
     return tag("b", sign, class_=css_class, style=style, title=title)
 
 
-# --- paths and numbers ---------------------------------------------------------------------------------------------
+# --- paths and numbers ----------------------------------------------------------------------------
 
 
 def _path(d: str, css_class: str) -> Html:
@@ -367,7 +447,9 @@ def _line(xs: Sequence[float], ys: Sequence[float], x_scale: Scale, y_scale: Sca
     is_down = False
     for x, y in zip(xs, ys, strict=True):
         if math.isfinite(y) and not (y_scale.is_log and y <= 0):
-            d.append(f"{'L' if is_down else 'M'}{_SIZE * x_scale(x):.1f} {_SIZE * (1 - y_scale(y)):.1f}")
+            d.append(
+                f"{'L' if is_down else 'M'}{_SIZE * x_scale(x):.1f} {_SIZE * (1 - y_scale(y)):.1f}"
+            )
             is_down = True
         else:
             is_down = False
@@ -375,7 +457,11 @@ def _line(xs: Sequence[float], ys: Sequence[float], x_scale: Scale, y_scale: Sca
 
 
 def _columns(
-    lefts: Sequence[float], rights: Sequence[float], floor: Sequence[float], top: Sequence[float], y_scale: Scale
+    lefts: Sequence[float],
+    rights: Sequence[float],
+    floor: Sequence[float],
+    top: Sequence[float],
+    y_scale: Scale,
 ) -> str:
     d = []
     for left, right, low, high in zip(lefts, rights, floor, top, strict=True):

@@ -38,7 +38,10 @@ def x_range(facts: RunFacts) -> tuple[float, float] | None:
 
 
 def restarts(facts: RunFacts) -> list[Mark]:
-    """Where later attempts began: after a crash, or because a person resumed the run. Each kind has its own numbers."""
+    """Where later attempts began: after a crash, or because a person resumed the run.
+
+    Each kind has its own numbers.
+    """
     marks, numbers = [], {"restart": 0, "resume": 0}
     for attempt in facts.attempts[1:]:
         if attempt.first_step is not None:
@@ -52,7 +55,12 @@ def skips(facts: RunFacts, steps: Sequence[float], values: Sequence[float]) -> l
     """Crosses at the value the skipped step had, or on the floor where that is not a number."""
     at = dict(zip(steps, values, strict=True)) if facts.skipped else {}
     return [
-        Mark("skip", event.step, f"step {event.step} skipped: {event.reason}", at.get(event.step, math.nan))
+        Mark(
+            "skip",
+            event.step,
+            f"step {event.step} skipped: {event.reason}",
+            at.get(event.step, math.nan),
+        )
         for event in facts.skipped
     ]
 
@@ -62,7 +70,8 @@ def _span(num_steps: int) -> int:
 
 
 def _with_median(steps: Sequence[float], values: Sequence[float]) -> list[Series]:
-    """For what has spikes that are news of one step only (a save, a burst): a median does not smear them."""
+    """For what has spikes that are news of one step only (a save, a burst): a median does not
+    smear them."""
     span = _span(len(steps))
     usual = Series(f"median of {span}", steps, running_median(values, span), "s0")
     return [Series("each step", steps, values, "raw"), usual]
@@ -87,7 +96,12 @@ def loss_chart(facts: RunFacts) -> Html:
         series += _by_source(facts)
     finite = [baseline for baseline in facts.baselines if math.isfinite(baseline.loss)]
     references = [
-        Reference(baseline.name, baseline.loss, f"{baseline.name} {baseline.loss:.3f}", "ref b" if odd % 2 else "ref")
+        Reference(
+            baseline.name,
+            baseline.loss,
+            f"{baseline.name} {baseline.loss:.3f}",
+            "ref b" if odd % 2 else "ref",
+        )
         for odd, baseline in enumerate(finite)
     ]
     chart = LineChart(
@@ -122,9 +136,15 @@ def metric_charts(facts: RunFacts) -> list[Html]:
     for name in list(names)[:MAX_METRICS]:
         told = [event for event in facts.evals if name in event.metrics]
         at, values = [event.step for event in told], [event.metrics[name] for event in told]
-        series = Series("held-out", at, values, "eval", dots=True, end_label=f"held-out {values[-1]:.4f}")
+        series = Series(
+            "held-out", at, values, "eval", dots=True, end_label=f"held-out {values[-1]:.4f}"
+        )
         title = short(name)
-        found.append(line_chart(LineChart(title, title, "", [series], marks=restarts(facts), x_range=x_range(facts))))
+        found.append(
+            line_chart(
+                LineChart(title, title, "", [series], marks=restarts(facts), x_range=x_range(facts))
+            )
+        )
     return found
 
 
@@ -137,21 +157,31 @@ def _loss_note(facts: RunFacts) -> str:
     said = []
     best, kept = facts.best, facts.kept_best
     if best is not None and len(facts.evals) > 1:
-        where = f", kept as {kept.checkpoint}" if kept is not None and kept.step == best.step else ""
-        said.append(f"Best of {len(facts.evals):,} evaluations: {words.judged(best)} at step {best.step:,}{where}.")
+        where = (
+            f", kept as {kept.checkpoint}" if kept is not None and kept.step == best.step else ""
+        )
+        said.append(
+            f"Best of {len(facts.evals):,} evaluations: {words.judged(best)} at step"
+            f" {best.step:,}{where}."
+        )
     if facts.num_rolled_back:
         said.append(
             f"{facts.num_rolled_back:,} steps were rolled back and {facts.num_redone:,} done again;"
             " the curve shows the last attempt of each."
         )
     if facts.baselines:
-        said.append("Baselines are n-gram models fitted on the same training split, on the same held-out tokens.")
+        said.append(
+            "Baselines are n-gram models fitted on the same training split, on the same held-out"
+            " tokens."
+        )
     return " ".join(said)
 
 
 def rate_chart(facts: RunFacts) -> Html:
     series = [Series("learning rate", facts.steps.step, facts.steps.learning_rate)]
-    return line_chart(LineChart("Learning rate", "learning rate", "", series, zero=True, x_range=x_range(facts)))
+    return line_chart(
+        LineChart("Learning rate", "learning rate", "", series, zero=True, x_range=x_range(facts))
+    )
 
 
 def norm_chart(facts: RunFacts) -> Html:
@@ -194,6 +224,8 @@ def resident_chart(facts: RunFacts) -> Html:
         marks=restarts(facts),
         zero=True,
         x_range=x_range(facts),
-        note="Pages that processes share count whole here, and by their share in the console's mem.",
+        note=(
+            "Pages that processes share count whole here, and by their share in the console's mem."
+        ),
     )
     return line_chart(chart)

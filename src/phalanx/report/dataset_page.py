@@ -1,4 +1,5 @@
-"""A dataset as one self-contained page: how long its documents are, where its tokens lie, which are frequent."""
+"""A dataset as one self-contained page: how long its documents are, where its tokens lie, which
+are frequent."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ def _header(name: str, dataset: Dataset, found: DatasetStats) -> Html:
     used = f"{found.num_tokens_used:,} of them occur"
     keys = [
         ("Documents", f"{found.num_documents:,}", ""),
-        ("Tokens", format_count(found.num_tokens), f"{found.num_tokens:,}" if found.num_tokens >= 1000 else ""),
+        (
+            "Tokens",
+            format_count(found.num_tokens),
+            f"{found.num_tokens:,}" if found.num_tokens >= 1000 else "",
+        ),
         ("Text", format_bytes(found.source_bytes), f"{found.tokens_per_byte:.3f} tokens per byte"),
         ("On disk", format_bytes(found.num_bytes), plural(found.num_shards, "shard")),
         ("Vocabulary", f"{found.vocab_size:,}", used),
@@ -74,20 +79,35 @@ def _key(name: str, value: str, detail: str) -> Html:
 
 def _lengths(found: DatasetStats) -> Html:
     ranges = [(bin.low, bin.high) for bin in found.bins]
-    documents = columns("Documents by length", "documents", ranges, [bin.num_documents for bin in found.bins], "g1")
-    tokens = columns("Tokens by length of their document", "tokens", ranges, [b.num_tokens for b in found.bins], "g4")
+    documents = columns(
+        "Documents by length", "documents", ranges, [bin.num_documents for bin in found.bins], "g1"
+    )
+    tokens = columns(
+        "Tokens by length of their document",
+        "tokens",
+        ranges,
+        [b.num_tokens for b in found.bins],
+        "g4",
+    )
     quantiles = table(
         ["of the documents", "at most this many tokens"],
         [[part_words(part), f"{length:,}"] for part, length in found.quantiles.items()],
         css_class="num",
     )
-    rows = [[range_words(b.low, b.high), f"{b.num_documents:,}", f"{b.num_tokens:,}"] for b in found.bins]
+    rows = [
+        [range_words(b.low, b.high), f"{b.num_documents:,}", f"{b.num_tokens:,}"]
+        for b in found.bins
+    ]
     numbers = table(["length in tokens", "documents", "tokens"], rows, css_class="num")
     return tag(
         "section",
         tag("h2", "Length of documents"),
         tag("div", documents, tokens, class_="pair"),
-        tag("p", "A column's range shows where one points at it, and in the numbers below.", class_="note"),
+        tag(
+            "p",
+            "A column's range shows where one points at it, and in the numbers below.",
+            class_="note",
+        ),
         tag("div", quantiles, class_="block"),
         tag("details", tag("summary", "The numbers of the pictures"), numbers),
         id="lengths",
@@ -109,30 +129,50 @@ def left_out(manifest: Manifest) -> list[str]:
     if manifest.num_skipped_files:
         said.append(f"{plural(manifest.num_skipped_files, 'binary file')} skipped")
     if manifest.num_skipped_folders:
-        said.append(f"{plural(manifest.num_skipped_folders, 'folder')} skipped, a dataset or a run and not text")
+        said.append(
+            f"{plural(manifest.num_skipped_folders, 'folder')} skipped, a dataset or a run and not"
+            " text"
+        )
     if manifest.num_empty_files:
         said.append(f"{plural(manifest.num_empty_files, 'empty file')} skipped")
     if manifest.num_not_files:
-        nouns = "entry that is no file" if manifest.num_not_files == 1 else "entries that are no files"
-        said.append(f"{manifest.num_not_files:,} {nouns} skipped (broken links, linked folders, pipes, devices)")
+        nouns = (
+            "entry that is no file" if manifest.num_not_files == 1 else "entries that are no files"
+        )
+        said.append(
+            f"{manifest.num_not_files:,} {nouns} skipped (broken links, linked folders, pipes,"
+            " devices)"
+        )
     if manifest.num_json_as_text:
         files = plural(manifest.num_json_as_text, ".json file")
-        said.append(f"{files} read as text, not holding an object per line: an array, say, is no rows")
+        said.append(
+            f"{files} read as text, not holding an object per line: an array, say, is no rows"
+        )
     if manifest.num_repeated_files:
         said.append(f"{plural(manifest.num_repeated_files, 'file')} given again, read once")
     if manifest.num_skipped_rows:
         said.append(f"{plural(manifest.num_skipped_rows, 'null row')} skipped")
     if manifest.num_not_utf8:
-        said.append(f"bytes that are not UTF-8 became U+FFFD in {plural(manifest.num_not_utf8, 'piece')} of text")
+        said.append(
+            f"bytes that are not UTF-8 became U+FFFD in {plural(manifest.num_not_utf8, 'piece')} of"
+            " text"
+        )
     if manifest.num_ends_in_text:
         times = plural(manifest.num_ends_in_text, "place")
-        said.append(f"in {times} of a text the tokenizer itself gave the token that ends a document")
+        said.append(
+            f"in {times} of a text the tokenizer itself gave the token that ends a document"
+        )
     return said
 
 
 def _tokens(found: DatasetStats) -> Html:
     rows = [
-        [tag("code", _shown(t.text)), str(t.token), f"{t.count:,}", f"{100 * t.count / found.num_tokens:.2f} %"]
+        [
+            tag("code", _shown(t.text)),
+            str(t.token),
+            f"{t.count:,}",
+            f"{100 * t.count / found.num_tokens:.2f} %",
+        ]
         for t in found.frequent
     ]
     ranks = [[f"{rank:,}", f"{count:,}"] for rank, count in found.counts_by_rank]
@@ -140,8 +180,16 @@ def _tokens(found: DatasetStats) -> Html:
         "section",
         tag("h2", "Tokens"),
         _rank_curve(found),
-        tag("details", tag("summary", "The numbers of the picture"), table(["rank", "times"], ranks, css_class="num")),
-        tag("div", table(["most frequent", "id", "times", "share"], rows, css_class="num"), class_="block"),
+        tag(
+            "details",
+            tag("summary", "The numbers of the picture"),
+            table(["rank", "times"], ranks, css_class="num"),
+        ),
+        tag(
+            "div",
+            table(["most frequent", "id", "times", "share"], rows, css_class="num"),
+            class_="block",
+        ),
         id="tokens",
     )
 
@@ -150,14 +198,22 @@ def _shown(text: str) -> str:
     """White space as something one can see."""
     if text == "(end of document)":
         return text
-    return "".join({"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}.get(letter, letter) for letter in text)
+    return "".join(
+        {"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}.get(letter, letter) for letter in text
+    )
 
 
 def _origin(dataset: Dataset) -> Html:
     manifest = dataset.manifest
-    inputs = [[str(one["source"]), f"{one['num_files']:,}", format_bytes(one["num_bytes"])] for one in manifest.inputs]
+    inputs = [
+        [str(one["source"]), f"{one['num_files']:,}", format_bytes(one["num_bytes"])]
+        for one in manifest.inputs
+    ]
     facts = [shard.facts for shard in dataset.shards[:_MOST_SHARDS]]
-    shards = [[f.file, f"{f.num_tokens:,}", f"{f.num_documents:,}", f"{f.max_token_id:,}", f.xxh3] for f in facts]
+    shards = [
+        [f.file, f"{f.num_tokens:,}", f"{f.num_documents:,}", f"{f.max_token_id:,}", f.xxh3]
+        for f in facts
+    ]
     more = len(dataset.shards) - len(facts)
     note = "; ".join(left_out(manifest))
     return tag(
@@ -175,7 +231,13 @@ def _origin(dataset: Dataset) -> Html:
     )
 
 
-def columns(title: str, y_label: str, ranges: Sequence[tuple[int, int]], values: Sequence[int], css_class: str) -> Html:
+def columns(
+    title: str,
+    y_label: str,
+    ranges: Sequence[tuple[int, int]],
+    values: Sequence[int],
+    css_class: str,
+) -> Html:
     """A histogram: one column per range of lengths, whose numbers show where one points at it."""
     scale = scale_for([0, *values], zero=True)
     paths, names = [], []
@@ -192,7 +254,14 @@ def columns(title: str, y_label: str, ranges: Sequence[tuple[int, int]], values:
             pointed = tag("title", f"{range_words(low, high)} tokens: {value:,} {y_label}")
             paths.append(tag("path", pointed, d=d, class_=css_class))
         if number % every == 0:
-            names.append(tag("span", labels[number], class_="xtick", style=f"left:{100 * (left + right) / 2:.2f}%"))
+            names.append(
+                tag(
+                    "span",
+                    labels[number],
+                    class_="xtick",
+                    style=f"left:{100 * (left + right) / 2:.2f}%",
+                )
+            )
     return _figure(title, y_label, "length in tokens", scale, paths, names)
 
 
@@ -205,7 +274,10 @@ def _rank_curve(found: DatasetStats) -> Html:
     """Rank and frequency, both logarithmic: a straight line is Zipf's law."""
     xs = scale_for([rank for rank, _ in found.counts_by_rank], may_be_log=True, snug=True)
     ys = scale_for([count for _, count in found.counts_by_rank], may_be_log=True)
-    places = [f"{_SIZE * xs(rank):.1f} {_SIZE * (1 - ys(count)):.1f}" for rank, count in found.counts_by_rank]
+    places = [
+        f"{_SIZE * xs(rank):.1f} {_SIZE * (1 - ys(count)):.1f}"
+        for rank, count in found.counts_by_rank
+    ]
     line = tag("path", d="M" + "L".join(places), class_="s0", vector_effect="non-scaling-stroke")
     ticks = xs.ticks()
     names = [
@@ -216,10 +288,17 @@ def _rank_curve(found: DatasetStats) -> Html:
     return _figure(title, "times", "rank of the token", ys, [line], names)
 
 
-def _figure(title: str, y_label: str, x_label: str, scale: Scale, paths: list[Html], names: list[Html]) -> Html:
+def _figure(
+    title: str, y_label: str, x_label: str, scale: Scale, paths: list[Html], names: list[Html]
+) -> Html:
     ticks = [tick for tick in scale.ticks() if tick == round(tick)]  # of things one counts
     grid = [
-        tag("path", d=f"M0 {_SIZE * (1 - scale(tick)):.1f}H{_SIZE}", class_="grid", vector_effect="non-scaling-stroke")
+        tag(
+            "path",
+            d=f"M0 {_SIZE * (1 - scale(tick)):.1f}H{_SIZE}",
+            class_="grid",
+            vector_effect="non-scaling-stroke",
+        )
         for tick in ticks
     ]
     heights = [
@@ -227,7 +306,13 @@ def _figure(title: str, y_label: str, x_label: str, scale: Scale, paths: list[Ht
         for tick, text in zip(ticks, tick_texts(ticks), strict=True)
     ]
     svg = tag(
-        "svg", grid, paths, viewBox=f"0 0 {_SIZE} {_SIZE}", preserveAspectRatio="none", role="img", aria_label=title
+        "svg",
+        grid,
+        paths,
+        viewBox=f"0 0 {_SIZE} {_SIZE}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=title,
     )
     return tag(
         "figure",

@@ -34,7 +34,8 @@ from phalanx.report.facts import sent_in_words, untrained
 
 
 def summary_lines(run_dir: Path) -> list[str]:
-    """Held-out loss beside its baselines, memory predicted | measured, a sample, the last checkpoint and the best."""
+    """Held-out loss beside its baselines, memory predicted | measured, a sample, the last
+    checkpoint and the best."""
     units = units_of(_facts_of(run_dir / "job.json"))
     envelopes = EventTail(run_dir).poll()
     events = [envelope.event for envelope in envelopes]
@@ -47,7 +48,9 @@ def summary_lines(run_dir: Path) -> list[str]:
     if (why := untrained(steps, [e for e in events if isinstance(e, StepSkipped)])) is not None:
         lines.append(f"warning {why}")
     if evaluation is not None:
-        parts = [f"model {evaluation.loss:.3f}"] + [f"{name} {b.loss:.3f}" for name, b in baselines.items()]
+        parts = [f"model {evaluation.loss:.3f}"] + [
+            f"{name} {b.loss:.3f}" for name, b in baselines.items()
+        ]
         of = f"({evaluation.num_targets:,} {units.items})"
         what = f"held out, {units.loss_in_words}" if units.loss else "held out"
         lines.append(f"loss    {what}: {'  '.join(parts)}   {of}")
@@ -59,7 +62,9 @@ def summary_lines(run_dir: Path) -> list[str]:
             lines.append(f"        the model is {abs(ahead):.3f} nats {verdict} than the trigram")
         if 0 < evaluation.best_step != evaluation.step:
             by = "" if evaluation.judged_by == "loss" else f"{printable(evaluation.judged_by)} "
-            lines.append(f"        the best was {by}{evaluation.best:.3f}, at step {evaluation.best_step}")
+            lines.append(
+                f"        the best was {by}{evaluation.best:.3f}, at step {evaluation.best_step}"
+            )
     lines += _wire_lines(events)
     lines += _pipeline_lines(events, run_dir)
     lines += _memory_lines(envelopes)
@@ -71,7 +76,9 @@ def summary_lines(run_dir: Path) -> list[str]:
     best = read_best(run_dir)
     if best is not None:
         place = full_place(run_dir, best.checkpoint)
-        lines.append(f"best    {place} ({printable(best.metric)} {best.value:.4f} at step {best.step})")
+        lines.append(
+            f"best    {place} ({printable(best.metric)} {best.value:.4f} at step {best.step})"
+        )
     return lines
 
 
@@ -82,15 +89,23 @@ def restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
     for envelope in EventTail(run_dir).poll() if num_restarts else ():
         event = envelope.event
         if isinstance(event, RankFailed):
-            last = f"rank {event.failed_rank} at step {event.step}: {printable(last_line(event.detail), 300)}"
+            last = (
+                f"rank {event.failed_rank} at step {event.step}:"
+                f" {printable(last_line(event.detail), 300)}"
+            )
         elif isinstance(event, RestartScheduled):
             causes.append(last)
     causes = causes[-num_restarts:] if num_restarts else []
     if not causes:
         return []
-    told = [f"{cause} ({causes.count(cause)} times)" if causes.count(cause) > 1 else cause for cause in causes]
+    told = [
+        f"{cause} ({causes.count(cause)} times)" if causes.count(cause) > 1 else cause
+        for cause in causes
+    ]
     times = "once" if len(causes) == 1 else f"{len(causes)} times"
-    return [f"again   the ranks were started again {times}, after " + "; ".join(dict.fromkeys(told))]
+    return [
+        f"again   the ranks were started again {times}, after " + "; ".join(dict.fromkeys(told))
+    ]
 
 
 def _facts_of(path: Path) -> dict[str, Any]:
@@ -104,17 +119,24 @@ def _facts_of(path: Path) -> dict[str, Any]:
 def _sources(evaluation: EvalFinished) -> list[str]:
     """One line for each source of a mixture, the losses below each other."""
     width = max((len(name) for name in evaluation.loss_by_source), default=0)
-    return [f"        {printable(name):<{width}}  {loss:.3f}" for name, loss in evaluation.loss_by_source.items()]
+    return [
+        f"        {printable(name):<{width}}  {loss:.3f}"
+        for name, loss in evaluation.loss_by_source.items()
+    ]
 
 
 def _metrics(evaluation: EvalFinished) -> list[str]:
     """One line for each metric of the user's objective, below each other."""
     width = max(map(len, evaluation.metrics), default=0)
-    return [f"        {printable(name):<{width}}  {value:.4f}" for name, value in evaluation.metrics.items()]
+    return [
+        f"        {printable(name):<{width}}  {value:.4f}"
+        for name, value in evaluation.metrics.items()
+    ]
 
 
 def _wire_lines(events: list[Event]) -> list[str]:
-    """What a rank sends in a step: gradients, where that is not what everybody sends, and what goes over tp."""
+    """What a rank sends in a step: gradients, where that is not what everybody sends, and what
+    goes over tp."""
     last = next((e for e in reversed(events) if isinstance(e, StepFinished)), None)
     start = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
     if last is None or start is None:
@@ -129,7 +151,8 @@ def _wire_lines(events: list[Event]) -> list[str]:
 
 
 def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
-    """How long ranks of a pipeline wait for each other, measured and predicted, and what to do if that is too long."""
+    """How long ranks of a pipeline wait for each other, measured and predicted, and what to do
+    if that is too long."""
     last = next((e for e in reversed(events) if isinstance(e, PipelineMeasured)), None)
     measured = Measured.of(last, _facts_of(run_dir / "plan.json"), run_dir)
     if last is None or measured is None:
@@ -145,19 +168,29 @@ def _memory_lines(envelopes: list[Envelope]) -> list[str]:
     """Of the rank that used most, of those that ended last."""
     last = {e.rank: e for e in envelopes if isinstance(e.event, MemoryMeasured)}
     attempt = max((envelope.attempt for envelope in last.values()), default=0)
-    ended = [(e.rank, e.event) for e in last.values() if e.attempt == attempt and isinstance(e.event, MemoryMeasured)]
-    rank, memory = max(ended, key=lambda each: each[1].measured_bytes.get("peak", 0), default=(0, None))
+    ended = [
+        (e.rank, e.event)
+        for e in last.values()
+        if e.attempt == attempt and isinstance(e.event, MemoryMeasured)
+    ]
+    rank, memory = max(
+        ended, key=lambda each: each[1].measured_bytes.get("peak", 0), default=(0, None)
+    )
     if memory is None:
         return []
-    predicted, measured = memory.predicted_bytes.get("peak", 0), memory.measured_bytes.get("peak", 0)
+    predicted, measured = (
+        memory.predicted_bytes.get("peak", 0),
+        memory.measured_bytes.get("peak", 0),
+    )
     if not predicted or not measured:
         return []
     error = f"the plan was {describe_bytes_error(predicted, measured)}"
     if not memory.predicts_activations:
         error = "activations not predicted"
     return [
-        f"memory  peak of rank {rank}: {format_bytes(predicted)} predicted, {format_bytes(measured)} measured"
-        f"{_moment(memory)} ({error}), on top of {format_bytes(memory.runtime_bytes)} for interpreter and torch"
+        f"memory  peak of rank {rank}: {format_bytes(predicted)} predicted,"
+        f" {format_bytes(measured)} measured{_moment(memory)} ({error}), on top of"
+        f" {format_bytes(memory.runtime_bytes)} for interpreter and torch"
     ]
 
 

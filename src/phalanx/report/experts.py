@@ -1,4 +1,5 @@
-"""What a run's experts were given: reduced from events as they are read, with few numbers for each step."""
+"""What a run's experts were given: reduced from events as they are read, with few numbers for
+each step."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ class _Step:
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """`worst`: tokens of the busiest expert of any layer over the mean of its layer, by step; `dropped_share`: of all
-    choices, 0 to 1. `tokens` and `dropped`: of each layer in the newest step, `step`, in the order of the model."""
+    """`worst`: tokens of the busiest expert of any layer over the mean of its layer, by step;
+    `dropped_share`: of all choices, 0 to 1.
+
+    `tokens` and `dropped`: of each layer in the newest step, `step`, in the order of the model.
+    """
 
     steps: list[int] = field(default_factory=list)
     worst: list[float] = field(default_factory=list)
@@ -68,11 +72,17 @@ class ExpertLog:
 
     def facts(self, attempt_of: Callable[[int, int], int]) -> ExpertFacts:
         """`attempt_of(step, default)`: the attempt whose result of a step stands."""
-        kept = sorted((step, of) for (attempt, step), of in self._steps.items() if attempt_of(step, attempt) == attempt)
+        kept = sorted(
+            (step, of)
+            for (attempt, step), of in self._steps.items()
+            if attempt_of(step, attempt) == attempt
+        )
         return ExpertFacts(
             steps=[step for step, _ in kept],
             worst=[of.worst or math.nan for _, of in kept],
-            dropped_share=[of.num_dropped / of.num_chosen if of.num_chosen > 0 else math.nan for _, of in kept],
+            dropped_share=[
+                of.num_dropped / of.num_chosen if of.num_chosen > 0 else math.nan for _, of in kept
+            ],
             step=self._newest[1],
             tokens=dict(sorted(self._tokens.items(), key=lambda item: _in_order(item[0]))),
             dropped=self._dropped,
@@ -82,5 +92,6 @@ class ExpertLog:
 def _in_order(name: str) -> tuple[tuple[int, int, str], ...]:
     """ "blocks.10.moe" comes after "blocks.2.moe"."""
     return tuple(
-        (1, int(part), "") if part.isdecimal() and len(part) < 10 else (0, 0, part) for part in name.split(".")
+        (1, int(part), "") if part.isdecimal() and len(part) < 10 else (0, 0, part)
+        for part in name.split(".")
     )

@@ -1,4 +1,5 @@
-"""The experts of a run: who got how many tokens in the last step that was logged, and how even that was before."""
+"""The experts of a run: who got how many tokens in the last step that was logged, and how even
+that was before."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ MAX_LAYERS, MAX_EXPERTS = 160, 1024
 FEW_COLUMNS = 64  # cells are drawn apart
 ROW_PX, FEW_PX = 16, 26  # height of a layer's row, and where there are few layers
 
-# By share of the even load, from none to far too much; below even is blue, above is orange, about even is pale.
+# By share of the even load, from none to far too much; below even is blue, above is orange, about
+# even is pale.
 LEVELS = (
     (0.0, "nothing"),
     (0.25, "up to 1/4"),
@@ -56,7 +58,10 @@ def _verdict(experts: ExpertFacts) -> str:
     name = max(over, key=lambda layer: over[layer])
     busiest = experts.tokens[name].index(max(experts.tokens[name]))
     idle = sum(tokens.count(0) for tokens in experts.tokens.values())
-    said = f"At step {experts.step:,} the busiest is expert {busiest} of {name}, with {over[name]:.2f} times the mean."
+    said = (
+        f"At step {experts.step:,} the busiest is expert {busiest} of {name}, with {over[name]:.2f}"
+        " times the mean."
+    )
     if idle:
         said += f" {plural(idle, 'expert')} got nothing."
     share = experts.newest_dropped_share
@@ -70,21 +75,37 @@ def heat_map(experts: ExpertFacts) -> Html:
     layers = list(experts.tokens.items())[:MAX_LAYERS]
     columns = min(max(len(tokens) for _, tokens in layers), MAX_EXPERTS)
     height = ROW_PX if len(layers) > 12 else FEW_PX
-    rows = [_row(name, tokens[:columns], experts.dropped.get(name, 0), columns, height) for name, tokens in layers]
+    rows = [
+        _row(name, tokens[:columns], experts.dropped.get(name, 0), columns, height)
+        for name, tokens in layers
+    ]
     step = next(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if columns / size <= 16)
     ticks = [
         tag("span", str(number), style=f"left:{100 * (number + 0.5) / columns:.3f}%")
         for number in range(0, columns, step)
     ]
-    axis = [tag("span"), tag("div", ticks, class_="heataxis"), tag("span", "max / mean", class_="heatend")]
+    axis = [
+        tag("span"),
+        tag("div", ticks, class_="heataxis"),
+        tag("span", "max / mean", class_="heatend"),
+    ]
     names = [name for _, name in LEVELS]
-    note = "Colour: tokens of an expert over the mean of its layer, in one step over all ranks. Across: the experts."
-    if len(experts.tokens) > len(layers) or any(len(tokens) > columns for tokens in experts.tokens.values()):
+    note = (
+        "Colour: tokens of an expert over the mean of its layer, in one step over all ranks."
+        " Across: the experts."
+    )
+    if len(experts.tokens) > len(layers) or any(
+        len(tokens) > columns for tokens in experts.tokens.values()
+    ):
         note += f" The first {len(layers)} layers and {columns} experts are shown."
     classes = {name: f"h{level}" for level, name in enumerate(names)}
     return tag(
         "figure",
-        tag("figcaption", tag("h3", f"Load of each expert, step {experts.step:,}"), legend(names, classes)),
+        tag(
+            "figcaption",
+            tag("h3", f"Load of each expert, step {experts.step:,}"),
+            legend(names, classes),
+        ),
         tag("div", rows, axis, class_="heat"),
         tag("p", note, class_="note"),
         tag("details", tag("summary", "Data table"), _table(layers, experts)),
@@ -99,14 +120,17 @@ def level_of(tokens: float, mean: float) -> int:
 
 
 def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: int) -> list[Html]:
-    """Its name, its cells (one path for each colour; of many, neighbours that share it are one), and its worst."""
+    """Its name, its cells (one path for each colour; of many, neighbours that share it are one),
+    and its worst."""
     mean = sum(tokens) / len(tokens) if tokens else 0.0
     paths: dict[int, str] = {}
     levels = [level_of(count, mean) for count in tokens]
     begin, is_few = 0, columns <= FEW_COLUMNS
     for end in range(1, len(levels) + 1):
         if end == len(levels) or levels[end] != levels[begin] or is_few:
-            paths[levels[begin]] = paths.get(levels[begin], "") + f"M{begin} 0h{end - begin}v1h{begin - end}z"
+            paths[levels[begin]] = (
+                paths.get(levels[begin], "") + f"M{begin} 0h{end - begin}v1h{begin - end}z"
+            )
             begin = end
     over = _over_mean(tokens)
     label = f"{name}: the busiest of {len(tokens)} experts has {over:.2f} times the mean"
@@ -157,7 +181,9 @@ def _worst_chart(facts: RunFacts, *, alone: bool) -> Html:
         may_be_log=True,
         marks=restarts(facts),
         x_range=x_range(facts),
-        note="Counted at the first step, at each that is logged (observe.log_every) and at the last.",
+        note=(
+            "Counted at the first step, at each that is logged (observe.log_every) and at the last."
+        ),
     )
     return line_chart(chart)
 

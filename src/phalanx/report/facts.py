@@ -16,7 +16,8 @@ from phalanx.observe.units import Units
 from phalanx.report.experts import ExpertFacts
 from phalanx.report.timeline import Timeline
 
-# What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken together.
+# What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken
+# together.
 GROUPS = (
     "data",
     "forward",
@@ -52,7 +53,11 @@ def sent_in_words(sent_bytes: float, plain_bytes: float) -> str:
     """Of one step; a percentage only where it says something."""
     if not sent_bytes > 0:
         return ""
-    share = f", {100 * sent_bytes / plain_bytes:.3g} % of what fp32 sends" if 0 < plain_bytes != sent_bytes else ""
+    share = (
+        f", {100 * sent_bytes / plain_bytes:.3g} % of what fp32 sends"
+        if 0 < plain_bytes != sent_bytes
+        else ""
+    )
     return f"{format_bytes(sent_bytes)} a step{share}"
 
 
@@ -67,7 +72,11 @@ def untrained(steps: Collection[int], skipped: Iterable[events.StepSkipped]) -> 
         "nonfinite_gradients": "had non-finite gradients",
         "overflow": "overflowed in fp16",
     }
-    why = which.get(reasons[min(reasons)], "was skipped") if len(set(reasons.values())) == 1 else "was skipped"
+    why = (
+        which.get(reasons[min(reasons)], "was skipped")
+        if len(set(reasons.values())) == 1
+        else "was skipped"
+    )
     return f"no step was applied, the weights are those it began with: {every} {why}"
 
 
@@ -126,7 +135,10 @@ class Ledger:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as its files tell it. Numbers that were never measured are NaN, texts empty, lists short."""
+    """A run as its files tell it.
+
+    Numbers that were never measured are NaN, texts empty, lists short.
+    """
 
     run_dir: Path
     name: str
@@ -176,10 +188,13 @@ class RunFacts:
 
     @property
     def sent(self) -> str:
-        """ "12.3 MiB a step, 25 % of what fp32 sends": what the lead rank sent of gradients; empty if nothing."""
+        """ "12.3 MiB a step, 25 % of what fp32 sends": what the lead rank sent of gradients;
+        empty if nothing."""
         sent = sorted(self.steps.sent_bytes)
         starts = [attempt.started for attempt in self.attempts if attempt.started is not None]
-        return sent_in_words(sent[len(sent) // 2] if sent else 0, starts[-1].plain_bytes if starts else 0)
+        return sent_in_words(
+            sent[len(sent) // 2] if sent else 0, starts[-1].plain_bytes if starts else 0
+        )
 
     @property
     def sent_over_tp(self) -> str:
@@ -189,9 +204,14 @@ class RunFacts:
 
     @property
     def best(self) -> events.EvalFinished | None:
-        """The evaluation that the last one names; of older runs the first with the lowest loss over as many targets."""
+        """The evaluation that the last one names; of older runs the first with the lowest loss
+        over as many targets."""
         named = [event for event in self.evals if event.step == self.evals[-1].best_step]
         if named and self.evals[-1].judged_by != "loss":
             return named[0]
-        comparable = [e for e in self.evals if math.isfinite(e.loss) and e.num_targets == self.evals[-1].num_targets]
+        comparable = [
+            e
+            for e in self.evals
+            if math.isfinite(e.loss) and e.num_targets == self.evals[-1].num_targets
+        ]
         return min(comparable, key=lambda event: (event.loss, event.step), default=None)

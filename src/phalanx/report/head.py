@@ -18,7 +18,12 @@ def header(facts: RunFacts) -> Html:
     status_class = _STATUS_CLASS.get(facts.status, "open")
     return tag(
         "header",
-        tag("div", tag("h1", facts.name), tag("span", facts.status, class_=f"status {status_class}"), class_="name"),
+        tag(
+            "div",
+            tag("h1", facts.name),
+            tag("span", facts.status, class_=f"status {status_class}"),
+            class_="name",
+        ),
         tag("p", _when(facts), class_="when"),
         tag("dl", [_key(*key) for key in _keys(facts)], class_="keys"),
         [tag("p", text, class_="note warning") for text in facts.warnings[:MAX_WARNINGS]],
@@ -34,7 +39,9 @@ def _key(name: str, value: str, detail: str = "") -> Html:
 def _when(facts: RunFacts) -> str:
     if not facts.num_events:
         return "This run has written no events yet."
-    when = f"Started {words.clock(facts.started_unix_s)}, last event {words.clock(facts.last_unix_s)}."
+    when = (
+        f"Started {words.clock(facts.started_unix_s)}, last event {words.clock(facts.last_unix_s)}."
+    )
     if facts.is_finished:
         return when
     return f"{when} No end was recorded: it is still running, or it was cut off."
@@ -42,11 +49,17 @@ def _when(facts: RunFacts) -> str:
 
 def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
     steps = facts.steps
-    done = f"{facts.last_step:,}" + (f" / {facts.total_steps:,}" if facts.total_steps is not None else "")
+    done = f"{facts.last_step:,}" + (
+        f" / {facts.total_steps:,}" if facts.total_steps is not None else ""
+    )
     redone = f"{plural(facts.num_redone, 'step')} done again" if facts.num_redone else ""
     held_out, against = _held_out(facts)
     is_measured = math.isfinite(facts.tokens_per_s)
-    rate = f"{words.count(facts.tokens_per_s)} {facts.units.rate}" if is_measured else words.NOT_MEASURED
+    rate = (
+        f"{words.count(facts.tokens_per_s)} {facts.units.rate}"
+        if is_measured
+        else words.NOT_MEASURED
+    )
     tokens = f"{facts.world_size} x {facts.device}" if facts.world_size else facts.device
     loss = steps.loss[-1] if len(steps) else math.nan
     return [
@@ -59,13 +72,25 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
         ("Held-out loss", held_out, against),
         ("Throughput", rate, "median over steps" if len(steps) else ""),
         ("Wall time", words.seconds(facts.wall_s), ""),
-        ("Restarts", str(facts.num_restarts), f"{facts.num_rolled_back:,} steps rolled back" if redone else ""),
+        (
+            "Restarts",
+            str(facts.num_restarts),
+            f"{facts.num_rolled_back:,} steps rolled back" if redone else "",
+        ),
         *([("Resumes", str(facts.num_resumes), "")] if facts.num_resumes else []),
         ("Skipped steps", str(len(facts.skipped)), ""),
         ("Layout", words.layout(dict(facts.layout)), tokens),
-        *([("Sent over tp", facts.sent_over_tp, "activations and their gradients")] if facts.sent_over_tp else []),
+        *(
+            [("Sent over tp", facts.sent_over_tp, "activations and their gradients")]
+            if facts.sent_over_tp
+            else []
+        ),
         *_pipeline(facts),
-        *([("Gradients sent", facts.sent.partition(",")[0], facts.sent.partition(", ")[2])] if facts.sent else []),
+        *(
+            [("Gradients sent", facts.sent.partition(",")[0], facts.sent.partition(", ")[2])]
+            if facts.sent
+            else []
+        ),
     ]
 
 
@@ -78,7 +103,8 @@ def _pipeline(facts: RunFacts) -> list[tuple[str, str, str]]:
 
 
 def _held_out(facts: RunFacts) -> tuple[str, str]:
-    """The last evaluation, the best one if that is another, and how far it stands from each n-gram model."""
+    """The last evaluation, the best one if that is another, and how far it stands from each
+    n-gram model."""
     if not facts.evals:
         return words.NOT_MEASURED, ""
     last, best = facts.evals[-1], facts.best

@@ -1,4 +1,5 @@
-"""HTML that cannot forget to escape: `tag` takes text and escapes it, and only `Html` passes through."""
+"""HTML that cannot forget to escape: `tag` takes text and escapes it, and only `Html` passes
+through."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ Child = str | int | None | Iterable[Any]
 
 
 def tag(name: str, *children: Child, **attributes: str | int | float | bool | None) -> Html:
-    """`tag("td", "a<b", class_="num")` -> `<td class="num">a&lt;b</td>`. None is left out, True is a bare attribute."""
+    """`tag("td", "a<b", class_="num")` -> `<td class="num">a&lt;b</td>`.
+
+    None is left out, True is a bare attribute.
+    """
     head = name
     for key, value in attributes.items():
         if value is None or value is False:
@@ -49,20 +53,35 @@ def join(children: Iterable[Child]) -> Html:
 
 
 def _clean(text: str) -> str:
-    """Without control characters and lone surrogates, which HTML forbids, and marks that turn the line around."""
+    """Without control characters and lone surrogates, which HTML forbids, and marks that turn
+    the line around."""
     if text.isprintable():
         return text
-    return "".join("�" if c not in "\n\t" and (category(c) in ("Cc", "Cs") or c in TURNS_AROUND) else c for c in text)
+    return "".join(
+        "�" if c not in "\n\t" and (category(c) in ("Cc", "Cs") or c in TURNS_AROUND) else c
+        for c in text
+    )
 
 
 def json_island(value: Any, css_class: str) -> Html:
     """Data for the page's script; no `<` survives, so that no text inside can end the element."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
+    text = (
+        json.dumps(value, separators=(",", ":"), allow_nan=False)
+        .replace("<", "\\u003c")
+        .replace("&", "\\u0026")
+    )
     return Html(f'<script type="application/json" class="{css_class}">{text}</script>')
 
 
-def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, css_class: str = "", caption: str = "") -> Html:
-    """A table whose cells are right-aligned from the second column on by the style sheet's `num` class."""
+def table(
+    head: Iterable[Child],
+    rows: Iterable[Iterable[Child]],
+    *,
+    css_class: str = "",
+    caption: str = "",
+) -> Html:
+    """A table whose cells are right-aligned from the second column on by the style sheet's `num`
+    class."""
     return tag(
         "div",
         tag(

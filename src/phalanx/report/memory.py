@@ -31,7 +31,9 @@ def classes(names: Iterable[str]) -> dict[str, str]:
     """A colour for each category, the same one wherever it appears on the page."""
     known = {name: _CLASSES[index] for index, name in enumerate(_ORDER)}
     extra = [name for name in names if name not in known]
-    return known | {name: _CLASSES[min(len(_ORDER) + i, len(_CLASSES) - 1)] for i, name in enumerate(extra)}
+    return known | {
+        name: _CLASSES[min(len(_ORDER) + i, len(_CLASSES) - 1)] for i, name in enumerate(extra)
+    }
 
 
 def memory_section(facts: RunFacts) -> Html:
@@ -40,19 +42,29 @@ def memory_section(facts: RunFacts) -> Html:
         return tag("section", tag("h2", "Memory, predicted and measured"), body, id="memory")
     ranks = sorted(facts.memory)[:MAX_RANKS]
     events = [facts.memory[rank] for rank in ranks]
-    names = categories(*[event.predicted_bytes for event in events], *[event.measured_bytes for event in events])
+    names = categories(
+        *[event.predicted_bytes for event in events], *[event.measured_bytes for event in events]
+    )
     colour = classes(names)
-    whole = max(max(total(event.predicted_bytes), total(event.measured_bytes), 1.0) for event in events)
+    whole = max(
+        max(total(event.predicted_bytes), total(event.measured_bytes), 1.0) for event in events
+    )
     rows = [_rank_row(rank, facts.memory[rank], whole, colour) for rank in ranks]
     left_out = len(facts.memory) - len(ranks)
-    note = "Bytes on top of the runtime (interpreter and torch). Errors of the plan are in % of what was measured."
+    note = (
+        "Bytes on top of the runtime (interpreter and torch). Errors of the plan are in % of what"
+        " was measured."
+    )
     if left_out:
         note += f" The first {MAX_RANKS} ranks are shown; {left_out} are left out."
     return tag(
         "section",
         tag("h2", "Memory, predicted and measured"),
         legend(names, colour),
-        table(["rank", "by category", "predicted", "measured", "error", "worst moment", "runtime"], rows),
+        table(
+            ["rank", "by category", "predicted", "measured", "error", "worst moment", "runtime"],
+            rows,
+        ),
         tag("p", note, class_="note"),
         tag("div", tag("h3", "By category"), _details(ranks, facts, names), class_="block"),
         id="memory",
@@ -72,11 +84,16 @@ def bar(parts: Mapping[str, float], whole: float, colour: Mapping[str, str]) -> 
     if unattributed > 0:  # a peak can be measured where its parts cannot
         shown[UNATTRIBUTED] = unattributed
     return stacked_bar(
-        shown, {**colour, UNATTRIBUTED: "hatch"}, whole, {name: words.num_bytes(value) for name, value in shown.items()}
+        shown,
+        {**colour, UNATTRIBUTED: "hatch"},
+        whole,
+        {name: words.num_bytes(value) for name, value in shown.items()},
     )
 
 
-def _rank_row(rank: int, event: MemoryMeasured, whole: float, colour: Mapping[str, str]) -> list[Html | str]:
+def _rank_row(
+    rank: int, event: MemoryMeasured, whole: float, colour: Mapping[str, str]
+) -> list[Html | str]:
     predicted, measured = total(event.predicted_bytes), total(event.measured_bytes)
     bars = tag(
         "div",
@@ -94,10 +111,18 @@ def _rank_row(rank: int, event: MemoryMeasured, whole: float, colour: Mapping[st
 
 
 def _details(ranks: list[int], facts: RunFacts, names: list[str]) -> Html:
-    """A row per rank, a column per category: what was measured, and below it the prediction and its error."""
+    """A row per rank, a column per category: what was measured, and below it the prediction and
+    its error."""
     with_total = [*names, TOTAL]
-    rows = [[str(rank), *[_cell(facts.memory[rank], name) for name in with_total]] for rank in ranks]
-    return table(["rank", *with_total], rows, css_class="num", caption="Measured; below it predicted, and the error.")
+    rows = [
+        [str(rank), *[_cell(facts.memory[rank], name) for name in with_total]] for rank in ranks
+    ]
+    return table(
+        ["rank", *with_total],
+        rows,
+        css_class="num",
+        caption="Measured; below it predicted, and the error.",
+    )
 
 
 def _cell(event: MemoryMeasured, name: str) -> list[Html | str]:
@@ -108,7 +133,10 @@ def _cell(event: MemoryMeasured, name: str) -> list[Html | str]:
     if not (math.isfinite(predicted) or math.isfinite(measured)):
         return ["–"]
     error = _error(event, name, predicted, measured)
-    return [words.num_bytes(measured), tag("small", words.num_bytes(predicted), " ", tag("b", error))]
+    return [
+        words.num_bytes(measured),
+        tag("small", words.num_bytes(predicted), " ", tag("b", error)),
+    ]
 
 
 def _error(event: MemoryMeasured, name: str, predicted: float, measured: float) -> str:

@@ -1,4 +1,5 @@
-"""`write_report`: the run as one file that opens anywhere, asks nothing of the network and trusts nothing it shows."""
+"""`write_report`: the run as one file that opens anywhere, asks nothing of the network and
+trusts nothing it shows."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from phalanx.report.reduce import reduce_run
 from phalanx.report.story import files_section, job_section, story_section, text_section
 from phalanx.report.timing import time_section
 
-CONTENT_SECURITY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+CONTENT_SECURITY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+)
 
 _NAVIGATION = (
     ("training", "Training"),
@@ -51,7 +54,8 @@ def write_report(run_dir: Path) -> Path:
 def render(facts: RunFacts) -> str:
     """The page, as text."""
     style, script = (
-        Html(files("phalanx.report").joinpath(name).read_text("utf-8")) for name in ("page.css", "page.js")
+        Html(files("phalanx.report").joinpath(name).read_text("utf-8"))
+        for name in ("page.css", "page.js")
     )
     head = tag(
         "head",
@@ -80,7 +84,11 @@ def _main(facts: RunFacts) -> Html:
 
 
 def _navigation(facts: RunFacts) -> Html:
-    left_out = {name for name, has in (("pipeline", has_pipeline), ("experts", has_experts)) if not has(facts)}
+    left_out = {
+        name
+        for name, has in (("pipeline", has_pipeline), ("experts", has_experts))
+        if not has(facts)
+    }
     sections = [(name, text) for name, text in _NAVIGATION if name not in left_out]
     links = [tag("a", text, href=f"#{name}") for name, text in sections]
     return tag("nav", links, aria_label="Sections")

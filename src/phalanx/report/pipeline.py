@@ -1,4 +1,5 @@
-"""A pipeline's step as a picture: a row per rank, what it does when, and where it waits; planned above measured."""
+"""A pipeline's step as a picture: a row per rank, what it does when, and where it waits; planned
+above measured."""
 
 from __future__ import annotations
 
@@ -21,12 +22,19 @@ MIN_LABEL_SHARE = 0.011  # of the step: narrower boxes have no room for a number
 
 _WIDTH, _HEIGHT = 10_000, 100  # of the SVG's own coordinates
 _CLASS: dict[Kind, str] = {"F": "pf", "B": "pb", "I": "pi", "W": "pw"}
-_UNITS = ((1.0, "seconds of the step"), (1e3, "milliseconds of the step"), (1e6, "microseconds of the step"))
+_UNITS = (
+    (1.0, "seconds of the step"),
+    (1e3, "milliseconds of the step"),
+    (1e6, "microseconds of the step"),
+)
 
 
 @dataclass(frozen=True)
 class _Box:
-    """An action on the chart, from `left` to `right` of 0 to 1. `late`: of a rank's second or later stage."""
+    """An action on the chart, from `left` to `right` of 0 to 1.
+
+    `late`: of a rank's second or later stage.
+    """
 
     action: Action
     left: float
@@ -35,23 +43,36 @@ class _Box:
 
 
 def timeline_chart(
-    timeline: Timeline, measured: Timeline | None = None, title: str = "Pipeline", *, in_seconds: bool = True
+    timeline: Timeline,
+    measured: Timeline | None = None,
+    title: str = "Pipeline",
+    *,
+    in_seconds: bool = True,
 ) -> Html:
-    """The figure. `measured` has the same ranks and stands under the plan, on the same scale of time.
+    """The figure.
 
-    Without `in_seconds` times are shown as parts of the step: nothing has said how fast anything is.
+    `measured` has the same ranks and stands under the plan, on the same scale of time.
+
+    Without `in_seconds` times are shown as parts of the step: nothing has said how fast anything
+    is.
     """
     lanes = {"planned": timeline} | ({"measured": measured} if measured is not None else {})
     whole_s = max(float(lane.step_s) for lane in lanes.values())
     if not whole_s > 0:
-        return tag("figure", tag("figcaption", tag("h3", title)), tag("p", "Not measured.", class_="note"))
+        return tag(
+            "figure", tag("figcaption", tag("h3", title)), tag("p", "Not measured.", class_="note")
+        )
     ranks = _chosen(timeline.schedule.num_ranks)
     rows: list[Html] = []
     for rank in ranks:
         for name, lane in lanes.items():
             rows += _row(name if measured is not None else "", lane, rank, whole_s, in_seconds)
-    kinds = {action.kind for lane in lanes.values() for row in lane.schedule.actions for action in row}
-    classes = {text: _CLASS[kind] for kind, text in KIND_NAMES.items() if kind in kinds} | {"idle": "pidle"}
+    kinds = {
+        action.kind for lane in lanes.values() for row in lane.schedule.actions for action in row
+    }
+    classes = {text: _CLASS[kind] for kind, text in KIND_NAMES.items() if kind in kinds} | {
+        "idle": "pidle"
+    }
     unit, axis = _axis(whole_s) if in_seconds else ("% of the step", _ticks(100.0))
     return tag(
         "figure",
@@ -67,23 +88,49 @@ def timeline_chart(
 def _chosen(num_ranks: int) -> list[int]:
     """All, or the first and the last."""
     half = MAX_RANKS // 2
-    return list(range(num_ranks)) if num_ranks <= MAX_RANKS else [*range(half), *range(num_ranks - half, num_ranks)]
+    return (
+        list(range(num_ranks))
+        if num_ranks <= MAX_RANKS
+        else [*range(half), *range(num_ranks - half, num_ranks)]
+    )
 
 
 def _row(name: str, timeline: Timeline, rank: int, whole_s: float, in_seconds: bool) -> list[Html]:
-    """Name, lane and idle share of one rank. A rank's second row, the measured one, does not say the rank again."""
+    """Name, lane and idle share of one rank.
+
+    A rank's second row, the measured one, does not say the rank again.
+    """
     boxes = list(_boxes(timeline, rank, whole_s))
     paths = _rectangles(boxes) if len(boxes) <= MAX_BOXES else _columns(boxes)
     drawn = [tag("path", d=d, class_=css_class) for css_class, d in paths.items()]
     size = f"0 0 {_WIDTH} {_HEIGHT}"
-    svg = tag("svg", drawn, viewBox=size, preserveAspectRatio="none", aria_hidden="true", focusable="false")
+    svg = tag(
+        "svg",
+        drawn,
+        viewBox=size,
+        preserveAspectRatio="none",
+        aria_hidden="true",
+        focusable="false",
+    )
     labels = [_label(box, whole_s, in_seconds) for box in boxes] if _is_named(timeline) else []
     idle = words.percent(float(timeline.bubble_of(rank)), 1.0)
     said = f"rank {rank}{', ' + name if name else ''}: idle {idle}"
     first = name != "measured"
     return [
-        tag("span", f"rank {rank}" if first else "", tag("small", name) if name else None, class_="lanename"),
-        tag("div", svg, labels, class_="lane" if first else "lane second", role="img", aria_label=said),
+        tag(
+            "span",
+            f"rank {rank}" if first else "",
+            tag("small", name) if name else None,
+            class_="lanename",
+        ),
+        tag(
+            "div",
+            svg,
+            labels,
+            class_="lane" if first else "lane second",
+            role="img",
+            aria_label=said,
+        ),
         tag("span", f"{idle} idle", class_="laneidle"),
     ]
 
@@ -94,7 +141,9 @@ def _is_named(timeline: Timeline) -> bool:
 
 def _boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterator[_Box]:
     stages = timeline.schedule.stages_of(rank)
-    for action, (begin, end) in zip(timeline.schedule.actions[rank], timeline.spans_s[rank], strict=True):
+    for action, (begin, end) in zip(
+        timeline.schedule.actions[rank], timeline.spans_s[rank], strict=True
+    ):
         yield _Box(action, float(begin) / whole_s, float(end) / whole_s, action.stage != stages[0])
 
 
@@ -106,7 +155,10 @@ def _rectangles(boxes: list[_Box]) -> dict[str, str]:
     """One path for each colour."""
     paths: dict[str, str] = {}
     for box in boxes:
-        rectangle = f"M{box.left * _WIDTH:.0f} 0H{box.right * _WIDTH:.0f}V{_HEIGHT}H{box.left * _WIDTH:.0f}Z"
+        rectangle = (
+            f"M{box.left * _WIDTH:.0f}"
+            f" 0H{box.right * _WIDTH:.0f}V{_HEIGHT}H{box.left * _WIDTH:.0f}Z"
+        )
         paths[_class_of(box)] = paths.get(_class_of(box), "") + rectangle
     return paths
 
@@ -116,7 +168,9 @@ def _columns(boxes: list[_Box]) -> dict[str, str]:
     shares: dict[str, list[float]] = {}
     for box in boxes:
         column = shares.setdefault(_class_of(box), [0.0] * MAX_COLUMNS)
-        for index in range(int(box.left * MAX_COLUMNS), min(MAX_COLUMNS, int(box.right * MAX_COLUMNS) + 1)):
+        for index in range(
+            int(box.left * MAX_COLUMNS), min(MAX_COLUMNS, int(box.right * MAX_COLUMNS) + 1)
+        ):
             covered = min(box.right * MAX_COLUMNS, index + 1) - max(box.left * MAX_COLUMNS, index)
             column[index] += max(0.0, covered)
     paths = dict.fromkeys(shares, "")
@@ -138,9 +192,16 @@ def _took(seconds: float, whole_s: float, in_seconds: bool) -> str:
 def _label(box: _Box, whole_s: float, in_seconds: bool) -> Html:
     """Its microbatch where there is room; everything on hover."""
     action, width = box.action, box.right - box.left
-    text = str(action.microbatch) if width >= MIN_LABEL_SHARE * max(1.0, len(str(action.microbatch)) / 2) else ""
+    text = (
+        str(action.microbatch)
+        if width >= MIN_LABEL_SHARE * max(1.0, len(str(action.microbatch)) / 2)
+        else ""
+    )
     took = _took(width * whole_s, whole_s, in_seconds)
-    hover = f"{action}: {KIND_NAMES[action.kind]} of microbatch {action.microbatch} in stage {action.stage}, {took}"
+    hover = (
+        f"{action}: {KIND_NAMES[action.kind]} of microbatch {action.microbatch} in stage"
+        f" {action.stage}, {took}"
+    )
     return tag("i", text, style=f"left:{100 * box.left:.3f}%;width:{100 * width:.3f}%", title=hover)
 
 
@@ -161,7 +222,10 @@ def _ticks(whole: float) -> Html:
 
 def _note(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bool) -> str:
     schedule = lanes["planned"].schedule
-    said = [f"{schedule.name}, {schedule.num_microbatches:,} microbatch{'es' * (schedule.num_microbatches != 1)}."]
+    said = [
+        f"{schedule.name}, {schedule.num_microbatches:,}"
+        f" microbatch{'es' * (schedule.num_microbatches != 1)}."
+    ]
     for name, lane in lanes.items():
         idle = words.percent(float(lane.bubble), 1.0)
         took = f"{words.seconds(float(lane.step_s))}, " if in_seconds else ""

@@ -1,4 +1,5 @@
-"""The pipeline of a run: one step, planned above measured, what its ranks wait for, and its stages."""
+"""The pipeline of a run: one step, planned above measured, what its ranks wait for, and its
+stages."""
 
 from __future__ import annotations
 
@@ -26,15 +27,24 @@ def pipeline_section(facts: RunFacts) -> Html | None:
     if not has_pipeline(facts):
         return None
     pipeline = pipeline_of(facts.plan)
-    measured = Measured.of(facts.pipelines[-1] if facts.pipelines else None, facts.plan, facts.run_dir)
+    measured = Measured.of(
+        facts.pipelines[-1] if facts.pipelines else None, facts.plan, facts.run_dir
+    )
     timeline = _timeline(measured)
     if pipeline is None:
-        text = "plan.json has a pipeline that cannot be shown: it is too large, or not of this release."
+        text = (
+            "plan.json has a pipeline that cannot be shown: it is too large, or not of this"
+            " release."
+        )
         body: list[Html | None] = [tag("p", text, class_="note")]
     elif measured is None or timeline is None:
         body = _before(pipeline)
     else:
-        body = [*_verdict(measured, facts), *_chart(measured, timeline), _stages(pipeline, measured, timeline)]
+        body = [
+            *_verdict(measured, facts),
+            *_chart(measured, timeline),
+            _stages(pipeline, measured, timeline),
+        ]
     return tag("section", tag("h2", "The pipeline"), body, id="pipeline")
 
 
@@ -53,8 +63,13 @@ def _before(pipeline: Pipeline) -> list[Html | None]:
     note = "Nothing was measured: steps 5, 50, 500, ... and the last are, when they are done."
     planned = pipeline.timeline()
     if planned is None:
-        return [tag("p", f"{note} How long its stages take was not predicted either.", class_="note")]
-    said = f"Planned: ranks wait {words.percent(float(planned.bubble), 1.0)} of the step for other stages. {note}"
+        return [
+            tag("p", f"{note} How long its stages take was not predicted either.", class_="note")
+        ]
+    said = (
+        f"Planned: ranks wait {words.percent(float(planned.bubble), 1.0)} of the step for other"
+        f" stages. {note}"
+    )
     chart = timeline_chart(planned, title="One step, planned", in_seconds=False)
     return [tag("p", _unbroken(said)), chart, _stages(pipeline, None, planned)]
 
@@ -66,11 +81,17 @@ def _verdict(measured: Measured, facts: RunFacts) -> list[Html | None]:
         said += f" The plan said {words.percent(event.bubble_planned, 1.0)}."
     said += f" That is more than {100 * LIMIT:.0f} %." if measured.is_long else ""
     if len(facts.pipelines) > 1:
-        before = [f"{words.percent(e.bubble_measured, 1.0)} at step {e.step:,}" for e in facts.pipelines[:-1]]
+        before = [
+            f"{words.percent(e.bubble_measured, 1.0)} at step {e.step:,}"
+            for e in facts.pipelines[:-1]
+        ]
         said += f" Before: {', '.join(before)}."
     advice = measured.advice()
     text = tag("span", _unbroken(said), class_="over" if measured.is_long else None)
-    return [tag("p", text), tag("ul", [tag("li", _unbroken(line)) for line in advice]) if advice else None]
+    return [
+        tag("p", text),
+        tag("ul", [tag("li", _unbroken(line)) for line in advice]) if advice else None,
+    ]
 
 
 def _unbroken(text: str) -> str:
@@ -82,26 +103,42 @@ def _chart(measured: Measured, timeline: Timeline) -> list[Html | None]:
     planned = measured.planned()
     if planned is None:
         planned = simulate(measured.pipeline.schedule(), measured.costs)
-        how = "the schedule with stages that take what they were measured to take: the plan had no costs of its own"
+        how = (
+            "the schedule with stages that take what they were measured to take: the plan had no"
+            " costs of its own"
+        )
     else:
-        how = "the schedule with the plan's costs of stages, scaled so that their mean is the mean that was measured"
+        how = (
+            "the schedule with the plan's costs of stages, scaled so that their mean is the mean"
+            " that was measured"
+        )
     note = (
-        f"Planned: {how}. Nothing is charged for sending. Measured: computation on the host's clock, of the first "
-        "data-parallel and tensor-parallel rank of each stage; waiting for other stages is left blank."
+        f"Planned: {how}. Nothing is charged for sending. Measured: computation on the host's"
+        " clock, of the first data-parallel and tensor-parallel rank of each stage; waiting for"
+        " other stages is left blank."
     )
-    chart = timeline_chart(planned, timeline, f"Step {measured.event.step:,}, planned above measured")
+    chart = timeline_chart(
+        planned, timeline, f"Step {measured.event.step:,}, planned above measured"
+    )
     return [chart, tag("p", note, class_="note")]
 
 
 def _stages(pipeline: Pipeline, measured: Measured | None, timeline: Timeline) -> Html:
-    """A row per stage: its blocks, what it takes, and the microbatches whose activations it holds."""
+    """A row per stage: its blocks, what it takes, and the microbatches whose activations it
+    holds."""
     costs = measured.costs if measured is not None else pipeline.costs
     planned, now = in_flight(pipeline.schedule()).per_stage, in_flight(timeline.schedule).per_stage
-    is_split = any(cost.backward_weight_s for cost in costs) and (measured is None or measured.event.splits_backward)
+    is_split = any(cost.backward_weight_s for cost in costs) and (
+        measured is None or measured.event.splits_backward
+    )
     mean_s = sum(map(total_s, costs)) / len(costs)
     rows: list[list[str]] = []
     for stage, cost in enumerate(costs):
-        row = [str(stage), str(pipeline.rank_of_stage[stage]), str(pipeline.stages.num_blocks[stage])]
+        row = [
+            str(stage),
+            str(pipeline.rank_of_stage[stage]),
+            str(pipeline.stages.num_blocks[stage]),
+        ]
         if measured is not None:
             row += _times(cost, is_split)
         row.append(f"{total_s(cost) / mean_s:.2f}" if mean_s else "–")
@@ -110,16 +147,28 @@ def _stages(pipeline: Pipeline, measured: Measured | None, timeline: Timeline) -
     backward = ["backward, inputs", "backward, weights"] if is_split else ["backward"]
     head = ["stage", "rank", "blocks"]
     if measured is not None:
-        head += ["forward", *backward, "in all", "÷ mean", "held at most, planned", "held at most, measured"]
+        head += [
+            "forward",
+            *backward,
+            "in all",
+            "÷ mean",
+            "held at most, planned",
+            "held at most, measured",
+        ]
     else:
         head += ["÷ mean", "held at most"]
     what = "Of one microbatch, means of the step. " if measured is not None else "Predicted. "
     note = (
-        f"{what}The first stage has the embedding as well, the last one the head. Held: microbatches whose activations"
+        f"{what}The first stage has the embedding as well, the last one the head. Held:"
+        " microbatches whose activations"
     )
     note += " wait for their backward; the bytes of each rank are under Memory."
     return tag(
-        "div", tag("h3", "Stages"), table(head, rows, css_class="num"), tag("p", note, class_="note"), class_="block"
+        "div",
+        tag("h3", "Stages"),
+        table(head, rows, css_class="num"),
+        tag("p", note, class_="note"),
+        class_="block",
     )
 
 
@@ -129,4 +178,6 @@ def _times(cost: StageCosts, is_split: bool) -> list[str]:
         if is_split
         else [cost.backward_input_s + cost.backward_weight_s]
     )
-    return [words.milliseconds(float(value)) for value in (cost.forward_s, *backward, total_s(cost))]
+    return [
+        words.milliseconds(float(value)) for value in (cost.forward_s, *backward, total_s(cost))
+    ]

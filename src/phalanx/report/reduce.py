@@ -1,7 +1,7 @@
 """From the event files of all ranks and attempts to one `RunFacts`.
 
-A step done again after a restart counts once: the last attempt wins, and what it replaced is counted as redone.
-Files are read line by line; of the steps only columns of numbers are kept.
+A step done again after a restart counts once: the last attempt wins, and what it replaced is
+counted as redone. Files are read line by line; of the steps only columns of numbers are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from phalanx.observe.order import in_order
 from phalanx.observe.tail import RANK_FILE, SUPERVISOR_FILE, read_event
 from phalanx.observe.units import units_of
 from phalanx.report.experts import ExpertLog
-from phalanx.report.facts import GROUPS, Attempt, Ledger, RankTime, RunFacts, Steps, group_of, untrained
+from phalanx.report.facts import (
+    GROUPS,
+    Attempt,
+    Ledger,
+    RankTime,
+    RunFacts,
+    Steps,
+    group_of,
+    untrained,
+)
 from phalanx.report.timeline import Timeline, TimelineBuilder
 
 NAN = math.nan
@@ -32,7 +41,10 @@ Kind = TypeVar("Kind", bound=events.Event)
 
 
 def reduce_run(run_dir: Path) -> RunFacts:
-    """Read everything a run has written so far. A run that wrote nothing gives facts that say so."""
+    """Read everything a run has written so far.
+
+    A run that wrote nothing gives facts that say so.
+    """
     log = _read_log(run_dir)
     problems: list[str] = []
     plan = _read_object(run_dir / "plan.json", problems)
@@ -69,12 +81,20 @@ def reduce_run(run_dir: Path) -> RunFacts:
         skipped=skipped,
         attempts=attempts,
         ranks=[_rank_time(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
-        evals=sorted({event.step: event for event in _of_kind(story, events.EvalFinished)}.values(), key=_by_step),
-        baselines=list({event.name: event for event in _of_kind(story, events.BaselineMeasured)}.values()),
+        evals=sorted(
+            {event.step: event for event in _of_kind(story, events.EvalFinished)}.values(),
+            key=_by_step,
+        ),
+        baselines=list(
+            {event.name: event for event in _of_kind(story, events.BaselineMeasured)}.values()
+        ),
         memory=log.memory,
-        samples=list({event.step: event for event in _of_kind(story, events.TextGenerated)}.values()),
+        samples=list(
+            {event.step: event for event in _of_kind(story, events.TextGenerated)}.values()
+        ),
         pipelines=sorted(
-            {event.step: event for event in _of_kind(story, events.PipelineMeasured)}.values(), key=_by_step
+            {event.step: event for event in _of_kind(story, events.PipelineMeasured)}.values(),
+            key=_by_step,
         ),
         experts=log.experts.facts(history.attempt_of.get),
         story=story,
@@ -95,7 +115,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
     )
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -119,7 +139,9 @@ class _Log:
     num_events: int = 0
     num_unreadable: int = 0
     times: TimelineBuilder = field(default_factory=TimelineBuilder)
-    by_stream: dict[tuple[int, int], list[Envelope]] = field(default_factory=dict)  # first and last of each
+    by_stream: dict[tuple[int, int], list[Envelope]] = field(
+        default_factory=dict
+    )  # first and last of each
 
     def take(self, envelope: Envelope) -> None:
         event = envelope.event
@@ -136,7 +158,9 @@ class _Log:
             self.memory[envelope.rank] = event
         elif isinstance(event, events.ExpertsLoaded):
             self.experts.take(envelope)
-        elif not isinstance(event, events.SamplesRead):  # one per step and rank: the ledger's, not the page's
+        elif not isinstance(
+            event, events.SamplesRead
+        ):  # one per step and rank: the ledger's, not the page's
             self.rest.append(envelope)
 
     @property
@@ -239,7 +263,7 @@ def _append(steps: Steps, event: StepFinished, groups_s: dict[str, float]) -> No
         column.append(groups_s.get(name, 0.0))
 
 
-# --- steps that count, and steps that were done again --------------------------------------------------------------
+# --- steps that count, and steps that were done again ---------------------------------------------
 
 
 @dataclass
@@ -247,14 +271,19 @@ class _History:
     """What became of the steps of each attempt."""
 
     first_step: dict[int, int] = field(default_factory=dict)
-    attempt_of: dict[int, int] = field(default_factory=dict)  # step -> the attempt whose result stands
+    attempt_of: dict[int, int] = field(
+        default_factory=dict
+    )  # step -> the attempt whose result stands
     num_redone: int = 0
     num_rolled_back: int = 0
     rolled_back_s: float = 0.0
 
 
 def _kept_steps(log: _Log) -> tuple[Steps, _History]:
-    """The lead rank's steps that stand. What an attempt did at or after the next one's first step is undone."""
+    """The lead rank's steps that stand.
+
+    What an attempt did at or after the next one's first step is undone.
+    """
     history = _History()
     place: dict[int, tuple[int, int]] = {}  # step -> (attempt, row)
     done: set[int] = set()
@@ -298,7 +327,9 @@ def _skipped(log: _Log, steps: Steps, history: _History) -> list[events.StepSkip
         if isinstance(envelope.event, events.StepSkipped):
             latest[int(envelope.event.step)] = (envelope.attempt, envelope.event)
     return [
-        event for step, (attempt, event) in sorted(latest.items()) if history.attempt_of.get(step, attempt) <= attempt
+        event
+        for step, (attempt, event) in sorted(latest.items())
+        if history.attempt_of.get(step, attempt) <= attempt
     ]
 
 
@@ -308,15 +339,24 @@ def _attempts(log: _Log, history: _History) -> list[Attempt]:
         for envelope in log.rest
         if isinstance(envelope.event, events.RunStarted) and envelope.rank == log.lead_rank
     }
-    crashed = {envelope.attempt for envelope in log.rest if isinstance(envelope.event, events.RestartScheduled)}
+    crashed = {
+        envelope.attempt
+        for envelope in log.rest
+        if isinstance(envelope.event, events.RestartScheduled)
+    }
     numbers = sorted(set(started) | set(history.first_step))
     return [
-        Attempt(number, history.first_step.get(number), started.get(number), is_restart=number - 1 in crashed)
+        Attempt(
+            number,
+            history.first_step.get(number),
+            started.get(number),
+            is_restart=number - 1 in crashed,
+        )
         for number in numbers
     ]
 
 
-# --- time ----------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
 def _rank_time(rank: int, clock: _Clock) -> RankTime:
@@ -334,7 +374,8 @@ def _rank_time(rank: int, clock: _Clock) -> RankTime:
 
 
 def percentile(ordered: list[float], fraction: float) -> float:
-    """The smallest of the sorted values that at least `fraction` of them do not exceed; NaN of none."""
+    """The smallest of the sorted values that at least `fraction` of them do not exceed; NaN of
+    none."""
     return ordered[max(math.ceil(fraction * len(ordered)) - 1, 0)] if ordered else NAN
 
 
@@ -343,7 +384,8 @@ def median(values: list[float]) -> float:
 
 
 def _ledger(timeline: Timeline, story: list[Envelope], steps: Steps, history: _History) -> Ledger:
-    """Charge the wall clock: steps that stand, what they waited for, steps that were undone, starting, the rest."""
+    """Charge the wall clock: steps that stand, what they waited for, steps that were undone,
+    starting, the rest."""
     starts = _of_kind(story, events.RunStarted)
     wall_s = timeline.alive_s
     data_s, checkpoint_s, in_steps_s, stages_s = (
@@ -351,7 +393,8 @@ def _ledger(timeline: Timeline, story: list[Envelope], steps: Steps, history: _H
         for name in ("data", "checkpoint", "evaluate", "pipeline")
     )
     between_steps_s = sum(_finite(event.wall_s) for event in _of_kind(story, events.EvalFinished))
-    # A save between two steps is charged to the next one's phases but not to its seconds: unaccounted is then negative.
+    # A save between two steps is charged to the next one's phases but not to its seconds:
+    # unaccounted is then negative.
     between_s = sum(max(-_finite(seconds), 0.0) for seconds in steps.groups_s["unaccounted"])
     step_s = sum(_finite(seconds) for seconds in steps.step_s) + between_s
     parts = {
@@ -371,16 +414,21 @@ def _ledger(timeline: Timeline, story: list[Envelope], steps: Steps, history: _H
 def _wall_s(story: list[Envelope], ledger: Ledger) -> float:
     """What the run itself said, if it ended once; else what its events span."""
     ends = _of_kind(story, events.RunFinished)
-    if len(ends) == 1 and math.isfinite(ends[0].wall_s) and isinstance(story[-1].event, events.RunFinished):
+    if (
+        len(ends) == 1
+        and math.isfinite(ends[0].wall_s)
+        and isinstance(story[-1].event, events.RunFinished)
+    ):
         return ends[0].wall_s
     return ledger.wall_s if ledger.wall_s > 0 else NAN
 
 
-# --- the story -----------------------------------------------------------------------------------------------------
+# --- the story ------------------------------------------------------------------------------------
 
 
 def _story(log: _Log) -> list[Envelope]:
-    """Everything but steps, in order, once: what all ranks say alike is taken from the lead rank."""
+    """Everything but steps, in order, once: what all ranks say alike is taken from the lead
+    rank."""
     told: list[Envelope] = []
     for envelope in in_order(log.rest):
         is_own = isinstance(
@@ -393,7 +441,11 @@ def _story(log: _Log) -> list[Envelope]:
         )
         if envelope.rank not in (SUPERVISOR, log.lead_rank) and not is_own:
             continue
-        if isinstance(envelope.event, events.RunFinished) and told and told[-1].event.kind() == envelope.event.kind():
+        if (
+            isinstance(envelope.event, events.RunFinished)
+            and told
+            and told[-1].event.kind() == envelope.event.kind()
+        ):
             told.pop()  # rank 0 and the supervisor both saw the end
         told.append(envelope)
     return told
@@ -403,7 +455,9 @@ def _status(story: list[Envelope]) -> tuple[str, events.RunFinished | None]:
     for envelope in reversed(story):
         if isinstance(envelope.event, events.RunFinished):
             return envelope.event.status, envelope.event
-        if isinstance(envelope.event, events.RunStarted | events.RanksStarted | events.RestartScheduled):
+        if isinstance(
+            envelope.event, events.RunStarted | events.RanksStarted | events.RestartScheduled
+        ):
             return "unfinished", None
     return "unfinished" if story else "no events", None
 
@@ -423,7 +477,7 @@ def _by_step(event: events.EvalFinished | events.PipelineMeasured) -> float:
     return event.step
 
 
-# --- small things --------------------------------------------------------------------------------------------------
+# --- small things ---------------------------------------------------------------------------------
 
 
 def _is_number(value: Any) -> bool:
@@ -450,4 +504,8 @@ def _at(value: Any, *keys: str) -> Any:
 
 def _layout(plan: dict[str, Any]) -> dict[str, int]:
     layout = plan.get("layout")
-    return {str(a): int(d) for a, d in layout.items() if _is_number(d)} if isinstance(layout, dict) else {}
+    return (
+        {str(a): int(d) for a, d in layout.items() if _is_number(d)}
+        if isinstance(layout, dict)
+        else {}
+    )

@@ -1,4 +1,5 @@
-"""Fewer points that still tell the truth: extremes per bucket for lines, means for areas, a smoothed curve."""
+"""Fewer points that still tell the truth: extremes per bucket for lines, means for areas, a
+smoothed curve."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ def buckets(count: int, wanted: int) -> list[tuple[int, int]]:
 
 
 def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
-    """The lowest and highest point of each bucket, in order: a spike of one step survives. Gaps stay NaN."""
+    """The lowest and highest point of each bucket, in order: a spike of one step survives.
+
+    Gaps stay NaN.
+    """
     if len(xs) <= max_points:
         return list(xs), [value if math.isfinite(value) else math.nan for value in ys]
     kept: list[int] = []
@@ -29,7 +33,9 @@ def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Point
             continue
         low, high = min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)
         kept += sorted({low, high})
-    return [xs[row] for row in kept], [ys[row] if math.isfinite(ys[row]) else math.nan for row in kept]
+    return [xs[row] for row in kept], [
+        ys[row] if math.isfinite(ys[row]) else math.nan for row in kept
+    ]
 
 
 def means(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
@@ -43,7 +49,8 @@ def means(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
 
 
 def smooth(ys: Sequence[float], span: int) -> list[float]:
-    """The mean of the finite values among the `span` neighbours of each point, as many before it as after."""
+    """The mean of the finite values among the `span` neighbours of each point, as many before it
+    as after."""
     sums, counts = [0.0], [0]
     for value in ys:
         is_finite = math.isfinite(value)

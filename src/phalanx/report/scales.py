@@ -19,17 +19,28 @@ class Scale:
         if self.is_log:
             if value <= 0:
                 return 0.0
-            return (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+            return (math.log10(value) - math.log10(self.low)) / (
+                math.log10(self.high) - math.log10(self.low)
+            )
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, wanted: int = 5) -> list[float]:
-        return _log_ticks(self.low, self.high) if self.is_log else linear_ticks(self.low, self.high, wanted)
+        return (
+            _log_ticks(self.low, self.high)
+            if self.is_log
+            else linear_ticks(self.low, self.high, wanted)
+        )
 
 
-def scale_for(values: Sequence[float], *, zero: bool = False, may_be_log: bool = False, snug: bool = False) -> Scale:
-    """A scale that shows all finite values. Logarithmic if allowed and they span more than two decades.
+def scale_for(
+    values: Sequence[float], *, zero: bool = False, may_be_log: bool = False, snug: bool = False
+) -> Scale:
+    """A scale that shows all finite values.
 
-    `zero` begins at nought; `snug` ends exactly at the values (for steps) instead of at the next tick.
+    Logarithmic if allowed and they span more than two decades.
+
+    `zero` begins at nought; `snug` ends exactly at the values (for steps) instead of at the next
+    tick.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -56,7 +67,8 @@ def scale_for(values: Sequence[float], *, zero: bool = False, may_be_log: bool =
 
 
 def linear_ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Multiples of 1, 2, 2.5 or 5 times a power of ten inside [low, high], about `wanted` of them."""
+    """Multiples of 1, 2, 2.5 or 5 times a power of ten inside [low, high], about `wanted` of
+    them."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]

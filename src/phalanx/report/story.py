@@ -1,4 +1,5 @@
-"""What happened, in order; the text the model wrote; the job; where the files are; what the page left out."""
+"""What happened, in order; the text the model wrote; the job; where the files are; what the page
+left out."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
     after_s = facts.timeline.after_s(envelope)
     after = words.seconds(after_s) if after_s >= 1e-3 else "0 s"
     what = describe(envelope, facts.units) or _plain(envelope)
-    line = tag("span", what, class_="over") if isinstance(envelope.event, _BAD) else tag("span", what)
+    line = (
+        tag("span", what, class_="over") if isinstance(envelope.event, _BAD) else tag("span", what)
+    )
     when = tag("span", f"+{after}", title=words.clock(envelope.time_unix_s), class_="nowrap")
     detail = _detail(envelope)
     return [when, f"{who}, attempt {envelope.attempt}", tag("div", line, detail)]
@@ -75,7 +78,10 @@ def _plain(envelope: Envelope) -> str:
     """Events the console has no words for."""
     event = envelope.event
     if isinstance(event, events.RanksStarted):
-        return f"started {plural(len(event.pids), 'process', 'processes')}" + (f" in {words.seconds(event.start_s)}")
+        return (
+            f"started {plural(len(event.pids), 'process', 'processes')}"
+            + f" in {words.seconds(event.start_s)}"
+        )
     if isinstance(event, events.Note) and event.code == events.RESUMED:
         return f"resumed at step {event.facts.get('step')}: {event.facts.get('told')}"[:MAX_NOTE]
     if isinstance(event, events.Note):
@@ -127,7 +133,13 @@ def _flat(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
         for key, item in value.items():
             yield from _flat(f"{prefix}.{key}" if prefix else str(key), item, depth + 1)
     else:
-        text = "not set (the plan chooses)" if value is None else value if isinstance(value, str) else repr(value)
+        text = (
+            "not set (the plan chooses)"
+            if value is None
+            else value
+            if isinstance(value, str)
+            else repr(value)
+        )
         yield prefix, text[:2000]
 
 
@@ -145,14 +157,18 @@ _FILES = (
 
 def files_section(facts: RunFacts) -> Html:
     rows = [
-        [tag("code", name), what, "there" if name == "report.html" or (facts.run_dir / name).exists() else "absent"]
+        [
+            tag("code", name),
+            what,
+            "there" if name == "report.html" or (facts.run_dir / name).exists() else "absent",
+        ]
         for name, what in _FILES
     ]
     problems = [*facts.problems]
     if facts.num_unreadable:
         problems.append(
-            f"{plural(facts.num_unreadable, 'line')} of the event files could not be read (torn, or written by"
-            " another release) and are not counted"
+            f"{plural(facts.num_unreadable, 'line')} of the event files could not be read (torn, or"
+            " written by another release) and are not counted"
         )
     return tag(
         "section",

@@ -1,4 +1,5 @@
-"""A run's facts for programs: what `phalanx train --json` ends with and `phalanx report --json` prints."""
+"""A run's facts for programs: what `phalanx train --json` ends with and `phalanx report --json`
+prints."""
 
 from __future__ import annotations
 
@@ -15,8 +16,13 @@ from phalanx.report.reduce import median
 
 
 def run_json(facts: RunFacts) -> dict[str, Any]:
-    """Numbers that were never measured are None. Losses are per target: nats per token where `loss_unit` says so."""
-    finished = next((e.event for e in reversed(facts.story) if isinstance(e.event, events.RunFinished)), None)
+    """Numbers that were never measured are None.
+
+    Losses are per target: nats per token where `loss_unit` says so.
+    """
+    finished = next(
+        (e.event for e in reversed(facts.story) if isinstance(e.event, events.RunFinished)), None
+    )
     return {
         "run_dir": str(facts.run_dir),
         "name": facts.name,
@@ -103,13 +109,21 @@ def _pipeline(facts: RunFacts) -> dict[str, Any] | None:
 
 
 def _experts(facts: RunFacts) -> dict[str, Any] | None:
-    """The last step in which experts were counted: of the worst layer the busiest expert over the mean, and the share
-    of all choices that was dropped, 0 to 1."""
+    """The last step in which experts were counted: of the worst layer the busiest expert over the
+    mean, and the share of all choices that was dropped, 0 to 1."""
     experts = facts.experts
     if not experts.has_any:
         return None
-    worst = max(max(tokens) * len(tokens) / sum(tokens) for tokens in experts.tokens.values() if sum(tokens) > 0)
-    return {"step": experts.step, "max_over_mean": worst, "dropped_share": experts.newest_dropped_share}
+    worst = max(
+        max(tokens) * len(tokens) / sum(tokens)
+        for tokens in experts.tokens.values()
+        if sum(tokens) > 0
+    )
+    return {
+        "step": experts.step,
+        "max_over_mean": worst,
+        "dropped_share": experts.newest_dropped_share,
+    }
 
 
 def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
@@ -125,8 +139,9 @@ def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
 
 
 def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
-    """Those that are there, oldest first. Of a store elsewhere, or a directory that cannot be read, what the run said
-    counts.
+    """Those that are there, oldest first.
+
+    Of a store elsewhere, or a directory that cannot be read, what the run said counts.
     """
     told: dict[int, events.CheckpointSaved] = {}
     for event in (envelope.event for envelope in facts.story):
@@ -134,7 +149,9 @@ def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
             told[event.step] = event
         elif isinstance(event, events.CheckpointsRemoved):
             told = {step: saved for step, saved in told.items() if step not in event.steps}
-    said = [{"step": step, "path": e.path, "num_bytes": e.num_bytes} for step, e in sorted(told.items())]
+    said = [
+        {"step": step, "path": e.path, "num_bytes": e.num_bytes} for step, e in sorted(told.items())
+    ]
     if any("://" in saved.path or Path(saved.path).is_absolute() for saved in told.values()):
         return said
     try:
@@ -145,7 +162,9 @@ def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
     for path in paths:
         step = LocalFolder(path).step
         num_bytes = told[step].num_bytes if step in told else None
-        found.append({"step": step, "path": str(path.relative_to(facts.run_dir)), "num_bytes": num_bytes})
+        found.append(
+            {"step": step, "path": str(path.relative_to(facts.run_dir)), "num_bytes": num_bytes}
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""How long a run has lived, and when in its life something was said: by a clock that nobody sets."""
+"""How long a run has lived, and when in its life something was said: by a clock that nobody
+sets."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from phalanx.observe.order import AttemptCounter
 
 @dataclass
 class _Span:
-    """What is known of the time of one attempt. Seconds of a steady clock, or of the wall where there is no other."""
+    """What is known of the time of one attempt.
+
+    Seconds of a steady clock, or of the wall where there is no other.
+    """
 
     first_s: float = math.nan
     last_s: float = math.nan
@@ -34,7 +38,10 @@ class _Span:
 
 @dataclass
 class _Command:
-    """One `phalanx train`: its attempts follow each other without a pause. `before_s`: the life of those before."""
+    """One `phalanx train`: its attempts follow each other without a pause.
+
+    `before_s`: the life of those before.
+    """
 
     spans: dict[int, _Span]
     before_s: float
@@ -46,7 +53,8 @@ class _Command:
 
     @property
     def alive_s(self) -> float:
-        """Without a steady clock, what the command itself said of its duration, which it measured with one."""
+        """Without a steady clock, what the command itself said of its duration, which it
+        measured with one."""
         first, last = next(iter(self.spans.values())), list(self.spans.values())[-1]
         if not (first.is_steady and last.is_steady) and math.isfinite(self.said_wall_s):
             return self.said_wall_s
@@ -65,9 +73,13 @@ class Timeline:
         command = self._by_attempt.get(envelope.attempt)
         if command is None:
             return 0.0
-        is_steady = command.spans[envelope.attempt].is_steady and math.isfinite(envelope.monotonic_s)
+        is_steady = command.spans[envelope.attempt].is_steady and math.isfinite(
+            envelope.monotonic_s
+        )
         at = envelope.monotonic_s if is_steady else envelope.time_unix_s
-        inside_s = min(max(at - command.first_s, 0.0), command.alive_s) if math.isfinite(at) else 0.0
+        inside_s = (
+            min(max(at - command.first_s, 0.0), command.alive_s) if math.isfinite(at) else 0.0
+        )
         return command.before_s + inside_s
 
 
@@ -93,7 +105,9 @@ class TimelineBuilder:
         timeline = Timeline()
         for attempts in self._commands():
             spans = {attempt: self._spans[attempt] for attempt in attempts}
-            command = _Command(spans, timeline.alive_s, self._said_wall_s.get(attempts[-1], math.nan))
+            command = _Command(
+                spans, timeline.alive_s, self._said_wall_s.get(attempts[-1], math.nan)
+            )
             timeline.alive_s += command.alive_s
             timeline._by_attempt |= dict.fromkeys(attempts, command)
         return timeline

@@ -1,4 +1,5 @@
-"""Where the time went: the whole run, a step of each rank, and the steps of rank 0 one after another."""
+"""Where the time went: the whole run, a step of each rank, and the steps of rank 0 one after
+another."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from phalanx.report.markup import Html, table, tag
 MAX_RANKS = 32
 
 _LATER = {"pipeline": "g10"}  # colours stay what they were when a group comes between others
-GROUP_CLASS = {name: f"g{index}" for index, name in enumerate(name for name in GROUPS if name not in _LATER)} | _LATER
+GROUP_CLASS = {
+    name: f"g{index}" for index, name in enumerate(name for name in GROUPS if name not in _LATER)
+} | _LATER
 _LEDGER_CLASS = {
     "training steps": "g1",
     "waiting for data": "g0",
@@ -34,10 +37,17 @@ def time_section(facts: RunFacts) -> Html:
 
 def _ledger(facts: RunFacts) -> Html:
     ledger = facts.ledger
-    texts = {n: f"{words.seconds(s)} ({words.percent(s, ledger.wall_s)})" for n, s in ledger.parts_s.items()}
+    texts = {
+        n: f"{words.seconds(s)} ({words.percent(s, ledger.wall_s)})"
+        for n, s in ledger.parts_s.items()
+    }
     shown = [name for name, value in ledger.parts_s.items() if value > 0]
     rows = [
-        [name, words.seconds(ledger.parts_s[name]), words.percent(ledger.parts_s[name], ledger.wall_s)]
+        [
+            name,
+            words.seconds(ledger.parts_s[name]),
+            words.percent(ledger.parts_s[name], ledger.wall_s),
+        ]
         for name in ledger.parts_s
     ]
     rows.append(["sum", words.seconds(ledger.wall_s), "100.0 %"])
@@ -48,28 +58,44 @@ def _ledger(facts: RunFacts) -> Html:
         legend(shown, _LEDGER_CLASS),
         tag(
             "p",
-            "“Everything else” is what lies between the steps: waiting for a restart, generating text, stopping.",
+            "“Everything else” is what lies between the steps: waiting for a restart, generating"
+            " text, stopping.",
             class_="note",
         ),
-        tag("details", tag("summary", "Data table"), table(["part", "seconds", "share"], rows, css_class="num")),
+        tag(
+            "details",
+            tag("summary", "Data table"),
+            table(["part", "seconds", "share"], rows, css_class="num"),
+        ),
         class_="block",
     )
 
 
 def _ranks(facts: RunFacts) -> Html:
     ranks = _chosen(facts.ranks)
-    whole = max(max(r.mean_s, sum(value for value in r.mean_groups_s.values() if value > 0)) for r in ranks)
+    whole = max(
+        max(r.mean_s, sum(value for value in r.mean_groups_s.values() if value > 0)) for r in ranks
+    )
     used = [name for name in GROUPS if any(rank.mean_groups_s[name] > 0 for rank in ranks)]
     rows = [_rank_row(rank, whole) for rank in ranks]
     head = ["rank", "mean step by phase", "mean", "p50", "p99", "longest", "unaccounted"]
     left_out = len(facts.ranks) - len(ranks)
-    note = "Over every step a rank ran, steps done again included. p99: 99 % of the steps took no longer. "
+    note = (
+        "Over every step a rank ran, steps done again included. p99: 99 % of the steps took no"
+        " longer. "
+    )
     note += "Unaccounted is the time of a step that no phase claims."
     if facts.plan.get("device") == "cuda" and words.as_number(facts.plan.get("zero_stage")) >= 2:
-        note += " What a GPU waits for gathered weights and scattered gradients is a part of forward and backward: "
+        note += (
+            " What a GPU waits for gathered weights and scattered gradients is a part of forward"
+            " and backward: "
+        )
         note += "FSDP's own streams are not timed, and “collective” does not have it."
     if left_out:
-        note += f" Shown are rank {ranks[0].rank} and the slowest of the others; {left_out} ranks are left out."
+        note += (
+            f" Shown are rank {ranks[0].rank} and the slowest of the others; {left_out} ranks are"
+            " left out."
+        )
     return tag(
         "div",
         tag("h3", "A step of each rank"),
@@ -95,12 +121,19 @@ def _rank_row(rank: RankTime, whole: float) -> list[Html | str]:
     spare = f"{words.milliseconds(unaccounted)} ({words.percent(unaccounted, rank.mean_s)})"
     bar = stacked_bar(rank.mean_groups_s, GROUP_CLASS, whole, texts)
     times = [rank.mean_s, rank.p50_s, rank.p99_s, rank.max_s]
-    return [str(rank.rank), tag("div", bar, class_="bars"), *[words.milliseconds(value) for value in times], spare]
+    return [
+        str(rank.rank),
+        tag("div", bar, class_="bars"),
+        *[words.milliseconds(value) for value in times],
+        spare,
+    ]
 
 
 def _verdict(rank: RankTime) -> str:
     shares = sorted(rank.mean_groups_s.items(), key=lambda item: item[1], reverse=True)
-    said = [f"{name} {words.percent(value, rank.mean_s)}" for name, value in shares[:3] if value > 0]
+    said = [
+        f"{name} {words.percent(value, rank.mean_s)}" for name, value in shares[:3] if value > 0
+    ]
     if not said:
         return "No phases were measured."
     return f"Most of a step of rank {rank.rank} is {', '.join(said)}."
@@ -121,7 +154,9 @@ def _phase_table(ranks: list[RankTime], used: list[str]) -> Html:
 
 
 def _over_time(facts: RunFacts) -> Html:
-    parts = {name: [1e3 * value for value in column] for name, column in facts.steps.groups_s.items()}
+    parts = {
+        name: [1e3 * value for value in column] for name, column in facts.steps.groups_s.items()
+    }
     chart = StackChart(
         title=f"Step time of rank {facts.lead_rank}",
         y_label="milliseconds per step",

@@ -13,7 +13,8 @@ NOT_MEASURED = "not measured"
 
 
 def as_number(value: Any) -> float:
-    """The value if it is a number of ordinary size, else NaN: JSON from a run directory may hold anything."""
+    """The value if it is a number of ordinary size, else NaN: JSON from a run directory may hold
+    anything."""
     if isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300:
         return float(value)
     return math.nan

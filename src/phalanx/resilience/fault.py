@@ -1,4 +1,5 @@
-"""Faults strike at a (rank, step, phase), never at a time, so that a drill can be repeated exactly."""
+"""Faults strike at a (rank, step, phase), never at a time, so that a drill can be repeated
+exactly."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ FAULTS = "phalanx.resilience.faults"
 
 @dataclass(frozen=True)
 class Fault:
-    """`name` in the faults folder (or package.module:function), and where it strikes; None strikes anywhere."""
+    """`name` in the faults folder (or package.module:function), and where it strikes; None
+    strikes anywhere."""
 
     name: str
     rank: int
@@ -29,15 +31,23 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """ "kill:rank=1,step=7,phase=backward" -> Fault. The grammar is checked when the job is loaded."""
+    """ "kill:rank=1,step=7,phase=backward" -> Fault.
+
+    The grammar is checked when the job is loaded.
+    """
     head, _, tail = text.rpartition(":") if "=" in text.rpartition(":")[2] else (text, "", "")
     places = dict(part.split("=", 1) for part in tail.split(",") if part)
     step = int(places["step"]) if "step" in places else None
-    return Fault(head, int(places.get("rank", 0)), step, places.get("phase"), resolve(head, FAULTS, "inject"))
+    return Fault(
+        head, int(places.get("rank", 0)), step, places.get("phase"), resolve(head, FAULTS, "inject")
+    )
 
 
 def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listener:
-    """A phase listener that injects each fault once per run: restarts must not meet it again. For several threads."""
+    """A phase listener that injects each fault once per run: restarts must not meet it again.
+
+    For several threads.
+    """
     faults = [(_mark_name(texts, index), parse_fault(text)) for index, text in enumerate(texts)]
     taking = threading.Lock()
 
@@ -63,7 +73,8 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listene
 
 
 def _mark_name(texts: Sequence[str], index: int) -> str:
-    """By what a fault says, not by its place in the list: a run may be resumed with another list."""
+    """By what a fault says, not by its place in the list: a run may be resumed with another
+    list."""
     text = texts[index]
     nth = texts[:index].count(text)
     return f"{parse_fault(text).name.replace(':', '.')[:64]}-{digest([text, nth])}.injected"

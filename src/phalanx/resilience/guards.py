@@ -12,8 +12,8 @@ from phalanx.parallel.model import StepFacts
 class SkippedStepsGuard:
     """Gives up (exit 8) after more than `limit` steps in a row that could not be applied.
 
-    Those are steps whose loss or gradients were not finite, and steps without a single target: a run of either ends
-    with the weights that it began with.
+    Those are steps whose loss or gradients were not finite, and steps without a single target: a
+    run of either ends with the weights that it began with.
     """
 
     limit: int
@@ -24,7 +24,9 @@ class SkippedStepsGuard:
         if facts.usable:
             self.in_a_row = self.without_targets = 0
             return None
-        if facts.reason_to_skip == "overflow":  # usual in fp16, and the loss scale gives up by itself
+        if (
+            facts.reason_to_skip == "overflow"
+        ):  # usual in fp16, and the loss scale gives up by itself
             return None
         self.in_a_row += 1
         self.without_targets += facts.num_targets == 0
@@ -33,17 +35,28 @@ class SkippedStepsGuard:
         return None
 
     def _had_enough(self, step: int) -> NumericsError:
-        look_at_data = "look at what masks them: targets of -100, documents or prompts longer than train.seq_len"
+        look_at_data = (
+            "look at what masks them: targets of -100, documents or prompts longer than"
+            " train.seq_len"
+        )
         if self.without_targets == self.in_a_row:
-            return NumericsError(f"no targets in {_steps(self.in_a_row)}, up to step {step}", fix=look_at_data)
+            return NumericsError(
+                f"no targets in {_steps(self.in_a_row)}, up to step {step}", fix=look_at_data
+            )
         if self.without_targets == 0:
             return NumericsError(
                 f"{_steps(self.in_a_row)} had non-finite gradients, up to step {step}",
-                fix="lower optim.lr, lengthen optim.warmup_steps, or continue from an older checkpoint",
+                fix=(
+                    "lower optim.lr, lengthen optim.warmup_steps, or continue from an older"
+                    " checkpoint"
+                ),
             )
         return NumericsError(
             f"{_steps(self.in_a_row)} could not be applied, up to step {step}",
-            why=f"{self.without_targets} had no targets, {self.in_a_row - self.without_targets} non-finite gradients",
+            why=(
+                f"{self.without_targets} had no targets, {self.in_a_row - self.without_targets}"
+                " non-finite gradients"
+            ),
             fix=look_at_data + "; lower optim.lr",
         )
 

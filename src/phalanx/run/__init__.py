@@ -1,1 +1,2 @@
-"""One job from start to end: prepare, start or join ranks, train, resume, conclude; trained models put to use."""
+"""One job from start to end: prepare, start or join ranks, train, resume, conclude; trained
+models put to use."""

@@ -9,7 +9,9 @@ from phalanx.run.resume import Resumed
 
 
 def announcement(run: PreparedRun, *, ranks: str = "", resumed: Resumed | None = None) -> list[str]:
-    """The lines before the first step. `ranks` says where they were read, if a launcher started them.
+    """The lines before the first step.
+
+    `ranks` says where they were read, if a launcher started them.
 
     Of a run that is continued, what changed stands last, right before the first step.
     """

@@ -13,7 +13,8 @@ MAX_TRAIN_TOKENS = 32_000_000  # an n-gram model of more takes longer than peopl
 
 
 def score(corpus: Corpus, max_tokens: int) -> list[Event]:
-    """Unigram and interpolated trigram, fitted on the training split and scored on the held-out tokens."""
+    """Unigram and interpolated trigram, fitted on the training split and scored on the held-out
+    tokens."""
     began = time.monotonic()
     if len(corpus.components) > 1:
         return [Note("no_baselines", {"why": "a mixture has no one n-gram model to compare with"})]
@@ -23,4 +24,6 @@ def score(corpus: Corpus, max_tokens: int) -> list[Event]:
     assert corpus.vocab_size is not None
     scores = fit_and_score(train, held_out, corpus.vocab_size, max_tokens=max_tokens)
     wall_s = time.monotonic() - began
-    return [BaselineMeasured(score.name, score.loss_nats, score.num_targets, wall_s) for score in scores]
+    return [
+        BaselineMeasured(score.name, score.loss_nats, score.num_targets, wall_s) for score in scores
+    ]

@@ -25,7 +25,10 @@ from phalanx.run.prepare import PreparedRun
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. `status` is "finished" | "preempted" | "interrupted" | "failed"; `message` is for a person."""
+    """How a run ended.
+
+    `status` is "finished" | "preempted" | "interrupted" | "failed"; `message` is for a person.
+    """
 
     run_dir: Path
     status: str
@@ -34,7 +37,8 @@ class RunEnd:
     plan: Plan | None
     """None in a rank that was never told: rank 0 of its launcher could not prepare the run."""
     refusal: PhalanxError | None = None
-    """The error of this rank, or of rank 0, where it was said already: a command says it once for all ranks."""
+    """The error of this rank, or of rank 0, where it was said already: a command says it once
+    for all ranks."""
     rank: int = 0
     """The rank of another launcher that this process was; 0 where it started the ranks itself."""
 
@@ -58,8 +62,9 @@ def finish_run(
 ) -> RunEnd:
     """Record how the run ended, close what `stack` holds (the bus, the console), say what came out.
 
-    Raises `refusal`, which makes the run as if it had never been; and ResourceError where a run is finished and its
-    record does not say so: whoever starts it again then repeats what comes after the last step.
+    Raises `refusal`, which makes the run as if it had never been; and ResourceError where a run is
+    finished and its record does not say so: whoever starts it again then repeats what comes after
+    the last step.
     """
     newest = newest_step(open_store(run.run_dir, run.job.checkpoint.url))
     bus.emit(RunFinished(outcome.status, outcome.exit_code, newest, elapsed_s))
@@ -94,7 +99,8 @@ def _say_conclusion(run: PreparedRun, outcome: Outcome, output: RunOutput) -> No
 
 
 def _resume_lines(run: PreparedRun, outcome: Outcome, newest: Folder) -> list[str]:
-    """The command that continues a run which did not finish; none if it would fail in the same way."""
+    """The command that continues a run which did not finish; none if it would fail in the same
+    way."""
     command = f"resume  {this_command()} train --resume {shlex.quote(str(run.run_dir))}"
     if outcome.exit_code != ExitCode.CHECKPOINT:
         return [f"{command}   (newest checkpoint: {newest.name})"]
@@ -111,12 +117,16 @@ def _write_page(run_dir: Path) -> str:
     try:
         write_report(run_dir)
     except ResourceError as error:
-        return f"report  is not written: {error.what} ({error.why}); phalanx report {run_dir} writes it once it can be"
+        return (
+            f"report  is not written: {error.what} ({error.why}); phalanx report {run_dir} writes"
+            " it once it can be"
+        )
     return f"report  {run_dir / 'report.html'}"
 
 
 def _list_checkpoints(run: PreparedRun) -> list[Folder]:
-    """The run's checkpoints; none where the store does not answer, which whoever resumes will hear of."""
+    """The run's checkpoints; none where the store does not answer, which whoever resumes will
+    hear of."""
     try:
         return open_store(run.run_dir, run.job.checkpoint.url).folders()
     except (OSError, CheckpointError):

@@ -1,4 +1,5 @@
-"""The data of a run as one rank uses it: training batches, what is evaluated, the text it is asked to continue."""
+"""The data of a run as one rank uses it: training batches, what is evaluated, the text it is
+asked to continue."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def open_train_batches(
         data.close()
 
 
-def open_held_out(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, *, split: Split = "held_out") -> HeldOut | None:
+def open_held_out(
+    job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, *, split: Split = "held_out"
+) -> HeldOut | None:
     """What is evaluated, by source; None for nothing."""
     if not job.eval.tokens:
         return None
@@ -74,7 +77,10 @@ def open_held_out(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, *, split: Sp
 
 
 def _say_split(corpus: Corpus, bus: Bus) -> None:
-    """What is held out otherwise than by the fraction of documents. The terminal knows it before the ranks begin."""
+    """What is held out otherwise than by the fraction of documents.
+
+    The terminal knows it before the ranks begin.
+    """
     for name, component in zip(corpus.names, corpus.components, strict=True):
         if component.why_split:
             held_out = component.splits["held_out"]
@@ -96,11 +102,14 @@ def _share(plan: Plan, mesh: Mesh, state: TrainState | None = None) -> Share:
 def check_masks(job: Job, model: ParallelModel) -> None:
     """Refuse data.document_masks (exit 3) for a module that could not honour them."""
     if job.data.document_masks:
-        call_with_batch(model.module, dict.fromkeys(("inputs", "positions", "document_ids"), torch.zeros(0)))
+        call_with_batch(
+            model.module, dict.fromkeys(("inputs", "positions", "document_ids"), torch.zeros(0))
+        )
 
 
 def check_same_samples(corpus: Corpus, mesh: Mesh) -> None:
-    """A user's dataset must give every rank the same samples, or they would repeat some and leave others out."""
+    """A user's dataset must give every rank the same samples, or they would repeat some and
+    leave others out."""
     if corpus.user is None:
         return
     every = mesh.gather_json(_look_at(corpus.user))
@@ -114,15 +123,23 @@ def check_same_samples(corpus: Corpus, mesh: Mesh) -> None:
     has_other_length = every[different[0]]["length"] != was["length"]
     other = "another length" if has_other_length else f"other samples ({LOOKED_AT} are compared)"
     if every.count(every[0]) == len(every):
-        why = f"it has {other}: it changed since the run began, or each process shuffles or draws for itself"
+        why = (
+            f"it has {other}: it changed since the run began, or each process shuffles or draws for"
+            " itself"
+        )
     else:
-        why = f"rank {', '.join(map(str, different))} has {other}: each process shuffles or draws for itself"
+        why = (
+            f"rank {', '.join(map(str, different))} has {other}: each process shuffles or draws for"
+            " itself"
+        )
     raise DataError(
         "your dataset is not the one that was opened before the ranks started",
         where=f"data.source {corpus.user.source}",
         why=why,
-        fix="do not shuffle in it (phalanx does), and draw only from the global generators of random, numpy and torch, "
-        "which are set for each sample",
+        fix=(
+            "do not shuffle in it (phalanx does), and draw only from the global generators of"
+            " random, numpy and torch, which are set for each sample"
+        ),
     )
 
 
@@ -137,7 +154,10 @@ def _look_at(user: UserFacts) -> dict[str, int | str]:
 
 
 def say_batch_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
-    """A resumed run may read other numbers of samples in a step. The cursor goes on where it was."""
+    """A resumed run may read other numbers of samples in a step.
+
+    The cursor goes on where it was.
+    """
     if state.samples_seen == state.step * plan.global_batch_size:
         return
     rate = peak_rate(job).why or f"optim.lr stays {peak_rate(job).lr:.3g}, as the job says"
@@ -148,15 +168,19 @@ def say_batch_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
                 "step": state.step,
                 "samples_seen": state.samples_seen,
                 "global_batch_size": plan.global_batch_size,
-                "why": f"steps from {state.step + 1} on read {plan.global_batch_size} samples each, the first of them "
-                f"sample {state.samples_seen}; train.steps counts steps as before; {rate}",
+                "why": (
+                    f"steps from {state.step + 1} on read {plan.global_batch_size} samples each,"
+                    f" the first of them sample {state.samples_seen}; train.steps counts steps as"
+                    f" before; {rate}"
+                ),
             },
         )
     )
 
 
 def prompt_tokens(corpus: Corpus, tokenizer: Tokenizer, context: int) -> list[int]:
-    """What the model is asked to continue: the beginning of what it has not seen, or a function of the library."""
+    """What the model is asked to continue: the beginning of what it has not seen, or a function
+    of the library."""
     if corpus.source == "stdlib":
         return tokenizer.encode(STDLIB_PROMPT)[:context]
     for split in reversed(SPLITS):

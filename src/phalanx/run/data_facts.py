@@ -15,7 +15,9 @@ def data_facts(corpus: Corpus) -> DataFacts:
     total = sum(corpus.weights)
     sources = tuple(
         SourceFacts(name, weight / total, component.splits["train"].num_tokens)
-        for name, weight, component in zip(corpus.names, corpus.weights, corpus.components, strict=True)
+        for name, weight, component in zip(
+            corpus.names, corpus.weights, corpus.components, strict=True
+        )
     )
     return DataFacts("tokens", train, held_out, sources)
 
@@ -28,12 +30,15 @@ def looked_facts(look: DataLook) -> DataFacts | None:
         return None
     total = sum(source.weight for source in look.sources)
     train, held_out = (
-        sum(getattr(source, name) or 0 for source in look.sources) for name in ("num_train", "num_held_out")
+        sum(getattr(source, name) or 0 for source in look.sources)
+        for name in ("num_train", "num_held_out")
     )
     names = [source.source for source in look.sources]
     sources = tuple(
         SourceFacts(
-            name if names.count(name) == 1 else f"{name} #{number + 1}", source.weight / total, source.num_train or 0
+            name if names.count(name) == 1 else f"{name} #{number + 1}",
+            source.weight / total,
+            source.num_train or 0,
         )
         for number, (name, source) in enumerate(zip(names, look.sources, strict=True))
     )
@@ -43,11 +48,15 @@ def looked_facts(look: DataLook) -> DataFacts | None:
 def look_in_words(look: DataLook) -> list[str]:
     """A line for each source, for people."""
     if look.user is not None:
-        held_out = f"{look.user.num_held_out:,} held out" if look.user.num_held_out else "none held out"
+        held_out = (
+            f"{look.user.num_held_out:,} held out" if look.user.num_held_out else "none held out"
+        )
         return [f"data    {look.user.source}: {look.user.num_train:,} training samples, {held_out}"]
     total = sum(source.weight for source in look.sources)
     several = len(look.sources) > 1
     return [
-        f"data    {source.source}{f' ({source.weight / total:.1%} of the samples)' if several else ''}: {source.words}"
+        "data   "
+        f" {source.source}{f' ({source.weight / total:.1%} of the samples)' if several else ''}:"
+        f" {source.words}"
         for source in look.sources
     ]

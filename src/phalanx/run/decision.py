@@ -1,4 +1,5 @@
-"""What rank 0 of another launcher's ranks decided, for all of them: where and how they train, or why they do not."""
+"""What rank 0 of another launcher's ranks decided, for all of them: where and how they train, or
+why they do not."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from phalanx.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Decision(JsonRecord):
-    """`exit_code` is None where ranks are to train; else they end with it, because of `error` if there is one."""
+    """`exit_code` is None where ranks are to train; else they end with it, because of `error` if
+    there is one."""
 
     run_dir: Path
     plan: Plan | None = None

@@ -1,4 +1,5 @@
-"""The run directory: created, locked and described before ranks start; what cannot start leaves nothing behind."""
+"""The run directory: created, locked and described before ranks start; what cannot start leaves
+nothing behind."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ JOB_FILE, PLAN_FILE = "job.json", "plan.json"
 def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:
     """Raise at once, before anything slow, for a run directory that cannot be used.
 
-    Raises RunLockedError (exit 9) if a live job holds it, UsageError if a run is there and is not to be resumed, and
-    ResourceError for a name that no file system takes.
+    Raises RunLockedError (exit 9) if a live job holds it, UsageError if a run is there and is not
+    to be resumed, and ResourceError for a name that no file system takes.
     """
     try:
         is_locked, is_run = (run_dir / LOCK_NAME).exists(), (run_dir / JOB_FILE).exists()
@@ -37,15 +38,24 @@ def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:
         with contextlib.suppress(ResourceError), hold_run_lock(run_dir):
             pass
     if not resume and is_run:
-        raise UsageError("a run is there already", where=str(run_dir), fix=f"use --resume {run_dir} or another run.dir")
+        raise UsageError(
+            "a run is there already",
+            where=str(run_dir),
+            fix=f"use --resume {run_dir} or another run.dir",
+        )
 
 
 class RunDirectory:
-    """A run directory that this process holds. Its new folders are removed at the end unless `keep` was called."""
+    """A run directory that this process holds.
+
+    Its new folders are removed at the end unless `keep` was called.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir
-        self._new_folders = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+        self._new_folders = [
+            folder for folder in (run_dir, *run_dir.parents) if not folder.exists()
+        ]
         self._is_kept = False
 
     def keep(self) -> None:
@@ -53,7 +63,8 @@ class RunDirectory:
         self._is_kept = True
 
     def forget(self) -> None:
-        """A directory that was there before stays, but is no run any more; a new one goes at the end."""
+        """A directory that was there before stays, but is no run any more; a new one goes at the
+        end."""
         self._is_kept = False
         for name in (JOB_FILE, PLAN_FILE):
             (self.path / name).unlink(missing_ok=True)
@@ -62,7 +73,8 @@ class RunDirectory:
     def hold(self) -> Iterator[Lock]:
         """Create and lock the directory; remove at the end what is new of it and was not kept.
 
-        Only the holder of the lock removes files: of two jobs that race for a new directory, the loser leaves it alone.
+        Only the holder of the lock removes files: of two jobs that race for a new directory, the
+        loser leaves it alone.
         """
         try:
             open_run_directory(self.path)
@@ -85,8 +97,9 @@ class RunDirectory:
 def write_run_facts(run_dir: Path, lock: Lock, facts: Mapping[str, object]) -> Iterator[None]:
     """Write the JSON files `facts` (values by file name) of a run, for as long as the body goes on.
 
-    The files of an old run return if the body starts no training: it was refused after all. Not a byte is written once
-    another job has taken the run: this one may have stood still for hours before.
+    The files of an old run return if the body starts no training: it was refused after all. Not a
+    byte is written once another job has taken the run: this one may have stood still for hours
+    before.
     """
     lock.require_ours()
     paths = [run_dir / name for name in facts]
@@ -108,4 +121,6 @@ def write_run_facts(run_dir: Path, lock: Lock, facts: Mapping[str, object]) -> I
 
 def _has_started(run_dir: Path, attempt: int) -> bool:
     """True if ranks have begun to train in `attempt` or later."""
-    return any(isinstance(envelope.event, RunStarted) for envelope in EventTail(run_dir, attempt).poll())
+    return any(
+        isinstance(envelope.event, RunStarted) for envelope in EventTail(run_dir, attempt).poll()
+    )

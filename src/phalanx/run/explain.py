@@ -30,7 +30,10 @@ _AUTO = ("auto", None)
 
 @dataclass(frozen=True)
 class Explained:
-    """One value. `origin`: default, file, run, override, preset or derived; `where`: "job.toml:12:1"."""
+    """One value.
+
+    `origin`: default, file, run, override, preset or derived; `where`: "job.toml:12:1".
+    """
 
     key: str
     value: Any
@@ -39,14 +42,23 @@ class Explained:
     why: str = ""
 
 
-def explain(job: Job, job_file: str | Path | None, overrides: Sequence[str]) -> tuple[list[Explained], Plan]:
-    """Every key of the job in order, then what the plan adds. Raises LayoutError like `make_plan`."""
+def explain(
+    job: Job, job_file: str | Path | None, overrides: Sequence[str]
+) -> tuple[list[Explained], Plan]:
+    """Every key of the job in order, then what the plan adds.
+
+    Raises LayoutError like `make_plan`.
+    """
     tokens = find_tokens(job)
     vocab_size, vocab_why = _vocabulary(tokens)
     plan = make_plan(job, vocab_size=vocab_size, more=tokens.remarks())
     derived = _derived(job, plan, vocab_why)
     if job.data.tokenizer is None and tokens.default:
-        why = f"{tokens.brought.owner} brings it" if tokens.brought and tokens.brought.name else "the default of text"
+        why = (
+            f"{tokens.brought.owner} brings it"
+            if tokens.brought and tokens.brought.name
+            else "the default of text"
+        )
         derived["data.tokenizer"] = Explained("data.tokenizer", tokens.default, "derived", why=why)
     origins = told(job_file, overrides)
     values = job.to_json()
@@ -61,28 +73,51 @@ def _explained(key: str, value: Any, origin: Origin, derived: Explained | None) 
     """What the user said, unless that leaves the value open or is changed by rule."""
     if derived is not None and (value in _AUTO or derived.value != value):
         return derived
-    why = f"{origin.shadowed_where} says {toml_value(origin.shadowed)}" if origin.shadowed_where else ""
+    why = (
+        f"{origin.shadowed_where} says {toml_value(origin.shadowed)}"
+        if origin.shadowed_where
+        else ""
+    )
     return Explained(key, value, origin.kind, origin.where, why)
 
 
 def _derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
-    """What stands in for keys that the job leaves open, and for a learning rate that follows the batch."""
+    """What stands in for keys that the job leaves open, and for a learning rate that follows the
+    batch."""
     found = [*_widths(job, plan, vocab_why), *_parallel(job, plan), *_machine(job, plan)]
     if job.run.dir is None:
         found.append(
-            Explained("run.dir", f"runs/{job.run.name}-<time>", "derived", why="named by run.name and the clock")
+            Explained(
+                "run.dir",
+                f"runs/{job.run.name}-<time>",
+                "derived",
+                why="named by run.name and the clock",
+            )
         )
     if job.train.micro_batch_size is None:
-        whole = f"the whole share of a rank: {job.train.global_batch_size} / {plan.world_size} ranks"
+        whole = (
+            f"the whole share of a rank: {job.train.global_batch_size} / {plan.world_size} ranks"
+        )
         if plan.pipeline is not None:
-            whole = f"makes {plan.num_microbatches} microbatches for {plan.pipeline.num_ranks} ranks in a pipeline"
-        found.append(Explained("train.micro_batch_size", plan.micro_batch_size, "derived", why=whole))
+            whole = (
+                f"makes {plan.num_microbatches} microbatches for {plan.pipeline.num_ranks} ranks in"
+                " a pipeline"
+            )
+        found.append(
+            Explained("train.micro_batch_size", plan.micro_batch_size, "derived", why=whole)
+        )
     if job.data.workers is None:
-        why = "tokens are read ahead in a thread" if num_workers(job.data) == 0 else "your own dataset is read ahead"
+        why = (
+            "tokens are read ahead in a thread"
+            if num_workers(job.data) == 0
+            else "your own dataset is read ahead"
+        )
         found.append(Explained("data.workers", num_workers(job.data), "derived", why=why))
     if job.optim.lr_scaling == "auto":
         why = f"the rule of {job.optim.kind}"
-        found.append(Explained("optim.lr_scaling", scaling_rule(job.optim) or "none", "derived", why=why))
+        found.append(
+            Explained("optim.lr_scaling", scaling_rule(job.optim) or "none", "derived", why=why)
+        )
     rate = peak_rate(job)
     if rate.why or job.optim.lr == "auto":
         why = rate.why or "for random weights"
@@ -98,7 +133,8 @@ def _derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
 
 
 def _widths(job: Job, plan: Plan, vocab_why: str) -> list[Explained]:
-    """The keys of [model] that the job leaves open: of the preset, of the data, or following from others."""
+    """The keys of [model] that the job leaves open: of the preset, of the data, or following
+    from others."""
     if job.model.is_foreign:
         return []
     preset = preset_of(job.model)
@@ -108,9 +144,15 @@ def _widths(job: Job, plan: Plan, vocab_why: str) -> list[Explained]:
         if value is not None or (key not in shape and key != "preset"):
             continue
         if key == "preset":
-            found.append(Explained("model.preset", preset.name, "derived", why="the preset where none is given"))
+            found.append(
+                Explained(
+                    "model.preset", preset.name, "derived", why="the preset where none is given"
+                )
+            )
         elif key in preset.values and preset.values[key] == shape[key]:
-            found.append(Explained(f"model.{key}", shape[key], "preset", why=f"preset {preset.name}"))
+            found.append(
+                Explained(f"model.{key}", shape[key], "preset", why=f"preset {preset.name}")
+            )
         elif key == "vocab_size":
             found.append(Explained("model.vocab_size", shape[key], "derived", why=vocab_why))
         elif key == "kind":
@@ -151,13 +193,19 @@ def _parallel(job: Job, plan: Plan) -> list[Explained]:
 
 def _pipeline(job: Job, pipeline: Pipeline) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {
-        "stage_blocks": (list(pipeline.stages.num_blocks), "cut so that the slowest stage is as fast as can be")
+        "stage_blocks": (
+            list(pipeline.stages.num_blocks),
+            "cut so that the slowest stage is as fast as can be",
+        )
     }
     if job.parallel.schedule_file is not None:
         return found
     return found | {
         "schedule": (pipeline.schedule_name, "the schedule where none is given"),
-        "stages_per_rank": (pipeline.stages_per_rank, f"what {pipeline.schedule_name} has unless told"),
+        "stages_per_rank": (
+            pipeline.stages_per_rank,
+            f"what {pipeline.schedule_name} has unless told",
+        ),
     }
 
 
@@ -183,9 +231,17 @@ def _of_the_plan(plan: Plan, units: Units) -> list[Explained]:
     noun = "sequences" if units == TEXT else "samples"
     rows: list[tuple[str, Any, str]] = [
         ("layout", plan.chosen.name, f"{plan.layout}: {plan.chosen.why}"),
-        ("num_microbatches", plan.num_microbatches, f"of {plan.micro_batch_size} {noun}, per rank and step"),
+        (
+            "num_microbatches",
+            plan.num_microbatches,
+            f"of {plan.micro_batch_size} {noun}, per rank and step",
+        ),
         ("num_params", plan.num_params, f"{format_count(plan.num_params)} parameters"),
-        ("memory_bytes", memory, f"{format_bytes(memory)} per rank predicted, beyond interpreter and torch"),
+        (
+            "memory_bytes",
+            memory,
+            f"{format_bytes(memory)} per rank predicted, beyond interpreter and torch",
+        ),
     ]
     if units == TEXT:
         whole = f"{plan.global_batch_size} sequences x {tokens} over all ranks"
@@ -194,18 +250,24 @@ def _of_the_plan(plan: Plan, units: Units) -> list[Explained]:
 
 
 def _vocabulary(tokens: JobTokens) -> tuple[int | None, str]:
-    """How many tokens the data will need, as far as that can be told without reading it, and how that is known."""
+    """How many tokens the data will need, as far as that can be told without reading it, and how
+    that is known."""
     sources = tokens.sources
     if sources and all(source.facts.kind != "none" for source in sources):
         largest = max(sources, key=lambda source: source.vocab_size)
         if not any(source.is_text for source in sources):
-            return largest.vocab_size, f"the token shards in {' and '.join(one.source for one in sources)} have it"
+            return (
+                largest.vocab_size,
+                f"the token shards in {' and '.join(one.source for one in sources)} have it",
+            )
         if largest.name != BYTES:
             return largest.vocab_size, f"the tokenizer {largest.name} has it"
     return None, "bytes and the end of a document; train counts what the data needs"
 
 
-def explain_json(explained: Sequence[Explained], plan: Plan, job_file: str | Path | None) -> dict[str, Any]:
+def explain_json(
+    explained: Sequence[Explained], plan: Plan, job_file: str | Path | None
+) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "job_file": str(job_file) if job_file is not None else None,

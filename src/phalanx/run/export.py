@@ -10,13 +10,26 @@ from typing import Any
 
 from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.exchange.hf_directory import export_own_directory
-from phalanx.checkpoint.exchange.hf_export import Exported, Extras, Progress, Rounding, export_hugging_face
+from phalanx.checkpoint.exchange.hf_export import (
+    Exported,
+    Extras,
+    Progress,
+    Rounding,
+    export_hugging_face,
+)
 from phalanx.checkpoint.exchange.importing import KEPT_FILES
 from phalanx.checkpoint.exchange.new_directory import refuse_old
 from phalanx.checkpoint.exchange.stored import StoredBag
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.origin import CheckpointOrigin, find_origin, find_run_dir
-from phalanx.core.errors import CheckpointError, DataError, DataStorageError, LayoutError, PhalanxError, UsageError
+from phalanx.core.errors import (
+    CheckpointError,
+    DataError,
+    DataStorageError,
+    LayoutError,
+    PhalanxError,
+    UsageError,
+)
 from phalanx.core.files import read_json
 from phalanx.data.corpus import load_corpus
 from phalanx.data.model_tokenizer import ModelTokenizer
@@ -25,7 +38,11 @@ from phalanx.job.hugging_face import is_hugging_face, read_config
 from phalanx.job.schema import Model
 from phalanx.run.tokens import model_tokenizer
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # torch's names by those of a job
+DTYPES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}  # torch's names by those of a job
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,12 @@ class ExportResult:
 
     def to_json(self) -> dict[str, Any]:
         """Facts of `phalanx checkpoint export --json`."""
-        return {"checkpoint": self.folder.url, "out": self.out, **vars(self.exported), "notes": list(self.notes)}
+        return {
+            "checkpoint": self.folder.url,
+            "out": self.out,
+            **vars(self.exported),
+            "notes": list(self.notes),
+        }
 
 
 def export_checkpoint(
@@ -77,7 +99,9 @@ def export_checkpoint(
 def _find_origin(location: str, weights: StoredBag) -> CheckpointOrigin:
     origin = find_origin(location, weights.folder, weights.manifest)
     if origin is None:
-        raise CheckpointError("nothing says what model it is of", where=location, fix="give the run's own directory")
+        raise CheckpointError(
+            "nothing says what model it is of", where=location, fix="give the run's own directory"
+        )
     if not origin.shape.is_known and not is_hugging_face(origin.shape.kind):
         raise LayoutError(
             f"{origin.shape.kind} is a model of your own: transformers has no class for it",
@@ -103,7 +127,9 @@ def _read_config_of_run(
         model = read_json(run_dir / "job.json")["model"]
         return {**read_config(model["kind"]), **model["args"], **special_tokens}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError("the run's job.json cannot be read", where=str(run_dir), why=str(error)) from None
+        raise CheckpointError(
+            "the run's job.json cannot be read", where=str(run_dir), why=str(error)
+        ) from None
 
 
 def _open_rounding(dtype: str | None) -> Rounding | None:
@@ -125,7 +151,9 @@ def _find_tokenizer_files(location: str, folder: Folder) -> TokenizerFiles:
     if not (run_dir / "data").is_dir():
         return TokenizerFiles(note="there is no tokenizer with it")
     try:
-        return collect_tokenizer_files(load_corpus(run_dir / "data"), _find_model_tokenizer(run_dir), KEPT_FILES)
+        return collect_tokenizer_files(
+            load_corpus(run_dir / "data"), _find_model_tokenizer(run_dir), KEPT_FILES
+        )
     except DataStorageError:
         raise
     except DataError as error:

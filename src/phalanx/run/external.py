@@ -1,7 +1,8 @@
 """A run whose ranks another launcher started (torchrun, srun, ...): they exist, nothing is forked.
 
-Rank 0 prepares the run directory and tells the others what it decided, or why it could not, through the ranks' store.
-This module is torch-free: a guard may be forked after it is imported. torch comes with the store.
+Rank 0 prepares the run directory and tells the others what it decided, or why it could not, through
+the ranks' store. This module is torch-free: a guard may be forked after it is imported. torch comes
+with the store.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ from phalanx.run.supervised import open_supervisor_bus, require_ours
 if TYPE_CHECKING:
     from phalanx.run.launched_rank import DecisionStore
 
-STATUS = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted", ExitCode.INTERRUPTED: "interrupted"}
+STATUS = {
+    ExitCode.OK: "finished",
+    ExitCode.PREEMPTED: "preempted",
+    ExitCode.INTERRUPTED: "interrupted",
+}
 
 
 class RankZeroError(PhalanxError):
@@ -54,7 +59,8 @@ def train_as_rank(
 ) -> RunEnd:
     """Train as one rank of another launcher. Rank 0 speaks for all.
 
-    A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in `run.dir`.
+    A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in
+    `run.dir`.
     """
     from phalanx.run.launched_rank import DecisionStore
 
@@ -65,7 +71,9 @@ def train_as_rank(
     is_restart = ranks.attempt > 0 and (run_dir / JOB_FILE).exists()
     resume = resumed is not None or is_restart
     try:
-        with prepare_run(job, run_dir, resume=resume, num_ranks=ranks.world_size, say=output.say) as prepared:
+        with prepare_run(
+            job, run_dir, resume=resume, num_ranks=ranks.world_size, say=output.say
+        ) as prepared:
             output.say(*announcement(prepared, ranks=launched.words, resumed=resumed))
             plan = prepared.plan
             if resume and is_finished(prepared):
@@ -73,7 +81,9 @@ def train_as_rank(
                 return end_without_training(prepared, output)
             attempt, epoch = next_attempt(run_dir), prepared.lock.take_epoch().number
             store.tell(Decision(run_dir, plan, attempt, epoch))
-            run = RankRun(prepared.job, plan, run_dir, 0, attempt, began_s, Claim(epoch, prepared.lock.holder))
+            run = RankRun(
+                prepared.job, plan, run_dir, 0, attempt, began_s, Claim(epoch, prepared.lock.holder)
+            )
             return _lead(prepared, run, store, resumed, output)
     except PhalanxError as error:
         store.tell(Decision(run_dir, exit_code=int(error.exit_code), error=str(error)))
@@ -84,7 +94,11 @@ def train_as_rank(
 
 
 def _lead(
-    prepared: PreparedRun, run: RankRun, store: DecisionStore, resumed: Resumed | None, output: RunOutput
+    prepared: PreparedRun,
+    run: RankRun,
+    store: DecisionStore,
+    resumed: Resumed | None,
+    output: RunOutput,
 ) -> RunEnd:
     """Train as rank 0, then say what came out, also when it failed."""
     console = output.open_console(run.job)
@@ -125,14 +139,27 @@ def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
             signal.signal(number, handler)
 
 
-def _follow(job: Job, ranks: RankEnv, store: DecisionStore, began_s: float, output: RunOutput) -> RunEnd:
-    """Train as a rank other than 0. What it must not say itself is in the result: rank 0 says it."""
+def _follow(
+    job: Job, ranks: RankEnv, store: DecisionStore, began_s: float, output: RunOutput
+) -> RunEnd:
+    """Train as a rank other than 0.
+
+    What it must not say itself is in the result: rank 0 says it.
+    """
     decision = store.read()
     run_dir, plan = decision.run_dir, decision.plan
     if decision.exit_code is not None or plan is None:
         code = ExitCode(decision.exit_code or ExitCode.OK)
         refusal = RankZeroError(decision.error, code) if decision.error else None
-        return RunEnd(run_dir, STATUS.get(code, "failed"), int(code), decision.error, plan, refusal, ranks.rank)
+        return RunEnd(
+            run_dir,
+            STATUS.get(code, "failed"),
+            int(code),
+            decision.error,
+            plan,
+            refusal,
+            ranks.rank,
+        )
     job = with_precision(job, plan.precision)  # what it leaves open, rank 0 has decided for all
     run = RankRun(job, plan, run_dir, ranks.rank, decision.attempt, began_s, Claim(decision.epoch))
     try:

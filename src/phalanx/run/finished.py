@@ -20,7 +20,8 @@ def is_finished(run: PreparedRun) -> bool:
     num_steps = run.job.train.steps
     events = (envelope.event for envelope in EventTail(run.run_dir).poll())
     is_recorded = any(
-        isinstance(event, RunFinished) and event.status == "finished" and event.step >= num_steps for event in events
+        isinstance(event, RunFinished) and event.status == "finished" and event.step >= num_steps
+        for event in events
     )
     store = open_store(run.run_dir, run.job.checkpoint.url)
     if not is_recorded or newest_step(store) < num_steps:
@@ -30,7 +31,9 @@ def is_finished(run: PreparedRun) -> bool:
 
 def end_without_training(run: PreparedRun, output: RunOutput) -> RunEnd:
     """The end of a run that was finished before: it says so, and nothing is trained."""
-    output.say(f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do")
+    output.say(
+        f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do"
+    )
     return RunEnd(run.run_dir, "finished", int(ExitCode.OK), "", run.plan)
 
 

@@ -1,4 +1,5 @@
-"""A look at the lock of a run directory before anything slow is imported, so that a run in use is refused at once."""
+"""A look at the lock of a run directory before anything slow is imported, so that a run in use
+is refused at once."""
 
 from __future__ import annotations
 
@@ -12,11 +13,15 @@ from phalanx.launch.external import external_ranks
 
 
 def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: str | None) -> None:
-    """Raise RunLockedError (exit 9) if a live job holds the run directory that these arguments lead to.
+    """Raise RunLockedError (exit 9) if a live job holds the run directory that these arguments lead
+    to.
 
-    Raises JobError for a job that cannot be loaded. Ranks of another launcher share one lock: only the leader takes it.
+    Raises JobError for a job that cannot be loaded. Ranks of another launcher share one lock: only
+    the leader takes it.
     """
-    if external_ranks(dict(os.environ)) is not None:  # a copy: asking writes what it finds into the environment
+    if (
+        external_ranks(dict(os.environ)) is not None
+    ):  # a copy: asking writes what it finds into the environment
         return
     run_dir = resume if resume is not None else load_job(job_file, overrides).run.dir
     if run_dir:

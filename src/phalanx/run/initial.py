@@ -1,4 +1,8 @@
-"""`model.init_from`: which weights a run starts from, decided and checked once, before there are ranks. Torch-free."""
+"""`model.init_from`: which weights a run starts from, decided and checked once, before there are
+ranks.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +31,10 @@ TRAINED_IN = "float32"
 
 @dataclass(frozen=True)
 class Initial:
-    """`checkpoint` is an absolute path or a URL; `imported_from` what an import came from. `differences`: what the
-    weights were made for and this model computes otherwise, though every tensor fits.
+    """`checkpoint` is an absolute path or a URL; `imported_from` what an import came from.
+
+    `differences`: what the weights were made for and this model computes otherwise, though every
+    tensor fits.
     """
 
     checkpoint: str
@@ -43,7 +49,9 @@ class Initial:
 
     def lines(self) -> list[str]:
         """For people."""
-        came = f", imported from {self.imported_from}" if self.imported_from else f", step {self.step}"
+        came = (
+            f", imported from {self.imported_from}" if self.imported_from else f", step {self.step}"
+        )
         cast = f", rounded to {TRAINED_IN}" if self.dtypes != (TRAINED_IN,) else ""
         kinds = " and ".join(self.dtypes)
         first = f"init    {self.num_tensors} tensors of {kinds}{cast} from {self.checkpoint}{came}"
@@ -51,13 +59,20 @@ class Initial:
 
 
 def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
-    """What `model.init_from` means now; None without it. `shape` is None where the model is not known yet.
+    """What `model.init_from` means now; None without it.
 
-    Raises CheckpointError if there is no checkpoint, MisfitError if it is not one of this model's weights.
+    `shape` is None where the model is not known yet.
+
+    Raises CheckpointError if there is no checkpoint, MisfitError if it is not one of this model's
+    weights.
     """
     if model.init_from is None:
         return None
-    place = model.init_from if is_url(model.init_from) else str(Path(model.init_from).expanduser().absolute())
+    place = (
+        model.init_from
+        if is_url(model.init_from)
+        else str(Path(model.init_from).expanduser().absolute())
+    )
     folder = _find(place)
     manifest = read_manifest(folder).without_optimizer()
     require_whole_directory(folder, manifest)
@@ -72,7 +87,8 @@ def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
 
 
 def told_shape(job: Job) -> ModelShape | None:
-    """The model's shape as far as it is known before the data is: not without a vocabulary, or of a user's module."""
+    """The model's shape as far as it is known before the data is: not without a vocabulary, or
+    of a user's module."""
     if job.model.is_foreign:
         return None
     vocab_size = fixed_vocab_size(job.model)
@@ -93,7 +109,11 @@ def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bo
     if not misfits:
         return
     only_types = all(misfit.kind == "dtype" for misfit in misfits)
-    fix = "model.init_cast=true rounds them" if only_types else "[model] must have the widths of the weights"
+    fix = (
+        "model.init_cast=true rounds them"
+        if only_types
+        else "[model] must have the widths of the weights"
+    )
     what = "the weights of model.init_from do not fit the model"
     raise MisfitError(what, misfits, where=folder.url, fix=fix)
 
@@ -101,7 +121,9 @@ def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bo
 def _differences(made_for: ModelShape, shape: ModelShape) -> tuple[str, ...]:
     """What no tensor's shape shows."""
     was, now = computed(made_for).to_json(), computed(shape).to_json()
-    return tuple(f"{key} {was[key]}, and model.{key} is {now[key]}" for key in was if was[key] != now[key])
+    return tuple(
+        f"{key} {was[key]}, and model.{key} is {now[key]}" for key in was if was[key] != now[key]
+    )
 
 
 def read_initial(run_dir: Path) -> Mapping[str, Any] | None:
@@ -111,5 +133,7 @@ def read_initial(run_dir: Path) -> Mapping[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise CheckpointError("it cannot be read", where=str(run_dir / INIT), why=str(error)) from None
+        raise CheckpointError(
+            "it cannot be read", where=str(run_dir / INIT), why=str(error)
+        ) from None
     return found

@@ -9,7 +9,10 @@ from phalanx.launch.external import external_ranks
 
 
 class LaunchedRanksError(UsageError):
-    """A launcher called a verb that starts its own ranks. Only `rank` 0 says so: the words are the same on all."""
+    """A launcher called a verb that starts its own ranks.
+
+    Only `rank` 0 says so: the words are the same on all.
+    """
 
     rank: int = 0
 
@@ -20,7 +23,8 @@ def refuse_launched_ranks(verb: str) -> None:
     if launched is None or launched.mine.world_size == 1:
         return
     error = LaunchedRanksError(
-        f"{verb} starts its own ranks, and a launcher has called it {launched.mine.world_size} times",
+        f"{verb} starts its own ranks, and a launcher has called it {launched.mine.world_size}"
+        " times",
         why=launched.words,
         fix=f"call phalanx {verb} once, without the launcher",
     )

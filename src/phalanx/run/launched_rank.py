@@ -1,4 +1,5 @@
-"""The torch side of a rank that another launcher started: the ranks' store, and the training itself."""
+"""The torch side of a rank that another launcher started: the ranks' store, and the training
+itself."""
 
 from __future__ import annotations
 
@@ -39,8 +40,11 @@ class DecisionStore:
             self._store = open_store(rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S)
 
     def tell(self, decision: Decision) -> None:
-        """As rank 0: tell the others. Where ranks end here, wait until each has read why: this one may hold the store
-        that they read from."""
+        """As rank 0: tell the others.
+
+        Where ranks end here, wait until each has read why: this one may hold the store that they
+        read from.
+        """
         if self._is_told or self._store is None:
             return
         self._is_told = True
@@ -51,29 +55,41 @@ class DecisionStore:
                 self._store.wait(keys, datetime.timedelta(seconds=READ_TIMEOUT_S))
 
     def read(self) -> Decision:
-        """As another rank: wait for the decision. Raises EnvironmentProblem if rank 0 tells none."""
+        """As another rank: wait for the decision.
+
+        Raises EnvironmentProblem if rank 0 tells none.
+        """
         self._store.set_timeout(datetime.timedelta(seconds=PREPARE_TIMEOUT_S))
         try:
             decision = Decision.from_json(json.loads(self._store.get(_DECISION)))
             self._store.set(f"read/{self._ranks.rank}", "1")
         except dist.DistError as error:
             reason = str(error).splitlines()[0]
-            raise EnvironmentProblem("rank 0 is gone, or prepares for too long", why=reason) from None
+            raise EnvironmentProblem(
+                "rank 0 is gone, or prepares for too long", why=reason
+            ) from None
         return decision
 
     def run_rank(self, run: RankRun, **options: Any) -> ExitCode:
         """Train as `run` says, joining the other ranks through this store. Returns the exit code.
 
-        User code that calls sys.exit, or raises KeyboardInterrupt, has failed: no stop of ours comes as an exception
-        while a rank runs, and neither code would tell the launcher that the run is not done.
+        User code that calls sys.exit, or raises KeyboardInterrupt, has failed: no stop of ours
+        comes as an exception while a rank runs, and neither code would tell the launcher that the
+        run is not done.
         """
         try:
             return ExitCode(run_rank(run, store=self._store, **options))
         except (SystemExit, KeyboardInterrupt) as error:
-            is_stop = isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            is_stop = (
+                isinstance(error, KeyboardInterrupt)
+                and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            )
             if is_stop:
                 raise
             report = describe(error, run.run_dir)
             where = place_in_words(read_black_box(black_box(run.run_dir, run.rank)))
-            print(f"phalanx: rank {run.rank} failed {where}:\n{report.traceback.rstrip()}", file=sys.stderr)
+            print(
+                f"phalanx: rank {run.rank} failed {where}:\n{report.traceback.rstrip()}",
+                file=sys.stderr,
+            )
             return ExitCode(report.exit_code)

@@ -1,4 +1,7 @@
-"""What plan and train say of a loss whose rows see each other: tried in another process, and kept. Torch-free."""
+"""What plan and train say of a loss whose rows see each other: tried in another process, and kept.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,10 @@ TIMEOUT_S = 30.0  # a run waits for it before its ranks start
 
 
 def warnings_of_rows(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWarning, ...]:
-    """Nothing for what phalanx brings itself, and for what cannot be tried: a run says what is wrong with it. Raises
-    LayoutError for an objective that is not there.
+    """Nothing for what phalanx brings itself, and for what cannot be tried: a run says what is
+    wrong with it.
+
+    Raises LayoutError for an objective that is not there.
 
     Without `ask`, user code is not called: only an answer that is kept from before counts.
     """
@@ -60,9 +65,20 @@ def _cache_file(job: Job, plan: Plan) -> Path:
     """Known by the user's sources and by our own."""
     named = [job.model.kind, job.model.objective, job.data.source]
     own = [
-        file for name in named if name and is_foreign(name) for file in sources_of(name.partition(":")[0].split("."))
+        file
+        for name in named
+        if name and is_foreign(name)
+        for file in sources_of(name.partition(":")[0].split("."))
     ]
     package = Path(__file__).parents[1]
-    ours = [*sorted((package / "nn").glob("*.py")), *sorted((package / "run" / "one_process").glob("*.py"))]
-    said = [job.model.model_dump(mode="json"), job.data.model_dump(mode="json"), job.run.seed, plan.shape]
+    ours = [
+        *sorted((package / "nn").glob("*.py")),
+        *sorted((package / "run" / "one_process").glob("*.py")),
+    ]
+    said = [
+        job.model.model_dump(mode="json"),
+        job.data.model_dump(mode="json"),
+        job.run.seed,
+        plan.shape,
+    ]
     return SHAPE_CACHE / f"rows-{digest([said, states_of([*own, *ours]), sys.version])}.json"

@@ -34,7 +34,8 @@ def _is_installed(package: str) -> bool:
 
 
 def sink_openers(job: Job, run_dir: Path) -> list[tuple[str, OpenSink]]:
-    """What opens each of the job's sinks: here, or in a process of its own where the sink asks for one."""
+    """What opens each of the job's sinks: here, or in a process of its own where the sink asks
+    for one."""
     return [(kind, _opener(kind, run_dir)) for kind in wanted_sinks(job)]
 
 
@@ -55,7 +56,8 @@ def preload(job: Job) -> tuple[str, ...]:
 
 
 def check_needs(job: Job, device: str) -> None:
-    """Raise EnvironmentProblem (exit 6) for a package or a compiler that the job needs and this machine lacks."""
+    """Raise EnvironmentProblem (exit 6) for a package or a compiler that the job needs and this
+    machine lacks."""
     for kind in wanted_sinks(job):
         if not is_foreign(kind):
             missing = [name for name in resolve(kind, SINKS, "REQUIRES") if not _is_installed(name)]
@@ -74,10 +76,14 @@ def check_needs(job: Job, device: str) -> None:
 
 def _check_fp8(device: str) -> None:
     if not _is_installed("torchao"):
-        raise EnvironmentProblem("precision.compute=fp8 needs torchao", fix=f"pip install 'phalanx[gpu]', or {INSTEAD}")
+        raise EnvironmentProblem(
+            "precision.compute=fp8 needs torchao", fix=f"pip install 'phalanx[gpu]', or {INSTEAD}"
+        )
     found = compute_capability() if device == "cuda" else None
     if found is not None and found < CAPABILITY:
         wanted, has = (".".join(map(str, version)) for version in (CAPABILITY, found))
         raise EnvironmentProblem(
-            f"precision.compute=fp8 needs GPUs of compute capability {wanted}, and one here has {has}", fix=INSTEAD
+            f"precision.compute=fp8 needs GPUs of compute capability {wanted}, and one here has"
+            f" {has}",
+            fix=INSTEAD,
         )

@@ -1,4 +1,5 @@
-"""The line that says how one goes on: a command that works as it is when it is pasted where this one ran."""
+"""The line that says how one goes on: a command that works as it is when it is pasted where this
+one ran."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ from phalanx.plan.plan import Plan
 
 
 def this_command() -> str:
-    """What calls this program in a shell here: `phalanx` where that is on the PATH, else what was typed, a path or
-    `python -m phalanx`."""
+    """What calls this program in a shell here: `phalanx` where that is on the PATH, else what was
+    typed, a path or `python -m phalanx`."""
     typed = sys.argv[0]
     if Path(typed).parts[-2:] == ("phalanx", "__main__.py") and shutil.which("phalanx") is None:
         return f"{shlex.quote(sys.executable)} -m phalanx"
     is_a_path = os.path.basename(typed) == "phalanx" and os.sep in typed
     on_path = shutil.which("phalanx")
-    if not is_a_path or (on_path is not None and os.path.realpath(on_path) == os.path.realpath(typed)):
+    if not is_a_path or (
+        on_path is not None and os.path.realpath(on_path) == os.path.realpath(typed)
+    ):
         return "phalanx"
     return shlex.quote(typed)
 
@@ -33,10 +36,22 @@ def next_line(*words: str) -> str:
 
 
 def after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) -> str:
-    """What to do with a run that is finished: let it write, evaluate it elsewhere, or look at its page again."""
-    if corpus.is_text and job.model.objective is None and not plan.model_shape.reads_images and job.checkpoint.at_end:
-        return next_line("generate", str(run_dir), "--prompt", "def " if corpus.source == "stdlib" else "The ")
-    has_held_out = corpus.user.num_held_out if corpus.user is not None else corpus.splits["held_out"].num_tokens > 1
+    """What to do with a run that is finished: let it write, evaluate it elsewhere, or look at
+    its page again."""
+    if (
+        corpus.is_text
+        and job.model.objective is None
+        and not plan.model_shape.reads_images
+        and job.checkpoint.at_end
+    ):
+        return next_line(
+            "generate", str(run_dir), "--prompt", "def " if corpus.source == "stdlib" else "The "
+        )
+    has_held_out = (
+        corpus.user.num_held_out
+        if corpus.user is not None
+        else corpus.splits["held_out"].num_tokens > 1
+    )
     if has_held_out and job.checkpoint.at_end:
         return next_line("eval", str(run_dir))
     return next_line("report", str(run_dir))

@@ -1,4 +1,7 @@
-"""Where a run's words go: lines, problems, and a console that follows its steps. It may also be quiet."""
+"""Where a run's words go: lines, problems, and a console that follows its steps.
+
+It may also be quiet.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from phalanx.observe.units import units_of
 class RunOutput:
     """Standard output and error as they are when something is said; nothing at all if `quiet`.
 
-    What is said is filtered, also in a script or a notebook: a model's or a data source's name may be a stranger's. A
-    stream that nobody reads any more takes no run with it.
+    What is said is filtered, also in a script or a notebook: a model's or a data source's name may
+    be a stranger's. A stream that nobody reads any more takes no run with it.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:

@@ -1,4 +1,7 @@
-"""The plan of a job as `phalanx train` would make it, with what its data says. Torch-free, and nothing is written."""
+"""The plan of a job as `phalanx train` would make it, with what its data says.
+
+Torch-free, and nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,9 @@ def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
     plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan)))
     initial = None
     if checks_initial and job.model.init_from is not None:
-        from phalanx.run.initial import find_initial  # reads checkpoints, which most jobs have none of
+        from phalanx.run.initial import (
+            find_initial,
+        )  # reads checkpoints, which most jobs have none of
 
         initial = find_initial(job.model, plan.model_shape)
     return PlannedJob(job, plan, tuple(data_lines), initial)
@@ -77,8 +82,13 @@ def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
 
 
 def _needs_no_look(job: Job) -> bool:
-    """True for the library of this interpreter as bytes: it is always there, and its vocabulary is known."""
-    return not job.data.mixture and job.data.source == Data().source and job.data.tokenizer in (None, "bytes")
+    """True for the library of this interpreter as bytes: it is always there, and its vocabulary
+    is known."""
+    return (
+        not job.data.mixture
+        and job.data.source == Data().source
+        and job.data.tokenizer in (None, "bytes")
+    )
 
 
 def _has_tokens(job: Job) -> bool:

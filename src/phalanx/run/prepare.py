@@ -24,7 +24,13 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import keep_precision, with_precision
 from phalanx.run.data_facts import data_facts
-from phalanx.run.directory import JOB_FILE, PLAN_FILE, RunDirectory, refuse_existing_run, write_run_facts
+from phalanx.run.directory import (
+    JOB_FILE,
+    PLAN_FILE,
+    RunDirectory,
+    refuse_existing_run,
+    write_run_facts,
+)
 from phalanx.run.initial import INIT, find_initial, told_shape
 from phalanx.run.mixed_rows import warnings_of_rows
 from phalanx.run.needs import check_needs
@@ -50,7 +56,8 @@ class PreparedRun:
     init_lines: tuple[str, ...] = ()
     """Lines about the weights that it starts from."""
     forget: Callable[[], None] = lambda: None
-    """Makes a new run as if it had never been: what is new of its directory goes when the run is left."""
+    """Makes a new run as if it had never been: what is new of its directory goes when the run is
+    left."""
 
 
 @contextlib.contextmanager
@@ -64,8 +71,8 @@ def prepare_run(
 ) -> Iterator[PreparedRun]:
     """Plan, lock the run directory and prepare the data. What cannot start leaves nothing behind.
 
-    `num_ranks` is that of a launcher, None where the plan chooses. `say` gets lines about a slow store. Raises
-    PhalanxError for what the user can mend.
+    `num_ranks` is that of a launcher, None where the plan chooses. `say` gets lines about a slow
+    store. Raises PhalanxError for what the user can mend.
     """
     refuse_existing_run(run_dir, resume=resume)
     data_dir = run_dir / DATA_FOLDER
@@ -74,7 +81,9 @@ def prepare_run(
     cluster = detect_cluster(job.cluster.device)
     earlier_plan = plan_of_run(run_dir) if resume else None
     if earlier_plan is not None and job.precision.compute == "auto":
-        job = with_precision(job, earlier_plan.precision)  # started again with the job file: the run has begun
+        job = with_precision(
+            job, earlier_plan.precision
+        )  # started again with the job file: the run has begun
     shape = foreign_shape(job)
     check_needs(job, cluster.device)
     refuse_other_data(job, shape)
@@ -88,7 +97,9 @@ def prepare_run(
     with directory.hold() as lock, hold_store(job, run_dir, resume=resume, say=say):
         is_new = not (data_dir / MANIFEST).exists()
         fixed_size = fixed_vocab_size(job.model)
-        corpus = prepare_corpus(job.data, data_dir, vocab_size=fixed_size, default_tokenizer=tokens.default)
+        corpus = prepare_corpus(
+            job.data, data_dir, vocab_size=fixed_size, default_tokenizer=tokens.default
+        )
         unverified = verify_corpus(corpus, is_new=is_new)
         plan = make_plan(
             job,
@@ -102,7 +113,9 @@ def prepare_run(
         _refuse_images(corpus, plan.model_shape)
         plan = keep_precision(plan, earlier_plan, cluster)
         job = with_precision(job, plan.precision)  # a run is known by it, wherever it goes on
-        plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan, ask=not resume)))
+        plan = replace(
+            plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan, ask=not resume))
+        )
         if not resume:
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
         initial, init_lines = _initial_weights(job, plan, run_dir)
@@ -110,30 +123,42 @@ def prepare_run(
         with write_run_facts(run_dir, lock, facts):
             directory.keep()
             forget = (lambda: None) if resume else directory.forget
-            yield PreparedRun(job, plan, corpus, run_dir, lock, tuple(unverified), tuple(init_lines), forget)
+            yield PreparedRun(
+                job, plan, corpus, run_dir, lock, tuple(unverified), tuple(init_lines), forget
+            )
 
 
 def _refuse_images(corpus: Corpus, shape: ModelShape) -> None:
-    """Raise the LayoutError that every rank would: samples of another size than a built-in model of images takes."""
+    """Raise the LayoutError that every rank would: samples of another size than a built-in model
+    of images takes."""
     if corpus.user is None or not shape.reads_images:
         return
-    shapes, model_size = corpus.user.first_shapes, [shape.num_channels, shape.image_size, shape.image_size]
+    shapes, model_size = (
+        corpus.user.first_shapes,
+        [shape.num_channels, shape.image_size, shape.image_size],
+    )
     image_size = shapes.get("inputs", shapes.get("images", model_size))
     if image_size != model_size:
         sample_text, model_text = (" x ".join(map(str, size)) for size in (image_size, model_size))
         raise LayoutError(
-            f"images are {sample_text} (channels x height x width), and the model takes {model_text}",
+            f"images are {sample_text} (channels x height x width), and the model takes"
+            f" {model_text}",
             where=f"data.source {corpus.user.source}",
             fix="set image_size and num_channels of the model, or resize the images",
         )
 
 
 def _initial_weights(job: Job, plan: Plan, run_dir: Path) -> tuple[dict[str, Any], list[str]]:
-    """The file to write into the run directory, and lines to say, for model.init_from. Only step 0 reads it."""
+    """The file to write into the run directory, and lines to say, for model.init_from.
+
+    Only step 0 reads it.
+    """
     if job.model.init_from is None:
         return {}, []
     if open_store(run_dir, job.checkpoint.url).folders():
-        return {}, ["init    model.init_from is not read: the run continues from its own checkpoint"]
+        return {}, [
+            "init    model.init_from is not read: the run continues from its own checkpoint"
+        ]
     initial = find_initial(job.model, plan.model_shape)
     assert initial is not None
     return {INIT: initial.to_json()}, initial.lines()

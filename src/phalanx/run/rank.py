@@ -1,4 +1,7 @@
-"""One rank from start to end: open the mesh, build, restore, train, evaluate. The supervisor forks into `main`."""
+"""One rank from start to end: open the mesh, build, restore, train, evaluate.
+
+The supervisor forks into `main`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,13 @@ from phalanx.parallel.parallelize import transforms
 from phalanx.plan.plan import Plan
 from phalanx.resilience.fault import fault_listener
 from phalanx.resilience.guards import SkippedStepsGuard
-from phalanx.run.data import check_masks, check_same_samples, open_held_out, open_train_batches, say_batch_change
+from phalanx.run.data import (
+    check_masks,
+    check_same_samples,
+    open_held_out,
+    open_train_batches,
+    say_batch_change,
+)
 from phalanx.run.needs import sink_openers
 from phalanx.run.rank_run import RankPayload, RankRun
 from phalanx.run.sample import sample_text
@@ -55,7 +64,9 @@ def main(document: JsonObject, link: RankLink) -> int:
     ranks = read_rank_env(os.environ)
     assert ranks is not None, "the supervisor sets RANK"
     started_s = payload.started_s
-    if ranks.attempt > payload.first_attempt:  # a restart began with this process, not with the command
+    if (
+        ranks.attempt > payload.first_attempt
+    ):  # a restart began with this process, not with the command
         started_s = time.monotonic()
     run = RankRun(
         job=payload.job,
@@ -100,7 +111,8 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
 
 
 def _pass_on(run: RankRun, envelope: Envelope) -> None:
-    """Rank 0's events are those that people watch; of other ranks they must know that some are lost."""
+    """Rank 0's events are those that people watch; of other ranks they must know that some are
+    lost."""
     if run.rank == 0 or isinstance(envelope.event, Note | SinkDropped):
         run.link.pass_on_event(envelope.to_line())
 
@@ -117,16 +129,29 @@ def _reported(run: RankRun) -> Iterator[None]:
 
 
 def _train(
-    run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: StopFlags, store: Any, fence: Fence
+    run: RankRun,
+    bus: Bus,
+    phases: Phases,
+    meter: MemoryMeter,
+    stop: StopFlags,
+    store: Any,
+    fence: Fence,
 ) -> int:
     job, plan, run_dir = run.job, run.plan, run.run_dir
     phases.enter("startup")
     limits = {
         "timeout_s": job.resilience.collective_timeout_s,
-        "rendezvous_s": job.resilience.rendezvous_s or (SUPERVISED_RENDEZVOUS_S if store is None else RENDEZVOUS_S),
+        "rendezvous_s": job.resilience.rendezvous_s
+        or (SUPERVISED_RENDEZVOUS_S if store is None else RENDEZVOUS_S),
     }
-    deterministic = deterministic_algorithms(job.train.deterministic, device=plan.device, compiles=plan.compile)
-    with deterministic, open_mesh(plan.layout, device=plan.device, store=store, **limits) as mesh, _reported(run):
+    deterministic = deterministic_algorithms(
+        job.train.deterministic, device=plan.device, compiles=plan.compile
+    )
+    with (
+        deterministic,
+        open_mesh(plan.layout, device=plan.device, store=store, **limits) as mesh,
+        _reported(run),
+    ):
         phases.time_by(clock_of(mesh.device))
         corpus = load_corpus(run_dir / "data")
         mesh.require_agreement(
@@ -139,11 +164,15 @@ def _train(
             }
         )
         if plan.zero_stage >= 2:
-            importlib.import_module("torch._dynamo")  # as FSDP's first use does: 100 MB of torch, not of training
+            importlib.import_module(
+                "torch._dynamo"
+            )  # as FSDP's first use does: 100 MB of torch, not of training
         meter.start(mesh.device)
         lacks = missing_room(mesh, plan)
         checkpoints = open_store(
-            run_dir, job.checkpoint.url, say=lambda why: bus.emit(Note("store_is_slow", {"why": why}))
+            run_dir,
+            job.checkpoint.url,
+            say=lambda why: bus.emit(Note("store_is_slow", {"why": why})),
         )
         state, restored = open_state(
             job,
@@ -158,7 +187,10 @@ def _train(
         )
         check_masks(job, state.model)
         check_same_samples(corpus, mesh)
-        with open_train_batches(job, plan, mesh, corpus, state, bus, run_dir) as data, _reported(run):
+        with (
+            open_train_batches(job, plan, mesh, corpus, state, bus, run_dir) as data,
+            _reported(run),
+        ):
             trainer = Trainer(
                 job,
                 plan,
@@ -183,7 +215,8 @@ def _train(
             phases.leave("startup")
             ended = trainer.run()
         if ended == "finished":
-            # All is saved: a rank that dies from here on has not failed the run, and no rank does before all are here.
+            # All is saved: a rank that dies from here on has not failed the run, and no rank does
+            # before all are here.
             run.link.tell_done()
             mesh.barrier()
         has_all_ranks = ended != "finished" or sample_text(job, plan, mesh, corpus, trainer, meter)
@@ -193,8 +226,14 @@ def _train(
         if has_all_ranks:
             mesh.barrier()
         else:
-            leave_at_once(mesh)  # closing it on a GPU would wait for a collective of the sample that the others are in
-    return {"finished": ExitCode.OK, "sigterm": ExitCode.PREEMPTED, "sigint": ExitCode.INTERRUPTED}[ended]
+            leave_at_once(
+                mesh
+                # closing it on a GPU would wait for a collective of the sample that the others are
+                # in
+            )
+    return {"finished": ExitCode.OK, "sigterm": ExitCode.PREEMPTED, "sigint": ExitCode.INTERRUPTED}[
+        ended
+    ]
 
 
 def _say_warnings(job: Job, plan: Plan, state: TrainState, bus: Bus, lacks: str) -> None:

@@ -1,4 +1,7 @@
-"""What one rank of a training run is given. Torch-free: the process that prepares a run makes it."""
+"""What one rank of a training run is given.
+
+Torch-free: the process that prepares a run makes it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from phalanx.plan.plan import Plan
 class RankPayload(JsonRecord):
     """What the supervisor sends each rank of an attempt.
 
-    `started_s` is when the person pressed return, of the monotonic clock that all processes of this machine share.
+    `started_s` is when the person pressed return, of the monotonic clock that all processes of this
+    machine share.
     """
 
     job: Job

@@ -34,7 +34,11 @@ class RunRecut:
             "run": str(self.run_dir),
             "step": self.event.step,
             "measured_stage_blocks": list(recut.measured.num_blocks),
-            "stage_blocks": list(recut.stages.num_blocks) if recut.is_worth_it else list(recut.measured.num_blocks),
+            "stage_blocks": (
+                list(recut.stages.num_blocks)
+                if recut.is_worth_it
+                else list(recut.measured.num_blocks)
+            ),
             "is_best": not recut.is_worth_it,
             "gain": recut.gain if recut.is_worth_it else 0.0,
         }
@@ -47,21 +51,28 @@ class RunRecut:
 def recut_of_run(job: Job, plan: Plan, run_dir: Path) -> RunRecut:
     """How the pipeline of `plan` would be cut by the seconds that `run_dir` measured.
 
-    Raises UsageError for a run without a measured pipeline, LayoutError for one of another pipeline.
+    Raises UsageError for a run without a measured pipeline, LayoutError for one of another
+    pipeline.
     """
     if plan.pipeline is None:
         raise UsageError(
-            "--recut is for pipelines, and parallel.pp is 1", fix="give the job file and keys that the run had"
+            "--recut is for pipelines, and parallel.pp is 1",
+            fix="give the job file and keys that the run had",
         )
     event = _last_measured(run_dir)
     try:
         seconds = [StageCosts(*row) for row in event.stage_seconds]
     except TypeError:
-        raise LayoutError("stages have three numbers, and these have not", where=str(run_dir)) from None
+        raise LayoutError(
+            "stages have three numbers, and these have not", where=str(run_dir)
+        ) from None
     # Recomputation is in what was measured, and so not in what shares it out.
     weights = parts_of(job, plan.model_shape).layer_costs
     return RunRecut(
-        run_dir, event, tuple(seconds), recut(plan.pipeline, Stages(tuple(event.num_blocks)), seconds, weights)
+        run_dir,
+        event,
+        tuple(seconds),
+        recut(plan.pipeline, Stages(tuple(event.num_blocks)), seconds, weights),
     )
 
 
@@ -72,16 +83,29 @@ def _last_measured(run_dir: Path) -> PipelineMeasured:
             found = envelope.event
     if found is None:
         raise UsageError(
-            f"{run_dir} has no measured pipeline", fix="train with parallel.pp for 5 steps or more, and give that run"
+            f"{run_dir} has no measured pipeline",
+            fix="train with parallel.pp for 5 steps or more, and give that run",
         )
     return found
 
 
 def _lines(found: Recut, event: PipelineMeasured, seconds: Sequence[StageCosts]) -> list[str]:
-    took = ", ".join(f"{1e3 * float(sum((c.forward_s, c.backward_input_s, c.backward_weight_s))):.3g}" for c in seconds)
+    took = ", ".join(
+        f"{1e3 * float(sum((c.forward_s, c.backward_input_s, c.backward_weight_s))):.3g}"
+        for c in seconds
+    )
     now = ", ".join(map(str, found.measured.num_blocks))
-    lines = [f"measured  stages of {now} blocks took {took} ms of a microbatch in step {event.step} ({event.schedule})"]
+    lines = [
+        f"measured  stages of {now} blocks took {took} ms of a microbatch in step {event.step}"
+        f" ({event.schedule})"
+    ]
     if not found.is_worth_it:
         return [*lines, "recut     the cut is already the best there is"]
     then = ", ".join(map(str, found.stages.num_blocks))
-    return [*lines, f"recut     parallel.stage_blocks=[{then}]: a step takes {found.gain:.1%} less, as predicted"]
+    return [
+        *lines,
+        (
+            f"recut     parallel.stage_blocks=[{then}]: a step takes {found.gain:.1%} less, as"
+            " predicted"
+        ),
+    ]

@@ -1,4 +1,5 @@
-"""`--resume RUN key=value`: the run's job with what was changed on top, and what each change does to the training."""
+"""`--resume RUN key=value`: the run's job with what was changed on top, and what each change
+does to the training."""
 
 from __future__ import annotations
 
@@ -25,14 +26,19 @@ from phalanx.plan.precision import resolve_precision
 # With other values of these a checkpoint would not fit, or samples would be repeated or skipped.
 KEPT_BY_A_RUN = ("run.seed", "model.", "data.")
 KEPT_ONCE_SAVED = ("optim.kind",)  # whose state lies in the checkpoint
-HOW_DATA_IS_READ = ("data.workers", "data.worker_timeout_s")  # whatever they are, the samples are the same
+HOW_DATA_IS_READ = (
+    "data.workers",
+    "data.worker_timeout_s",
+)  # whatever they are, the samples are the same
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One key of the job that is another one from `step` on. `effect` says what that does; `is_other_training`: steps
-    after it are not those that the run would have done.
+    """One key of the job that is another one from `step` on.
+
+    `effect` says what that does; `is_other_training`: steps after it are not those that the run
+    would have done.
     """
 
     key: str
@@ -68,7 +74,10 @@ class Resumed:
         if self.rate:
             lines.append(f"warn    {self.rate}")
         if self.is_other_training:
-            lines.append(f"        from step {self.step + 1} on this is not the training that the run began with")
+            lines.append(
+                f"        from step {self.step + 1} on this is not the training that the run began"
+                " with"
+            )
         return lines
 
     def facts(self) -> dict[str, Any]:
@@ -82,32 +91,48 @@ class Resumed:
 def resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
     """The run in the directory `resume` with `overrides` on its job.
 
-    Raises UsageError where there is no run, JobError for keys that a run keeps, and LayoutError, with all that would
-    have to be said besides, for ranks that the run's other keys do not fit.
+    Raises UsageError where there is no run, JobError for keys that a run keeps, and LayoutError,
+    with all that would have to be said besides, for ranks that the run's other keys do not fit.
     """
     run_dir = Path(resume)
     if not (run_dir / "job.json").is_file():
-        raise UsageError("no run to resume is there", where=resume, fix="give a directory that phalanx train wrote")
+        raise UsageError(
+            "no run to resume is there",
+            where=resume,
+            fix="give a directory that phalanx train wrote",
+        )
     was = load_job_json(run_dir / "job.json", [f"run.dir={resume}"])
     job = _load_changed(run_dir, was, overrides)
-    if job.precision.compute == "auto" != was.precision.compute:  # asked for: what it means on this machine
+    if (
+        job.precision.compute == "auto" != was.precision.compute
+    ):  # asked for: what it means on this machine
         job, _ = resolve_precision(job, detect_cluster(job.cluster.device))
     step = newest_step(open_store(run_dir, was.checkpoint.url))
-    different = [key for key in differing_keys(was.to_json(), job.to_json()) if key not in HOW_DATA_IS_READ]
+    different = [
+        key for key in differing_keys(was.to_json(), job.to_json()) if key not in HOW_DATA_IS_READ
+    ]
     kept = KEPT_BY_A_RUN if step == 0 else (*KEPT_BY_A_RUN, *KEPT_ONCE_SAVED)
     changed = [key for key in different if key.startswith(kept)]
     if changed:
         fix = "start a new run to change it"
         raise JobError(
-            [Problem(key, "a resumed run keeps what it was trained with", "override", fix) for key in changed]
+            [
+                Problem(key, "a resumed run keeps what it was trained with", "override", fix)
+                for key in changed
+            ]
         )
     before, after = _flat(was.to_json()), _flat(job.to_json())
-    changes = tuple(_change(key, before.get(key), after.get(key), was, job, step) for key in different)
+    changes = tuple(
+        _change(key, before.get(key), after.get(key), was, job, step) for key in different
+    )
     return Resumed(run_dir, job, step, changes, _rate_in_words(was, job, step))
 
 
-def load_for_explaining(job_file: str | None, overrides: Sequence[str], resume: str | None) -> tuple[Job, str | None]:
-    """The job of a command line, and the file that it begins with: a job file, or that of the run `resume`."""
+def load_for_explaining(
+    job_file: str | None, overrides: Sequence[str], resume: str | None
+) -> tuple[Job, str | None]:
+    """The job of a command line, and the file that it begins with: a job file, or that of the
+    run `resume`."""
     if resume is None:
         return load_job(job_file, overrides), job_file
     return resumed_job(resume, overrides).job, str(Path(resume) / "job.json")
@@ -127,11 +152,13 @@ def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-# --- what a change does ----------------------------------------------------------------------------------------------
+# --- what a change does ---------------------------------------------------------------------------
 
 
 def _change(key: str, before: Any, after: Any, was: Job, job: Job, step: int) -> Change:
-    describe, is_other = next((rule for prefix, *rule in _EFFECTS if key.startswith(prefix)), _UNKNOWN)
+    describe, is_other = next(
+        (rule for prefix, *rule in _EFFECTS if key.startswith(prefix)), _UNKNOWN
+    )
     return Change(key, before, after, describe(was, job, step), is_other)
 
 
@@ -140,17 +167,25 @@ def _says(text: str) -> Callable[[Job, Job, int], str]:
 
 
 def _steps(was: Job, job: Job, step: int) -> str:
-    ends = "" if job.optim.schedule == "constant" else f", and the {job.optim.schedule} schedule ends there"
+    ends = (
+        ""
+        if job.optim.schedule == "constant"
+        else f", and the {job.optim.schedule} schedule ends there"
+    )
     left = job.train.steps - step
     return f"{plural(max(left, 0), 'step')} left instead of {max(was.train.steps - step, 0)}{ends}"
 
 
 def _batch(was: Job, job: Job, step: int) -> str:
-    return f"steps from {step + 1} on read {job.train.global_batch_size} samples each; none is read twice or left out"
+    return (
+        f"steps from {step + 1} on read {job.train.global_batch_size} samples each; none is read"
+        " twice or left out"
+    )
 
 
 _SAME = "the same mathematics, rounded otherwise"
-# By the beginning of a key, the first that fits: (beginning, words of (job before, job after, step), other training?).
+# By the beginning of a key, the first that fits: (beginning, words of (job before, job after,
+# step), other training?).
 _EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
     ("train.steps", _steps, True),
     ("train.global_batch_size", _batch, True),
@@ -166,7 +201,11 @@ _EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
     ("parallel.", _says(_SAME), False),
     ("cluster.", _says("where it runs; the same mathematics"), False),
     ("eval.", _says("evaluations from step {next} on; training does not change"), False),
-    ("checkpoint.url", _says("checkpoints are looked for and saved there; those of before stay where they are"), False),
+    (
+        "checkpoint.url",
+        _says("checkpoints are looked for and saved there; those of before stay where they are"),
+        False,
+    ),
     ("checkpoint.", _says("how it is saved; training does not change"), False),
     ("observe.", _says("what is recorded; training does not change"), False),
     ("resilience.max_skipped_steps", _says("when it gives up on steps that are not finite"), False),
@@ -179,12 +218,16 @@ _UNKNOWN = [_says("holds from step {next} on"), True]
 
 
 def _rate_in_words(was: Job, job: Job, step: int) -> str:
-    """What the learning rate would have been and is, and how to keep the last one; empty where it stays."""
+    """What the learning rate would have been and is, and how to keep the last one; empty where
+    it stays."""
     now = learning_rate(job, step + 1)
     if step + 1 <= was.train.steps:
         expected, when = learning_rate(was, step + 1), "would have been"
     else:
-        expected, when = learning_rate(was, was.train.steps), f"was at step {was.train.steps}, the last one,"
+        expected, when = (
+            learning_rate(was, was.train.steps),
+            f"was at step {was.train.steps}, the last one,",
+        )
     if step == 0 or abs(now - expected) <= 1e-9 * max(now, expected) or job.train.steps <= step:
         return ""
     keep = f"optim.schedule=constant optim.warmup_steps=0 optim.lr={expected:.4g}"
@@ -194,18 +237,25 @@ def _rate_in_words(was: Job, job: Job, step: int) -> str:
     )
 
 
-# --- ranks that the run's other keys do not fit ----------------------------------------------------------------------
+# --- ranks that the run's other keys do not fit ---------------------------------------------------
 
 
 def _load_changed(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
-    """The run's job with `overrides`. A layout that does not fit is a LayoutError with all the keys that make one."""
-    asked = [key for text in overrides if (key := text.partition("=")[0].strip()).startswith("parallel.")]
+    """The run's job with `overrides`.
+
+    A layout that does not fit is a LayoutError with all the keys that make one.
+    """
+    asked = [
+        key for text in overrides if (key := text.partition("=")[0].strip()).startswith("parallel.")
+    ]
     plan = plan_of_run(run_dir)
     try:
         job = _load(run_dir, was, overrides)
         refusal = _refusal(job, plan) if asked else None
     except JobError as error:
-        about_layout = [problem for problem in error.problems if problem.key.startswith("parallel.")]
+        about_layout = [
+            problem for problem in error.problems if problem.key.startswith("parallel.")
+        ]
         if not asked or len(about_layout) < len(error.problems):
             raise
         first = about_layout[0]
@@ -213,17 +263,24 @@ def _load_changed(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
         if not (more := _missing_overrides(run_dir, was, overrides, asked, plan)):
             raise
     else:
-        more = _missing_overrides(run_dir, was, overrides, asked, plan) if refusal is not None else []
+        more = (
+            _missing_overrides(run_dir, was, overrides, asked, plan) if refusal is not None else []
+        )
     if refusal is None:
         return job
     if more:
-        refusal.fix = f"the run has {_in_words(was, more)}: say what becomes of it, {' '.join([*overrides, *more])}"
+        refusal.fix = (
+            f"the run has {_in_words(was, more)}: say what becomes of it,"
+            f" {' '.join([*overrides, *more])}"
+        )
     raise refusal
 
 
 def _load(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
     here = f"run.dir={run_dir}"
-    return load_job_json(run_dir / "job.json", [*overrides, *reference_on_resume(was, overrides), here])
+    return load_job_json(
+        run_dir / "job.json", [*overrides, *reference_on_resume(was, overrides), here]
+    )
 
 
 def plan_of_run(run_dir: Path) -> Plan | None:
@@ -235,7 +292,8 @@ def plan_of_run(run_dir: Path) -> Plan | None:
 
 
 def _refusal(job: Job, plan: Plan | None) -> LayoutError | None:
-    """Why the job's layout cannot be had; None where it can, or nobody knows the model's shape without asking it."""
+    """Why the job's layout cannot be had; None where it can, or nobody knows the model's shape
+    without asking it."""
     if plan is None:
         return None
     cluster = detect_cluster(job.cluster.device)
@@ -249,7 +307,8 @@ def _refusal(job: Job, plan: Plan | None) -> LayoutError | None:
 def _missing_overrides(
     run_dir: Path, was: Job, overrides: Sequence[str], asked: Sequence[str], plan: Plan | None
 ) -> list[str]:
-    """The fewest keys of the run's own layout that have to go for the overrides to fit, as overrides; empty if none."""
+    """The fewest keys of the run's own layout that have to go for the overrides to fit, as
+    overrides; empty if none."""
 
     def fits(more: Sequence[str]) -> bool:
         try:
@@ -268,10 +327,13 @@ def _missing_overrides(
 
 
 def _reset_layout(own: Parallel, asked: Sequence[str], degree: str) -> dict[str, str]:
-    """An override for each key of the run's layout that was not asked for anew: its default, or `degree`."""
+    """An override for each key of the run's layout that was not asked for anew: its default, or
+    `degree`."""
     usual = Parallel()
     return {
-        f"parallel.{key}": f"parallel.{key}={degree if key in DEGREES else _spelled(getattr(usual, key))}"
+        f"parallel.{key}": (
+            f"parallel.{key}={degree if key in DEGREES else _spelled(getattr(usual, key))}"
+        )
         for key in Parallel.model_fields
         if getattr(own, key) != getattr(usual, key) and f"parallel.{key}" not in asked
     }
@@ -280,7 +342,11 @@ def _reset_layout(own: Parallel, asked: Sequence[str], degree: str) -> dict[str,
 def _spelled(value: Any) -> str:
     if value is None:
         return "none"
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else _toml(value)
+    return (
+        {True: "true", False: "false"}.get(value, str(value))
+        if isinstance(value, bool)
+        else _toml(value)
+    )
 
 
 def _toml(value: Any) -> str:

@@ -14,11 +14,13 @@ from phalanx.train.memory import MemoryMeter
 from phalanx.train.trainer import Trainer
 
 
-def sample_text(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trainer, meter: MemoryMeter) -> bool:
+def sample_text(
+    job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trainer, meter: MemoryMeter
+) -> bool:
     """Sample text, once the last step is done and saved. False where that failed.
 
-    A failure is noted, and the run is finished all the same. The other ranks may then be anywhere, and this one must
-    not wait for them.
+    A failure is noted, and the run is finished all the same. The other ranks may then be anywhere,
+    and this one must not wait for them.
     """
     step = trainer.state.step
     tokenizer = corpus.tokenizer()

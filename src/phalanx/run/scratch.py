@@ -1,4 +1,5 @@
-"""What verbs share that start ranks once: a directory of theirs for a while, and what the ranks' refusals become."""
+"""What verbs share that start ranks once: a directory of theirs for a while, and what the ranks'
+refusals become."""
 
 from __future__ import annotations
 
@@ -59,12 +60,17 @@ class Scratch:
 
 @contextmanager
 def scratch_directory(verb: str) -> Iterator[Scratch]:
-    """A directory for what the ranks of `verb` leave. Raises ResourceError where none can be made."""
+    """A directory for what the ranks of `verb` leave.
+
+    Raises ResourceError where none can be made.
+    """
     try:
         scratch = Scratch(Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{verb}-")))
     except OSError as error:
         place = error.filename or "TMPDIR"
-        raise resource_error(error, "making a directory for a while", place, place="TMPDIR") from None
+        raise resource_error(
+            error, "making a directory for a while", place, place="TMPDIR"
+        ) from None
     try:
         yield scratch
     finally:

@@ -20,16 +20,20 @@ class StoppedError(PhalanxError):
 
 @contextlib.contextmanager
 def stop_by_exception() -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the body by an exception, once: ranks and their supervisor have handlers of their own.
+    """SIGTERM and Ctrl-C end the body by an exception, once: ranks and their supervisor have
+    handlers of their own.
 
-    One stop often arrives twice: torchrun and Slurm signal a rank and its guard, which passes on what it gets. The
-    second one would strike in the middle of what the first one has cleaned up. An ignored SIGINT stays ignored. Outside
-    the main thread, where Python allows no handlers, nothing changes.
+    One stop often arrives twice: torchrun and Slurm signal a rank and its guard, which passes on
+    what it gets. The second one would strike in the middle of what the first one has cleaned up. An
+    ignored SIGINT stays ignored. Outside the main thread, where Python allows no handlers, nothing
+    changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, _raise_stop)}
+    previous: dict[signal.Signals, Any] = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, _raise_stop)
+    }
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         previous[signal.SIGINT] = signal.signal(signal.SIGINT, _raise_stop)
     try:
@@ -44,4 +48,7 @@ def _raise_stop(number: int, frame: FrameType | None) -> None:
         signal.signal(other, signal.SIG_IGN)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise StoppedError("stopped by SIGTERM while no rank was training", fix="run again, with --resume if it had begun")
+    raise StoppedError(
+        "stopped by SIGTERM while no rank was training",
+        fix="run again, with --resume if it had begun",
+    )

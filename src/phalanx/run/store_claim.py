@@ -1,4 +1,5 @@
-"""A checkpoint store outside the run directory, held for one run: writable, and no other run writes to it."""
+"""A checkpoint store outside the run directory, held for one run: writable, and no other run
+writes to it."""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ from phalanx.run.directory import JOB_FILE
 
 
 @contextlib.contextmanager
-def hold_store(job: Job, run_dir: Path, *, resume: bool, say: Callable[[str], None]) -> Iterator[None]:
+def hold_store(
+    job: Job, run_dir: Path, *, resume: bool, say: Callable[[str], None]
+) -> Iterator[None]:
     """Hold the store of `checkpoint.url` while the body goes on; nothing is done without one.
 
-    It is tried now, and not at the first save. A directory is locked as a run's is: two runs that begin with an empty
-    one would take each other's checkpoints for their own. An object store has no lock: a file in it says whose it is.
-    Raises UsageError if a new run finds checkpoints there, and RunLockedError if a live job holds it.
+    It is tried now, and not at the first save. A directory is locked as a run's is: two runs that
+    begin with an empty one would take each other's checkpoints for their own. An object store has
+    no lock: a file in it says whose it is. Raises UsageError if a new run finds checkpoints there,
+    and RunLockedError if a live job holds it.
     """
     if job.checkpoint.url is None:
         yield

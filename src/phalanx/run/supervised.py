@@ -1,4 +1,7 @@
-"""A run whose ranks this process starts and supervises. Torch-free: the ranks import torch in their own processes."""
+"""A run whose ranks this process starts and supervises.
+
+Torch-free: the ranks import torch in their own processes.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,14 @@ from phalanx.run.resume import Resumed
 RANK_ENTRY = "phalanx.run.rank:main"
 
 
-def train_supervised(run: PreparedRun, output: RunOutput, *, began_s: float, resumed: Resumed | None) -> RunEnd:
-    """Start the ranks of `run`, show their steps, start them again after a crash, and say how it ended.
+def train_supervised(
+    run: PreparedRun, output: RunOutput, *, began_s: float, resumed: Resumed | None
+) -> RunEnd:
+    """Start the ranks of `run`, show their steps, start them again after a crash, and say how it
+    ended.
 
-    `began_s` (monotonic) is when the run was asked for. Raises PhalanxError for what the user can mend.
+    `began_s` (monotonic) is when the run was asked for. Raises PhalanxError for what the user can
+    mend.
     """
     job, run_dir = run.job, run.run_dir
     attempt = next_attempt(run_dir)
@@ -102,8 +109,8 @@ def train_supervised(run: PreparedRun, output: RunOutput, *, began_s: float, res
 def shows_refused(console: Console, tail: EventTail) -> Callable[[Envelope | None], None]:
     """A function that shows an event which the disk refused, at once.
 
-    It is not shown again when the tail finds it: it is written once that works. That events are refused is said once,
-    and not again by each process.
+    It is not shown again when the tail finds it: it is written once that works. That events are
+    refused is said once, and not again by each process.
     """
     reasons: set[str] = set()
 
@@ -122,8 +129,11 @@ def shows_refused(console: Console, tail: EventTail) -> Callable[[Envelope | Non
     return show
 
 
-def open_supervisor_bus(run_dir: Path, attempt: int, show_refused: Callable[[Envelope], None], fence: Fence) -> Bus:
-    """The bus of the process that holds the run; events that its disk refuses go to `show_refused`."""
+def open_supervisor_bus(
+    run_dir: Path, attempt: int, show_refused: Callable[[Envelope], None], fence: Fence
+) -> Bus:
+    """The bus of the process that holds the run; events that its disk refuses go to
+    `show_refused`."""
     return Bus(
         rank=-1,
         attempt=attempt,
@@ -134,13 +144,15 @@ def open_supervisor_bus(run_dir: Path, attempt: int, show_refused: Callable[[Env
 
 
 def require_ours(fence: Fence) -> None:
-    """Raise RunTakenError if another job has the run: nothing is written into it any more, whatever came out."""
+    """Raise RunTakenError if another job has the run: nothing is written into it any more,
+    whatever came out."""
     if fence.is_lost(now=True):
         raise fence.error()
 
 
 def _step_to_continue(store: Store, run_dir: Path) -> int:
-    """The step of the newest checkpoint that ranks could use, or that was written again since; 0 without one."""
+    """The step of the newest checkpoint that ranks could use, or that was written again since; 0
+    without one."""
     unusable: set[int] = set()
     for envelope in EventTail(run_dir).poll():
         if isinstance(envelope.event, CheckpointUnusable):
@@ -154,15 +166,21 @@ def _step_to_continue(store: Store, run_dir: Path) -> int:
 
 
 def _find_refusal(run: PreparedRun, outcome: Outcome) -> PhalanxError | None:
-    """The error of a rank that refused the job before its first step was done: as if it had been seen before the start.
+    """The error of a rank that refused the job before its first step was done: as if it had been
+    seen before the start.
 
     None for any other end, and where the message points to a log of the run.
     """
-    kinds = {kind.exit_code: kind for kind in (LayoutError, DataError, EnvironmentProblem, RunLockedError)}
+    kinds = {
+        kind.exit_code: kind
+        for kind in (LayoutError, DataError, EnvironmentProblem, RunLockedError)
+    }
     kind = kinds.get(ExitCode(outcome.exit_code))
     if kind is None or outcome.status != "failed" or str(run.run_dir) in outcome.message:
         return None
-    has_begun = any(isinstance(envelope.event, StepFinished) for envelope in EventTail(run.run_dir).poll())
+    has_begun = any(
+        isinstance(envelope.event, StepFinished) for envelope in EventTail(run.run_dir).poll()
+    )
     return None if has_begun else kind(outcome.message)
 
 

@@ -1,4 +1,8 @@
-"""Which tokens a job's model reads: the tokenizer that it brings, and what a plan says of the data's. Torch-free."""
+"""Which tokens a job's model reads: the tokenizer that it brings, and what a plan says of the
+data's.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ from phalanx.plan.warnings import MoreRemarks
 
 @dataclass(frozen=True)
 class JobTokens:
-    """What `find_tokens` found. `default`: the tokenizer of text where data.tokenizer names none."""
+    """What `find_tokens` found.
+
+    `default`: the tokenizer of text where data.tokenizer names none.
+    """
 
     job: Job
     brought: ModelTokenizer | None
@@ -37,14 +44,19 @@ class JobTokens:
 
     def remarks(self, corpus: Corpus | None = None) -> MoreRemarks:
         """Of the corpus once it is there, else of what it will be."""
-        sources = self.sources if corpus is None else find_corpus_tokens(corpus, self.sources, self.job.data)
+        sources = (
+            self.sources
+            if corpus is None
+            else find_corpus_tokens(corpus, self.sources, self.job.data)
+        )
         return describe_tokenizers(self.brought, sources, self.vocab_size)
 
 
 def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
     """What the sources of a job become tokens by. With `is_prepared` they are tokens already.
 
-    Raises DataError for a tokenizer that cannot be read, or that has more tokens than the model has rows.
+    Raises DataError for a tokenizer that cannot be read, or that has more tokens than the model has
+    rows.
     """
     brought, vocab_size = model_tokenizer(job.model), fixed_vocab_size(job.model)
     if is_prepared:
@@ -52,11 +64,19 @@ def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
     sources = find_source_tokens(job.data, brought)
     require_rows(sources, vocab_size)
     is_text = any(source.is_text for source in sources)
-    return JobTokens(job, brought, tuple(sources), default_tokenizer(job.data, brought) if is_text else "", vocab_size)
+    return JobTokens(
+        job,
+        brought,
+        tuple(sources),
+        default_tokenizer(job.data, brought) if is_text else "",
+        vocab_size,
+    )
 
 
 def model_tokenizer(model: Model) -> ModelTokenizer | None:
-    """The tokenizer of the weights that a model begins with, else of its directory. None for any other model.
+    """The tokenizer of the weights that a model begins with, else of its directory.
+
+    None for any other model.
 
     Raises LayoutError for a `hf:PATH` that is none.
     """
@@ -72,11 +92,15 @@ def model_tokenizer(model: Model) -> ModelTokenizer | None:
     owner = f"model.init_from={model.init_from}"
     run_dir = _run_directory(model.init_from)
     of_weights = None if run_dir is None else find_run_tokenizer(run_dir, owner)
-    if of_weights is not None and (of_weights.name is not None or not of_weights.is_missing or beside is None):
+    if of_weights is not None and (
+        of_weights.name is not None or not of_weights.is_missing or beside is None
+    ):
         return of_weights
     if beside is not None:
         return beside
-    return ModelTokenizer(owner, None, None, Path(), True, f"{model.init_from} holds no tokenizer", is_missing=True)
+    return ModelTokenizer(
+        owner, None, None, Path(), True, f"{model.init_from} holds no tokenizer", is_missing=True
+    )
 
 
 def _run_directory(place: str) -> Path | None:

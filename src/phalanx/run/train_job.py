@@ -22,10 +22,11 @@ from phalanx.run.training import TrainRequest, run_training
 class RunResult:
     """How a run ended and what came out.
 
-    `status` is "finished" | "preempted" | "interrupted" | "failed", `exit_code` that of `phalanx train`, and `error`
-    what it would print where the run is not finished. `metrics` are of the last step that was applied (`loss`) and of
-    the last evaluation (`held_out_loss`, and those of your objective as `held_out_NAME`); losses are per target.
-    `newest_checkpoint` is a path or a URL, None without one.
+    `status` is "finished" | "preempted" | "interrupted" | "failed", `exit_code` that of `phalanx
+    train`, and `error` what it would print where the run is not finished. `metrics` are of the last
+    step that was applied (`loss`) and of the last evaluation (`held_out_loss`, and those of your
+    objective as `held_out_NAME`); losses are per target. `newest_checkpoint` is a path or a URL,
+    None without one.
     """
 
     run_dir: Path
@@ -39,24 +40,28 @@ class RunResult:
 
 
 def train_job(job: Job, *, quiet: bool = False) -> RunResult:
-    """Train `job` to its last step and return what came out, also of a run that failed or was stopped.
+    """Train `job` to its last step and return what came out, also of a run that failed or was
+    stopped.
 
-    Ranks are started and supervised as `phalanx train` does it: in processes of their own, started again after a
-    crash. The run directory is `run.dir`, else a new one under runs/. With `quiet` nothing is printed. Works from a
-    script, a notebook and any thread; in the main thread Ctrl-C saves and stops. As one rank of another launcher
-    (torchrun), all ranks call it.
+    Ranks are started and supervised as `phalanx train` does it: in processes of their own, started
+    again after a crash. The run directory is `run.dir`, else a new one under runs/. With `quiet`
+    nothing is printed. Works from a script, a notebook and any thread; in the main thread Ctrl-C
+    saves and stops. As one rank of another launcher (torchrun), all ranks call it.
 
-    Raises PhalanxError for what the user can mend before the first step: a job that cannot run, data or a layout that
-    does not fit, a run directory in use.
+    Raises PhalanxError for what the user can mend before the first step: a job that cannot run,
+    data or a layout that does not fit, a run directory in use.
     """
     return _train(TrainRequest.of_job(check_job(job)), quiet)
 
 
-def resume_job(run_dir: str | Path, overrides: Sequence[str] = (), *, quiet: bool = False) -> RunResult:
-    """Continue the run in `run_dir` from its newest checkpoint, with `key=value` overrides on its job.
+def resume_job(
+    run_dir: str | Path, overrides: Sequence[str] = (), *, quiet: bool = False
+) -> RunResult:
+    """Continue the run in `run_dir` from its newest checkpoint, with `key=value` overrides on its
+    job.
 
-    As `phalanx train --resume`; a run that is finished returns at once. Raises PhalanxError like `train_job`, and
-    JobError for keys that a run keeps.
+    As `phalanx train --resume`; a run that is finished returns at once. Raises PhalanxError like
+    `train_job`, and JobError for keys that a run keeps.
     """
     return _train(TrainRequest.of_resumed(resumed_job(str(run_dir), overrides)), quiet)
 
@@ -95,5 +100,6 @@ def _result_of(end: RunEnd) -> RunResult:
 
 
 def _place(run_dir: Path, path: str) -> str:
-    """A checkpoint's path or URL as it works from here: the run's events name those in it relative to it."""
+    """A checkpoint's path or URL as it works from here: the run's events name those in it
+    relative to it."""
     return path if "://" in path else str(run_dir / path)

@@ -1,4 +1,5 @@
-"""A training run from a job to its end, for whoever asks: the command line, a script, a notebook."""
+"""A training run from a job to its end, for whoever asks: the command line, a script, a
+notebook."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ class TrainRequest:
 def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool) -> RunEnd:
     """Train in ranks that this process starts, or as one rank of another launcher.
 
-    With `guards_rank` a rank of another launcher goes on in a child process, and this one becomes its guard. Raises
-    PhalanxError for what the user can mend.
+    With `guards_rank` a rank of another launcher goes on in a child process, and this one becomes
+    its guard. Raises PhalanxError for what the user can mend.
     """
     with stop_by_exception():
         began_s = time.monotonic()
@@ -57,7 +58,9 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
             return train(request.job, request.run_dir, ranks, request.resumed, output)
         job, resumed = request.job, request.resumed
         is_resumed = resumed is not None
-        with prepare_run(job, request.run_dir, resume=is_resumed, num_ranks=None, say=output.say) as run:
+        with prepare_run(
+            job, request.run_dir, resume=is_resumed, num_ranks=None, say=output.say
+        ) as run:
             if is_finished(run):
                 return end_without_training(run, output)
             require_steps_left(run)
@@ -65,7 +68,9 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
             return train_supervised(run, output, began_s=began_s, resumed=resumed)
 
 
-def _train_guarded(job: Job, run_dir: Path, ranks: ExternalRanks, resumed: Resumed | None, output: RunOutput) -> RunEnd:
+def _train_guarded(
+    job: Job, run_dir: Path, ranks: ExternalRanks, resumed: Resumed | None, output: RunOutput
+) -> RunEnd:
     """Train as one rank whose guard tells the launcher how it ended.
 
     The guard is forked before torch is imported: it needs none of it.
@@ -87,7 +92,8 @@ def _train_guarded(job: Job, run_dir: Path, ranks: ExternalRanks, resumed: Resum
 
 
 def _fresh_run_dir(job: Job) -> str:
-    """A name of this second; a clock that was set back names a run that is there, and gets a number."""
+    """A name of this second; a clock that was set back names a run that is there, and gets a
+    number."""
     name = f"runs/{job.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(fresh for fresh in names if not Path(fresh).exists())

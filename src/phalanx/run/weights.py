@@ -1,4 +1,5 @@
-"""The weights that a rank's run starts from: of its newest checkpoint, of `model.init_from`, or drawn."""
+"""The weights that a rank's run starts from: of its newest checkpoint, of `model.init_from`, or
+drawn."""
 
 from __future__ import annotations
 
@@ -40,9 +41,11 @@ def open_state(
     fence: Fence,
     tokenizer: str,
 ) -> tuple[TrainState, Folder | None]:
-    """The state that training continues from, and the checkpoint that it was restored from, if there was one.
+    """The state that training continues from, and the checkpoint that it was restored from, if
+    there was one.
 
-    Collective. A run without checkpoints starts from the weights of model.init_from, else from random ones.
+    Collective. A run without checkpoints starts from the weights of model.init_from, else from
+    random ones.
     """
     names = find_checkpoints(store, mesh, run_dir=run_dir, fence=fence)
     initial = None if names else find_initial_weights(mesh, run_dir)
@@ -70,12 +73,14 @@ def build_state(
     return TrainState(model, build_optimizer(model, resolved_optim(job)), job.run.seed, tokenizer)
 
 
-def find_checkpoints(store: Store, mesh: Mesh, *, run_dir: Path, fence: Fence | None = None) -> list[str]:
+def find_checkpoints(
+    store: Store, mesh: Mesh, *, run_dir: Path, fence: Fence | None = None
+) -> list[str]:
     """Names of the run's checkpoints, the newest first.
 
-    Collective. The list is rank 0's, because a shared file system may show each rank another one. Raises RunLockedError
-    if the store is another run's, and RunTakenError if another job has the run: what that one is writing must not be
-    cleaned up.
+    Collective. The list is rank 0's, because a shared file system may show each rank another one.
+    Raises RunLockedError if the store is another run's, and RunTakenError if another job has the
+    run: what that one is writing must not be cleaned up.
     """
     names: list[str] = []
     refusal: RunLockedError | None = None
@@ -83,7 +88,9 @@ def find_checkpoints(store: Store, mesh: Mesh, *, run_dir: Path, fence: Fence | 
         if mesh.rank == 0 and fence is not None and fence.is_lost(now=True):
             raise fence.error()
         if mesh.rank == 0:
-            refusal = refusal_of(store, run_dir)  # of two runs that claimed it at once, the later one has it
+            refusal = refusal_of(
+                store, run_dir
+            )  # of two runs that claimed it at once, the later one has it
         if mesh.rank == 0 and refusal is None:
             store.clean_up()
             names = [folder.name for folder in reversed(store.folders())]
@@ -95,11 +102,19 @@ def find_checkpoints(store: Store, mesh: Mesh, *, run_dir: Path, fence: Fence | 
 
 
 def restore_newest(
-    store: Store, names: Sequence[str], state: TrainState, bus: Bus, *, run_dir: Path, fallback: bool
+    store: Store,
+    names: Sequence[str],
+    state: TrainState,
+    bus: Bus,
+    *,
+    run_dir: Path,
+    fallback: bool,
 ) -> Folder:
-    """Continue from the first of the checkpoints `names`, or with `fallback` from the first that can be read.
+    """Continue from the first of the checkpoints `names`, or with `fallback` from the first that
+    can be read.
 
-    Collective. Raises the first one's CheckpointError where none can be read: the state is then that of no step.
+    Collective. Raises the first one's CheckpointError where none can be read: the state is then
+    that of no step.
     """
     assert names, "weights that are not drawn must be restored"
     mesh = state.model.mesh
@@ -113,7 +128,10 @@ def restore_newest(
             first_error = first_error or error
             if not fallback:
                 if len(names) > 1 and not isinstance(error, MisfitError):
-                    error.fix = error.fix or "add --fallback to continue from the newest one before it that can be used"
+                    error.fix = (
+                        error.fix
+                        or "add --fallback to continue from the newest one before it that can be used"
+                    )
                 break
             if mesh.rank == 0:
                 place = place_in_run(folder, run_dir)
@@ -133,19 +151,32 @@ def find_initial_weights(mesh: Mesh, run_dir: Path) -> dict[str, Any] | None:
     return initial
 
 
-def take_initial_weights(initial: Mapping[str, Any], model: Model, state: TrainState, bus: Bus) -> None:
+def take_initial_weights(
+    initial: Mapping[str, Any], model: Model, state: TrainState, bus: Bus
+) -> None:
     """Fill the model of a run at step 0 with the weights that `find_initial_weights` found.
 
-    Collective. Each rank reads its own ranges, at whatever layout, and verifies them. Raises CheckpointError unless
-    every tensor of the model is among them.
+    Collective. Each rank reads its own ranges, at whatever layout, and verifies them. Raises
+    CheckpointError unless every tensor of the model is among them.
     """
     mesh = state.model.mesh
     folder, shards = find_checkpoint(initial["checkpoint"]), state.model.shards()
-    manifest = load(folder, shards, group=mesh, phases=state.model.phases, cast=model.init_cast, weights_only=True)
+    manifest = load(
+        folder,
+        shards,
+        group=mesh,
+        phases=state.model.phases,
+        cast=model.init_cast,
+        weights_only=True,
+    )
     state.model.refresh()
-    cast_names = [name for name, shard in shards.items() if manifest.tensors[name].dtype != shard.dtype]
+    cast_names = [
+        name for name, shard in shards.items() if manifest.tensors[name].dtype != shard.dtype
+    ]
     if mesh.layout.pp > 1:  # each stage knows of its own tensors
         cast_names = [name for names in mesh.gather_json(cast_names) for name in names]
     if mesh.rank == 0:
         num_cast, imported_from = len(set(cast_names)), initial.get("imported_from", "")
-        bus.emit(WeightsTaken(folder.url, manifest.step, len(manifest.tensors), imported_from, num_cast))
+        bus.emit(
+            WeightsTaken(folder.url, manifest.step, len(manifest.tensors), imported_from, num_cast)
+        )

@@ -1,4 +1,5 @@
-"""How a row and the columns that feed it can be cut alike: by features, by heads or by groups of heads."""
+"""How a row and the columns that feed it can be cut alike: by features, by heads or by groups of
+heads."""
 
 from __future__ import annotations
 
@@ -13,14 +14,17 @@ NUM_SAMPLES = 12  # features of a row's input that are followed back
 MOST_FOLLOWED = 2048  # features, where all of them must be
 
 
-def find_needed_features(flow: Flow, row: str, columns: Sequence[str], feature: int) -> list[list[int]]:
+def find_needed_features(
+    flow: Flow, row: str, columns: Sequence[str], feature: int
+) -> list[list[int]]:
     """The features of each column's output that feature `feature` of the row's input depends on."""
     outputs = [flow.outputs[name] for name in columns]
     grads = torch.autograd.grad(
         sum_mixed(flow.inputs[row][..., feature]), outputs, allow_unused=True, retain_graph=True
     )
     return [
-        [] if grad is None else torch.nonzero(grad.flatten(0, -2).abs().sum(0)).flatten().tolist() for grad in grads
+        [] if grad is None else torch.nonzero(grad.flatten(0, -2).abs().sum(0)).flatten().tolist()
+        for grad in grads
     ]
 
 
@@ -28,9 +32,9 @@ def find_needed_features(flow: Flow, row: str, columns: Sequence[str], feature: 
 class Cutting:
     """A way to cut a row and the columns that feed it alike.
 
-    `columns` and `row` are their rules. `num_heads` is 0 where features are cut one by one. `counts`:
-    what an integer of the module may say -> heads it counts features of (0: it counts heads).
-    `degrees`: those of tp to try it with.
+    `columns` and `row` are their rules. `num_heads` is 0 where features are cut one by one.
+    `counts`: what an integer of the module may say -> heads it counts features of (0: it counts
+    heads). `degrees`: those of tp to try it with.
     """
 
     columns: tuple[str, ...]
@@ -42,14 +46,19 @@ class Cutting:
 
 
 def find_cutting(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
-    """The way to cut `columns` (column-parallel) so that `row` can be row-parallel: per feature, head or group.
+    """The way to cut `columns` (column-parallel) so that `row` can be row-parallel: per feature,
+    head or group.
 
     None if an input feature of `row` depends on more than one head, or group of heads.
     """
     width = flow.inputs[row].shape[-1]
     widths = [flow.outputs[name].shape[-1] for name in columns]
-    samples = sorted({*range(min(3, width)), width - 1, *(width * i // NUM_SAMPLES for i in range(NUM_SAMPLES))})
-    needs_of_feature = {feature: find_needed_features(flow, row, columns, feature) for feature in samples}
+    samples = sorted(
+        {*range(min(3, width)), width - 1, *(width * i // NUM_SAMPLES for i in range(NUM_SAMPLES))}
+    )
+    needs_of_feature = {
+        feature: find_needed_features(flow, row, columns, feature) for feature in samples
+    }
     needs_of_feature = {feature: needs for feature, needs in needs_of_feature.items() if all(needs)}
     if len(needs_of_feature) < 2:
         return None
@@ -60,7 +69,9 @@ def find_cutting(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None
     )
 
 
-def _by_features(needs_of_feature: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]) -> Cutting | None:
+def _by_features(
+    needs_of_feature: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]
+) -> Cutting | None:
     parts = [size // width for size in widths]
     for feature, needs_of_columns in needs_of_feature.items():
         for needs, count, size in zip(needs_of_columns, parts, widths, strict=True):
@@ -73,19 +84,26 @@ def _by_features(needs_of_feature: Mapping[int, list[list[int]]], width: int, wi
 
 @dataclass(frozen=True)
 class _Part:
-    """Successive features of a column's output. `run`: how many of them one feature of the row needs."""
+    """Successive features of a column's output.
+
+    `run`: how many of them one feature of the row needs.
+    """
 
     start: int
     size: int
     run: int
 
     def find_unit(self, head_width: int) -> int:
-        """The features of one head: a run, or those of a head of the row if single ones are needed."""
+        """The features of one head: a run, or those of a head of the row if single ones are
+        needed."""
         return self.run if self.run > 1 else head_width
 
 
-def _by_heads(needs_of_feature: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]) -> Cutting | None:
-    """A cut by heads: behind attention a feature depends on one head's query and key, and on one of its values."""
+def _by_heads(
+    needs_of_feature: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]
+) -> Cutting | None:
+    """A cut by heads: behind attention a feature depends on one head's query and key, and on one
+    of its values."""
     columns = _split_columns(needs_of_feature[min(needs_of_feature)], widths)
     num_heads = _count_heads(columns)
     if num_heads < 2 or width % num_heads:
@@ -96,7 +114,9 @@ def _by_heads(needs_of_feature: Mapping[int, list[list[int]]], width: int, width
     counts = {width: num_heads, num_heads: 0}
     for index, parts in enumerate(columns):
         unit = parts[0].find_unit(head_width)
-        needs = {feature: columns_needed[index] for feature, columns_needed in needs_of_feature.items()}
+        needs = {
+            feature: columns_needed[index] for feature, columns_needed in needs_of_feature.items()
+        }
         for part in parts:
             has_unit = part.find_unit(head_width) == unit
             if not has_unit or not _needs_heads(part, unit, num_heads, head_width, needs):
@@ -121,17 +141,21 @@ def _by_heads(needs_of_feature: Mapping[int, list[list[int]]], width: int, width
 
 
 def _split_columns(needs: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[_Part]]:
-    """The parts of each column's output: a new one starts with each run of features that are needed."""
+    """The parts of each column's output: a new one starts with each run of features that are
+    needed."""
     columns = []
     for features, size in zip(needs, widths, strict=True):
         runs = _runs(features)
         ends = [start for start, _ in runs[1:]] + [size]
-        columns.append([_Part(start, end - start, run) for (start, run), end in zip(runs, ends, strict=True)])
+        columns.append(
+            [_Part(start, end - start, run) for (start, run), end in zip(runs, ends, strict=True)]
+        )
     return columns
 
 
 def _count_heads(columns: Sequence[Sequence[_Part]]) -> int:
-    """The most heads that a part has; 0 if features are needed one by one, or not from the first one on."""
+    """The most heads that a part has; 0 if features are needed one by one, or not from the first
+    one on."""
     if any(parts[0].start for parts in columns):
         return 0
     num_heads = 0
@@ -142,7 +166,9 @@ def _count_heads(columns: Sequence[Sequence[_Part]]) -> int:
     return num_heads
 
 
-def _needs_heads(part: _Part, unit: int, num_heads: int, head_width: int, needs: Mapping[int, Sequence[int]]) -> bool:
+def _needs_heads(
+    part: _Part, unit: int, num_heads: int, head_width: int, needs: Mapping[int, Sequence[int]]
+) -> bool:
     """True if each feature of the row needs features of its own head alone, of those in `part`."""
     count = part.size // unit
     if not count or count * unit != part.size or num_heads % count:
@@ -160,7 +186,8 @@ def _heads_text(count: int, queries: int) -> str:
 
 
 def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
-    """A cut by groups of heads in order, where heads share something that is mixed into one matrix with them."""
+    """A cut by groups of heads in order, where heads share something that is mixed into one
+    matrix with them."""
     width = flow.inputs[row].shape[-1]
     widths = [flow.outputs[name].shape[-1] for name in columns]
     if width > MOST_FOLLOWED:
@@ -172,17 +199,32 @@ def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
     if groups < 2 or width % groups or any(size % groups for size in widths):
         return None
     for index, size in enumerate(widths):
-        if any(group_of.get((index, feature)) != feature * groups // size for feature in range(size)):
+        if any(
+            group_of.get((index, feature)) != feature * groups // size for feature in range(size)
+        ):
             return None
     degrees = [degree for degree in range(2, groups + 1) if groups % degree == 0]
     counts = {groups: 0, width: groups, **dict.fromkeys(widths, groups)}
-    why = f"group by group: {groups} heads, or groups of them, each with all that is its own side by side"
+    why = (
+        f"group by group: {groups} heads, or groups of them, each with all that is its own side by"
+        " side"
+    )
     text = f"column heads={groups}"
-    return Cutting((text,) * len(columns), f"row heads={groups}", groups, counts, (degrees[0], degrees[-1]), why)
+    return Cutting(
+        (text,) * len(columns),
+        f"row heads={groups}",
+        groups,
+        counts,
+        (degrees[0], degrees[-1]),
+        why,
+    )
 
 
-def _number_groups(flow: Flow, row: str, columns: Sequence[str]) -> dict[tuple[int, int], int] | None:
-    """(column, feature of its output) -> the group that needs it; None if groups are not one after another."""
+def _number_groups(
+    flow: Flow, row: str, columns: Sequence[str]
+) -> dict[tuple[int, int], int] | None:
+    """(column, feature of its output) -> the group that needs it; None if groups are not one
+    after another."""
     group_of: dict[tuple[int, int], int] = {}
     number = -1
     for feature in range(flow.inputs[row].shape[-1]):

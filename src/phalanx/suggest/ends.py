@@ -1,4 +1,5 @@
-"""Rules of a module's two ends: embeddings that look up tokens, and heads whose output it returns."""
+"""Rules of a module's two ends: embeddings that look up tokens, and heads whose output it
+returns."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ SMALL_HEAD = 128  # outputs: fewer are not worth a cut
 
 @dataclass
 class EndRules:
-    """`rules`: name -> (rule, why). `whole`: name of an embedding or head that stays whole -> why."""
+    """`rules`: name -> (rule, why).
+
+    `whole`: name of an embedding or head that stays whole -> why.
+    """
 
     rules: dict[str, Reasoned] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
@@ -39,11 +43,15 @@ def find_end_rules(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> E
             if holder != name:
                 ends.rules[holder] = heads[holder]
     ruled = {**rules, **ends.rules}
-    vocab_sizes = {observed.parts[name].weight.shape[0] for name in observed.flow.looked_up if name in ruled}
+    vocab_sizes = {
+        observed.parts[name].weight.shape[0] for name in observed.flow.looked_up if name in ruled
+    }
     for name, rule in heads.items():
         weight = observed.parts[name].weight
         holders = [holder for holder in observed.find_holders(weight) if holder != name]
-        is_tied_to_whole = any(holder not in rules and holder not in ends.rules for holder in holders)
+        is_tied_to_whole = any(
+            holder not in rules and holder not in ends.rules for holder in holders
+        )
         if name in rules or name in ends.rules or is_tied_to_whole:
             continue
         if weight.shape[0] >= SMALL_HEAD or weight.shape[0] in vocab_sizes:
@@ -62,7 +70,11 @@ def _refuse_embedding(
     """Why an embedding stays whole; "" if its vocabulary can be cut."""
     part = observed.parts[name]
     token_ids = observed.batch.get("inputs")
-    if token_ids is None or looked_up.shape != token_ids.shape or not (looked_up == token_ids).all():
+    if (
+        token_ids is None
+        or looked_up.shape != token_ids.shape
+        or not (looked_up == token_ids).all()
+    ):
         return "it does not look up the tokens of the batch"
     has_options = part.max_norm or part.sparse or part.scale_grad_by_freq
     if name in observed.flow.called_often or has_options:

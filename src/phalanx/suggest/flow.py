@@ -1,7 +1,9 @@
-"""Which linear layers of a module feed which others, and which of their features: seen by gradients, not by names.
+"""Which linear layers of a module feed which others, and which of their features: seen by
+gradients, not by names.
 
-A forward is run once with the output of each linear layer cut off from what made it. A gradient from the input of one
-layer then reaches the outputs of those that feed it with no other layer between, and of these the features it needs.
+A forward is run once with the output of each linear layer cut off from what made it. A gradient
+from the input of one layer then reaches the outputs of those that feed it with no other layer
+between, and of these the features it needs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from phalanx.mesh.logical import full_name
 
 @dataclass
 class Flow:
-    """One forward: the input and the detached output of each layer that was called once, by its name."""
+    """One forward: the input and the detached output of each layer that was called once, by its
+    name."""
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -38,7 +41,9 @@ class Flow:
         outputs = list(self.outputs.values())
         if any(tensor is output for output in outputs):
             return {name for name, output in self.outputs.items() if output is tensor}
-        grads = torch.autograd.grad(sum_mixed(tensor), outputs, allow_unused=True, retain_graph=True)
+        grads = torch.autograd.grad(
+            sum_mixed(tensor), outputs, allow_unused=True, retain_graph=True
+        )
         feeders = set()
         for name, grad in zip(names, grads, strict=True):
             if grad is not None and bool(grad.any()):
@@ -57,11 +62,17 @@ class Flow:
 
 
 def watch_forward(module: nn.Module, call: Callable[[], Any]) -> Flow:
-    """The flow of `call`, a forward of `module`, with the output of each linear layer and embedding detached."""
+    """The flow of `call`, a forward of `module`, with the output of each linear layer and
+    embedding detached."""
     flow = Flow()
 
     def record_call(name: str, part: nn.Module, args: Any, output: Any) -> Any:
-        if name in flow.outputs or name in flow.called_often or not isinstance(output, torch.Tensor) or not args:
+        if (
+            name in flow.outputs
+            or name in flow.called_often
+            or not isinstance(output, torch.Tensor)
+            or not args
+        ):
             flow.called_often.add(name)
             return None
         if isinstance(part, nn.Embedding):
@@ -71,7 +82,9 @@ def watch_forward(module: nn.Module, call: Callable[[], Any]) -> Flow:
         flow.outputs[name] = output.detach().requires_grad_()
         return flow.outputs[name]
 
-    with _register_hooks(module, lambda part: is_linear(part) or isinstance(part, nn.Embedding), record_call):
+    with _register_hooks(
+        module, lambda part: is_linear(part) or isinstance(part, nn.Embedding), record_call
+    ):
         flow.result = call()
     for name in flow.called_often:
         flow.inputs.pop(name, None)

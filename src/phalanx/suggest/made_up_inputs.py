@@ -18,7 +18,8 @@ SIDE, LENGTH = 32, 8  # of an image, of a sequence
 def make_fitting_batches(module: nn.Module) -> Iterator[Batch]:
     """Batches of random numbers in the input shape of each layer: features, sequences or images.
 
-    They come in the order in which the module has its layers, which need not be that of its forward.
+    They come in the order in which the module has its layers, which need not be that of its
+    forward.
     """
     tried: set[tuple[int, ...]] = set()
     for part in module.modules():

@@ -1,4 +1,5 @@
-"""A module under study: its parts by name, a batch that it takes, and which of its layers feed which."""
+"""A module under study: its parts by name, a batch that it takes, and which of its layers feed
+which."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ class ObservedModule:
     def find_holders(self, weight: torch.Tensor) -> list[str]:
         """Names of all modules that hold `weight`: more than one if it is tied."""
         parameters = self.module.named_parameters(remove_duplicate=False)
-        return [full_name(name).rpartition(".")[0] for name, parameter in parameters if parameter is weight]
+        return [
+            full_name(name).rpartition(".")[0]
+            for name, parameter in parameters
+            if parameter is weight
+        ]
 
     def has_tied_parameter(self, names: Sequence[str]) -> bool:
         """True if a parameter of the named parts has more than one name in the module."""

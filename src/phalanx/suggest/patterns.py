@@ -1,4 +1,5 @@
-"""One rule for all blocks of a module, where they agree: names of modules become patterns with stars."""
+"""One rule for all blocks of a module, where they agree: names of modules become patterns with
+stars."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from phalanx.plan.rules import matches
 from phalanx.suggest.suggestion import Reasoned
 
 
-def group_by_pattern(rules: Mapping[str, Reasoned], parts: Mapping[str, nn.Module]) -> dict[str, Reasoned]:
-    """The rules by pattern: one line for all blocks if they agree and the pattern matches no other module, else one
-    for each.
+def group_by_pattern(
+    rules: Mapping[str, Reasoned], parts: Mapping[str, nn.Module]
+) -> dict[str, Reasoned]:
+    """The rules by pattern: one line for all blocks if they agree and the pattern matches no other
+    module, else one for each.
     """
     by_pattern: dict[str, Reasoned] = {}
     for name, rule in rules.items():

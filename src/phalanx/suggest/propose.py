@@ -1,4 +1,5 @@
-"""Sharding rules for a user's module, found by looking at what it computes; each cut is tried before it is proposed."""
+"""Sharding rules for a user's module, found by looking at what it computes; each cut is tried
+before it is proposed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from phalanx.suggest.visit import drops_between, record_visit
 
 
 def propose_rules(module: nn.Module, batch: Batch) -> Suggestion:
-    """The rules for a module, which is run with `batch`: pairs of layers first, then embedding and head."""
+    """The rules for a module, which is run with `batch`: pairs of layers first, then embedding
+    and head."""
     proposer = _RuleProposer(ObservedModule(module, batch))
     for group in find_layer_groups(proposer.observed):
         proposer.add_group(group)
@@ -29,7 +31,8 @@ def propose_rules(module: nn.Module, batch: Batch) -> Suggestion:
 
 
 class _RuleProposer:
-    """Collects the rules of one module by the name of the layer, and the reasons of layers that stay whole."""
+    """Collects the rules of one module by the name of the layer, and the reasons of layers that
+    stay whole."""
 
     def __init__(self, observed: ObservedModule) -> None:
         self.observed = observed
@@ -107,10 +110,16 @@ class _RuleProposer:
         home_pattern = pattern_of(group.home)
         if drops_between(observed, group):
             home = home_pattern or "the module itself"
-            return f"{home} drops at random between its matrices: look again with 0 for that in model.args"
+            return (
+                f"{home} drops at random between its matrices: look again with 0 for that in"
+                " model.args"
+            )
         cutting = find_cutting(observed.flow, group.row, group.columns)
         if cutting is None:
-            return f"what {pattern_of(group.row)} takes in depends on all features, not on those of a head alone"
+            return (
+                f"what {pattern_of(group.row)} takes in depends on all features, not on those of a"
+                " head alone"
+            )
         visit = record_visit(observed, group)
         if visit.num_calls != 1:
             return f"{home_pattern} is called {visit.num_calls} times in a forward"
@@ -143,7 +152,8 @@ class _RuleProposer:
 
 
 def _join_home_rule(home_rule: Reasoned, trial: Trial) -> Reasoned | None:
-    """The rule of a home, with the counts that a trial found to be divided; None if it needs none."""
+    """The rule of a home, with the counts that a trial found to be divided; None if it needs
+    none."""
     kind, why = home_rule
     if not trial.divide:
         return home_rule if kind != "replicate" else None

@@ -23,6 +23,8 @@ def main(document: JsonObject, link: RankLink) -> int:
     except PhalanxError:
         raise
     except Exception as error:  # of the user's forward, in a part of it or with other features
-        raise LayoutError(f"the forward of {job.model.kind} cannot be followed", why=one_line(error)) from None
+        raise LayoutError(
+            f"the forward of {job.model.kind} cannot be followed", why=one_line(error)
+        ) from None
     (payload.run_dir / SUGGESTION_FILE).write_text(json.dumps(suggestion.to_json()))
     return ExitCode.OK

@@ -1,4 +1,5 @@
-"""Builds a job's module, finds a batch and a type in which its forward runs, and proposes rules for it."""
+"""Builds a job's module, finds a batch and a type in which its forward runs, and proposes rules
+for it."""
 
 from __future__ import annotations
 
@@ -59,7 +60,10 @@ def _build_refusal(job: Job, batch: Batch, failure: str, is_made_up: bool) -> La
         return LayoutError(
             f"{job.model.kind} cannot be tried with {shapes}, which are made up",
             why=failure,
-            fix='give its dataset, data.source = "package.module:factory": its samples are what the forward takes',
+            fix=(
+                'give its dataset, data.source = "package.module:factory": its samples are what the'
+                " forward takes"
+            ),
         )
     return LayoutError(
         f"{job.model.kind} cannot be tried with {shapes}",
@@ -82,7 +86,8 @@ def _build_module(job: Job, plan: Plan, dtype: str) -> nn.Module:
 
 @torch.no_grad()
 def _add_noise(module: nn.Module) -> None:
-    """Add noise to each parameter: weights that begin as zeros would hide which layer feeds which."""
+    """Add noise to each parameter: weights that begin as zeros would hide which layer feeds
+    which."""
     generator = torch.Generator().manual_seed(7)
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

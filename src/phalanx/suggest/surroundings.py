@@ -1,4 +1,5 @@
-"""Rules of what surrounds a cut: the home of its layers, and parameters in it that are not cut themselves."""
+"""Rules of what surrounds a cut: the home of its layers, and parameters in it that are not cut
+themselves."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def _find_uses(observed: ObservedModule, group: LayerGroup, visit: Visit) -> _Us
 
 
 def _find_uncut_parameters(observed: ObservedModule, group: LayerGroup) -> dict[str, nn.Parameter]:
-    """Trained parameters of the group's home that none of its layers holds, named within the home."""
+    """Trained parameters of the group's home that none of its layers holds, named within the
+    home."""
     cut_ids: set[int] = set()
     for name in group.names:
         cut_ids |= {id(parameter) for parameter in observed.parts[name].parameters()}
@@ -101,7 +103,9 @@ def find_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-def _depends_on(outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]) -> list[bool]:
+def _depends_on(
+    outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+) -> list[bool]:
     """One boolean for each of `inputs`: True if any of `outputs` depends on it."""
     roots = [output for output in outputs if output is not None and output.requires_grad]
     if not roots or not inputs:

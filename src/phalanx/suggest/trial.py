@@ -1,4 +1,5 @@
-"""A proposed cut is tried in one process: each rank's part of a module in turn, what their rows make added up."""
+"""A proposed cut is tried in one process: each rank's part of a module in turn, what their rows
+make added up."""
 
 from __future__ import annotations
 
@@ -36,14 +37,18 @@ class _Alone(TensorGroup):
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial: which counts of the module must be divided, or why it cannot be cut."""
+    """The result of a trial: which counts of the module must be divided, or why it cannot be
+    cut."""
 
     divide: tuple[str, ...] = ()
     refused: str = ""
 
 
 def try_cutting(home: nn.Module, names: Sequence[str], cutting: Cutting, visit: Visit) -> Trial:
-    """`home` holds the columns and, last, the row: `names` are theirs within it. `visit` is a call of it."""
+    """`home` holds the columns and, last, the row: `names` are theirs within it.
+
+    `visit` is a call of it.
+    """
     texts = dict(zip(names, (*cutting.columns, cutting.row), strict=True))
     refused = ""
     for counts in _choices(home, cutting):
@@ -54,7 +59,10 @@ def try_cutting(home: nn.Module, names: Sequence[str], cutting: Cutting, visit: 
         except LayoutError as error:
             refused = refused or str(error)
         except Exception as error:  # the user's forward, with a part of its features
-            refused = refused or f"its forward fails with a part of them: {str(error).splitlines()[0][:120]}"
+            refused = (
+                refused
+                or f"its forward fails with a part of them: {str(error).splitlines()[0][:120]}"
+            )
     return Trial(refused=refused)
 
 
@@ -71,24 +79,44 @@ def _choices(home: nn.Module, cutting: Cutting) -> Iterator[tuple[str, ...]]:
 
 
 def _integers(home: nn.Module) -> Iterator[tuple[str, int]]:
-    """The integers that modules inside keep, and those of the settings that they keep (a `config`)."""
+    """The integers that modules inside keep, and those of the settings that they keep (a
+    `config`)."""
     for prefix, part in home.named_modules():
         if hasattr(part, "weight"):
             continue
         owners = [((), vars(part))]
-        owners += [((name,), vars(value)) for name, value in vars(part).items() if _are_settings(name, value)]
+        owners += [
+            ((name,), vars(value))
+            for name, value in vars(part).items()
+            if _are_settings(name, value)
+        ]
         for steps, owner in owners:
             for name, value in owner.items():
-                if isinstance(value, int) and not isinstance(value, bool) and not name.startswith("_"):
+                if (
+                    isinstance(value, int)
+                    and not isinstance(value, bool)
+                    and not name.startswith("_")
+                ):
                     yield ".".join(filter(None, (full_name(prefix), *steps, name))), value
 
 
 def _are_settings(name: str, value: Any) -> bool:
-    return not name.startswith("_") and hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor)
+    return (
+        not name.startswith("_")
+        and hasattr(value, "__dict__")
+        and not isinstance(value, type | torch.Tensor)
+    )
 
 
 @torch.no_grad()
-def _adds_up(home: nn.Module, row: str, texts: Mapping[str, str], counts: Sequence[str], tp: int, visit: Visit) -> bool:
+def _adds_up(
+    home: nn.Module,
+    row: str,
+    texts: Mapping[str, str],
+    counts: Sequence[str],
+    tp: int,
+    visit: Visit,
+) -> bool:
     total: torch.Tensor | None = None
     bias = 0.0
     for rank in range(tp):
@@ -97,7 +125,9 @@ def _adds_up(home: nn.Module, row: str, texts: Mapping[str, str], counts: Sequen
         group = _Alone(name="", rank=rank, size=tp, phases=Phases())
         tensor_parallel.cut(part, group, parse_rules(rules))
         outputs: list[torch.Tensor] = []
-        part.get_submodule(row).register_forward_hook(lambda part, args, out, outputs=outputs: outputs.append(out))
+        part.get_submodule(row).register_forward_hook(
+            lambda part, args, out, outputs=outputs: outputs.append(out)
+        )
         bias = getattr(part.get_submodule(row), "bias", None)
         part(*visit.args, **visit.kwargs)
         total = outputs[0] if total is None else total + outputs[0]

@@ -1,4 +1,5 @@
-"""Runs forwards of a module to see one group of layers at work: what enters it, and what drops between its layers."""
+"""Runs forwards of a module to see one group of layers at work: what enters it, and what drops
+between its layers."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def record_visit(observed: ObservedModule, group: LayerGroup) -> Visit:
 
 
 def drops_between(observed: ObservedModule, group: LayerGroup) -> bool:
-    """True if a dropout layer may run between columns and row: masks of parts are not parts of the whole's."""
+    """True if a dropout layer may run between columns and row: masks of parts are not parts of
+    the whole's."""
     dropping = [part for part in observed.parts[group.home].modules() if _drops(part)]
     layers = {observed.parts[name] for name in group.names}
     if any(layers & set(part.modules()) for part in dropping):

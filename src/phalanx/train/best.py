@@ -18,14 +18,24 @@ from phalanx.train.evaluation import EvalRecord, Judged
 class Best:
     """Names the best step of a run, on rank 0. `run_dir=None`: there is nowhere to.
 
-    Once `fence` says that another job has the run, nothing is named: the ranks stop at their next step.
+    Once `fence` says that another job has the run, nothing is named: the ranks stop at their next
+    step.
     """
 
-    def __init__(self, job: Job, mesh: Mesh, bus: Bus, run_dir: Path | None, fence: Fence | None = None) -> None:
-        self._job, self._mesh, self._bus, self._run_dir, self._fence = job, mesh, bus, run_dir, fence
+    def __init__(
+        self, job: Job, mesh: Mesh, bus: Bus, run_dir: Path | None, fence: Fence | None = None
+    ) -> None:
+        self._job, self._mesh, self._bus, self._run_dir, self._fence = (
+            job,
+            mesh,
+            bus,
+            run_dir,
+            fence,
+        )
 
     def mend(self, evals: EvalRecord, step: int) -> None:
-        """The step that is continued from was the best, and its checkpoint was there, but no more time to name it."""
+        """The step that is continued from was the best, and its checkpoint was there, but no
+        more time to name it."""
         if self._run_dir is None or not self._job.eval.keep_best or not evals.has(step):
             return
         judged = evals.of(step)
@@ -54,7 +64,9 @@ class Best:
         except CheckpointError as error:
             self._bus.emit(CheckpointFailed(step, BEST, str(error), training_goes_on=True))
         except OSError as error:
-            self._bus.emit(CheckpointFailed(step, BEST, error.strerror or str(error), training_goes_on=True))
+            self._bus.emit(
+                CheckpointFailed(step, BEST, error.strerror or str(error), training_goes_on=True)
+            )
 
     def _place_of(self, step: int) -> str | None:
         """Where the checkpoint of a step is, if that is not in the run's own directory."""

@@ -9,17 +9,22 @@ from collections import deque
 from phalanx.job.schema import Checkpoint
 from phalanx.observe.events import CheckpointIntervalChosen
 
-FIRST_AUTO_STEPS, FIRST_AUTO_S = 10, 60.0  # the first save of every = "auto" comes this early, to be measured
+FIRST_AUTO_STEPS, FIRST_AUTO_S = (
+    10,
+    60.0,
+)  # the first save of every = "auto" comes this early, to be measured
 NUM_MEASURED = 5
 NOTABLE = 1.25  # a change of the interval that is said
 
 
 def optimal_interval_s(stall_s: float, save_s: float, mtbf_s: float) -> float:
-    """Seconds between saves that lose the least time: a save that stops training for `stall_s` against what is done
-    again after a failure each `mtbf_s`. Never shorter than `save_s`, which a save takes.
+    """Seconds between saves that lose the least time: a save that stops training for `stall_s`
+    against what is done again after a failure each `mtbf_s`.
 
-    Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly (2006) shows that it is good
-    where `stall_s` is small beside `mtbf_s`.
+    Never shorter than `save_s`, which a save takes.
+
+    Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly (2006)
+    shows that it is good where `stall_s` is small beside `mtbf_s`.
     """
     return max(math.sqrt(2 * stall_s * mtbf_s), save_s)
 
@@ -51,7 +56,9 @@ class Clock:
         self._last_s = now_s
 
     def learn(self, step: int, stall_s: float, save_s: float) -> CheckpointIntervalChosen | None:
-        """A save has been measured. Returns what there is to say, if the interval is new or another one.
+        """A save has been measured.
+
+        Returns what there is to say, if the interval is new or another one.
 
         Of the last few the median counts: the first one also pays for memory that later ones find.
         """

@@ -1,4 +1,5 @@
-"""Evaluations between steps: which are done, which was the best, and the state that training must find unchanged."""
+"""Evaluations between steps: which are done, which was the best, and the state that training
+must find unchanged."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from phalanx.observe.tail import recorded
 from phalanx.parallel.model import Batch, ParallelModel
 from phalanx.train.randomness import own_generators
 
-# What is evaluated: batches by source ("" where there is only one). Iterated once per evaluation; every rank must yield
-# equally many batches of each.
+# What is evaluated: batches by source ("" where there is only one). Iterated once per evaluation;
+# every rank must yield equally many batches of each.
 HeldOut = Mapping[str, Iterable[Batch]]
 
 
@@ -53,9 +54,12 @@ class Judged:
 
 
 def over_sources(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """One loss per target for all sources together: the mean of theirs by weight. NaN if there are none.
+    """One loss per target for all sources together: the mean of theirs by weight.
 
-    A source that is not in `losses`, because nothing of it is held out, leaves its part to the others.
+    NaN if there are none.
+
+    A source that is not in `losses`, because nothing of it is held out, leaves its part to the
+    others.
     """
     if len(losses) <= 1:
         return next(iter(losses.values()), math.nan)
@@ -79,7 +83,8 @@ class EvalRecord:
         self._done[step] = judged
 
     def best(self, num_targets: int, mode: str = "min") -> tuple[int, Judged]:
-        """The step with the lowest value (`mode` "max": the highest), the first of equals; (0, NaN) if there is none.
+        """The step with the lowest value (`mode` "max": the highest), the first of equals; (0, NaN)
+        if there is none.
 
         Only evaluations of `num_targets` targets: a value over other data cannot be compared.
         """
@@ -96,7 +101,10 @@ class EvalRecord:
 
 
 def read_record(run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS) -> EvalRecord:
-    """What rank 0's event files say of evaluations up to `step`, for all ranks. Those of later steps are done again."""
+    """What rank 0's event files say of evaluations up to `step`, for all ranks.
+
+    Those of later steps are done again.
+    """
     done: list[tuple[int, float, int, float]] = []
     if run_dir is not None and step > 0 and mesh.rank == 0:
         found = [envelope.event for envelope in recorded(run_dir, EvalFinished)]
@@ -105,26 +113,35 @@ def read_record(run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS)
             for e in found
             if isinstance(e, EvalFinished) and e.step <= step and not math.isnan(e.loss)
         ]
-    return EvalRecord({int(s): Judged(float(x), int(n), float(v)) for s, x, n, v in mesh.gather_json(done)[0]})
+    return EvalRecord(
+        {int(s): Judged(float(x), int(n), float(v)) for s, x, n, v in mesh.gather_json(done)[0]}
+    )
 
 
 @contextmanager
 def undisturbed(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[None]:
-    """Inside, modules are in evaluation mode, their buffers (running statistics) are rank 0's, and what they draw is
-    the same each time. Training notices nothing. In a pipeline buffers are those of the first of the ranks that hold
+    """Inside, modules are in evaluation mode, their buffers (running statistics) are rank 0's, and
+    what they draw is the same each time.
+
+    Training notices nothing. In a pipeline buffers are those of the first of the ranks that hold
     the same stages: the others have other ones.
 
-    A module that its owner put into evaluation mode (a frozen BatchNorm, say) is in it afterwards, too.
+    A module that its owner put into evaluation mode (a frozen BatchNorm, say) is in it afterwards,
+    too.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
-    modes: list[tuple[nn.Module, bool]] = [(module, module.training) for module in model.module.modules()]
+    modes: list[tuple[nn.Module, bool]] = [
+        (module, module.training) for module in model.module.modules()
+    ]
     with own_generators("evaluate", seed, mesh.data_parallel_rank, device=mesh.device):
         model.train(False)
         try:
             if mesh.device_mesh is not None:
                 group = mesh.data_parallel_group() if mesh.layout.pp > 1 else None
                 for buffer, _ in buffers:
-                    dist.broadcast(buffer, 0 if group is None else dist.get_global_rank(group, 0), group=group)
+                    dist.broadcast(
+                        buffer, 0 if group is None else dist.get_global_rank(group, 0), group=group
+                    )
             yield
         finally:
             model.train(True)

@@ -1,4 +1,5 @@
-"""One evaluation between two steps: over all sources and all ranks, and training does not notice."""
+"""One evaluation between two steps: over all sources and all ranks, and training does not
+notice."""
 
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ MOST_BATCHES = 64
 
 
 def next_wait(batches: int, took_s: float) -> int:
-    """How many batches there may be before ranks ask each other again, where `batches` took `took_s`."""
+    """How many batches there may be before ranks ask each other again, where `batches` took
+    `took_s`."""
     if took_s > AGREE_S:
         return max(1, batches // 2)
     return min(MOST_BATCHES, 2 * batches) if took_s < AGREE_S / 4 else batches
 
 
 class EvaluatedState(Protocol):
-    """What an evaluation reads of a TrainState: a model at a step needs no optimizer to be evaluated."""
+    """What an evaluation reads of a TrainState: a model at a step needs no optimizer to be
+    evaluated."""
 
     @property
     def model(self) -> ParallelModel: ...
@@ -67,11 +70,16 @@ class Evaluator:
         self._phases: Phases = state.model.phases
 
     def evaluate(self) -> Evaluation:
-        """Loss and metrics on the held-out batches. Collective; training goes on as if it had not been."""
+        """Loss and metrics on the held-out batches.
+
+        Collective; training goes on as if it had not been.
+        """
         loss_by_source: dict[str, float] = {}
         targets_by_source: dict[str, int] = {}
         metrics_by_source: dict[str, dict[str, SumAndCount]] = {}
-        num_batches = [len(batches) if isinstance(batches, Sized) else 0 for batches in self._held_out.values()]
+        num_batches = [
+            len(batches) if isinstance(batches, Sized) else 0 for batches in self._held_out.values()
+        ]
         total = sum(num_batches) if all(num_batches) else 0
         progress = ProgressTeller(self._emit, self._state.step, "evaluate", total)
         counted = itertools.count()
@@ -86,10 +94,13 @@ class Evaluator:
                     loss_by_source[source], targets_by_source[source] = loss, num_targets
         loss = over_sources(loss_by_source, self._source_weights or targets_by_source)
         metrics = means(metrics_by_source, self._source_weights)
-        return Evaluation(self._state.step, loss, sum(targets_by_source.values()), loss_by_source, metrics)
+        return Evaluation(
+            self._state.step, loss, sum(targets_by_source.values()), loss_by_source, metrics
+        )
 
     def require_metric(self, metric: str) -> None:
-        """Refuse a metric that there is not (LayoutError), before training: the first held-out batch shows it."""
+        """Refuse a metric that there is not (LayoutError), before training: the first held-out
+        batch shows it."""
         if metric == LOSS:
             return
         objective = MetricSums(self._objective, self._mesh)
@@ -103,10 +114,12 @@ class Evaluator:
         require_metric(metric, list(objective.reduced()))
 
     def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches; all ranks agree from time to time whether to go on: an evaluation may outlast a grace period.
+        """The batches; all ranks agree from time to time whether to go on: an evaluation may
+        outlast a grace period.
 
-        A GPU is waited for then, and ranks for each other; so not before each batch, where batches are short. All of
-        them learn the same mean of the time since they last agreed, and so count batches alike.
+        A GPU is waited for then, and ranks for each other; so not before each batch, where batches
+        are short. All of them learn the same mean of the time since they last agreed, and so count
+        batches alike.
         """
         wait, left, since = 1, 0, time.perf_counter()
         for batch in batches:
@@ -118,8 +131,11 @@ class Evaluator:
             yield batch
 
     def _agree(self, waited: int, took_s: float) -> int:
-        """How many batches there may be before all ranks agree again, after `waited` that took `took_s` on this one.
-        Raises what they agree to end the evaluation with."""
+        """How many batches there may be before all ranks agree again, after `waited` that took
+        `took_s` on this one.
+
+        Raises what they agree to end the evaluation with.
+        """
         is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
         asked = map(float, (self._stop.sigterm, self._stop.sigint, is_fenced, took_s))
         votes = filled(tuple(asked), self._mesh.device)
@@ -134,7 +150,9 @@ class Evaluator:
         return next_wait(waited, total_s / self._mesh.world_size)
 
 
-def _telling(batches: Iterable[Batch], progress: ProgressTeller, counted: Iterator[int]) -> Iterator[Batch]:
+def _telling(
+    batches: Iterable[Batch], progress: ProgressTeller, counted: Iterator[int]
+) -> Iterator[Batch]:
     for batch in batches:
         progress.tell(next(counted))
         yield batch

@@ -1,4 +1,5 @@
-"""What came to the experts in a step, as an event: each rank that speaks for a stage says what it knows."""
+"""What came to the experts in a step, as an event: each rank that speaks for a stage says what
+it knows."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def is_logged(step: int, job: Job) -> bool:
 
 
 def experts_loaded(step: int, load: Mapping[str, ExpertLoad]) -> ExpertsLoaded:
-    """`load`: by name of router, of this rank's stages, as reduced over the ranks that hold the same."""
+    """`load`: by name of router, of this rank's stages, as reduced over the ranks that hold the
+    same."""
     layers = {name.removesuffix(".router"): of for name, of in load.items()}
     return ExpertsLoaded(
         step=step,

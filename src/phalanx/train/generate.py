@@ -16,9 +16,12 @@ from phalanx.parallel.model import ParallelModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. `temperature` 0 takes the likeliest; `top_k` and `top_p` leave out the others before that.
+    """How a token is chosen.
 
-    `num_choices`: ids from it on are never chosen, as rows of an embedding that no token has; None for all.
+    `temperature` 0 takes the likeliest; `top_k` and `top_p` leave out the others before that.
+
+    `num_choices`: ids from it on are never chosen, as rows of an embedding that no token has; None
+    for all.
     """
 
     temperature: float = 0.8
@@ -40,18 +43,21 @@ def generate(
     on_token: Callable[[int], None] = lambda token: None,
     told: Callable[[int], None] = lambda num_done: None,
 ) -> list[int]:
-    """Continue `prompt` by sampling. Collective: every rank computes the same tokens (sharded models need all ranks).
+    """Continue `prompt` by sampling.
 
-    At most the last `context` tokens are read at each step, all of them anew: there is no key-value cache. Stops after
-    the token `end`, if it is given. `told` is called before each token with the number of those that there are,
-    `on_token` with each when it is chosen. Raises TypeError, on every rank, for models that are not causal, and
-    NumericsError for logits that are not finite.
+    Collective: every rank computes the same tokens (sharded models need all ranks).
+
+    At most the last `context` tokens are read at each step, all of them anew: there is no key-value
+    cache. Stops after the token `end`, if it is given. `told` is called before each token with the
+    number of those that there are, `on_token` with each when it is chosen. Raises TypeError, on
+    every rank, for models that are not causal, and NumericsError for logits that are not finite.
     """
     others: list[str] = []
     how = sampling or Sampling()
 
     def last_logits(outputs: Any) -> torch.Tensor:
-        """Never raises for outputs of another kind: in a pipeline only the last stage sees that they are."""
+        """Never raises for outputs of another kind: in a pipeline only the last stage sees that
+        they are."""
         found = _last_logits(outputs)
         if found is None:
             others.append(type(outputs).__name__)
@@ -66,8 +72,11 @@ def generate(
         window = torch.tensor([tokens[-context:]], device=model.mesh.device)
         logits = model.call_then({"inputs": window}, last_logits)
         if not logits.numel():
-            raise TypeError(f"cannot sample from {others[0] if others else 'what the last stage returns'}")
-        # A pipeline's are on the ranks' device; the generator, whose draws are the same everywhere, is the CPU's.
+            raise TypeError(
+                f"cannot sample from {others[0] if others else 'what the last stage returns'}"
+            )
+        # A pipeline's are on the ranks' device; the generator, whose draws are the same everywhere,
+        # is the CPU's.
         tokens.append(_choose(logits.cpu(), how, generator))
         on_token(tokens[-1])
         if tokens[-1] == end:
@@ -79,7 +88,9 @@ def generate(
 def _choose(logits: torch.Tensor, how: Sampling, generator: torch.Generator) -> int:
     """One id by `how`. `logits`: [vocab] fp64."""
     if not bool(logits.isfinite().any()) or bool(logits.isnan().any()):
-        raise NumericsError("the model's logits are not finite", fix="take a checkpoint from before it diverged")
+        raise NumericsError(
+            "the model's logits are not finite", fix="take a checkpoint from before it diverged"
+        )
     if how.num_choices is not None and how.num_choices < len(logits):
         logits = logits[: how.num_choices]
     if how.temperature == 0:
@@ -101,7 +112,11 @@ def _last_logits(outputs: Any) -> torch.Tensor | None:
     if isinstance(outputs, VocabularyLogits):
         outputs = outputs.gathered()
     if isinstance(outputs, torch.Tensor):
-        return outputs[0, -1].double().cpu() if outputs.ndim == 3 and outputs.is_floating_point() else None
+        return (
+            outputs[0, -1].double().cpu()
+            if outputs.ndim == 3 and outputs.is_floating_point()
+            else None
+        )
     if not isinstance(outputs, CausalOutput):
         return None
     if outputs.vocabulary is None:

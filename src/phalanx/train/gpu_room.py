@@ -1,4 +1,5 @@
-"""Whether the GPUs have room for what the plan predicts, before anything is built: others may use them, too."""
+"""Whether the GPUs have room for what the plan predicts, before anything is built: others may
+use them, too."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from phalanx.plan.plan import Plan
 
 
 def missing_room(mesh: Mesh, plan: Plan) -> str:
-    """Says of which GPU less is free than its rank is predicted to need; empty if of none, and on CPUs. Collective."""
+    """Says of which GPU less is free than its rank is predicted to need; empty if of none, and on
+    CPUs.
+
+    Collective.
+    """
     if mesh.device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(mesh.device)
@@ -30,6 +35,7 @@ def describe_missing_room(room: Sequence[tuple[int, int]], needed: Sequence[int]
     free, total = room[worst]
     others = f", and {len(short) - 1} more ranks have too little" if len(short) > 1 else ""
     return (
-        f"the GPU of rank {worst} has {format_bytes(free)} of {format_bytes(total)} free, and the plan predicts "
-        f"{format_bytes(needed[worst])}{others}: another process may use it (nvidia-smi shows which)"
+        f"the GPU of rank {worst} has {format_bytes(free)} of {format_bytes(total)} free, and the"
+        f" plan predicts {format_bytes(needed[worst])}{others}: another process may use it"
+        " (nvidia-smi shows which)"
     )

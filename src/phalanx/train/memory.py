@@ -1,4 +1,5 @@
-"""Measure what the plan predicted: the memory a rank uses on top of its runtime, at the worst moment of a run."""
+"""Measure what the plan predicted: the memory a rank uses on top of its runtime, at the worst
+moment of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ SLACK_BYTES = 4 * MIB  # the kernel counts pages per core, and adds them up now 
 
 @dataclass(frozen=True)
 class MemorySoFar:
-    """Of this rank, in bytes. `peak_bytes`: the most in all, shared pages by their share; on a GPU, what its allocator
-    gave out. `reserved_bytes`: what a GPU's allocator held for that, at most. 0: nobody knows.
+    """Of this rank, in bytes.
+
+    `peak_bytes`: the most in all, shared pages by their share; on a GPU, what its allocator gave
+    out. `reserved_bytes`: what a GPU's allocator held for that, at most. 0: nobody knows.
     """
 
     rss_bytes: int
@@ -33,9 +36,10 @@ class MemorySoFar:
 class MemoryMeter:
     """Peak memory of this rank on top of interpreter and torch; `listen` to phases after `start`.
 
-    phalanx.core.process_memory says what counts. The kernel keeps the peak; a phase that begins asks whether there is a
-    new one (a microsecond or two), so that its step and phase are known. Where the kernel's mark cannot be set back, a
-    thread samples. On CUDA it is the allocator that knows, and the phase is not known.
+    phalanx.core.process_memory says what counts. The kernel keeps the peak; a phase that begins
+    asks whether there is a new one (a microsecond or two), so that its step and phase are known.
+    Where the kernel's mark cannot be set back, a thread samples. On CUDA it is the allocator that
+    knows, and the phase is not known.
     """
 
     def __init__(self) -> None:
@@ -62,14 +66,17 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(device)
             return
         can_reset, now = self._process.reset_peak(), self._process.read()
-        self._keeps_peak = can_reset and now is not None and now.peak_bytes <= now.all_bytes + SLACK_BYTES
+        self._keeps_peak = (
+            can_reset and now is not None and now.peak_bytes <= now.all_bytes + SLACK_BYTES
+        )
         if not self._keeps_peak:
             now = self._sampled()
             self._sampler = Sampler(self._look)
             self._sampler.start()
         assert now is not None
         self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        # A process that was started by another one's exec begins with that one's peak, which no reset lowers.
+        # A process that was started by another one's exec begins with that one's peak, which no
+        # reset lowers.
         self._counts_all = self._known_maxrss * 1024 > now.all_bytes + SLACK_BYTES
         self._start_bytes = self._peak_bytes = now.own_bytes
         self._file_bytes = now.file_bytes
@@ -102,15 +109,19 @@ class MemoryMeter:
         if own > self._peak_bytes:
             self._peak_bytes, self._peak_moment = own, self._moment
             self._in_all_bytes = own + now.file_bytes
-        # Once pages of files went, the mark no longer says how many of those at the peak were the process's own.
+        # Once pages of files went, the mark no longer says how many of those at the peak were the
+        # process's own.
         if self._keeps_peak and now.file_bytes < self._file_bytes - SLACK_BYTES:
             self._process.reset_peak()
-            self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # which may have fallen with it
+            self._known_maxrss = resource.getrusage(
+                resource.RUSAGE_SELF
+            ).ru_maxrss  # which may have fallen with it
         self._file_bytes = now.file_bytes
         return now
 
     def _sampled(self) -> Resident:
-        """What is there now, where the kernel keeps no peak or does not tell kinds of pages apart."""
+        """What is there now, where the kernel keeps no peak or does not tell kinds of pages
+        apart."""
         now = self._process.read()
         if now is not None:
             return Resident(now.all_bytes, now.anonymous_bytes, now.file_bytes, now.shared_bytes)
@@ -124,13 +135,17 @@ class MemoryMeter:
             return MemorySoFar(self._psutil.memory_info().rss)
         if self._device.type == "cuda":
             stats = torch.cuda.memory_stats(self._device)  # of the allocator: nothing is waited for
-            allocated, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
+            allocated, reserved = (
+                stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved")
+            )
             return MemorySoFar(self._psutil.memory_info().rss, allocated, reserved)
         now = self._look()
         self._num_steps += 1
         if self._num_steps == 1:  # by now the pages that are written to are no longer shared
             self._elsewhere_bytes = self._process.shared_elsewhere_bytes()
-        return MemorySoFar(now.all_bytes if now is not None else 0, self._in_all(self._most_resident_bytes))
+        return MemorySoFar(
+            now.all_bytes if now is not None else 0, self._in_all(self._most_resident_bytes)
+        )
 
     def _in_all(self, resident_bytes: int) -> int:
         """Of these, those that count for this process: shared pages by their share."""
@@ -146,11 +161,13 @@ class MemoryMeter:
 
     @property
     def runtime_bytes(self) -> int:
-        """What else there was at the worst moment: interpreter, torch and pages of files, by this process's share."""
+        """What else there was at the worst moment: interpreter, torch and pages of files, by
+        this process's share."""
         return max(0, self._in_all(self._in_all_bytes) - (self._peak_bytes - self._start_bytes))
 
     def _device_bytes(self) -> dict[str, int]:
-        """Of a GPU: what all its processes use, of how much, and the peaks of this rank's allocator."""
+        """Of a GPU: what all its processes use, of how much, and the peaks of this rank's
+        allocator."""
         if self._device is None or self._device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self._device)
@@ -168,13 +185,22 @@ class MemoryMeter:
         predicted_bytes: Mapping[str, int],
         staging_bytes: int = 0,
     ) -> MemoryMeasured:
-        """States, activations and staging are counted from their tensors; "peak" is the whole rank's."""
-        optimizer = {name: shard for name, shard in state_shards.items() if name.startswith(OPTIMIZER)}
-        reduction = {name: shard for name, shard in state_shards.items() if name.startswith(REDUCTION)}
+        """States, activations and staging are counted from their tensors; "peak" is the whole
+        rank's."""
+        optimizer = {
+            name: shard for name, shard in state_shards.items() if name.startswith(OPTIMIZER)
+        }
+        reduction = {
+            name: shard for name, shard in state_shards.items() if name.startswith(REDUCTION)
+        }
         measured = {
-            "parameters": local_bytes(state_shards) - local_bytes(optimizer) - local_bytes(reduction),
+            "parameters": local_bytes(state_shards)
+            - local_bytes(optimizer)
+            - local_bytes(reduction),
             "gradients": sum(
-                local_tensor(p).numel() * p.element_size() for p in model.module.parameters() if p.requires_grad
+                local_tensor(p).numel() * p.element_size()
+                for p in model.module.parameters()
+                if p.requires_grad
             ),
             "optimizer": local_bytes(optimizer),
         }

@@ -1,4 +1,5 @@
-"""What an objective measures besides its loss: sums and counts over all ranks, so that every mean is exact."""
+"""What an objective measures besides its loss: sums and counts over all ranks, so that every
+mean is exact."""
 
 from __future__ import annotations
 
@@ -15,13 +16,19 @@ from phalanx.parallel.model import Batch, Objective
 from phalanx.train.evaluation import LOSS, over_sources
 
 SumAndCount = tuple[float, float]
-FIX = 'return {"accuracy": (how many are right, how many there are)}: two numbers or tensors of no dimensions for each'
+FIX = (
+    'return {"accuracy": (how many are right, how many there are)}: two numbers or tensors of no'
+    " dimensions for each"
+)
 
 
 class MetricSums:
-    """An objective that also adds up what its `metrics(outputs, batch)` gives, if it has that. For one evaluation.
+    """An objective that also adds up what its `metrics(outputs, batch)` gives, if it has that.
 
-    Called instead of the objective, so that outputs are seen while a sharded model's outermost weights are whole.
+    For one evaluation.
+
+    Called instead of the objective, so that outputs are seen while a sharded model's outermost
+    weights are whole.
     """
 
     def __init__(self, objective: Objective, mesh: Mesh) -> None:
@@ -39,7 +46,10 @@ class MetricSums:
         return self._objective(outputs, batch)
 
     def reduced(self) -> dict[str, SumAndCount]:
-        """(sum, count) over all ranks, by name. Collective. Raises LayoutError if ranks have other names."""
+        """(sum, count) over all ranks, by name.
+
+        Collective. Raises LayoutError if ranks have other names.
+        """
         if self._measure is None:
             return {}
         every = self._mesh.gather_json(list(self._sums) if self._saw_outputs else None)
@@ -50,28 +60,39 @@ class MetricSums:
                 raise LayoutError(
                     "the objective's metrics have other names on other ranks",
                     why=f"{_listed(names)} on rank {first}, {_listed(others)} on rank {rank}",
-                    fix="return the same names for every batch; of what a batch has none of, (0, 0)",
+                    fix=(
+                        "return the same names for every batch; of what a batch has none of, (0, 0)"
+                    ),
                 )
         if not names:
             return {}
         nothing = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         here = torch.cat([self._sums.get(name, nothing) for name in names])
-        flat = self._mesh.all_reduce_sum(here if self._mesh.counts_samples else torch.zeros_like(here)).tolist()
+        flat = self._mesh.all_reduce_sum(
+            here if self._mesh.counts_samples else torch.zeros_like(here)
+        ).tolist()
         return {name: (flat[2 * number], flat[2 * number + 1]) for number, name in enumerate(names)}
 
 
 def means(
     by_source: Mapping[str, Mapping[str, SumAndCount]], weights: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Each metric over all sources: by `weights` of the sources as the loss is, without them by what they count.
+    """Each metric over all sources: by `weights` of the sources as the loss is, without them by
+    what they count.
 
     What was counted nowhere has no mean and is left out, and so is what is not finite.
     """
     found: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in by_source.values() for name in metrics):
-        pairs = {source: metrics[name] for source, metrics in by_source.items() if metrics.get(name, (0, 0))[1]}
+        pairs = {
+            source: metrics[name]
+            for source, metrics in by_source.items()
+            if metrics.get(name, (0, 0))[1]
+        }
         counts = {source: count for source, (_, count) in pairs.items()}
-        value = over_sources({source: total / count for source, (total, count) in pairs.items()}, weights or counts)
+        value = over_sources(
+            {source: total / count for source, (total, count) in pairs.items()}, weights or counts
+        )
         if math.isfinite(value):
             found[name] = value
     return found
@@ -83,7 +104,10 @@ def require_metric(wanted: str, names: list[str]) -> None:
         return
     fix = f"set eval.metric to one of {_listed([LOSS, *names])}"
     if not names:
-        fix = "give model.objective a metrics(outputs, batch), see docs/own-code.md, or leave eval.metric out"
+        fix = (
+            "give model.objective a metrics(outputs, batch), see docs/own-code.md, or leave"
+            " eval.metric out"
+        )
     raise LayoutError(f'evaluations have no metric "{wanted}"', where="eval.metric", fix=fix)
 
 
@@ -93,9 +117,14 @@ def _checked(found: Any) -> dict[str, tuple[Any, Any]]:
         raise LayoutError(f"the objective's metrics returned a {type(found).__name__}", fix=FIX)
     for name, pair in found.items():
         if not isinstance(name, str) or not name.strip() or name == LOSS:
-            raise LayoutError(f"the objective's metrics have a metric named {name!r}", fix='any other name than "loss"')
+            raise LayoutError(
+                f"the objective's metrics have a metric named {name!r}",
+                fix='any other name than "loss"',
+            )
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
-            raise LayoutError(f'the objective\'s metric "{name}" is no pair of a sum and a count', fix=FIX)
+            raise LayoutError(
+                f'the objective\'s metric "{name}" is no pair of a sum and a count', fix=FIX
+            )
     return dict(found)
 
 

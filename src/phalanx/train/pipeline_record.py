@@ -1,4 +1,5 @@
-"""What a step of a pipeline looked like: the spans of its ranks, gathered at a few steps of a run."""
+"""What a step of a pipeline looked like: the spans of its ranks, gathered at a few steps of a
+run."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ FIRST = 5  # allocators and caches have settled by then
 
 
 def is_recorded(step: int, last_step: int) -> bool:
-    """Steps 5, 50, 500, ... and the last: a function of the step alone, so that every rank decides alike."""
+    """Steps 5, 50, 500, ... and the last: a function of the step alone, so that every rank
+    decides alike."""
     if step == last_step:
         return True
     while step > FIRST and step % 10 == 0:
@@ -30,9 +32,11 @@ def is_recorded(step: int, last_step: int) -> bool:
 
 
 def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -> None:
-    """After a step: gather its spans and say them, where there is a pipeline and the step is one that is recorded.
+    """After a step: gather its spans and say them, where there is a pipeline and the step is one
+    that is recorded.
 
-    Collective at these steps. Spans are of the clock that phases are timed by: on a GPU that of its events.
+    Collective at these steps. Spans are of the clock that phases are timed by: on a GPU that of its
+    events.
     """
     if model.plan.pipeline is None or not is_recorded(step, last_step):
         return
@@ -44,37 +48,53 @@ def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -
 
 
 def _of_this_rank(model: ParallelModel) -> dict[str, Any] | None:
-    """One rank speaks for all that compute the same stages: ranks are in the order of the pipeline, then."""
+    """One rank speaks for all that compute the same stages: ranks are in the order of the
+    pipeline, then."""
     if not speaks_for_stage(model.mesh):
         return None
-    return spans_of_rank(model.phases.clock, model.finished_at, model.pipeline_spans or [], model.mesh.rank)
+    return spans_of_rank(
+        model.phases.clock, model.finished_at, model.pipeline_spans or [], model.mesh.rank
+    )
 
 
-def spans_of_rank(clock: Clock, zero: Any, spans: Sequence[tuple[str, Any, Any]], rank: int) -> dict[str, Any]:
-    """What a rank tells: its spans in seconds, the moment `zero` on the same scale, and whose clock that is.
+def spans_of_rank(
+    clock: Clock, zero: Any, spans: Sequence[tuple[str, Any, Any]], rank: int
+) -> dict[str, Any]:
+    """What a rank tells: its spans in seconds, the moment `zero` on the same scale, and whose clock
+    that is.
 
-    Events of a GPU have seconds only between each other: there `zero`, which comes after all spans, is 0.
+    Events of a GPU have seconds only between each other: there `zero`, which comes after all spans,
+    is 0.
     """
     if not clock.is_late:
         return {"clock": clock_name() or platform.node(), "zero_s": zero, "spans": list(spans)}
     clock.wait(zero)
-    before = [(action, clock.seconds(begin, zero), clock.seconds(end, zero)) for action, begin, end in spans]
-    told = [(action, -begin, -end) for action, begin, end in before if begin is not None and end is not None]
+    before = [
+        (action, clock.seconds(begin, zero), clock.seconds(end, zero))
+        for action, begin, end in spans
+    ]
+    told = [
+        (action, -begin, -end)
+        for action, begin, end in before
+        if begin is not None and end is not None
+    ]
     assert len(told) == len(spans), "a step whose reduction is done has done its actions"
     return {"clock": f"the device of rank {rank}", "zero_s": 0.0, "spans": told}
 
 
 def speaks_for_stage(mesh: Mesh) -> bool:
-    """True for the first of the ranks that hold the same stages of a pipeline; of all ranks, where there is none."""
+    """True for the first of the ranks that hold the same stages of a pipeline; of all ranks,
+    where there is none."""
     return all(place == 0 for axis, place in mesh.coordinates.items() if axis != "pp")
 
 
 def on_one_clock(told: Sequence[dict[str, Any]]) -> list[list[tuple[str, float, float]]]:
     """Spans by rank, with one zero.
 
-    On one machine `time.perf_counter` is one clock for all processes, and is taken as it is. Those of several machines,
-    and the events of several GPUs, have nothing in common: there each rank's zero is when it left the reduction that
-    ended the step, which all ranks leave at about the same time (within one trip of a message).
+    On one machine `time.perf_counter` is one clock for all processes, and is taken as it is. Those
+    of several machines, and the events of several GPUs, have nothing in common: there each rank's
+    zero is when it left the reduction that ended the step, which all ranks leave at about the same
+    time (within one trip of a message).
     """
     is_one_clock = len({mine["clock"] for mine in told}) == 1
     return [
@@ -89,8 +109,9 @@ def measured_pipeline(
 ) -> PipelineMeasured:
     """The fact. `spans` by pipeline rank, in seconds from any one zero.
 
-    The bubble is predicted twice: from the plan's costs, as it was before the run, and from what stages really take, so
-    that costs that were estimated wrong and a schedule that is not followed can be told apart.
+    The bubble is predicted twice: from the plan's costs, as it was before the run, and from what
+    stages really take, so that costs that were estimated wrong and a schedule that is not followed
+    can be told apart.
     """
     measured = measured_timeline(pipeline.schedule_name, spans)
     costs = measured_costs(measured)
@@ -100,7 +121,8 @@ def measured_pipeline(
         schedule=pipeline.schedule_name,
         num_blocks=list(pipeline.stages.num_blocks),
         stage_seconds=[
-            [float(cost.forward_s), float(cost.backward_input_s), float(cost.backward_weight_s)] for cost in costs
+            [float(cost.forward_s), float(cost.backward_input_s), float(cost.backward_weight_s)]
+            for cost in costs
         ],
         splits_backward=splits_backward(measured.schedule),
         spans=_spans(measured),

@@ -1,7 +1,8 @@
-"""What a user's code draws from the generators that belong to nobody is a function of the step, so that it repeats.
+"""What a user's code draws from the generators that belong to nobody is a function of the step, so
+that it repeats.
 
-Those of Python, of numpy (the old, global one) and of torch: a forward may use any of them. A generator of its own is
-state that nobody sees.
+Those of Python, of numpy (the old, global one) and of torch: a forward may use any of them. A
+generator of its own is state that nobody sees.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def seed_generators(*parts: object) -> None:
     number = stable_hash64(*parts)
     random.seed(number)
     np.random.seed(number % 2**32)
-    # Not torch.manual_seed, which formats the stack for each kind of device that has not begun: half a millisecond.
+    # Not torch.manual_seed, which formats the stack for each kind of device that has not begun:
+    # half a millisecond.
     torch.default_generator.manual_seed(number % 2**63)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number % 2**63)

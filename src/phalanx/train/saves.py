@@ -1,7 +1,8 @@
-"""When the state of a run is saved, and what follows from it: decisions that every rank makes alike.
+"""When the state of a run is saved, and what follows from it: decisions that every rank makes
+alike.
 
-They rest on three things: the sums of the votes that each step's reduction carries, the step's number, and, where
-training waits for a save, one collective that shares its outcome.
+They rest on three things: the sums of the votes that each step's reduction carries, the step's
+number, and, where training waits for a save, one collective that shares its outcome.
 """
 
 from __future__ import annotations
@@ -22,10 +23,20 @@ RETRY_SAVE_STEPS = 10  # steps between attempts while saving fails (a full disk,
 
 
 class Saves:
-    """The saves of one run. `record` puts the step that is done on record; it comes before every commit."""
+    """The saves of one run.
+
+    `record` puts the step that is done on record; it comes before every commit.
+    """
 
     def __init__(
-        self, saver: Saver, kept: Checkpoint, mesh: Mesh, state: TrainState, bus: Bus, *, record: Callable[[], None]
+        self,
+        saver: Saver,
+        kept: Checkpoint,
+        mesh: Mesh,
+        state: TrainState,
+        bus: Bus,
+        *,
+        record: Callable[[], None],
     ) -> None:
         self.saved_step = state.step
         self._saver, self._kept, self._mesh, self._state, self._bus = saver, kept, mesh, state, bus
@@ -43,22 +54,40 @@ class Saves:
         return self._saver.staging_bytes
 
     def votes(self) -> tuple[float, float, float]:
-        """A save is due by the clock; this rank's thread is at work; its save failed. Raises what ended the thread."""
+        """A save is due by the clock; this rank's thread is at work; its save failed.
+
+        Raises what ended the thread.
+        """
         num_steps = self._state.step + 1 - self._first_step  # with the one that is being done
-        is_due = self._mesh.rank == 0 and not self._is_measuring and self._clock.is_due(num_steps, time.monotonic())
+        is_due = (
+            self._mesh.rank == 0
+            and not self._is_measuring
+            and self._clock.is_due(num_steps, time.monotonic())
+        )
         return float(is_due), *self._saver.votes()
 
     @property
     def _is_measuring(self) -> bool:
-        """every = "auto" and its first save in flight: when the next one is due follows from what this one costs."""
-        return self._kept.every is not None and self._clock.interval_s is None and self._saving_step is not None
+        """every = "auto" and its first save in flight: when the next one is due follows from
+        what this one costs."""
+        return (
+            self._kept.every is not None
+            and self._clock.interval_s is None
+            and self._saving_step is not None
+        )
 
     def require_saveable(self) -> None:
-        """Raise CheckpointError, on every rank, for state that no checkpoint holds: before hours of it are lost."""
+        """Raise CheckpointError, on every rank, for state that no checkpoint holds: before hours
+        of it are lost."""
         self._saver.require_saveable(self._state.snapshot)
 
-    def after_step(self, votes: Sequence[float], *, is_stop: bool = False, is_end: bool = False) -> None:
-        """What the summed votes of a step ask for. At a stop or at the end as `save` where there is no later one."""
+    def after_step(
+        self, votes: Sequence[float], *, is_stop: bool = False, is_end: bool = False
+    ) -> None:
+        """What the summed votes of a step ask for.
+
+        At a stop or at the end as `save` where there is no later one.
+        """
         due, busy, failed = votes
         if not busy:
             self._land(failed > 0)
@@ -70,16 +99,20 @@ class Saves:
             self.save()
 
     def save(self, *, is_last_chance: bool = False, tidy: bool = True) -> None:
-        """Save this step if it is not saved yet. A failure is an event: training goes on and tries again later.
+        """Save this step if it is not saved yet.
 
-        Where there is no later, training waits for the save, and the CheckpointError is raised, on every rank.
-        `tidy`: old checkpoints may be removed afterwards, for which nobody has time at a stop.
+        A failure is an event: training goes on and tries again later.
+
+        Where there is no later, training waits for the save, and the CheckpointError is raised, on
+        every rank. `tidy`: old checkpoints may be removed afterwards, for which nobody has time at
+        a stop.
         """
         step = self._state.step
         if step == self.saved_step or (step == self._saving_step and not is_last_chance):
             return
         began = time.perf_counter()
-        # The last save removes old checkpoints itself: nobody waits for a removal (that verifies) before it.
+        # The last save removes old checkpoints itself: nobody waits for a removal (that verifies)
+        # before it.
         self.settle(in_haste=is_last_chance)
         if step == self.saved_step:
             return
@@ -97,7 +130,8 @@ class Saves:
                 raise
 
     def settle(self, *, in_haste: bool = False) -> None:
-        """Wait for the save in flight, if there is one, and share its outcome; for removals only if not `in_haste`."""
+        """Wait for the save in flight, if there is one, and share its outcome; for removals only
+        if not `in_haste`."""
         self._land(self._saver.wait(in_haste=in_haste))
 
     def leave(self, timeout_s: float) -> None:
@@ -133,12 +167,15 @@ class Saves:
         return True
 
     def _save_now(self, tidy: bool, is_last: bool) -> None:
-        self._saver.save(self._state.step, self._state.snapshot, record=self._record, tidy=tidy, is_last=is_last)
+        self._saver.save(
+            self._state.step, self._state.snapshot, record=self._record, tidy=tidy, is_last=is_last
+        )
         self._clock.restart(time.monotonic())
         self._saved(self._state.step)
 
     def _land(self, failed: bool) -> None:
-        """No thread is at work on any rank: take what became of the save in flight, if there was one."""
+        """No thread is at work on any rank: take what became of the save in flight, if there was
+        one."""
         self._saver.land()
         step, self._saving_step = self._saving_step, None
         if step is None:

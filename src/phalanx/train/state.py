@@ -21,7 +21,15 @@ from phalanx.core.phases import Phases
 from phalanx.mesh.cpu_kind import describe_cpu_kind
 from phalanx.mesh.logical import LogicalShard
 from phalanx.optim.build import optimizer_shards
-from phalanx.optim.state import Put, Undo, group_values, make_slots, numbers_of, places_of, tensors_of
+from phalanx.optim.state import (
+    Put,
+    Undo,
+    group_values,
+    make_slots,
+    numbers_of,
+    places_of,
+    tensors_of,
+)
 from phalanx.parallel.loss_scale import require_facts
 from phalanx.parallel.model import ParallelModel
 
@@ -34,8 +42,8 @@ NOT_IN_ALL = {LOSS_SCALE, CPU_KIND}
 class TrainState:
     """Steps done, tokens seen, and the tensors that training changes.
 
-    The schedule and all randomness are functions of (seed, step), and the data cursor is `samples_seen`: one number
-    each, at any layout.
+    The schedule and all randomness are functions of (seed, step), and the data cursor is
+    `samples_seen`: one number each, at any layout.
     """
 
     model: ParallelModel
@@ -47,9 +55,11 @@ class TrainState:
     tokens_seen: int = 0
     samples_seen: int = 0
     lost_reduction: str = ""
-    """Why `restore` left the state of compressed gradients in the checkpoint; empty if it did not."""
+    """Why `restore` left the state of compressed gradients in the checkpoint; empty if it did
+    not."""
     other_cpu: str = ""
-    """Why steps after `restore` may round otherwise than on the machine before; empty if the CPUs are of one kind."""
+    """Why steps after `restore` may round otherwise than on the machine before; empty if the
+    CPUs are of one kind."""
 
     def __post_init__(self) -> None:
         self._built = group_values(self.optimizer)
@@ -116,7 +126,10 @@ class TrainState:
         )
 
     def restore(self, folder: Folder | Path, *, phases: Phases) -> None:
-        """Continue from a checkpoint. Collective; raises CheckpointError with the state untouched."""
+        """Continue from a checkpoint.
+
+        Collective; raises CheckpointError with the state untouched.
+        """
         where = as_folder(folder).url
         shards = self.shards()
         puts: list[Put] = []
@@ -125,7 +138,9 @@ class TrainState:
         def require(manifest: Manifest) -> Manifest:
             self._require_same_run(manifest, where)
             named = list(self.model.named_parameters())
-            elsewhere = manifest.tensors if self.model.mesh.layout.pp > 1 else ()  # parameters of other stages
+            elsewhere = (
+                manifest.tensors if self.model.mesh.layout.pp > 1 else ()
+            )  # parameters of other stages
             numbers = manifest.facts["optimizer"].get("numbers", {})
             puts.extend(places_of(self.optimizer, named, numbers, elsewhere=elsewhere))
             whole = {name: shard.global_shape for name, shard in shards.items()}
@@ -134,7 +149,9 @@ class TrainState:
             return self._fitting_reduction(manifest, shards)
 
         try:
-            facts = load(folder, shards, group=self.model.mesh, phases=phases, require=require).facts
+            facts = load(
+                folder, shards, group=self.model.mesh, phases=phases, require=require
+            ).facts
         except CheckpointError:
             for undo in made:
                 undo()
@@ -149,7 +166,8 @@ class TrainState:
         self.other_cpu = self._compare_cpu(facts.get(CPU_KIND))
 
     def _compare_cpu(self, then: object) -> str:
-        """Why the steps after a checkpoint that was written on the CPU kind `then` may round otherwise; "" if equal.
+        """Why the steps after a checkpoint that was written on the CPU kind `then` may round
+        otherwise; "" if equal.
 
         "" as well where the checkpoint does not say it, or where training is not on CPUs.
         """
@@ -162,20 +180,32 @@ class TrainState:
         )
 
     def _fitting_reduction(self, manifest: Manifest, shards: dict[str, LogicalShard]) -> Manifest:
-        """What was not sent yet belongs to the ranks that kept it: other ranks, or another compression, begin anew.
+        """What was not sent yet belongs to the ranks that kept it: other ranks, or another
+        compression, begin anew.
 
-        Takes out of `shards` what is not to be loaded; returns the manifest without what nobody wants.
+        Takes out of `shards` what is not to be loaded; returns the manifest without what nobody
+        wants.
         """
-        wanted = {name: shard.global_shape for name, shard in shards.items() if name.startswith(REDUCTION)}
-        found = {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(REDUCTION)}
+        wanted = {
+            name: shard.global_shape for name, shard in shards.items() if name.startswith(REDUCTION)
+        }
+        found = {
+            name: tensor.shape
+            for name, tensor in manifest.tensors.items()
+            if name.startswith(REDUCTION)
+        }
         self.lost_reduction = ""
-        is_stage = self.model.mesh.layout.pp > 1 and len(wanted) > 0  # which wants a part of what was found
+        is_stage = (
+            self.model.mesh.layout.pp > 1 and len(wanted) > 0
+        )  # which wants a part of what was found
         if wanted == found or (is_stage and wanted.items() <= found.items()):
             return manifest
         for name in wanted:
             del shards[name]
         if found:
-            self.lost_reduction = "what gradients had not sent yet was of other ranks, or of another compression"
+            self.lost_reduction = (
+                "what gradients had not sent yet was of other ranks, or of another compression"
+            )
         return manifest.without(REDUCTION)
 
     def _require_same_run(self, manifest: Manifest, where: str) -> None:
@@ -186,14 +216,19 @@ class TrainState:
             require_facts(manifest.facts[LOSS_SCALE], where)
         seed = manifest.facts["seed"]
         if seed != self.seed:
-            raise CheckpointError(f"it was written with run.seed {seed}, not {self.seed}", where=where)
+            raise CheckpointError(
+                f"it was written with run.seed {seed}, not {self.seed}", where=where
+            )
         optimizer, own = manifest.facts["optimizer"].get("kind"), type(self.optimizer).__name__
         if optimizer != own:
-            raise CheckpointError(f"it was written with the optimizer {optimizer}, not {own}", where=where)
+            raise CheckpointError(
+                f"it was written with the optimizer {optimizer}, not {own}", where=where
+            )
         tokenizer = manifest.facts["tokenizer"]
         if tokenizer and self.tokenizer and tokenizer != self.tokenizer:
             raise CheckpointError(
-                f"it was trained on tokens of tokenizer {tokenizer}, and the data is of {self.tokenizer}",
+                f"it was trained on tokens of tokenizer {tokenizer}, and the data is of"
+                f" {self.tokenizer}",
                 where=where,
                 fix="give it the data it was trained on, or start a new run",
             )

@@ -17,7 +17,8 @@ class StopFlags:
     def listen(self) -> None:
         """From now on SIGTERM and SIGINT ask for a stop at a step boundary.
 
-        Outside the main thread, where Python allows no handlers, this rank stops only as others ask for it.
+        Outside the main thread, where Python allows no handlers, this rank stops only as others ask
+        for it.
         """
         if threading.current_thread() is not threading.main_thread():
             return

@@ -51,7 +51,8 @@ from phalanx.train.stop import StopAskedError, StopFlags
 
 
 class Microbatches(Protocol):
-    """Where a step's data comes from: a pure function of the step, so that resuming needs no state."""
+    """Where a step's data comes from: a pure function of the step, so that resuming needs no
+    state."""
 
     def step_microbatches(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]: ...
 
@@ -59,19 +60,20 @@ class Microbatches(Protocol):
 class Guard(Protocol):
     """Says why a step that could be applied must not be, or None; may raise to end the run.
 
-    Sees only facts that are equal on all ranks. Steps without finite gradients or targets are never applied; a guard
-    sees them, too, and may have had enough of them.
+    Sees only facts that are equal on all ranks. Steps without finite gradients or targets are never
+    applied; a guard sees them, too, and may have had enough of them.
     """
 
     def reason_to_skip(self, step: int, facts: StepFacts) -> str | None: ...
 
 
 class Trainer:
-    """Advances a TrainState to the job's last step, evaluating `held_out` on the way and at the end if it is given.
+    """Advances a TrainState to the job's last step, evaluating `held_out` on the way and at the end
+    if it is given.
 
-    `source_weights`: what each source of `held_out` counts in the loss over all; without them, what its targets are.
-    `run_dir=None` never saves. `records(step)` is what else there is to say of a step that is done. Events go to
-    `bus`; nothing here formats text or knows who reads.
+    `source_weights`: what each source of `held_out` counts in the loss over all; without them, what
+    its targets are. `run_dir=None` never saves. `records(step)` is what else there is to say of a
+    step that is done. Events go to `bus`; nothing here formats text or knows who reads.
     """
 
     def __init__(
@@ -97,7 +99,12 @@ class Trainer:
         self.job, self.plan, self.mesh, self.state, self.bus = job, plan, mesh, state, bus
         self.data, self.objective, self.guards = data, objective, tuple(guards)
         self.stop, self.fence = stop or StopFlags(), fence
-        self.run_dir, self.epoch, self.records, self.source_weights = run_dir, epoch, records, source_weights
+        self.run_dir, self.epoch, self.records, self.source_weights = (
+            run_dir,
+            epoch,
+            records,
+            source_weights,
+        )
         self.phases: Phases = state.model.phases
         self._memory = memory or MemoryMeter()
         self._saves = self._open_saves() if run_dir is not None else None
@@ -113,9 +120,9 @@ class Trainer:
     def run(self) -> str:
         """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint".
 
-        On every rank: RunTakenError, after the step that is being done, if another job has taken the run;
-        CheckpointError if the save at the end or at a stop fails, or if after the first update there is state that no
-        checkpoint holds; NumericsError if a guard gives up.
+        On every rank: RunTakenError, after the step that is being done, if another job has taken
+        the run; CheckpointError if the save at the end or at a stop fails, or if after the first
+        update there is state that no checkpoint holds; NumericsError if a guard gives up.
         """
         try:
             return self._run()
@@ -133,7 +140,9 @@ class Trainer:
         self._best.mend(self._evals, self.state.step)
         self.phases.take()
         self._recorded_s = time.perf_counter()
-        reason = self._evaluate_if_due()  # of the step that is continued from, if a stop or a crash kept it from being
+        reason = (
+            self._evaluate_if_due()
+        )  # of the step that is continued from, if a stop or a crash kept it from being
         while reason is None and self.state.step < self.job.train.steps:
             facts, skipped = self._unrecorded = self.step()
             record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
@@ -158,15 +167,18 @@ class Trainer:
         """One optimizer update. Returns its facts, and why it was skipped if it was."""
         step = self.state.step + 1
         self.phases.step = step
-        # What a user's module draws besides dropout is a function of (seed, step, share of the batch): resuming repeats
-        # it. Dropout follows the sample instead (parallel.draws).
+        # What a user's module draws besides dropout is a function of (seed, step, share of the
+        # batch): resuming repeats it. Dropout follows the sample instead (parallel.draws).
         seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
         with self.phases("data"):
             microbatches = self.data.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.objective, step=step)
         facts = model.finish_step(sums, max_norm=self.job.optim.clip_norm, votes=self._votes())
-        reasons = [facts.reason_to_skip, *(guard.reason_to_skip(step, facts) for guard in self.guards)]
+        reasons = [
+            facts.reason_to_skip,
+            *(guard.reason_to_skip(step, facts) for guard in self.guards),
+        ]
         skipped = next((reason for reason in reasons if reason), None)
         with self.phases("optimizer"):
             if skipped is None:
@@ -193,7 +205,11 @@ class Trainer:
         assert self.run_dir is not None
         run_dir, kept = self.run_dir, self.job.checkpoint
         target = Target(
-            open_store(run_dir, kept.url, say=lambda why: self.bus.emit(Note("store_is_slow", {"why": why}))),
+            open_store(
+                run_dir,
+                kept.url,
+                say=lambda why: self.bus.emit(Note("store_is_slow", {"why": why})),
+            ),
             self.plan.job_digest,
             run_dir,
             epoch=self.epoch,
@@ -203,7 +219,14 @@ class Trainer:
             kept=partial(best_steps, run_dir),
         )
         timeout_s = self.job.resilience.collective_timeout_s
-        saver = Saver(target, self.mesh, self.bus, self.phases, asynchronous=kept.asynchronous, timeout_s=timeout_s)
+        saver = Saver(
+            target,
+            self.mesh,
+            self.bus,
+            self.phases,
+            asynchronous=kept.asynchronous,
+            timeout_s=timeout_s,
+        )
         return Saves(saver, kept, self.mesh, self.state, self.bus, record=self._record)
 
     def _open_evaluator(self, held_out: HeldOut) -> Evaluator:
@@ -224,15 +247,16 @@ class Trainer:
         return self._saves.staging_bytes if self._saves is not None else 0
 
     def save(self, *, is_last_chance: bool = False) -> None:
-        """Save this step if it is not saved yet, and a run directory was given (see `Saves.save`)."""
+        """Save this step if it is not saved yet, and a run directory was given (see
+        `Saves.save`)."""
         if self._saves is not None:
             self._saves.save(is_last_chance=is_last_chance)
 
     def _record(self) -> None:
         """Emit the facts of the last step, once, with the seconds since the step before.
 
-        A save does it when all is written and before it commits: whoever continues from a checkpoint finds every step
-        up to it on record, at whatever moment this process was killed.
+        A save does it when all is written and before it commits: whoever continues from a
+        checkpoint finds every step up to it on record, at whatever moment this process was killed.
         """
         if self._unrecorded is None:
             return
@@ -246,8 +270,14 @@ class Trainer:
         step, memory = self.state.step, self._memory.so_far()
         if skipped is not None and self.mesh.rank == 0:
             batch = self.job.train.global_batch_size
-            self.bus.emit(StepSkipped(step, skipped, facts.grad_norm, self.state.samples_seen - batch, batch))
-        if is_logged(step, self.job) and self.state.model.expert_load and speaks_for_stage(self.mesh):
+            self.bus.emit(
+                StepSkipped(step, skipped, facts.grad_norm, self.state.samples_seen - batch, batch)
+            )
+        if (
+            is_logged(step, self.job)
+            and self.state.model.expert_load
+            and speaks_for_stage(self.mesh)
+        ):
             self.bus.emit(experts_loaded(step, self.state.model.expert_load))
         self.bus.emit(
             StepFinished(
@@ -275,16 +305,29 @@ class Trainer:
 
     def _say_what_torch_draws(self) -> None:
         """Once for each module whose random numbers depend on the layout."""
-        news = {name: why for name, why in self.state.model.left_to_torch.items() if name not in self._said_to_draw}
+        news = {
+            name: why
+            for name, why in self.state.model.left_to_torch.items()
+            if name not in self._said_to_draw
+        }
         self._said_to_draw |= set(news)
-        for name, why in news.items() if self.plan.layout.world_size > 1 and speaks_for_stage(self.mesh) else ():
-            text = f"{name or 'the model'}: {why}, which depend on the layout; a run repeats itself all the same"
-            # "why" is what the console shows; the plan's own warnings, without one, it has shown before the start.
-            self.bus.emit(Note("warning", {"warning": "draws_depend_on_layout", "text": text, "why": text}))
+        for name, why in (
+            news.items() if self.plan.layout.world_size > 1 and speaks_for_stage(self.mesh) else ()
+        ):
+            text = (
+                f"{name or 'the model'}: {why}, which depend on the layout; a run repeats itself"
+                " all the same"
+            )
+            # "why" is what the console shows; the plan's own warnings, without one, it has shown
+            # before the start.
+            self.bus.emit(
+                Note("warning", {"warning": "draws_depend_on_layout", "text": text, "why": text})
+            )
         self._say_unused()
 
     def _say_unused(self) -> None:
-        """Once of each parameter without part in the loss, where that is allowed: it may be a mistake all the same."""
+        """Once of each parameter without part in the loss, where that is allowed: it may be a
+        mistake all the same."""
         found = self.state.model.unused_parameters - self._unused
         self._unused |= found
         if found and speaks_for_stage(self.mesh):
@@ -294,11 +337,15 @@ class Trainer:
             self.bus.emit(Note("unused_parameters", {"why": text, "names": sorted(found)}))
 
     def _evaluate_if_due(self) -> str | None:
-        """Evaluate between two steps, or after the last. Returns "sigterm" or "sigint" if all agreed to stop instead:
-        the step is saved then, and whoever continues begins with the evaluation.
+        """Evaluate between two steps, or after the last.
+
+        Returns "sigterm" or "sigint" if all agreed to stop instead: the step is saved then, and
+        whoever continues begins with the evaluation.
         """
         step, every = self.state.step, self.job.eval.every_steps
-        is_due = step == self.job.train.steps or (every is not None and step % every == 0 and step > 0)
+        is_due = step == self.job.train.steps or (
+            every is not None and step % every == 0 and step > 0
+        )
         if self._evaluator is None or not is_due or self._evals.has(step):
             return None
         self.phases.step = step  # the first thing after a restart, perhaps
@@ -316,15 +363,18 @@ class Trainer:
         return None
 
     def evaluate(self) -> Evaluation:
-        """Loss and metrics on the held-out batches. Collective; training goes on as if it had not been."""
+        """Loss and metrics on the held-out batches.
+
+        Collective; training goes on as if it had not been.
+        """
         assert self._evaluator is not None, "there is nothing to evaluate"
         return self._evaluator.evaluate()
 
     def _conclude(self, found: Evaluation, wall_s: float) -> None:
         """Keep the step if it is the best and the job wants that, then say what was found.
 
-        An evaluation that is on record is not done again. What the record says of the best, and a crash kept from being
-        done, `Best.mend` does.
+        An evaluation that is on record is not done again. What the record says of the best, and a
+        crash kept from being done, `Best.mend` does.
         """
         step = found.step
         metric, mode = self.job.eval.metric, self.job.eval.mode or "min"

@@ -1,4 +1,5 @@
-"""What is trained on while a layout is judged: uneven targets, masked ones, sequences without any."""
+"""What is trained on while a layout is judged: uneven targets, masked ones, sequences without
+any."""
 
 from __future__ import annotations
 
@@ -18,14 +19,22 @@ from phalanx.run.one_process.synthetic_batches import make_up_batch
 from phalanx.verify.cases import NUM_MICROBATCHES
 
 
-def make_global_steps(job: Job, plan: Plan, data_dir: Path | None, *, num_steps: int) -> list[list[Batch]]:
+def make_global_steps(
+    job: Job, plan: Plan, data_dir: Path | None, *, num_steps: int
+) -> list[list[Batch]]:
     """The microbatches of each step, as all ranks together see them; the same on every rank.
 
-    Of the data in `data_dir` where there is some (a user's own), else made up for what the model reads.
+    Of the data in `data_dir` where there is some (a user's own), else made up for what the model
+    reads.
     """
     rows = plan.global_batch_size // NUM_MICROBATCHES
     if data_dir is not None:
-        spec = SampleSpec(str(load_corpus(data_dir).directory), plan.seq_len, job.run.seed, job.data.document_masks)
+        spec = SampleSpec(
+            str(load_corpus(data_dir).directory),
+            plan.seq_len,
+            job.run.seed,
+            job.data.document_masks,
+        )
         data = TrainBatches(spec, Share(plan.global_batch_size, rows), workers=0)
         try:
             return [list(data.step_microbatches(step)) for step in range(1, num_steps + 1)]
@@ -33,7 +42,10 @@ def make_global_steps(job: Job, plan: Plan, data_dir: Path | None, *, num_steps:
             data.close()
     generator = torch.Generator().manual_seed(stable_hash64("verify", job.run.seed) % 2**63)
     return [
-        [make_up_batch(plan, rows, generator, documents=job.data.document_masks) for _ in range(NUM_MICROBATCHES)]
+        [
+            make_up_batch(plan, rows, generator, documents=job.data.document_masks)
+            for _ in range(NUM_MICROBATCHES)
+        ]
         for _ in range(num_steps)
     ]
 
@@ -44,12 +56,17 @@ def split_again(steps: Sequence[Sequence[Batch]], num_microbatches: int) -> list
     def split(step: Sequence[Batch]) -> list[Batch]:
         step_tensors = {key: torch.cat([batch[key] for batch in step]) for key in step[0]}
         parts = {key: tensor.chunk(num_microbatches) for key, tensor in step_tensors.items()}
-        return [{key: tensors[index] for key, tensors in parts.items()} for index in range(num_microbatches)]
+        return [
+            {key: tensors[index] for key, tensors in parts.items()}
+            for index in range(num_microbatches)
+        ]
 
     return [split(step) for step in steps]
 
 
-def take_share(steps: Sequence[Sequence[Batch]], rank: int, data_parallel_size: int) -> list[list[Batch]]:
+def take_share(
+    steps: Sequence[Sequence[Batch]], rank: int, data_parallel_size: int
+) -> list[list[Batch]]:
     """The part of one data-parallel rank: of each microbatch an equal run of rows."""
 
     def part(batch: Batch) -> Batch:
@@ -62,6 +79,9 @@ def take_share(steps: Sequence[Sequence[Batch]], rank: int, data_parallel_size: 
 def cast_steps(steps: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list[list[Batch]]:
     """Numbers in `dtype`; tokens and labels as they are."""
     return [
-        [{key: t.to(dtype) if t.is_floating_point() else t for key, t in batch.items()} for batch in step]
+        [
+            {key: t.to(dtype) if t.is_floating_point() else t for key, t in batch.items()}
+            for batch in step
+        ]
         for step in steps
     ]

@@ -47,11 +47,14 @@ class Case:
 
 
 def make_verified_job(job: Job, num_ranks: int) -> Job:
-    """The job as it is verified: in full precision, with a batch that any layout of the ranks can divide."""
+    """The job as it is verified: in full precision, with a batch that any layout of the ranks
+    can divide."""
     body = job.to_json()
     rows_per_rank = NUM_MICROBATCHES * ROWS_PER_RANK
     body["train"] |= {
-        "global_batch_size": rows_per_rank * num_ranks * pipelines.find_batch_factor(job.parallel, rows_per_rank),
+        "global_batch_size": rows_per_rank
+        * num_ranks
+        * pipelines.find_batch_factor(job.parallel, rows_per_rank),
         "micro_batch_size": None,
     }
     body["precision"]["compute"] = "fp32"
@@ -59,7 +62,9 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
     body["parallel"]["ranks"] = num_ranks
     if not job.model.is_foreign or is_hugging_face(job.model.kind):
         length, chunks = min(job.data.seq_len, MAX_SEQ_LEN), 2 * num_ranks
-        body["data"]["seq_len"] = length - length % chunks if length >= chunks else length  # any cp can cut it
+        body["data"]["seq_len"] = (
+            length - length % chunks if length >= chunks else length
+        )  # any cp can cut it
     return _job(body)
 
 
@@ -71,14 +76,20 @@ def list_not_judged(job: Job) -> list[str]:
 
 
 def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
-    """A built-in model of few blocks and small widths, in the proportions of the one asked for; and what changed."""
+    """A built-in model of few blocks and small widths, in the proportions of the one asked for;
+    and what changed."""
     if job.model.is_foreign:
-        raise LayoutError("only built-in models can be shrunk", fix="give your factory smaller model.args")
+        raise LayoutError(
+            "only built-in models can be shrunk", fix="give your factory smaller model.args"
+        )
     shape = shape_of(job, SMALL_VOCAB)
     groups = max(1, shape.num_heads // max(1, shape.num_kv_heads))
     heads = groups * max(1, 4 // groups)
     small: dict[str, Any] = {
-        "num_layers": min(shape.num_layers, max(2 + min(shape.num_dense_layers, 1), num_blocks, shape.global_every)),
+        "num_layers": min(
+            shape.num_layers,
+            max(2 + min(shape.num_dense_layers, 1), num_blocks, shape.global_every),
+        ),
         "num_heads": heads,
         "num_kv_heads": heads // groups,
         "head_dim": 8,
@@ -86,7 +97,12 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
         "ffn_dim": 90,  # no multiple of four: uneven on four ranks and more
     }
     if shape.kv_rank:
-        ranks = {"kv_rank": 10, "query_rank": 14 if shape.query_rank else 0, "rope_head_dim": 4, "value_head_dim": 6}
+        ranks = {
+            "kv_rank": 10,
+            "query_rank": 14 if shape.query_rank else 0,
+            "rope_head_dim": 4,
+            "value_head_dim": 6,
+        }
         small = {key: value for key, value in small.items() if key != "num_kv_heads"} | ranks
     if shape.vocab_size:
         small["vocab_size"] = min(shape.vocab_size, SMALL_VOCAB)
@@ -115,9 +131,19 @@ def _few_experts(shape: ModelShape) -> dict[str, Any]:
 
 def read_job_layout(job: Job) -> dict[str, Any]:
     """The axes that the job sets."""
-    keys = (*AXES, "tp_chunks", "compress", "compress_rank", "compress_fraction", *WAYS, *pipelines.OF_THE_MODEL)
+    keys = (
+        *AXES,
+        "tp_chunks",
+        "compress",
+        "compress_rank",
+        "compress_fraction",
+        *WAYS,
+        *pipelines.OF_THE_MODEL,
+    )
     settings = {key: getattr(job.parallel, key) for key in keys}
-    return {key: value for key, value in settings.items() if value != Parallel.model_fields[key].default}
+    return {
+        key: value for key, value in settings.items() if value != Parallel.model_fields[key].default
+    }
 
 
 def list_compressed_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -128,7 +154,8 @@ def list_compressed_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any
 
 
 def list_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every layout of exactly `num_ranks` ranks that can be named today; with `experts` those that spread them, too."""
+    """Every layout of exactly `num_ranks` ranks that can be named today; with `experts` those
+    that spread them, too."""
     for tp in (d for d in range(1, num_ranks + 1) if num_ranks % d == 0):
         for name, axes in _data_parallel(num_ranks // tp):
             if tp == 1:
@@ -161,7 +188,11 @@ def _data_parallel(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"zero{stage}", {"dp_shard": num_ranks, "zero_stage": stage}
     for replicas in (d for d in range(2, num_ranks) if num_ranks % d == 0):
         for stage in (1, 2, 3):
-            axes = {"dp_replicate": replicas, "dp_shard": num_ranks // replicas, "zero_stage": stage}
+            axes = {
+                "dp_replicate": replicas,
+                "dp_shard": num_ranks // replicas,
+                "zero_stage": stage,
+            }
             yield f"hsdp{replicas}x{num_ranks // replicas}-zero{stage}", axes
 
 
@@ -176,14 +207,22 @@ RECOMPUTED = {
 
 
 def list_recompute_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each way of keeping less, in a layout or two. What goes by memory ("budget") only chooses among these."""
+    """Each way of keeping less, in a layout or two.
+
+    What goes by memory ("budget") only chooses among these.
+    """
     for name, settings in RECOMPUTED.items():
-        axes = {"dp_replicate": num_ranks} if name.startswith("ddp") else {"dp_shard": num_ranks, "zero_stage": 3}
+        axes = (
+            {"dp_replicate": num_ranks}
+            if name.startswith("ddp")
+            else {"dp_shard": num_ranks, "zero_stage": 3}
+        )
         yield name, axes | settings
 
 
 def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ways of running data parallelism, several of those that have nothing to do with each other at a time."""
+    """Ways of running data parallelism, several of those that have nothing to do with each other
+    at a time."""
     zero = {stage: {"dp_shard": num_ranks, "zero_stage": stage} for stage in (1, 2, 3)}
     yield "ddp-static", {"dp_replicate": num_ranks, "static_graph": True}
     yield (
@@ -191,9 +230,18 @@ def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str,
         {"dp_replicate": num_ranks, "unused_parameters": "allow", "offload": "optimizer"},
     )
     yield "zero1-offload-optimizer", {**zero[1], "offload": "optimizer"}
-    yield "zero2-accumulate-offload-optimizer", {**zero[2], "accumulate": "sharded", "offload": "optimizer"}
-    yield "zero3-units2-whole", {**zero[3], "blocks_per_unit": 2, "keep_whole_below": 64, "prefetch": 1}
-    yield "zero3-one-unit-offload-parameters", {**zero[3], "blocks_per_unit": "all", "offload": "parameters"}
+    yield (
+        "zero2-accumulate-offload-optimizer",
+        {**zero[2], "accumulate": "sharded", "offload": "optimizer"},
+    )
+    yield (
+        "zero3-units2-whole",
+        {**zero[3], "blocks_per_unit": 2, "keep_whole_below": 64, "prefetch": 1},
+    )
+    yield (
+        "zero3-one-unit-offload-parameters",
+        {**zero[3], "blocks_per_unit": "all", "offload": "parameters"},
+    )
     for replicas in (d for d in range(2, num_ranks) if num_ranks % d == 0):
         axes = {"dp_replicate": replicas, "dp_shard": num_ranks // replicas, "zero_stage": 3}
         accumulate = {"accumulate": "sharded", "keep_whole_below": 64}
@@ -209,11 +257,16 @@ def make_cases(
     cluster: Cluster,
     shape: ModelShape | None,
 ) -> list[Case]:
-    """A plan for each layout and each way of recomputing the job asks for. Refused ones carry the reason."""
+    """A plan for each layout and each way of recomputing the job asks for.
+
+    Refused ones carry the reason.
+    """
 
     def plan_of(body: Mapping[str, Any]) -> Plan:
         vocab_size = (shape.vocab_size if shape else 0) or SMALL_VOCAB
-        return make_plan(_job(body), cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape)
+        return make_plan(
+            _job(body), cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape
+        )
 
     num_blocks = (shape or shape_of(job, SMALL_VOCAB)).num_layers
     cases = []
@@ -231,7 +284,9 @@ def make_cases(
                 body["parallel"] |= dict.fromkeys(pipelines.OF_THE_MODEL, ())
             first = plan_of(body)
             count = pipelines.num_microbatches(first) or NUM_MICROBATCHES
-            body["train"]["micro_batch_size"] = job.train.global_batch_size // (count * first.layout.data_parallel_size)
+            body["train"]["micro_batch_size"] = job.train.global_batch_size // (
+                count * first.layout.data_parallel_size
+            )
             cases.append(Case(name, parallel, plan_of(body)))
         except LayoutError as error:
             cases.append(Case(name, parallel, None, str(error)))

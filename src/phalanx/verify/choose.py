@@ -1,4 +1,7 @@
-"""Chooses which layouts of a job are compared with one process, and says what is compared. Torch-free."""
+"""Chooses which layouts of a job are compared with one process, and says what is compared.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +83,11 @@ class Selection:
         )
 
 
-def choose_layouts(job: Job, layouts: str | Sequence[str], *, ranks: int | None, steps: int, shrink: bool) -> Selection:
-    """The selection for `layouts`: "asked", "all", or names (one string with commas, or a sequence).
+def choose_layouts(
+    job: Job, layouts: str | Sequence[str], *, ranks: int | None, steps: int, shrink: bool
+) -> Selection:
+    """The selection for `layouts`: "asked", "all", or names (one string with commas, or a
+    sequence).
 
     Raises PhalanxError for a name that is no layout, for data that is not there and for a model
     that is too large.
@@ -98,17 +104,24 @@ def choose_layouts(job: Job, layouts: str | Sequence[str], *, ranks: int | None,
         notes.append(f"shrunk  {changes or 'nothing: it is small'}")
     omissions = list_not_judged(job)
     job = make_verified_job(job, num_ranks)
-    if job.data.mixture or not (job.data.source == Data().source or is_own_dataset(job.data.source)):
-        look_at_data(job.data, vocab_size=None)  # what is judged is made up, but data that is not there is a mistake
+    if job.data.mixture or not (
+        job.data.source == Data().source or is_own_dataset(job.data.source)
+    ):
+        look_at_data(
+            job.data, vocab_size=None
+        )  # what is judged is made up, but data that is not there is a mistake
     shape = foreign_shape(job)
     num_params = (shape or shape_of(job, SMALL_VOCAB)).num_params
     if num_params > LARGE_PARAMS:
         raise LayoutError(
-            f"{format_count(num_params)} parameters would be judged in float64 by {num_ranks} ranks of one machine",
+            f"{format_count(num_params)} parameters would be judged in float64 by {num_ranks} ranks"
+            " of one machine",
             fix="--shrink judges the same kind of model at small widths",
         )
     cluster = detect_cluster("cpu")
-    cases = make_cases(job, list(axes_of_name.items()), num_ranks=num_ranks, cluster=cluster, shape=shape)
+    cases = make_cases(
+        job, list(axes_of_name.items()), num_ranks=num_ranks, cluster=cluster, shape=shape
+    )
     selection = Selection(
         job,
         tuple(cases),
@@ -126,8 +139,9 @@ def choose_layouts(job: Job, layouts: str | Sequence[str], *, ranks: int | None,
 def _describe_work(model_name: str, plans: Sequence[Plan], num_ranks: int, num_steps: int) -> str:
     plan = plans[0]
     return (
-        f"judged  {model_name}, {plan.num_params:,} parameters, on {plural(num_ranks, 'cpu rank')}: "
-        f"{plural(num_steps, 'step')} of {plan.global_batch_size} samples in {_describe_microbatches(plans)}"
+        f"judged  {model_name}, {plan.num_params:,} parameters, on {plural(num_ranks, 'cpu rank')}:"
+        f" {plural(num_steps, 'step')} of {plan.global_batch_size} samples in"
+        f" {_describe_microbatches(plans)}"
     )
 
 
@@ -158,7 +172,9 @@ def _resolve_names(
     chosen: dict[str, dict[str, Any]] = {}
     for name in layout_names:
         if name == "all":
-            chosen |= dict([*list_layouts(num_ranks, experts=has_experts), *list_compressed_layouts(num_ranks)])
+            chosen |= dict(
+                [*list_layouts(num_ranks, experts=has_experts), *list_compressed_layouts(num_ranks)]
+            )
         elif name == "asked":
             chosen[name] = job_layout
         elif name in known:

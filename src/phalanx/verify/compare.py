@@ -1,7 +1,9 @@
-"""Measures how far the observations of a layout's ranks are from the trace of one process. Torch-free.
+"""Measures how far the observations of a layout's ranks are from the trace of one process.
 
-The error of a tensor is |a - r| / max(|r|, 1e-3 |g| / sqrt(num_tensors)), over all its blocks on all ranks; replicas
-count each time, so that the error is never too small.
+Torch-free.
+
+The error of a tensor is |a - r| / max(|r|, 1e-3 |g| / sqrt(num_tensors)), over all its blocks on
+all ranks; replicas count each time, so that the error is never too small.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ NO_DOTS = (0.0,) * 5
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
-"""(offset, size) in the whole tensor, and how many ranks hold this one while they differ in others."""
+"""(offset, size) in the whole tensor, and how many ranks hold this one while they differ in
+others."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The trace of one process, and the observations of every rank of a layout (`RankObservations`, as JSON)."""
+    """The trace of one process, and the observations of every rank of a layout
+    (`RankObservations`, as JSON)."""
 
     trace: Trace
     observations: Sequence[Mapping[str, Any]]
@@ -64,24 +68,32 @@ class Comparison:
         if reference is None:
             return [0.0]
         errors = [
-            abs(observation["evaluation"] - reference) / max(abs(reference), 1e-30) for observation in self.observations
+            abs(observation["evaluation"] - reference) / max(abs(reference), 1e-30)
+            for observation in self.observations
         ]
         return [error if error == error else math.inf for error in errors]
 
     def error(self, kind: str, name: str) -> float:
-        square = sum(observation["tensors"][kind].get(name, NO_DOTS)[0] for observation in self.observations)
+        square = sum(
+            observation["tensors"][kind].get(name, NO_DOTS)[0] for observation in self.observations
+        )
         scale = self.trace.scale(kind, name)
-        if square and (square != square or not scale):  # no number; or all tensors of the set are zero in one process
+        if square and (
+            square != square or not scale
+        ):  # no number; or all tensors of the set are zero in one process
             return math.inf
         return max(square**0.5 / scale if square else 0.0, self.gap(kind, name))
 
     def gap(self, kind: str, name: str) -> float:
-        """0 if the blocks of all ranks make the tensor a whole number of times, else how far they are from it."""
+        """0 if the blocks of all ranks make the tensor a whole number of times, else how far
+        they are from it."""
         if not covers_evenly([_boxes(observation, name) for observation in self.observations]):
             return 1.0
         kind = FINAL if kind == UPDATED else kind  # whose sizes are those of the movement
         size = self.trace.sizes[kind][name] ** 2
-        total = sum(observation["tensors"][kind].get(name, NO_DOTS)[-1] for observation in self.observations)
+        total = sum(
+            observation["tensors"][kind].get(name, NO_DOTS)[-1] for observation in self.observations
+        )
         if size == 0:
             return 0.0
         copies = total / size
@@ -94,16 +106,24 @@ class Comparison:
     def list_compared(self, kind: str) -> list[str]:
         """The tensors of a set, in forward order.
 
-        Not the update of one whose gradient is rounding: Adam divides that by its own size, and moves it at random.
+        Not the update of one whose gradient is rounding: Adam divides that by its own size, and
+        moves it at random.
         """
-        names = [name for name in self.trace.order if name in self.trace.sizes[kind]] or list(self.trace.sizes[kind])
-        return [n for n in names if kind != UPDATED or not self.trace.never_moved_by_more_than_rounding(n)]
+        names = [name for name in self.trace.order if name in self.trace.sizes[kind]] or list(
+            self.trace.sizes[kind]
+        )
+        return [
+            n
+            for n in names
+            if kind != UPDATED or not self.trace.never_moved_by_more_than_rounding(n)
+        ]
 
     def square(self, kind: str, name: str, rank: int) -> float:
         return float(self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[0])
 
     def factor(self, kind: str, names: Sequence[str], rank: int) -> float | None:
-        """The factor by which a rank's part is a multiple of the reference; None if it is no multiple."""
+        """The factor by which a rank's part is a multiple of the reference; None if it is no
+        multiple."""
         dots = [self.observations[rank]["tensors"][kind].get(name, NO_DOTS) for name in names]
         aa, ar, rr = (sum(d[i] for d in dots) for i in (1, 2, 3))
         if not rr or not aa or aa != aa:
@@ -114,8 +134,8 @@ class Comparison:
 
 
 def covers_evenly(boxes_of_ranks: Sequence[Sequence[Box]]) -> bool:
-    """True if the blocks of all ranks make one whole, each as often as the others, or as it says: none overlaps
-    another in part."""
+    """True if the blocks of all ranks make one whole, each as often as the others, or as it says:
+    none overlaps another in part."""
     count = Counter(box for boxes in boxes_of_ranks for box in boxes)
     if len({number / box[2] for box, number in count.items()}) > 1:
         return False
@@ -125,8 +145,14 @@ def covers_evenly(boxes_of_ranks: Sequence[Sequence[Box]]) -> bool:
 
 def _overlap(a: Block, b: Block) -> bool:
     spans = zip(*a, *b, strict=True)
-    return all(start_a < start_b + size_b and start_b < start_a + size_a for start_a, size_a, start_b, size_b in spans)
+    return all(
+        start_a < start_b + size_b and start_b < start_a + size_a
+        for start_a, size_a, start_b, size_b in spans
+    )
 
 
 def _boxes(observation: Mapping[str, Any], name: str) -> list[Box]:
-    return [(tuple(offset), tuple(size), replicas) for offset, size, replicas in observation["boxes"].get(name, ())]
+    return [
+        (tuple(offset), tuple(size), replicas)
+        for offset, size, replicas in observation["boxes"].get(name, ())
+    ]

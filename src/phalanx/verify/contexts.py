@@ -14,8 +14,8 @@ _KINDS = get_args(Parallel.model_fields["cp_attention"].annotation)
 
 
 def list_context_layouts(num_ranks: int) -> Layouts:
-    """Each way to attend, alone and beside each other axis that two ranks leave room for; and other ways of cutting
-    sequences, of sharding and of keeping less."""
+    """Each way to attend, alone and beside each other axis that two ranks leave room for; and other
+    ways of cutting sequences, of sharding and of keeping less."""
     for cp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
         for prefix, axes in _list_other_axes(num_ranks // cp):
             for kind in _KINDS:
@@ -38,7 +38,10 @@ def _variants(num_ranks: int) -> Layouts:
     """Sequences cut into one run, shards over cp alone and over copies of them, recomputation."""
     cp = {"cp": num_ranks}
     yield f"cp{num_ranks}-one-run", cp | {"cp_load_balance": "none"}
-    yield f"cp{num_ranks}-one-run-all-gather", cp | {"cp_load_balance": "none", "cp_attention": "all-gather"}
+    yield (
+        f"cp{num_ranks}-one-run-all-gather",
+        cp | {"cp_load_balance": "none", "cp_attention": "all-gather"},
+    )
     for stage in (1, 2, 3):
         yield f"cp{num_ranks}-zero{stage}", cp | {"zero_stage": stage}
     for how in ("full", "selective", "sqrt"):
@@ -46,6 +49,12 @@ def _variants(num_ranks: int) -> Layouts:
     if num_ranks % 2 == 0 and num_ranks > 2:
         half = num_ranks // 2
         for stage in (1, 3):
-            yield f"hsdp{half}x2-zero{stage}-cp2", {"dp_replicate": half, "dp_shard": 1, "cp": 2, "zero_stage": stage}
+            yield (
+                f"hsdp{half}x2-zero{stage}-cp2",
+                {"dp_replicate": half, "dp_shard": 1, "cp": 2, "zero_stage": stage},
+            )
         yield f"tp{half}-whole-sequence-cp2", {"cp": 2, "tp": half, "sequence_parallel": False}
-        yield f"zero3-accumulate-cp{half}", {"dp_shard": 2, "zero_stage": 3, "accumulate": "sharded", "cp": half}
+        yield (
+            f"zero3-accumulate-cp{half}",
+            {"dp_shard": 2, "zero_stage": 3, "accumulate": "sharded", "cp": half},
+        )

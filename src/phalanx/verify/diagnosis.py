@@ -1,4 +1,7 @@
-"""Finds the mistake that looks like a difference, from the way in which numbers are off. Torch-free."""
+"""Finds the mistake that looks like a difference, from the way in which numbers are off.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,30 @@ from phalanx.verify.trace_facts import BUFFERS, gradients_of
 
 NOT_FINITE = "it is not a finite number"
 CUT_WRONG = (
-    "a sharding rule cuts elsewhere than between heads or features that belong together, a sum over the ranks of tp is "
-    "missing, or a bias is added on every one of them"
+    "a sharding rule cuts elsewhere than between heads or features that belong together, a sum over"
+    " the ranks of tp is missing, or a bias is added on every one of them"
 )
 SEQUENCES_CUT_WRONG = (
-    "a rank of cp attends otherwise than the whole sequence does: a mask of documents or of a window is dropped, "
-    "positions begin again on each rank, or blocks of keys are merged without their weights"
+    "a rank of cp attends otherwise than the whole sequence does: a mask of documents or of a"
+    " window is dropped, positions begin again on each rank, or blocks of keys are merged without"
+    " their weights"
 )
 KEYS_LOST = (
-    "the loss agrees, and gradients of keys or values do not: what other ranks' tokens owe to this rank's keys and "
-    "values does not come back to it"
+    "the loss agrees, and gradients of keys or values do not: what other ranks' tokens owe to this"
+    " rank's keys and values does not come back to it"
 )
 
 
 ROWS_MIXED = (
-    "the objective lets the rows of a batch see each other, and a rank has only its own: the loss of a batch is not "
-    "that of its parts, and changes with the number of ranks and of microbatches"
+    "the objective lets the rows of a batch see each other, and a rank has only its own: the loss"
+    " of a batch is not that of its parts, and changes with the number of ranks and of microbatches"
 )
 
 
 BUFFER_MOVED = (
-    "the forward changes the buffer {name} by what it makes of its rows, and a rank sees only its own: it follows rank "
-    "0's, one microbatch after the other (docs/own-code.md, other buffers); keep it out of forward"
+    "the forward changes the buffer {name} by what it makes of its rows, and a rank sees only its"
+    " own: it follows rank 0's, one microbatch after the other (docs/own-code.md, other buffers);"
+    " keep it out of forward"
 )
 BUFFER_OFF = 1e-8  # relative; far above float64's rounding
 
@@ -43,20 +48,33 @@ BUFFER_OFF = 1e-8  # relative; far above float64's rounding
 class Diagnosis:
     """Explains differences: each method returns the likely cause of one, in words.
 
-    `dp`: shares of the batch's tokens; `tp`: ranks that work on the same one; `cp`: ranks that share
-    its sequences; `ep`: ranks that have different experts.
+    `dp`: shares of the batch's tokens; `tp`: ranks that work on the same one; `cp`: ranks that
+    share its sequences; `ep`: ranks that have different experts.
     """
 
     def __init__(
-        self, compared: Comparison, *, dp: int, tp: int, cp: int = 1, ep: int = 1, pipeline: Pipeline | None = None
+        self,
+        compared: Comparison,
+        *,
+        dp: int,
+        tp: int,
+        cp: int = 1,
+        ep: int = 1,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        self._compared, self._trace, self._observations = compared, compared.trace, compared.observations
+        self._compared, self._trace, self._observations = (
+            compared,
+            compared.trace,
+            compared.observations,
+        )
         self._dp, self._tp, self._cp = dp, tp, cp
         self._experts = ExpertDiagnosis(compared, ep=ep, tp=tp, cp=cp)
         self._stages = None if pipeline is None else StageDiagnosis(compared, pipeline)
 
     def explain_loss(self, loss: float, step: int) -> str:
-        means = [mean for observation in self._observations for mean in observation["local_means"][step]]
+        means = [
+            mean for observation in self._observations for mean in observation["local_means"][step]
+        ]
         present = [mean for mean in means if mean == mean]
         reference = self._trace.steps[step].loss
         if loss - loss != 0:
@@ -67,30 +85,46 @@ class Diagnosis:
             return ROWS_MIXED
         if present and _near(loss, sum(present) / len(present)):
             return "a mean of means: microbatches count alike, however many targets they have"
-        by_rank = [_mean([m for m in observation["local_means"][step] if m == m]) for observation in self._observations]
+        by_rank = [
+            _mean([m for m in observation["local_means"][step] if m == m])
+            for observation in self._observations
+        ]
         for rank, mean in enumerate(by_rank):
             if self._dp > 1 and _near(loss, mean):
                 return f"it is the loss of rank {rank} alone: it was not reduced"
         if self._trace.mixes_rows and step == 0:
-            return "what the module makes of a row depends on the other rows, and a rank has only its own"
-        if self._trace.dropped and step == 0:
-            return f"dropout inside {self._trace.dropped[0]} may not drop what it does in one process"
-        if step > 0:
-            bias = "; or a bias, zero at first, is added on every rank of tp" if self._tp > 1 else ""
             return (
-                f"all before it agrees, so it saw other weights: a stale copy, or a forward that changes its own{bias}"
+                "what the module makes of a row depends on the other rows, and a rank has only"
+                " its own"
+            )
+        if self._trace.dropped and step == 0:
+            return (
+                f"dropout inside {self._trace.dropped[0]} may not drop what it does in one process"
+            )
+        if step > 0:
+            bias = (
+                "; or a bias, zero at first, is added on every rank of tp" if self._tp > 1 else ""
+            )
+            return (
+                "all before it agrees, so it saw other weights: a stale copy, or a forward that"
+                f" changes its own{bias}"
             )
         return "; or ".join(self._list_forward_causes()) or _describe_factor(
             "it", loss / reference if reference else math.inf, self._dp
         )
 
     def find_moved_buffer(self) -> str:
-        """The first buffer that a forward changes and that differs from one process; "" if there is none.
+        """The first buffer that a forward changes and that differs from one process; "" if there is
+        none.
 
         A buffer that no checkpoint keeps counts as different: it is not compared.
         """
         saved = self._trace.sizes.get(BUFFERS, {})
-        off = [name for name in self._trace.moved if name in saved and self._compared.error(BUFFERS, name) > BUFFER_OFF]
+        off = [
+            name
+            for name in self._trace.moved
+            if name in saved and self._compared.error(BUFFERS, name) > BUFFER_OFF
+        ]
         return next(iter([*off, *(name for name in self._trace.moved if name not in saved)]), "")
 
     def explain_routing(self, reroute: Reroute) -> str:
@@ -117,11 +151,15 @@ class Diagnosis:
         if in_stages:
             return in_stages
         squares = [
-            sum(d[1] for d in observation["tensors"][gradients_of(step)].values()) for observation in self._observations
+            sum(d[1] for d in observation["tensors"][gradients_of(step)].values())
+            for observation in self._observations
         ]
         for rank, square in enumerate(squares):
             if len(squares) > 1 and _near(norm, square**0.5):
-                return f"it is the norm of what rank {rank} holds: the shards of the others are missing"
+                return (
+                    f"it is the norm of what rank {rank} holds: the shards of the others are"
+                    " missing"
+                )
         reference = self._trace.steps[step].grad_norm
         excess = (norm**2 - reference**2) / reference**2
         for name, size in self._trace.sizes[gradients_of(step)].items():
@@ -129,7 +167,10 @@ class Diagnosis:
                 return f"the gradient of {name} is {'counted twice' if excess > 0 else 'left out'}"
         copies = round((norm / reference) ** 2)
         if 1 < copies <= len(self._observations) and _near((norm / reference) ** 2, copies):
-            return f"its square is {copies} x the reference's: replicas of the same gradient each count"
+            return (
+                f"its square is {copies} x the reference's: replicas of the same gradient each"
+                " count"
+            )
         return _describe_factor("it", norm / reference, len(self._observations))
 
     def explain_tensor(
@@ -137,8 +178,8 @@ class Diagnosis:
     ) -> str:
         if self._compared.gap(kind, name):
             return (
-                "the ranks' parts do not make the tensor: borders of shards are off, or another dimension is cut than "
-                "the one that is gathered"
+                "the ranks' parts do not make the tensor: borders of shards are off, or another"
+                " dimension is cut than the one that is gathered"
             )
         squares = [self._compared.square(kind, off[0], rank) for rank in ranks]
         if any(square - square != 0 for square in squares):
@@ -148,84 +189,129 @@ class Diagnosis:
         if label == "buffer":
             if name in self._trace.moved:
                 return BUFFER_MOVED.format(name=name)
-            cause = "gradients and weights agree, so a rank moves it by its own share of the batch, or not at all"
+            cause = (
+                "gradients and weights agree, so a rank moves it by its own share of the batch, or"
+                " not at all"
+            )
             return self._experts.explain_buffer(name) or cause
         if label == "update" and self._trace.has_no_gradient(name):
-            return "in one process it has no gradient and stays; here it is updated (decay, say): freeze it"
+            return (
+                "in one process it has no gradient and stays; here it is updated (decay, say):"
+                " freeze it"
+            )
         if label == "update":
-            return "plain descent agrees, so the job's optimizer sees or keeps something else than in one process"
+            return (
+                "plain descent agrees, so the job's optimizer sees or keeps something else than in"
+                " one process"
+            )
         if label == "weight":
             return (
-                "gradients agree, so the update was not the same: a stale copy, or an optimizer that saw something else"
+                "gradients agree, so the update was not the same: a stale copy, or an optimizer"
+                " that saw something else"
             )
         if label == "gradient" and not self._trace.sizes[kind][name]:
             return "in one process it has no gradient: it is frozen, or has no part in the loss"
         if buffer := self.find_moved_buffer():
             return BUFFER_MOVED.format(name=buffer)
-        return self._explain_rounding(kind, name) or self._explain_gradient(kind, name, off, ranks, step)
+        return self._explain_rounding(kind, name) or self._explain_gradient(
+            kind, name, off, ranks, step
+        )
 
-    def _explain_gradient(self, kind: str, name: str, off: Sequence[str], ranks: Sequence[int], step: int) -> str:
-        """The cause of wrong gradients after a loss that agrees: the backward, or what follows it."""
+    def _explain_gradient(
+        self, kind: str, name: str, off: Sequence[str], ranks: Sequence[int], step: int
+    ) -> str:
+        """The cause of wrong gradients after a loss that agrees: the backward, or what follows
+        it."""
         num_tensors = len(self._trace.order)
-        factors = [self._compared.factor(kind, off, rank) for rank in range(len(self._observations))]
+        factors = [
+            self._compared.factor(kind, off, rank) for rank in range(len(self._observations))
+        ]
         scaled = [factor for factor in factors if factor is not None]
         if len(scaled) == len(factors) and len(off) == num_tensors:
             if max(scaled) - min(scaled) <= 1e-4 * max(map(abs, scaled)):
                 return self._explain_clipping(step, scaled[0]) or _describe_factor(
                     "every gradient", scaled[0], self._dp
                 )
-            listed = ", ".join(f"{factor:.4g} x on rank {rank}" for rank, factor in enumerate(scaled[:4]))
-            return f"each rank scaled its gradients by a factor of its own ({listed}): clipped by local norms"
+            listed = ", ".join(
+                f"{factor:.4g} x on rank {rank}" for rank, factor in enumerate(scaled[:4])
+            )
+            return (
+                f"each rank scaled its gradients by a factor of its own ({listed}): clipped by"
+                " local norms"
+            )
         in_stages = self._stages.explain_gradient(kind, name, off) if self._stages else ""
         cause = in_stages or self._experts.explain_gradient(kind, off, ranks)
         if cause:
             return cause
         if len(ranks) < len(self._compared.holders(name)):
-            return f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is stale"
+            return (
+                f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is"
+                " stale"
+            )
         factor = self._compared.factor(kind, [name], ranks[0])
         if factor is not None and abs(factor - 1) > 1e-3:
-            return self._explain_copies(name, factor) or _describe_factor(f"the gradient of {name}", factor, self._dp)
+            return self._explain_copies(name, factor) or _describe_factor(
+                f"the gradient of {name}", factor, self._dp
+            )
         if self._is_sum_of_parts(kind, name):
             return (
-                f"each rank of tp has its own part of the gradient of {name}, and nobody added them up: "
-                'a rule "partial" is missing, or parts that ranks hold alike are not summed'
+                f"each rank of tp has its own part of the gradient of {name}, and nobody added them"
+                ' up: a rule "partial" is missing, or parts that ranks hold alike are not summed'
             )
         if self._dp > 1 and self._is_mean_right(kind, name):
             return (
-                f"each data-parallel rank has a gradient of {name} of its own, and their mean is right: never averaged"
+                f"each data-parallel rank has a gradient of {name} of its own, and their mean is"
+                " right: never averaged"
             )
-        if self._cp > 1 and step == 0 and any(other.endswith((".k.weight", ".v.weight")) for other in off):
+        if (
+            self._cp > 1
+            and step == 0
+            and any(other.endswith((".k.weight", ".v.weight")) for other in off)
+        ):
             return KEYS_LOST
         if len(off) < num_tensors:
-            return f"{len(off)} of {num_tensors} tensors differ: the backward goes wrong where it meets {off[-1]}"
+            return (
+                f"{len(off)} of {num_tensors} tensors differ: the backward goes wrong where it"
+                f" meets {off[-1]}"
+            )
         if step > 0:
-            return "the step before agrees, and so do its weights and the loss: is something of it left in gradients?"
+            return (
+                "the step before agrees, and so do its weights and the loss: is something of it"
+                " left in gradients?"
+            )
         if self._tp > 1:
             return (
-                "every gradient differs, and the loss agrees: the backward lacks a sum over the ranks of tp where the "
-                "head or the last region is entered"
+                "every gradient differs, and the loss agrees: the backward lacks a sum over the"
+                " ranks of tp where the head or the last region is entered"
             )
-        return "every gradient differs, and not by a factor: the forward, or the loss, is not the same"
+        return (
+            "every gradient differs, and not by a factor: the forward, or the loss, is not the same"
+        )
 
     def _explain_copies(self, name: str, factor: float) -> str:
-        """The cause of a wrong factor of a tensor that all ranks of tp hold alike; "" if it is none of theirs."""
+        """The cause of a wrong factor of a tensor that all ranks of tp hold alike; "" if it is
+        none of theirs."""
         if self._tp > 1 and abs(factor / self._tp - 1) < 1e-3:
             return (
-                f"the gradient of {name} is {factor:.4g} x the reference: summed over the ranks of tp, which have all "
-                'of it (a rule "replicate" is missing)'
+                f"the gradient of {name} is {factor:.4g} x the reference: summed over the ranks of"
+                ' tp, which have all of it (a rule "replicate" is missing)'
             )
         return ""
 
     def _is_sum_of_parts(self, kind: str, name: str) -> bool:
         """True if what the ranks of tp have makes the reference once it is added up."""
-        dots = [observation["tensors"][kind].get(name, NO_DOTS) for observation in self._observations]
+        dots = [
+            observation["tensors"][kind].get(name, NO_DOTS) for observation in self._observations
+        ]
         along, size = sum(d[2] for d in dots), sum(d[3] for d in dots)
         copies = [c for c in range(2, self._tp + 1) if self._tp % c == 0]
         return any(abs(along * c / size - 1) < 1e-6 for c in copies) if size else False
 
     def _is_mean_right(self, kind: str, name: str) -> bool:
         """True if what the ranks have, each something else, makes the reference on average."""
-        dots = [observation["tensors"][kind].get(name, NO_DOTS) for observation in self._observations]
+        dots = [
+            observation["tensors"][kind].get(name, NO_DOTS) for observation in self._observations
+        ]
         along, size = sum(d[2] for d in dots), sum(d[3] for d in dots)
         return size > 0 and abs(along / size - 1) < 1e-9
 
@@ -241,20 +327,27 @@ class Diagnosis:
         return ""
 
     def _explain_rounding(self, kind: str, name: str) -> str:
-        """The narrower type whose rounding has the size of the error in float64; "" if there is none."""
+        """The narrower type whose rounding has the size of the error in float64; "" if there is
+        none."""
         if self._trace.dtype != "float64" or self._trace.narrows:
             return ""
         error = self._compared.error(kind, name)
         for low, high, narrow in ((1e-9, 1e-6, "float32"), (3e-4, 1e-2, "bfloat16")):
             if low < error < high:
-                return f"the error is of the size of {narrow}'s rounding: computed, or reduced, in {narrow}"
+                return (
+                    f"the error is of the size of {narrow}'s rounding: computed, or reduced, in"
+                    f" {narrow}"
+                )
         return ""
 
 
 def _describe_factor(subject: str, factor: float, dp: int) -> str:
     ways = (
         (dp, "summed over the data-parallel ranks instead of averaged"),
-        (1 / dp, "divided by the number of data-parallel ranks, or of microbatches, once too often"),
+        (
+            1 / dp,
+            "divided by the number of data-parallel ranks, or of microbatches, once too often",
+        ),
     )
     for number, words in ways:
         if dp > 1 and abs(factor / number - 1) < 1e-3:

@@ -10,8 +10,8 @@ from phalanx.verify.trace_facts import BUFFERS
 
 ROUTER, BIAS, EXPERTS = ".router.weight", ".router.bias", ".moe.experts."
 BIAS_MOVED = (
-    "its bias was moved by other counts than those of the whole batch: the loads of some ranks are missing, counted "
-    "twice, or a rank does not move it"
+    "its bias was moved by other counts than those of the whole batch: the loads of some ranks are"
+    " missing, counted twice, or a rank does not move it"
 )
 
 
@@ -26,24 +26,30 @@ class ExpertDiagnosis:
         self._routers = [name for name in compared.trace.order if name.endswith(ROUTER)]
 
     def explain_routing(self, reroute: Reroute) -> str:
-        """The cause of a token that goes elsewhere while all before it agrees, and that is no near-tie."""
+        """The cause of a token that goes elsewhere while all before it agrees, and that is no
+        near-tie."""
         weight, bias = f"{reroute.router}.weight", f"{reroute.router}.bias"
         if reroute.phase != "step-0":
             sizes = self._compared.trace.sizes
             if bias in sizes.get(BUFFERS, {}) and self._compared.error(BUFFERS, bias) > 1e-3:
                 return f"it is no near-tie, and gradients agree: {BIAS_MOVED}"
-            return "it is no near-tie, and all before it agrees: the router has other weights, or a stale bias"
+            return (
+                "it is no near-tie, and all before it agrees: the router has other weights, or a"
+                " stale bias"
+            )
         index = self._routers.index(weight) if weight in self._routers else 0
         if index == 0:
             words = (
-                "it is no near-tie, and no router comes before it: it sees the hidden states of other tokens, or sums"
+                "it is no near-tie, and no router comes before it: it sees the hidden states of"
+                " other tokens, or sums"
             )
             return f"{words} of a part of them" if self._tp > 1 else f"{words} them otherwise"
         before = self._routers[index - 1].removesuffix(ROUTER)
         capacity = ", or capacity is counted per rank" if self._cp > 1 else ""
         return (
-            f"it is no near-tie, and the router of {before} chooses as it should, so hidden states go wrong between "
-            f"them: rows of experts come back to other tokens, or with other weights{capacity}"
+            f"it is no near-tie, and the router of {before} chooses as it should, so hidden states"
+            " go wrong between them: rows of experts come back to other tokens, or with other"
+            f" weights{capacity}"
         )
 
     def explain_buffer(self, name: str) -> str:
@@ -63,26 +69,31 @@ class ExpertDiagnosis:
         factors = [self._compared.factor(kind, off, rank) for rank in ranks]
         if all(factor is not None and abs(factor / self._ep - 1) < 1e-3 for factor in factors):
             return (
-                f"gradients of experts are {self._ep} x the reference: the mean over the ranks that hold the same "
-                f"experts was not divided by ep {self._ep}"
+                f"gradients of experts are {self._ep} x the reference: the mean over the ranks that"
+                f" hold the same experts was not divided by ep {self._ep}"
             )
         return (
-            "only gradients of experts differ: they are reduced over ranks that hold other experts, or not over all "
-            "that hold the same"
+            "only gradients of experts differ: they are reduced over ranks that hold other experts,"
+            " or not over all that hold the same"
         )
 
     def _explain_balance(self, off: Sequence[str]) -> str:
-        """The balance loss enters where a router's scores are made: that router and all before it have its gradient."""
+        """The balance loss enters where a router's scores are made: that router and all before
+        it have its gradient."""
         last = max((self._compared.trace.order.index(name) for name in off), default=0)
         behind = set(self._compared.trace.order[last + 1 :])
         if not off or not self._compared.trace.order[last].endswith(ROUTER) or behind & set(off):
             return ""
         if all(name.endswith(ROUTER) for name in off) and self._tp > 1:
             return ""  # told apart by whether parts add up
-        over = [words for size, words in ((self._tp, "counted by each rank of tp"), (self._cp, _OF_A_PART)) if size > 1]
+        over = [
+            words
+            for size, words in ((self._tp, "counted by each rank of tp"), (self._cp, _OF_A_PART))
+            if size > 1
+        ]
         return (
-            f"the loss agrees, and what comes behind {self._compared.trace.order[last]} does: the balance loss of "
-            f"routers is {', or '.join(over) or 'weighed otherwise'}"
+            f"the loss agrees, and what comes behind {self._compared.trace.order[last]} does: the"
+            f" balance loss of routers is {', or '.join(over) or 'weighed otherwise'}"
         )
 
 

@@ -9,8 +9,8 @@ from phalanx.verify.compare import Comparison
 from phalanx.verify.trace_facts import gradients_of
 
 OTHER_MICROBATCH = (
-    "a stage goes on with hidden states of another microbatch than the one whose targets the last stage reads, or does "
-    "not compute its own blocks, in their order"
+    "a stage goes on with hidden states of another microbatch than the one whose targets the last"
+    " stage reads, or does not compute its own blocks, in their order"
 )
 
 
@@ -21,13 +21,16 @@ class StageDiagnosis:
         self._compared, self._pipeline = compared, pipeline
 
     def explain_norm(self, norm: float, step: int) -> str:
-        """The cause of a norm that is one of some stages alone, or that lacks or doubles those of one rank."""
+        """The cause of a norm that is one of some stages alone, or that lacks or doubles those
+        of one rank."""
         sizes = self._compared.trace.sizes[gradients_of(step)]
         reference = self._compared.trace.steps[step].grad_norm
         squares: dict[float, str] = {}
         for rank in range(self._pipeline.num_ranks):
             stages = _list_numbers("stage", self._pipeline.stages_of(rank))
-            holders_of = {name: len(self._ranks_of(name)) for name in sizes if rank in self._ranks_of(name)}
+            holders_of = {
+                name: len(self._ranks_of(name)) for name in sizes if rank in self._ranks_of(name)
+            }
             squares[sum(sizes[name] ** 2 for name in holders_of)] = stages
             # Or each of a parameter's holders counts a part of it.
             squares[sum(sizes[name] ** 2 / count for name, count in holders_of.items())] = stages
@@ -45,8 +48,8 @@ class StageDiagnosis:
         stages = self._compared.stages
         if all(len(stages.get(other, ())) > 1 for other in off):
             return (
-                f"{_list_numbers('stage', stages[name])} hold {name}, and its gradient is the sum of what "
-                "each of them has: they were not added up, or not once"
+                f"{_list_numbers('stage', stages[name])} hold {name}, and its gradient is the sum"
+                " of what each of them has: they were not added up, or not once"
             )
         late = self._explain_late_weights(off)
         if late:
@@ -54,10 +57,15 @@ class StageDiagnosis:
         wrong = sorted({stage for other in off for stage in stages.get(other, ())[:1]})
         right = {stage for other in set(stages) - set(off) for stage in stages[other]}
         border = wrong[-1] if wrong else -1
-        if wrong == list(range(border + 1)) and border + 1 < self._pipeline.num_stages and not right & set(wrong):
+        if (
+            wrong == list(range(border + 1))
+            and border + 1 < self._pipeline.num_stages
+            and not right & set(wrong)
+        ):
             return (
-                f"{_list_numbers('stage', wrong)} differ, and later ones agree: what stage {border + 1} "
-                f"sends back to stage {border} is the gradient of another microbatch, or of other hidden states"
+                f"{_list_numbers('stage', wrong)} differ, and later ones agree: what stage"
+                f" {border + 1} sends back to stage {border} is the gradient of another microbatch,"
+                " or of other hidden states"
             )
         return ""
 
@@ -66,18 +74,25 @@ class StageDiagnosis:
 
         W, where it is an action, makes those; gradients of norms come with I.
         """
-        if not any(action.kind == "W" for row in self._pipeline.schedule().actions for action in row):
+        if not any(
+            action.kind == "W" for row in self._pipeline.schedule().actions for action in row
+        ):
             return ""
         stages_off = {stage for other in off for stage in self._compared.stages.get(other, ())}
-        right = [name for name, stages in self._compared.stages.items() if stages_off & set(stages) and name not in off]
+        right = [
+            name
+            for name, stages in self._compared.stages.items()
+            if stages_off & set(stages) and name not in off
+        ]
         if not right or not all(self._num_dims(other) >= 2 for other in off):
             return ""
         if all(self._num_dims(other) >= 2 for other in right):
             return ""
         return (
-            f"only weights of linear layers differ, in {_list_numbers('stage', sorted(stages_off))}, "
-            "whose gradients the schedule makes apart from the others (W): a W is left out or is of "
-            "another microbatch, or gradients were reduced, or weights freed, before it"
+            "only weights of linear layers differ, in"
+            f" {_list_numbers('stage', sorted(stages_off))}, whose gradients the schedule makes"
+            " apart from the others (W): a W is left out or is of another microbatch, or gradients"
+            " were reduced, or weights freed, before it"
         )
 
     def _num_dims(self, name: str) -> int:
@@ -88,7 +103,9 @@ class StageDiagnosis:
         return 0
 
     def _ranks_of(self, name: str) -> set[int]:
-        return {self._pipeline.rank_of_stage[stage] for stage in self._compared.stages.get(name, ())}
+        return {
+            self._pipeline.rank_of_stage[stage] for stage in self._compared.stages.get(name, ())
+        }
 
 
 def _list_numbers(noun: str, numbers: Sequence[int]) -> str:

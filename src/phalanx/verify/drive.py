@@ -1,4 +1,7 @@
-"""Compares layouts with one process: starts groups of ranks, collects the rows they write. Torch-free."""
+"""Compares layouts with one process: starts groups of ranks, collects the rows they write.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +65,16 @@ def verify_job(
     if selection.planned:
         with scratch_directory("verify") as scratch:
             stop_code = _run_cases(selection, scratch, add_row)
-    return VerifyResult(tuple(rows), selection.notes, selection.not_judged, selection.required, stop_code=stop_code)
+    return VerifyResult(
+        tuple(rows), selection.notes, selection.not_judged, selection.required, stop_code=stop_code
+    )
 
 
-def _run_cases(selection: Selection, scratch: Scratch, add_row: Callable[[Row], None]) -> int | None:
-    """Run one group of ranks through each case in each type; after a crash, another goes on behind it.
+def _run_cases(
+    selection: Selection, scratch: Scratch, add_row: Callable[[Row], None]
+) -> int | None:
+    """Run one group of ranks through each case in each type; after a crash, another goes on behind
+    it.
 
     Returns the exit code of a stop, or None. Raises ResourceError where a disk refuses: that is no
     layout's fault.
@@ -105,7 +113,9 @@ def _run_group(
     on_tick: Callable[[], None],
 ) -> Outcome:
     cases = tuple(
-        VerifyCase(dtype, case.name, case.parallel, case.plan) for dtype, case in work if case.plan is not None
+        VerifyCase(dtype, case.name, case.parallel, case.plan)
+        for dtype, case in work
+        if case.plan is not None
     )
     num_ranks = cases[0].plan.world_size
     payload = VerifyPayload(
@@ -122,7 +132,12 @@ def _run_group(
         payload_of_attempt=lambda: payload,
         num_ranks=num_ranks,
         run_dir=directory,
-        preload=("torch", "torch._dynamo", "phalanx.verify.rank", *preloaded(selection.job.model.kind)),
+        preload=(
+            "torch",
+            "torch._dynamo",
+            "phalanx.verify.rank",
+            *preloaded(selection.job.model.kind),
+        ),
         stepless="judging layouts",
         grace_s=1.0,
     )

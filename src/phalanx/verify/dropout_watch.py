@@ -1,4 +1,5 @@
-"""Looks at the dropout layers of a layout's module: does each drop what the definition of masks says?"""
+"""Looks at the dropout layers of a layout's module: does each drop what the definition of masks
+says?"""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from phalanx.run.one_process.dropout_masks import DropoutMasks
 
 
 class DropoutWatch:
-    """Looks at the dropout layers of a layout's module: does each drop what the definition says, for this rank's rows?
+    """Looks at the dropout layers of a layout's module: does each drop what the definition says,
+    for this rank's rows?
 
-    `wrong`: (step, name) -> the fraction of elements that it should have kept and dropped, or the other way round.
+    `wrong`: (step, name) -> the fraction of elements that it should have kept and dropped, or the
+    other way round.
     """
 
     def __init__(self, module: nn.Module, seed: int, *, share: int, shares: int) -> None:
@@ -23,27 +26,44 @@ class DropoutWatch:
         self._step, self._rows, self._places = 0, 0, dict[int, int]()
         module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         for name, part in module.named_modules():
-            if isinstance(part, nn.Dropout) and 0 < part.p < 1 and not part.inplace and not _is_own(type(part)):
-                part.register_forward_hook(lambda part, args, out, name=name: self._look(name, part, args, out))
+            if (
+                isinstance(part, nn.Dropout)
+                and 0 < part.p < 1
+                and not part.inplace
+                and not _is_own(type(part))
+            ):
+                part.register_forward_hook(
+                    lambda part, args, out, name=name: self._look(name, part, args, out)
+                )
 
     def begin_step(self, step: int, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """`microbatches`: this rank's. Which of them a forward is of is told by what it is given: a pipeline goes
-        through them in an order of its own, stage by stage.
+        """`microbatches`: this rank's.
+
+        Which of them a forward is of is told by what it is given: a pipeline goes through them in
+        an order of its own, stage by stage.
         """
         self._step, self._rows = step, len(next(iter(microbatches[0].values())))
-        self._places = {t.data_ptr(): index for index, batch in enumerate(microbatches) for t in batch.values()}
+        self._places = {
+            t.data_ptr(): index for index, batch in enumerate(microbatches) for t in batch.values()
+        }
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-        index = next((self._places[t.data_ptr()] for t in tensors if t.data_ptr() in self._places), 0)
+        index = next(
+            (self._places[t.data_ptr()] for t in tensors if t.data_ptr() in self._places), 0
+        )
         share, shares = self._place
         self._definition.begin(self._step, (index * shares + share) * self._rows, self._rows)
 
     def _look(self, name: str, part: nn.Dropout, args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a recomputation: its gradients show what it drew
+        if (
+            torch._C._current_graph_task_id() != -1
+        ):  # a recomputation: its gradients show what it drew
             return
         mask = self._definition.mask(name, 1 - part.p, args[0].shape)
-        is_stand_in = part.training and bool(args[0].isnan().any())  # before a later stage's blocks; it is thrown away
+        is_stand_in = part.training and bool(
+            args[0].isnan().any()
+        )  # before a later stage's blocks; it is thrown away
         if mask is not None and part.training and not is_stand_in:
             off = (((output != 0) != mask) & (args[0] != 0)).double().mean().item()
             if off:
@@ -53,5 +73,6 @@ class DropoutWatch:
 def _is_own(kind: type) -> bool:
     """A user's class, which may make something else of what it drops."""
     return any(
-        "forward" in vars(base) and base.__module__.split(".")[0] not in ("torch", "phalanx") for base in kind.__mro__
+        "forward" in vars(base) and base.__module__.split(".")[0] not in ("torch", "phalanx")
+        for base in kind.__mro__
     )

@@ -1,4 +1,7 @@
-"""A token that a layout routes otherwise than one process: a near-tie that flipped, or a mistake. Torch-free."""
+"""A token that a layout routes otherwise than one process: a near-tie that flipped, or a mistake.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,13 @@ def optimizer_step(step: int) -> str:
 
 @dataclass(frozen=True)
 class Reroute:
-    """One token. `row` and `token` say which of the step's batch; one process chooses `expert`, the layout `instead`.
+    """One token.
 
-    `margin`: how much better the score of `expert` is, bias and all, as a part of the token's largest score.
+    `row` and `token` say which of the step's batch; one process chooses `expert`, the layout
+    `instead`.
+
+    `margin`: how much better the score of `expert` is, bias and all, as a part of the token's
+    largest score.
     """
 
     router: str
@@ -38,18 +45,24 @@ class Reroute:
         kind, _, step = self.phase.rpartition("-")
         if not kind:
             return "in the evaluation"
-        return f"in step {int(step) + 1}" + (" of the job's optimizer" if kind == "optimizer" else "")
+        return f"in step {int(step) + 1}" + (
+            " of the job's optimizer" if kind == "optimizer" else ""
+        )
 
     def __str__(self) -> str:
         return (
-            f"{self.router} {self.when()} sends token {self.token} of row {self.row} to expert {self.instead}, one "
-            f"process to {self.expert}: their scores are {self.margin:.1e} apart"
+            f"{self.router} {self.when()} sends token {self.token} of row {self.row} to expert"
+            f" {self.instead}, one process to {self.expert}: their scores are {self.margin:.1e}"
+            " apart"
         )
 
 
 @dataclass(frozen=True)
 class Misrouted:
-    """A token that goes elsewhere without a near-tie. `ranks` route it; `cause` is known, or to be found."""
+    """A token that goes elsewhere without a near-tie.
+
+    `ranks` route it; `cause` is known, or to be found.
+    """
 
     reroute: Reroute
     ranks: tuple[int, ...]
@@ -60,12 +73,18 @@ class Misrouted:
         """The token, and the expert it goes to."""
         reroute = self.reroute
         token = f"token {reroute.token} of row {reroute.row}"
-        return f"{token} goes to expert {reroute.instead}, not {reroute.expert}" if reroute.expert >= 0 else token
+        return (
+            f"{token} goes to expert {reroute.instead}, not {reroute.expert}"
+            if reroute.expert >= 0
+            else token
+        )
 
 
 def find_misrouted(reroutes: Sequence[Reroute], tolerance: float) -> list[Reroute]:
     """The reroutes that are no near-ties: rounding within `tolerance` cannot have turned them."""
-    return [reroute for reroute in reroutes if not reroute.margin <= _bound(reroute.phase, tolerance)]
+    return [
+        reroute for reroute in reroutes if not reroute.margin <= _bound(reroute.phase, tolerance)
+    ]
 
 
 def _bound(phase: str, tolerance: float) -> float:

@@ -1,4 +1,5 @@
-"""Trains the reference's steps in a ParallelModel and compares each tensor with the trace, block by block."""
+"""Trains the reference's steps in a ParallelModel and compares each tensor with the trace, block
+by block."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from phalanx.verify.trace import TraceReader
 from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, gradients_of
 
 Dots = tuple[float, float, float, float, float]
-"""Over the elements a rank holds: |a - r|^2, |a|^2, a.r, |r|^2, with `a` the layout's and `r` the reference's.
+"""Over the elements a rank holds: |a - r|^2, |a|^2, a.r, |r|^2, with `a` the layout's and `r` the
+reference's.
 
-The last is |r|^2 again, of a block that several ranks hold while they differ in others (fused keys) its share.
+The last is |r|^2 again, of a block that several ranks hold while they differ in others (fused keys)
+its share.
 """
 
 
@@ -26,9 +29,10 @@ The last is |r|^2 again, of a block that several ranks hold while they differ in
 class RankObservations:
     """The observations of one rank.
 
-    `tensors`: set -> name -> dots; `held`: name -> which part this rank holds, in words.
-    `boxes`: name -> (offset, size, ranks that hold it while they differ in others) of each block of it.
-    `stages`: name -> the pipeline stages that hold it. `wrong_masks`: (step, from 0; dropout layer; by how much).
+    `tensors`: set -> name -> dots; `held`: name -> which part this rank holds, in words. `boxes`:
+    name -> (offset, size, ranks that hold it while they differ in others) of each block of it.
+    `stages`: name -> the pipeline stages that hold it. `wrong_masks`: (step, from 0; dropout layer;
+    by how much).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -38,13 +42,16 @@ class RankObservations:
     local_means: list[list[float]] = field(default_factory=list)
     tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
-    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = field(default_factory=dict)
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = field(
+        default_factory=dict
+    )
     stages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     wrong_masks: list[tuple[int, str, float]] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
-    """Name -> digest of the weight after the steps, where ranks that hold it must hold the same bits."""
+    """Name -> digest of the weight after the steps, where ranks that hold it must hold the same
+    bits."""
     apart: dict[str, float] = field(default_factory=dict)
     """Errors by design, by what they are of."""
 
@@ -60,7 +67,10 @@ def follow(
     *,
     seed: int = 0,
 ) -> RankObservations:
-    """Train `steps` (this rank's microbatches of each) as the reference did, and compare. Collective."""
+    """Train `steps` (this rank's microbatches of each) as the reference did, and compare.
+
+    Collective.
+    """
     observations = RankObservations()
     shards = model.shards()
     reference_names = set(trace.sizes[INITIAL])
@@ -90,7 +100,9 @@ def follow(
             trace, gradients_of(number), gradient_shards(model), 1 / clipped
         )
         model.update(optimizer)
-    observations.wrong_masks = [(step - 1, name, off) for (step, name), off in watch.wrong.items()] if watch else []
+    observations.wrong_masks = (
+        [(step - 1, name, off) for (step, name), off in watch.wrong.items()] if watch else []
+    )
     shards = model.shards()
     observations.tensors[FINAL] = compare_blocks(trace, FINAL, shards)
     if BUFFERS in trace.sizes:
@@ -101,10 +113,13 @@ def follow(
     return observations
 
 
-def list_boxes(shards: Mapping[str, LogicalShard]) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+def list_boxes(
+    shards: Mapping[str, LogicalShard],
+) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
     """The blocks of each shard, as `RankObservations.boxes` has them."""
     return {
-        name: [(box.global_offset, box.size, box.num_replicas) for box in shard.boxes] for name, shard in shards.items()
+        name: [(box.global_offset, box.size, box.num_replicas) for box in shard.boxes]
+        for name, shard in shards.items()
     }
 
 
@@ -115,7 +130,10 @@ def follow_optimizer(
     steps: Sequence[Sequence[Batch]],
     trace: Trace,
 ) -> dict[str, Dots]:
-    """Train `steps` with the job's own optimizer: the weights after them beside the reference's. Collective."""
+    """Train `steps` with the job's own optimizer: the weights after them beside the reference's.
+
+    Collective.
+    """
     for microbatches in steps:
         optimizer.zero_grad()
         model.finish_step(model.forward_backward(microbatches, objective))
@@ -124,7 +142,8 @@ def follow_optimizer(
 
 
 def record_means(objective: Objective, means: list[float]) -> Objective:
-    """The objective, which also keeps each microbatch's own mean: what a mean of means would be made of."""
+    """The objective, which also keeps each microbatch's own mean: what a mean of means would be
+    made of."""
 
     def call_and_record(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         loss, targets = objective(outputs, batch)
@@ -140,18 +159,26 @@ def list_parameters(model: ParallelModel) -> dict[str, torch.Tensor]:
 
 
 def gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
-    """The gradients in the places of what is updated; zeros where a parameter had no part in the loss."""
+    """The gradients in the places of what is updated; zeros where a parameter had no part in the
+    loss."""
     shards = model.trained_shards()
     gradients = {}
     for name, parameter in list_parameters(model).items():
         local = shards[name].tensor
-        gradient = torch.zeros_like(local) if parameter.grad is None else local_tensor(parameter.grad).detach()
+        gradient = (
+            torch.zeros_like(local)
+            if parameter.grad is None
+            else local_tensor(parameter.grad).detach()
+        )
         gradients[name] = shards[name].like(name, gradient)
     return gradients
 
 
-def compare_blocks(trace: Trace, kind: str, shards: Mapping[str, LogicalShard], factor: float = 1.0) -> dict[str, Dots]:
-    """Dots of each tensor that the reference has, over the blocks of this rank; `factor` undoes a known scaling."""
+def compare_blocks(
+    trace: Trace, kind: str, shards: Mapping[str, LogicalShard], factor: float = 1.0
+) -> dict[str, Dots]:
+    """Dots of each tensor that the reference has, over the blocks of this rank; `factor` undoes
+    a known scaling."""
     dots_of: dict[str, Dots] = {}
     with TraceReader(trace, kind) as reader:
         for name in trace.sizes[kind]:
@@ -159,11 +186,15 @@ def compare_blocks(trace: Trace, kind: str, shards: Mapping[str, LogicalShard], 
                 continue
             shard, dots = shards[name], torch.zeros(5, dtype=torch.float64)
             for box in shard.boxes:
-                slices = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
+                slices = tuple(
+                    slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True)
+                )
                 actual = shard.tensor[slices].double().cpu() * factor
                 reference_block = reader.block(name, box.global_offset, box.size).double()
                 if actual.shape != reference_block.shape:
-                    actual = torch.full_like(reference_block, float("nan"))  # it stands where no such block is
+                    actual = torch.full_like(
+                        reference_block, float("nan")
+                    )  # it stands where no such block is
                 pairs = (
                     (actual - reference_block, actual - reference_block),
                     (actual, actual),
@@ -186,7 +217,9 @@ def describe_held(shard: LogicalShard) -> str:
     for box in shard.boxes:
         spans = [
             ":" if size == length else f"{start}:{start + size}"
-            for start, size, length in zip(box.global_offset, box.size, shard.global_shape, strict=True)
+            for start, size, length in zip(
+                box.global_offset, box.size, shard.global_shape, strict=True
+            )
         ]
         parts.append(f"[{', '.join(spans)}]")
     return f"{' and '.join(parts)} of {list(shard.global_shape)}"

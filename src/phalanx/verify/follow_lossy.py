@@ -1,4 +1,5 @@
-"""Trains the reference's steps with gradients of which a part stays behind; only the first step is compared."""
+"""Trains the reference's steps with gradients of which a part stays behind; only the first step
+is compared."""
 
 from __future__ import annotations
 
@@ -25,8 +26,10 @@ from phalanx.verify.trace_facts import FINAL, INITIAL, Trace, gradients_of
 def follow_lossy(
     model: ParallelModel, objective: Objective, steps: Sequence[Sequence[Batch]], trace: Trace
 ) -> RankObservations:
-    """Train `steps` as the reference did. Collective. Judged are initial weights and the first step, where a gradient
-    is what was sent and what all ranks kept; `apart` says how far what was sent, and the weights, are from it.
+    """Train `steps` as the reference did.
+
+    Collective. Judged are initial weights and the first step, where a gradient is what was sent and
+    what all ranks kept; `apart` says how far what was sent, and the weights, are from it.
     """
     observations = RankObservations()
     shards, reference_names = model.shards(), set(trace.sizes[INITIAL])
@@ -40,7 +43,8 @@ def follow_lossy(
         optimizer.zero_grad()
         means: list[float] = []
         facts = model.finish_step(
-            model.forward_backward(microbatches, record_means(objective, means)), max_norm=reference.max_norm
+            model.forward_backward(microbatches, record_means(objective, means)),
+            max_norm=reference.max_norm,
         )
         if number == 0:
             observations.losses, observations.num_targets = [facts.loss], [facts.num_targets]
@@ -48,7 +52,9 @@ def follow_lossy(
             sent = _undo_clipping(model, facts, reference.max_norm)
             observations.apart["sent"] = _distance(compare_blocks(trace, gradients_of(0), sent))
             complete = _add_unsent(model, facts, sent)
-            observations.norms = [sum(s.tensor.double().square().sum().item() for s in complete.values()) ** 0.5]
+            observations.norms = [
+                sum(s.tensor.double().square().sum().item() for s in complete.values()) ** 0.5
+            ]
             observations.tensors[gradients_of(0)] = compare_blocks(trace, gradients_of(0), complete)
         model.update(optimizer)
     observations.apart["weight"] = _distance(compare_blocks(trace, FINAL, model.shards()))
@@ -61,12 +67,19 @@ def digest_weights(model: ParallelModel) -> dict[str, str]:
     return {name: _digest(shards[name].tensor) for name in list_parameters(model)}
 
 
-def _undo_clipping(model: ParallelModel, facts: StepFacts, max_norm: float | None) -> dict[str, LogicalShard]:
+def _undo_clipping(
+    model: ParallelModel, facts: StepFacts, max_norm: float | None
+) -> dict[str, LogicalShard]:
     clipped = 1.0 if max_norm is None or facts.grad_norm <= max_norm else max_norm / facts.grad_norm
-    return {name: shard.like(name, shard.tensor / clipped) for name, shard in gradient_shards(model).items()}
+    return {
+        name: shard.like(name, shard.tensor / clipped)
+        for name, shard in gradient_shards(model).items()
+    }
 
 
-def _add_unsent(model: ParallelModel, facts: StepFacts, sent: dict[str, LogicalShard]) -> dict[str, LogicalShard]:
+def _add_unsent(
+    model: ParallelModel, facts: StepFacts, sent: dict[str, LogicalShard]
+) -> dict[str, LogicalShard]:
     """The gradients that were sent, plus the mean over ranks of what each kept.
 
     What a rank keeps is not divided by tokens yet.
@@ -78,7 +91,9 @@ def _add_unsent(model: ParallelModel, facts: StepFacts, sent: dict[str, LogicalS
     for name, shard in sent.items():
         unsent_part = unsent.get(name, torch.zeros_like(shard.tensor)).clone()
         model.mesh.all_reduce_sum(unsent_part)
-        complete[name] = shard.like(name, shard.tensor + unsent_part * (per_target / plan.layout.data_parallel_size))
+        complete[name] = shard.like(
+            name, shard.tensor + unsent_part * (per_target / plan.layout.data_parallel_size)
+        )
     return complete
 
 
@@ -89,4 +104,6 @@ def _distance(dots: dict[str, Dots]) -> float:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+    return xxhash.xxh3_64_hexdigest(
+        tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data
+    )

@@ -15,7 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.logical import full_name
 from phalanx.run.one_process.dropout_masks import DropoutMasks
-from phalanx.run.one_process.row_mixing import Loss, Part, mixes_rows, mixing_part, num_rows_of, refuse_collective
+from phalanx.run.one_process.row_mixing import (
+    Loss,
+    Part,
+    mixes_rows,
+    mixing_part,
+    num_rows_of,
+    refuse_collective,
+)
 from phalanx.verify.reference import Batch, forward_order
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,10 +30,13 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Probe:
-    """`order`: parameters as a forward meets them. `narrows`: in float64 it rounds to a narrower type on its way.
+    """`order`: parameters as a forward meets them.
 
-    `mixes_rows`: the loss of a batch is not the sum of the losses of its parts, as with BatchNorm; `mixed_by`: the part
-    of the loss that makes it so. `dropped`: modules that drop something. `moved`: buffers that a forward changes.
+    `narrows`: in float64 it rounds to a narrower type on its way.
+
+    `mixes_rows`: the loss of a batch is not the sum of the losses of its parts, as with BatchNorm;
+    `mixed_by`: the part of the loss that makes it so. `dropped`: modules that drop something.
+    `moved`: buffers that a forward changes.
     """
 
     order: tuple[str, ...]
@@ -38,24 +48,29 @@ class Probe:
 
 
 def probe(build: Callable[[], nn.Module], loss: Loss, batch: Batch, seed: int) -> Probe:
-    """Look at one forward of modules of their own: it may move buffers, and the reference must not have seen it.
+    """Look at one forward of modules of their own: it may move buffers, and the reference must not
+    have seen it.
 
-    Raises LayoutError for a forward that draws random numbers, as what it computes is not a function of the batch, and
-    for a loss that calls collectives.
+    Raises LayoutError for a forward that draws random numbers, as what it computes is not a
+    function of the batch, and for a loss that calls collectives.
     """
     module, sums = build(), list[tuple[torch.Tensor, torch.Tensor]]()
     narrowing, masks, before = _Narrowing(), DropoutMasks(module, seed), _buffers(module)
     rows = num_rows_of(batch)
     with _refusing_draws(module), masks.fill(1, 0, rows), narrowing:
         order = forward_order(module, lambda: sums.append(loss(module, batch)))
-    moved = tuple(name for name, buffer in _buffers(module).items() if not _is_same(before.get(name), buffer))
+    moved = tuple(
+        name for name, buffer in _buffers(module).items() if not _is_same(before.get(name), buffer)
+    )
     mixed_by: Part = ""
     if rows > 1:
         other, (total, targets) = build(), sums[0]
         others_masks = DropoutMasks(other, seed)
         if mixes_rows(other, loss, batch, others_masks, total.item(), int(targets)):
             mixed_by = mixing_part(other, loss, batch, others_masks)
-    return Probe(tuple(order), narrowing.is_narrowed, bool(mixed_by), tuple(masks.dropped), mixed_by, moved)
+    return Probe(
+        tuple(order), narrowing.is_narrowed, bool(mixed_by), tuple(masks.dropped), mixed_by, moved
+    )
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -69,11 +84,18 @@ def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _is_same(before: torch.Tensor | None, after: torch.Tensor) -> bool:
-    return before is not None and before.shape == after.shape and torch.equal(before.nan_to_num(), after.nan_to_num())
+    return (
+        before is not None
+        and before.shape == after.shape
+        and torch.equal(before.nan_to_num(), after.nan_to_num())
+    )
 
 
 class _Narrowing(TorchDispatchMode):
-    """Sees whether a float64 tensor becomes one of fewer digits. Refuses collectives: other ranks are not in them."""
+    """Sees whether a float64 tensor becomes one of fewer digits.
+
+    Refuses collectives: other ranks are not in them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,13 +105,16 @@ class _Narrowing(TorchDispatchMode):
         refuse_collective(func)
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.dtype in NARROW:
-            self.is_narrowed |= any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 for arg in args)
+            self.is_narrowed |= any(
+                isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 for arg in args
+            )
         return out
 
 
 @dataclass
 class _Draws:
-    """The generator's state where each call of a module began; the first that changed it is the innermost."""
+    """The generator's state where each call of a module began; the first that changed it is the
+    innermost."""
 
     name: str = ""
     states: list[torch.Tensor] = field(default_factory=list)
@@ -126,7 +151,9 @@ def describe_failure(error: Exception, dtype: str) -> str:
     """Why there is no reference: nothing that a layout could be blamed for."""
     if isinstance(error, LayoutError):
         return str(error)
-    kind = "" if isinstance(error, ArithmeticError) else f"{type(error).__name__}: "  # those are the reference's own
+    kind = (
+        "" if isinstance(error, ArithmeticError) else f"{type(error).__name__}: "
+    )  # those are the reference's own
     return f"the module alone, in one process in {dtype}: {kind}{_first_line(error)}"
 
 

@@ -1,4 +1,5 @@
-"""Runs a layout: builds its module, trains it, compares it with a trace and gathers every rank's observations."""
+"""Runs a layout: builds its module, trains it, compares it with a trace and gathers every rank's
+observations."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ class LayoutRun:
     def run(self, full_trace: Trace, steps: Sequence[Sequence[Batch]], mesh: Mesh) -> LayoutResult:
         """Train `steps`, this rank's microbatches of each. Collective."""
         compress, seed = self.plan.compress, self.job.run.seed
-        trace, objective, watch = keep_compared_part(full_trace, compress), build_objective(self.job), RouteWatch()
+        trace, objective, watch = (
+            keep_compared_part(full_trace, compress),
+            build_objective(self.job),
+            RouteWatch(),
+        )
         model, notes = self._build(full_trace, mesh)
         watch.attach(model, train_step)
         if is_lossy(compress):
@@ -65,10 +70,18 @@ class LayoutRun:
             model, _ = self._build(full_trace, mesh)
             watch.attach(model, optimizer_step)
             optimizer = build_optimizer(model, self.job.optim)
-            observations.tensors[UPDATED] = follow_optimizer(model, optimizer, objective, steps, trace)
+            observations.tensors[UPDATED] = follow_optimizer(
+                model, optimizer, objective, steps, trace
+            )
         all_observations = mesh.gather_json(observations.to_json())
-        compared = {key: choice for key, choice in read_routes(trace.directory).items() if _is_compared(key, trace)}
-        return LayoutResult(all_observations, observations.apart, notes, watch, watch.gather(compared))
+        compared = {
+            key: choice
+            for key, choice in read_routes(trace.directory).items()
+            if _is_compared(key, trace)
+        }
+        return LayoutResult(
+            all_observations, observations.apart, notes, watch, watch.gather(compared)
+        )
 
     def _build(self, trace: Trace, mesh: Mesh) -> tuple[ParallelModel, tuple[str, ...]]:
         module, notes = build_original_module(self.job, self.plan, trace.dtype, materialize=False)
@@ -86,4 +99,6 @@ def _is_compared(key: str, trace: Trace) -> bool:
     if phase == EVALUATION:
         return trace.evaluation is not None
     steps = range(len(trace.steps))
-    return phase in map(train_step, steps) or (UPDATED in trace.sizes and phase in map(optimizer_step, steps))
+    return phase in map(train_step, steps) or (
+        UPDATED in trace.sizes and phase in map(optimizer_step, steps)
+    )

@@ -22,10 +22,11 @@ class VerifyCase:
 
 @dataclass(frozen=True)
 class VerifyPayload(JsonRecord):
-    """Layouts that a group of `num_ranks` ranks compares with one process, for `num_steps` steps each.
+    """Layouts that a group of `num_ranks` ranks compares with one process, for `num_steps` steps
+    each.
 
-    `data_dir`: the job's own dataset, None for made-up tokens. `model_name` is for the rows, which rank 0 writes into
-    `run_dir`.
+    `data_dir`: the job's own dataset, None for made-up tokens. `model_name` is for the rows, which
+    rank 0 writes into `run_dir`.
     """
 
     job: Job

@@ -1,4 +1,7 @@
-"""The pipelines that a model is judged in, by name, and what they need of batch and blocks. Torch-free."""
+"""The pipelines that a model is judged in, by name, and what they need of batch and blocks.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from phalanx.plan.pipeline.planned import FROM_FILE
 from phalanx.plan.plan import Plan
 
 AXES = ("pp", "schedule", "schedule_file", "stages_per_rank", "stage_blocks")
-OF_THE_MODEL = ("first_stage", "last_stage")  # which of its modules these stages hold, in any pipeline
+OF_THE_MODEL = (
+    "first_stage",
+    "last_stage",
+)  # which of its modules these stages hold, in any pipeline
 MICROBATCHES_PER_RANK = 2  # the fewest that every schedule can run
 _OUTSIDE_BLOCKS = 1  # the head can be a stage of its own
 
@@ -23,7 +29,8 @@ Layouts = Iterator[tuple[str, dict[str, Any]]]
 
 
 def list_pipelines(num_ranks: int) -> Layouts:
-    """Every schedule alone, with FSDP, with TP and with both; what else there is inside of stages with one or two."""
+    """Every schedule alone, with FSDP, with TP and with both; what else there is inside of
+    stages with one or two."""
     for pp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
         for suffix, axes in _inside(num_ranks // pp):
             for schedule in SCHEDULE_NAMES:
@@ -43,8 +50,8 @@ def _inside(rest: int) -> Layouts:
 
 
 def _variants(num_ranks: int) -> Layouts:
-    """Other ways of data parallelism, of recomputing and of cutting, in a schedule with whole backwards and in one
-    that splits them."""
+    """Other ways of data parallelism, of recomputing and of cutting, in a schedule with whole
+    backwards and in one that splits them."""
     if num_ranks % 2:
         return
     rest = num_ranks // 2
@@ -52,23 +59,37 @@ def _variants(num_ranks: int) -> Layouts:
         ways: dict[str, dict[str, Any]] = {"ddp": {"dp_replicate": rest}}
         ways |= {f"zero{stage}": {"dp_shard": rest, "zero_stage": stage} for stage in (1, 2)}
         if rest % 2 == 0 and rest > 2:
-            ways |= {f"hsdp2x{rest // 2}-zero3": {"dp_replicate": 2, "dp_shard": rest // 2, "zero_stage": 3}}
+            ways |= {
+                f"hsdp2x{rest // 2}-zero3": {
+                    "dp_replicate": 2,
+                    "dp_shard": rest // 2,
+                    "zero_stage": 3,
+                }
+            }
         for name, axes in ways.items():
             for schedule in ("1f1b", "zb-v"):
                 yield f"pp2-{name}-{schedule}", {"pp": 2, "schedule": schedule} | axes
         if rest == 2:
             for schedule in ("1f1b", "interleaved-zero-bubble", "zb-v"):
                 yield f"pp2-cp2-{schedule}", {"pp": 2, "schedule": schedule, "cp": 2}
-            yield "pp2-cp2-full-1f1b", {"pp": 2, "schedule": "1f1b", "cp": 2, "train.recompute": "full"}
+            yield (
+                "pp2-cp2-full-1f1b",
+                {"pp": 2, "schedule": "1f1b", "cp": 2, "train.recompute": "full"},
+            )
     fsdp = {"dp_shard": rest, "zero_stage": 3} if rest > 1 else {}
     suffix = "-zero3" if rest > 1 else ""
-    for how, schedule in (("full", "zb-v"), ("selective", "1f1b"), ("sqrt", "interleaved-zero-bubble")):
+    for how, schedule in (
+        ("full", "zb-v"),
+        ("selective", "1f1b"),
+        ("sqrt", "interleaved-zero-bubble"),
+    ):
         axes = {"pp": 2, "schedule": schedule} | fsdp
         yield f"pp2{suffix}-{how}-{schedule}", axes | {"train.recompute": how}
     yield f"pp2{suffix}-uneven-1f1b", {"pp": 2, "schedule": "1f1b", "stage_blocks": UNEVEN} | fsdp
 
 
-UNEVEN = "uneven"  # all blocks but one in the last stage: how many these are is known when there is a model
+# all blocks but one in the last stage: how many these are is known when there is a model
+UNEVEN = "uneven"
 
 
 def resolve_stage_blocks(parallel: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
@@ -88,7 +109,8 @@ def num_microbatches(plan: Plan) -> int:
 
 
 def count_blocks_for(layouts: Iterable[Mapping[str, Any]]) -> int:
-    """The number of blocks that all of these layouts need: of a pipeline one less than its stages."""
+    """The number of blocks that all of these layouts need: of a pipeline one less than its
+    stages."""
     needed = 0
     for parallel in layouts:
         if (parallel.get("pp") or 1) > 1:
@@ -101,12 +123,18 @@ def _num_stages(parallel: Mapping[str, Any]) -> int:
     if file is not None:
         return read_schedule(Path(file)).num_stages
     per_rank = parallel.get("stages_per_rank")
-    return int(parallel["pp"] * (per_rank or default_stages_per_rank(parallel.get("schedule") or DEFAULT_SCHEDULE)))
+    return int(
+        parallel["pp"]
+        * (per_rank or default_stages_per_rank(parallel.get("schedule") or DEFAULT_SCHEDULE))
+    )
 
 
 def find_batch_factor(parallel: Parallel, rows_per_rank: int) -> int:
-    """The factor by which a batch of `rows_per_rank` grows so that a schedule from a file has its microbatches."""
+    """The factor by which a batch of `rows_per_rank` grows so that a schedule from a file has
+    its microbatches."""
     if (parallel.pp or 1) == 1 or parallel.schedule_file is None:
         return 1
     num_microbatches = read_schedule(Path(parallel.schedule_file)).num_microbatches
-    return num_microbatches // math.gcd(num_microbatches, rows_per_rank * parallel.model_parallel_size)
+    return num_microbatches // math.gcd(
+        num_microbatches, rows_per_rank * parallel.model_parallel_size
+    )

@@ -1,4 +1,5 @@
-"""One rank of a group that is judged: rank 0 writes the reference, then all go through the layouts one by one."""
+"""One rank of a group that is judged: rank 0 writes the reference, then all go through the
+layouts one by one."""
 
 from __future__ import annotations
 
@@ -27,13 +28,20 @@ from phalanx.verify.rerouted import compare_routes
 from phalanx.verify.row import ROWS, Row
 from phalanx.verify.verdict import TOLERANCE, Comparator
 
-FLOAT64_COMPILED = (2, 13)  # the first torch known to compile attention's backward in it; 2.11 is known not to
-MOST_COMPILED = 64  # times, of one block: in training and evaluation, with and without gradients, for each module
+FLOAT64_COMPILED = (
+    2,
+    13,
+)  # the first torch known to compile attention's backward in it; 2.11 is known not to
+# times, of one block: in training and evaluation, with and without gradients, for each module
+MOST_COMPILED = 64
 transforms()  # imported in the server, once, instead of in every rank
 
 
 def main(document: JsonObject, link: RankLink) -> int:
-    """Compare layouts as one rank, of the JSON of a VerifyPayload. Returns 0 whatever the rows say."""
+    """Compare layouts as one rank, of the JSON of a VerifyPayload.
+
+    Returns 0 whatever the rows say.
+    """
     compare_layouts(VerifyPayload.from_json(document))
     return ExitCode.OK
 
@@ -62,11 +70,16 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         return _refuse(case, model_name, dtype, reference)
     if plan.compile and dtype == "float64" and TORCH_VERSION < FLOAT64_COMPILED:
         first = ".".join(map(str, FLOAT64_COMPILED))
-        reason = f"torch {torch.__version__} compiles a backward in float64 to float32's; {first} does not"
+        reason = (
+            f"torch {torch.__version__} compiles a backward in float64 to float32's; {first}"
+            " does not"
+        )
         return _refuse(case, model_name, dtype, reason)
     tolerance = find_tolerance(plan.compress, TOLERANCE["float32" if reference.narrows else dtype])
     run = LayoutRun(job, plan)
-    if plan.compile:  # what dynamo has compiled often, for whichever layout, it would leave eager without a word
+    if (
+        plan.compile
+    ):  # what dynamo has compiled often, for whichever layout, it would leave eager without a word
         torch._dynamo.reset()
         torch._dynamo.config.recompile_limit = MOST_COMPILED
         torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -83,12 +96,18 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         if run.is_amid_schedule:
             raise  # or about this rank alone, for which the others wait
         return _refuse(case, model_name, dtype, str(error))
-    trace, observations, notes = keep_compared_part(reference, plan.compress), result.observations, result.notes
+    trace, observations, notes = (
+        keep_compared_part(reference, plan.compress),
+        result.observations,
+        result.notes,
+    )
     if plan.layout.tp > 1:
         rules = check_rules(plan.rules, plan.model_shape, plan.layout.tp)
         notes += tuple(filter(None, [whole_by_default(rules, plan.model_shape)]))
     if trace.narrows and trace.dtype == "float64":
-        notes += ("the module computes in fewer digits than float64 on its way, and is judged by those",)
+        notes += (
+            "the module computes in fewer digits than float64 on its way, and is judged by those",
+        )
     verdict = Comparator(
         trace,
         observations,
@@ -103,9 +122,16 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
     if plan.compress != "none":
         notes += (describe_compression(plan.compress, tolerance),)
         unequal = find_unequal_ranks(observations, trace.order, len(reference.steps) - 1)
-        verdict = replace(verdict, errors={**verdict.errors, **result.apart}, first=verdict.first or unequal)
+        verdict = replace(
+            verdict, errors={**verdict.errors, **result.apart}, first=verdict.first or unequal
+        )
     if verdict.relaxed:
-        notes += (f"judged by what rounding to float32 costs in one process: {', '.join(verdict.relaxed[:3])}",)
+        notes += (
+            (
+                "judged by what rounding to float32 costs in one process:"
+                f" {', '.join(verdict.relaxed[:3])}"
+            ),
+        )
     wall_s = round(time.monotonic() - began, 3)
     return Row(
         layout=case.name,

@@ -1,4 +1,7 @@
-"""The reference: the untouched module in one process, in a plain loop. Knows no layouts, imports torch alone."""
+"""The reference: the untouched module in one process, in a plain loop.
+
+Knows no layouts, imports torch alone.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ Batch = Mapping[str, torch.Tensor]
 LossSum = Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
 """(sum of the losses of a batch's targets, how many they are)."""
 Around = Callable[[int, int, int], AbstractContextManager[None]]
-"""What a forward runs in: of (step, counted from 1; its first row of the step's batch; how many rows)."""
+"""What a forward runs in: of (step, counted from 1; its first row of the step's batch; how many
+rows)."""
 
 
 @dataclass(frozen=True)
 class AloneStep:
-    """One step: loss per target; `grad_norm` and `gradients` before clipping, None where a parameter had no part."""
+    """One step: loss per target; `grad_norm` and `gradients` before clipping, None where a
+    parameter had no part."""
 
     loss: float
     num_targets: int
@@ -40,13 +45,14 @@ def train_alone(
     optimizer: torch.optim.Optimizer | None = None,
     around: Around = lambda step, first_row, num_rows: nullcontext(),
 ) -> Iterator[AloneStep]:
-    """Plain gradient descent over `steps`, each a list of microbatches; yields when a step's gradients are there.
+    """Plain gradient descent over `steps`, each a list of microbatches; yields when a step's
+    gradients are there.
 
     Or the steps of an `optimizer` over the module's parameters, without clipping.
 
-    From the second step on (the only one, if there is one) gradients are clipped to `clip` x their norm, so that
-    clipping is active. The learning rate
-    moves the weights by `move` of their norm in the first step. A tied tensor has its first name.
+    From the second step on (the only one, if there is one) gradients are clipped to `clip` x their
+    norm, so that clipping is active. The learning rate moves the weights by `move` of their norm in
+    the first step. A tied tensor has its first name.
     """
     lr = 0.0
     for number, microbatches in enumerate(steps):
@@ -66,10 +72,14 @@ def train_alone(
             if parameter.grad is not None:
                 parameter.grad /= count
         gradients = {name: p.grad for name, p in named.items()}
-        norm = sum(g.double().square().sum().item() for g in gradients.values() if g is not None) ** 0.5
+        norm = (
+            sum(g.double().square().sum().item() for g in gradients.values() if g is not None)
+            ** 0.5
+        )
         if not 0 < norm < math.inf or not abs(loss) < math.inf:
             raise ArithmeticError(
-                f"in step {number + 1} the loss is {loss / count:g} and the gradient norm {norm:g}: no reference"
+                f"in step {number + 1} the loss is {loss / count:g} and the gradient norm {norm:g}:"
+                " no reference"
             )
         if number == 0:
             size = sum(p.detach().double().square().sum().item() for p in named.values()) ** 0.5
@@ -85,7 +95,9 @@ def train_alone(
         with torch.no_grad():
             for parameter in named.values():
                 if parameter.grad is not None:
-                    parameter -= lr * (1.0 if max_norm is None else max_norm / norm) * parameter.grad
+                    parameter -= (
+                        lr * (1.0 if max_norm is None else max_norm / norm) * parameter.grad
+                    )
 
 
 @torch.no_grad()
@@ -101,13 +113,21 @@ def evaluate_alone(module: nn.Module, loss_sum: LossSum, microbatches: Sequence[
 
 
 def forward_order(module: nn.Module, call: Callable[[], Any]) -> list[str]:
-    """Names of the parameters in the order in which a forward reaches the modules that hold them; the rest follows."""
+    """Names of the parameters in the order in which a forward reaches the modules that hold
+    them; the rest follows."""
     order: list[str] = []
     hooks = []
     for prefix, part in module.named_modules():
-        parameter_names = [f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters(recurse=False)]
+        parameter_names = [
+            f"{prefix}.{name}" if prefix else name
+            for name, _ in part.named_parameters(recurse=False)
+        ]
         if parameter_names:
-            hooks.append(part.register_forward_pre_hook(lambda *_, names=parameter_names: order.extend(names)))
+            hooks.append(
+                part.register_forward_pre_hook(
+                    lambda *_, names=parameter_names: order.extend(names)
+                )
+            )
     try:
         call()
     finally:

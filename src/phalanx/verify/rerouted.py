@@ -1,4 +1,5 @@
-"""Compares how a layout routes tokens with one process, and finds near-ties that explain a difference."""
+"""Compares how a layout routes tokens with one process, and finds near-ties that explain a
+difference."""
 
 from __future__ import annotations
 
@@ -16,30 +17,45 @@ from phalanx.verify.references import References
 from phalanx.verify.routes import Choices, are_alike, find_disagreement, read_routes
 from phalanx.verify.trace_facts import Trace
 
-RANKS_DISAGREE = "ranks that have the same token route it differently, or none does: copies of the router are not alike"
+RANKS_DISAGREE = (
+    "ranks that have the same token route it differently, or none does: copies of the router are"
+    " not alike"
+)
 NOT_REPEATED = "the layout chooses other experts each time that it runs"
 
 
 @dataclass(frozen=True)
 class Rerouted:
-    """`trace`: what the layout is to be judged by. `flips`: the near-ties that it turns, if these are all.
-    `misrouted`: the first token that is sent elsewhere without one."""
+    """`trace`: what the layout is to be judged by.
+
+    `flips`: the near-ties that it turns, if these are all. `misrouted`: the first token that is
+    sent elsewhere without one.
+    """
 
     trace: Trace
     flips: tuple[Reroute, ...] = ()
     misrouted: Misrouted | None = None
 
     def confirm(self, second_run: LayoutResult) -> Rerouted:
-        """The same after a second run, which is misrouted if it chooses other experts than `trace`."""
+        """The same after a second run, which is misrouted if it chooses other experts than
+        `trace`."""
         difference = _first_other(second_run.choices, read_routes(self.trace.directory))
         if difference is None:
             return self
         reroute = _unknown(*difference)
-        return replace(self, flips=(), misrouted=Misrouted(reroute, _ranks_with(second_run, reroute), NOT_REPEATED))
+        return replace(
+            self,
+            flips=(),
+            misrouted=Misrouted(reroute, _ranks_with(second_run, reroute), NOT_REPEATED),
+        )
 
 
 def compare_routes(
-    layout_result: LayoutResult, references: References, trace: Trace, steps: list[list[Batch]], tolerance: float
+    layout_result: LayoutResult,
+    references: References,
+    trace: Trace,
+    steps: list[list[Batch]],
+    tolerance: float,
 ) -> Rerouted:
     """`steps`: those of the layout, of all ranks. Collective."""
     if are_alike(layout_result.choices, read_routes(trace.directory)):
@@ -47,7 +63,9 @@ def compare_routes(
     token_place = find_disagreement(layout_result.choices)
     if token_place is not None:
         reroute = _unknown(*token_place)
-        return Rerouted(trace, (), Misrouted(reroute, _ranks_with(layout_result, reroute), RANKS_DISAGREE))
+        return Rerouted(
+            trace, (), Misrouted(reroute, _ranks_with(layout_result, reroute), RANKS_DISAGREE)
+        )
     replayed, reroutes = references.replay(trace, steps, layout_result.choices)
     wrong = _sort_by_forward(find_misrouted(reroutes, tolerance), trace)
     if isinstance(replayed, str):
@@ -64,7 +82,9 @@ def _sort_by_forward(reroutes: Sequence[Reroute], trace: Trace) -> list[Reroute]
     """The reroutes step by step, and in each step as a forward meets the routers."""
     phases = list(dict.fromkeys(reroute.phase for reroute in reroutes))
     order = {name.removesuffix(".weight"): number for number, name in enumerate(trace.order)}
-    return sorted(reroutes, key=lambda r: (phases.index(r.phase), order.get(r.router, 0), r.row, r.token))
+    return sorted(
+        reroutes, key=lambda r: (phases.index(r.phase), order.get(r.router, 0), r.row, r.token)
+    )
 
 
 def _first_other(choices: Choices, reference: Choices) -> tuple[str, int, int] | None:

@@ -26,7 +26,8 @@ class VerifyResult:
 
     @property
     def is_equal(self) -> bool:
-        """True if it came to its end and no layout differs, crashed, or was refused although it was named."""
+        """True if it came to its end and no layout differs, crashed, or was refused although it
+        was named."""
         return self.exit_code == ExitCode.OK
 
     @property
@@ -40,14 +41,17 @@ class VerifyResult:
             return self.stop_code
         if any(row.ok is False for row in self.rows):
             return ExitCode.VERIFICATION
-        equal = {row.layout for row in self.rows if row.ok}  # in some type: not every module has a float64
+        equal = {
+            row.layout for row in self.rows if row.ok
+        }  # in some type: not every module has a float64
         refused = {row.layout for row in self.rows} - equal
         is_refused = bool(refused & self.required) or bool(refused and not equal)
         return ExitCode.JOB if is_refused else ExitCode.OK
 
     @property
     def summary(self) -> str:
-        """One line that counts the rows that equal the reference and the layouts that were refused."""
+        """One line that counts the rows that equal the reference and the layouts that were
+        refused."""
         judged = [row for row in self.rows if row.ok is not None]
         exact = [row for row in judged if row.compress == "none"]
         rounded = [row for row in judged if row.compress != "none"]
@@ -58,7 +62,10 @@ class VerifyResult:
         if num_flipped:
             parts.append(f"{num_flipped} of them routed alike, since a near-tie flipped")
         if rounded:
-            parts.append(f"{_count_ok(rounded)} of {len(rounded)} with compressed gradients do what they should")
+            parts.append(
+                f"{_count_ok(rounded)} of {len(rounded)} with compressed gradients do what they"
+                " should"
+            )
         num_refused = len({row.layout for row in self.rows if row.ok is None})
         if num_refused:
             parts.append(f"{plural(num_refused, 'layout')} refused")

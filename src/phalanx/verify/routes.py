@@ -1,13 +1,15 @@
-"""What routers choose: noted in one process and on every rank of a layout, compared, and repeated in one process.
+"""What routers choose: noted in one process and on every rank of a layout, compared, and repeated
+in one process.
 
-In float32 a layout rounds a token's scores otherwise than one process does. Where the last expert that is chosen and
-the first that is not are as good as equal, either choice is right, and all that follows depends on it. So the reference
-is run again with the layout's choices: what it would have chosen differently must then be a near-tie, and all else
-equal.
+In float32 a layout rounds a token's scores otherwise than one process does. Where the last expert
+that is chosen and the first that is not are as good as equal, either choice is right, and all that
+follows depends on it. So the reference is run again with the layout's choices: what it would have
+chosen differently must then be a near-tie, and all else equal.
 
-Choices: key -> [rows of the batch, T, K] int64, the numbers of a token's experts in ascending order, -1 where nobody
-chose. A key is "PHASE/ROUTER", with the phases "step-0", ..., "evaluation" and "optimizer-0", ... Shape suffixes: B
-rows of a forward, T tokens of a sequence, K experts per token, E experts.
+Choices: key -> [rows of the batch, T, K] int64, the numbers of a token's experts in ascending
+order, -1 where nobody chose. A key is "PHASE/ROUTER", with the phases "step-0", ..., "evaluation"
+and "optimizer-0", ... Shape suffixes: B rows of a forward, T tokens of a sequence, K experts per
+token, E experts.
 """
 
 from __future__ import annotations
@@ -33,13 +35,16 @@ ROUTES = "routes.safetensors"
 
 
 def find_routers(module: nn.Module) -> dict[str, Router]:
-    return {full_name(name): part for name, part in module.named_modules() if isinstance(part, Router)}
+    return {
+        full_name(name): part for name, part in module.named_modules() if isinstance(part, Router)
+    }
 
 
 class Routes:
     """The choices of one process, whose forwards take the rows of a batch in their order.
 
-    `forced`: what is chosen instead; `reroutes` then lists where the module's own choice is another.
+    `forced`: what is chosen instead; `reroutes` then lists where the module's own choice is
+    another.
     """
 
     def __init__(self, module: nn.Module, forced: Choices | None = None) -> None:
@@ -62,7 +67,9 @@ class Routes:
     def choices(self) -> dict[str, torch.Tensor]:
         return {key: torch.cat(parts) for key, parts in self._parts.items()}
 
-    def _choose(self, name: str, choose: Choose, scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
+    def _choose(
+        self, name: str, choose: Choose, scores_BTE: torch.Tensor, per_token: int
+    ) -> torch.Tensor:
         experts_BTK = choose(scores_BTE, per_token)
         if not self._phase:
             return experts_BTK
@@ -73,18 +80,28 @@ class Routes:
             forced = self._forced[key][first_row : first_row + len(chosen)]
             differs_BT = (forced != chosen).any(-1)
             for row, token in differs_BT.nonzero().tolist():
-                own_experts, forced_experts = set(chosen[row, token].tolist()), set(forced[row, token].tolist())
+                own_experts, forced_experts = (
+                    set(chosen[row, token].tolist()),
+                    set(forced[row, token].tolist()),
+                )
                 at = (self._phase, name, first_row + row, token)
-                self.reroutes.append(_reroute(at, scores_BTE[row, token], own_experts, forced_experts))
+                self.reroutes.append(
+                    _reroute(at, scores_BTE[row, token], own_experts, forced_experts)
+                )
             chosen = forced
             experts_BTK = torch.where(differs_BT[..., None], forced, experts_BTK)
         parts.append(chosen)
         return experts_BTK
 
 
-def _reroute(at: tuple[str, str, int, int], scores_E: torch.Tensor, chosen: set[int], forced: set[int]) -> Reroute:
+def _reroute(
+    at: tuple[str, str, int, int], scores_E: torch.Tensor, chosen: set[int], forced: set[int]
+) -> Reroute:
     score = scores_E.tolist()
-    expert, instead = max(chosen - forced, key=lambda e: score[e]), min(forced - chosen, key=lambda e: score[e])
+    expert, instead = (
+        max(chosen - forced, key=lambda e: score[e]),
+        min(forced - chosen, key=lambda e: score[e]),
+    )
     margin, size = score[expert] - score[instead], max(map(abs, score))
     phase, name, row, token = at
     return Reroute(name, phase, row, token, expert, instead, margin / size if size else 0.0)
@@ -114,8 +131,15 @@ class RouteWatch:
         self._note(model, phase, name, experts_BTK)
         return experts_BTK
 
-    def _note(self, model: ParallelModel, phase: Callable[[int], str], name: str, experts_BTK: torch.Tensor) -> None:
-        """The first of a forward: a block that is computed again, for its gradients, chooses again."""
+    def _note(
+        self,
+        model: ParallelModel,
+        phase: Callable[[int], str],
+        name: str,
+        experts_BTK: torch.Tensor,
+    ) -> None:
+        """The first of a forward: a block that is computed again, for its gradients, chooses
+        again."""
         moment, num_rows = model.rows_under_way, len(experts_BTK)
         if model.is_rehearsing or (moment is None and model.module.training):
             return
@@ -124,8 +148,12 @@ class RouteWatch:
         else:
             key = f"{EVALUATION}/{name}"
             index = sum(other == key for other, _ in self._parts)
-            first_row = (index * model.plan.layout.data_parallel_size + model.mesh.data_parallel_rank) * num_rows
-        self._parts.setdefault((key, first_row), (experts_BTK.sort(-1).values, Places.of_model(model)))
+            first_row = (
+                index * model.plan.layout.data_parallel_size + model.mesh.data_parallel_rank
+            ) * num_rows
+        self._parts.setdefault(
+            (key, first_row), (experts_BTK.sort(-1).values, Places.of_model(model))
+        )
 
     def has(self, key: str, row: int, token: int) -> bool:
         """True if this rank has chosen for the token."""
@@ -135,15 +163,21 @@ class RouteWatch:
         return False
 
     def gather(self, like: Choices) -> dict[str, torch.Tensor]:
-        """Choices of the keys and shapes of `like`, put together; -2 where ranks that have the same token chose
-        differently. Collective."""
+        """Choices of the keys and shapes of `like`, put together; -2 where ranks that have the same
+        token chose differently.
+
+        Collective.
+        """
         gathered = {}
         for key, complete in like.items():
             most, least = torch.full_like(complete, -1), torch.full_like(complete, _ABSENT)
             for (other, first_row), (chosen, places) in self._parts.items():
                 if other == key:
                     for part in (most, least):
-                        part[first_row : first_row + len(chosen), places.find_tokens(complete.shape[1])] = chosen
+                        part[
+                            first_row : first_row + len(chosen),
+                            places.find_tokens(complete.shape[1]),
+                        ] = chosen
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             dist.all_reduce(least, op=dist.ReduceOp.MIN)
             gathered[key] = most.masked_fill((most != least) & (most >= 0), -2)
@@ -168,7 +202,11 @@ class Places:
         if self.cp == 1:
             return torch.arange(length)
         parts = torch.arange(length).chunk(2 * self.cp if self.zigzag else self.cp)
-        return torch.cat((parts[self.rank], parts[-1 - self.rank])) if self.zigzag else parts[self.rank]
+        return (
+            torch.cat((parts[self.rank], parts[-1 - self.rank]))
+            if self.zigzag
+            else parts[self.rank]
+        )
 
 
 _ABSENT = 2**31

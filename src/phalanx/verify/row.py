@@ -14,7 +14,9 @@ DTYPES = ("float64", "float32")
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that differs. `rank` is where most of the error is; `ranks` are all that see one.
+    """The first thing that differs.
+
+    `rank` is where most of the error is; `ranks` are all that see one.
 
     `schedule`: that of a pipeline; `stages`: which of its stages hold the tensor.
     """
@@ -42,7 +44,10 @@ class Difference:
             more = f" and {len(self.ranks) - 1} more" if len(self.ranks) > 1 else ""
             where = f", on rank {self.rank}{more} ({self.held})"
         if self.stages:
-            where += f", of stage{'s' if len(self.stages) > 1 else ''} {' and '.join(map(str, self.stages))}"
+            where += (
+                f", of stage{'s' if len(self.stages) > 1 else ''}"
+                f" {' and '.join(map(str, self.stages))}"
+            )
         schedule = f", in schedule {self.schedule}" if self.schedule else ""
         return f"{self.what}{name} is off by {self.error:.1e}{when}{where}{schedule}"
 
@@ -65,12 +70,16 @@ class Row:
     compress: str = "none"
     """How gradients were compressed: `ok` is then not equality, and a note says what it is."""
     flips: tuple[Reroute, ...] = ()
-    """Near-ties of routers that the layout turns: `ok` is then equality with one process that routes as it does."""
+    """Near-ties of routers that the layout turns: `ok` is then equality with one process that
+    routes as it does."""
     wall_s: float = 0.0
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Row:
-        """The row that `to_json` wrote. The texts of differences and flips follow from their values."""
+        """The row that `to_json` wrote.
+
+        The texts of differences and flips follow from their values.
+        """
         first = body["first"]
         if first is not None:
             stages = {"ranks": tuple(first["ranks"]), "stages": tuple(first["stages"])}

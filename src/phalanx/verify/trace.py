@@ -1,7 +1,8 @@
-"""What the reference computed, on disk: written once by one process, read by every rank of every layout.
+"""What the reference computed, on disk: written once by one process, read by every rank of every
+layout.
 
-DIRECTORY/trace.json says losses, norms and the size of each tensor; initial, step-K, final and buffers .safetensors
-hold the tensors by their names.
+DIRECTORY/trace.json says losses, norms and the size of each tensor; initial, step-K, final and
+buffers .safetensors hold the tensors by their names.
 """
 
 from __future__ import annotations
@@ -65,18 +66,26 @@ def write_trace(
     updated: tuple[nn.Module, Iterable[AloneStep]] | None = None,
     other: Callable[[], Path | None] = lambda: None,
 ) -> None:
-    """Run `steps`, which change `module`, and keep all that they show. Atomic enough: trace.json is written last.
+    """Run `steps`, which change `module`, and keep all that they show.
 
-    `other`: asked after the steps for the directory of the same in float64, or from weights that are rounded otherwise,
-    which tells how much of a tensor is rounding.
+    Atomic enough: trace.json is written last.
+
+    `other`: asked after the steps for the directory of the same in float64, or from weights that
+    are rounded otherwise, which tells how much of a tensor is rounding.
     """
     directory.mkdir(parents=True, exist_ok=True)  # a group that crashed may have begun
     sizes = {INITIAL: _save(directory / INITIAL, dict(module.named_parameters()))}
     trace_steps, lr = [], 0.0
     for number, step in enumerate(steps):
         lr = step.lr
-        zeros = {name: torch.zeros_like(p) for name, p in module.named_parameters() if step.gradients[name] is None}
-        gradients = {name: gradient for name, gradient in step.gradients.items() if gradient is not None} | zeros
+        zeros = {
+            name: torch.zeros_like(p)
+            for name, p in module.named_parameters()
+            if step.gradients[name] is None
+        }
+        gradients = {
+            name: gradient for name, gradient in step.gradients.items() if gradient is not None
+        } | zeros
         sizes[gradients_of(number)] = _save(directory / gradients_of(number), gradients)
         trace_steps.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
     sizes[FINAL] = _save(directory / FINAL, dict(module.named_parameters()))
@@ -86,7 +95,13 @@ def write_trace(
     evaluation = evaluate(module)
     if updated is not None:
         sizes[UPDATED] = _run_and_save(directory, *updated)
-    body = {"dtype": dtype, "lr": lr, "steps": [asdict(step) for step in trace_steps], "sizes": sizes, **asdict(probed)}
+    body = {
+        "dtype": dtype,
+        "lr": lr,
+        "steps": [asdict(step) for step in trace_steps],
+        "sizes": sizes,
+        **asdict(probed),
+    }
     other_directory = other()
     if other_directory is not None:
         kinds = [kind for kind in sizes if kind.startswith(GRADIENTS)]
@@ -109,19 +124,29 @@ def _distances(directory: Path, other_directory: Path, kind: str) -> dict[str, f
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that a checkpoint keeps: running statistics, counters."""
     saved = set(module.state_dict(keep_vars=True))
-    return {name: buffer for name, buffer in module.named_buffers() if name in saved and buffer.numel()}
+    return {
+        name: buffer for name, buffer in module.named_buffers() if name in saved and buffer.numel()
+    }
 
 
-def _run_and_save(directory: Path, module: nn.Module, steps: Iterable[AloneStep]) -> dict[str, float]:
+def _run_and_save(
+    directory: Path, module: nn.Module, steps: Iterable[AloneStep]
+) -> dict[str, float]:
     """Run `steps` to their end and keep the weights; how far each moved."""
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     for _ in steps:
         pass
     _save(directory / UPDATED, dict(module.named_parameters()))
-    return {name: (p.detach() - before[name]).double().norm().item() for name, p in module.named_parameters()}
+    return {
+        name: (p.detach() - before[name]).double().norm().item()
+        for name, p in module.named_parameters()
+    }
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    plain = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    plain = {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
     save_file(plain, path.with_suffix(".safetensors"))
     return {name: tensor.double().norm().item() for name, tensor in plain.items()}

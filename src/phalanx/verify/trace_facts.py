@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 GRADIENTS = "step-"
-ROUNDING_64, ROUNDING_32 = 1e-10, 1e-5  # of a usual tensor: a gradient this small is zero but for rounding
+ROUNDING_64, ROUNDING_32 = (
+    1e-10,
+    1e-5,
+)  # of a usual tensor: a gradient this small is zero but for rounding
 
 MOST_RELAXED = 1e-2  # mistakes are larger
 ROUNDINGS = 4  # two differ by twice what each lost, and ranks add up in another order
@@ -37,7 +40,8 @@ class TraceStep:
 class Trace:
     """`sizes`: set -> name -> norm of the tensor; `order`: parameters as a forward meets them.
 
-    `narrows`, `mixes_rows`, `dropped`, `mixed_by` and `moved` are what verify/forward_probe.py saw of the module.
+    `narrows`, `mixes_rows`, `dropped`, `mixed_by` and `moved` are what verify/forward_probe.py saw
+    of the module.
     """
 
     directory: Path
@@ -50,41 +54,54 @@ class Trace:
     mixes_rows: bool = False
     dropped: tuple[str, ...] = ()
     rounding: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Set -> name -> how far the tensor in one process is from the same in float64, or of a module without one from the
-    same with its weights rounded otherwise. Empty where nobody computed it."""
+    """Set -> name -> how far the tensor in one process is from the same in float64, or of a module
+    without one from the same with its weights rounded otherwise.
+
+    Empty where nobody computed it.
+    """
     mixed_by: str = ""
     """The part of the loss that lets rows see each other: "model", "objective", or nothing."""
     moved: tuple[str, ...] = ()
     """Buffers that a forward changes, kept in checkpoints or not."""
     evaluation: float | None = None
-    """Loss of the last step's microbatches in evaluation mode, after the last step; None: it is not to be compared."""
+    """Loss of the last step's microbatches in evaluation mode, after the last step; None: it is
+    not to be compared."""
 
     def tolerance(self, kind: str, name: str, usual: float) -> float:
-        """The tolerance of a tensor: `usual`, or a few times what rounding alone has cost it in one process.
+        """The tolerance of a tensor: `usual`, or a few times what rounding alone has cost it in one
+        process.
 
-        Sums that cancel (the gradient of a norm of keys) lose digits in any order that ranks add them up in.
+        Sums that cancel (the gradient of a norm of keys) lose digits in any order that ranks add
+        them up in.
         """
         lost = self.rounding.get(kind, {}).get(name, 0.0)
-        return max(usual, min(MOST_RELAXED, ROUNDINGS * lost / self.scale(kind, name))) if lost else usual
+        return (
+            max(usual, min(MOST_RELAXED, ROUNDINGS * lost / self.scale(kind, name)))
+            if lost
+            else usual
+        )
 
     def scale(self, kind: str, name: str) -> float:
-        """The size that errors of the tensor are relative to: its own, or a thousandth of a usual one's if more.
+        """The size that errors of the tensor are relative to: its own, or a thousandth of a usual
+        one's if more.
 
-        What is nothing but the rounding of larger numbers (the gradient of a bias before BatchNorm) has no digits of
-        its own: its error is relative to a usual tensor's size.
+        What is nothing but the rounding of larger numbers (the gradient of a bias before BatchNorm)
+        has no digits of its own: its error is relative to a usual tensor's size.
         """
         usual = self._usual(kind)
         return usual if self._is_rounding(kind, name) else max(self.sizes[kind][name], 1e-3 * usual)
 
     def never_moved_by_more_than_rounding(self, name: str) -> bool:
-        """True if the tensor's gradient is rounding in some step, and neither more nor exactly zero in any."""
+        """True if the tensor's gradient is rounding in some step, and neither more nor exactly
+        zero in any."""
         kinds = [gradients_of(step) for step in range(len(self.steps))]
-        return all(self._is_rounding(kind, name) or not self.sizes[kind][name] for kind in kinds) and any(
-            self.sizes[kind][name] for kind in kinds
-        )
+        return all(
+            self._is_rounding(kind, name) or not self.sizes[kind][name] for kind in kinds
+        ) and any(self.sizes[kind][name] for kind in kinds)
 
     def has_no_gradient(self, name: str) -> bool:
-        """True if the tensor has no gradient in one process: it is frozen, or has no part in the loss."""
+        """True if the tensor has no gradient in one process: it is frozen, or has no part in the
+        loss."""
         return not any(self.sizes[gradients_of(step)][name] for step in range(len(self.steps)))
 
     def _usual(self, kind: str) -> float:
@@ -95,7 +112,11 @@ class Trace:
         if not kind.startswith(GRADIENTS):
             return False
         narrow = self.narrows or self.dtype == "float32"
-        return 0 < self.sizes[kind][name] <= (ROUNDING_32 if narrow else ROUNDING_64) * self._usual(kind)
+        return (
+            0
+            < self.sizes[kind][name]
+            <= (ROUNDING_32 if narrow else ROUNDING_64) * self._usual(kind)
+        )
 
 
 def read_trace(directory: Path) -> Trace:

@@ -1,4 +1,7 @@
-"""Compares what every rank saw with the trace: equal, or which tensor differs first, where and why. Torch-free."""
+"""Compares what every rank saw with the trace: equal, or which tensor differs first, where and why.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,17 @@ class Verdict:
     errors: Mapping[str, float]
     first: Difference | None
     relaxed: tuple[str, ...] = ()
-    """Gradients that are off by more than the tolerance, but not by more than rounding costs in one process."""
+    """Gradients that are off by more than the tolerance, but not by more than rounding costs in
+    one process."""
 
 
 class Comparator:
     """Compares the observations of all ranks of a layout with the trace.
 
-    `data_parallel_size`: shares of the batch's tokens. `tp`: ranks that work on the same one. `cp`: ranks that share
-    its sequences. `ep`: ranks that have different experts. `pipeline`: how the model is cut. `misrouted`: the first
-    token that goes to another expert than in one process, and not because of a near-tie.
+    `data_parallel_size`: shares of the batch's tokens. `tp`: ranks that work on the same one. `cp`:
+    ranks that share its sequences. `ep`: ranks that have different experts. `pipeline`: how the
+    model is cut. `misrouted`: the first token that goes to another expert than in one process, and
+    not because of a near-tie.
     """
 
     def __init__(
@@ -50,7 +55,9 @@ class Comparator:
     ):
         self._trace, self._observations, self._tolerance = trace, observations, tolerance
         self._compared = Comparison(trace, observations)
-        self._diagnosis = Diagnosis(self._compared, dp=data_parallel_size, tp=tp, cp=cp, ep=ep, pipeline=pipeline)
+        self._diagnosis = Diagnosis(
+            self._compared, dp=data_parallel_size, tp=tp, cp=cp, ep=ep, pipeline=pipeline
+        )
         self._misrouted = misrouted
         self._schedule = "" if pipeline is None else pipeline.schedule_name
 
@@ -58,14 +65,18 @@ class Comparator:
         """The errors of each kind, and the first difference with its likely cause."""
         first = next(self._differences(), None)
         if first is not None:
-            first = replace(first, schedule=self._schedule, stages=self._compared.stages.get(first.name, ()))
+            first = replace(
+                first, schedule=self._schedule, stages=self._compared.stages.get(first.name, ())
+            )
         errors = {
             "loss": self._compared.worst_scalar("losses", "loss"),
             "norm": self._compared.worst_scalar("norms", "grad_norm"),
         }
         steps = range(len(self._trace.steps))
         errors["initial"] = self._compared.worst(INITIAL)
-        errors["gradient"] = max((self._compared.worst(gradients_of(step)) for step in steps), default=0.0)
+        errors["gradient"] = max(
+            (self._compared.worst(gradients_of(step)) for step in steps), default=0.0
+        )
         for name, kind in (("weight", FINAL), ("buffer", BUFFERS), ("update", UPDATED)):
             if kind in self._trace.sizes:
                 errors[name] = self._compared.worst(kind)
@@ -74,7 +85,8 @@ class Comparator:
         return Verdict(errors, first, self._find_relaxed())
 
     def _differences(self) -> Iterator[Difference]:
-        """All differences, in the order in which things go wrong: names, initial weights, steps, weights."""
+        """All differences, in the order in which things go wrong: names, initial weights, steps,
+        weights."""
         yield from self._strange_names()
         yield from self._tensors("initial weight", INITIAL, 0)
         for step in range(len(self._trace.steps)):
@@ -108,10 +120,18 @@ class Comparator:
     def _strange_names(self) -> Iterator[Difference]:
         for key, words in (("unknown", "no tensor of the module"), ("absent", "on no rank")):
             names_of_ranks = [set(observation[key]) for observation in self._observations]
-            names = sorted(set.union(*names_of_ranks) if key == "unknown" else set.intersection(*names_of_ranks))
+            names = sorted(
+                set.union(*names_of_ranks)
+                if key == "unknown"
+                else set.intersection(*names_of_ranks)
+            )
             for name in names:
-                ranks = tuple(rank for rank, rank_names in enumerate(names_of_ranks) if name in rank_names)
-                cause = "a tied weight became two" if key == "unknown" else "a stage or a rule lost it"
+                ranks = tuple(
+                    rank for rank, rank_names in enumerate(names_of_ranks) if name in rank_names
+                )
+                cause = (
+                    "a tied weight became two" if key == "unknown" else "a stage or a rule lost it"
+                )
                 yield Difference(f"{words}:", name, 0, math.inf, ranks[0], ranks, "its name", cause)
 
     def _counts(self, step: int) -> Iterator[Difference]:
@@ -120,8 +140,9 @@ class Comparator:
             num_targets = observation["num_targets"][step]
             if num_targets != num_expected:
                 cause = (
-                    f"{num_targets} targets were counted, not {num_expected}: masked ones count, "
-                    "a microbatch is left out, or ranks see other shares of the batch than they should"
+                    f"{num_targets} targets were counted, not {num_expected}: masked ones count, a"
+                    " microbatch is left out, or ranks see other shares of the batch than they"
+                    " should"
                 )
                 if self._trace.mixed_by == "objective":
                     cause = ROWS_MIXED
@@ -138,10 +159,18 @@ class Comparator:
         for name in dict.fromkeys(name for layers in wrong for name in layers):
             ranks = tuple(rank for rank, layers in enumerate(wrong) if name in layers)
             worst = max(ranks, key=lambda rank: wrong[rank][name])
-            cause = "its masks depend on the layout: they are not those of (seed, step, row, name, call)"
+            cause = (
+                "its masks depend on the layout: they are not those of (seed, step, row, name,"
+                " call)"
+            )
             if 0 not in ranks and len(ranks) == len(wrong) - 1:
-                cause = "its masks depend on the layout: rank 0's rows are right, and those of the others are not"
-            yield Difference("dropout", name, step, wrong[worst][name], worst, ranks, "its mask", cause)
+                cause = (
+                    "its masks depend on the layout: rank 0's rows are right, and those of the"
+                    " others are not"
+                )
+            yield Difference(
+                "dropout", name, step, wrong[worst][name], worst, ranks, "its mask", cause
+            )
 
     def _routing(self, phase: str) -> Iterator[Difference]:
         misrouted = self._misrouted
@@ -151,17 +180,22 @@ class Comparator:
         number = phase.rpartition("-")[2]
         step = int(number) if number.isdecimal() else len(self._trace.steps) - 1
         cause = misrouted.cause or self._diagnosis.explain_routing(reroute)
-        yield Difference("routing", reroute.router, step, reroute.margin, ranks[0], ranks, misrouted.where, cause)
+        yield Difference(
+            "routing", reroute.router, step, reroute.margin, ranks[0], ranks, misrouted.where, cause
+        )
 
     def _scalar(self, kind: str, key: str, attribute: str, step: int) -> Iterator[Difference]:
         errors = [
-            self._compared.scalar_error(observation[key][step], attribute, step) for observation in self._observations
+            self._compared.scalar_error(observation[key][step], attribute, step)
+            for observation in self._observations
         ]
         worst = max(range(len(errors)), key=lambda rank: errors[rank])
         if errors[worst] > self._tolerance:
             ranks = tuple(rank for rank, error in enumerate(errors) if error > self._tolerance)
             value = self._observations[worst][key][step]
-            explain = self._diagnosis.explain_loss if kind == "loss" else self._diagnosis.explain_norm
+            explain = (
+                self._diagnosis.explain_loss if kind == "loss" else self._diagnosis.explain_norm
+            )
             cause = explain(value, step)
             yield Difference(kind, "", step, errors[worst], worst, ranks, "", cause)
 
@@ -170,7 +204,10 @@ class Comparator:
         worst = max(range(len(errors)), key=lambda rank: errors[rank])
         if errors[worst] > self._tolerance:
             ranks = tuple(rank for rank, error in enumerate(errors) if error > self._tolerance)
-            cause = "weights and buffers agree, so a forward without gradients does something else than one with them"
+            cause = (
+                "weights and buffers agree, so a forward without gradients does something else than"
+                " one with them"
+            )
             step = len(self._trace.steps) - 1
             yield Difference("evaluation loss", "", step, errors[worst], worst, ranks, "", cause)
 
@@ -178,14 +215,27 @@ class Comparator:
 
     def _tensors(self, label: str, kind: str, step: int) -> Iterator[Difference]:
         usual = UPDATE_TOLERANCE if kind == UPDATED else self._tolerance
-        allowed = {name: self._trace.tolerance(kind, name, usual) for name in self._compared.list_compared(kind)}
-        off = [name for name, tolerance in allowed.items() if self._compared.error(kind, name) > tolerance]
+        allowed = {
+            name: self._trace.tolerance(kind, name, usual)
+            for name in self._compared.list_compared(kind)
+        }
+        off = [
+            name
+            for name, tolerance in allowed.items()
+            if self._compared.error(kind, name) > tolerance
+        ]
         for name in off:
             tolerance = allowed[name]
-            shares = [observation["tensors"][kind].get(name, NO_DOTS)[0] for observation in self._observations]
+            shares = [
+                observation["tensors"][kind].get(name, NO_DOTS)[0]
+                for observation in self._observations
+            ]
             limit = (tolerance * self._trace.scale(kind, name)) ** 2 / len(shares)
             ranks = tuple(rank for rank, share in enumerate(shares) if not share <= limit)
-            worst = max(range(len(shares)), key=lambda rank: shares[rank] if shares[rank] == shares[rank] else math.inf)
+            worst = max(
+                range(len(shares)),
+                key=lambda rank: shares[rank] if shares[rank] == shares[rank] else math.inf,
+            )
             part = self._observations[worst]["held"].get(name, "nothing")
             cause = self._diagnosis.explain_tensor(label, kind, name, off, ranks, step)
             error = self._compared.error(kind, name)

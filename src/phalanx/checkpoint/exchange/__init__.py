@@ -1,1 +1,4 @@
-"""Weights from and to the formats of others. Torch-free but for what a separate process unpickles."""
+"""Weights from and to the formats of others.
+
+Torch-free but for what a separate process unpickles.
+"""

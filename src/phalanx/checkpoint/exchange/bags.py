@@ -1,4 +1,7 @@
-"""Whole tensors by name as bits, one at a time, wherever they lie: what exports and imports read. Torch-free."""
+"""Whole tensors by name as bits, one at a time, wherever they lie: what exports and imports read.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +53,17 @@ class Bag(Protocol):
 
 
 class StackBag(Bag, Protocol):
-    """A bag that can read parts of its tensors. `load_element`: what lies at `number` of the first dimension."""
+    """A bag that can read parts of its tensors.
+
+    `load_element`: what lies at `number` of the first dimension.
+    """
 
     def load_element(self, name: str, number: int) -> Bits: ...
 
 
 class Elements:
-    """A bag with some of its tensors, the `stacks`, taken apart: `up.weight[3]` is what lies at 3 of `up.weight`."""
+    """A bag with some of its tensors, the `stacks`, taken apart: `up.weight[3]` is what lies at
+    3 of `up.weight`."""
 
     def __init__(self, bag: StackBag, stacks: Iterable[str]) -> None:
         self.where, self._bag = bag.where, bag
@@ -64,7 +71,9 @@ class Elements:
         self._places: dict[str, tuple[str, int]] = {}
         for stack in stacks:
             whole = self.tensors.pop(stack)
-            places = {element_name(stack, number): (stack, number) for number in range(whole.shape[0])}
+            places = {
+                element_name(stack, number): (stack, number) for number in range(whole.shape[0])
+            }
             self.tensors |= dict.fromkeys(places, Described(whole.shape[1:], whole.dtype))
             self._places |= places
 
@@ -79,7 +88,10 @@ def element_name(stack: str, number: int) -> str:
 
 
 class SafetensorsBag:
-    """Safetensors files. Nothing is verified (they have no checksums), everything is bounded by the files' sizes."""
+    """Safetensors files.
+
+    Nothing is verified (they have no checksums), everything is bounded by the files' sizes.
+    """
 
     def __init__(self, where: str, files: Iterable[Path]) -> None:
         self.where = where
@@ -113,8 +125,17 @@ class SafetensorsBag:
                 entries = dict(parse_header(file.read(length), 8 + length, num_bytes))
         except OSError as error:
             raise _unreadable(path, error.strerror or str(error)) from None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
-            raise CheckpointError("not a safetensors file", where=str(path), why=str(error)) from None
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+            struct.error,
+        ) as error:
+            raise CheckpointError(
+                "not a safetensors file", where=str(path), why=str(error)
+            ) from None
         for name, entry in entries.items():
             if name in self.tensors:
                 raise CheckpointError(f"{name} is in more than one file", where=str(path))
@@ -123,7 +144,10 @@ class SafetensorsBag:
 
 
 def open_safetensors(source: Path) -> SafetensorsBag:
-    """A .safetensors file, or a directory of them, with an index or without. Raises CheckpointError."""
+    """A .safetensors file, or a directory of them, with an index or without.
+
+    Raises CheckpointError.
+    """
     if source.is_file():
         return SafetensorsBag(str(source), [source])
     if (source / INDEX).is_file():
@@ -141,7 +165,9 @@ def _indexed(source: Path) -> list[Path]:
     try:
         weight_map: dict[str, str] = dict(read_json(source / INDEX, MAX_INDEX_BYTES)["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError("the index cannot be read", where=str(source / INDEX), why=str(error)) from None
+        raise CheckpointError(
+            "the index cannot be read", where=str(source / INDEX), why=str(error)
+        ) from None
     holders = {file: name for name, file in weight_map.items()}
     for file, name in holders.items():
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,255}", str(file)) or str(file).startswith("."):

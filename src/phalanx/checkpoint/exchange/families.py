@@ -1,4 +1,5 @@
-"""Hugging Face's families as data: job/presets/names/*.toml says what their tensors and settings are called."""
+"""Hugging Face's families as data: job/presets/names/*.toml says what their tensors and settings
+are called."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from typing import Any
 from phalanx.checkpoint.exchange.bags import element_name
 from phalanx.core.errors import LayoutError, did_you_mean
 
-PLACES = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)", "part": r"(?P<part>weight|bias)"}
+PLACES = {
+    "layer": r"(?P<layer>\d+)",
+    "expert": r"(?P<expert>\d+)",
+    "part": r"(?P<part>weight|bias)",
+}
 
 OTHERS = {  # what phalanx's models do not compute, of families that are alike
     "qwen2_moe": "its shared expert has a gate, and phalanx's none",
@@ -24,7 +29,8 @@ OTHERS = {  # what phalanx's models do not compute, of families that are alike
 
 @dataclass(frozen=True)
 class NameRule:
-    """One tensor of theirs: ours stacked along the first dimension, then turned, then with dimensions of 1 in front.
+    """One tensor of theirs: ours stacked along the first dimension, then turned, then with
+    dimensions of 1 in front.
 
     `up.weight[{expert}]` is an element of a stack of tensors, on either side.
     """
@@ -49,10 +55,12 @@ class NameRule:
 
 @dataclass(frozen=True)
 class Family:
-    """What a file of names says. `always` are keys of ModelShape, `required`, `written` and `defaults` keys of theirs.
+    """What a file of names says.
 
-    `also`: other names that config.json may have for a key of theirs. `note`: what to tell whoever exports one.
-    `nullable`: those whose null is a value.
+    `always` are keys of ModelShape, `required`, `written` and `defaults` keys of theirs.
+
+    `also`: other names that config.json may have for a key of theirs. `note`: what to tell whoever
+    exports one. `nullable`: those whose null is a value.
     """
 
     model_type: str
@@ -77,11 +85,16 @@ class Family:
     nullable: tuple[str, ...] = ()
 
     def stacks(self, name: str, shape: tuple[int, ...]) -> bool:
-        """True if their tensor `name` holds one matrix of each expert: it is read element by element."""
+        """True if their tensor `name` holds one matrix of each expert: it is read element by
+        element."""
         if len(shape) != 3 or 0 in shape:
             return False
         first = element_name(name, 0)
-        return any(rule.our_names(candidate) for candidate in (first, self.prefix + first) for rule in self.rules)
+        return any(
+            rule.our_names(candidate)
+            for candidate in (first, self.prefix + first)
+            for rule in self.rules
+        )
 
     @property
     def is_gated(self) -> bool:
@@ -91,13 +104,30 @@ class Family:
     @property
     def auto_class(self) -> str:
         """The class of transformers that opens it."""
-        return "AutoModelForImageClassification" if self.always.get("kind") == "vit" else "AutoModelForCausalLM"
+        return (
+            "AutoModelForImageClassification"
+            if self.always.get("kind") == "vit"
+            else "AutoModelForCausalLM"
+        )
 
 
 def list_families() -> list[Family]:
     """All of them; what a more special one can say, an earlier one says more simply."""
-    order = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
-    names = sorted(_texts(), key=lambda name: (order.index(name) if name in order else len(order), name))
+    order = (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma3",
+        "gpt2",
+        "mixtral",
+        "qwen3_moe",
+        "deepseek_v3",
+    )
+    names = sorted(
+        _texts(), key=lambda name: (order.index(name) if name in order else len(order), name)
+    )
     return [_family(name) for name in names]
 
 
@@ -129,12 +159,21 @@ def _family(name: str) -> Family:
     rules = []
     for theirs, ours in table.pop("tensors").items():
         told: dict[str, Any] = {"ours": [ours]} if isinstance(ours, str) else ours
-        rules.append(NameRule(theirs, tuple(told["ours"]), told.get("transposed", False), told.get("ones", 0)))
-    lists: dict[str, Any] = {key: tuple(table.pop(key)) for key in ("biases", "ignored", "nullable") if key in table}
-    maps: dict[str, Any] = {
-        key: table.pop(key, {}) for key in ("widths", "always", "required", "written", "defaults", "also")
+        rules.append(
+            NameRule(
+                theirs, tuple(told["ours"]), told.get("transposed", False), told.get("ones", 0)
+            )
+        )
+    lists: dict[str, Any] = {
+        key: tuple(table.pop(key)) for key in ("biases", "ignored", "nullable") if key in table
     }
-    maps["required"] = {key: None if value == "none" else value for key, value in maps["required"].items()}
+    maps: dict[str, Any] = {
+        key: table.pop(key, {})
+        for key in ("widths", "always", "required", "written", "defaults", "also")
+    }
+    maps["required"] = {
+        key: None if value == "none" else value for key, value in maps["required"].items()
+    }
     return Family(rules=tuple(rules), **maps, **lists, **table)
 
 
@@ -152,7 +191,9 @@ def _table(name: str) -> dict[str, Any]:
 @cache
 def _pattern(text: str) -> re.Pattern[str]:
     parts = re.split(r"\{(\w+)\}", text)
-    return re.compile("".join(PLACES[part] if odd % 2 else re.escape(part) for odd, part in enumerate(parts)))
+    return re.compile(
+        "".join(PLACES[part] if odd % 2 else re.escape(part) for odd, part in enumerate(parts))
+    )
 
 
 def _match(pattern: str, name: str) -> dict[str, str] | None:

@@ -1,4 +1,7 @@
-"""A run of a Hugging Face model becomes a directory again: its own names, its own config.json. Torch-free."""
+"""A run of a Hugging Face model becomes a directory again: its own names, its own config.json.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.exchange.bags import Bag
-from phalanx.checkpoint.exchange.hf_export import CONFIG, Exported, Extras, Progress, Rounding, rounded, write_shards
+from phalanx.checkpoint.exchange.hf_export import (
+    CONFIG,
+    Exported,
+    Extras,
+    Progress,
+    Rounding,
+    rounded,
+    write_shards,
+)
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.translate import Made
 from phalanx.core.disk import Disk, write_json_durably
@@ -24,7 +35,8 @@ def export_own_directory(
     extras: Extras,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
-    """Write the directory `out`: weights under the names that they have, `config`, and what `extras` brings.
+    """Write the directory `out`: weights under the names that they have, `config`, and what
+    `extras` brings.
 
     Raises UsageError if `out` is there, ResourceError if it cannot be written.
     """
@@ -44,4 +56,6 @@ def export_own_directory(
             copy_file(path, partial_out / name)
     architecture = str((config.get("architectures") or [config["model_type"]])[0])
     auto = "AutoModelForImageClassification" if "image_size" in config else "AutoModelForCausalLM"
-    return Exported(architecture, auto, (*files, CONFIG, *extras.texts, *extras.files), dtype, len(made), total)
+    return Exported(
+        architecture, auto, (*files, CONFIG, *extras.texts, *extras.files), dtype, len(made), total
+    )

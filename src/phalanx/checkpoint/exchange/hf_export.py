@@ -1,4 +1,7 @@
-"""A checkpoint as transformers opens it: safetensors, config.json, the tokenizer. One tensor is in memory at a time."""
+"""A checkpoint as transformers opens it: safetensors, config.json, the tokenizer.
+
+One tensor is in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,8 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Extras:
-    """What goes beside the weights: settings on top of config.json's, and files to copy under their names."""
+    """What goes beside the weights: settings on top of config.json's, and files to copy under
+    their names."""
 
     settings: Mapping[str, Any]
     files: Mapping[str, Path]
@@ -73,8 +77,9 @@ def export_hugging_face(
 ) -> Exported:
     """Write the directory `out`. Without `rounding` weights stay as they are.
 
-    Raises LayoutError if transformers has no model that computes this one, MisfitError if the weights are not those of
-    `shape`, UsageError if `out` is there, ResourceError if it cannot be written.
+    Raises LayoutError if transformers has no model that computes this one, MisfitError if the
+    weights are not those of `shape`, UsageError if `out` is there, ResourceError if it cannot be
+    written.
     """
     extras = extras or Extras({}, {}, {})
     config = config_of_shape(shape, max_positions=extras.max_positions, more=extras.settings)
@@ -93,7 +98,9 @@ def export_hugging_face(
             copy_file(path, partial_out / name)
     names = (*files, CONFIG, *extras.texts, *extras.files)
     notes = (family.note,) if family.note else ()
-    return Exported(family.architecture, family.auto_class, names, config["dtype"], len(made), total, notes)
+    return Exported(
+        family.architecture, family.auto_class, names, config["dtype"], len(made), total, notes
+    )
 
 
 def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: Bag) -> None:
@@ -125,7 +132,10 @@ def write_shards(
     """One file, or several and an index. Returns their names."""
     shards = list(packed(tensors, shard_bytes))
     many = len(shards) > 1
-    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" if many else SINGLE for n in range(1, len(shards) + 1)]
+    names = [
+        f"model-{n:05d}-of-{len(shards):05d}.safetensors" if many else SINGLE
+        for n in range(1, len(shards) + 1)
+    ]
     done = 0
     for name, shard in zip(names, shards, strict=True):
         sources = []
@@ -134,7 +144,9 @@ def write_shards(
             sources.append(as_source(tensor, tensor.name, partial(progress, done)))
         write_file(directory / name, sources)
     if many:
-        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        weight_map = {
+            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
         index = {"metadata": {"total_size": done}, "weight_map": weight_map}
         write_json_durably(Disk(), directory / INDEX, index)
         names.append(INDEX)

@@ -48,7 +48,9 @@ class ImportResult:
         }
 
 
-def import_weights(source: Path, out: Path, *, prefix: str, trust_pickle: bool, progress: Progress) -> ImportResult:
+def import_weights(
+    source: Path, out: Path, *, prefix: str, trust_pickle: bool, progress: Progress
+) -> ImportResult:
     """Write the weights of `source` as the checkpoint OUT/checkpoints/step-0, with OUT/model.toml
     beside.
 
@@ -82,7 +84,10 @@ def _job_file(weights: Weights, out: Path) -> str | None:
     if any(tensor.described.dtype != "float32" for tensor in weights.tensors):
         model["init_cast"] = True
     params = format_count(weights.shape.num_params).strip()
-    text = f"# {params} parameters from {weights.origin}.\n#\n#   phalanx train {out / MODEL_TOML} data.source=...\n\n"
+    text = (
+        f"# {params} parameters from {weights.origin}.\n#\n#   phalanx train {out / MODEL_TOML}"
+        " data.source=...\n\n"
+    )
     text += model_section(weights.shape, model)
     data: dict[str, object] = {}
     if "tokenizer.json" in (weights.files or {}):
@@ -90,7 +95,9 @@ def _job_file(weights: Weights, out: Path) -> str | None:
     if 0 < weights.shape.max_positions < Data().seq_len:
         data["seq_len"] = weights.shape.max_positions
     if data:
-        text += "\n[data]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in data.items())
+        text += "\n[data]\n" + "".join(
+            f"{key} = {toml_value(value)}\n" for key, value in data.items()
+        )
     _require_job(text, weights)
     return text
 
@@ -107,4 +114,6 @@ def _require_job(text: str, weights: Weights) -> None:
         except JobError as error:
             where = str(Path(weights.origin) / CONFIG)
             why = "; ".join(f"{problem.key}: {problem.what}" for problem in error.problems)
-            raise LayoutError("config.json describes a model that no job can have", where=where, why=why) from None
+            raise LayoutError(
+                "config.json describes a model that no job can have", where=where, why=why
+            ) from None

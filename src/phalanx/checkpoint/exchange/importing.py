@@ -1,4 +1,5 @@
-"""Weights of others as a phalanx checkpoint: OUT looks like a run that has saved once, at step 0, weights only.
+"""Weights of others as a phalanx checkpoint: OUT looks like a run that has saved once, at step 0,
+weights only.
 
 OUT/checkpoints/step-0 is the checkpoint, OUT/model.toml the job file that fits it.
 """
@@ -29,10 +30,23 @@ from phalanx.job.tensors import stored_shapes
 
 FILE_BYTES = 4 << 30
 MODEL_TOML = "model.toml"
-KEPT_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "id2label", "label2id")
+KEPT_SETTINGS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "max_position_embeddings",
+    "id2label",
+    "label2id",
+)
 KEPT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("generation_config.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
+    *(
+        "generation_config.json",
+        "tokenizer.model",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+    ),
 )
 
 Progress = Callable[[int, int], None]
@@ -62,16 +76,20 @@ def read_config(source: Path) -> dict[str, Any]:
     try:
         config = read_json(source / CONFIG)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError("config.json cannot be read", where=str(source / CONFIG), why=str(error)) from None
+        raise CheckpointError(
+            "config.json cannot be read", where=str(source / CONFIG), why=str(error)
+        ) from None
     if not isinstance(config, dict):
         raise CheckpointError("config.json is not an object", where=str(source / CONFIG))
     return config
 
 
 def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
-    """A directory with config.json; `bag` holds its tensors where they are not in its safetensors files.
+    """A directory with config.json; `bag` holds its tensors where they are not in its safetensors
+    files.
 
-    Raises LayoutError for a model that phalanx does not have, MisfitError for tensors that are not that model's.
+    Raises LayoutError for a model that phalanx does not have, MisfitError for tensors that are not
+    that model's.
     """
     config = read_config(source)
     try:
@@ -97,7 +115,10 @@ def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
     except CheckpointError as error:
         error.where = error.where or str(source)
         raise
-    notes = tuple(f"{name} is left out: the embedding is the head, config.json says" for name in found.tied_heads)
+    notes = tuple(
+        f"{name} is left out: the embedding is the head, config.json says"
+        for name in found.tied_heads
+    )
     return Weights(str(source), tensors, shape, settings, files, notes)
 
 
@@ -118,8 +139,14 @@ def as_they_are(
             why=f"the first names are {', '.join(list(bag.tensors)[:3])}" if bag.tensors else None,
         )
     left = len(bag.tensors) - len(chosen)
-    said = [*notes, *([f"of {len(bag.tensors)} tensors {left} do not begin with {prefix!r}"] if left else [])]
-    tensors = (Made(name[len(prefix) :], bag.tensors[name], partial(bag.load, name)) for name in sorted(chosen))
+    said = [
+        *notes,
+        *([f"of {len(bag.tensors)} tensors {left} do not begin with {prefix!r}"] if left else []),
+    ]
+    tensors = (
+        Made(name[len(prefix) :], bag.tensors[name], partial(bag.load, name))
+        for name in sorted(chosen)
+    )
     tied = {
         name[len(prefix) :]: stored[len(prefix) :]
         for name, stored in (aliases or {}).items()
@@ -136,9 +163,14 @@ def write_import(
     progress: Progress = lambda done, total: None,
     file_bytes: int = FILE_BYTES,
 ) -> Path:
-    """Write the directory `out`; its checkpoint is returned. Raises UsageError, ResourceError, CheckpointError."""
+    """Write the directory `out`; its checkpoint is returned.
+
+    Raises UsageError, ResourceError, CheckpointError.
+    """
     with new_directory(out) as directory:
-        _write_checkpoint(weights, directory, file_bytes, lambda done: progress(done, weights.num_bytes))
+        _write_checkpoint(
+            weights, directory, file_bytes, lambda done: progress(done, weights.num_bytes)
+        )
         for name, path in (weights.files or {}).items():
             copy_file(path, directory / name)
         if model_toml is not None:
@@ -146,8 +178,11 @@ def write_import(
     return out / "checkpoints" / "step-0"
 
 
-def _write_checkpoint(weights: Weights, directory: Path, file_bytes: int, progress: Callable[[int], None]) -> None:
-    """Through the store that runs save to, so that it is written, synced and committed as any checkpoint."""
+def _write_checkpoint(
+    weights: Weights, directory: Path, file_bytes: int, progress: Callable[[int], None]
+) -> None:
+    """Through the store that runs save to, so that it is written, synced and committed as any
+    checkpoint."""
     store = open_store(directory, None)
     draft = store.begin(0)
     pieces: dict[str, list[Piece]] = {}
@@ -158,13 +193,19 @@ def _write_checkpoint(weights: Weights, directory: Path, file_bytes: int, progre
         sources = []
         for tensor in group:
             parts, described = pieces.setdefault(tensor.name, []), tensor.described
-            key, offset = f"{tensor.name}#{len(parts)}", tensor.offset or (0,) * len(described.shape)
+            key, offset = (
+                f"{tensor.name}#{len(parts)}",
+                tensor.offset or (0,) * len(described.shape),
+            )
             done += described.num_bytes
             sources.append(as_source(tensor, key, partial(progress, done)))
             parts.append(Piece(file, key, offset, described.shape))
         files[file] = draft.write(file, partial(write_stream, sources=sources))
     dtypes = {tensor.name: tensor.described.dtype for tensor in weights.tensors}
-    tensors = {name: StoredTensor(_shape_of(parts), dtypes[name], tuple(parts)) for name, parts in pieces.items()}
+    tensors = {
+        name: StoredTensor(_shape_of(parts), dtypes[name], tuple(parts))
+        for name, parts in pieces.items()
+    }
     facts = {
         "step": 0,
         "imported_from": weights.origin,
@@ -177,12 +218,26 @@ def _write_checkpoint(weights: Weights, directory: Path, file_bytes: int, progre
 
 def _shape_of(parts: Sequence[Piece]) -> tuple[int, ...]:
     """Of the tensor that consists of them."""
-    ends = [[offset + size for offset, size in zip(part.offset, part.size, strict=True)] for part in parts]
+    ends = [
+        [offset + size for offset, size in zip(part.offset, part.size, strict=True)]
+        for part in parts
+    ]
     return tuple(map(max, zip(*ends, strict=True)))
 
 
 def _told(shape: ModelShape) -> dict[str, Any]:
     """What is not as in any model."""
     usual = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
-    always = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "tie_embeddings")
-    return {key: value for key, value in shape.to_json().items() if key in always or value != usual[key]}
+    always = (
+        "num_layers",
+        "dim",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "ffn_dim",
+        "vocab_size",
+        "tie_embeddings",
+    )
+    return {
+        key: value for key, value in shape.to_json().items() if key in always or value != usual[key]
+    }

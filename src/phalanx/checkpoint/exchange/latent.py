@@ -1,4 +1,7 @@
-"""What DeepSeek's config.json says of latent attention in words that no other family has. Torch-free."""
+"""What DeepSeek's config.json says of latent attention in words that no other family has.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from phalanx.job.shape import ModelShape
 
 
 def latent_values(config: Mapping[str, Any]) -> dict[str, int]:
-    """Keys of ModelShape that config.json says in other words. Raises LayoutError for blocks with experts."""
+    """Keys of ModelShape that config.json says in other words.
+
+    Raises LayoutError for blocks with experts.
+    """
     dense, layers = int(config["first_k_dense_replace"]), int(config["num_hidden_layers"])
     if dense < layers:
         raise LayoutError(
@@ -34,12 +40,18 @@ def latent_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def yarn_mscale(told: Mapping[str, Any]) -> float:
-    """The share of YaRN's temperature, which is on whole queries and keys. Raises LayoutError for another place."""
+    """The share of YaRN's temperature, which is on whole queries and keys.
+
+    Raises LayoutError for another place.
+    """
     found = told.get("mscale"), told.get("mscale_all_dim")
     if not found[0] or found[0] != found[1]:
         raise LayoutError(
-            f"config.json says mscale = {found[0]!r} and mscale_all_dim = {found[1]!r}, which phalanx's models do not "
-            "compute",
-            why="with latent attention YaRN's temperature is on whole queries and keys: both are given and equal",
+            f"config.json says mscale = {found[0]!r} and mscale_all_dim = {found[1]!r}, which"
+            " phalanx's models do not compute",
+            why=(
+                "with latent attention YaRN's temperature is on whole queries and keys: both are"
+                " given and equal"
+            ),
         )
     return float(found[0])

@@ -1,4 +1,5 @@
-"""A directory that comes into being as a whole: what is written into it is hidden until all of it is durable."""
+"""A directory that comes into being as a whole: what is written into it is hidden until all of
+it is durable."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from phalanx.core.files import TOKENIZER_BYTES, read_regular, resource_error
 
 @contextmanager
 def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
-    """Yields a hidden directory beside `out`, which becomes `out` if the body succeeds and is gone if not.
+    """Yields a hidden directory beside `out`, which becomes `out` if the body succeeds and is gone
+    if not.
 
     Raises UsageError if `out` is there and not empty, ResourceError if it cannot be written.
     """
@@ -42,11 +44,15 @@ def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
 def refuse_old(out: Path) -> None:
     """Raise UsageError unless there is nothing at `out`, or an empty directory."""
     try:
-        is_free = not out.exists() and not out.is_symlink() if not out.is_dir() else not os.listdir(out)
+        is_free = (
+            not out.exists() and not out.is_symlink() if not out.is_dir() else not os.listdir(out)
+        )
     except OSError as error:
         raise resource_error(error, "opening", out) from None
     if not is_free:
-        raise UsageError("something is there already", where=str(out), fix="choose another --out, or remove it")
+        raise UsageError(
+            "something is there already", where=str(out), fix="choose another --out, or remove it"
+        )
 
 
 def copy_file(source: Path, target: Path, disk: Disk | None = None) -> None:

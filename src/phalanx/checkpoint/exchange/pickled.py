@@ -1,8 +1,12 @@
-"""Pickled weights, read in a process of their own, and only when the user says that they trust them. Torch-free.
+"""Pickled weights, read in a process of their own, and only when the user says that they trust
+them.
 
-Unpickling runs what the file says: torch's weights_only narrows that and has been got around before (CVE-2025-32434).
-So nothing of phalanx unpickles but the process that this starts. It has no credentials in its environment and leaves
-safetensors, which are then read like anybody's; it is no sandbox.
+Torch-free.
+
+Unpickling runs what the file says: torch's weights_only narrows that and has been got around before
+(CVE-2025-32434). So nothing of phalanx unpickles but the process that this starts. It has no
+credentials in its environment and leaves safetensors, which are then read like anybody's; it is no
+sandbox.
 """
 
 from __future__ import annotations
@@ -22,12 +26,21 @@ from phalanx.checkpoint.exchange.bags import SafetensorsBag, open_safetensors
 from phalanx.core.errors import CheckpointError
 
 READER = "phalanx.checkpoint.exchange.unpickle"
-_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT", "VIRTUAL_ENV")
+_KEPT_VARIABLES = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "SYSTEMROOT",
+    "VIRTUAL_ENV",
+)
 
 
 @dataclass(frozen=True)
 class Unpickled:
-    """`num_skipped` things in it were no tensors, `left_out` are tensors that no checkpoint holds, with what they are.
+    """`num_skipped` things in it were no tensors, `left_out` are tensors that no checkpoint holds,
+    with what they are.
 
     `aliases` are names of tied tensors; `ran_code`: torch could not read it as mere weights.
     """
@@ -49,9 +62,11 @@ def refuse_pickle(source: Path) -> CheckpointError:
 
 @contextmanager
 def unpickled(source: Path, *, beside: Path) -> Iterator[Unpickled]:
-    """The tensors of a torch.save file, of a directory of pytorch_model*.bin, or of a DCP directory.
+    """The tensors of a torch.save file, of a directory of pytorch_model*.bin, or of a DCP
+    directory.
 
-    They are written to a temporary directory `beside` the result, which is gone afterwards. Raises CheckpointError.
+    They are written to a temporary directory `beside` the result, which is gone afterwards. Raises
+    CheckpointError.
     """
     try:
         beside.mkdir(parents=True, exist_ok=True)
@@ -61,7 +76,11 @@ def unpickled(source: Path, *, beside: Path) -> Iterator[Unpickled]:
             bag.where = str(source)  # the folder is nobody's who reads a message
             left_out = tuple(map(str, answer["left_out"]))
             yield Unpickled(
-                bag, int(answer["num_skipped"]), left_out, dict(answer["aliases"]), bool(answer["ran_code"])
+                bag,
+                int(answer["num_skipped"]),
+                left_out,
+                dict(answer["aliases"]),
+                bool(answer["ran_code"]),
             )
     except OSError as error:
         raise CheckpointError("it cannot be read", where=str(source), why=str(error)) from None

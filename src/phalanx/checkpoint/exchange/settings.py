@@ -1,7 +1,7 @@
 """Between Hugging Face's config.json and a `ModelShape`, either way. Torch-free.
 
-A setting that would make another computation is refused by name; whether a family can say a shape is asked by saying
-it and reading it back.
+A setting that would make another computation is refused by name; whether a family can say a shape
+is asked by saying it and reading it back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from phalanx.job.shape import ModelShape
 
 Config = Mapping[str, Any]
 
-# phalanx's activation with and without a gate, and what transformers calls it: the first name is the one written
+# phalanx's activation with and without a gate, and what transformers calls it: the first name is
+# the one written
 ACTIVATIONS = {
     ("swiglu", ""): ("silu", "swish"),
     ("geglu", "gelu"): ("gelu",),
@@ -32,12 +33,17 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def shape_of_config(config: Config) -> ModelShape:
-    """The shape that a config.json means. Raises LayoutError for what phalanx's models do not compute."""
+    """The shape that a config.json means.
+
+    Raises LayoutError for what phalanx's models do not compute.
+    """
     family = family_of(str(config.get("model_type")))
     try:
         return _shape(family, config)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise LayoutError("config.json cannot be understood", why=f"{type(error).__name__}: {error}") from None
+        raise LayoutError(
+            "config.json cannot be understood", why=f"{type(error).__name__}: {error}"
+        ) from None
 
 
 def _shape(family: Family, config: Config) -> ModelShape:
@@ -50,18 +56,24 @@ def _shape(family: Family, config: Config) -> ModelShape:
     values: dict[str, Any] = dict(family.always)
     values |= {ours: config[theirs] for theirs, ours in family.widths.items() if theirs in config}
     if config.get("quantization_config"):
-        raise LayoutError("the weights are quantized", fix="import the directory that they were made of")
+        raise LayoutError(
+            "the weights are quantized", fix="import the directory that they were made of"
+        )
     _require_numbers(values)
     if family.latent:
         values |= latent_values(config)
     values.setdefault("kind", "decoder")
     if values["kind"] == "vit":
         values |= {"vocab_size": 0, "tie_embeddings": False}
-        values["num_classes"] = len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
+        values["num_classes"] = (
+            len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
+        )
     values.setdefault("num_kv_heads", values["num_heads"])
     values.setdefault("head_dim", values["dim"] // values["num_heads"])
     values.setdefault("ffn_dim", values.get("expert_ffn_dim", 4 * values["dim"]))
-    values["activation"] = _activation(str(config[family.activation]), family.is_gated, family.activation)
+    values["activation"] = _activation(
+        str(config[family.activation]), family.is_gated, family.activation
+    )
     if family.biases:
         values["bias"] = _bias(family, config)
     if family.window:
@@ -69,7 +81,11 @@ def _shape(family: Family, config: Config) -> ModelShape:
     if family.rope:
         values |= _rope(family, config, bool(values.get("sliding_window")))
     if family.scores_by and config[family.scores_by] != values["head_dim"]:
-        raise _other(family.scores_by, config[family.scores_by], f"phalanx divides by the head's {values['head_dim']}")
+        raise _other(
+            family.scores_by,
+            config[family.scores_by],
+            f"phalanx divides by the head's {values['head_dim']}",
+        )
     return canonical(ModelShape(**values))
 
 
@@ -83,29 +99,41 @@ def _require_numbers(values: Mapping[str, Any]) -> None:
             fits = isinstance(value, bool)
         else:
             kinds = int | float if isinstance(usual, float) else int
-            fits = isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < MAX_WIDTH
+            fits = (
+                isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < MAX_WIDTH
+            )
             fits = fits and (value > 0 or key in MAY_BE_NONE)
         if not fits:
             raise ValueError(f"{key} {value!r}")
     if values["num_layers"] * values.get("num_experts", 1) > MAX_PARTS:
         raise ValueError(f"{values['num_layers']} blocks of {values.get('num_experts', 1)} experts")
     if values.get("experts_per_token", 0) > values.get("num_experts", 0):
-        raise ValueError(f"a token visits {values['experts_per_token']} of {values['num_experts']} experts")
+        raise ValueError(
+            f"a token visits {values['experts_per_token']} of {values['num_experts']} experts"
+        )
     if values.get("num_dense_layers", 0) >= values["num_layers"]:
-        raise ValueError(f"{values['num_dense_layers']} of {values['num_layers']} blocks have no experts")
+        raise ValueError(
+            f"{values['num_dense_layers']} of {values['num_layers']} blocks have no experts"
+        )
 
 
 def _activation(theirs: str, is_gated: bool, key: str) -> str:
     for (gated, plain), names in ACTIVATIONS.items():
         if theirs in names and (gated if is_gated else plain):
             return gated if is_gated else plain
-    raise _other(key, theirs, f"phalanx has {', '.join(name for names in ACTIVATIONS.values() for name in names)}")
+    raise _other(
+        key,
+        theirs,
+        f"phalanx has {', '.join(name for names in ACTIVATIONS.values() for name in names)}",
+    )
 
 
 def _bias(family: Family, config: Config) -> str:
     found = {bool(config.get(key, False)) for key in family.biases}
     if len(found) > 1:
-        raise LayoutError(f"{' and '.join(family.biases)} differ", why="phalanx's models have both or neither")
+        raise LayoutError(
+            f"{' and '.join(family.biases)} differ", why="phalanx's models have both or neither"
+        )
     return "all" if found.pop() else "none"
 
 
@@ -121,7 +149,10 @@ def _window(family: Family, config: Config, num_layers: int) -> dict[str, int]:
     for every in (0, *range(2, num_layers + 1)):
         if layer_types(replace(shape, global_every=every)) == list(types):
             return {"sliding_window": window, "global_every": every}
-    raise LayoutError(f"layer_types {list(types)} cannot be said", why="phalanx leaves out every n-th block's window")
+    raise LayoutError(
+        f"layer_types {list(types)} cannot be said",
+        why="phalanx leaves out every n-th block's window",
+    )
 
 
 def _layer_types(config: Config, num_layers: int, window: int) -> list[str]:
@@ -141,24 +172,37 @@ def layer_types(shape: ModelShape) -> list[str]:
 
 
 def _rope(family: Family, config: Config, has_window: bool) -> dict[str, Any]:
-    """Positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
+    (before)."""
     told = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if family.rope == "one":
         return _one_rope(family, told, config, float(config["rope_theta"]))
     by_type = told if {SLIDING, FULL} & set(told) else {FULL: told}
     values = _one_rope(family, by_type.get(FULL) or {}, config, float(config["rope_theta"]))
-    local = _one_rope(family, by_type.get(SLIDING) or {}, config, float(config["rope_local_base_freq"]))
+    local = _one_rope(
+        family, by_type.get(SLIDING) or {}, config, float(config["rope_local_base_freq"])
+    )
     if not has_window or local == values:
         return values
     if local["rope_scaling"] != "none":
-        raise LayoutError("rope_parameters of sliding_attention are scaled", why="phalanx scales those of other blocks")
+        raise LayoutError(
+            "rope_parameters of sliding_attention are scaled",
+            why="phalanx scales those of other blocks",
+        )
     return values | {"local_rope_theta": local["rope_theta"]}
 
 
 def _one_rope(family: Family, told: Config, config: Config, theta: float) -> dict[str, Any]:
     kind = told.get("rope_type") or told.get("type") or "default"
-    if float(told.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise _other("partial_rotary_factor", told.get("partial_rotary_factor"), "phalanx rotates whole heads")
+    if (
+        float(told.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+        != 1.0
+    ):
+        raise _other(
+            "partial_rotary_factor",
+            told.get("partial_rotary_factor"),
+            "phalanx rotates whole heads",
+        )
     values: dict[str, Any] = {"rope_theta": float(told.get("rope_theta") or theta)}
     if kind == "default":
         return values | {"rope_scaling": "none"}
@@ -167,7 +211,9 @@ def _one_rope(family: Family, told: Config, config: Config, theta: float) -> dic
     values |= {"rope_scaling": kind, "rope_factor": float(told["factor"])}
     if family.latent and kind == "yarn":
         values["rope_mscale"] = yarn_mscale(told)
-        told = {key: value for key, value in told.items() if key not in ("mscale", "mscale_all_dim")}
+        told = {
+            key: value for key, value in told.items() if key not in ("mscale", "mscale_all_dim")
+        }
     if kind == "linear":
         return values
     for key, wanted in (LLAMA3 if kind == "llama3" else YARN).items():
@@ -185,7 +231,9 @@ def canonical(shape: ModelShape) -> ModelShape:
     changes: dict[str, Any] = {}
     blank = ModelShape(0, 0, 0, 0, 0, 0, 0, False)
     if shape.rope_scaling == "ntk":  # another base, and nothing else
-        theta = shape.rope_theta * shape.rope_factor ** (shape.rotated_dim / (shape.rotated_dim - 2))
+        theta = shape.rope_theta * shape.rope_factor ** (
+            shape.rotated_dim / (shape.rotated_dim - 2)
+        )
         changes |= {"rope_scaling": "none", "rope_theta": theta}
     if changes.get("rope_scaling", shape.rope_scaling) == "none":
         changes["rope_factor"] = blank.rope_factor
@@ -194,7 +242,12 @@ def canonical(shape: ModelShape) -> ModelShape:
     if shape.rope_scaling != "yarn":
         changes["rope_mscale"] = blank.rope_mscale
     if shape.positions != "rope" or shape.reads_images:
-        changes |= {"rope_theta": blank.rope_theta, "rope_scaling": "none", "rope_factor": 1.0, "rope_original_len": 0}
+        changes |= {
+            "rope_theta": blank.rope_theta,
+            "rope_scaling": "none",
+            "rope_factor": 1.0,
+            "rope_original_len": 0,
+        }
     if not shape.num_local_layers:
         changes |= {"sliding_window": 0, "global_every": 0, "local_rope_theta": 0.0}
     elif shape.num_local_layers == shape.num_layers:
@@ -207,14 +260,22 @@ def canonical(shape: ModelShape) -> ModelShape:
 
 
 def computed(shape: ModelShape) -> ModelShape:
-    """`canonical`, without what training alone asks for: weights mean the same whatever evens out experts."""
-    return replace(canonical(shape), balance_loss=0.0, balance_bias=BIAS_RATE if shape.balance_bias else 0.0)
+    """`canonical`, without what training alone asks for: weights mean the same whatever evens
+    out experts."""
+    return replace(
+        canonical(shape), balance_loss=0.0, balance_bias=BIAS_RATE if shape.balance_bias else 0.0
+    )
 
 
-def config_of_shape(shape: ModelShape, *, max_positions: int = 0, more: Config | None = None) -> dict[str, Any]:
-    """The config.json of the first family that computes what the shape says. Raises LayoutError if none does.
+def config_of_shape(
+    shape: ModelShape, *, max_positions: int = 0, more: Config | None = None
+) -> dict[str, Any]:
+    """The config.json of the first family that computes what the shape says.
 
-    `max_positions`: the longest sequence that the model was trained on. `more`: what else to write, such as tokens.
+    Raises LayoutError if none does.
+
+    `max_positions`: the longest sequence that the model was trained on. `more`: what else to write,
+    such as tokens.
     """
     shape = canonical(shape)
     wrong: dict[str, list[str]] = {}
@@ -257,10 +318,17 @@ def _weight(reason: str) -> int:
 
 
 def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, Any]:
-    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+    }
     config |= {theirs: getattr(shape, ours) for theirs, ours in family.widths.items()}
     config[family.activation] = _their_activation(shape.activation)
-    config |= {**dict.fromkeys(family.biases, shape.bias == "all"), **family.required, **family.written}
+    config |= {
+        **dict.fromkeys(family.biases, shape.bias == "all"),
+        **family.required,
+        **family.written,
+    }
     if family.latent:
         config |= latent_config(shape)
     if family.scores_by:
@@ -272,7 +340,10 @@ def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, 
     if family.window:
         config["sliding_window"] = shape.sliding_window or None
     if family.window == "layer_types":
-        config |= {"use_sliding_window": shape.sliding_window > 0, "layer_types": layer_types(shape)}
+        config |= {
+            "use_sliding_window": shape.sliding_window > 0,
+            "layer_types": layer_types(shape),
+        }
     if family.rope:
         length = max(max_positions, int(shape.rope_original_len * shape.rope_factor), 1)
         config |= {"max_position_embeddings": length} | _their_rope(family, shape)
@@ -288,7 +359,11 @@ def _their_rope(family: Family, shape: ModelShape) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "default"}
     if shape.rope_scaling != "none":
         scaling = {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
-        scaling |= {"original_max_position_embeddings": shape.rope_original_len} if shape.rope_original_len else {}
+        scaling |= (
+            {"original_max_position_embeddings": shape.rope_original_len}
+            if shape.rope_original_len
+            else {}
+        )
         scaling |= LLAMA3 if shape.rope_scaling == "llama3" else {}
         if family.latent and shape.rope_scaling == "yarn":
             scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), shape.rope_mscale)
@@ -307,4 +382,6 @@ def _their_rope(family: Family, shape: ModelShape) -> dict[str, Any]:
 
 
 def _other(key: str, value: Any, why: str) -> LayoutError:
-    return LayoutError(f"config.json says {key} = {value!r}, which phalanx's models do not compute", why=why)
+    return LayoutError(
+        f"config.json says {key} = {value!r}, which phalanx's models do not compute", why=why
+    )

@@ -18,16 +18,24 @@ WANTED = "a Hugging Face directory, a .safetensors file, a DCP directory or a fi
 
 
 @contextmanager
-def open_source(source: Path, *, prefix: str, trust_pickle: bool, beside: Path) -> Iterator[Weights]:
-    """The weights of `source`, as long as the context lasts. Nothing is unpickled without `trust_pickle`.
+def open_source(
+    source: Path, *, prefix: str, trust_pickle: bool, beside: Path
+) -> Iterator[Weights]:
+    """The weights of `source`, as long as the context lasts.
 
-    `prefix`: take only the names that begin so, and take it away; for weights that come without a config.json.
-    Raises UsageError, CheckpointError, LayoutError.
+    Nothing is unpickled without `trust_pickle`.
+
+    `prefix`: take only the names that begin so, and take it away; for weights that come without a
+    config.json. Raises UsageError, CheckpointError, LayoutError.
     """
     if not source.exists():
         raise UsageError("no such file or directory", where=str(source), fix=f"give {WANTED}")
     if (source / MANIFEST).is_file() or (source / "checkpoints").is_dir():
-        raise UsageError("it is phalanx's own already", where=str(source), fix="give it to model.init_from as it is")
+        raise UsageError(
+            "it is phalanx's own already",
+            where=str(source),
+            fix="give it to model.init_from as it is",
+        )
     has_config = (source / CONFIG).is_file()
     if has_config and prefix:
         raise UsageError("--prefix is for weights without a config.json", where=str(source))
@@ -45,7 +53,9 @@ def open_source(source: Path, *, prefix: str, trust_pickle: bool, beside: Path) 
             weights = from_hugging_face(source, found.bag)
             yield replace(weights, notes=(*weights.notes, *_notes(found)))
         else:
-            yield as_they_are(str(source), found.bag, prefix=prefix, aliases=found.aliases, notes=_notes(found))
+            yield as_they_are(
+                str(source), found.bag, prefix=prefix, aliases=found.aliases, notes=_notes(found)
+            )
 
 
 def _is_pickled(source: Path) -> bool:
@@ -69,5 +79,8 @@ def _notes(found: Unpickled) -> list[str]:
         more = f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
         notes.append(f"no checkpoint can hold {', '.join(found.left_out[:5])}{more}: left out")
     if found.ran_code:
-        notes.append("torch cannot read it as mere weights: it was unpickled in full, with whatever that runs")
+        notes.append(
+            "torch cannot read it as mere weights: it was unpickled in full, with whatever that"
+            " runs"
+        )
     return notes

@@ -24,5 +24,10 @@ class StoredBag(WholeTensors):
         self.where = folder.url
         for name, tensor in self.manifest.tensors.items():
             if tensor.dtype not in DTYPES:
-                raise CheckpointError(f"{name} is of type {tensor.dtype}, which nobody writes", where=self.where)
-        self.tensors = {name: Described(tensor.shape, tensor.dtype) for name, tensor in self.manifest.tensors.items()}
+                raise CheckpointError(
+                    f"{name} is of type {tensor.dtype}, which nobody writes", where=self.where
+                )
+        self.tensors = {
+            name: Described(tensor.shape, tensor.dtype)
+            for name, tensor in self.manifest.tensors.items()
+        }

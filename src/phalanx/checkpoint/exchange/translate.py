@@ -1,4 +1,7 @@
-"""One family's tensors in the other's names and orientation, either way, one tensor at a time. Torch-free."""
+"""One family's tensors in the other's names and orientation, either way, one tensor at a time.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from phalanx.job.tensors import Shape
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor under its new name, or what of it begins at `offset`. `load` makes its bits when its turn comes."""
+    """A tensor under its new name, or what of it begins at `offset`.
+
+    `load` makes its bits when its turn comes.
+    """
 
     name: str
     described: Described
@@ -27,7 +33,10 @@ class Made:
 
 
 def to_theirs(family: Family, shapes: Mapping[str, Shape], weights: StackBag) -> list[Made]:
-    """Every tensor of `shapes` as transformers keeps it. `weights` must hold them all in these shapes."""
+    """Every tensor of `shapes` as transformers keeps it.
+
+    `weights` must hold them all in these shapes.
+    """
     groups: dict[str, tuple[NameRule, list[str]]] = {}
     ours = Elements(weights, stacks_in(shapes))
     for name in apart(shapes):
@@ -46,7 +55,11 @@ def _stacked(theirs: str, rule: NameRule, names: list[str], ours: Bag) -> Made:
     described = Described(_their_shape(rule, shape), parts[0].dtype)
 
     def load() -> Bits:
-        whole = ours.load(names[0]) if len(names) == 1 else np.concatenate([ours.load(name) for name in names])
+        whole = (
+            ours.load(names[0])
+            if len(names) == 1
+            else np.concatenate([ours.load(name) for name in names])
+        )
         return (whole.T if rule.transposed else whole).reshape(described.shape)
 
     return Made(theirs, described, load)
@@ -75,8 +88,10 @@ def apart(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 @dataclass(frozen=True)
 class Found:
-    """What a directory of theirs holds in our words, stacks taken `apart`. `unknown` are names of theirs that mean
-    nothing to us."""
+    """What a directory of theirs holds in our words, stacks taken `apart`.
+
+    `unknown` are names of theirs that mean nothing to us.
+    """
 
     tensors: dict[str, Made]
     unknown: dict[str, Described]
@@ -84,8 +99,8 @@ class Found:
 
 
 def together(shapes: Mapping[str, Shape], found: Mapping[str, Made]) -> list[Made]:
-    """Everything of `shapes`, which `found` holds `apart`: of a stack each element with its place in it, so that
-    nobody holds the stack."""
+    """Everything of `shapes`, which `found` holds `apart`: of a stack each element with its place
+    in it, so that nobody holds the stack."""
     made: list[Made] = []
     for name, shape in shapes.items():
         if len(shape) != 3:
@@ -101,12 +116,17 @@ def together(shapes: Mapping[str, Shape], found: Mapping[str, Made]) -> list[Mad
 
 
 def to_ours(family: Family, shapes: Mapping[str, Shape], weights: StackBag) -> Found:
-    """Every tensor of theirs, cut and turned into ours. Whether they are those of `shapes` is for the caller to ask.
+    """Every tensor of theirs, cut and turned into ours.
+
+    Whether they are those of `shapes` is for the caller to ask.
 
     Raises CheckpointError if two of theirs are the same of ours.
     """
     shapes = apart(shapes)
-    theirs = Elements(weights, [name for name in weights.tensors if family.stacks(name, weights.tensors[name].shape)])
+    theirs = Elements(
+        weights,
+        [name for name in weights.tensors if family.stacks(name, weights.tensors[name].shape)],
+    )
     found: dict[str, Made] = {}
     origins: dict[str, str] = {}
     unknown: dict[str, Described] = {}
@@ -122,7 +142,9 @@ def to_ours(family: Family, shapes: Mapping[str, Shape], weights: StackBag) -> F
         else:
             for made in _cut(name, rule, ours, shapes, theirs):
                 if (other := origins.setdefault(made.name, name)) != name:
-                    raise CheckpointError(f"{other} and {name} are the same tensor of the model", where=theirs.where)
+                    raise CheckpointError(
+                        f"{other} and {name} are the same tensor of the model", where=theirs.where
+                    )
                 found[made.name] = made
     return Found(found, unknown, tuple(tied))
 
@@ -139,13 +161,24 @@ def _rule_for(family: Family, name: str) -> tuple[NameRule | None, list[str]]:
 def is_ignored(family: Family, name: str) -> bool:
     """Buffers that old releases saved."""
     inner = name.removeprefix(family.prefix)
-    return inner.endswith(".rotary_emb.inv_freq") or any(fnmatchcase(inner, pattern) for pattern in family.ignored)
+    return inner.endswith(".rotary_emb.inv_freq") or any(
+        fnmatchcase(inner, pattern) for pattern in family.ignored
+    )
 
 
-def _cut(name: str, rule: NameRule, ours: list[str], shapes: Mapping[str, Shape], theirs: Bag) -> Iterable[Made]:
-    """The tensors of ours in one of theirs. Lengths are those of `shapes`; what does not add up keeps its own shape."""
+def _cut(
+    name: str, rule: NameRule, ours: list[str], shapes: Mapping[str, Shape], theirs: Bag
+) -> Iterable[Made]:
+    """The tensors of ours in one of theirs.
+
+    Lengths are those of `shapes`; what does not add up keeps its own shape.
+    """
     described = theirs.tensors[name]
-    inner = described.shape[rule.ones :] if set(described.shape[: rule.ones]) <= {1} else described.shape
+    inner = (
+        described.shape[rule.ones :]
+        if set(described.shape[: rule.ones]) <= {1}
+        else described.shape
+    )
     whole = tuple(reversed(inner)) if rule.transposed else inner
     lengths = [shapes[our][0] if our in shapes else 0 for our in ours]
     fits = len(ours) > 1 and bool(whole) and sum(lengths) == whole[0]
@@ -153,7 +186,11 @@ def _cut(name: str, rule: NameRule, ours: list[str], shapes: Mapping[str, Shape]
     for our, length in zip(ours, lengths, strict=True):
         shape = (length, *whole[1:]) if fits else whole
         rows = slice(start, start + length) if fits else slice(None)
-        yield Made(our, Described(shape, described.dtype), partial(_turned, theirs, name, rule, whole, rows))
+        yield Made(
+            our,
+            Described(shape, described.dtype),
+            partial(_turned, theirs, name, rule, whole, rows),
+        )
         start += length
 
 

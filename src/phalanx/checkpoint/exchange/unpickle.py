@@ -1,6 +1,8 @@
-"""`python -m phalanx.checkpoint.exchange.unpickle SOURCE FOLDER`: the one process of phalanx that unpickles.
+"""`python -m phalanx.checkpoint.exchange.unpickle SOURCE FOLDER`: the one process of phalanx that
+unpickles.
 
-Writes the tensors of SOURCE as safetensors into FOLDER and prints one line of JSON. Started by `pickled` alone.
+Writes the tensors of SOURCE as safetensors into FOLDER and prints one line of JSON. Started by
+`pickled` alone.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ BINARIES = "pytorch_model*.bin"
 
 
 def main(source: Path, folder: Path) -> dict[str, Any]:
-    """What is told of it: how many things were no tensors, which tensors no file can hold, which names mean a tensor
-    that has another one already, and whether more than weights had to be unpickled. Raises CheckpointError.
+    """What is told of it: how many things were no tensors, which tensors no file can hold, which
+    names mean a tensor that has another one already, and whether more than weights had to be
+    unpickled.
+
+    Raises CheckpointError.
     """
     if source.is_dir() and (source / ".metadata").is_file():
         for path in sorted(source.iterdir()):  # which torch opens by their names
@@ -58,12 +63,22 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
 
 
 def _told(
-    num_tensors: int, num_skipped: int, left_out: list[str], aliases: Mapping[str, str], *, ran_code: bool
+    num_tensors: int,
+    num_skipped: int,
+    left_out: list[str],
+    aliases: Mapping[str, str],
+    *,
+    ran_code: bool,
 ) -> dict[str, Any]:
     if not num_tensors:
         why = f"{', '.join(left_out[:3])} cannot be taken" if left_out else None
         raise CheckpointError("there is no tensor in it", why=why)
-    return {"num_skipped": num_skipped, "left_out": left_out, "aliases": dict(aliases), "ran_code": ran_code}
+    return {
+        "num_skipped": num_skipped,
+        "left_out": left_out,
+        "aliases": dict(aliases),
+        "ran_code": ran_code,
+    }
 
 
 def _tensors(things: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,7 +86,8 @@ def _tensors(things: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Ten
 
 
 def _by_our_name(named: Iterable[tuple[str, T]], theirs: dict[str, str]) -> Iterator[tuple[str, T]]:
-    """Under names without those of wrappers, each of which must mean one thing; `theirs` remembers what they were."""
+    """Under names without those of wrappers, each of which must mean one thing; `theirs`
+    remembers what they were."""
     for name, value in named:
         ours = full_name(name)
         if ours in theirs:
@@ -133,7 +149,8 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything in nested dictionaries and lists, and the weights of whole modules, by dotted name."""
+    """Everything in nested dictionaries and lists, and the weights of whole modules, by dotted
+    name."""
     if isinstance(value, nn.Module):
         value = value.state_dict()
     if isinstance(value, Mapping):
@@ -165,18 +182,26 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     found = _dcp_metadata(source)
-    all_tensors = {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
+    all_tensors = {
+        name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)
+    }
     named = dict(_by_our_name(((name, name) for name in all_tensors), {}))
     dtypes = {name: dtype_name(facts.properties.dtype) for name, facts in all_tensors.items()}
     tensors = {name: facts for name, facts in all_tensors.items() if dtypes[name] in DTYPES}
     our_names = {theirs: ours for ours, theirs in named.items()}
     for number, names in enumerate(_groups(tensors)):
         group: dict[str, Any] = {
-            name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype) for name in names
+            name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
+            for name in names
         }
         dcp.load(group, checkpoint_id=source, no_dist=True)
-        _write(folder / f"part-{number:05d}.safetensors", {our_names[name]: group[name] for name in names})
-    left_out = [f"{our_names[name]} ({dtypes[name]})" for name in all_tensors if name not in tensors]
+        _write(
+            folder / f"part-{number:05d}.safetensors",
+            {our_names[name]: group[name] for name in names},
+        )
+    left_out = [
+        f"{our_names[name]} ({dtypes[name]})" for name in all_tensors if name not in tensors
+    ]
     return _told(len(tensors), len(found) - len(all_tensors), left_out, {}, ran_code=False)
 
 
@@ -187,7 +212,9 @@ def _dcp_metadata(source: Path) -> Mapping[str, Any]:
         found: Mapping[str, Any] = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        raise CheckpointError(".metadata is not that of torch.distributed.checkpoint", why=why) from None
+        raise CheckpointError(
+            ".metadata is not that of torch.distributed.checkpoint", why=why
+        ) from None
     return found
 
 
@@ -216,7 +243,9 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())  # whatever its strides and conjugation
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(
+        tensor.detach()
+    )  # whatever its strides and conjugation
     found: Bytes = whole.reshape(-1).view(torch.uint8).numpy()
     return found
 

@@ -1,4 +1,7 @@
-"""Where checkpoints are kept: one module is one kind of place. `open_store` chooses by the URL. Torch-free."""
+"""Where checkpoints are kept: one module is one kind of place.
+
+`open_store` chooses by the URL. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,11 @@ Say = Callable[[str], None]
 
 
 def open_store(run_dir: Path, url: str | None, *, say: Say = lambda text: None) -> Store:
-    """The store of a run: under its own directory, or at `url` (s3://bucket/path, file:///data/run-7, ...).
+    """The store of a run: under its own directory, or at `url` (s3://bucket/path,
+    file:///data/run-7, ...).
 
-    `say` gets a line each time something had to be tried again. Raises CheckpointError for a URL that cannot be used.
+    `say` gets a line each time something had to be tried again. Raises CheckpointError for a URL
+    that cannot be used.
     """
     if url is None:
         return LocalStore(run_dir / "checkpoints")
@@ -50,7 +55,8 @@ def is_url(place: str | Path) -> bool:
 
 
 def run_at(place: str | Path) -> str | Path:
-    """The run directory that is meant by a file:// URL of one, or by its own folder of checkpoints; else `place`."""
+    """The run directory that is meant by a file:// URL of one, or by its own folder of
+    checkpoints; else `place`."""
     path = local_directory(str(place))
     if path is None and is_url(place):
         return place
@@ -59,7 +65,11 @@ def run_at(place: str | Path) -> str | Path:
         if (path / "job.json").is_file():
             return path
         above = path.absolute().parent
-        if path.name == "checkpoints" and (above / "job.json").is_file() and _url_in_job(above) is None:
+        if (
+            path.name == "checkpoints"
+            and (above / "job.json").is_file()
+            and _url_in_job(above) is None
+        ):
             return above
     return place
 
@@ -76,11 +86,14 @@ def store_of(place: str | Path) -> Store:
 
 
 def _require_usable(url: str, job_file: Path) -> None:
-    """As when the job was loaded: since then anybody may have written into the file, or given us the directory."""
+    """As when the job was loaded: since then anybody may have written into the file, or given us
+    the directory."""
     refused = refusal(url, in_job=True)
     why = refused.what if refused else carried_secret("", url, os.environ)
     if why:
-        raise CheckpointError("its checkpoint.url cannot be used", where=str(job_file), why=f"it {why}")
+        raise CheckpointError(
+            "its checkpoint.url cannot be used", where=str(job_file), why=f"it {why}"
+        )
 
 
 def _url_in_job(run_dir: Path) -> str | None:
@@ -92,7 +105,8 @@ def _url_in_job(run_dir: Path) -> str | None:
 
 
 def newest_step(store: Store) -> int:
-    """The step of the newest checkpoint whose manifest can be read; 0 if there is none, or no answer of the store."""
+    """The step of the newest checkpoint whose manifest can be read; 0 if there is none, or no
+    answer of the store."""
     try:
         folders = store.folders()
     except (OSError, CheckpointError):
@@ -105,18 +119,26 @@ def newest_step(store: Store) -> int:
 
 
 def is_checkpoint(place: str | Path) -> bool:
-    """True if `place` is one checkpoint and not a run. A step-N in a folder "checkpoints" is one, whole or not."""
+    """True if `place` is one checkpoint and not a run.
+
+    A step-N in a folder "checkpoints" is one, whole or not.
+    """
     directory = local_directory(str(place))
     if directory is None and is_url(place):
         from phalanx.checkpoint.stores.object import folder_at
 
         return folder_at(str(place)) is not None
     path = directory or Path(place)
-    return (path / MANIFEST).is_file() or (path.parent.name == "checkpoints" and bool(STEP_NAME.fullmatch(path.name)))
+    return (path / MANIFEST).is_file() or (
+        path.parent.name == "checkpoints" and bool(STEP_NAME.fullmatch(path.name))
+    )
 
 
 def find_checkpoint(place: str | Path) -> Folder:
-    """One checkpoint: the folder at `place`, or the newest of the run that is there. Raises CheckpointError."""
+    """One checkpoint: the folder at `place`, or the newest of the run that is there.
+
+    Raises CheckpointError.
+    """
     directory = local_directory(str(place))
     if directory is None and is_url(place):
         from phalanx.checkpoint.stores.object import folder_at

@@ -1,4 +1,5 @@
-"""A file system of fsspec as this project wants it: bounded retries, said; errors in one line, without secrets."""
+"""A file system of fsspec as this project wants it: bounded retries, said; errors in one line,
+without secrets."""
 
 from __future__ import annotations
 
@@ -19,10 +20,22 @@ from phalanx.core.store_urls import refusal
 T = TypeVar("T")
 Say = Callable[[str], None]
 
-_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
+_LASTING = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    NotImplementedError,
+)
 _READING = ("reading", "looking at")
-_LASTING_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
-# Of the libraries: they give up soon (30 s without a byte) and ask once, because every request is made again here.
+_LASTING_NAMES = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "ParamValidationError",
+)
+# Of the libraries: they give up soon (30 s without a byte) and ask once, because every request is
+# made again here.
 _ASK_ONCE = {"mode": "standard", "total_max_attempts": 1}
 _S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": _ASK_ONCE}}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3}
@@ -31,7 +44,8 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 @dataclass(frozen=True)
 class Patience:
-    """How often a request is made, and how long is waited before the second time; twice as long before each more."""
+    """How often a request is made, and how long is waited before the second time; twice as long
+    before each more."""
 
     attempts: int = 4
     first_wait_s: float = 0.5
@@ -69,10 +83,14 @@ class Remote:
         return {path: size for path, size in sizes.items() if path}
 
     def size(self, key: str) -> int:
-        return int(self._patiently("looking at", key, lambda: self.fs.info(self._path(key)))["size"])
+        return int(
+            self._patiently("looking at", key, lambda: self.fs.info(self._path(key)))["size"]
+        )
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._patiently("reading", key, lambda: bytes(self.fs.cat_file(self._path(key), start=start, end=stop)))
+        return self._patiently(
+            "reading", key, lambda: bytes(self.fs.cat_file(self._path(key), start=start, end=stop))
+        )
 
     def modified_unix_s(self, key: str) -> float:
         try:
@@ -85,20 +103,27 @@ class Remote:
         self._patiently("writing", key, lambda: self.fs.pipe_file(self._path(key), data))
 
     def put_first(self, key: str, data: bytes) -> None:
-        """Unless it is there, for stores that can make a request depend on that (`If-None-Match`); others overwrite."""
+        """Unless it is there, for stores that can make a request depend on that
+        (`If-None-Match`); others overwrite."""
         try:
             self.fs.pipe_file(self._path(key), data, mode="create")
         except FileExistsError:
             return
-        except Exception:  # a store that cannot, or that has an outage: the second is said from here on
+        except (
+            Exception
+        ):  # a store that cannot, or that has an outage: the second is said from here on
             self.put(key, data)
 
     def copy(self, source: str, target: str) -> bool:
         """False where the store does not copy."""
         try:
-            self._patiently("copying", source, lambda: self.fs.cp_file(self._path(source), self._path(target)))
+            self._patiently(
+                "copying", source, lambda: self.fs.cp_file(self._path(source), self._path(target))
+            )
         except (CheckpointError, OSError) as error:
-            self.say(f"{self.url(source)} is sent again, because the store did not copy it: {error}")
+            self.say(
+                f"{self.url(source)} is sent again, because the store did not copy it: {error}"
+            )
             return False
         return True
 
@@ -116,11 +141,15 @@ class Remote:
         with suppress(Exception):
             self.fs.rmdir(self._path(key))
 
-    def write(self, key: str, produce: Callable[[DiskFile], StoredFile], *, block_bytes: int) -> StoredFile:
+    def write(
+        self, key: str, produce: Callable[[DiskFile], StoredFile], *, block_bytes: int
+    ) -> StoredFile:
         """An object from a stream; from its beginning again if that breaks."""
         return self._patiently("writing", key, lambda: self._write(key, produce, block_bytes))
 
-    def _write(self, key: str, produce: Callable[[DiskFile], StoredFile], block_bytes: int) -> StoredFile:
+    def _write(
+        self, key: str, produce: Callable[[DiskFile], StoredFile], block_bytes: int
+    ) -> StoredFile:
         file = self.fs.open(self._path(key), "wb", block_size=block_bytes)
         try:
             stored = produce(_Upload(file))
@@ -137,7 +166,8 @@ class Remote:
         return path.lstrip("/").removeprefix(base.lstrip("/")).lstrip("/")
 
     def _patiently(self, doing: str, key: str, call: Callable[[], T]) -> T:
-        """`call` until it succeeds, as often as patience says; then CheckpointError with what went wrong last."""
+        """`call` until it succeeds, as often as patience says; then CheckpointError with what
+        went wrong last."""
         wait_s = self.patience.first_wait_s
         for attempt in range(1, self.patience.attempts + 1):
             try:
@@ -157,7 +187,9 @@ class Remote:
                         why=why,
                         fix="look at the store, its address and the credentials in the environment",
                     ) from None
-                self.say(f"{doing} {self.url(key)} failed and is tried again in {wait_s:g} s: {why}")
+                self.say(
+                    f"{doing} {self.url(key)} failed and is tried again in {wait_s:g} s: {why}"
+                )
                 time.sleep(wait_s)
                 wait_s *= 2
         raise AssertionError("unreachable")
@@ -170,7 +202,8 @@ class _Upload:
         self._file = file
 
     def write(self, data: bytes | memoryview) -> None:
-        """In parts: some file systems of fsspec copy what they are given as a whole, and some only take bytes."""
+        """In parts: some file systems of fsspec copy what they are given as a whole, and some
+        only take bytes."""
         view = memoryview(data)
         for begin in range(0, len(view), 1 << 22):
             self._file.write(bytes(view[begin : begin + (1 << 22)]))
@@ -183,7 +216,8 @@ class _Upload:
 
 
 def _abandon(file: Any) -> None:
-    """End an upload without finishing it, so that no part of it stays and its finalizer sends nothing."""
+    """End an upload without finishing it, so that no part of it stays and its finalizer sends
+    nothing."""
     with suppress(Exception):
         file.discard()
     with suppress(Exception):
@@ -197,7 +231,8 @@ def _is_lasting(error: Exception) -> bool:
 
 
 def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
-    """Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing opens."""
+    """Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing
+    opens."""
     if (refused := refusal(url)) is not None:
         what, where = "the store cannot be opened", _redacted(url)
         raise CheckpointError(what, where=where, why=f"it {refused.what}", fix=refused.fix)
@@ -205,11 +240,17 @@ def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
 
     protocol = url.partition("://")[0]
     try:
-        fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(protocol, {}))
+        fs, root = fsspec.core.url_to_fs(
+            url, use_listings_cache=False, **_OPTIONS.get(protocol, {})
+        )
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        fix = f"pip install 'phalanx[{extra}]'" if extra else "install the library that fsspec names"
-        raise EnvironmentProblem(f"{protocol}:// needs a library", why=_redacted(str(error)), fix=fix) from None
+        fix = (
+            f"pip install 'phalanx[{extra}]'" if extra else "install the library that fsspec names"
+        )
+        raise EnvironmentProblem(
+            f"{protocol}:// needs a library", why=_redacted(str(error)), fix=fix
+        ) from None
     except Exception as error:
         why = _redacted(f"{type(error).__name__}: {error}")
         raise CheckpointError("the store cannot be opened", where=_redacted(url), why=why) from None

@@ -1,7 +1,8 @@
 """Checkpoints in a directory: written hidden, synced, and renamed into place. Torch-free.
 
-`step-N` is a checkpoint, and damaged without a manifest. `.step-N.TOKEN.partial` is being written, `.step-N.replaced`
-was the checkpoint of a step that is being saved again, `.step-N.removed` is on its way out.
+`step-N` is a checkpoint, and damaged without a manifest. `.step-N.TOKEN.partial` is being written,
+`.step-N.replaced` was the checkpoint of a step that is being saved again, `.step-N.removed` is on
+its way out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from phalanx.core.errors import StorageError
 from phalanx.core.files import fix_of
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.ENOENT)
+_NO_LINKS = (
+    errno.EXDEV,
+    errno.EPERM,
+    errno.EMLINK,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EACCES,
+    errno.ENOENT,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class LocalDraft:
 
     @property
     def url(self) -> str:
-        """What it is to become: where it is written is hidden, and gone when somebody looks for it."""
+        """What it is to become: where it is written is hidden, and gone when somebody looks for
+        it."""
         return str(self.path.with_name(f"step-{self.step}"))
 
     def write(self, name: str, produce: Callable[[DiskFile], StoredFile]) -> StoredFile:
@@ -65,7 +75,8 @@ class LocalDraft:
 
     @contextlib.contextmanager
     def errors_named(self) -> Iterator[None]:
-        """An OSError inside is about the step: its hidden directory is gone before anybody can look."""
+        """An OSError inside is about the step: its hidden directory is gone before anybody can
+        look."""
         try:
             yield
         except OSError as error:
@@ -127,7 +138,9 @@ class LocalStore:
             disk.sync_directory(draft.path)
         replaced = final.with_name(f".{final.name}{REPLACED}")
         remove_tree(disk, replaced)
-        if os.path.lexists(final):  # this step was saved before (a run continued from an older checkpoint)
+        if os.path.lexists(
+            final
+        ):  # this step was saved before (a run continued from an older checkpoint)
             disk.rename(final, replaced)
         try:
             with draft.errors_named():
@@ -150,7 +163,9 @@ class LocalStore:
         path = self.root / folder.name
         hidden = path.with_name(f".{path.name}{REMOVED}")
         remove_tree(self._disk, hidden)
-        self._disk.rename(path, hidden)  # from here on it is no checkpoint, however far the removal gets
+        self._disk.rename(
+            path, hidden
+        )  # from here on it is no checkpoint, however far the removal gets
         self._disk.sync_directory(self.root)
         remove_tree(self._disk, hidden)
 

@@ -1,8 +1,8 @@
 """Checkpoints in an object store that fsspec opens (s3://, gs://, az://, ...). Torch-free.
 
-A checkpoint is a folder `step-N-ATTEMPT-RANDOM`: no save ever writes into the files of another. Its manifest is put
-last, in one request, and removed first: a folder without one is no checkpoint for anybody. Of several of one step the
-one with the highest attempt counts.
+A checkpoint is a folder `step-N-ATTEMPT-RANDOM`: no save ever writes into the files of another. Its
+manifest is put last, in one request, and removed first: a folder without one is no checkpoint for
+anybody. Of several of one step the one with the highest attempt counts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class ObjectFolder:
 
 
 class _Reader:
-    """Ranges of one object. The longer somebody reads on where the last range ended, the more is fetched at once."""
+    """Ranges of one object.
+
+    The longer somebody reads on where the last range ended, the more is fetched at once.
+    """
 
     def __init__(self, remote: Remote, key: str) -> None:
         self._remote, self._key = remote, key
@@ -112,13 +115,17 @@ class ObjectDraft:
         return self.folder.step
 
     def write(self, name: str, produce: Callable[[DiskFile], StoredFile]) -> StoredFile:
-        return self.folder.remote.write(f"{self.folder.name}/{name}", produce, block_bytes=BLOCK_BYTES)
+        return self.folder.remote.write(
+            f"{self.folder.name}/{name}", produce, block_bytes=BLOCK_BYTES
+        )
 
     def reuse(self, name: str, folder: Folder, earlier_name: str) -> bool:
         """A copy that the store makes by itself."""
         if not isinstance(folder, ObjectFolder) or folder.remote.root != self.folder.remote.root:
             return False
-        return self.folder.remote.copy(f"{folder.name}/{earlier_name}", f"{self.folder.name}/{name}")
+        return self.folder.remote.copy(
+            f"{folder.name}/{earlier_name}", f"{self.folder.name}/{name}"
+        )
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,11 @@ class ObjectStore:
 
     @classmethod
     def open(
-        cls, url: str, *, say: Callable[[str], None] = lambda text: None, patience: Patience | None = None
+        cls,
+        url: str,
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        patience: Patience | None = None,
     ) -> ObjectStore:
         """Raises CheckpointError for a URL that nothing here opens."""
         return cls(open_remote(url, say=say, patience=patience or Patience()))
@@ -169,7 +180,9 @@ class ObjectStore:
         newest: dict[int, ObjectFolder] = {}
         for name, files in self._found().items():
             folder = ObjectFolder(self._remote, name)
-            if MANIFEST in files and folder.attempt > (newest[folder.step].attempt if folder.step in newest else -1):
+            if MANIFEST in files and folder.attempt > (
+                newest[folder.step].attempt if folder.step in newest else -1
+            ):
                 newest[folder.step] = folder
         return [newest[step] for step in sorted(newest)]
 
@@ -177,14 +190,19 @@ class ObjectStore:
         return ObjectFolder(self._remote, name)
 
     def probe(self) -> None:
-        """Prove that it can be written: not after hours, at the first save. Raises CheckpointError."""
+        """Prove that it can be written: not after hours, at the first save.
+
+        Raises CheckpointError.
+        """
         key = f".writable-{secrets.token_hex(4)}"
         self._remote.put(key, b"x")
         self._remote.remove(key)
 
     def begin(self, step: int) -> ObjectDraft:
         self.clean_up()
-        attempts = [self.folder(name).attempt for name in self._found() if self.folder(name).step == step]
+        attempts = [
+            self.folder(name).attempt for name in self._found() if self.folder(name).step == step
+        ]
         return self.join(step, f"{max(attempts, default=0) + 1:04d}-{secrets.token_hex(4)}")
 
     def join(self, step: int, token: str) -> ObjectDraft:
@@ -235,7 +253,10 @@ class ObjectStore:
 
 
 def folder_at(url: str) -> ObjectFolder | None:
-    """The checkpoint at a URL; None if what is there has no manifest. Raises CheckpointError, OSError."""
+    """The checkpoint at a URL; None if what is there has no manifest.
+
+    Raises CheckpointError, OSError.
+    """
     above, _, name = url.rstrip("/").rpartition("/")
     if above.endswith("/"):  # s3://bucket
         return None
@@ -244,8 +265,9 @@ def folder_at(url: str) -> ObjectFolder | None:
 
 
 def _require_files(folder: ObjectFolder, manifest: bytes) -> None:
-    """What the store holds must be what was sent: an upload that was cut off may look finished. Nor may there be more:
-    a copy whose answer was lost has been made all the same.
+    """What the store holds must be what was sent: an upload that was cut off may look finished.
+
+    Nor may there be more: a copy whose answer was lost has been made all the same.
     """
     files: dict[str, dict[str, Any]] = json.loads(manifest)["files"]
     there = folder.sizes()
@@ -253,7 +275,8 @@ def _require_files(folder: ObjectFolder, manifest: bytes) -> None:
         if there.get(name) != stored["num_bytes"]:
             what = f"{there[name]} bytes" if name in there else "nothing"
             raise CheckpointError(
-                f"the store has {what} of it, not the {stored['num_bytes']} bytes sent", where=folder.where(name)
+                f"the store has {what} of it, not the {stored['num_bytes']} bytes sent",
+                where=folder.where(name),
             )
     for name in sorted(there.keys() - files.keys()):
         folder.remote.remove(f"{folder.name}/{name}")

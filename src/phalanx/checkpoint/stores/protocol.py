@@ -1,4 +1,7 @@
-"""What a place for checkpoints must be able to do. Each module beside this one is such a place. Torch-free."""
+"""What a place for checkpoints must be able to do.
+
+Each module beside this one is such a place. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ class Draft(Protocol):
         """
 
     def reuse(self, name: str, folder: Folder, earlier_name: str) -> bool:
-        """Let the file `name` hold what a committed checkpoint's file holds, without sending the bytes again.
+        """Let the file `name` hold what a committed checkpoint's file holds, without sending the
+        bytes again.
 
         False if that is not possible here; nothing is changed then.
         """
@@ -49,13 +53,18 @@ class OwnerObject(Protocol):
         """What was written last; None if nothing was."""
 
     def write(self, text: bytes) -> None:
-        """Write it, unless somebody else did meanwhile and the store can tell. Who reads it back knows."""
+        """Write it, unless somebody else did meanwhile and the store can tell.
+
+        Who reads it back knows.
+        """
 
     def remove(self) -> None: ...
 
 
 class Store(Protocol):
-    """The committed checkpoints of one run. One process at a time (that holds the run's lock) changes it.
+    """The committed checkpoints of one run.
+
+    One process at a time (that holds the run's lock) changes it.
 
     Every method raises OSError or CheckpointError.
     """
@@ -77,7 +86,10 @@ class Store(Protocol):
         """Prove that it can be written, where that is not known. Raises CheckpointError."""
 
     def begin(self, step: int) -> Draft:
-        """Make room for a new checkpoint. What an earlier, unfinished save of this run left goes."""
+        """Make room for a new checkpoint.
+
+        What an earlier, unfinished save of this run left goes.
+        """
 
     def join(self, step: int, token: str) -> Draft:
         """The draft that another rank began."""
@@ -86,13 +98,23 @@ class Store(Protocol):
         """What `draft` is called once it is committed."""
 
     def commit(self, draft: Draft, manifest: bytes) -> Folder:
-        """From here on the draft is the checkpoint of its step, instead of an older one of that step. Atomic."""
+        """From here on the draft is the checkpoint of its step, instead of an older one of that
+        step.
+
+        Atomic.
+        """
 
     def discard(self, draft: Draft) -> None:
         """Remove what there is of a draft, as far as that is possible. Never raises."""
 
     def remove(self, folder: Folder) -> None:
-        """Remove a committed checkpoint. A crash on the way leaves it whole, or gone for every reader."""
+        """Remove a committed checkpoint.
+
+        A crash on the way leaves it whole, or gone for every reader.
+        """
 
     def clean_up(self) -> None:
-        """Remove what killed saves and removals left. For the one process that holds the run's lock."""
+        """Remove what killed saves and removals left.
+
+        For the one process that holds the run's lock.
+        """

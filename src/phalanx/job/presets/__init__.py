@@ -1,7 +1,9 @@
-"""The shapes of published models, as data: one TOML file per family, in the words of the [model] section.
+"""The shapes of published models, as data: one TOML file per family, in the words of the [model]
+section.
 
-`shared` holds what all models of a family have in common, `same_as` takes over another model's values, `num_params` is
-the published count. What a row leaves out is ModelShape's default, or follows from what is there (phalanx.job.model).
+`shared` holds what all models of a family have in common, `same_as` takes over another model's
+values, `num_params` is the published count. What a row leaves out is ModelShape's default, or
+follows from what is there (phalanx.job.model).
 """
 
 from __future__ import annotations
@@ -41,14 +43,19 @@ def preset_names() -> list[str]:
 
 
 def find_preset(name: str) -> Preset | None:
-    """The preset of this name. Parses only files that hold it: all of them would take 40 ms of every command."""
+    """The preset of this name.
+
+    Parses only files that hold it: all of them would take 40 ms of every command.
+    """
     families = (_family(family) for family, text in _texts().items() if name in text)
     return next((family[name] for family in families if name in family), None)
 
 
 @cache
 def _texts() -> dict[str, str]:
-    files = sorted(Path(__file__).parent.glob("*.toml"), key=lambda file: (file.stem != "phalanx", file.stem))
+    files = sorted(
+        Path(__file__).parent.glob("*.toml"), key=lambda file: (file.stem != "phalanx", file.stem)
+    )
     return {file.stem: file.read_text(encoding="utf-8") for file in files}
 
 
@@ -64,4 +71,6 @@ def _preset(name: str, family: Mapping[str, Any]) -> Preset:
         other = values.pop("same_as")
         values = {**family["models"][other], **values}
     num_params = values.pop("num_params", None)
-    return Preset(name, family["family"], family["source"], num_params, {**family.get("shared", {}), **values})
+    return Preset(
+        name, family["family"], family["source"], num_params, {**family.get("shared", {}), **values}
+    )

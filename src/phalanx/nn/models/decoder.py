@@ -1,7 +1,9 @@
-"""A causal decoder in the styles of Llama, GPT-2, Mixtral, Qwen, Gemma and DeepSeek: what its `ModelShape` says.
+"""A causal decoder in the styles of Llama, GPT-2, Mixtral, Qwen, Gemma and DeepSeek: what its
+`ModelShape` says.
 
 Shape suffixes: B batch, T sequence, D model width, V vocabulary. Seams that parallelism may swap:
-`attention.core(q, k, v, positions, document_ids, mask)`, `moe.dispatch(rows, counts, experts)`, `embed`, the norms.
+`attention.core(q, k, v, positions, document_ids, mask)`, `moe.dispatch(rows, counts, experts)`,
+`embed`, the norms.
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ class Decoder(nn.Module):
 
     block_pattern = "blocks.*"  # what FSDP wraps, recompute recomputes and compile compiles
 
-    block_inputs_are_cast = True  # the embedding's output is in the compute type, and so is all that follows
+    block_inputs_are_cast = (
+        True  # the embedding's output is in the compute type, and so is all that follows
+    )
 
-    is_per_token_outside_regions = True  # norms and residuals: a rank may have a part of the sequence there
+    is_per_token_outside_regions = (
+        True  # norms and residuals: a rank may have a part of the sequence there
+    )
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -40,14 +46,25 @@ class Decoder(nn.Module):
         learned = shape.positions == "learned"
         self.embed_positions = nn.Embedding(shape.max_positions, shape.dim) if learned else None
         self.balance = Balance() if shape.num_experts else None
-        self.blocks = nn.ModuleList(Block(shape, layer, self.balance) for layer in range(shape.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(shape, layer, self.balance) for layer in range(shape.num_layers)
+        )
         self.norm = build_norm(shape)
-        self.head = None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
-        self.attention_mask = shared_mask  # the seam that makes masks: context parallelism puts in its own
-        self.last_stage = ("embed",) if shape.tie_embeddings else ()  # of a pipeline: what it holds, too
+        self.head = (
+            None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        )
+        self.attention_mask = (
+            shared_mask  # the seam that makes masks: context parallelism puts in its own
+        )
+        self.last_stage = (
+            ("embed",) if shape.tie_embeddings else ()
+        )  # of a pipeline: what it holds, too
 
     def forward(
-        self, inputs: torch.Tensor, positions: torch.Tensor | None = None, document_ids: torch.Tensor | None = None
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
     ) -> CausalOutput:
         """inputs, positions, document_ids: [B, T] integers; positions default to 0..T-1.
 
@@ -58,7 +75,10 @@ class Decoder(nn.Module):
         x_BTD = self._embed(inputs, positions)
         # Blocks with a sliding window and blocks without: what one kind needs is made once.
         tables = {local: self._table(positions, x_BTD.dtype, local) for local in self._kinds()}
-        masks = {local: self._mask(inputs.shape[1], x_BTD, document_ids, local) for local in self._kinds()}
+        masks = {
+            local: self._mask(inputs.shape[1], x_BTD, document_ids, local)
+            for local in self._kinds()
+        }
         for block in self.blocks:
             local = block.is_local
             x_BTD = block(x_BTD, tables[local], positions, document_ids, masks[local])
@@ -71,14 +91,18 @@ class Decoder(nn.Module):
             x_BTD = x_BTD * self.shape.dim**0.5
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(positions)
-        if torch.is_autocast_enabled(x_BTD.device.type):  # the residual stream in the compute type, as under FSDP
+        if torch.is_autocast_enabled(
+            x_BTD.device.type
+        ):  # the residual stream in the compute type, as under FSDP
             x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         return x_BTD
 
     def _kinds(self) -> set[bool]:
         return {self.shape.is_local(layer) for layer in range(self.shape.num_layers)}
 
-    def _table(self, positions: torch.Tensor, dtype: torch.dtype, local: bool) -> torch.Tensor | None:
+    def _table(
+        self, positions: torch.Tensor, dtype: torch.dtype, local: bool
+    ) -> torch.Tensor | None:
         if self.embed_positions is not None:
             return None
         return rotary_table(positions, self.shape, dtype, local=local)
@@ -90,7 +114,8 @@ class Decoder(nn.Module):
         return self.attention_mask(num_tokens, window, document_ids, x_BTD.dtype, x_BTD.device)
 
     def after_step(self) -> None:
-        """In a loop of one's own on one process, after each update: biases of routers follow what came to experts."""
+        """In a loop of one's own on one process, after each update: biases of routers follow
+        what came to experts."""
         for block in self.blocks:
             if block.has_experts:
                 router = block.moe.router
@@ -102,7 +127,8 @@ class Decoder(nn.Module):
 
 
 def build(shape: ModelShape) -> Decoder:
-    """The decoder of `shape`, on the current default device (phalanx builds on meta and initialises shards)."""
+    """The decoder of `shape`, on the current default device (phalanx builds on meta and
+    initialises shards)."""
     return Decoder(shape)
 
 
@@ -111,7 +137,9 @@ def default_objective(loss_chunk_tokens: int) -> Objective:
     return causal_cross_entropy(loss_chunk_tokens)
 
 
-def example_batch(shape: ModelShape, batch_size: int, seq_len: int, seed: int) -> dict[str, torch.Tensor]:
+def example_batch(
+    shape: ModelShape, batch_size: int, seq_len: int, seed: int
+) -> dict[str, torch.Tensor]:
     """Random data as this model takes it."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(shape.vocab_size, (batch_size, seq_len + 1), generator=generator)

@@ -1,4 +1,5 @@
-"""A vision transformer (arXiv 2010.11929): patches of an image, the decoder's blocks without a mask, one label.
+"""A vision transformer (arXiv 2010.11929): patches of an image, the decoder's blocks without a
+mask, one label.
 
 Shape suffixes: B batch, C channels, H height, W width, T tokens, D model width.
 """
@@ -31,7 +32,9 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.shape = shape
         self.shard_rules = rules_of(shape)
-        self.patch = nn.Conv2d(shape.num_channels, shape.dim, shape.patch_size, stride=shape.patch_size)
+        self.patch = nn.Conv2d(
+            shape.num_channels, shape.dim, shape.patch_size, stride=shape.patch_size
+        )
         with_class = shape.pooling == "class_token"
         self.embed_class = nn.Parameter(torch.empty(shape.dim)) if with_class else None
         self.embed_positions = nn.Parameter(torch.empty(shape.tokens_of(0), shape.dim))
@@ -48,18 +51,25 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(pooled_BD))
 
     def _embed(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        size, wanted = tuple(images_BCHW.shape[1:]), (self.shape.num_channels, *2 * (self.shape.image_size,))
+        size, wanted = (
+            tuple(images_BCHW.shape[1:]),
+            (self.shape.num_channels, *2 * (self.shape.image_size,)),
+        )
         if size != wanted:
             raise LayoutError(
-                f"images are {' x '.join(map(str, size))} (channels x height x width), and the model takes "
-                f"{' x '.join(map(str, wanted))}",
+                f"images are {' x '.join(map(str, size))} (channels x height x width), and the"
+                f" model takes {' x '.join(map(str, wanted))}",
                 fix="set model.image_size and model.num_channels, or resize the images",
             )
         x_BTD = self.patch(images_BCHW.to(self.patch.weight.dtype)).flatten(2).transpose(1, 2)
         if self.embed_class is not None:
-            x_BTD = torch.cat((self.embed_class.to(x_BTD.dtype).expand(len(x_BTD), 1, -1), x_BTD), dim=1)
+            x_BTD = torch.cat(
+                (self.embed_class.to(x_BTD.dtype).expand(len(x_BTD), 1, -1), x_BTD), dim=1
+            )
         x_BTD = x_BTD + self.embed_positions
-        if torch.is_autocast_enabled(x_BTD.device.type):  # the residual stream in the compute type, as under FSDP
+        if torch.is_autocast_enabled(
+            x_BTD.device.type
+        ):  # the residual stream in the compute type, as under FSDP
             x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         return x_BTD
 
@@ -78,7 +88,9 @@ def default_objective(loss_chunk_tokens: int) -> Objective:
     return classification_cross_entropy
 
 
-def example_batch(shape: ModelShape, batch_size: int, seq_len: int, seed: int) -> dict[str, torch.Tensor]:
+def example_batch(
+    shape: ModelShape, batch_size: int, seq_len: int, seed: int
+) -> dict[str, torch.Tensor]:
     """Random data as this model takes it. An image has its own length: seq_len does not matter."""
     generator = torch.Generator().manual_seed(seed)
     size = (batch_size, shape.num_channels, shape.image_size, shape.image_size)

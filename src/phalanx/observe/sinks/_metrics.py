@@ -1,4 +1,5 @@
-"""What of a run becomes a curve, under the same names in every sink; and how a run that a sink follows has ended."""
+"""What of a run becomes a curve, under the same names in every sink; and how a run that a sink
+follows has ended."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Point:
 class Metrics:
     """Turns the events of rank 0 into points and remembers how far the run has come.
 
-    What earlier attempts did is read from the event files of `run_dir`: counters go on where they were.
+    What earlier attempts did is read from the event files of `run_dir`: counters go on where they
+    were.
     """
 
     def __init__(self, run_dir: Path | None = None) -> None:
@@ -71,7 +73,9 @@ class Metrics:
         elif isinstance(event, StepFinished | EvalFinished):
             if isinstance(event, StepFinished):
                 self._step = event.step
-            return Point(event.step, envelope.time_unix_s, values_of(event, self._names.__getitem__))
+            return Point(
+                event.step, envelope.time_unix_s, values_of(event, self._names.__getitem__)
+            )
         return None
 
     @property
@@ -116,7 +120,10 @@ def plain_name(name: str) -> str:
 
 
 def values_of(event: Event, name_of: Callable[[str], str] = plain_name) -> dict[str, float]:
-    """The table of metrics: the values of one event by name, units in the names. `name_of` a source: its curve's."""
+    """The table of metrics: the values of one event by name, units in the names.
+
+    `name_of` a source: its curve's.
+    """
     if isinstance(event, StepFinished):
         values = {
             "train/loss": event.loss,
@@ -140,7 +147,9 @@ def values_of(event: Event, name_of: Callable[[str], str] = plain_name) -> dict[
             values["train/loss_scale"] = event.loss_scale
         return values | {f"time/{phase}_s": seconds for phase, seconds in event.phases_s.items()}
     if isinstance(event, EvalFinished):
-        by_source = {f"eval/loss/{name_of(name)}": loss for name, loss in event.loss_by_source.items()}
+        by_source = {
+            f"eval/loss/{name_of(name)}": loss for name, loss in event.loss_by_source.items()
+        }
         metrics = {f"eval/{plain_name(name)}": value for name, value in event.metrics.items()}
         return metrics | {"eval/loss": event.loss} | by_source
     return {}
@@ -156,7 +165,9 @@ def read_job(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def kept_id(path: Path, fresh: str) -> tuple[str, bool]:
-    """The id that `path` keeps, or `fresh`, which it then keeps; and whether it is a fresh one. Raises OSError.
+    """The id that `path` keeps, or `fresh`, which it then keeps; and whether it is a fresh one.
+
+    Raises OSError.
 
     So every attempt of a run, and every resumption, adds to the same curves.
     """

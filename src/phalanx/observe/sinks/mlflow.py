@@ -1,6 +1,8 @@
-"""MLflow: the run's curves and its job in a database in `RUN/mlflow`, or on the server that MLFLOW_TRACKING_URI names.
+"""MLflow: the run's curves and its job in a database in `RUN/mlflow`, or on the server that
+MLFLOW_TRACKING_URI names.
 
-All attempts of a run, and all resumptions, are one MLflow run: its id is kept in `RUN/mlflow/run-id`.
+All attempts of a run, and all resumptions, are one MLflow run: its id is kept in
+`RUN/mlflow/run-id`.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def open_sink(run_dir: Path) -> Sink:
 
 
 def _run_id(client: Any, run_dir: Path, directory: Path) -> tuple[str, bool]:
-    """The run to continue, or a new one in the experiment that MLFLOW_EXPERIMENT_NAME names ("phalanx")."""
+    """The run to continue, or a new one in the experiment that MLFLOW_EXPERIMENT_NAME names
+    ("phalanx")."""
     path = directory / "run-id"
     if path.exists():
         return kept_id(path, "")
@@ -70,7 +73,10 @@ def _params(run_dir: Path) -> Iterator[tuple[str, str]]:
 
 
 class Written:
-    """The values that earlier attempts wrote. Of a metric, they are read when a step of it may be there already."""
+    """The values that earlier attempts wrote.
+
+    Of a metric, they are read when a step of it may be there already.
+    """
 
     def __init__(self, client: Any, run_id: str) -> None:
         self.run_id = run_id
@@ -86,14 +92,18 @@ class Written:
         """By step; of several values the latest."""
         if name not in self._values:
             history = self._client.get_metric_history(self.run_id, name)
-            self._values[name] = {point.step: point.value for point in sorted(history, key=lambda it: it.timestamp)}
+            self._values[name] = {
+                point.step: point.value for point in sorted(history, key=lambda it: it.timestamp)
+            }
         return self._values[name]
 
 
 class MlflowSink:
     """Turns rank 0's facts into metrics, sent in batches. `greeting`: where they are to be seen."""
 
-    def __init__(self, client: Any, metric: Any, written: Written, metrics: Metrics, greeting: str) -> None:
+    def __init__(
+        self, client: Any, metric: Any, written: Written, metrics: Metrics, greeting: str
+    ) -> None:
         self.greeting = greeting
         self._client, self._metric, self._written, self._metrics = client, metric, written, metrics
         self._run_id = written.run_id
@@ -101,7 +111,8 @@ class MlflowSink:
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
-        """Of a step that is done again, what has another value now follows: MLflow can take none back."""
+        """Of a step that is done again, what has another value now follows: MLflow can take none
+        back."""
         point = self._metrics.take(envelope)
         if point is None or not self._is_open:
             return

@@ -1,4 +1,5 @@
-"""TensorBoard: the run's scalars in `RUN/tensorboard`, written with TensorBoard's own writer (no torch)."""
+"""TensorBoard: the run's scalars in `RUN/tensorboard`, written with TensorBoard's own writer (no
+torch)."""
 
 from __future__ import annotations
 
@@ -17,11 +18,16 @@ IS_APART = False
 
 
 def open_sink(run_dir: Path) -> Sink:
-    """A sink that writes below `run_dir`. Raises EnvironmentProblem if tensorboard is not installed."""
+    """A sink that writes below `run_dir`.
+
+    Raises EnvironmentProblem if tensorboard is not installed.
+    """
     needed_for = 'observe.sinks = ["tensorboard"]'
     writers = require(WRITER, extra="tensorboard", needed_for=needed_for)
     events = require(PROTO, extra="tensorboard", needed_for=needed_for)
-    return TensorBoardSink(writers.EventFileWriter(str(run_dir / "tensorboard")), events, Metrics(run_dir))
+    return TensorBoardSink(
+        writers.EventFileWriter(str(run_dir / "tensorboard")), events, Metrics(run_dir)
+    )
 
 
 class TensorBoardSink:

@@ -1,7 +1,8 @@
-"""Weights & Biases: the run's curves and its job in `RUN/wandb`, on a server only where the user asked for one.
+"""Weights & Biases: the run's curves and its job in `RUN/wandb`, on a server only where the user
+asked for one.
 
-Offline, unless WANDB_MODE, WANDB_API_KEY or an earlier `wandb login` says otherwise. All attempts of a run, and all
-resumptions, are one W&B run: its id is kept in `RUN/wandb/run-id`.
+Offline, unless WANDB_MODE, WANDB_API_KEY or an earlier `wandb login` says otherwise. All attempts
+of a run, and all resumptions, are one W&B run: its id is kept in `RUN/wandb/run-id`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from phalanx.observe.sinks._metrics import Metrics, kept_id, read_job
 
 REQUIRES = ("wandb",)
 PRELOAD: tuple[str, ...] = ()
-IS_APART = True  # wandb hooks sys.exit, starts threads and a server of its own, and may wait for the network
+# wandb hooks sys.exit, starts threads and a server of its own, and may wait for the network
+IS_APART = True
 INIT_TIMEOUT_S = 30.0
 FLUSH_S = 2.0  # what a killed run may lose of its local file
 DEFAULT_SERVER = "https://api.wandb.ai"
@@ -64,7 +66,10 @@ def open_sink(run_dir: Path) -> Sink:
         if wish == "offline":
             raise
         wandb.teardown()
-        run, why = _start(wandb, run_dir, run_id, "offline"), f"offline, since the server cannot be used: {error}"
+        run, why = (
+            _start(wandb, run_dir, run_id, "offline"),
+            f"offline, since the server cannot be used: {error}",
+        )
     return WandbSink(run, Metrics(run_dir), f"{_place(run, directory)} ({why})")
 
 
@@ -134,7 +139,8 @@ class WandbSink:
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
-        """A row per step; what a later attempt does again, wandb leaves out, as its rows only go forward."""
+        """A row per step; what a later attempt does again, wandb leaves out, as its rows only go
+        forward."""
         point = self._metrics.take(envelope)
         if point is not None and self._is_open:
             self._run.log(point.values | {"step": point.step}, step=point.step)

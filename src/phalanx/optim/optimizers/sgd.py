@@ -1,4 +1,7 @@
-"""SGD with momentum, not fused: that kernel knows no sharded tensors. Decay is torch's: added to the gradient (L2)."""
+"""SGD with momentum, not fused: that kernel knows no sharded tensors.
+
+Decay is torch's: added to the gradient (L2).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,10 @@ def build(groups: Groups, optim: Optim) -> torch.optim.Optimizer:
         foreach=True,
     )
     if optim.momentum:
-        for parameter in groups.parameters():  # zeros: the first step then leaves the gradient itself, as torch does
-            optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+        for parameter in (
+            groups.parameters()
+        ):  # zeros: the first step then leaves the gradient itself, as torch does
+            optimizer.state[parameter] = {
+                "momentum_buffer": torch.zeros_like(parameter, requires_grad=False)
+            }
     return optimizer

@@ -1,4 +1,7 @@
-"""bf16: gradients are rounded to bfloat16 and added up in it. Half the bytes; three digits, the range of fp32."""
+"""bf16: gradients are rounded to bfloat16 and added up in it.
+
+Half the bytes; three digits, the range of fp32.
+"""
 
 from __future__ import annotations
 

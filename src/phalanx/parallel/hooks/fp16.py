@@ -1,7 +1,9 @@
-"""fp16: gradients are rounded to half precision and added up in it. Half the bytes; four digits, a small range.
+"""fp16: gradients are rounded to half precision and added up in it.
 
-So each gradient is first brought into that range by a power of two that all ranks agree on: as the mean over many
-tokens its elements are often below 6e-8, which fp16 makes zero.
+Half the bytes; four digits, a small range.
+
+So each gradient is first brought into that range by a power of two that all ranks agree on: as the
+mean over many tokens its elements are often below 6e-8, which fp16 makes zero.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ class Fp16:
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
         limits = torch.stack([_limit(g.tensor) for g in gradients])
         wire.largest(limits)
-        scales = torch.exp2(torch.floor(torch.log2(LARGEST / wire.num_ranks / limits.clamp(min=2.0**-100))))
-        rounded = torch.cat([(g.tensor * s).reshape(-1).half() for g, s in zip(gradients, scales, strict=True)])
+        scales = torch.exp2(
+            torch.floor(torch.log2(LARGEST / wire.num_ranks / limits.clamp(min=2.0**-100)))
+        )
+        rounded = torch.cat(
+            [(g.tensor * s).reshape(-1).half() for g, s in zip(gradients, scales, strict=True)]
+        )
         wire.add_up(rounded)
         parts = rounded.split([g.tensor.numel() for g in gradients])
         for gradient, part, scale in zip(gradients, parts, scales, strict=True):
@@ -35,7 +41,8 @@ class Fp16:
 
 
 def _limit(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude; infinite for one that is not a number, which a maximum over ranks would lose."""
+    """The largest magnitude; infinite for one that is not a number, which a maximum over ranks
+    would lose."""
     largest = tensor.abs().amax().float()
     return torch.where(largest.isfinite(), largest, torch.inf)
 

@@ -1,8 +1,11 @@
-"""int8: blocks of up to 256 elements share a scale; the sum is made in two exchanges of bytes. A quarter of the bytes.
+"""int8: blocks of up to 256 elements share a scale; the sum is made in two exchanges of bytes.
 
-Each rank quantises its gradient and sends the r-th part to rank r, which adds the parts up in full precision,
-quantises the mean, and gathers it to all. So a number crosses the wire twice, as a byte each time, however many ranks
-there are. What both roundings lose is kept: the second one's by the rank that made it.
+A quarter of the bytes.
+
+Each rank quantises its gradient and sends the r-th part to rank r, which adds the parts up in full
+precision, quantises the mean, and gathers it to all. So a number crosses the wire twice, as a byte
+each time, however many ranks there are. What both roundings lose is kept: the second one's by the
+rank that made it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ KEEPS_ERROR = True
 
 @dataclass(frozen=True)
 class Cut:
-    """How the elements of one gradient are dealt out: a share for each rank, padded to blocks of equal size."""
+    """How the elements of one gradient are dealt out: a share for each rank, padded to blocks of
+    equal size."""
 
     num_elements: int
     num_ranks: int
@@ -43,7 +47,9 @@ class Cut:
 
     def blocks(self, flat: torch.Tensor) -> torch.Tensor:
         """[elements] -> [ranks, blocks, block], zeros where there is nothing."""
-        shares = F.pad(flat, (0, self.num_ranks * self.share - self.num_elements)).view(self.num_ranks, self.share)
+        shares = F.pad(flat, (0, self.num_ranks * self.share - self.num_elements)).view(
+            self.num_ranks, self.share
+        )
         padded = F.pad(shares, (0, self.num_blocks * self.block - self.share))
         return padded.view(self.num_ranks, self.num_blocks, self.block)
 
@@ -64,7 +70,9 @@ class Int8:
         sent = [_quantise(b) for b in blocks]
         kept = [b - _restore(*q, b.dtype) for b, q in zip(blocks, sent, strict=True)]
 
-        arrived = wire.exchange(_pack(sent))  # [ranks, bytes]: this rank's share of what each of them has
+        arrived = wire.exchange(
+            _pack(sent)
+        )  # [ranks, bytes]: this rank's share of what each of them has
         shares = _unpack(arrived, cuts)
         means = [_restore(*q, b.dtype).mean(0) for b, q in zip(blocks, shares, strict=True)]
 
@@ -75,7 +83,9 @@ class Int8:
         for gradient, cut, final in zip(gradients, cuts, _unpack(gathered, cuts), strict=True):
             mean = cut.flat(_restore(*final, gradient.tensor.dtype))
             gradient.tensor.copy_(mean.view_as(gradient.tensor))
-        return [cut.flat(k).view_as(g.tensor) for cut, k, g in zip(cuts, kept, gradients, strict=True)]
+        return [
+            cut.flat(k).view_as(g.tensor) for cut, k, g in zip(cuts, kept, gradients, strict=True)
+        ]
 
 
 Quantised = tuple[torch.Tensor, torch.Tensor]
@@ -83,7 +93,10 @@ Quantised = tuple[torch.Tensor, torch.Tensor]
 
 
 def _quantise(blocks: torch.Tensor) -> Quantised:
-    """To the nearest of 255 levels. A block with anything that is not finite has a scale that is not."""
+    """To the nearest of 255 levels.
+
+    A block with anything that is not finite has a scale that is not.
+    """
     scales = (blocks.abs().amax(-1) / LEVELS).to(SCALE)
     steps = blocks / scales[..., None].to(blocks.dtype).clamp(min=torch.finfo(SCALE).tiny)
     return steps.round().clamp(-LEVELS, LEVELS).nan_to_num(0.0).to(torch.int8), scales

@@ -1,8 +1,9 @@
-"""powersgd: a matrix is sent as the product of two thin ones, found by a step of power iteration (Vogels et al. 2019).
+"""powersgd: a matrix is sent as the product of two thin ones, found by a step of power iteration
+(Vogels et al. 2019).
 
-With M the mean over ranks of gradient + error, [n, m]: P = M Q is added up and made orthogonal, Q = M^T P is added up,
-and M is taken to be P Q^T. Q is where the next step begins. rank (n + m) numbers travel instead of n m; vectors, and
-matrices for which that is no less, travel as they are.
+With M the mean over ranks of gradient + error, [n, m]: P = M Q is added up and made orthogonal, Q =
+M^T P is added up, and M is taken to be P Q^T. Q is where the next step begins. rank (n + m) numbers
+travel instead of n m; vectors, and matrices for which that is no less, travel as they are.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ class PowerSgd:
         """Q [m, rank]: drawn by seed and name at first."""
         if not self._compresses(parameter):
             return {}
-        generator = torch.Generator().manual_seed(stable_hash64("powersgd", self._seed, name) % 2**63)
-        drawn = torch.randn(_matrix(parameter).shape[1], self._rank, generator=generator, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(
+            stable_hash64("powersgd", self._seed, name) % 2**63
+        )
+        drawn = torch.randn(
+            _matrix(parameter).shape[1], self._rank, generator=generator, dtype=torch.float64
+        )
         return {Q: drawn.to(parameter)}
 
     def _compresses(self, tensor: torch.Tensor) -> bool:
@@ -68,7 +73,9 @@ def _average(tensors: Sequence[torch.Tensor], wire: Wire) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     wire.add_up(flat)
     flat /= wire.num_ranks
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(
+        tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+    ):
         tensor.copy_(part.view_as(tensor))
 
 

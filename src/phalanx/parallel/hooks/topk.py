@@ -1,7 +1,8 @@
-"""topk: of each gradient only the largest elements are sent, with their places; the others wait (Lin et al. 2018).
+"""topk: of each gradient only the largest elements are sent, with their places; the others wait
+(Lin et al. 2018).
 
-Every rank has its own largest ones, so they are gathered, not added on the way: 8 bytes for each element that is sent,
-to each of the other ranks.
+Every rank has its own largest ones, so they are gathered, not added on the way: 8 bytes for each
+element that is sent, to each of the other ranks.
 """
 
 from __future__ import annotations
@@ -31,14 +32,23 @@ class TopK:
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
         counts = [self.num_sent(g.tensor.numel()) for g in gradients]
         flats = [g.tensor.reshape(-1) for g in gradients]
-        places = [flat.abs().topk(count, sorted=False).indices for flat, count in zip(flats, counts, strict=True)]
-        values = wire.gather(torch.cat([flat[place] for flat, place in zip(flats, places, strict=True)]))
+        places = [
+            flat.abs().topk(count, sorted=False).indices
+            for flat, count in zip(flats, counts, strict=True)
+        ]
+        values = wire.gather(
+            torch.cat([flat[place] for flat, place in zip(flats, places, strict=True)])
+        )
         others = wire.gather(torch.cat(places).to(torch.int32))
         kept = [flat.index_fill(0, place, 0.0) for flat, place in zip(flats, places, strict=True)]
-        by_gradient = zip(gradients, values.split(counts, dim=1), others.split(counts, dim=1), strict=True)
+        by_gradient = zip(
+            gradients, values.split(counts, dim=1), others.split(counts, dim=1), strict=True
+        )
         for gradient, some, where in by_gradient:
             total = torch.zeros_like(gradient.tensor).view(-1)
-            for row, place in zip(some, where.long(), strict=True):  # one rank after the other: no place is there twice
+            for row, place in zip(
+                some, where.long(), strict=True
+            ):  # one rank after the other: no place is there twice
                 total[place] += row
             gradient.tensor.copy_(total.view_as(gradient.tensor)).div_(wire.num_ranks)
         return [k.view_as(g.tensor) for k, g in zip(kept, gradients, strict=True)]

@@ -1,4 +1,6 @@
-"""Pipelines as data: who computes what in which order, whether that works, and how long it takes. Torch-free.
+"""Pipelines as data: who computes what in which order, whether that works, and how long it takes.
+
+Torch-free.
 
 The types, one walk of the data:
 

@@ -20,7 +20,8 @@ MICROBATCHES_PER_HOP = 4  # (p - 1) / (m + p - 1) is a fifth where m is 4 (p - 1
 
 @dataclass(frozen=True)
 class Asked:
-    """A schedule whose microbatches are not counted yet; or one from a file (`written`), where they are."""
+    """A schedule whose microbatches are not counted yet; or one from a file (`written`), where
+    they are."""
 
     name: str
     num_ranks: int
@@ -40,8 +41,11 @@ class Asked:
 
 
 def asked_schedule(job: Job) -> Asked | None:
-    """None where pp is 1. Raises LayoutError for a file that cannot be read or run, or is for other ranks, and for
-    stages per rank that a schedule cannot have."""
+    """None where pp is 1.
+
+    Raises LayoutError for a file that cannot be read or run, or is for other ranks, and for stages
+    per rank that a schedule cannot have.
+    """
     num_ranks, file = job.parallel.pp or 1, job.parallel.schedule_file
     if num_ranks == 1:
         return None
@@ -52,7 +56,11 @@ def asked_schedule(job: Job) -> Asked | None:
             raise LayoutError(
                 f"the schedule is for {written.num_ranks} ranks, and parallel.pp is {num_ranks}",
                 where=file,
-                fix=f"set parallel.pp={written.num_ranks}" if written.num_ranks > 1 else "write a line for each rank",
+                fix=(
+                    f"set parallel.pp={written.num_ranks}"
+                    if written.num_ranks > 1
+                    else "write a line for each rank"
+                ),
             )
         return Asked(written.name, num_ranks, written.num_stages, written)
     name = job.parallel.schedule or DEFAULT_SCHEDULE
@@ -62,24 +70,34 @@ def asked_schedule(job: Job) -> Asked | None:
 
 
 def split_share(job: Job, asked: Asked, share: int, shares: int) -> tuple[int, int]:
-    """(micro_batch_size, microbatches per step) of a share of the batch, one of `shares`, that a pipeline works on.
+    """(micro_batch_size, microbatches per step) of a share of the batch, one of `shares`, that a
+    pipeline works on.
 
-    As the job says; else the largest microbatches that leave enough of them for a bubble of a fifth, or as many as
-    there can be. Raises LayoutError for a number that the schedule cannot run, with the nearest that it can.
+    As the job says; else the largest microbatches that leave enough of them for a bubble of a
+    fifth, or as many as there can be. Raises LayoutError for a number that the schedule cannot run,
+    with the nearest that it can.
     """
     legal = [number for number in divisors(share) if asked.can_run(number)]
     if not legal:
         raise _no_microbatches(asked, share, shares)
     micro = job.train.micro_batch_size
     if micro is None:
-        enough = [number for number in legal if number >= MICROBATCHES_PER_HOP * (asked.num_ranks - 1)]
+        enough = [
+            number for number in legal if number >= MICROBATCHES_PER_HOP * (asked.num_ranks - 1)
+        ]
         chosen = enough[0] if enough else legal[-1]
         return share // chosen, chosen
     sizes = sorted(share // number for number in legal)
     if micro not in sizes:
-        what = f"train.micro_batch_size {micro} does not divide the {share} sequences of each of {shares} pipelines"
+        what = (
+            f"train.micro_batch_size {micro} does not divide the {share} sequences of each of"
+            f" {shares} pipelines"
+        )
         if share % micro == 0:
-            what = f"train.micro_batch_size {micro} makes {share // micro} microbatches of the {share} sequences of a "
+            what = (
+                f"train.micro_batch_size {micro} makes {share // micro} microbatches of the {share}"
+                " sequences of a "
+            )
             what += f"pipeline, which schedule {asked.name} on {asked.num_ranks} ranks cannot run"
         raise LayoutError(what, fix=f"nearest: {nearest(micro, sizes)}")
     return micro, share // micro
@@ -89,14 +107,18 @@ def _no_microbatches(asked: Asked, share: int, shares: int) -> LayoutError:
     if asked.written is not None:
         needed = asked.written.num_microbatches
         what = (
-            f"schedule {asked.name} has {needed} microbatches, which do not divide the {share} sequences of a pipeline"
+            f"schedule {asked.name} has {needed} microbatches, which do not divide the {share}"
+            " sequences of a pipeline"
         )
     else:
         needed = next(number for number in range(1, 2**31) if asked.can_run(number))
         what = (
-            f"schedule {asked.name} on {asked.num_ranks} ranks needs {needed} microbatches, and a pipeline has {share} "
+            f"schedule {asked.name} on {asked.num_ranks} ranks needs {needed} microbatches, and a"
+            f" pipeline has {share} "
         )
         what += "sequences"
     below = share // needed * needed
     batches = [number * shares for number in (below, below + needed) if number]
-    return LayoutError(what, fix=f"nearest train.global_batch_size: {' or '.join(map(str, batches))}")
+    return LayoutError(
+        what, fix=f"nearest train.global_batch_size: {' or '.join(map(str, batches))}"
+    )

@@ -1,4 +1,5 @@
-"""Whether a schedule can run at all, before anything runs it: each thing wrong with it in one line."""
+"""Whether a schedule can run at all, before anything runs it: each thing wrong with it in one
+line."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ _Place = tuple[int, int]  # rank, position
 
 
 def check(schedule: Schedule, *, max_in_flight: int | None = None) -> tuple[Problem, ...]:
-    """Problems by rank and position, both as they stand in the file: ranks count from 0 and positions from 1.
+    """Problems by rank and position, both as they stand in the file: ranks count from 0 and
+    positions from 1.
 
-    Each stage has one rank and does F once for each microbatch, then B once, or I and W once; what an action needs is
-    done by somebody, and no rank waits for ever. With `max_in_flight`: no rank holds more microbatches, counted per
-    stage, than that. What follows from a problem already told is not told again.
+    Each stage has one rank and does F once for each microbatch, then B once, or I and W once; what
+    an action needs is done by somebody, and no rank waits for ever. With `max_in_flight`: no rank
+    holds more microbatches, counted per stage, than that. What follows from a problem already told
+    is not told again.
     """
     places = _places(schedule)
     problems = [*_misplaced(schedule), *_miscounted(schedule, places)]
@@ -50,7 +53,8 @@ def _places(schedule: Schedule) -> dict[Action, list[_Place]]:
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Problem]:
-    """Actions of stages or microbatches that there are not, or on a rank that does not hold the stage."""
+    """Actions of stages or microbatches that there are not, or on a rank that does not hold the
+    stage."""
     for rank, row in enumerate(schedule.actions):
         if not row:
             yield Problem(f"rank {rank}", "has nothing to do")
@@ -59,7 +63,11 @@ def _misplaced(schedule: Schedule) -> Iterator[Problem]:
             if action.stage >= schedule.num_stages:
                 yield Problem(str(action), f"there are {schedule.num_stages} stages, from 0", where)
             elif action.microbatch >= schedule.num_microbatches:
-                yield Problem(str(action), f"there are {schedule.num_microbatches} microbatches, from 0", where)
+                yield Problem(
+                    str(action),
+                    f"there are {schedule.num_microbatches} microbatches, from 0",
+                    where,
+                )
             elif schedule.rank_of_stage[action.stage] != rank:
                 owner = schedule.rank_of_stage[action.stage]
                 yield Problem(str(action), f"stage {action.stage} is on rank {owner}", where)
@@ -69,7 +77,11 @@ def _miscounted(schedule: Schedule, places: dict[Action, list[_Place]]) -> Itera
     """What is done twice, or never."""
     for action, found in places.items():
         for rank, position in found[1:]:
-            yield Problem(str(action), f"comes a second time; the first is at {_at(*found[0])}", _at(rank, position))
+            yield Problem(
+                str(action),
+                f"comes a second time; the first is at {_at(*found[0])}",
+                _at(rank, position),
+            )
     for stage, owner in enumerate(schedule.rank_of_stage):
         for microbatch in range(schedule.num_microbatches):
             yield from _miscounted_microbatch(stage, microbatch, owner, places)
@@ -78,19 +90,25 @@ def _miscounted(schedule: Schedule, places: dict[Action, list[_Place]]) -> Itera
 def _miscounted_microbatch(
     stage: int, microbatch: int, owner: int, places: dict[Action, list[_Place]]
 ) -> Iterator[Problem]:
-    forward, whole, inputs, weights = (Action(kind, stage, microbatch) for kind in ("F", "B", "I", "W"))
+    forward, whole, inputs, weights = (
+        Action(kind, stage, microbatch) for kind in ("F", "B", "I", "W")
+    )
     missing = f"is missing on rank {owner}"
     if forward not in places:
         yield Problem(str(forward), missing)
     halves = [half for half in (inputs, weights) if half in places]
     if whole in places:
         for half in halves:
-            yield Problem(str(half), f"is part of {whole}, which is there too", _at(*places[half][0]))
+            yield Problem(
+                str(half), f"is part of {whole}, which is there too", _at(*places[half][0])
+            )
     elif not halves:
         yield Problem(str(whole), f"{missing}, and so are {inputs} and {weights}")
     elif len(halves) == 1:
         other = weights if halves == [inputs] else inputs
-        yield Problem(str(other), f"{missing}; {halves[0]} is half of a backward", _at(*places[halves[0]][0]))
+        yield Problem(
+            str(other), f"{missing}; {halves[0]} is half of a backward", _at(*places[halves[0]][0])
+        )
 
 
 def _waits_for_ever(schedule: Schedule) -> Iterator[Problem]:
@@ -109,7 +127,9 @@ def _waits_for_ever(schedule: Schedule) -> Iterator[Problem]:
         maker = schedule.actions[there][position]
         what = f"waits for {maker}, which comes later, at position {position + 1}"
         if there != rank:
-            what = f"waits for {maker} of {_at(there, position)}, and rank {there} stands at position "
+            what = (
+                f"waits for {maker} of {_at(there, position)}, and rank {there} stands at position "
+            )
             what += f"{standing[there] + 1}, {schedule.actions[there][standing[there]]}"
         yield Problem(str(schedule.actions[rank][standing[rank]]), what, _at(rank, standing[rank]))
 
@@ -117,4 +137,6 @@ def _waits_for_ever(schedule: Schedule) -> Iterator[Problem]:
 def _too_many_held(schedule: Schedule, limit: int) -> Iterator[Problem]:
     for rank, peak in enumerate(in_flight(schedule).per_rank):
         if peak > limit:
-            yield Problem(f"rank {rank}", f"holds up to {peak} microbatches at once, and {limit} may be")
+            yield Problem(
+                f"rank {rank}", f"holds up to {peak} microbatches at once, and {limit} may be"
+            )

@@ -1,6 +1,8 @@
-"""What the literature says of named schedules on uniform stages without sends; `simulate` finds the same.
+"""What the literature says of named schedules on uniform stages without sends; `simulate` finds the
+same.
 
-A tool to choose schedules with before one is simulated, and the reference that the simulation is tested against.
+A tool to choose schedules with before one is simulated, and the reference that the simulation is
+tested against.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from phalanx.plan.pipeline.simulate import StageCosts
 
 
 def idle_s(name: str, num_ranks: int, num_microbatches: int, costs: StageCosts) -> Seconds | None:
-    """Seconds of a step in which a rank waits; `costs` are those of one stage. None where there is no closed form.
+    """Seconds of a step in which a rank waits; `costs` are those of one stage.
+
+    None where there is no closed form.
 
     gpipe, 1f1b and interleaved: (p - 1)(F + B): GPipe 1811.06965, PipeDream-Flush 2006.09503, Narayanan et al.
     2104.04473. Interleaved schedules have v smaller stages per rank, and so 1/v of the bubble, as long as microbatches
@@ -33,8 +37,11 @@ def idle_s(name: str, num_ranks: int, num_microbatches: int, costs: StageCosts) 
     return None
 
 
-def bubble(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, costs: StageCosts) -> Seconds | None:
-    """The part of all ranks' time that is idle, (p - 1)/(v·m + p - 1) for gpipe, 1f1b and interleaved."""
+def bubble(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, costs: StageCosts
+) -> Seconds | None:
+    """The part of all ranks' time that is idle, (p - 1)/(v·m + p - 1) for gpipe, 1f1b and
+    interleaved."""
     idle = idle_s(name, num_ranks, num_microbatches, costs)
     if idle is None:
         return None
@@ -43,8 +50,11 @@ def bubble(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: in
     return idle / step if step else Fraction(0)
 
 
-def peak_in_flight(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, rank: int) -> int | None:
-    """Microbatches of one stage that `rank` holds at most, over all its stages; None where there is no closed form."""
+def peak_in_flight(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, rank: int
+) -> int | None:
+    """Microbatches of one stage that `rank` holds at most, over all its stages; None where there
+    is no closed form."""
     all_of_them = num_microbatches * stages_per_rank
     to_end = num_ranks - 1 - rank
     in_rounds = num_microbatches % num_ranks == 0

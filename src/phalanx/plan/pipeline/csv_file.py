@@ -1,8 +1,10 @@
-"""Schedules as CSV: one line per rank, one action per cell ("0F0,0F1,0B0,..."), no sends and receives.
+"""Schedules as CSV: one line per rank, one action per cell ("0F0,0F1,0B0,..."), no sends and
+receives.
 
-The format that `_PipelineScheduleRuntime._load_csv(path, format="compute_only")` of torch reads: empty cells are
-bubbles, which mean nothing here, since an action begins when its input is there; `(0F1;7B0)OVERLAP_F_B` is a forward
-and a backward that torch may overlap, read as two actions one after the other.
+The format that `_PipelineScheduleRuntime._load_csv(path, format="compute_only")` of torch reads:
+empty cells are bubbles, which mean nothing here, since an action begins when its input is there;
+`(0F1;7B0)OVERLAP_F_B` is a forward and a backward that torch may overlap, read as two actions one
+after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _SENDS = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_
 def read_schedule(path: Path) -> Schedule:
     """What the file says; whether it can run is for `check` to say.
 
-    A stage belongs to the rank that names it first. Raises LayoutError with line and cell for what is no action.
+    A stage belongs to the rank that names it first. Raises LayoutError with line and cell for what
+    is no action.
     """
     try:
         rows = list(csv.reader(io.StringIO(read_regular(path).decode("utf-8"), newline="")))
@@ -35,7 +38,9 @@ def read_schedule(path: Path) -> Schedule:
         rows.pop()
     actions = tuple(tuple(_row(path, line, cells)) for line, cells in enumerate(rows, 1))
     if not actions:
-        raise LayoutError("the schedule is empty", where=str(path), fix="write one line per rank: 0F0,0F1,0B0,0B1")
+        raise LayoutError(
+            "the schedule is empty", where=str(path), fix="write one line per rank: 0F0,0F1,0B0,0B1"
+        )
     return _schedule(path, actions)
 
 
@@ -58,7 +63,10 @@ def _row(path: Path, line: int, cells: list[str]) -> Iterator[Action]:
             except LayoutError as error:
                 where = f"{path}:{line}: cell {number}"
                 if _SENDS.fullmatch(part):
-                    why = "sends, receives and gathers follow from the actions and are not written down"
+                    why = (
+                        "sends, receives and gathers follow from the actions and are not written"
+                        " down"
+                    )
                     raise LayoutError(f"{part} is no computation", where=where, why=why) from None
                 raise LayoutError(error.what, where=where, fix=error.fix) from None
 
@@ -72,6 +80,8 @@ def _schedule(path: Path, actions: tuple[tuple[Action, ...], ...]) -> Schedule:
     for noun, found in (("stage", set(owners)), ("microbatch", microbatches)):
         if len(found) <= max(found):
             gap = next(number for number in range(len(found) + 1) if number not in found)
-            raise LayoutError(f"no rank has {noun} {gap}", where=str(path), why=f"there is a {noun} {max(found)}")
+            raise LayoutError(
+                f"no rank has {noun} {gap}", where=str(path), why=f"there is a {noun} {max(found)}"
+            )
     rank_of_stage = tuple(owners[stage] for stage in range(len(owners)))
     return Schedule(path.stem, len(microbatches), rank_of_stage, actions)

@@ -1,4 +1,5 @@
-"""Which blocks a stage has: cut so that the slowest stage is as fast as it can be, or as the user says."""
+"""Which blocks a stage has: cut so that the slowest stage is as fast as it can be, or as the
+user says."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from phalanx.plan.pipeline.order import Seconds
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What each part of a model costs, in any one unit. The first stage has the embedding too, the last the head."""
+    """What each part of a model costs, in any one unit.
+
+    The first stage has the embedding too, the last the head.
+    """
 
     embedding: Seconds
     blocks: tuple[Seconds, ...]
@@ -52,17 +56,21 @@ class Stages:
 
 
 def cut(costs: LayerCosts, num_stages: int) -> Stages:
-    """The cut whose costliest stage is cheapest; of several such, the most even one (least sum of squares).
+    """The cut whose costliest stage is cheapest; of several such, the most even one (least sum of
+    squares).
 
-    Stages are runs of neighbouring blocks, at least one each; only the first and the last may have none, if embedding
-    or head alone is their work. Where that leaves a choice, earlier stages have fewer blocks, since they hold more
-    microbatches. Raises LayoutError for more stages than there is work for.
+    Stages are runs of neighbouring blocks, at least one each; only the first and the last may have
+    none, if embedding or head alone is their work. Where that leaves a choice, earlier stages have
+    fewer blocks, since they hold more microbatches. Raises LayoutError for more stages than there
+    is work for.
     """
     num_blocks = len(costs.blocks)
     most = num_blocks + (costs.embedding > 0) + (costs.head > 0)
     if num_stages < 1 or num_stages > most:
         nearest = most if num_stages > 0 else 1
-        raise LayoutError(f"{num_blocks} blocks cannot be cut into {num_stages} stages", fix=f"nearest: {nearest}")
+        raise LayoutError(
+            f"{num_blocks} blocks cannot be cut into {num_stages} stages", fix=f"nearest: {nearest}"
+        )
     work = _Work.of(costs, num_stages)
     largest, _ = _best(work, lambda cost, rest: max(cost, rest), limit=None)
     _, num_blocks_of = _best(work, lambda cost, rest: cost**2 + rest, limit=largest)
@@ -70,11 +78,17 @@ def cut(costs: LayerCosts, num_stages: int) -> Stages:
 
 
 def check_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> Stages:
-    """Stages as the user wants them. Raises LayoutError if they do not add up, naming the nearest that do."""
+    """Stages as the user wants them.
+
+    Raises LayoutError if they do not add up, naming the nearest that do.
+    """
     given = ", ".join(map(str, num_blocks))
     least = [int(stage not in (0, num_stages - 1)) for stage in range(num_stages)]
     if sum(least) > num_layers:
-        raise LayoutError(f"{num_layers} blocks cannot be cut into {num_stages} stages", fix=f"nearest: {num_layers}")
+        raise LayoutError(
+            f"{num_layers} blocks cannot be cut into {num_stages} stages",
+            fix=f"nearest: {num_layers}",
+        )
     if len(num_blocks) != num_stages:
         raise LayoutError(
             f"blocks are given for {len(num_blocks)} stages ({given}), and there are {num_stages}",
@@ -132,7 +146,8 @@ class _Work:
         return found + (self.head if stage == self.num_stages - 1 else 0)
 
     def ends(self, stage: int, begin: int) -> range:
-        """Where a stage that begins at block `begin` may end, so that it and those after it have work."""
+        """Where a stage that begins at block `begin` may end, so that it and those after it have
+        work."""
         after = self.num_stages - 1 - stage
         may_be_empty = (stage == 0 and self.embedding > 0) or (after == 0 and self.head > 0)
         first = begin + (not may_be_empty)
@@ -141,12 +156,17 @@ class _Work:
         return range(first, self.num_blocks - (after - (self.head > 0)) + 1)
 
 
-def _best(work: _Work, join: Callable[[int, int], int], limit: int | None) -> tuple[int, tuple[int, ...]]:
-    """The least value of `join(cost of a stage, value of those after it)`, and the blocks of each stage that has it.
+def _best(
+    work: _Work, join: Callable[[int, int], int], limit: int | None
+) -> tuple[int, tuple[int, ...]]:
+    """The least value of `join(cost of a stage, value of those after it)`, and the blocks of each
+    stage that has it.
 
     Dynamic programming from the last stage to the first; no stage costs more than `limit`.
     """
-    after: dict[int, tuple[int, tuple[int, ...]]] = {work.num_blocks: (0, ())}  # by where a stage begins
+    after: dict[int, tuple[int, tuple[int, ...]]] = {
+        work.num_blocks: (0, ())
+    }  # by where a stage begins
     for stage in reversed(range(work.num_stages)):
         here: dict[int, tuple[int, tuple[int, ...]]] = {}
         for begin in range(work.num_blocks + 1) if stage else (0,):

@@ -1,4 +1,5 @@
-"""Schedules by name: which sizes each has, the nearest legal one for those it has not, and its actions."""
+"""Schedules by name: which sizes each has, the nearest legal one for those it has not, and its
+actions."""
 
 from __future__ import annotations
 
@@ -38,11 +39,19 @@ _SCHEDULES = {
 SCHEDULE_NAMES = tuple(_SCHEDULES)
 
 
-def generate(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The actions of a named schedule. Raises LayoutError, with the nearest legal size, for one that it has not."""
+def generate(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
+    """The actions of a named schedule.
+
+    Raises LayoutError, with the nearest legal size, for one that it has not.
+    """
     named = _named(name)
     if num_ranks < 1 or num_microbatches < 1:
-        raise LayoutError(f"a pipeline of {num_ranks} ranks and {num_microbatches} microbatches", fix="use at least 1")
+        raise LayoutError(
+            f"a pipeline of {num_ranks} ranks and {num_microbatches} microbatches",
+            fix="use at least 1",
+        )
     per_rank = named.stages_per_rank if stages_per_rank is None else stages_per_rank
     require_stages_per_rank(name, per_rank)
     _require_microbatches(name, named, num_ranks, num_microbatches)
@@ -64,14 +73,20 @@ def default_stages_per_rank(name: str) -> int:
 def _named(name: str) -> _Named:
     if name not in _SCHEDULES:
         known = f"there are {', '.join(SCHEDULE_NAMES)}"
-        raise LayoutError(f"there is no schedule {name!r}", fix=did_you_mean(name, SCHEDULE_NAMES) or known)
+        raise LayoutError(
+            f"there is no schedule {name!r}", fix=did_you_mean(name, SCHEDULE_NAMES) or known
+        )
     return _SCHEDULES[name]
 
 
 def can_have(name: str, stages_per_rank: int) -> bool:
     """Whether a named schedule has that many stages on each rank."""
     named = _named(name)
-    return named.least_stages_per_rank <= stages_per_rank <= (named.most_stages_per_rank or stages_per_rank)
+    return (
+        named.least_stages_per_rank
+        <= stages_per_rank
+        <= (named.most_stages_per_rank or stages_per_rank)
+    )
 
 
 def require_stages_per_rank(name: str, wish: int) -> None:
@@ -99,7 +114,9 @@ def _require_microbatches(name: str, named: _Named, num_ranks: int, wish: int) -
     if not named.in_rounds or _fills_rounds(num_ranks, wish):
         return
     below = next(count for count in range(wish, 0, -1) if _fills_rounds(num_ranks, count))
-    above = next(count for count in range(wish, wish + num_ranks + 1) if _fills_rounds(num_ranks, count))
+    above = next(
+        count for count in range(wish, wish + num_ranks + 1) if _fills_rounds(num_ranks, count)
+    )
     rounds = num_rounds(num_ranks, wish)
     raise LayoutError(
         f"schedule {name} on {num_ranks} ranks cannot run {wish} microbatches",

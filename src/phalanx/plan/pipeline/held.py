@@ -1,4 +1,7 @@
-"""Memory in flight: the microbatches whose activations a rank holds. It follows from the order, not from the time."""
+"""Memory in flight: the microbatches whose activations a rank holds.
+
+It follows from the order, not from the time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ class InFlight:
     per_rank: tuple[int, ...]
     """Over all stages of the rank together."""
     only_for_weights_per_rank: tuple[int, ...]
-    """At most so many at once of which no more than a W is left, so that less than all activations is kept."""
+    """At most so many at once of which no more than a W is left, so that less than all
+    activations is kept."""
 
 
 @dataclass
@@ -55,14 +59,18 @@ def in_flight(schedule: Schedule) -> InFlight:
 def peak_bytes(
     schedule: Schedule, activation_bytes: Sequence[int], weight_input_bytes: Sequence[int]
 ) -> tuple[int, ...]:
-    """Of each rank: what its stages keep of a microbatch, all of it until B or I, and what W reads between I and W."""
+    """Of each rank: what its stages keep of a microbatch, all of it until B or I, and what W
+    reads between I and W."""
     peaks = []
     for rank in range(schedule.num_ranks):
         peaks.append(
             max(
                 (
                     sum(count * activation_bytes[stage] for stage, count in holding.whole.items())
-                    + sum(count * weight_input_bytes[stage] for stage, count in holding.for_weights.items())
+                    + sum(
+                        count * weight_input_bytes[stage]
+                        for stage, count in holding.for_weights.items()
+                    )
                     for holding in _moments(schedule, rank)
                 ),
                 default=0,

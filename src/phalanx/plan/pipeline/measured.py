@@ -1,4 +1,5 @@
-"""A pipeline's step as it was measured: a Timeline of its spans, what each stage takes, and what follows from that."""
+"""A pipeline's step as it was measured: a Timeline of its spans, what each stage takes, and what
+follows from that."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
 
-# Of one rank, in the order in which it did them: (action, begin, end) in seconds. JSON makes lists of the tuples.
+# Of one rank, in the order in which it did them: (action, begin, end) in seconds. JSON makes lists
+# of the tuples.
 RankSpans = Sequence[Sequence[Any]]
 
 
 def measured_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
-    """The step that ranks did, rank by rank, in which schedule `name` is what they really did in which order.
+    """The step that ranks did, rank by rank, in which schedule `name` is what they really did in
+    which order.
 
-    `spans` have one zero, whichever; that of the timeline is the begin of the first action on any rank. Raises
-    LayoutError for what is no step of a pipeline.
+    `spans` have one zero, whichever; that of the timeline is the begin of the first action on any
+    rank. Raises LayoutError for what is no step of a pipeline.
     """
     try:
         actions = tuple(tuple(Action.from_text(action) for action, _, _ in row) for row in spans)
@@ -31,7 +34,9 @@ def measured_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
         raise LayoutError("spans of a pipeline begin before they end, and there is at least one")
     owner = {action.stage: rank for rank, row in enumerate(actions) for action in row}
     if sorted(owner) != list(range(len(owner))):
-        raise LayoutError(f"spans of stages {sorted(owner)}, which are not all stages of a pipeline")
+        raise LayoutError(
+            f"spans of stages {sorted(owner)}, which are not all stages of a pipeline"
+        )
     zero = min(begin for begin, _ in flat)
     num_microbatches = 1 + max(action.microbatch for row in actions for action in row)
     rank_of_stage = tuple(owner[stage] for stage in range(len(owner)))
@@ -49,8 +54,9 @@ def splits_backward(schedule: Schedule) -> bool:
 def measured_costs(timeline: Timeline) -> tuple[StageCosts, ...]:
     """Mean seconds of a microbatch in each stage.
 
-    A stage that only does whole backwards has them as `backward_input_s`, and no `backward_weight_s`. One that does
-    both kinds (DualPipe-V) shares all its backward seconds out as the halves that it did.
+    A stage that only does whole backwards has them as `backward_input_s`, and no
+    `backward_weight_s`. One that does both kinds (DualPipe-V) shares all its backward seconds out
+    as the halves that it did.
     """
     seconds = [dict.fromkeys("FBIW", 0.0) for _ in timeline.schedule.rank_of_stage]
     counts = [dict.fromkeys("FBIW", 0) for _ in timeline.schedule.rank_of_stage]
@@ -74,14 +80,17 @@ def total_s(cost: StageCosts) -> float:
 
 
 def planned_at(pipeline: Pipeline, measured: Sequence[StageCosts]) -> Timeline | None:
-    """The plan's timeline in seconds: its costs, scaled so that their mean over stages is the measured one.
+    """The plan's timeline in seconds: its costs, scaled so that their mean over stages is the
+    measured one.
 
     None where the plan has no costs. Raises LayoutError for other stages than the plan's.
     """
     if not pipeline.costs:
         return None
     if len(measured) != len(pipeline.costs):
-        raise LayoutError(f"{len(measured)} stages were measured, and {len(pipeline.costs)} planned")
+        raise LayoutError(
+            f"{len(measured)} stages were measured, and {len(pipeline.costs)} planned"
+        )
     planned_s = sum(map(total_s, pipeline.costs))
     scale = sum(map(total_s, measured)) / planned_s if planned_s else 0.0
     return simulate(pipeline.schedule(), [times(cost, scale) for cost in pipeline.costs])
@@ -89,5 +98,7 @@ def planned_at(pipeline: Pipeline, measured: Sequence[StageCosts]) -> Timeline |
 
 def times(cost: StageCosts, factor: float) -> StageCosts:
     return StageCosts(
-        float(cost.forward_s) * factor, float(cost.backward_input_s) * factor, float(cost.backward_weight_s) * factor
+        float(cost.forward_s) * factor,
+        float(cost.backward_input_s) * factor,
+        float(cost.backward_weight_s) * factor,
     )

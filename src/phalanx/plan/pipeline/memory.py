@@ -1,4 +1,5 @@
-"""Bytes of each rank of a pipeline, by category, from what its stages hold and how many microbatches are in flight."""
+"""Bytes of each rank of a pipeline, by category, from what its stages hold and how many
+microbatches are in flight."""
 
 from __future__ import annotations
 
@@ -32,8 +33,11 @@ ASKED_FOR = 2  # messages that a rank has room for before it needs them
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Of one microbatch in one stage. `kept` from its forward to its backward; `redone` on top in its backward:
-    what that recomputes, and masks; `for_weights` between the two halves of a backward."""
+    """Of one microbatch in one stage.
+
+    `kept` from its forward to its backward; `redone` on top in its backward: what that recomputes,
+    and masks; `for_weights` between the two halves of a backward.
+    """
 
     kept: int
     redone: int
@@ -49,9 +53,12 @@ def pipeline_memory(
     device: str,
     num_shares: int,
 ) -> tuple[dict[str, int], ...]:
-    """Of each pipeline rank, on top of interpreter and torch. Of a user's own module only the states are known.
+    """Of each pipeline rank, on top of interpreter and torch.
 
-    `dp_size`: ranks that share one copy of a stage; `num_shares`: all that hold the same stages, and save them.
+    Of a user's own module only the states are known.
+
+    `dp_size`: ranks that share one copy of a stage; `num_shares`: all that hold the same stages,
+    and save them.
     """
     shape = of_one_rank(shape, work.tp, work.rules)
     params = part_params(shape, pipeline.first_stage, pipeline.last_stage)
@@ -79,10 +86,16 @@ def pipeline_memory(
 
 @lru_cache(maxsize=32)
 def rank_activations(shape: ModelShape, work: Workload, pipeline: Pipeline) -> tuple[int, ...]:
-    """Of each pipeline rank, at the worst moment: all microbatches in flight, and what is redone of one of them."""
+    """Of each pipeline rank, at the worst moment: all microbatches in flight, and what is redone
+    of one of them."""
     stages = [stage_bytes(shape, work, pipeline, stage) for stage in range(pipeline.num_stages)]
-    peaks = peak_bytes(pipeline.schedule(), [s.kept for s in stages], [s.for_weights for s in stages])
-    redone = (max(stages[stage].redone for stage in pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks))
+    peaks = peak_bytes(
+        pipeline.schedule(), [s.kept for s in stages], [s.for_weights for s in stages]
+    )
+    redone = (
+        max(stages[stage].redone for stage in pipeline.stages_of(rank))
+        for rank in range(pipeline.num_ranks)
+    )
     return tuple(peak + again for peak, again in zip(peaks, redone, strict=True))
 
 
@@ -92,7 +105,10 @@ def sent_bytes(shape: ModelShape, work: Workload) -> int:
 
 
 def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: int) -> StageBytes:
-    """Of one rank's part of a built-in model (`of_one_rank`). Segments of recompute end where stages do."""
+    """Of one rank's part of a built-in model (`of_one_rank`).
+
+    Segments of recompute end where stages do.
+    """
     c, tokens, last = work.compute_bytes, work.tokens, pipeline.num_stages - 1
     begin, end = pipeline.stages.ranges[stage]
     kept, redone = stretches(shape, work, begin, end)
@@ -100,12 +116,15 @@ def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: in
     outside = kept_mask_bytes(shape, work)
     outside += tokens * activations.table_bytes(shape)
     if stage == 0:
-        outside += work.micro_batch_size * activations.image_bytes(shape, c) if shape.reads_images else 0
+        outside += (
+            work.micro_batch_size * activations.image_bytes(shape, c) if shape.reads_images else 0
+        )
         outside += tokens * LOOKED_UP_BYTES if work.tp > 1 and not shape.reads_images else 0
     outside += _of_the_head(shape, work) if stage == last else sent_bytes(shape, work)
     first_with_experts = shape.num_layers - shape.num_expert_layers
     for_weights = sum(
-        activations.weight_input_bytes(shape, c, experts=layer >= first_with_experts) for layer in range(begin, end)
+        activations.weight_input_bytes(shape, c, experts=layer >= first_with_experts)
+        for layer in range(begin, end)
     )
     if work.is_compiled:
         for_weights = 0  # the half of the input does both
@@ -115,8 +134,8 @@ def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: in
 
 
 def _of_the_head(shape: ModelShape, work: Workload) -> int:
-    """The last norm; and the gradients of hidden states and head, which the loss computes in its forward, for each
-    microbatch that waits for its backward."""
+    """The last norm; and the gradients of hidden states and head, which the loss computes in its
+    forward, for each microbatch that waits for its backward."""
     if shape.reads_images:
         return 2 * 4 * work.micro_batch_size * shape.num_classes
     norm = activations.norm_bytes(shape, shape.dim, work.compute_bytes, work.sequence_parts)
@@ -134,12 +153,17 @@ def _loss(shape: ModelShape, work: Workload) -> float:
 def _states(
     num_params: int, held: int, work: Workload, zero_stage: int, dp_size: int, uneven: float
 ) -> dict[str, float]:
-    """Parameters, gradients and optimizer state. ZeRO 2 and 3 gather parameters once for a whole step, and gradients
-    stay whole until its end: what they split is there beside it. `held`: without the experts of other ranks of ep."""
+    """Parameters, gradients and optimizer state.
+
+    ZeRO 2 and 3 gather parameters once for a whole step, and gradients stay whole until its end:
+    what they split is there beside it. `held`: without the experts of other ranks of ep.
+    """
     per = StateBytes(optimizer=work.optimizer_bytes)
     if zero_stage < 2:
         memory = state_bytes(held, zero_stage, dp_size, per, uneven)
-        memory["communication"] = held * 2 if work.compute_bytes == 2 else 0  # cast weights, under autocast
+        memory["communication"] = (
+            held * 2 if work.compute_bytes == 2 else 0
+        )  # cast weights, under autocast
         return memory
     memory = state_bytes(num_params, zero_stage, dp_size, per, uneven)
     memory["parameters"] = (num_params / dp_size + uneven) * 4
@@ -147,11 +171,21 @@ def _states(
     return memory
 
 
-def rank_staging(here: ModelShape, work: Workload, pipeline: Pipeline, num_shares: int) -> tuple[int, ...]:
-    """As `plan.memory.staging_bytes`, of each pipeline rank: its part of its stages. `here`: `of_one_rank`."""
+def rank_staging(
+    here: ModelShape, work: Workload, pipeline: Pipeline, num_shares: int
+) -> tuple[int, ...]:
+    """As `plan.memory.staging_bytes`, of each pipeline rank: its part of its stages.
+
+    `here`: `of_one_rank`.
+    """
     params = part_params(here, pipeline.first_stage, pipeline.last_stage)
-    held = (params.of_stages(pipeline.stages, pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks))
-    return tuple(round(num * (StateBytes().parameters + work.optimizer_bytes) / num_shares) for num in held)
+    held = (
+        params.of_stages(pipeline.stages, pipeline.stages_of(rank))
+        for rank in range(pipeline.num_ranks)
+    )
+    return tuple(
+        round(num * (StateBytes().parameters + work.optimizer_bytes) / num_shares) for num in held
+    )
 
 
 def _messages(schedule: Schedule, rank: int, sent: int) -> int:

@@ -1,10 +1,10 @@
 """What the ranks of a pipeline send each other, and when the receiver may ask for each message.
 
-Over gloo a receive costs nothing until its message comes. Over NCCL it is a kernel that spins until the sender's kernel
-runs, and other work of the device can come to stand behind it: kernels that share its hardware queue, and whatever
-waits for the device to drain (loading a kernel at its first use, giving memory back to the driver). A receive that is
-asked for too early then keeps back the very work that its message, or a message of the other side, depends on. So there
-are two rules:
+Over gloo a receive costs nothing until its message comes. Over NCCL it is a kernel that spins until
+the sender's kernel runs, and other work of the device can come to stand behind it: kernels that
+share its hardware queue, and whatever waits for the device to drain (loading a kernel at its first
+use, giving memory back to the driver). A receive that is asked for too early then keeps back the
+very work that its message, or a message of the other side, depends on. So there are two rules:
 
 - On every device: a message is asked for when all actions of this rank that it depends on have been queued.
 - Where a receive can keep other work back ("in one queue"): all actions of the schedule stand in one order that is the
@@ -24,12 +24,14 @@ from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
 AHEAD = 2  # messages of a rank that are asked for beyond those that the next two actions need
 
 _COSTS: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Any seconds above 0 give an order that no rank waits for ever in; these are near what actions take."""
+"""Any seconds above 0 give an order that no rank waits for ever in; these are near what actions
+take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What reaches `stage` of a microbatch: its input, or with `is_gradient` the gradient of its output."""
+    """What reaches `stage` of a microbatch: its input, or with `is_gradient` the gradient of its
+    output."""
 
     stage: int
     microbatch: int
@@ -63,9 +65,10 @@ def needed_by(action: Action, num_stages: int) -> Parcel | None:
 class Messages:
     """The messages of one pass through a schedule, as one rank sees them.
 
-    `coming`: source rank -> what it sends here, in the order in which it makes it. `asks[i]`: the ranks whose next
-    message is asked for before own action i, in this order. `made_at` and `needed_at`: where in the row of the other
-    rank a message to here is made, and one from here is needed.
+    `coming`: source rank -> what it sends here, in the order in which it makes it. `asks[i]`: the
+    ranks whose next message is asked for before own action i, in this order. `made_at` and
+    `needed_at`: where in the row of the other rank a message to here is made, and one from here is
+    needed.
     """
 
     coming: Mapping[int, tuple[Parcel, ...]]
@@ -75,7 +78,10 @@ class Messages:
 
 
 def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messages:
-    """The messages of `rank` in a schedule that can run. `in_one_queue`: receives can keep other work back."""
+    """The messages of `rank` in a schedule that can run.
+
+    `in_one_queue`: receives can keep other work back.
+    """
     coming: dict[int, list[Parcel]] = {}
     made_at: dict[Parcel, int] = {}
     needed_at: dict[Parcel, int] = {}
@@ -93,22 +99,33 @@ def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messa
         asks = _asks_in_order(schedule, rank, order)
     else:
         asks = _asks_ahead(schedule, rank, coming, _own_actions_before(schedule, rank, order))
-    return Messages({source: tuple(parcels) for source, parcels in coming.items()}, asks, made_at, needed_at)
+    return Messages(
+        {source: tuple(parcels) for source, parcels in coming.items()}, asks, made_at, needed_at
+    )
 
 
 def _common_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """(rank, place) of all actions, as they begin on paper. What begins at once is independent; of that, what goes on
-    to another rank first: each message is then asked for beside the action that it is made in."""
+    """(rank, place) of all actions, as they begin on paper.
+
+    What begins at once is independent; of that, what goes on to another rank first: each message is
+    then asked for beside the action that it is made in.
+    """
     spans = run(schedule, [_COSTS] * schedule.num_stages).spans_s
     keys = []
     for rank, (row, times) in enumerate(zip(schedule.actions, spans, strict=True)):
         for place, (action, (begin, _)) in enumerate(zip(row, times, strict=True)):
-            turn = (0, action.stage) if action.kind == "F" else (1 if action.kind == "W" else -1, -action.stage)
+            turn = (
+                (0, action.stage)
+                if action.kind == "F"
+                else (1 if action.kind == "W" else -1, -action.stage)
+            )
             keys.append((begin, turn, rank, place))
     return [(rank, place) for _, _, rank, place in sorted(keys)]
 
 
-def _asks_in_order(schedule: Schedule, rank: int, order: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+def _asks_in_order(
+    schedule: Schedule, rank: int, order: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, ...], ...]:
     """Each message between the own actions that its maker stands between."""
     asks: list[list[int]] = [[] for _ in schedule.actions[rank]]
     num_queued = 0
@@ -122,7 +139,9 @@ def _asks_in_order(schedule: Schedule, rank: int, order: Sequence[tuple[int, int
     return tuple(map(tuple, asks))
 
 
-def _own_actions_before(schedule: Schedule, rank: int, order: Sequence[tuple[int, int]]) -> dict[Parcel, int]:
+def _own_actions_before(
+    schedule: Schedule, rank: int, order: Sequence[tuple[int, int]]
+) -> dict[Parcel, int]:
     """How many own actions have to be queued before each message of another rank can be made."""
     makers: dict[Parcel, int] = {}
     before = [0] * schedule.num_ranks  # of the last action of each rank so far
@@ -140,10 +159,18 @@ def _own_actions_before(schedule: Schedule, rank: int, order: Sequence[tuple[int
 
 
 def _asks_ahead(
-    schedule: Schedule, rank: int, coming: Mapping[int, Sequence[Parcel]], own_before: Mapping[Parcel, int]
+    schedule: Schedule,
+    rank: int,
+    coming: Mapping[int, Sequence[Parcel]],
+    own_before: Mapping[Parcel, int],
 ) -> tuple[tuple[int, ...], ...]:
-    """What the next two actions need, and AHEAD more of the same rank, as soon as it depends on nothing to come."""
-    places = {parcel: (source, at) for source, parcels in coming.items() for at, parcel in enumerate(parcels)}
+    """What the next two actions need, and AHEAD more of the same rank, as soon as it depends on
+    nothing to come."""
+    places = {
+        parcel: (source, at)
+        for source, parcels in coming.items()
+        for at, parcel in enumerate(parcels)
+    }
     num_asked, row, asks = dict.fromkeys(coming, 0), schedule.actions[rank], []
     for place in range(len(row)):
         now: list[int] = []

@@ -1,4 +1,5 @@
-"""The one loop that runs a schedule on paper: what waits for what, when everything begins, and who waits for ever."""
+"""The one loop that runs a schedule on paper: what waits for what, when everything begins, and
+who waits for ever."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ NOTHING = -1
 class Results:
     """What actions make and need, as numbers: a schedule has a hundred thousand of them.
 
-    F makes the input of the next stage. B and I make the gradient that the stage before needs: the same one, whether
-    its W came along or not. W makes nothing that anybody waits for.
+    F makes the input of the next stage. B and I make the gradient that the stage before needs: the
+    same one, whether its W came along or not. W makes nothing that anybody waits for.
     """
 
     num_stages: int
@@ -53,14 +54,18 @@ class Results:
 
 @dataclass(frozen=True)
 class Run:
-    """`spans_s`: (begin, end) of each action that could run, by rank. `stuck`: rank -> what it waits for, for ever."""
+    """`spans_s`: (begin, end) of each action that could run, by rank.
+
+    `stuck`: rank -> what it waits for, for ever.
+    """
 
     spans_s: tuple[tuple[tuple[Seconds, Seconds], ...], ...]
     stuck: dict[int, Action]
 
 
 def run(schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds = 0) -> Run:
-    """Let every rank go on as soon as it is free and its inputs have arrived, until all are done or none can move.
+    """Let every rank go on as soon as it is free and its inputs have arrived, until all are done or
+    none can move.
 
     `seconds` by stage and kind. Expects that `check` found every action once, where it belongs.
     """
@@ -68,10 +73,14 @@ def run(schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: S
 
 
 class _Runner:
-    def __init__(self, schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds) -> None:
+    def __init__(
+        self, schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds
+    ) -> None:
         self.schedule, self.seconds, self.send_s = schedule, seconds, send_s
         self.results = Results(schedule.num_stages, schedule.num_microbatches)
-        self.arrived: list[Seconds | None] = [None] * len(self.results)  # at the neighbour that needs it
+        self.arrived: list[Seconds | None] = [None] * len(
+            self.results
+        )  # at the neighbour that needs it
         self.waiting: dict[int, list[int]] = {}  # result -> ranks
         self.link_free: dict[tuple[int, int], Seconds] = {}
         self.spans: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
@@ -83,11 +92,18 @@ class _Runner:
             missing = self._advance(rank, ready)
             if missing != NOTHING:
                 self.waiting.setdefault(missing, []).append(rank)
-        stuck = {rank: self.results.name(number) for number, ranks in self.waiting.items() for rank in ranks}
+        stuck = {
+            rank: self.results.name(number)
+            for number, ranks in self.waiting.items()
+            for rank in ranks
+        }
         return Run(tuple(map(tuple, self.spans)), dict(sorted(stuck.items())))
 
     def _advance(self, rank: int, ready: deque[int]) -> int:
-        """Do what can be done; the result that `rank` misses then. Ranks that waited for something become `ready`."""
+        """Do what can be done; the result that `rank` misses then.
+
+        Ranks that waited for something become `ready`.
+        """
         row, spans, arrived = self.schedule.actions[rank], self.spans[rank], self.arrived
         clock = spans[-1][1] if spans else 0
         while len(spans) < len(row):

@@ -1,4 +1,5 @@
-"""What the parts of a model weigh that stages are made of: embedding, blocks, head; for models of any kind."""
+"""What the parts of a model weigh that stages are made of: embedding, blocks, head; for models
+of any kind."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ FLOPS_PER_S = 1e12  # a scale: what a plan says of a pipeline are parts of a ste
 
 @dataclass(frozen=True)
 class PartParams:
-    """Parameters by place. `looked_up`: those of `before` that are rows of a table. `both`: how many of `after` are the
-    same as some of `before`, which a rank with both has once."""
+    """Parameters by place.
+
+    `looked_up`: those of `before` that are rows of a table. `both`: how many of `after` are the
+    same as some of `before`, which a rank with both has once.
+    """
 
     before: int
     blocks: tuple[int, ...]
@@ -45,8 +49,11 @@ class PartParams:
 def part_params(
     shape: ModelShape, first_stage: Sequence[str] = (), last_stage: Sequence[str] = (), ep: int = 1
 ) -> PartParams:
-    """Of experts those that a rank of `ep` has. Of a user's own module: what is registered before the first block is
-    before, and what `first_stage` names."""
+    """Of experts those that a rank of `ep` has.
+
+    Of a user's own module: what is registered before the first block is before, and what
+    `first_stage` names.
+    """
     if shape.measured is not None:
         return _of_own(shape.measured, first_stage, last_stage)
     blocks = tuple(counts.params_of_block(shape, layer, ep) for layer in range(shape.num_layers))
@@ -55,7 +62,9 @@ def part_params(
     return PartParams(counts.embedding_params(shape), blocks, after, both=tied)
 
 
-def _of_own(measured: Measured, first_stage: Sequence[str], last_stage: Sequence[str]) -> PartParams:
+def _of_own(
+    measured: Measured, first_stage: Sequence[str], last_stage: Sequence[str]
+) -> PartParams:
     before: list[Holder] = []
     after: list[Holder] = []
     has_met_a_block, last_stage = False, (*last_stage, *measured.last_stage)
@@ -98,33 +107,41 @@ def _is_part(name: str, patterns: Collection[str]) -> bool:
 
 
 def require_modules(job: Job, shape: ModelShape) -> None:
-    """Raises LayoutError for names in first_stage or last_stage that there are not, or that are in a block."""
+    """Raises LayoutError for names in first_stage or last_stage that there are not, or that are
+    in a block."""
     if not (job.parallel.first_stage or job.parallel.last_stage):
         return
     of = shape.measured
     known = [name for name in (of.names if of is not None else module_names(shape)) if name]
-    holders = {holder.name for holder in (of.holders if of is not None else holders_of(shape).values())}
+    holders = {
+        holder.name for holder in (of.holders if of is not None else holders_of(shape).values())
+    }
     blocks = [f"blocks.{layer}" for layer in range(shape.num_layers)]
     if of is not None:
         blocks = [name for name, _ in of.blocks]
     for key in ("first_stage", "last_stage"):
         for wanted in getattr(job.parallel, key):
             # It may name a parameter. What those are called is not known here, and who has some is.
-            is_known = wanted.rpartition(".")[0] in holders or any(_is_part(name, [wanted]) for name in known)
+            is_known = wanted.rpartition(".")[0] in holders or any(
+                _is_part(name, [wanted]) for name in known
+            )
             if not is_known:
                 raise LayoutError(
-                    f"parallel.{key}: the model has no {wanted!r}", fix=did_you_mean(wanted, known) or "check the name"
+                    f"parallel.{key}: the model has no {wanted!r}",
+                    fix=did_you_mean(wanted, known) or "check the name",
                 )
             if any(_is_part(block, [wanted]) for block in blocks) or _is_in(wanted, blocks):
                 raise LayoutError(
-                    f"parallel.{key}: {wanted!r} is a part of the blocks, which lie where the cut puts them",
+                    f"parallel.{key}: {wanted!r} is a part of the blocks, which lie where the cut"
+                    " puts them",
                     fix="set parallel.stage_blocks to move a cut",
                 )
 
 
 @dataclass(frozen=True)
 class Parts:
-    """FLOPs of a model's parts; of a user's own module, of which they are not known, its parameters."""
+    """FLOPs of a model's parts; of a user's own module, of which they are not known, its
+    parameters."""
 
     params: PartParams
     flops: ModelFlops | None
@@ -144,13 +161,24 @@ def parts_of(job: Job, shape: ModelShape) -> Parts:
 def costs_of(
     parts: Parts, stages: Stages, *, samples: int, recomputed: Collection[int], tp: int
 ) -> tuple[StageCosts, ...]:
-    """Seconds of each stage for one microbatch at `FLOPS_PER_S`; of a user's own module only in proportion."""
+    """Seconds of each stage for one microbatch at `FLOPS_PER_S`; of a user's own module only in
+    proportion."""
     if parts.flops is not None:
-        return stage_costs(parts.flops, stages, samples=samples, flops_per_s=FLOPS_PER_S * tp, recomputed=recomputed)
+        return stage_costs(
+            parts.flops,
+            stages,
+            samples=samples,
+            flops_per_s=FLOPS_PER_S * tp,
+            recomputed=recomputed,
+        )
     blocks = parts.params.blocks
-    again = LayerCosts(0, tuple(size if block in recomputed else 0 for block, size in enumerate(blocks)), 0)
+    again = LayerCosts(
+        0, tuple(size if block in recomputed else 0 for block, size in enumerate(blocks)), 0
+    )
     scale = samples / (FLOPS_PER_S * tp)
     return tuple(
         StageCosts(once * scale, (once + more) * scale, once * scale)
-        for once, more in zip(parts.layer_costs.of_stages(stages), again.of_stages(stages), strict=True)
+        for once, more in zip(
+            parts.layer_costs.of_stages(stages), again.of_stages(stages), strict=True
+        )
     )

@@ -1,4 +1,7 @@
-"""Pipeline: how a plan cuts its model into stages and in which order they run. Part of a Plan where pp > 1."""
+"""Pipeline: how a plan cuts its model into stages and in which order they run.
+
+Part of a Plan where pp > 1.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,14 @@ FROM_FILE = "file"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`schedule_name` is one of SCHEDULE_NAMES, or "file": then `rows` are its actions, rank by rank ("0F0,0F1,0B0").
+    """`schedule_name` is one of SCHEDULE_NAMES, or "file": then `rows` are its actions, rank by
+    rank ("0F0,0F1,0B0").
 
-    `costs`: predicted seconds of each stage for one microbatch, on any one scale; empty where nobody can say.
-    `first_stage` and `last_stage`: modules outside the blocks that these hold besides what follows from the order in
-    which a module registers its parts. `rank_memory`: predicted bytes of each pipeline rank by category, as a plan's
-    candidates have them for the rank that needs most.
+    `costs`: predicted seconds of each stage for one microbatch, on any one scale; empty where
+    nobody can say. `first_stage` and `last_stage`: modules outside the blocks that these hold
+    besides what follows from the order in which a module registers its parts. `rank_memory`:
+    predicted bytes of each pipeline rank by category, as a plan's candidates have them for the rank
+    that needs most.
     """
 
     schedule_name: str
@@ -39,7 +44,8 @@ class Pipeline:
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
-        """Predicted bytes of each pipeline rank, beyond interpreter and torch; empty where none were predicted."""
+        """Predicted bytes of each pipeline rank, beyond interpreter and torch; empty where none
+        were predicted."""
         return tuple(sum(memory.values()) for memory in self.rank_memory)
 
     @property
@@ -58,13 +64,24 @@ class Pipeline:
     def schedule(self) -> Schedule:
         """What each rank does, in order."""
         if self.rows:
-            rows = tuple(tuple(Action.from_text(cell) for cell in row.split(",")) for row in self.rows)
+            rows = tuple(
+                tuple(Action.from_text(cell) for cell in row.split(",")) for row in self.rows
+            )
             return Schedule(self.schedule_name, self.num_microbatches, self.rank_of_stage, rows)
-        return _generated(self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank)
+        return _generated(
+            self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank
+        )
 
     def with_microbatches(self, num_microbatches: int) -> Pipeline:
-        """The same stages for a step of another number of microbatches. Not for a schedule from a file."""
-        return self if num_microbatches == self.num_microbatches else replace(self, num_microbatches=num_microbatches)
+        """The same stages for a step of another number of microbatches.
+
+        Not for a schedule from a file.
+        """
+        return (
+            self
+            if num_microbatches == self.num_microbatches
+            else replace(self, num_microbatches=num_microbatches)
+        )
 
     def timeline(self) -> Timeline | None:
         """One step as it is predicted, on the scale of `costs`; None where these are not known."""
@@ -104,7 +121,8 @@ class Pipeline:
         )
 
 
-# A plan asks for one schedule and its timeline again and again, and they may have a hundred thousand actions.
+# A plan asks for one schedule and its timeline again and again, and they may have a hundred
+# thousand actions.
 _generated = lru_cache(maxsize=4)(generate)
 
 
@@ -118,7 +136,9 @@ def placement_of(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, 
     return (v_placement if name in V_SHAPED else loop_placement)(num_ranks, stages_per_rank)
 
 
-def named_pipeline(name: str, num_ranks: int, num_microbatches: int, stages: Stages, **more: Any) -> Pipeline:
+def named_pipeline(
+    name: str, num_ranks: int, num_microbatches: int, stages: Stages, **more: Any
+) -> Pipeline:
     """A pipeline with one of the named schedules and as many stages as are given."""
     num_stages = len(stages.num_blocks)
     placement = placement_of(name, num_ranks, num_stages // num_ranks)

@@ -18,7 +18,8 @@ WORTH_S = 0.005  # of a step: what a cut must gain to be worth the change
 
 @dataclass(frozen=True)
 class Recut:
-    """`stages` with which a step would take `step_s`, as the schedule goes, where it takes `measured_step_s` now."""
+    """`stages` with which a step would take `step_s`, as the schedule goes, where it takes
+    `measured_step_s` now."""
 
     measured: Stages
     stages: Stages
@@ -35,12 +36,15 @@ class Recut:
         return self.stages != self.measured and self.gain >= WORTH_S
 
 
-def recut(pipeline: Pipeline, measured: Stages, seconds: Sequence[StageCosts], weights: LayerCosts) -> Recut:
-    """The cut of `pipeline`'s schedule by the `seconds` that stages with `measured` blocks took of one microbatch.
+def recut(
+    pipeline: Pipeline, measured: Stages, seconds: Sequence[StageCosts], weights: LayerCosts
+) -> Recut:
+    """The cut of `pipeline`'s schedule by the `seconds` that stages with `measured` blocks took of
+    one microbatch.
 
-    `weights`: what the model's parts should cost, on any scale. A stage's seconds are shared out among its blocks,
-    embedding and head in these proportions, each kind of work for itself. Raises LayoutError for the measurement of
-    other stages, or of another number of blocks.
+    `weights`: what the model's parts should cost, on any scale. A stage's seconds are shared out
+    among its blocks, embedding and head in these proportions, each kind of work for itself. Raises
+    LayoutError for the measurement of other stages, or of another number of blocks.
     """
     if len(seconds) != pipeline.num_stages or len(measured.num_blocks) != pipeline.num_stages:
         raise LayoutError(
@@ -49,7 +53,8 @@ def recut(pipeline: Pipeline, measured: Stages, seconds: Sequence[StageCosts], w
         )
     if sum(measured.num_blocks) != len(weights.blocks):
         raise LayoutError(
-            f"stages of {sum(measured.num_blocks)} blocks were measured, and the model has {len(weights.blocks)}",
+            f"stages of {sum(measured.num_blocks)} blocks were measured, and the model has"
+            f" {len(weights.blocks)}",
             fix="give a run of this model",
         )
     forward = _shared_out([cost.forward_s for cost in seconds], measured, weights)
@@ -65,7 +70,10 @@ def recut(pipeline: Pipeline, measured: Stages, seconds: Sequence[StageCosts], w
 
 
 def _shared_out(seconds: Sequence[Seconds], stages: Stages, weights: LayerCosts) -> LayerCosts:
-    """Seconds of each part, from those of stages. Where parts are said to cost nothing, blocks share them alike."""
+    """Seconds of each part, from those of stages.
+
+    Where parts are said to cost nothing, blocks share them alike.
+    """
     blocks: list[Seconds] = []
     embedding: Seconds = 0
     head: Seconds = 0

@@ -21,9 +21,14 @@ MAX_MICROBATCHES = 32  # times as many as there are, at most, are proposed
 
 
 def bubble_of(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, costs: Sequence[StageCosts]
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    costs: Sequence[StageCosts],
 ) -> float | None:
-    """Part of all ranks' time that is idle; None for a schedule that there is not, or one too long to look at."""
+    """Part of all ranks' time that is idle; None for a schedule that there is not, or one too
+    long to look at."""
     if 3 * num_ranks * stages_per_rank * num_microbatches > MAX_ACTIONS:
         return None
     try:
@@ -36,17 +41,21 @@ def bubble_of(
 def enough_microbatches(
     pipeline: Pipeline, share: int, costs: Sequence[StageCosts] | None = None
 ) -> tuple[int, bool, float] | None:
-    """(how many microbatches bring the bubble to the limit, whether the `share` of samples divides into them, bubble).
+    """(how many microbatches bring the bubble to the limit, whether the `share` of samples divides
+    into them, bubble).
 
-    `costs` of stages, where they are not the plan's: what was measured. Smaller microbatches before more samples. None
-    for a schedule from a file, and where no number does.
+    `costs` of stages, where they are not the plan's: what was measured. Smaller microbatches before
+    more samples. None for a schedule from a file, and where no number does.
     """
     costs = pipeline.costs if costs is None else costs
     if pipeline.rows or not costs:
         return None
     for count, is_divided in _counts(pipeline.num_microbatches, share):
-        # A microbatch of fewer samples takes less time in all stages alike, which no share depends on.
-        bubble = bubble_of(pipeline.schedule_name, pipeline.num_ranks, count, pipeline.stages_per_rank, costs)
+        # A microbatch of fewer samples takes less time in all stages alike, which no share depends
+        # on.
+        bubble = bubble_of(
+            pipeline.schedule_name, pipeline.num_ranks, count, pipeline.stages_per_rank, costs
+        )
         if bubble is not None and bubble <= LIMIT:
             return count, is_divided, bubble
     return None
@@ -58,22 +67,31 @@ def _counts(now: int, share: int) -> Iterator[tuple[int, bool]]:
 
 
 def interleaved_instead(pipeline: Pipeline, layers: LayerCosts) -> float | None:
-    """The bubble with two stages on each rank; None where that cannot be, or a rank has more now."""
-    return instead(pipeline, layers, "interleaved") if pipeline.schedule_name in ("gpipe", "1f1b") else None
+    """The bubble with two stages on each rank; None where that cannot be, or a rank has more
+    now."""
+    return (
+        instead(pipeline, layers, "interleaved")
+        if pipeline.schedule_name in ("gpipe", "1f1b")
+        else None
+    )
 
 
 def instead(pipeline: Pipeline, layers: LayerCosts, name: str) -> float | None:
-    """The bubble of a named schedule in place of the pipeline's, `layers` cut anew; None where that cannot be."""
+    """The bubble of a named schedule in place of the pipeline's, `layers` cut anew; None where
+    that cannot be."""
     per_rank = default_stages_per_rank(name)
     if len(layers.blocks) < per_rank * pipeline.num_ranks:
         return None
     placement = placement_of(name, pipeline.num_ranks, per_rank)
-    costs = [StageCosts(cost, cost, cost) for cost in layers.of_stages(cut_for_ranks(layers, placement))]
+    costs = [
+        StageCosts(cost, cost, cost) for cost in layers.of_stages(cut_for_ranks(layers, placement))
+    ]
     return bubble_of(name, pipeline.num_ranks, pipeline.num_microbatches, per_rank, costs)
 
 
 def halved(pipeline: Pipeline, costs: Sequence[StageCosts]) -> float | None:
-    """The bubble with two stages on each rank, each half of one of now; None where that cannot be."""
+    """The bubble with two stages on each rank, each half of one of now; None where that cannot
+    be."""
     if pipeline.schedule_name not in ("gpipe", "1f1b") or min(pipeline.stages.num_blocks) < 2:
         return None
     halves = [times(cost, 0.5) for cost in costs for _ in range(2)]

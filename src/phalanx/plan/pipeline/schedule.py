@@ -22,7 +22,10 @@ _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work: `kind` of `microbatch` in `stage`. Text is stage, kind, microbatch: 3F0."""
+    """One piece of work: `kind` of `microbatch` in `stage`.
+
+    Text is stage, kind, microbatch: 3F0.
+    """
 
     kind: Kind
     stage: int
@@ -37,7 +40,8 @@ class Action:
         found = _ACTION.fullmatch(text.strip())
         if found is None:
             raise LayoutError(
-                f"{text.strip()[:40]!r} is no action", fix="an action is stage, F, B, I or W, microbatch: 3F0"
+                f"{text.strip()[:40]!r} is no action",
+                fix="an action is stage, F, B, I or W, microbatch: 3F0",
             )
         stage, kind, microbatch = found.groups()
         return cls(kind, int(stage), int(microbatch))  # type: ignore[arg-type]
@@ -94,7 +98,10 @@ def loop_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 
 def v_placement(num_ranks: int, stages_per_rank: int = 2) -> tuple[int, ...]:
-    """Rank r holds stages r and 2p - 1 - r: there and back, so that first and last stage share a rank."""
+    """Rank r holds stages r and 2p - 1 - r: there and back, so that first and last stage share a
+    rank."""
     there = tuple(range(num_ranks))
-    turns: Iterable[tuple[int, ...]] = (there[::-1] if turn % 2 else there for turn in range(stages_per_rank))
+    turns: Iterable[tuple[int, ...]] = (
+        there[::-1] if turn % 2 else there for turn in range(stages_per_rank)
+    )
     return tuple(rank for turn in turns for rank in turn)

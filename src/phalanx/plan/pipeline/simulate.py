@@ -1,4 +1,5 @@
-"""How long a schedule takes: every action begins when its rank is free and its input has arrived."""
+"""How long a schedule takes: every action begins when its rank is free and its input has
+arrived."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ class StageCosts:
     @property
     def by_kind_s(self) -> dict[Kind, Seconds]:
         whole = self.backward_input_s + self.backward_weight_s
-        return {"F": self.forward_s, "B": whole, "I": self.backward_input_s, "W": self.backward_weight_s}
+        return {
+            "F": self.forward_s,
+            "B": whole,
+            "I": self.backward_input_s,
+            "W": self.backward_weight_s,
+        }
 
     @property
     def unsplit(self) -> StageCosts:
@@ -33,7 +39,8 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule with the (begin, end) of each action, from the same zero on all ranks: simulated or measured."""
+    """A schedule with the (begin, end) of each action, from the same zero on all ranks:
+    simulated or measured."""
 
     schedule: Schedule
     spans_s: tuple[tuple[tuple[Seconds, Seconds], ...], ...]
@@ -69,9 +76,10 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Sequence[StageCosts], send_s: Seconds = 0) -> Timeline:
     """The timeline of one step, exact where costs are fractions.
 
-    `costs` has one entry per stage. `send_s` is what a microbatch's activations, or their gradient, take from one rank
-    to another: beside computation, and one after the other from any rank to any other. Within a rank nothing is sent.
-    Expects a schedule with which `check` finds no fault; raises LayoutError for one that never ends.
+    `costs` has one entry per stage. `send_s` is what a microbatch's activations, or their gradient,
+    take from one rank to another: beside computation, and one after the other from any rank to any
+    other. Within a rank nothing is sent. Expects a schedule with which `check` finds no fault;
+    raises LayoutError for one that never ends.
     """
     assert len(costs) == schedule.num_stages, "one StageCosts per stage"
     found = run(schedule, [cost.by_kind_s for cost in costs], send_s)

@@ -1,4 +1,5 @@
-"""Cuts for ranks with several stages: what counts is first the work of a rank, then that of a stage."""
+"""Cuts for ranks with several stages: what counts is first the work of a rank, then that of a
+stage."""
 
 from __future__ import annotations
 
@@ -12,18 +13,23 @@ _Value = tuple[Seconds, Seconds, Seconds]
 
 
 def cut_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
-    """`cut` into as many stages; where ranks have several, blocks move between stages as long as that lowers the work
-    of the busiest rank, or at the same work that of the slowest stage, or makes stages more even.
+    """`cut` into as many stages; where ranks have several, blocks move between stages as long as
+    that lowers the work of the busiest rank, or at the same work that of the slowest stage, or
+    makes stages more even.
 
-    Each step is the best single move; what it ends with need not be the best of all cuts. Raises LayoutError for more
-    stages than there is work for.
+    Each step is the best single move; what it ends with need not be the best of all cuts. Raises
+    LayoutError for more stages than there is work for.
     """
     best = cut(costs, len(rank_of_stage))
     if len(set(rank_of_stage)) == len(rank_of_stage):
         return best
     value = _value(costs, best, rank_of_stage)
     while True:
-        moved = min(_moves(costs, best), key=lambda stages: _value(costs, stages, rank_of_stage), default=best)
+        moved = min(
+            _moves(costs, best),
+            key=lambda stages: _value(costs, stages, rank_of_stage),
+            default=best,
+        )
         lower = _value(costs, moved, rank_of_stage)
         if lower >= value:
             return best
@@ -52,5 +58,9 @@ def _value(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _
     for rank, cost in zip(rank_of_stage, of_stages, strict=True):
         of_ranks[rank] = of_ranks.get(rank, 0) + cost
     total = float(sum(of_stages)) or 1.0
-    parts = max(of_ranks.values()), max(of_stages), sum(float(cost / total) ** 2 for cost in of_stages) * total
+    parts = (
+        max(of_ranks.values()),
+        max(of_stages),
+        sum(float(cost / total) ** 2 for cost in of_stages) * total,
+    )
     return tuple(round(float(part) / total, 9) for part in parts)  # type: ignore[return-value]

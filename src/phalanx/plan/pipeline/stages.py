@@ -27,15 +27,19 @@ from phalanx.plan.segments import Segment
 def with_pipeline(
     job: Job, shape: ModelShape, asked: Asked, work: Workload, num_ranks: int, reasons: list[str]
 ) -> tuple[Workload, Pipeline]:
-    """`work` with the blocks that are recomputed, and its pipeline; adds what must be said of them to `reasons`.
+    """`work` with the blocks that are recomputed, and its pipeline; adds what must be said of them
+    to `reasons`.
 
-    Raises LayoutError for a model that cannot be cut so often, or not as the job says, and for a budget of recompute
-    that a rank cannot keep to.
+    Raises LayoutError for a model that cannot be cut so often, or not as the job says, and for a
+    budget of recompute that a rank cannot keep to.
     """
     if shape.measured is not None and not shape.num_layers:
         raise LayoutError(
             f"{shape.kind} shows no repeated blocks, and parallel.pp cuts between blocks",
-            fix='keep its blocks in one nn.ModuleList of one class, or name them: block_pattern = "layers.*"',
+            fix=(
+                "keep its blocks in one nn.ModuleList of one class, or name them: block_pattern ="
+                ' "layers.*"'
+            ),
         )
     parts = parts_of(job, shape)
     has_budget = job.train.recompute == "budget"
@@ -58,8 +62,8 @@ def with_pipeline(
 def sized_pipeline(
     job: Job, shape: ModelShape, asked: Asked, work: Workload, num_ranks: int, reasons: list[str]
 ) -> tuple[Workload, Pipeline]:
-    """`with_pipeline`; with more and smaller microbatches where the job leaves their size open, the stages as they
-    were cut would wait too long, and that helps."""
+    """`with_pipeline`; with more and smaller microbatches where the job leaves their size open, the
+    stages as they were cut would wait too long, and that helps."""
     of_first: list[str] = []
     found, pipeline = with_pipeline(job, shape, asked, work, num_ranks, of_first)
     timeline = pipeline.timeline()
@@ -75,15 +79,22 @@ def sized_pipeline(
 
 
 def _uncosted(job: Job, asked: Asked, work: Workload, stages: Stages) -> Pipeline:
-    held: dict[str, Any] = {"first_stage": job.parallel.first_stage, "last_stage": job.parallel.last_stage}
+    held: dict[str, Any] = {
+        "first_stage": job.parallel.first_stage,
+        "last_stage": job.parallel.last_stage,
+    }
     if asked.written is None:
         return named_pipeline(asked.name, asked.num_ranks, work.num_microbatches, stages, **held)
     rows = tuple(",".join(map(str, row)) for row in asked.written.actions)
     placement = asked.written.rank_of_stage
-    return Pipeline(FROM_FILE, asked.num_ranks, work.num_microbatches, stages, placement, rows=rows, **held)
+    return Pipeline(
+        FROM_FILE, asked.num_ranks, work.num_microbatches, stages, placement, rows=rows, **held
+    )
 
 
-def _within_budget(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> tuple[Segment, ...]:
+def _within_budget(
+    job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline
+) -> tuple[Segment, ...]:
     """Each rank recomputes as few of its blocks as it must."""
     here = of_one_rank(shape, work.tp, work.rules)
     found: list[Segment] = []
@@ -100,7 +111,9 @@ def _within_budget(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeli
 
 def recomputed_blocks(segments: Collection[Segment]) -> frozenset[int]:
     """Blocks whose matrix products are done again."""
-    return frozenset(block for s in segments if s.mode == "full" for block in range(s.start, s.stop))
+    return frozenset(
+        block for s in segments if s.mode == "full" for block in range(s.start, s.stop)
+    )
 
 
 def within_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segment, ...]:
@@ -117,7 +130,9 @@ def within_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segmen
 def weighed(costs: LayerCosts, segments: Collection[Segment]) -> LayerCosts:
     """A forward is a third of a block's cost, and done again it is a third more."""
     recomputed = recomputed_blocks(segments)
-    blocks = tuple(cost * 4 / 3 if block in recomputed else cost for block, cost in enumerate(costs.blocks))
+    blocks = tuple(
+        cost * 4 / 3 if block in recomputed else cost for block, cost in enumerate(costs.blocks)
+    )
     return replace(costs, blocks=blocks) if recomputed else costs
 
 
@@ -128,16 +143,20 @@ def _stages(job: Job, shape: ModelShape, asked: Asked, costs: LayerCosts, num_ra
     most = num_blocks + (costs.embedding > 0) + (costs.head > 0)
     if num_stages > most:
         per_rank = num_stages // asked.num_ranks
-        over = f"parallel.pp {asked.num_ranks}" + (f" x {per_rank} stages per rank" if per_rank > 1 else "")
+        over = f"parallel.pp {asked.num_ranks}" + (
+            f" x {per_rank} stages per rank" if per_rank > 1 else ""
+        )
         raise LayoutError(
             f"{num_blocks} blocks cannot be cut into the {num_stages} stages of {over}",
-            fix=_fewer_stages(job, asked, most, num_ranks) or "leave parallel.pp out, or use a deeper model",
+            fix=_fewer_stages(job, asked, most, num_ranks)
+            or "leave parallel.pp out, or use a deeper model",
         )
     return cut_for_ranks(costs, asked.rank_of_stage)
 
 
 def _fewer_stages(job: Job, asked: Asked, most: int, num_ranks: int) -> str:
-    """What the job could say to have `most` stages, or less: fewer on each rank, fewer ranks, one on each rank."""
+    """What the job could say to have `most` stages, or less: fewer on each rank, fewer ranks,
+    one on each rank."""
     if asked.written is not None:
         return ""
     per_rank, pp = asked.num_stages // asked.num_ranks, asked.num_ranks
@@ -150,6 +169,7 @@ def _fewer_stages(job: Job, asked: Asked, most: int, num_ranks: int) -> str:
     fixes += [f"parallel.pp={narrower[-1]}"] if narrower else []
     if per_rank > 1 and not fewer and pp <= most:
         fixes.append(
-            f"parallel.schedule={DEFAULT_SCHEDULE}" + " without stages_per_rank" * bool(job.parallel.stages_per_rank)
+            f"parallel.schedule={DEFAULT_SCHEDULE}"
+            + " without stages_per_rank" * bool(job.parallel.stages_per_rank)
         )
     return f"nearest: {', or '.join(fixes)}" if fixes else ""

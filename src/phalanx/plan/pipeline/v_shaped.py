@@ -1,6 +1,8 @@
-"""Schedules in which each rank holds two stages in a V, so that it has the first microbatches back early.
+"""Schedules in which each rank holds two stages in a V, so that it has the first microbatches back
+early.
 
-`near` is a rank's stage on the way there, `far` the one on the way back; rank 0 holds the first and the last stage.
+`near` is a rank's stage on the way there, `far` the one on the way back; rank 0 holds the first and
+the last stage.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from phalanx.plan.pipeline.schedule import Action, Kind, Schedule, v_placement
 
 
 class _Tape:
-    """A rank's actions as they are decided. Each stage takes its microbatches in order, so the next one is a count."""
+    """A rank's actions as they are decided.
+
+    Each stage takes its microbatches in order, so the next one is a count.
+    """
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -20,7 +25,9 @@ class _Tape:
 
     def do(self, kind: Kind, stage: int) -> None:
         """The next F, I or B of `stage`. The W of an I is put off until `weights`."""
-        counted: Kind = "F" if kind == "F" else "I"  # B and I are the same count: a microbatch has one or the other
+        counted: Kind = (
+            "F" if kind == "F" else "I"
+        )  # B and I are the same count: a microbatch has one or the other
         action = Action(kind, stage, self._next[counted, stage])
         self._next[counted, stage] += 1
         self.actions.append(action)
@@ -42,11 +49,16 @@ class _Tape:
 
 
 def zb_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """No bubble once all ranks run, where F, I and W take equally long (arXiv 2401.10241, section 6)."""
+    """No bubble once all ranks run, where F, I and W take equally long (arXiv 2401.10241,
+    section 6)."""
     # Fewer microbatches than fill the V: plan for as many, and leave out those that do not exist.
     planned = max(num_microbatches, 2 * num_ranks - 1)
     rows = (
-        tuple(action for action in _zb_v_row(rank, num_ranks, planned) if action.microbatch < num_microbatches)
+        tuple(
+            action
+            for action in _zb_v_row(rank, num_ranks, planned)
+            if action.microbatch < num_microbatches
+        )
         for rank in range(num_ranks)
     )
     return Schedule("zb-v", num_microbatches, v_placement(num_ranks), tuple(rows))
@@ -89,10 +101,11 @@ def _zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """A forward beside a backward of the other stage (DeepSeek-V3, arXiv 2412.19437; cut in half to a V).
+    """A forward beside a backward of the other stage (DeepSeek-V3, arXiv 2412.19437; cut in half to
+    a V).
 
-    Where the original overlaps such a pair in time, these are two actions, forward first: the order of execution that
-    torch's runtime gives them too unless it is told how to overlap.
+    Where the original overlaps such a pair in time, these are two actions, forward first: the order
+    of execution that torch's runtime gives them too unless it is told how to overlap.
     """
     rows = (tuple(_dualpipe_v_row(rank, num_ranks, num_microbatches)) for rank in range(num_ranks))
     return Schedule("dualpipe-v", num_microbatches, v_placement(num_ranks), tuple(rows))
@@ -119,7 +132,8 @@ def _dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Ac
         tape.do("B", far)
         tape.do("F", far)
         tape.do("B", near)
-    # Of the last backwards the second half is split: their W fill the gaps that the end of the pipeline leaves.
+    # Of the last backwards the second half is split: their W fill the gaps that the end of the
+    # pipeline leaves.
     drained: list[int] = [far, near] * (rank + 1)
     num_whole = 2 * ((rank + 1) // 2) + (1 if rank % 2 == 0 else 0)
     for position, stage in enumerate(drained):

@@ -1,4 +1,5 @@
-"""Why a pipeline is as it is, a line each: stages, schedule and bubble, microbatches in flight, bytes that travel."""
+"""Why a pipeline is as it is, a line each: stages, schedule and bubble, microbatches in flight,
+bytes that travel."""
 
 from __future__ import annotations
 
@@ -21,12 +22,19 @@ EVEN = 1.005  # times the mean
 
 
 def pipeline_reasons(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> list[str]:
-    lines = [_of_stages(job, shape, work, pipeline), _of_the_schedule(job, work, pipeline), _in_flight(pipeline)]
+    lines = [
+        _of_stages(job, shape, work, pipeline),
+        _of_the_schedule(job, work, pipeline),
+        _in_flight(pipeline),
+    ]
     if shape.is_known:
         of_rank = [
-            sent_per_step(of_one_rank(shape, work.tp, work.rules), work, pipeline, r) for r in range(pipeline.num_ranks)
+            sent_per_step(of_one_rank(shape, work.tp, work.rules), work, pipeline, r)
+            for r in range(pipeline.num_ranks)
         ]
-        lines.append(f"pp: a rank sends up to {format_bytes(max(of_rank))} to other stages in a step")
+        lines.append(
+            f"pp: a rank sends up to {format_bytes(max(of_rank))} to other stages in a step"
+        )
     return [f"pp: {line}" if not line.startswith("pp: ") else line for line in lines]
 
 
@@ -40,11 +48,16 @@ def _of_stages(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) 
     if job.parallel.stage_blocks:
         line += ", as the job says"
     else:
-        line += f", cut by {'FLOPs' if shape.is_known else 'parameters'} so that the busiest rank has least to do"
+        line += (
+            f", cut by {'FLOPs' if shape.is_known else 'parameters'} so that the busiest rank has"
+            " least to do"
+        )
     block = sum(layers.blocks) / len(layers.blocks)
     if layers.head and block:
         line += f" (the head is the work of {float(layers.head / block):.1f} blocks)"
-    return f"{line}; " + (f"rank {rank} has {ratio:.2f} times the mean" if ratio > EVEN else "all have as much")
+    return f"{line}; " + (
+        f"rank {rank} has {ratio:.2f} times the mean" if ratio > EVEN else "all have as much"
+    )
 
 
 def _of_the_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
@@ -55,7 +68,10 @@ def _of_the_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
         what += ", the default,"
     line = f"{what} with {plural(number, 'microbatch', 'microbatches')} of {work.micro_batch_size}"
     if timeline is not None:
-        line += f": predicted bubble {float(timeline.bubble):.1%} (of a step, ranks wait for each other)"
+        line += (
+            f": predicted bubble {float(timeline.bubble):.1%} (of a step, ranks wait for each"
+            " other)"
+        )
     return line
 
 
@@ -84,7 +100,10 @@ def named(pipeline: Pipeline, rank: int) -> str:
 
 
 def sent_per_step(here: ModelShape, work: Workload, pipeline: Pipeline, rank: int) -> int:
-    """Bytes that pipeline rank `rank` sends: what its stages hand on, and gradients back. `here`: `of_one_rank`."""
+    """Bytes that pipeline rank `rank` sends: what its stages hand on, and gradients back.
+
+    `here`: `of_one_rank`.
+    """
     owners = pipeline.rank_of_stage
     neighbours = [stage + d for stage in pipeline.stages_of(rank) for d in (-1, 1)]
     others = sum(0 <= stage < len(owners) and owners[stage] != rank for stage in neighbours)

@@ -1,4 +1,5 @@
-"""The process is gone between two instructions, as by the out-of-memory killer or a power cut of one node."""
+"""The process is gone between two instructions, as by the out-of-memory killer or a power cut of
+one node."""
 
 from __future__ import annotations
 

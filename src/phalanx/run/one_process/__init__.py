@@ -1,1 +1,2 @@
-"""What one process computes with a job's own module and loss, and whether that loss mixes the rows of a batch."""
+"""What one process computes with a job's own module and loss, and whether that loss mixes the
+rows of a batch."""

@@ -1,5 +1,8 @@
-"""Whether the loss of a batch is the sum of the losses of its rows: only then does it not matter how ranks and
-microbatches share the rows. And whether user code calls collectives by itself, for which nobody waits."""
+"""Whether the loss of a batch is the sum of the losses of its rows: only then does it not matter
+how ranks and microbatches share the rows.
+
+And whether user code calls collectives by itself, for which nobody waits.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +39,23 @@ MAX_S = 5.0  # what the larger number of rows may take, as the smaller one lets 
 
 
 def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
-    """Find out what the job's loss does with the rows of a batch: tried on a few of them, and then on more.
+    """Find out what the job's loss does with the rows of a batch: tried on a few of them, and then
+    on more.
 
     The module is built for this alone.
 
-    Buffers and random numbers of this process are as they were. Nothing is known of a loss that fails, of one that
-    draws random numbers, and of a module that is too large to try: training says what is wrong with it.
+    Buffers and random numbers of this process are as they were. Nothing is known of a loss that
+    fails, of one that draws random numbers, and of a module that is too large to try: training says
+    what is wrong with it.
     """
     batch = {key: tensor.detach().cpu() for key, tensor in batch.items()}
     most = min(num_rows_of(batch), MAX_WORK // max(1, plan.num_params * plan.seq_len))
-    if most < min(NUM_ROWS[0], num_rows_of(batch)) or most < 2 or plan.num_params > MAX_PARAMS or not has_own_code(job):
+    if (
+        most < min(NUM_ROWS[0], num_rows_of(batch))
+        or most < 2
+        or plan.num_params > MAX_PARAMS
+        or not has_own_code(job)
+    ):
         return RowFacts()
     is_built = False
     try:
@@ -53,9 +63,13 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
             loss = JobLoss(job, plan)
             module = build_original_module(job, plan, "float32", materialize=True)[0]
             for part in module.modules():
-                if isinstance(part, _BatchNorm):  # whose statistics over the microbatch the plan speaks of
+                if isinstance(
+                    part, _BatchNorm
+                ):  # whose statistics over the microbatch the plan speaks of
                     part.eval()
-            is_built = True  # a factory may wait for other ranks, but not here, where it is called on one
+            is_built = (
+                True  # a factory may wait for other ranks, but not here, where it is called on one
+            )
             for num_rows in NUM_ROWS:
                 started = time.monotonic()
                 mixes = _find(module, loss, few_rows(batch, min(num_rows, most)), job.run.seed)
@@ -69,14 +83,18 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
 
 
 def few_rows(batch: Batch, num_rows: int) -> Batch:
-    """The first rows of a batch. Where rows have labels, pairs of equal ones, each half of the rows with one of a pair:
-    a loss of pairs is then another one for the halves.
+    """The first rows of a batch.
+
+    Where rows have labels, pairs of equal ones, each half of the rows with one of a pair: a loss of
+    pairs is then another one for the halves.
     """
     labels = next((t for t in batch.values() if t.ndim == 1 and not t.is_floating_point()), None)
     places: dict[int, list[int]] = {}
     for row, label in enumerate([] if labels is None else labels.tolist()):
         places.setdefault(label, []).append(row)
-    pairs = [same_label_rows[:2] for same_label_rows in places.values() if len(same_label_rows) > 1][: num_rows // 2]
+    pairs = [
+        same_label_rows[:2] for same_label_rows in places.values() if len(same_label_rows) > 1
+    ][: num_rows // 2]
     if len(pairs) < 2:
         return {key: tensor[:num_rows] for key, tensor in batch.items()}
     rows = [first for first, _ in pairs] + [second for _, second in pairs]

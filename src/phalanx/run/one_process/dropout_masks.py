@@ -1,11 +1,14 @@
-"""What dropout drops, said a second time: over whole tensors, in plain numbers, beside torch's own dropout.
+"""What dropout drops, said a second time: over whole tensors, in plain numbers, beside torch's own
+dropout.
 
-Bits: with arithmetic modulo 2^64, G = 0x9E3779B97F4A7C15 and mix the finaliser of SplitMix64, element i of row r is the
-low (even i) or high half of mix(mix(key + (r + 1) G) + (i // 2 + 1) G), signed; it is kept if it is at least
-2^31 - round(keep x 2^32). The key is BLAKE2b-64 of "dropout", seed, step (from 1), the module's name, and which of its
-draws in this forward it is (from 0), separated by U+001F. The row is that of the step's batch.
+Bits: with arithmetic modulo 2^64, G = 0x9E3779B97F4A7C15 and mix the finaliser of SplitMix64,
+element i of row r is the low (even i) or high half of mix(mix(key + (r + 1) G) + (i // 2 + 1) G),
+signed; it is kept if it is at least 2^31 - round(keep x 2^32). The key is BLAKE2b-64 of "dropout",
+seed, step (from 1), the module's name, and which of its draws in this forward it is (from 0),
+separated by U+001F. The row is that of the step's batch.
 
-torch's dropout stays what it is: only the filling of its noise is replaced, for whichever module is running.
+torch's dropout stays what it is: only the filling of its noise is replaced, for whichever module is
+running.
 """
 
 from __future__ import annotations
@@ -27,10 +30,15 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def make_mask(key: int, keep: float, first_row: int, num_rows: int, per_row: int) -> torch.Tensor:
     """bool [num_rows, per_row]."""
     with np.errstate(over="ignore"):
-        rows = _mix(np.uint64(key) + (np.arange(num_rows, dtype=np.uint64) + np.uint64(first_row + 1)) * GOLDEN)
+        rows = _mix(
+            np.uint64(key)
+            + (np.arange(num_rows, dtype=np.uint64) + np.uint64(first_row + 1)) * GOLDEN
+        )
         numbers = np.arange(per_row, dtype=np.uint64)
         pairs = _mix(rows[:, None] + (numbers // np.uint64(2) + np.uint64(1)) * GOLDEN)
-    halves = np.where(numbers % np.uint64(2) == 1, pairs >> np.uint64(32), pairs & np.uint64(2**32 - 1))
+    halves = np.where(
+        numbers % np.uint64(2) == 1, pairs >> np.uint64(32), pairs & np.uint64(2**32 - 1)
+    )
     signed = halves.astype(np.uint32).view(np.int32).astype(np.int64)
     return torch.from_numpy(signed >= 2**31 - round(keep * 2**32))
 
@@ -57,9 +65,13 @@ class DropoutMasks:
             and not part.self_attn.batch_first
             for inner, _ in part.named_children()
         }
-        self._second |= {name for name, part in self.module.named_modules() if isinstance(part, nn.RNNBase)}
+        self._second |= {
+            name for name, part in self.module.named_modules() if isinstance(part, nn.RNNBase)
+        }
         self._attention = {
-            name for name, part in self.module.named_modules() if isinstance(part, nn.MultiheadAttention)
+            name
+            for name, part in self.module.named_modules()
+            if isinstance(part, nn.MultiheadAttention)
         }
         self._rows, self._calls, self._step = (0, 0), dict[str, int](), 0
 
@@ -68,7 +80,8 @@ class DropoutMasks:
         self._step, self._rows, self._calls = step, (first_row, num_rows), {}
 
     def mask(self, name: str, keep: float, shape: torch.Size) -> torch.Tensor | None:
-        """The next mask that `name` draws; None for a tensor that has no fixed number of rows for each of the batch."""
+        """The next mask that `name` draws; None for a tensor that has no fixed number of rows
+        for each of the batch."""
         rows_dim = int(name in self._second - self._attention)
         first_row, num_rows = self._rows
         if not num_rows or len(shape) <= rows_dim or shape[rows_dim] % num_rows or not all(shape):
@@ -79,7 +92,9 @@ class DropoutMasks:
         if name not in self.dropped:
             self.dropped.append(name)
         mask = make_mask(key, keep, first_row, num_rows, shape.numel() // num_rows)
-        return mask.view([shape[rows_dim], *shape[:rows_dim], *shape[rows_dim + 1 :]]).movedim(0, rows_dim)
+        return mask.view([shape[rows_dim], *shape[:rows_dim], *shape[rows_dim + 1 :]]).movedim(
+            0, rows_dim
+        )
 
     @contextmanager
     def fill(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
@@ -110,7 +125,11 @@ class _Filling(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float and not kwargs and self._calling:
             keep = args[1] if len(args) > 1 else 0.5
-            mask = self._definition.mask(self._calling[-1], keep, args[0].shape) if 0 < keep < 1 else None
+            mask = (
+                self._definition.mask(self._calling[-1], keep, args[0].shape)
+                if 0 < keep < 1
+                else None
+            )
             if mask is not None:
                 return args[0].copy_(mask)
         return func(*args, **(kwargs or {}))

@@ -1,5 +1,5 @@
-"""The loss of a job as one process computes it, in its two halves: what the module makes of a batch, and what the
-objective makes of that."""
+"""The loss of a job as one process computes it, in its two halves: what the module makes of a
+batch, and what the objective makes of that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from phalanx.run.one_process.plain_loss import Batch, plain_cross_entropy
 class JobLoss:
     """`loss(module, batch)` is the sum of the losses of the batch's targets, and how many they are.
 
-    The textbook's loss for models of tokens, which train with a chunked one; or the user's own, or the model's.
+    The textbook's loss for models of tokens, which train with a chunked one; or the user's own, or
+    the model's.
     """
 
     def __init__(self, job: Job, plan: Plan) -> None:
@@ -32,14 +33,20 @@ class JobLoss:
     def outputs(self, module: nn.Module, batch: Batch) -> Any:
         """The module's outputs for a batch."""
         extras = pick_extras(inspect.signature(module.forward).parameters, batch)
-        return module(*((entry_of(batch, "inputs"),) if "inputs" in names_of(batch) else ()), **extras)
+        return module(
+            *((entry_of(batch, "inputs"),) if "inputs" in names_of(batch) else ()), **extras
+        )
 
     def reduce_outputs(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        can_read = isinstance(outputs, torch.Tensor | CausalOutput)  # else the objective says what it wants
+        can_read = isinstance(
+            outputs, torch.Tensor | CausalOutput
+        )  # else the objective says what it wants
         if self._is_textbook and can_read:
             return plain_cross_entropy(outputs, batch)
         nested = {key: entry_of(batch, key) for key in names_of(batch)} | dict(batch)
-        return self._objective(outputs if getattr(self._objective, READS_PARTS, False) else together(outputs), nested)
+        return self._objective(
+            outputs if getattr(self._objective, READS_PARTS, False) else together(outputs), nested
+        )
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return self.reduce_outputs(self.outputs(module, batch), batch)
@@ -47,4 +54,8 @@ class JobLoss:
 
 def pick_extras(names: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
     """The entries of a batch, besides inputs and targets, that a forward has arguments for."""
-    return {key: entry_of(batch, key) for key in names_of(batch) if key not in ("inputs", "targets") and key in names}
+    return {
+        key: entry_of(batch, key)
+        for key in names_of(batch)
+        if key not in ("inputs", "targets") and key in names
+    }

@@ -12,8 +12,11 @@ from phalanx.nn.hf_experts import use_batched_products
 from phalanx.plan.plan import Plan
 
 
-def build_original_module(job: Job, plan: Plan, dtype: str, *, materialize: bool) -> tuple[nn.Module, tuple[str, ...]]:
-    """The job's module in `dtype`, in training mode, without dropout that each rank draws; and what was done to it."""
+def build_original_module(
+    job: Job, plan: Plan, dtype: str, *, materialize: bool
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The job's module in `dtype`, in training mode, without dropout that each rank draws; and
+    what was done to it."""
     module = _cast(build_model(job, plan.model_shape), getattr(torch, dtype))
     done: tuple[str, ...] = ()
     if dtype == "float64" and use_batched_products(module):
@@ -26,7 +29,12 @@ def build_original_module(job: Job, plan: Plan, dtype: str, *, materialize: bool
             module.initialize(shards, job.run.seed)  # type: ignore[operator]
     if num_dropped:
         layers = f"{num_dropped} dropout layers are" if num_dropped > 1 else "1 dropout layer is"
-        done += (f"{layers} switched off: with parallel.dropout=local what they draw depends on the layout",)
+        done += (
+            (
+                f"{layers} switched off: with parallel.dropout=local what they draw depends on the"
+                " layout"
+            ),
+        )
     return module, done
 
 
@@ -43,7 +51,11 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def switch_off_dropout(module: nn.Module) -> int:
-    """Dropout layers, and torch's attention and recurrent layers, which hold a probability themselves. How many."""
+    """Dropout layers, and torch's attention and recurrent layers, which hold a probability
+    themselves.
+
+    How many.
+    """
     num_dropped = 0
     for part in module.modules():
         name = "p" if isinstance(part, nn.modules.dropout._DropoutNd) else "dropout"

@@ -1,4 +1,5 @@
-"""Which rows of a batch a loss lets see each other, and whether it calls collectives, for which nobody waits."""
+"""Which rows of a batch a loss lets see each other, and whether it calls collectives, for which
+nobody waits."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _TORCHS = str(Path(torch.__file__).parent)
 
 
 class Loss(Protocol):
-    """A loss in two halves: what a module makes of a batch, and the sum over that with the number of its targets."""
+    """A loss in two halves: what a module makes of a batch, and the sum over that with the
+    number of its targets."""
 
     def outputs(self, module: nn.Module, batch: Batch) -> Any: ...
 
@@ -55,21 +57,31 @@ def mixes_rows(
 
 @torch.no_grad()
 def mixing_part(module: nn.Module, loss: Loss, batch: Batch, masks: DropoutMasks) -> Part:
-    """The part of a loss that mixes rows: "model" if its outputs for the first rows change with the last rows.
+    """The part of a loss that mixes rows: "model" if its outputs for the first rows change with the
+    last rows.
 
     Else "objective".
     """
     rows = num_rows_of(batch)
     half = rows // 2
-    other_last_rows = {key: torch.cat((t[:half], t[:1].expand(rows - half, *t.shape[1:]))) for key, t in batch.items()}
+    other_last_rows = {
+        key: torch.cat((t[:half], t[:1].expand(rows - half, *t.shape[1:])))
+        for key, t in batch.items()
+    }
     outputs = []
     for each in (batch, other_last_rows):
         with masks.fill(1, 0, rows), keep_buffers(module):
             outputs.append(list(_leaves(loss.outputs(module, each))))
-    pairs = [(a, b) for a, b in zip(*outputs, strict=False) if a.ndim and len(a) == len(b) and len(a) % rows == 0]
+    pairs = [
+        (a, b)
+        for a, b in zip(*outputs, strict=False)
+        if a.ndim and len(a) == len(b) and len(a) % rows == 0
+    ]
     if not pairs:
         return "model"  # it returns no row, but the loss itself, say
-    firsts = [(a[: len(a) // rows * half].double(), b[: len(b) // rows * half].double()) for a, b in pairs]
+    firsts = [
+        (a[: len(a) // rows * half].double(), b[: len(b) // rows * half].double()) for a, b in pairs
+    ]
     return "model" if any((a - b).norm() > MIXES * a.norm() for a, b in firsts) else "objective"
 
 
@@ -112,13 +124,17 @@ class CollectiveCalledError(LayoutError):
         super().__init__(
             f"a collective of torch.distributed is called in the loss: {call}",
             why="other ranks are at something else in a layout, and in one process there are none",
-            fix="compute the loss of the rows that are given: sums over ranks and microbatches are phalanx's",
+            fix=(
+                "compute the loss of the rows that are given: sums over ranks and microbatches are"
+                " phalanx's"
+            ),
         )
         self.call = call
 
 
 class RefusingCollectives(TorchDispatchMode):
-    """Raises CollectiveCalledError in place of any collective: alone in one, a rank waits, or takes others' answers."""
+    """Raises CollectiveCalledError in place of any collective: alone in one, a rank waits, or
+    takes others' answers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         refuse_collective(func)
@@ -132,11 +148,14 @@ def refuse_collective(func: Any) -> None:
 
 
 def _call_of(func: Any) -> str:
-    """ "all_gather (loss.py:12)", by the function of torch.distributed that was called and the line that did."""
+    """ "all_gather (loss.py:12)", by the function of torch.distributed that was called and the
+    line that did."""
     name = str(func.overloadpacket.__name__).strip("_")
     for entry in reversed(traceback.extract_stack(sys._getframe(1))):
         if entry.filename.startswith(_TORCHS):
-            is_public = f"{_TORCHS}/distributed" in entry.filename and not entry.name.startswith("_")
+            is_public = f"{_TORCHS}/distributed" in entry.filename and not entry.name.startswith(
+                "_"
+            )
             name = entry.name if is_public and entry.name != "wrapper" else name
         elif not entry.filename.startswith((_OURS, "<")):
             return f"{name} ({Path(entry.filename).name}:{entry.lineno})"

@@ -2,7 +2,8 @@
 
 Run as `python -m phalanx.run.one_process.rows_probe JSON`.
 
-The process stands for rank 0 of two, so that code which asks for ranks before it calls a collective is seen to.
+The process stands for rank 0 of two, so that code which asks for ranks before it calls a collective
+is seen to.
 """
 
 from __future__ import annotations
@@ -55,9 +56,16 @@ def sample_batch(job: Job, plan: Plan) -> Batch:
     if is_own_dataset(job.data.source) and not job.data.mixture:
         dataset = open_user_dataset(job.data.source, job.data.args, "train")
         return _read(UserSamples(dataset, job.data.source, job.run.seed))
-    known = plan if plan.vocab_size else replace(plan, vocab_size=job.model.vocab_size or BYTE_VOCAB_SIZE)
+    known = (
+        plan
+        if plan.vocab_size
+        else replace(plan, vocab_size=job.model.vocab_size or BYTE_VOCAB_SIZE)
+    )
     return make_up_batch(
-        known, NUM_ROWS[-1], torch.Generator().manual_seed(job.run.seed), documents=job.data.document_masks
+        known,
+        NUM_ROWS[-1],
+        torch.Generator().manual_seed(job.run.seed),
+        documents=job.data.document_masks,
     )
 
 
@@ -66,7 +74,9 @@ def _read(samples: UserSamples) -> Batch:
     parts = [samples.take(np.arange(NUM_ROWS[0]))]
     while len(parts) <= MAX_SAMPLES - NUM_ROWS[0] and time.monotonic() < until:
         parts.append(samples.take(np.array([NUM_ROWS[0] + len(parts) - 1])))
-    return {key: torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in parts[0]}
+    return {
+        key: torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in parts[0]
+    }
 
 
 if __name__ == "__main__":

@@ -21,17 +21,25 @@ def _tokens(plan: Plan, rows: int, generator: torch.Generator, *, documents: boo
     length, vocab_size = plan.seq_len, plan.vocab_size
     tokens = torch.randint(vocab_size, (rows, length + 1), generator=generator)
     targets = _mask_targets(tokens[:, 1:].clone(), generator)
-    batch = {"inputs": tokens[:, :-1].clone(), "targets": targets, "positions": torch.arange(length).repeat(rows, 1)}
+    batch = {
+        "inputs": tokens[:, :-1].clone(),
+        "targets": targets,
+        "positions": torch.arange(length).repeat(rows, 1),
+    }
     if documents:
         border = torch.randint(1, max(2, length), (rows, 1), generator=generator)
         batch["document_ids"] = (batch["positions"] >= border).long()
-        batch["positions"] = torch.where(batch["positions"] >= border, batch["positions"] - border, batch["positions"])
+        batch["positions"] = torch.where(
+            batch["positions"] >= border, batch["positions"] - border, batch["positions"]
+        )
     return batch
 
 
 def _images(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
     shape: ModelShape = plan.model_shape
-    images = torch.randn(rows, shape.num_channels, shape.image_size, shape.image_size, generator=generator)
+    images = torch.randn(
+        rows, shape.num_channels, shape.image_size, shape.image_size, generator=generator
+    )
     labels = torch.randint(shape.num_classes, (rows,), generator=generator)
     return {"inputs": images, "targets": _mask_targets(labels.unsqueeze(1), generator).squeeze(1)}
 

@@ -34,7 +34,12 @@ from phalanx.run.trained.payloads import EvaluatePayload
 # What a command line may change of the job that trained the model.
 EVALUATION_KEYS = (
     *("data", "eval", "parallel", "precision", "cluster", "resilience.collective_timeout_s"),
-    *("train.micro_batch_size", "train.global_batch_size", "train.compile", "train.loss_chunk_tokens"),
+    *(
+        "train.micro_batch_size",
+        "train.global_batch_size",
+        "train.compile",
+        "train.loss_chunk_tokens",
+    ),
 )
 MAX_EXPONENT = 700.0  # e to a little more than this is no fp64
 
@@ -133,7 +138,10 @@ def prepare_evaluation(model: TrainedModel, scratch: Scratch) -> EvaluationTask:
 
 
 def evaluate(
-    task: EvaluationTask, scratch: Scratch, *, on_progress: Callable[[EvaluationProgress | None], None]
+    task: EvaluationTask,
+    scratch: Scratch,
+    *,
+    on_progress: Callable[[EvaluationProgress | None], None],
 ) -> EvaluationResult:
     """Start the ranks of `task` and return what they measured.
 
@@ -154,7 +162,9 @@ def evaluate(
         metrics=facts["metrics"],
         num_targets=facts["num_targets"],
         evaluated_s=facts["evaluated_s"],
-        recorded_loss=_find_recorded_loss(task.model, facts["num_targets"]) if data.is_of_run else None,
+        recorded_loss=(
+            _find_recorded_loss(task.model, facts["num_targets"]) if data.is_of_run else None
+        ),
         units=units_of(task.model.job.to_json()),
     )
 
@@ -164,7 +174,10 @@ def _with_default_tokens(model: TrainedModel) -> TrainedModel:
     if model.job.eval.tokens:
         return model
     if model.overridden_keys("eval.tokens"):
-        raise UsageError("eval.tokens=0 leaves nothing to evaluate", fix="give a number of tokens, or leave it out")
+        raise UsageError(
+            "eval.tokens=0 leaves nothing to evaluate",
+            fix="give a number of tokens, or leave it out",
+        )
     return _with_eval_tokens(model, Eval().tokens)
 
 
@@ -188,7 +201,9 @@ def _tokens_to_read_all(corpus: Corpus) -> int:
 def _prepare_data(model: TrainedModel, directory: Path) -> EvaluationData:
     """The run's own data, or what the overrides name, prepared in `directory`."""
     corpus_of_run = model.corpus()
-    if corpus_of_run is not None and not model.overridden_keys(*(f"data.{key}" for key in DATA_KEYS)):
+    if corpus_of_run is not None and not model.overridden_keys(
+        *(f"data.{key}" for key in DATA_KEYS)
+    ):
         verify_corpus(corpus_of_run)
         _require_targets(corpus_of_run, "held_out")
         return EvaluationData(corpus_of_run, "held_out", is_of_run=True)
@@ -199,11 +214,15 @@ def _prepare_data(model: TrainedModel, directory: Path) -> EvaluationData:
     # Of data that the model was not trained on, no part has to be held out: all of it is evaluated.
     reads_all = names_source and not is_own_dataset(job.data.source)
     reads_all = reads_all and not model.overridden_keys("data.held_out_fraction")
-    settings = job.data.model_copy(update={"held_out_fraction": 0.0, "seq_len": 1} if reads_all else {})
+    settings = job.data.model_copy(
+        update={"held_out_fraction": 0.0, "seq_len": 1} if reads_all else {}
+    )
     vocab_size = model.plan.vocab_size if model.plan is not None and model.plan.vocab_size else None
     tokens = find_tokens(job)
     tokenizer = tokens.default or BYTES
-    corpus = prepare_corpus(settings, directory / "data", vocab_size=vocab_size, default_tokenizer=tokenizer)
+    corpus = prepare_corpus(
+        settings, directory / "data", vocab_size=vocab_size, default_tokenizer=tokenizer
+    )
     _require_same_tokenizer(model, corpus)
     split: Split = "train" if reads_all else "held_out"
     _require_targets(corpus, split)
@@ -235,19 +254,27 @@ def _require_same_tokenizer(model: TrainedModel, corpus: Corpus) -> None:
         raise CheckpointError(
             f"it was trained on tokens of tokenizer {of_model}, and the data is of {of_data}",
             where=model.name,
-            fix="give text, which goes through the run's own tokenizer, or shards that were built with it",
+            fix=(
+                "give text, which goes through the run's own tokenizer, or shards that were built"
+                " with it"
+            ),
         )
 
 
 def _require_targets(corpus: Corpus, split: Split) -> None:
-    """Raise DataError unless `split` has a sample, or two tokens, of which one predicts the other."""
+    """Raise DataError unless `split` has a sample, or two tokens, of which one predicts the
+    other."""
     if corpus.user is not None:
         size, least = corpus.user.num_held_out, 1
     else:
         size, least = corpus.splits[split].num_tokens, 2
     if size < least:
         raise DataError(
-            "nothing is held out to evaluate" if split == "held_out" else "there is no token to predict",
+            (
+                "nothing is held out to evaluate"
+                if split == "held_out"
+                else "there is no token to predict"
+            ),
             where=f"data.source {corpus.source}",
             fix="give data.source=TEXT, all of which is evaluated",
         )
@@ -262,12 +289,17 @@ def _read_progress(path: Path) -> EvaluationProgress | None:
 
 
 def _find_recorded_loss(model: TrainedModel, num_targets: int) -> float | None:
-    """The last loss that the run recorded at this step over as many targets; None if there is none."""
+    """The last loss that the run recorded at this step over as many targets; None if there is
+    none."""
     if model.run_dir is None:
         return None
     loss = None
     for envelope in recorded(model.run_dir, EvalFinished):
         event = envelope.event
-        if isinstance(event, EvalFinished) and event.step == model.step and event.num_targets == num_targets:
+        if (
+            isinstance(event, EvalFinished)
+            and event.step == model.step
+            and event.num_targets == num_targets
+        ):
             loss = event.loss
     return loss

@@ -66,7 +66,10 @@ class TextGenerator:
             raise UsageError("the prompt is empty", fix='give --prompt "TEXT"')
         vocab_size = self.plan.vocab_size
         if vocab_size and max(tokens) >= vocab_size:
-            raise DataError(f"token {max(tokens)} of the prompt does not fit the model's vocabulary of {vocab_size}")
+            raise DataError(
+                f"token {max(tokens)} of the prompt does not fit the model's vocabulary of"
+                f" {vocab_size}"
+            )
         return GeneratedText(prompt, tokens)
 
     def decode(self, text: GeneratedText) -> str:
@@ -181,7 +184,9 @@ class _TokensFile:
     it.
     """
 
-    def __init__(self, path: Path, texts: Sequence[GeneratedText], on_text: Callable[[GeneratedText], None]) -> None:
+    def __init__(
+        self, path: Path, texts: Sequence[GeneratedText], on_text: Callable[[GeneratedText], None]
+    ) -> None:
         self._path, self._texts, self._on_text = path, texts, on_text
         self._offset = 0
 
@@ -218,17 +223,25 @@ def _find_tokenizer(model: TrainedModel) -> Tokenizer | None:
     tokenizer = load_tokenizer(setting) if setting else None
     if tokenizer is None and model.folder is None:
         return None  # a Hugging Face directory without tokenizer.json
-    if tokenizer is None and model.run_dir is not None and (model.run_dir / TOKENIZER_FILE).is_file():
+    if (
+        tokenizer is None
+        and model.run_dir is not None
+        and (model.run_dir / TOKENIZER_FILE).is_file()
+    ):
         tokenizer = load_tokenizer(str(model.run_dir))
     digest = model.tokenizer_digest
     if tokenizer is None and digest == load_tokenizer("bytes").digest:
         return load_tokenizer("bytes")
     if tokenizer is None and digest:
         fix = "give data.tokenizer=FILE"
-        raise DataError(f"the tokenizer {digest} it was trained with is not here", where=model.name, fix=fix)
+        raise DataError(
+            f"the tokenizer {digest} it was trained with is not here", where=model.name, fix=fix
+        )
     if tokenizer is not None and digest and tokenizer.digest != digest:
         why = f"data.tokenizer {setting} is {tokenizer.digest}"
-        raise CheckpointError(f"it was trained on tokens of tokenizer {digest}", where=model.name, why=why)
+        raise CheckpointError(
+            f"it was trained on tokens of tokenizer {digest}", where=model.name, why=why
+        )
     return tokenizer
 
 

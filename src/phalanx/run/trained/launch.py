@@ -16,7 +16,8 @@ from phalanx.run.scratch import Scratch
 from phalanx.run.trained.model import TrainedModel
 from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, ModelPayload
 
-# By the payload: the function of phalanx.run.trained.rank that takes it, and what ranks do there, as messages say it.
+# By the payload: the function of phalanx.run.trained.rank that takes it, and what ranks do there,
+# as messages say it.
 ENTRIES: Mapping[type, tuple[str, str]] = {
     EvaluatePayload: ("evaluate", "evaluating"),
     GeneratePayload: ("continue_texts", "generating"),
@@ -36,7 +37,8 @@ class RanksEndedError(Exception):
 
 
 def build_model_payload(model: TrainedModel, plan: Plan, scratch: Scratch) -> ModelPayload:
-    """The part of a payload that says which model ranks open, how they share it and where they write."""
+    """The part of a payload that says which model ranks open, how they share it and where they
+    write."""
     return ModelPayload(
         job=model.job,
         plan=plan,
@@ -47,7 +49,9 @@ def build_model_payload(model: TrainedModel, plan: Plan, scratch: Scratch) -> Mo
     )
 
 
-def run_ranks(payload: EvaluatePayload | GeneratePayload, scratch: Scratch, on_tick: Callable[[], None]) -> None:
+def run_ranks(
+    payload: EvaluatePayload | GeneratePayload, scratch: Scratch, on_tick: Callable[[], None]
+) -> None:
     """Run the work of `payload` on the ranks of its plan until they are done.
 
     Raises the PhalanxError that a rank raised, or RanksEndedError.
@@ -59,7 +63,12 @@ def run_ranks(payload: EvaluatePayload | GeneratePayload, scratch: Scratch, on_t
         payload_of_attempt=lambda: payload,
         num_ranks=model.plan.world_size,
         run_dir=directory,
-        preload=("torch", "torch._dynamo", "phalanx.run.trained.rank", *preloaded(model.job.model.kind)),
+        preload=(
+            "torch",
+            "torch._dynamo",
+            "phalanx.run.trained.rank",
+            *preloaded(model.job.model.kind),
+        ),
         stepless=doing,
         grace_s=1.0,
     )
@@ -82,4 +91,6 @@ def require_result(path: Path) -> None:
     exits, say.
     """
     if not path.is_file():
-        raise PhalanxError("the ranks ended and left no result", fix="look for an exit() in your own code")
+        raise PhalanxError(
+            "the ranks ended and left no result", fix="look for an exit() in your own code"
+        )

@@ -31,8 +31,13 @@ from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 
-KEYS_OF_ANY_LAYOUT = ("sync_batchnorm", "dropout")  # they stay when a model runs in another layout than it trained in
-LAYOUT_KEYS = tuple(f"parallel.{key}" for key in Parallel.model_fields if key not in KEYS_OF_ANY_LAYOUT)
+KEYS_OF_ANY_LAYOUT = (
+    "sync_batchnorm",
+    "dropout",
+)  # they stay when a model runs in another layout than it trained in
+LAYOUT_KEYS = tuple(
+    f"parallel.{key}" for key in Parallel.model_fields if key not in KEYS_OF_ANY_LAYOUT
+)
 # The keys of data on which the prepared corpus depends.
 DATA_KEYS = ("source", "mixture", "args", "tokenizer", "column", "held_out_fraction")
 
@@ -70,7 +75,8 @@ class TrainedModel:
 
     @property
     def is_imported(self) -> bool:
-        """Whether `phalanx checkpoint import` wrote the checkpoint, from weights of another system."""
+        """Whether `phalanx checkpoint import` wrote the checkpoint, from weights of another
+        system."""
         return self.manifest is not None and bool(self.manifest.facts.get("imported_from"))
 
     @property
@@ -91,7 +97,9 @@ class TrainedModel:
     def overridden_keys(self, *keys: str) -> list[str]:
         """Those of `keys` ("data.source") that the overrides set, or set a part of."""
         names = [override.partition("=")[0] for override in self.overrides]
-        return [key for key in keys if any(name == key or name.startswith(f"{key}.") for name in names)]
+        return [
+            key for key in keys if any(name == key or name.startswith(f"{key}.") for name in names)
+        ]
 
     def make_plan(self, *, vocab_size: int | None) -> Plan:
         """Plan how ranks of this machine share the work. Raises LayoutError.
@@ -143,7 +151,9 @@ def open_trained_model(
         raise UsageError("nothing says which model the checkpoint is of", where=folder.url, fix=fix)
     plan = _read_plan(run_dir)
     job, num_ranks, why = _load_job_with_layout(source, plan, overrides, on_one_rank=on_one_rank)
-    return TrainedModel(location, job, folder, manifest, run_dir, plan, tuple(overrides), num_ranks, why)
+    return TrainedModel(
+        location, job, folder, manifest, run_dir, plan, tuple(overrides), num_ranks, why
+    )
 
 
 def describe_ranks(model: TrainedModel, plan: Plan) -> str:
@@ -185,7 +195,9 @@ def _require_allowed(overrides: Sequence[str], allowed_keys: Sequence[str]) -> N
             continue
         names = [allowed if "." in allowed else f"{allowed}.*" for allowed in allowed_keys]
         fix = did_you_mean(key, list(allowed_keys)) or f"what can be set here: {', '.join(names)}"
-        raise UsageError(f"{key} has no part in this", why="the checkpoint's own job says it", fix=fix)
+        raise UsageError(
+            f"{key} has no part in this", why="the checkpoint's own job says it", fix=fix
+        )
 
 
 def _require_directory(location: str) -> None:
@@ -194,7 +206,9 @@ def _require_directory(location: str) -> None:
     if Path(location).exists():
         fix = "give a run's directory, a checkpoint's, or a URL first"
         raise UsageError("this is a file", where=location, fix=fix)
-    raise UsageError("no such directory", where=location, fix="give a run's directory, a checkpoint's, or a URL")
+    raise UsageError(
+        "no such directory", where=location, fix="give a run's directory, a checkpoint's, or a URL"
+    )
 
 
 def _find_job(run_dir: Path | None) -> Path | None:
@@ -219,7 +233,10 @@ def _read_plan(run_dir: Path | None) -> Plan | None:
 def _refuse_flags(location: str, job_file: str | None, best: bool) -> None:
     if job_file is not None or best:
         argument = "--best" if best else repr(job_file)
-        raise UsageError(f"{argument}: a Hugging Face directory is one model, and says itself which", where=location)
+        raise UsageError(
+            f"{argument}: a Hugging Face directory is one model, and says itself which",
+            where=location,
+        )
 
 
 def _is_hugging_face_directory(location: str) -> bool:
@@ -234,13 +251,21 @@ def _open_hugging_face(location: str, overrides: Sequence[str]) -> TrainedModel:
     path = Path(location)
     config = read_hugging_face(f"{PREFIX}{location}")
     settings = [f"model.kind={PREFIX}{path.absolute()}"]
-    if (path / TOKENIZER_FILE).is_file() and not any(text.startswith("data.tokenizer=") for text in overrides):
+    if (path / TOKENIZER_FILE).is_file() and not any(
+        text.startswith("data.tokenizer=") for text in overrides
+    ):
         settings.append(f"data.tokenizer={path.absolute()}")
-    positions = next((config[key] for key in ("max_position_embeddings", "n_positions") if key in config), None)
+    positions = next(
+        (config[key] for key in ("max_position_embeddings", "n_positions") if key in config), None
+    )
     if isinstance(positions, int) and 0 < positions < Data().seq_len:
         settings.append(f"data.seq_len={positions}")
     job = load_job(None, [*settings, *overrides])
     if weights_directory(f"{PREFIX}{path}") is None:
-        raise LayoutError("there are no weights in it", where=location, fix="give a directory with model.safetensors")
+        raise LayoutError(
+            "there are no weights in it",
+            where=location,
+            fix="give a directory with model.safetensors",
+        )
     num_ranks = None if _has_layout(overrides) else 1
     return TrainedModel(location, job, None, None, None, None, tuple(overrides), num_ranks, "")

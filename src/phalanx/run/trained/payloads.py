@@ -24,8 +24,8 @@ class SamplingOptions:
 class ModelPayload(JsonRecord):
     """A trained model and how ranks share it.
 
-    `checkpoint` is a path or URL, empty for weights that come with the job's own module; `casts` takes floating-point
-    numbers of another type as they come. `run_dir` is where the ranks write.
+    `checkpoint` is a path or URL, empty for weights that come with the job's own module; `casts`
+    takes floating-point numbers of another type as they come. `run_dir` is where the ranks write.
     """
 
     job: Job

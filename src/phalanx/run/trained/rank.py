@@ -1,4 +1,7 @@
-"""A rank that opens a checkpoint and evaluates it, or continues texts with it. The supervisor forks into these."""
+"""A rank that opens a checkpoint and evaluates it, or continues texts with it.
+
+The supervisor forks into these.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ class Opened:
 
 
 def evaluate(document: JsonObject, link: RankLink) -> int:
-    """Evaluate as one rank, of the JSON of an EvaluatePayload. Rank 0 writes loss, targets and metrics."""
+    """Evaluate as one rank, of the JSON of an EvaluatePayload.
+
+    Rank 0 writes loss, targets and metrics.
+    """
     payload = EvaluatePayload.from_json(document)
     run_dir = payload.model.run_dir
     with open_model(payload.model) as opened:
@@ -65,7 +71,9 @@ def evaluate(document: JsonObject, link: RankLink) -> int:
         held_out = open_held_out(job, opened.plan, mesh, corpus, split=payload.split)
         if held_out is None:
             raise DataError(
-                "nothing is held out", where=f"data.source {corpus.source}", fix="raise data.held_out_fraction"
+                "nothing is held out",
+                where=f"data.source {corpus.source}",
+                fix="raise data.held_out_fraction",
             )
         began = time.monotonic()
         found = Evaluator(
@@ -112,7 +120,9 @@ def continue_texts(document: JsonObject, link: RankLink) -> int:
                 )
             except TypeError as error:
                 raise LayoutError(
-                    "this model does not generate", why=str(error), fix="logits [batch, seq, vocab] are needed"
+                    "this model does not generate",
+                    why=str(error),
+                    fix="logits [batch, seq, vocab] are needed",
                 ) from None
             tell(text=number, num_tokens=len(tokens), wall_s=time.monotonic() - began)
         opened.mesh.barrier()
@@ -127,14 +137,25 @@ def open_model(payload: ModelPayload) -> Iterator[Opened]:
     phases = Phases(BlackBox(black_box(payload.run_dir, rank)))
     phases.enter("startup")
     timeout_s = job.resilience.collective_timeout_s
-    deterministic = deterministic_algorithms(job.train.deterministic, device=plan.device, compiles=plan.compile)
+    deterministic = deterministic_algorithms(
+        job.train.deterministic, device=plan.device, compiles=plan.compile
+    )
     with deterministic, open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s) as mesh:
         module = build_model(job, plan.model_shape)
         initialize = not payload.checkpoint or job.model.is_foreign
-        model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize)
+        model = parallelize(
+            module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize
+        )
         if payload.checkpoint:
             folder = find_checkpoint(payload.checkpoint)
-            load(folder, model.shards(), group=mesh, phases=phases, cast=payload.casts, weights_only=True)
+            load(
+                folder,
+                model.shards(),
+                group=mesh,
+                phases=phases,
+                cast=payload.casts,
+                weights_only=True,
+            )
             model.refresh()
         phases.leave("startup")
         yield Opened(job, plan, mesh, model, payload.step)
