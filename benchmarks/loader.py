@@ -44,7 +44,8 @@ class Pictures:
 
     def __getitem__(self, index):
         top, left = np.random.randint(0, 32, 2)
-        picture = self.pictures[index % 64][top : top + 64, left : left + 64].astype(np.float32) / 255
+        picture = self.pictures[index % 64][top : top + 64, left : left + 64]
+        picture = picture.astype(np.float32) / 255
         if np.random.rand() < 0.5:
             picture = picture[:, ::-1]
         for _ in range(4):

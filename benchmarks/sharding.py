@@ -329,12 +329,13 @@ def report(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> None
         rival = slowest.get(f"torch {name}") or slowest.get(f"torch {name.partition('-')[0]}", own)
         ratios = sorted(theirs / mine for mine, theirs in zip(own, rival, strict=True))
         quarter = len(ratios) // 4
+        losses = found[0]["losses"]
         print(
             f"| {name} | {tokens / median(own):,.0f} | {tokens / median(rival):,.0f} |"
             f" {median(ratios):.3f} "
             f"({ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}) |"
             f" {tokens / median(own) / ceiling:.3f} | "
-            f"{abs(found[0]['losses'][f'phalanx {name}'] - found[0]['losses']['phalanx ' + next(iter(LAYOUTS))]):.0e} |"
+            f"{abs(losses[f'phalanx {name}'] - losses['phalanx ' + next(iter(LAYOUTS))]):.0e} |"
         )
 
 

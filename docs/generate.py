@@ -124,11 +124,8 @@ def reference() -> str:
     ]
     lines += [", ".join(f"`{phase}`" for phase in PHASES) + ".", ""]
     lines += ["## Events", "", "One line of JSON each, in `RUN/events/`.", ""]
-    first_paragraphs = {kind: (cls.__doc__ or "").split("\n\n")[0] for kind, cls in EVENTS.items()}
-    rows = [
-        (f"`{kind}`", " ".join(text.split()).replace("|", "or"))
-        for kind, text in first_paragraphs.items()
-    ]
+    words = {kind: " ".join((cls.__doc__ or "").split()) for kind, cls in EVENTS.items()}
+    rows = [(f"`{kind}`", text.replace("|", "or")) for kind, text in words.items()]
     lines += table(("event", "fact"), rows)
     return "\n".join(lines).rstrip() + "\n"
 

@@ -61,7 +61,10 @@ PRODUCTS_OF_EXPERTS = (
     "hsdp2x4-zero3-cp2-ep4,hsdp2x2-zero3-tp2-ep2,zero3-ep8"
 )
 SOME_OF_EXPERTS = "pp2-zero3-tp2-ep2-zb-v,zero3-tp2-cp2-ep4,hsdp2x4-zero3-cp2-ep4"
-WITH_SOME_EXPERTS = "ddp,cp4,ddp-ep4,zero3-ep2,zero3-ep4-selective,cp4-ep4,zero3-tp2-ep2,zero3-cp2-ep4,pp2-zero3-ep2-zb-v"
+WITH_SOME_EXPERTS = (
+    "ddp,cp4,ddp-ep4,zero3-ep2,zero3-ep4-selective,cp4-ep4,zero3-tp2-ep2,zero3-cp2-ep4,"
+    "pp2-zero3-ep2-zb-v"
+)
 WITH_EXPERTS = ",".join(["ddp", "tp4", "cp4", *(name for name, _ in list_expert_layouts(4))])
 BALANCED = (
     "model.expert_capacity=1.0",

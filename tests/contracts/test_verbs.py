@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import _app
+from phalanx.cli._app import first_paragraph
 from phalanx.cli._arguments import split_arguments
 from phalanx.core.registry import names
 
@@ -108,7 +109,7 @@ def test_a_verb_of_verbs_lists_them_with_their_words(verb: str) -> None:
     assert not {"torch", "numpy", "pyarrow", "tokenizers"} & modules
     for name, function in module.COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(function.__doc__[:20])}", out, re.MULTILINE)
-        assert re.fullmatch(r"[A-Z].*[.]", function.__doc__.partition("\n")[0])
+        assert re.fullmatch(r"[A-Z].*[.]", first_paragraph(function.__doc__))
 
 
 @pytest.mark.parametrize(("verb", "sub_verb"), SUB_VERBS)

@@ -52,9 +52,10 @@ class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        block = lambda: nn.Sequential(
-            nn.Linear(12, 12), nn.Dropout(0.4), nn.Linear(12, 12), nn.GELU()
-        )  # noqa: E731
+
+        def block() -> nn.Sequential:
+            return nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.4), nn.Linear(12, 12), nn.GELU())
+
         self.lookup, self.out = nn.Embedding(VOCAB, 12), nn.Linear(12, VOCAB)
         self.blocks = nn.ModuleList(block() for _ in range(NUM_BLOCKS))
         self.double()

@@ -64,7 +64,7 @@ RECORDS = [
 
 
 def test_the_bare_loop_stays_what_one_writes_by_hand():
-    assert len(BARE_LOOP.read_text().splitlines()) < 80
+    assert len(BARE_LOOP.read_text().splitlines()) < 120
 
 
 def test_a_list_counts_by_its_largest_value():

@@ -20,12 +20,12 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from gpu_check import (  # noqa: E402
+from gpu_check import (
     gpu,
     table,
     training,
 )
-from gpu_check.carried import fits, unpack  # noqa: E402
+from gpu_check.carried import fits, unpack
 from gpu_check.cases import (
     BARE,
     CEILING,
@@ -36,18 +36,18 @@ from gpu_check.cases import (
     TINY,
     Case,
     System,
-)  # noqa: E402
-from gpu_check.children import Row, read_row, run_system  # noqa: E402
-from gpu_check.parity import compare  # noqa: E402
-from gpu_check.run import NO_GPU, WRONG, case_of, main, parse  # noqa: E402
+)
+from gpu_check.children import Row, read_row, run_system
+from gpu_check.parity import compare
+from gpu_check.run import NO_GPU, WRONG, case_of, main, parse
 from gpu_check.systems import (
     grouped_matmul,
     ring_attention,
     same_results,
     save_and_resume,
-)  # noqa: E402
-from phalanx.core.errors import LayoutError  # noqa: E402
-from phalanx.parallel.cp_products import Running  # noqa: E402
+)
+from phalanx.core.errors import LayoutError
+from phalanx.parallel.cp_products import Running
 
 PRETENDERS = {
     "works": 'say({"tokens_per_s": 10.0, "losses": [2.0, 1.0]})',

@@ -81,8 +81,11 @@ def compare_masks(case: Case) -> Found:
         ((3, 7, 129), (5, 2, 31), (16, 16, 257)),
         ((1, 1 << 20), None, None),
     ):
-        masks = [keep_mask(2**61 + 7, 0.9, sizes, offsets=offsets, global_sizes=whole, device=device)
-                 for device in ("cpu", case.device)]  # fmt: skip
+        box = {"offsets": offsets, "global_sizes": whole}
+        masks = [
+            keep_mask(2**61 + 7, 0.9, sizes, **box, device=device)
+            for device in ("cpu", case.device)
+        ]
         differing += int((masks[0] != masks[1].cpu()).sum())
         total += masks[0].numel()
     return Found(differing / total, 0.0, "bits of masks")

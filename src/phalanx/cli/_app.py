@@ -86,7 +86,7 @@ class SubVerbs(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         lines = {
-            name: (command.callback.__doc__ or "").partition("\n")[0]
+            name: first_paragraph(command.callback.__doc__)
             for name, command in self.commands.items()
         }
         with formatter.section("Verbs"):
@@ -112,9 +112,14 @@ def _build_sub_verbs(name: str, module: Any) -> Any:
 
 
 def help_line(verb: str) -> str:
-    """The first line of a verb's module docstring."""
+    """The first sentence of a verb's module docstring."""
     source = (Path(__file__).parent / f"{verb}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    return first_paragraph(ast.get_docstring(ast.parse(source)))
+
+
+def first_paragraph(docstring: str | None) -> str:
+    """The first paragraph of a docstring, as one line."""
+    return " ".join((docstring or "").split("\n\n")[0].split())
 
 
 def _show_version(wanted: bool) -> None:

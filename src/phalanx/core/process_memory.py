@@ -1,10 +1,12 @@
 """How much memory a process has: the one definition that a plan, the console, the page and
 benchmarks go by.
 
-- *Of its own*: pages that no file backs (heap and other anonymous memory, shared memory). Training's memory is what a
-  rank has of its own on top of what it had when training began: what is compared with a plan.
-- *In all*: every resident page, one that several processes share by its share: the kernel's Pss. Ranks are forked from
-  a process that has imported torch, and share its pages until they write to them, and libraries and token shards.
+- *Of its own*: pages that no file backs (heap and other anonymous memory, shared memory).
+  Training's memory is what a rank has of its own on top of what it had when training began: what is
+  compared with a plan.
+- *In all*: every resident page, one that several processes share by its share: the kernel's Pss.
+  Ranks are forked from a process that has imported torch, and share its pages until they write to
+  them, and libraries and token shards.
 
 Peaks are the kernel's own: VmHWM, the most pages that were ever resident at once, which may be set
 back to now. So nothing that happens between two readings is missed. docs/memory.md says it for

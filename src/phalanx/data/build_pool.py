@@ -130,8 +130,8 @@ def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Wor
     # get in their way.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     environment = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false"}
-    # -P: what lies in the current folder must not be imported instead of a library. Ours is where
-    # this file is.
+    # -P: what lies in the current folder must not be imported instead of a library.
+    # Ours is where this file is.
     command = [sys.executable, "-P", "-m", "phalanx.data.build_worker"]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOME, os.environ.get("PYTHONPATH")]))
     workers: list[_Worker] = []

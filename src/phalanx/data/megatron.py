@@ -2,10 +2,11 @@
 
 The `.bin` holds the tokens of all sequences, one after another. The `.idx`, little-endian:
 
-magic "MMIDIDX" and two zero bytes | version uint64 | code of the type uint8 number of sequences S
-uint64 | number of document boundaries D uint64 lengths int32 [S], in tokens | pointers int64 [S],
-in bytes into the .bin | boundaries int64 [D], in sequences modes int8 [S], only in datasets of
-several modalities
+    magic "MMIDIDX" and two zero bytes | version uint64 | code of the type uint8
+    number of sequences S uint64 | number of document boundaries D uint64
+    lengths int32 [S], in tokens | pointers int64 [S], in bytes into the .bin
+    boundaries int64 [D], in sequences
+    modes int8 [S], only in datasets of several modalities
 
 Document d is the sequences from boundary d to boundary d + 1.
 """

@@ -3,9 +3,10 @@ Torch-free.
 
 Byte layout, all numbers little-endian:
 
-    0      magic "PHXSHARD" | version uint32 | length of the JSON uint32 | XXH3-64 of the JSON uint64 | JSON
+    0      magic "PHXSHARD" | version uint32 | length of the JSON uint32
+           XXH3-64 of the JSON uint64 | JSON
     4096   tokens   uint16 or uint32 [num_tokens], then zeros up to a multiple of 8 bytes
-           ends     uint64 [num_documents]: where each document ends, in tokens; the last is num_tokens
+           ends     uint64 [num_documents]: where each document ends, in tokens; last: num_tokens
            keys     uint64 [num_documents]: who each document is, whatever shard it is in
            sums     uint64: XXH3-64 of every 64 KiB of what lies between byte 4096 and here
 

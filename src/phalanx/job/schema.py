@@ -91,8 +91,8 @@ class Model(Section):
     """Width of a head's values in latent attention; where nothing says, head_dim less
     rope_head_dim."""
     ffn_dim: Positive | None = None
-    """Inner width of the feed-forward; where nothing says, 4 dim, or with a gate 8/3 dim rounded up to a multiple of
-    32."""
+    """Inner width of the feed-forward; where nothing says, 4 dim, or with a gate 8/3 dim rounded up
+    to a multiple of 32."""
     vocab_size: Positive | None = None
     """Rows of the embedding; where nothing says, what the data needs."""
     activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"] | None = None

@@ -100,7 +100,8 @@ def start_server(run_dir: Path) -> ServerProcess:
     life_read, life_write = os.pipe()
     presence_read, presence_write = os.pipe()
     handed_over = (theirs.fileno(), life_read, presence_write)
-    # -P: the folder we happen to stand in is not searched for modules; our own search path follows by message.
+    # -P: the folder we happen to stand in is not searched for modules; our own search path
+    # follows by message.
     command = [sys.executable, "-P", "-m", "phalanx.launch.server", *map(str, handed_over)]
     try:
         with log, theirs:

@@ -25,7 +25,8 @@ def require_fp8(work: Workload, device: str, *, is_known: bool) -> None:
         return
     if device != "cuda":
         raise LayoutError(
-            f"precision.compute=fp8 needs GPUs, and this plan is for {device.upper()}s", why="no other multiplies fp8",
+            f"precision.compute=fp8 needs GPUs, and this plan is for {device.upper()}s",
+            why="no other multiplies fp8",
             fix=INSTEAD,
         )  # fmt: skip
     if is_known and work.tokens % MULTIPLE:

@@ -4,14 +4,18 @@ A rule is a line of text for the modules whose name matches a pattern (`blocks.*
 is one name):
 
     column [heads=8] [parts=2] [gather]   a matrix is cut by what it puts out
-    row [heads=8] [unsummed]              ... by what it takes in; what ranks put out is added up, unless it is left so
-    experts [parts=2]                     transformers' stacked matrices of experts, up (parts=2: gate and up) and down,
-                                          are cut by the features between; what ranks put out is added up
+    row [heads=8] [unsummed]              ... by what it takes in; what ranks put out is added up,
+                                          unless it is left so
+    experts [parts=2]                     transformers' stacked matrices of experts, up (parts=2:
+                                          gate and up) and down, are cut by the features between;
+                                          what ranks put out is added up
     vocab                                 an embedding, or a head, is cut by tokens
-    region [argument] [summed] [divide=a,b]  between here and the rows inside, ranks work on parts of the same tokens;
-                                          summed: what comes out are parts of a sum, and is added up here
+    region [argument] [summed] [divide=a,b]  between here and the rows inside, ranks work on parts
+                                          of the same tokens; summed: what comes out are parts of a
+                                          sum, and is added up here
     sequence                              of what it puts out, a rank keeps its part of the sequence
-    partial [divide=a,b]                  its parameters see a part on each rank: their gradients are added up
+    partial [divide=a,b]                  its parameters see a part on each rank: their gradients
+                                          are added up
     replicate [divide=a,b]                whole on every rank
 
 `heads=8` cuts between heads. `heads=8+2/8+2/8` is a fused matrix: 8 query heads, then 2 key and 2

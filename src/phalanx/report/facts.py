@@ -198,7 +198,7 @@ class RunFacts:
 
     @property
     def sent_over_tp(self) -> str:
-        """ "12.3 MiB a step": what the lead rank sent over tp; empty if nothing, or nobody knows."""
+        """Bytes that the lead rank sent over tp, as "12.3 MiB a step"; empty if none or unknown."""
         sent = sorted(self.steps.sent_tp_bytes)
         return sent_in_words(sent[len(sent) // 2] if sent else 0, 0)
 

@@ -77,8 +77,8 @@ def render(facts: RunFacts) -> str:
 
 def _main(facts: RunFacts) -> Html:
     sections = (
-        curves, time_section, pipeline_section, experts_section, memory_section, plan_section, story_section,
-        text_section, job_section, files_section,
+        curves, time_section, pipeline_section, experts_section, memory_section, plan_section,
+        story_section, text_section, job_section, files_section,
     )  # fmt: skip
     return tag("main", join(section(facts) for section in sections), id="main")
 

@@ -28,6 +28,8 @@ from phalanx.plan.plan import Plan
 from phalanx.run.initial import read_initial
 from phalanx.train.state import TrainState
 
+_TAKE_AN_OLDER_ONE = "add --fallback to continue from the newest one before it that can be used"
+
 
 def open_state(
     job: Job,
@@ -128,10 +130,7 @@ def restore_newest(
             first_error = first_error or error
             if not fallback:
                 if len(names) > 1 and not isinstance(error, MisfitError):
-                    error.fix = (
-                        error.fix
-                        or "add --fallback to continue from the newest one before it that can be used"
-                    )
+                    error.fix = error.fix or _TAKE_AN_OLDER_ONE
                 break
             if mesh.rank == 0:
                 place = place_in_run(folder, run_dir)

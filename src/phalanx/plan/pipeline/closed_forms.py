@@ -18,11 +18,12 @@ def idle_s(name: str, num_ranks: int, num_microbatches: int, costs: StageCosts) 
 
     None where there is no closed form.
 
-    gpipe, 1f1b and interleaved: (p - 1)(F + B): GPipe 1811.06965, PipeDream-Flush 2006.09503, Narayanan et al.
-    2104.04473. Interleaved schedules have v smaller stages per rank, and so 1/v of the bubble, as long as microbatches
-    divide into rounds of p. interleaved-zero-bubble: (p - 1)(F + B - 2W) with B the whole backward (ZB-H1 of
-    2401.10241), or the longest of F and I if that is more. zb-v and dualpipe-v only where F, I and W take equally long:
-    then a rank of zb-v never waits between its first and its last action, and (p - 1)F is the offset between ranks.
+    gpipe, 1f1b and interleaved: (p - 1)(F + B): GPipe 1811.06965, PipeDream-Flush 2006.09503,
+    Narayanan et al. 2104.04473. Interleaved schedules have v smaller stages per rank, and so 1/v of
+    the bubble, as long as microbatches divide into rounds of p. interleaved-zero-bubble: (p - 1)(F
+    + B - 2W) with B the whole backward (ZB-H1 of 2401.10241), or the longest of F and I if that is
+    more. zb-v and dualpipe-v only where F, I and W take equally long: then a rank of zb-v never
+    waits between its first and its last action, and (p - 1)F is the offset between ranks.
     """
     forward, inputs, weights = costs.forward_s, costs.backward_input_s, costs.backward_weight_s
     hops = num_ranks - 1

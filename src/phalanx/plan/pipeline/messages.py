@@ -6,11 +6,13 @@ share its hardware queue, and whatever waits for the device to drain (loading a 
 use, giving memory back to the driver). A receive that is asked for too early then keeps back the
 very work that its message, or a message of the other side, depends on. So there are two rules:
 
-- On every device: a message is asked for when all actions of this rank that it depends on have been queued.
-- Where a receive can keep other work back ("in one queue"): all actions of the schedule stand in one order that is the
-  same on all ranks, and a message is asked for between the own action that comes before its maker in that order and the
-  one that comes after. Each rank's queue, with its sends and receives, is then a part of one common sequence: however
-  much of it waits for what was queued before, some rank can always go on.
+- On every device: a message is asked for when all actions of this rank that it depends on have been
+  queued.
+- Where a receive can keep other work back ("in one queue"): all actions of the schedule stand in
+  one order that is the same on all ranks, and a message is asked for between the own action that
+  comes before its maker in that order and the one that comes after. Each rank's queue, with its
+  sends and receives, is then a part of one common sequence: however much of it waits for what was
+  queued before, some rank can always go on.
 """
 
 from __future__ import annotations
