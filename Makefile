@@ -37,7 +37,7 @@ test-all: $(READY)  ## and the long campaigns
 	$(BIN)/python -m pytest
 
 test-elsewhere: $(READY)  ## what asserts bits or deadlines, on other instruction sets, one core, busy cores; 45 minutes, resumable
-	$(BIN)/python tests/elsewhere.py $(VARIANTS)
+	$(BIN)/python tests/support/elsewhere.py $(VARIANTS)
 
 lint: $(READY)  ## format, lint, types, imports between floors
 	$(BIN)/ruff format --check src tests tools examples benchmarks docs
@@ -50,7 +50,7 @@ format: $(READY)  ## make the code look as lint wants it
 	$(BIN)/ruff check --fix src tests tools examples benchmarks docs
 
 bench: $(READY)  ## tokens/s, memory and first step beside a bare DDP loop; about 25 minutes
-	$(BIN)/python -m phalanx.bench
+	$(BIN)/python benchmarks/throughput
 
 bench-checkpoint: $(READY)  ## saving and loading 1 GiB on 4 ranks beside torch's distributed checkpoints
 	$(BIN)/python benchmarks/checkpoint.py

@@ -1,4 +1,4 @@
-"""A data-parallel training loop written by hand, in one file: what `python -m phalanx.bench`
+"""A data-parallel training loop written by hand, in one file: what `python benchmarks/throughput`
 measures phalanx against.
 
 Under torchrun, each rank writes OUT/rank-R.json: unix time at the end of every step, and its

@@ -34,7 +34,6 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.tensor import DTensor, Shard
 
-from phalanx.bench.machine import machine_facts
 from phalanx.checkpoint.chunks import CHUNK_BYTES
 from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import list_checkpoints
@@ -46,6 +45,7 @@ from phalanx.mesh.logical import shard_of
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
+from throughput.machine import machine_facts
 
 MIB = 1 << 20
 LAYER = {

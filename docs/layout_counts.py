@@ -22,9 +22,10 @@ def with_counts(page: str) -> str:
 
 
 def _lines() -> Iterable[str]:
-    if str(TESTS) not in sys.path:
-        sys.path.append(str(TESTS))
-    models = runpy.run_path(str(TESTS / "models.py"))
+    support = TESTS / "support"
+    if str(support) not in sys.path:
+        sys.path.append(str(support))
+    models = runpy.run_path(str(support / "models.py"))
     resumed = runpy.run_path(str(TESTS / "distributed" / "test_resume_layouts.py"))
     by_hand = runpy.run_path(str(TESTS / "unit" / "test_synthetic_layouts.py"))
     few = sum(len(_names(resumed[one])) ** 2 for one in ("FEW", "PAIR"))

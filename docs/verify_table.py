@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 
-from phalanx.bench.machine import cpu_model, num_cores
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.verify.cases import list_compressed_layouts, list_layouts
 from phalanx.verify.lossy import is_lossy
 from phalanx.verify.pipelines import list_pipelines
 from phalanx.verify.products import list_expert_layouts, list_products
 from phalanx.verify.verdict import TOLERANCE
+from throughput.machine import cpu_model, num_cores
 
 HERE = Path(__file__).parent
 SOME = "ddp,zero3,ddp-tp2,zero3-tp2,tp4"
@@ -307,7 +309,7 @@ def cell_of(row: dict[str, Any]) -> str:
 def main(parts: list[str]) -> None:
     """Judge all of `JUDGED`, or what begins as one of `parts` does, whose sections of the page
     are written anew."""
-    sys.path.insert(0, str(HERE.parent / "tests"))
+    sys.path.insert(0, str(HERE.parent / "tests" / "support"))
     from hf_zoo import ZOO, write_config
 
     for name in ZOO:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `ranks` and other helpers beside the tests
+ROOT = Path(__file__).parents[1]
+# Helpers of tests, such as `ranks`, and what `make bench` and `make gpu-check` run.
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "benchmarks")]
 
 import marks
 from commands import nursery

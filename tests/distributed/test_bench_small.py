@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.bench.__main__ import parse, run
-from phalanx.bench.cases import BARE, CEILING, PHALANX, Case, Row
 from phalanx.core.errors import ExitCode
 from phalanx.core.units import MIB
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
+from throughput.__main__ import parse, run
+from throughput.cases import BARE, CEILING, PHALANX, Case, Row
 
 TINY = Case(
     dim=64,
@@ -34,7 +34,7 @@ WARMUP, STEPS = 2, 12
 def test_every_contender_leaves_a_whole_row_and_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("phalanx.bench.__main__._warm_file_cache", lambda: None)
+    monkeypatch.setattr("throughput.__main__._warm_file_cache", lambda: None)
     rows = [Row(TINY, contender, 0) for contender in (PHALANX, BARE, CEILING)]
     options = parse(
         ["--steps", str(STEPS), "--warmup", str(WARMUP), "--out", str(tmp_path), "--label", "here"]
@@ -68,8 +68,8 @@ def test_every_contender_leaves_a_whole_row_and_learns(
 def test_a_contender_that_fails_is_a_row_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("phalanx.bench.__main__._warm_file_cache", lambda: None)
-    monkeypatch.setattr("phalanx.bench.contenders.LEARNING_RATE", -1.0)
+    monkeypatch.setattr("throughput.__main__._warm_file_cache", lambda: None)
+    monkeypatch.setattr("throughput.contenders.LEARNING_RATE", -1.0)
     options = parse(["--steps", "1", "--out", str(tmp_path), "--label", "here"])
     assert run(options, [Row(TINY, PHALANX, 0)]) == ExitCode.INTERNAL
     (path,) = tmp_path.glob("*-here.jsonl")

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from models import BATCH, CPU, SEQ_LEN, VOCAB, decoder, fill, global_batches, plan, shape, share
-from phalanx.cli import _needs
 from phalanx.core.errors import EnvironmentProblem, JobError, LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
@@ -27,6 +26,7 @@ from phalanx.plan.cluster import Cluster, compute_capability
 from phalanx.plan.nvidia import Gpu
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.run import needs
 from ranks import run_ranks
 
 GPU = Cluster("cuda", 1, 80 * 2**30)
@@ -219,24 +219,24 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         require_device(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     require_device(torch.device("cuda", 0))
-    monkeypatch.setattr(_needs, "compute_capability", lambda: (8, 0))
-    monkeypatch.setattr(_needs, "_is_installed", lambda name: True)
+    monkeypatch.setattr(needs, "compute_capability", lambda: (8, 0))
+    monkeypatch.setattr(needs, "_is_installed", lambda name: True)
     with pytest.raises(
         EnvironmentProblem, match=r"capability 8\.9, and one here has 8\.0"
     ) as caught:
-        _needs.check_needs(job(), "cuda")
+        needs.check_needs(job(), "cuda")
     assert caught.value.exit_code == 6
-    monkeypatch.setattr(_needs, "compute_capability", lambda: (9, 0))
-    _needs.check_needs(job(), "cuda")
+    monkeypatch.setattr(needs, "compute_capability", lambda: (9, 0))
+    needs.check_needs(job(), "cuda")
 
 
 def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(EnvironmentProblem, match=r"needs torchao .*; pip install 'phalanx\[gpu\]'"):
         convert(nn.Sequential(nn.Linear(16, 16)))
-    monkeypatch.setattr(_needs, "_is_installed", lambda name: name != "torchao")
+    monkeypatch.setattr(needs, "_is_installed", lambda name: name != "torchao")
     with pytest.raises(EnvironmentProblem, match="needs torchao; pip install"):
-        _needs.check_needs(job(), "cuda")
+        needs.check_needs(job(), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from commands import events, run
 from phalanx.observe.events import Note
 
-TESTS = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
 COMMON = (
     "model.kind=mixing:encoder",
     "data.source=mixing:views",
@@ -35,7 +35,7 @@ def judged(tmp_path: Path, *overrides: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def importable(tmp_path: Path) -> None:
-    shutil.copy(TESTS / "mixing.py", tmp_path)
+    shutil.copy(SUPPORT / "mixing.py", tmp_path)
 
 
 @pytest.mark.long

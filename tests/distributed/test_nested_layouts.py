@@ -22,7 +22,7 @@ COMMON = (
 
 @pytest.mark.long
 def test_nested_samples_are_trained_on_and_judged(tmp_path: Path) -> None:
-    shutil.copy(Path(__file__).parents[1] / "nested.py", tmp_path)
+    shutil.copy(Path(__file__).parents[1] / "support" / "nested.py", tmp_path)
     more = (
         "train.global_batch_size=8",
         "train.micro_batch_size=2",

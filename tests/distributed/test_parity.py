@@ -1,4 +1,4 @@
-"""Every data-parallel layout computes what one process computes. Reference: tests/bare_loop.py."""
+"""Every data-parallel layout computes what one process computes. Reference: tests/support/bare_loop.py."""
 
 from __future__ import annotations
 

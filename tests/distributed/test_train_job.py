@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import phalanx
-from commands import TINY, forked_ranks, loss_curve, write_text
+from commands import TINY, loss_curve, write_text
 from phalanx.core.errors import ExitCode
 from phalanx.job.schema import Model
 
@@ -17,11 +16,10 @@ SMALL = [*TINY, "train.steps=4", "parallel.ranks=2", "checkpoint.every_steps=2"]
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[phalanx.Job]:
+def job(tmp_path: Path, warm_starts: None) -> phalanx.Job:
     source = write_text(tmp_path / "text")
     overrides = [*SMALL, "eval.tokens=200", f"data.source={source}", f"run.dir={tmp_path / 'run'}"]
-    with forked_ranks():
-        yield phalanx.load_job(None, overrides)
+    return phalanx.load_job(None, overrides)
 
 
 def test_a_thread_trains_and_says_nothing(

@@ -1,4 +1,4 @@
-"""What a step waits for on a GPU, counted on a device that is not there (tests/second_device.py):
+"""What a step waits for on a GPU, counted on a device that is not there (tests/support/second_device.py):
 one number, the facts of the step; of mixtures one more for each layer where the host must know how
 many rows there are.
 

@@ -19,7 +19,6 @@ from commands import (
     environment,
     events,
     finish,
-    forked_ranks,
     loss_curve,
     start,
     write_text,
@@ -70,7 +69,9 @@ def test_the_trainer_as_a_library(tmp_path: Path) -> None:
     assert curve[40] < curve[1] - 0.5
 
 
-def test_training_from_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_from_python(
+    tmp_path: Path, warm_starts: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It finishes, goes on, and says where the newest checkpoint is."""
     source = write_text(tmp_path / "text")
     more = [
@@ -80,8 +81,7 @@ def test_training_from_python(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         "observe.sinks=[]",
         "parallel.ranks=2",
     ]
-    with forked_ranks():
-        result = load("train_from_python").main(str(tmp_path / "run"), more)
+    result = load("train_from_python").main(str(tmp_path / "run"), more)
     assert (result.status, result.exit_code, result.last_step) == ("finished", 0, 60)
     assert result.newest_checkpoint == str(tmp_path / "run" / "checkpoints" / "step-60")
     out = capfd.readouterr().out

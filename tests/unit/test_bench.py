@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.bench.__main__ import QUICK_STEPS, main, parse, run
-from phalanx.bench.cases import (
+from phalanx.core.errors import ExitCode, UsageError
+from phalanx.core.units import MIB
+from phalanx.job.load import load_job
+from throughput.__main__ import QUICK_STEPS, main, parse, run
+from throughput.cases import (
     BARE,
     CASES,
     CEILING,
@@ -19,10 +22,10 @@ from phalanx.bench.cases import (
     WHOLE_LOGITS_CASE,
     plan_rows,
 )
-from phalanx.bench.contenders import BARE_LOOP, RankTimes, command_of, find_rank_pids, read_times
-from phalanx.bench.machine import default_label, machine_facts
-from phalanx.bench.measure import RowError, _environment, summarise
-from phalanx.bench.tables import (
+from throughput.contenders import BARE_LOOP, RankTimes, command_of, find_rank_pids, read_times
+from throughput.machine import default_label, machine_facts
+from throughput.measure import RowError, _environment, summarise
+from throughput.tables import (
     Ratio,
     as_markdown,
     as_text,
@@ -33,9 +36,6 @@ from phalanx.bench.tables import (
     table,
     value_of,
 )
-from phalanx.core.errors import ExitCode, UsageError
-from phalanx.core.units import MIB
-from phalanx.job.load import load_job
 
 
 def record(contender: str, repeat: int, tokens_per_s: float, **more: Any) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def test_quick_changes_only_what_was_not_said():
 
 
 def test_a_spent_budget_starts_no_row_and_says_which(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("phalanx.bench.__main__._warm_file_cache", lambda: None)
+    monkeypatch.setattr("throughput.__main__._warm_file_cache", lambda: None)
     options = parse(["--quick", "--budget-s", "1e-9", "--out", str(tmp_path)])
     assert run(options, plan_rows(CASES[:1], 1, only=["bare"])) == ExitCode.OK
     assert "left out: 256x6-v4096-fp32/bare (repeat 1)" in capsys.readouterr().out

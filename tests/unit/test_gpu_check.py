@@ -17,9 +17,6 @@ import psutil
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
 from gpu_check import (
     gpu,
     table,
@@ -49,6 +46,7 @@ from gpu_check.systems import (
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.cp_products import Running
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PRETENDERS = {
     "works": 'say({"tokens_per_s": 10.0, "losses": [2.0, 1.0]})',
     "hangs": "signal.pause()",

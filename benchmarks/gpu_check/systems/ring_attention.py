@@ -23,7 +23,7 @@ from phalanx.parallel.cp_attention import _Blockwise
 from phalanx.parallel.cp_chunks import Chunks
 
 RANKS, BATCH, HEADS, KV_HEADS, WIDTH = 4, 2, 4, 2, 64
-REFERENCE = Path(__file__).parents[3] / "tests" / "online_softmax.py"
+REFERENCE = Path(__file__).parents[3] / "tests" / "support" / "online_softmax.py"
 Tensors = dict[str, torch.Tensor]
 
 

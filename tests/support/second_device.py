@@ -32,7 +32,7 @@ _DEVICE, _HOST = (
     torch.device("cpu", 2),
 )  # how the dispatcher sees a choice of device
 HOST, PINNED, DEVICE, EITHER = "host", "pinned", "device", "either"
-SOURCES = tuple(str(Path(__file__).parents[1] / folder) for folder in ("src", "tests"))
+SOURCES = tuple(str(Path(__file__).parents[2] / folder) for folder in ("src", "tests"))
 aten = torch.ops.aten
 
 READS = {

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 
-from phalanx.bench.cases import BARE, CEILING, NO_SINKS, NUM_RANKS, PHALANX, WHOLE_LOGITS, Case
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.observe.bus import event_path
 from phalanx.observe.events import Event, RanksStarted, StepFinished, parse_line
+from throughput.cases import BARE, CEILING, NO_SINKS, NUM_RANKS, PHALANX, WHOLE_LOGITS, Case
 
-BARE_LOOP = Path(__file__).parents[3] / "benchmarks" / "bare_ddp.py"
+BARE_LOOP = Path(__file__).parents[1] / "bare_ddp.py"
 BARE_FLAGS = {BARE: (), CEILING: ("--alone",), WHOLE_LOGITS: ("--whole-logits",)}
 PHALANX_OVERRIDES = {PHALANX: (), NO_SINKS: ("observe.sinks=[]",)}
 LEARNING_RATE = 3e-3

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from phalanx.bench.cases import BARE, CEILING, NO_SINKS, PHALANX, WHOLE_LOGITS
 from phalanx.core.units import MIB
+from throughput.cases import BARE, CEILING, NO_SINKS, PHALANX, WHOLE_LOGITS
 
 Record = Mapping[str, Any]  # one line of the results file
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from phalanx.bench.cases import NUM_RANKS, Row
-from phalanx.bench.contenders import RankTimes, command_of, find_rank_pids, read_times
 from phalanx.core.launchers import PREFIXES, TORCH_VARIABLES
 from phalanx.core.process_memory import ProcessMemory
+from throughput.cases import NUM_RANKS, Row
+from throughput.contenders import RankTimes, command_of, find_rank_pids, read_times
 
 SAMPLE_S = 0.05
 SHARES_S = 2.0  # of the pages that ranks share

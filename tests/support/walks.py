@@ -26,7 +26,7 @@ from pathlib import Path
 
 from commands import Done, environment, finish, start
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
     r"<!-- walk: (?P<what>[^\n]*?) -->\n```\w*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -53,8 +53,8 @@ def checkout(place: Path) -> Path:
     shutil.copy2(
         ROOT / "tests" / "distributed" / "test_context_parallel.py", root / "tests" / "distributed"
     )
-    for path in (ROOT / "tests").glob("*.py"):
-        shutil.copy2(path, root / "tests")
+    shutil.copytree(ROOT / "tests" / "support", root / "tests" / "support")
+    shutil.copy2(ROOT / "tests" / "conftest.py", root / "tests")
     shutil.copy2(ROOT / "pyproject.toml", root)
     return root
 

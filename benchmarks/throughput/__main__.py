@@ -1,4 +1,4 @@
-"""`python -m phalanx.bench`: phalanx beside a bare DDP loop and beside two ranks that never
+"""`python benchmarks/throughput`: phalanx beside a bare DDP loop and beside two ranks that never
 talk, interleaved."""
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.cases import CASES, MEANING, Row, plan_rows
-from phalanx.bench.machine import default_label, machine_facts
-from phalanx.bench.measure import Measurement, RowError, measure, write_data
-from phalanx.bench.tables import as_markdown, as_text, extra_lines, table
+# Of the package, not its inside: names stay its own.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from phalanx.core.errors import ExitCode, PhalanxError, UsageError
 from phalanx.core.units import MIB, format_seconds
+from throughput.cases import CASES, MEANING, Row, plan_rows
+from throughput.machine import default_label, machine_facts
+from throughput.measure import Measurement, RowError, measure, write_data
+from throughput.tables import as_markdown, as_text, extra_lines, table
 
 RESULTS = Path("benchmarks/results")
 STEPS, QUICK_STEPS = 10, 8
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Raises UsageError for values that make no benchmark; argparse itself exits with 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m phalanx.bench",
+        prog="python benchmarks/throughput",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="contenders:\n" + "\n".join(f"  {name}: {what}" for name, what in MEANING.items()),

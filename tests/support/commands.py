@@ -74,21 +74,6 @@ def nursery(kind: str = "ranks") -> warm.Nursery:
     return found
 
 
-@contextlib.contextmanager
-def forked_ranks() -> Iterator[None]:
-    """Inside, what this process starts to fork ranks comes from the nursery: phalanx as a
-    library, without the wait."""
-    before, popen = dict(os.environ), subprocess.Popen
-    os.environ |= nursery().variables()
-    subprocess.Popen = warm.popen  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        subprocess.Popen = popen  # type: ignore[misc]
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def environment(**more: str | None) -> dict[str, str]:
     """Ours without what a launcher or an earlier test may have left; None removes a variable."""
     kept = {

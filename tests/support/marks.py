@@ -12,7 +12,7 @@ import ast
 import functools
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # Names whose use says it, wherever they are used.
 COMPARES_BITS = {"equal", "array_equal", "weights", "loss_curve"}
 READS_CLOCK = {"SLACK", "monotonic", "perf_counter", "wall_s", "detected_s"}

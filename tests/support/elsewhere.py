@@ -29,7 +29,7 @@ import pytest
 
 import marks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / ".venv" / "elsewhere"
 SETTINGS = "PHALANX_TESTS_ELSEWHERE"
 LIMIT_S = 45 * 60.0
@@ -185,7 +185,7 @@ def run_variant(
         str(tests),
     ]
     env["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT / "tests"), *filter(None, [env.get("PYTHONPATH")])]
+        [str(ROOT / "tests" / "support"), *filter(None, [env.get("PYTHONPATH")])]
     )
     before = {entry["id"] for entry in read_record(record) if entry["outcome"] != "failed"}
     began = time.monotonic()

@@ -1,0 +1,1 @@
+"""Tokens/s, memory and first step of phalanx beside a bare DDP loop."""

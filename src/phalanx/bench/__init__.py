@@ -1,1 +1,0 @@
-"""Measurements of this machine and of phalanx beside others."""
