@@ -14,8 +14,8 @@ from test_report import EVIL, Page, Run, page_of, step
 from phalanx.observe.console import open_console
 from phalanx.observe.events import ExpertsLoaded, seal
 from phalanx.observe.tail import read_event
-from phalanx.report.experts_section import LEVELS, level_of
 from phalanx.report.reduce import reduce_run
+from phalanx.report.sections.experts import LEVELS, level_of
 from phalanx.report.summary import run_json
 
 EVEN, SKEWED = [8, 8, 8, 8], [0, 4, 4, 24]  # the busiest has 3 times the mean

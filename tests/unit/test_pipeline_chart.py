@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
-from phalanx.report.pipeline import timeline_chart
+from phalanx.report.pipeline_chart import timeline_chart
 
 COSTS = StageCosts(0.010, 0.012, 0.008)
 

@@ -13,7 +13,7 @@ from phalanx.core.units import format_bytes
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.units import Units
-from phalanx.report.experts import ExpertFacts
+from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.timeline import Timeline
 
 # What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken

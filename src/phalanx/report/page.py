@@ -7,17 +7,17 @@ from importlib.resources import files
 from pathlib import Path
 
 from phalanx.core.files import resource_error, write_bytes_atomic
-from phalanx.report.curves import curves
-from phalanx.report.experts_section import experts_section, has_experts
 from phalanx.report.facts import RunFacts
-from phalanx.report.head import header
 from phalanx.report.markup import Html, join, tag
-from phalanx.report.memory import memory_section
-from phalanx.report.pipeline_section import has_pipeline, pipeline_section
-from phalanx.report.planned import plan_section
 from phalanx.report.reduce import reduce_run
-from phalanx.report.story import files_section, job_section, story_section, text_section
-from phalanx.report.timing import time_section
+from phalanx.report.sections.curves import curves
+from phalanx.report.sections.experts import experts_section, has_experts
+from phalanx.report.sections.header import header
+from phalanx.report.sections.memory import memory_section
+from phalanx.report.sections.pipeline import has_pipeline, pipeline_section
+from phalanx.report.sections.plan import plan_section
+from phalanx.report.sections.story import files_section, job_section, story_section, text_section
+from phalanx.report.sections.timing import time_section
 
 CONTENT_SECURITY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -21,7 +21,7 @@ from phalanx.observe.events import Envelope, StepFinished
 from phalanx.observe.order import in_order
 from phalanx.observe.tail import RANK_FILE, SUPERVISOR_FILE, read_event
 from phalanx.observe.units import units_of
-from phalanx.report.experts import ExpertLog
+from phalanx.report.expert_facts import ExpertLog
 from phalanx.report.facts import (
     GROUPS,
     Attempt,

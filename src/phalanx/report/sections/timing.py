@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from phalanx.report import words
 from phalanx.report.charts import StackChart, legend, stack_chart, stacked_bar
-from phalanx.report.curves import x_range
 from phalanx.report.facts import GROUPS, RankTime, RunFacts
 from phalanx.report.markup import Html, table, tag
+from phalanx.report.sections.curves import x_range
 
 MAX_RANKS = 32
 

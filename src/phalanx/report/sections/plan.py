@@ -7,10 +7,11 @@ from typing import Any
 
 from phalanx.core.units import plural
 from phalanx.observe.units import TEXT, Units
-from phalanx.report import memory, words
+from phalanx.report import words
 from phalanx.report.charts import legend
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, table, tag
+from phalanx.report.sections import memory
 from phalanx.report.words import as_dict, as_list, as_number, as_text
 
 MAX_ALTERNATIVES = 40

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from phalanx.core.units import plural
 from phalanx.report import words
 from phalanx.report.charts import LineChart, Reference, Series, legend, line_chart
-from phalanx.report.curves import restarts, x_range
-from phalanx.report.experts import ExpertFacts
+from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, table, tag
+from phalanx.report.sections.curves import restarts, x_range
 
 MAX_LAYERS, MAX_EXPERTS = 160, 1024
 FEW_COLUMNS = 64  # cells are drawn apart

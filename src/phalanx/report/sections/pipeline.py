@@ -15,7 +15,7 @@ from phalanx.report import words
 from phalanx.report.bubble import Measured, pipeline_of
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, table, tag
-from phalanx.report.pipeline import timeline_chart
+from phalanx.report.pipeline_chart import timeline_chart
 
 
 def has_pipeline(facts: RunFacts) -> bool:
