@@ -35,11 +35,11 @@ import xxhash
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES
-from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import list_checkpoints
-from phalanx.checkpoint.saver import Saver, Snapshot, Target
+from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores import open_store
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.writing.async_checkpointer import Saver, Snapshot, Target
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import shard_of
 from phalanx.mesh.mesh import Mesh, open_mesh

@@ -51,7 +51,7 @@ _HOME = {
     "shard_rules": "phalanx.core.shard_rules",
     "Trainer": "phalanx.train.trainer",
     "TrainState": "phalanx.train.state",
-    "load_weights": "phalanx.checkpoint.weights",
+    "load_weights": "phalanx.checkpoint.reading.weights",
     "verify_job": "phalanx.verify.drive",
     "VerifyResult": "phalanx.verify.result",
     "build_model": "phalanx.nn.build",
@@ -67,7 +67,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from phalanx.checkpoint.weights import load_weights
+    from phalanx.checkpoint.reading.weights import load_weights
     from phalanx.core.errors import PhalanxError
     from phalanx.core.shard_rules import shard_rules
     from phalanx.job.load import load_job

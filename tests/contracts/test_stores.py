@@ -17,14 +17,13 @@ import pytest
 import torch
 
 from disks import CountingDisk
-from phalanx.checkpoint import owner
 from phalanx.checkpoint.chunks import StoredFile
-from phalanx.checkpoint.epoch import take_epoch
 from phalanx.checkpoint.folder import Folder, LocalFolder
-from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import MANIFEST, read_manifest
-from phalanx.checkpoint.retention import Retention, prune
-from phalanx.checkpoint.save import Saved, save
+from phalanx.checkpoint.ownership import store_owner as owner
+from phalanx.checkpoint.ownership.fencing_token import take_epoch
+from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores import (
     find_checkpoint,
     is_checkpoint,
@@ -37,7 +36,8 @@ from phalanx.checkpoint.stores._remote import Patience
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.object import ObjectFolder, ObjectStore
 from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.writing.retention import Retention, prune
+from phalanx.checkpoint.writing.write import Saved, save
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError, EnvironmentProblem, RunLockedError, StoreTakenError
 from phalanx.core.phases import Phases

@@ -23,13 +23,14 @@ import torch
 from safetensors.numpy import load_file
 
 from commands import wait_until
-from phalanx.checkpoint import saver, tidier
 from phalanx.checkpoint.manifest import list_checkpoints
-from phalanx.checkpoint.save import owned
-from phalanx.checkpoint.saver import Saver, Snapshot, Target
-from phalanx.checkpoint.staging import Staging
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.writing import async_checkpointer as saver
+from phalanx.checkpoint.writing import pruner as tidier
+from phalanx.checkpoint.writing.async_checkpointer import Saver, Snapshot, Target
+from phalanx.checkpoint.writing.staging import Staging
+from phalanx.checkpoint.writing.write import owned
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases

@@ -35,8 +35,8 @@ from commands import (
     weights,
     write_text,
 )
-from phalanx.checkpoint.locks import hold_run_lock
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.ownership.run_lock import hold_run_lock
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.cli import _app
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, RanksStarted
 from phalanx.observe.tail import recorded

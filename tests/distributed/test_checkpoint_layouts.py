@@ -37,7 +37,6 @@ from models import (
 )
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import LocalFolder
-from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import (
     MANIFEST,
     body_xxh3,
@@ -45,9 +44,10 @@ from phalanx.checkpoint.manifest import (
     manifest_bytes,
     read_manifest,
 )
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.reading.full_tensors import WholeTensors
+from phalanx.checkpoint.reading.load import load
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.whole import WholeTensors
+from phalanx.checkpoint.writing.write import save
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Optim

@@ -12,7 +12,7 @@ import torch
 
 from checkpoints import edit_manifest, newest, restore_state
 from models import BATCH, CPU, SEQ_LEN, VOCAB, decoder, plan, share
-from phalanx.checkpoint.weights import load_weights
+from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import names
 from phalanx.job.schema import Job

@@ -25,7 +25,7 @@ from torch import nn
 from models import CPU, LAYOUTS
 from phalanx.checkpoint.best import BEST, read_best
 from phalanx.checkpoint.manifest import list_checkpoints
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.observe import events

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from commands import TINY, events, run
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.weights import load_weights
+from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.core.errors import ExitCode
 from phalanx.core.files import read_json
 from phalanx.job.load import load_job_json

@@ -17,8 +17,8 @@ import torch
 
 from models import BATCH, CPU, SEQ_LEN, VOCAB, decoder_of, global_batches, share
 from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
-from phalanx.checkpoint.verify import verify_checkpoint
-from phalanx.checkpoint.weights import load_weights
+from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy

@@ -19,8 +19,8 @@ from torch import nn
 
 from models import CPU
 from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores import open_store
-from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job, Optim

@@ -27,7 +27,7 @@ from commands import (
     watching,
     write_text,
 )
-from phalanx.checkpoint.fence import LOOK_EVERY_S
+from phalanx.checkpoint.ownership.fence import LOOK_EVERY_S
 from phalanx.core.phases import read_black_box
 from phalanx.launch.paths import black_box
 from phalanx.observe.events import CheckpointSaved

@@ -13,8 +13,8 @@ import pytest
 
 from commands import TINY, environment, events, start, watching, write_text
 from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved
 
 SIZE_BYTES = 24 << 20

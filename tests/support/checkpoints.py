@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -25,9 +24,10 @@ from phalanx.checkpoint.manifest import (
     manifest_bytes,
     read_manifest,
 )
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.reading.load import load
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.writing.write import save
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.plan.layout import Layout

@@ -22,7 +22,7 @@ import psutil
 
 import warm
 from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.core.launchers import PREFIXES, SUPERVISED, TORCH_VARIABLES
 from phalanx.observe.events import Envelope, Event, parse_line
 

@@ -14,11 +14,11 @@ from test_retention import damage, save
 from torch import nn
 
 from phalanx.checkpoint.best import write_best
-from phalanx.checkpoint.choose import choose_checkpoint
-from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.checkpoint.manifest import body_xxh3, manifest_bytes
+from phalanx.checkpoint.ownership.run_lock import hold_run_lock
+from phalanx.checkpoint.reading.choose import choose_checkpoint
+from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.checkpoint.stores import newest_step, open_store
-from phalanx.checkpoint.weights import load_weights
 from phalanx.cli._app import run
 from phalanx.core.errors import CheckpointError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.checkpoint.diff import describe_difference, diff_checkpoints
-from phalanx.checkpoint.save import save as save_shards
+from phalanx.checkpoint.reading.diff import describe_difference, diff_checkpoints
 from phalanx.checkpoint.stores.local import LocalStore
+from phalanx.checkpoint.writing.write import save as save_shards
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from commands import COLD, TINY, environment, run, write_text
-from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import hold_run_lock
 from phalanx.cli import _app
 from phalanx.cli._arguments import split_arguments
 from phalanx.core.errors import (

@@ -21,15 +21,15 @@ import torch
 
 from counted import show
 from disks import CountingDisk, Died, DyingDisk, FailingDisk, PoweredDisk, copy_tree
-from phalanx.checkpoint import incremental
 from phalanx.checkpoint.best import read_best, write_best
-from phalanx.checkpoint.epoch import read_epoch, take_epoch
-from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.retention import Retention, prune
-from phalanx.checkpoint.save import save
+from phalanx.checkpoint.ownership.fencing_token import read_epoch, take_epoch
+from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.writing import incremental
+from phalanx.checkpoint.writing.retention import Retention, prune
+from phalanx.checkpoint.writing.write import save
 from phalanx.core.disk import Disk
 from phalanx.core.errors import CheckpointError, ResourceError
 from phalanx.core.phases import Phases

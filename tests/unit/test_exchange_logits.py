@@ -37,8 +37,8 @@ from phalanx.checkpoint.exchange.casts import cast_bits
 from phalanx.checkpoint.exchange.hf_export import Rounding, export_hugging_face
 from phalanx.checkpoint.exchange.importing import from_hugging_face, write_import
 from phalanx.checkpoint.exchange.stored import StoredBag
-from phalanx.checkpoint.verify import verify_checkpoint
-from phalanx.checkpoint.weights import load_weights
+from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.cli._app import run
 from phalanx.job.load import load_job
 from phalanx.job.shape import ModelShape

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.checkpoint import fence as fence_module
-from phalanx.checkpoint.epoch import Epoch
-from phalanx.checkpoint.fence import Fence
+from phalanx.checkpoint.ownership import fence as fence_module
+from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.ownership.fencing_token import Epoch
 
 
 @pytest.mark.skipif(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.best import read_best
-from phalanx.checkpoint.epoch import take_epoch
-from phalanx.checkpoint.fence import Fence
-from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
+from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.ownership.fencing_token import take_epoch
+from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import RunLockedError, RunTakenError
 from phalanx.job.load import load_job

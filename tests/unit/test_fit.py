@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.checkpoint.fit import MisfitError, Wanted, find_misfits, misfit_table
+from phalanx.checkpoint.reading.mismatch import MisfitError, Wanted, find_misfits, misfit_table
 
 MODEL = {"a": Wanted((2, 3), "float32"), "b": Wanted((4,), "float32"), "n": Wanted((), "int64")}
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from checkpoints import ThreadRank, run_threads
-from phalanx.checkpoint import incremental
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.save import Saved, save
+from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.writing import incremental
+from phalanx.checkpoint.writing.write import Saved, save
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.plan.layout import Layout

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint import locks
-from phalanx.checkpoint.epoch import EPOCH, read_epoch
-from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock, refuse_if_held
+from phalanx.checkpoint.ownership import run_lock as locks
+from phalanx.checkpoint.ownership.fencing_token import EPOCH, read_epoch
+from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock, refuse_if_held
 from phalanx.core.errors import CheckpointError, ResourceError, RunLockedError
 
 HOLD = """
 import sys
 from pathlib import Path
-from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import hold_run_lock
 with hold_run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -29,7 +29,7 @@ with hold_run_lock(Path(sys.argv[1])):
 RACE = """
 import sys
 from pathlib import Path
-from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import hold_run_lock
 from phalanx.core.errors import RunLockedError
 sys.stdin.readline()
 try:

@@ -16,7 +16,7 @@ from test_retention import save
 
 from hostile import EVIL
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, body_xxh3, manifest_bytes, read_manifest
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.cli import _app
 from phalanx.core.errors import CheckpointError, ExitCode
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 import pytest
 
-from phalanx.checkpoint.fence import Claim
-from phalanx.checkpoint.locks import Holder
+from phalanx.checkpoint.ownership.fence import Claim
+from phalanx.checkpoint.ownership.run_lock import Holder
 from phalanx.core.typed_json import JsonObject, JsonRecord, TypedJsonError, from_json, to_json
 from phalanx.job.load import load_job
 from phalanx.launch.end_record import EndRecord

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_retention import save, steps, store
 
-from phalanx.checkpoint.retention import Retention, prune
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.writing.retention import Retention, prune
 from phalanx.cli import _app
 from phalanx.core.disk import Disk, remove_tree
 

@@ -98,7 +98,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         "report.page",
         "observe.console",
         "checkpoint.manifest",
-        "checkpoint.locks",
+        "checkpoint.ownership.run_lock",
         "data.corpus",
         "verify.drive",
     ],

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.checkpoint.save import save as save_shards
 from phalanx.checkpoint.stores.local import LocalStore
+from phalanx.checkpoint.writing.write import save as save_shards
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.mesh.mesh import Mesh

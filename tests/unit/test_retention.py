@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor
-from phalanx.checkpoint.retention import Retention, prune
 from phalanx.checkpoint.shard_file import Source, write_file
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
+from phalanx.checkpoint.writing.retention import Retention, prune
 
 
 def save(run_dir: Path, step: int) -> Path:

@@ -26,8 +26,8 @@ from phalanx.checkpoint.manifest import (
     body_xxh3,
     manifest_bytes,
 )
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.shard_file import CheckedFile, Source, write_file
-from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.errors import CheckpointError
 
 RANDOM = np.random.default_rng(0)

@@ -18,7 +18,7 @@ from test_retention import save
 
 import phalanx
 from phalanx.checkpoint.best import write_best
-from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock
 from phalanx.cli import _app
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import ResourceError
@@ -303,7 +303,7 @@ OURS = {
     "core/output.py": "opens /dev/null",
     "data/workers.py": "opens /dev/null",
     "plan/cluster.py": "reads /proc and /sys",
-    "checkpoint/locks.py": "reads /proc",
+    "checkpoint/ownership/run_lock.py": "reads /proc",
     "checkpoint/exchange/families.py": "reads our own tables",
     "verify/drive.py": "reads what our own ranks write, in a folder made for it",
     "verify/rank.py": "writes into a folder made for it",

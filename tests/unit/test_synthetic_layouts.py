@@ -29,7 +29,7 @@ from checkpoints import (
     save_shards,
 )
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.plan.layout import Layout

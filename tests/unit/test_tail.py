@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
-from phalanx.checkpoint.fence import Fence
+from phalanx.checkpoint.ownership.fence import Fence
 from phalanx.core.files import LINE_BYTES, open_regular
 from phalanx.observe import tail as reading
 from phalanx.observe.bus import Bus, event_path

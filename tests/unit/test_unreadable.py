@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.epoch import EPOCH, read_epoch
 from phalanx.checkpoint.manifest import MANIFEST, read_manifest
+from phalanx.checkpoint.ownership.fencing_token import EPOCH, read_epoch
 from phalanx.cli._app import run
 from phalanx.core.errors import DataError, DataStorageError, ExitCode, PhalanxError
 from phalanx.data import corpus, dataset

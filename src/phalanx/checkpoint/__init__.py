@@ -1,1 +1,4 @@
-"""Logical tensors on disk: manifest, store and locks. Never sees a model or a trainer."""
+"""Logical tensors on disk: manifest, files, stores; writing, reading, and who owns a run.
+
+Never sees a model or a trainer.
+"""

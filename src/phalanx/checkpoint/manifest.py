@@ -27,7 +27,7 @@ from phalanx.checkpoint.facts import (
     text,
 )
 from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder, as_folder
-from phalanx.checkpoint.refusals import unreadable
+from phalanx.checkpoint.os_errors import unreadable
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import CheckpointError
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, ChunkDigests, StoredFile
 from phalanx.checkpoint.folder import Folder, RangeReader, as_folder
-from phalanx.checkpoint.refusals import unreadable
+from phalanx.checkpoint.os_errors import unreadable
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 

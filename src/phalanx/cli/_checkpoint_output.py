@@ -7,9 +7,9 @@ from pathlib import Path
 
 from phalanx.checkpoint.exchange.import_weights import ImportResult
 from phalanx.checkpoint.exchange.importing import MODEL_TOML
-from phalanx.checkpoint.listing import CheckpointEntry, CheckpointListing
-from phalanx.checkpoint.prune_run import PruneResult
-from phalanx.checkpoint.verify import Verification
+from phalanx.checkpoint.reading.listing import CheckpointEntry, CheckpointListing
+from phalanx.checkpoint.reading.verify import Verification
+from phalanx.checkpoint.writing.prune_run import PruneResult
 from phalanx.cli._output import print_line
 from phalanx.core.units import format_bytes, plural
 from phalanx.run.export import ExportResult

@@ -34,7 +34,7 @@ RunDir = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory.")
 
 def ls(place: Place, as_json: JsonOption = False) -> int:
     """List the checkpoints of a run, oldest first."""
-    from phalanx.checkpoint.listing import list_checkpoints
+    from phalanx.checkpoint.reading.listing import list_checkpoints
     from phalanx.cli._checkpoint_output import print_listing
     from phalanx.cli._json import print_json
     from phalanx.cli._output import report_errors
@@ -61,9 +61,9 @@ def verify(
     as_json: JsonOption = False,
 ) -> int:
     """Read every byte and compare it with its checksum; exit code 5 if anything is wrong."""
-    from phalanx.checkpoint.listing import find_folder, find_folders
+    from phalanx.checkpoint.reading.listing import find_folder, find_folders
+    from phalanx.checkpoint.reading.verify import verify_folder
     from phalanx.checkpoint.stores import is_checkpoint
-    from phalanx.checkpoint.verify import verify_folder
     from phalanx.cli._checkpoint_output import print_checkpoint_verdict
     from phalanx.cli._json import print_json
     from phalanx.cli._output import report_errors
@@ -99,8 +99,8 @@ def diff(
 ) -> int:
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them; exit code 11 if
     they differ."""
-    from phalanx.checkpoint.diff import describe_difference, diff_checkpoints
-    from phalanx.checkpoint.listing import find_folder
+    from phalanx.checkpoint.reading.diff import describe_difference, diff_checkpoints
+    from phalanx.checkpoint.reading.listing import find_folder
     from phalanx.cli._json import print_json
     from phalanx.cli._output import print_line, report_errors
     from phalanx.core.errors import ExitCode
@@ -135,7 +135,7 @@ def prune(
 
     The best one and the newest that verifies always stay.
     """
-    from phalanx.checkpoint.prune_run import prune_run
+    from phalanx.checkpoint.writing.prune_run import prune_run
     from phalanx.cli._checkpoint_output import print_prune_result
     from phalanx.cli._json import print_json
     from phalanx.cli._output import report_errors

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from phalanx.checkpoint.locks import LOCK_NAME, Lock, hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, Lock, hold_run_lock
 from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import (
     open_run_directory,

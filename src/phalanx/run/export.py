@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.exchange.hf_directory import export_own_directory
 from phalanx.checkpoint.exchange.hf_export import (
     Exported,
@@ -21,7 +20,8 @@ from phalanx.checkpoint.exchange.importing import KEPT_FILES
 from phalanx.checkpoint.exchange.new_directory import refuse_old
 from phalanx.checkpoint.exchange.stored import StoredBag
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.origin import CheckpointOrigin, find_origin, find_run_dir
+from phalanx.checkpoint.reading.choose import choose_checkpoint
+from phalanx.checkpoint.reading.origin import CheckpointOrigin, find_origin, find_run_dir
 from phalanx.core.errors import (
     CheckpointError,
     DataError,

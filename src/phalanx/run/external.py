@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.fence import Claim, Fence
+from phalanx.checkpoint.ownership.fence import Claim, Fence
 from phalanx.core.clocks import process_began_s
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores import newest_step, open_store
-from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.errors import ExitCode, UsageError
 from phalanx.observe.events import RunFinished
 from phalanx.observe.tail import EventTail

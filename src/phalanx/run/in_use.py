@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.checkpoint.locks import refuse_if_held
+from phalanx.checkpoint.ownership.run_lock import refuse_if_held
 from phalanx.job.load import load_job
 from phalanx.launch.external import external_ranks
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.exchange.settings import computed
-from phalanx.checkpoint.fit import MisfitError, Wanted, find_misfits
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
-from phalanx.checkpoint.origin import find_origin
+from phalanx.checkpoint.reading.mismatch import MisfitError, Wanted, find_misfits
+from phalanx.checkpoint.reading.origin import find_origin
+from phalanx.checkpoint.reading.verify import require_whole_directory
 from phalanx.checkpoint.stores import find_checkpoint, is_url
-from phalanx.checkpoint.verify import require_whole_directory
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
 from phalanx.job.model import fixed_vocab_size, shape_of

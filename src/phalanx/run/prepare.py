@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.locks import Lock
+from phalanx.checkpoint.ownership.run_lock import Lock
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import open_run_directory

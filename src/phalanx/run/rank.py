@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import phalanx
-from phalanx.checkpoint.fence import Fence
 from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.ownership.fence import Fence
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import BlackBox, Phases

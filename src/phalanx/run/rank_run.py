@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.checkpoint.fence import Claim
+from phalanx.checkpoint.ownership.fence import Claim
 from phalanx.core.typed_json import JsonRecord
 from phalanx.job.schema import Job
 from phalanx.launch.rank_link import NoLink, RankLink

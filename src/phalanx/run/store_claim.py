@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from phalanx.checkpoint.locks import hold_run_lock
-from phalanx.checkpoint.owner import claim, release
+from phalanx.checkpoint.ownership.run_lock import hold_run_lock
+from phalanx.checkpoint.ownership.store_owner import claim, release
 from phalanx.checkpoint.stores import Store, open_store
 from phalanx.core.errors import RunLockedError, UsageError
 from phalanx.core.store_urls import local_directory

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.checkpoint.fence import Claim, Fence
+from phalanx.checkpoint.ownership.fence import Claim, Fence
 from phalanx.checkpoint.stores import Store, open_store
 from phalanx.core.errors import (
     CheckpointError,

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.agree import agreed
-from phalanx.checkpoint.fence import Fence
-from phalanx.checkpoint.fit import MisfitError
+from phalanx.checkpoint.all_ranks import agreed
 from phalanx.checkpoint.folder import Folder, place_in_run
-from phalanx.checkpoint.load import load
-from phalanx.checkpoint.owner import refusal_of
+from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.ownership.store_owner import refusal_of
+from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.reading.mismatch import MisfitError
 from phalanx.checkpoint.stores import Store, find_checkpoint
 from phalanx.core.errors import CheckpointError, RunLockedError
 from phalanx.core.phases import Phases

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.checkpoint.best import BEST, read_best, write_best
-from phalanx.checkpoint.fence import Fence
+from phalanx.checkpoint.ownership.fence import Fence
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.errors import CheckpointError
 from phalanx.job.schema import Job

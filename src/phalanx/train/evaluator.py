@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Protocol
 
-from phalanx.checkpoint.fence import Fence
+from phalanx.checkpoint.ownership.fence import Fence
 from phalanx.core.phases import Phases
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.transfer import filled

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.writing.async_checkpointer import Saver
 from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.mesh import Mesh

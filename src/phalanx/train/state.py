@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import Folder, as_folder
-from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import REDUCTION, Manifest
-from phalanx.checkpoint.save import Saved, save
-from phalanx.checkpoint.saver import Snapshot
+from phalanx.checkpoint.ownership.fencing_token import Epoch
+from phalanx.checkpoint.reading.load import load
 from phalanx.checkpoint.stores.protocol import Store
+from phalanx.checkpoint.writing.async_checkpointer import Snapshot
+from phalanx.checkpoint.writing.write import Saved, save
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.cpu_kind import describe_cpu_kind

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from phalanx.checkpoint.epoch import Epoch
-from phalanx.checkpoint.fence import Fence
-from phalanx.checkpoint.saver import Saver, Target
+from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.ownership.fencing_token import Epoch
 from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.writing.async_checkpointer import Saver, Target
 from phalanx.core.errors import RunTakenError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job

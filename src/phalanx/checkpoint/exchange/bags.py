@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
+from phalanx.checkpoint.reading.full_tensors import Bits, bits_type
 from phalanx.checkpoint.shard_file import DTYPES, parse_header
-from phalanx.checkpoint.whole import Bits, bits_type
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import open_regular, read_json
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.checkpoint.whole import Bits, bits_type
+from phalanx.checkpoint.reading.full_tensors import Bits, bits_type
 
 _HOLDERS: dict[int, Any] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 

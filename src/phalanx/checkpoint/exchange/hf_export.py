@@ -18,9 +18,9 @@ from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.exchange.translate import Made, to_theirs
-from phalanx.checkpoint.fit import MisfitError, Wanted, find_misfits
+from phalanx.checkpoint.reading.full_tensors import Bits
+from phalanx.checkpoint.reading.mismatch import MisfitError, Wanted, find_misfits
 from phalanx.checkpoint.shard_file import Bytes, Source, write_stream
-from phalanx.checkpoint.whole import Bits
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import stored_shapes

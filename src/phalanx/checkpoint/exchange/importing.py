@@ -18,8 +18,8 @@ from phalanx.checkpoint.exchange.hf_export import CONFIG, as_source, packed
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import shape_of_config
 from phalanx.checkpoint.exchange.translate import Made, apart, to_ours, together
-from phalanx.checkpoint.fit import MisfitError, Wanted, find_misfits
 from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor
+from phalanx.checkpoint.reading.mismatch import MisfitError, Wanted, find_misfits
 from phalanx.checkpoint.shard_file import write_stream
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.disk import Disk, write_bytes_durably

@@ -7,9 +7,9 @@ from pathlib import Path
 from phalanx.checkpoint.exchange.bags import Described
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import read_manifest
+from phalanx.checkpoint.reading.full_tensors import WholeTensors
+from phalanx.checkpoint.reading.verify import require_whole_directory
 from phalanx.checkpoint.shard_file import DTYPES
-from phalanx.checkpoint.verify import require_whole_directory
-from phalanx.checkpoint.whole import WholeTensors
 from phalanx.core.errors import CheckpointError
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.checkpoint.exchange.bags import Bag, Described, Elements, StackBag, element_name
 from phalanx.checkpoint.exchange.families import Family, NameRule
-from phalanx.checkpoint.whole import Bits
+from phalanx.checkpoint.reading.full_tensors import Bits
 from phalanx.core.errors import CheckpointError
 from phalanx.job.tensors import Shape
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.exchange.importing import MODEL_TOML
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from phalanx.checkpoint.origin import find_run_dir
+from phalanx.checkpoint.reading.choose import choose_checkpoint
+from phalanx.checkpoint.reading.origin import find_run_dir
 from phalanx.checkpoint.stores import is_url
 from phalanx.core.errors import LayoutError, UsageError, did_you_mean
 from phalanx.core.files import read_json

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.load import load
+from phalanx.checkpoint.reading.load import load
 from phalanx.checkpoint.stores import find_checkpoint
 from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.core.files import write_json_atomic

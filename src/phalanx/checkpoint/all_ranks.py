@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from phalanx.checkpoint.refusals import kind_of
+from phalanx.checkpoint.os_errors import kind_of
 from phalanx.core.errors import CheckpointError, RunTakenError, StorageError, StoreTakenError
 from phalanx.core.files import fix_of
 from phalanx.plan.layout import Layout

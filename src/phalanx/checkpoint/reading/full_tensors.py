@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.reading.verify import is_tiled
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
-from phalanx.checkpoint.verify import is_tiled
 from phalanx.core.errors import CheckpointError
 
 Bits = NDArray[Any]

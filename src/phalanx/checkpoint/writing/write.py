@@ -12,16 +12,16 @@ from typing import Any
 import torch
 import xxhash
 
-from phalanx.checkpoint.agree import Group, agreed
+from phalanx.checkpoint.all_ranks import Group, agreed
 from phalanx.checkpoint.chunks import StoredFile
-from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.incremental import Block, Earlier, earlier_checkpoint, write_blocks
 from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor, check_aliases
-from phalanx.checkpoint.owner import require_claim
+from phalanx.checkpoint.ownership.fencing_token import Epoch
+from phalanx.checkpoint.ownership.store_owner import require_claim
+from phalanx.checkpoint.reading.verify import is_tiled
 from phalanx.checkpoint.shard_file import DTYPES, Bytes
 from phalanx.checkpoint.stores.protocol import Draft, Store
-from phalanx.checkpoint.verify import is_tiled
+from phalanx.checkpoint.writing.incremental import Block, Earlier, earlier_checkpoint, write_blocks
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.best import BEST, read_best
-from phalanx.checkpoint.listing import find_folders
-from phalanx.checkpoint.locks import hold_run_lock
-from phalanx.checkpoint.owner import refusal_of
-from phalanx.checkpoint.retention import Retention, prune
+from phalanx.checkpoint.ownership.run_lock import hold_run_lock
+from phalanx.checkpoint.ownership.store_owner import refusal_of
+from phalanx.checkpoint.reading.listing import find_folders
 from phalanx.checkpoint.stores import is_url, run_at, store_of
+from phalanx.checkpoint.writing.retention import Retention, prune
 from phalanx.core.errors import CheckpointError, UsageError
 
 

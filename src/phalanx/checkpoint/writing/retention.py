@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.owner import require_claim
-from phalanx.checkpoint.refusals import unreadable
+from phalanx.checkpoint.os_errors import unreadable
+from phalanx.checkpoint.ownership.fencing_token import Epoch
+from phalanx.checkpoint.ownership.store_owner import require_claim
+from phalanx.checkpoint.reading.verify import Progress, verify_checkpoint
 from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.verify import Progress, verify_checkpoint
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.refusals import unreadable
+from phalanx.checkpoint.os_errors import unreadable
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.core.files import fix_of, read_regular, resource_error

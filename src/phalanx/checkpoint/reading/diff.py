@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
-from phalanx.checkpoint.verify import require_whole_structure
-from phalanx.checkpoint.whole import WholeTensors
+from phalanx.checkpoint.reading.full_tensors import WholeTensors
+from phalanx.checkpoint.reading.verify import require_whole_structure
 from phalanx.core.digest import differing_keys
 
 # numpy's type of the same bits, and whether they have to be widened to be numbers

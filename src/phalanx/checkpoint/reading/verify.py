@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, read_manifest
-from phalanx.checkpoint.refusals import unreadable
+from phalanx.checkpoint.os_errors import unreadable
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
 from phalanx.core.errors import CheckpointError
 

@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.epoch import Epoch, read_epoch, read_taker
-from phalanx.checkpoint.locks import LOCK_NAME, Holder, holder_at
+from phalanx.checkpoint.ownership.fencing_token import Epoch, read_epoch, read_taker
+from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, Holder, holder_at
 from phalanx.core.errors import CheckpointError, RunTakenError
 
 LOOK_EVERY_S = 1.0

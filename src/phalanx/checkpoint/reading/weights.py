@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from phalanx.checkpoint.choose import choose_checkpoint
-from phalanx.checkpoint.load import require_fit, stage_blocks
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.verify import require_whole_directory
+from phalanx.checkpoint.reading.choose import choose_checkpoint
+from phalanx.checkpoint.reading.load import require_fit, stage_blocks
+from phalanx.checkpoint.reading.verify import require_whole_directory
 from phalanx.mesh.logical import module_shards
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from phalanx.checkpoint.epoch import Epoch, take_epoch
+from phalanx.checkpoint.ownership.fencing_token import Epoch, take_epoch
 from phalanx.core.errors import RunLockedError
 from phalanx.core.files import open_descriptor, resource_error
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.agree import Group, agreed
-from phalanx.checkpoint.fit import Misfit, MisfitError, Wanted, find_misfits
+from phalanx.checkpoint.all_ranks import Group, agreed
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
+from phalanx.checkpoint.reading.mismatch import Misfit, MisfitError, Wanted, find_misfits
+from phalanx.checkpoint.reading.verify import is_tiled, require_whole_directory
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile, Entry
-from phalanx.checkpoint.verify import is_tiled, require_whole_directory
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard

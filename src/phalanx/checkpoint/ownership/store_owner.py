@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import LocalFolder
+from phalanx.checkpoint.ownership.fencing_token import Epoch
 from phalanx.checkpoint.stores.protocol import OwnerObject, Store
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.core.errors import CheckpointError, RunLockedError, StoreTakenError

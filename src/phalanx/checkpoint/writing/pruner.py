@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from phalanx.checkpoint.epoch import Epoch
-from phalanx.checkpoint.flight import Flight
-from phalanx.checkpoint.retention import Retention, prune
+from phalanx.checkpoint.ownership.fencing_token import Epoch
 from phalanx.checkpoint.stores.protocol import Store
+from phalanx.checkpoint.writing.background_write import Flight
+from phalanx.checkpoint.writing.retention import Retention, prune
 from phalanx.core.errors import CheckpointError
 from phalanx.observe.events import CheckpointsRemoved, Event, Note
 

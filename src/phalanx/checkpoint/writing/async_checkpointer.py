@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpoint.agree import agreed
-from phalanx.checkpoint.epoch import Epoch
-from phalanx.checkpoint.flight import Flight
+from phalanx.checkpoint.all_ranks import agreed
 from phalanx.checkpoint.folder import place_in_run
-from phalanx.checkpoint.retention import Retention
-from phalanx.checkpoint.save import Saved, owned, save
-from phalanx.checkpoint.staging import Staging
+from phalanx.checkpoint.ownership.fencing_token import Epoch
 from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.tidier import Tidier
+from phalanx.checkpoint.writing.background_write import Flight
+from phalanx.checkpoint.writing.pruner import Tidier
+from phalanx.checkpoint.writing.retention import Retention
+from phalanx.checkpoint.writing.staging import Staging
+from phalanx.checkpoint.writing.write import Saved, owned, save
 from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard

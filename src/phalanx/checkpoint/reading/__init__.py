@@ -1,0 +1,1 @@
+"""Reading checkpoints: load, verify, list, compare, and weights for a plain module."""
