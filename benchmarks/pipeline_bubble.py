@@ -46,9 +46,8 @@ from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.parallel.pp_weights import later
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
-from phalanx.plan.pipeline.held import in_flight
-from phalanx.plan.pipeline.planned import Pipeline
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, in_flight, simulate
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 

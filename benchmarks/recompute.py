@@ -30,9 +30,10 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import Workload, kept_bytes
+from phalanx.plan.memory import kept_bytes
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.workload import Workload
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},

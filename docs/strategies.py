@@ -13,17 +13,15 @@ from phalanx.core.units import GIB, format_bytes
 from phalanx.job.counts import ffn_params
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.context import sent_bytes_of_step
-from phalanx.plan.experts import sent_bytes_of_step as sent_over_ep
-from phalanx.plan.memory import MIXED_FP16_ADAM, Workload, of_one_rank, state_bytes
+from phalanx.plan.cluster import Cluster, capacity_of
+from phalanx.plan.communication import cp_bytes_per_step, sent_per_step
+from phalanx.plan.communication import ep_bytes_per_step as sent_over_ep
+from phalanx.plan.memory import MIXED_FP16_ADAM, state_bytes
 from phalanx.plan.pipeline.closed_forms import bubble, idle_s, peak_in_flight
 from phalanx.plan.pipeline.simulate import StageCosts, simulate
-from phalanx.plan.pipeline.words import sent_per_step
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.weigh import capacity_of
-from phalanx.plan.work import work_of
+from phalanx.plan.workload import Workload, of_one_rank, work_of
 
 GPUS = 8
 CARD = Cluster("cuda", GPUS, 80 * GIB)
@@ -152,7 +150,7 @@ def activation_bytes_sent(plan: Plan, work: Workload) -> float:
         )
         sent += of_one * work.num_microbatches
     if layout.cp > 1:
-        sent += sent_bytes_of_step(of_one_rank(shape, layout.tp), work)
+        sent += cp_bytes_per_step(of_one_rank(shape, layout.tp), work)
     if plan.pipeline is not None:
         here = of_one_rank(shape, layout.tp)
         sent += max(sent_per_step(here, work, plan.pipeline, rank) for rank in range(layout.pp))

@@ -18,7 +18,7 @@ from phalanx.mesh.compat import quiet_torch
 from phalanx.parallel.compression import HOOKS, Compression
 from phalanx.parallel.hooks._protocol import Settings
 from phalanx.parallel.wire import Traffic, Wire, all_reduce_bytes
-from phalanx.plan.memory import keeps_error
+from phalanx.plan.workload import keeps_error
 from ranks import run_ranks
 
 KINDS = names(HOOKS)

@@ -35,10 +35,10 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.nn.routing import Router, Routing
 from phalanx.parallel import dp_shard
 from phalanx.parallel.parallelize import parallelize
-from phalanx.plan.experts import sent_bytes_of_step
-from phalanx.plan.memory import Workload
+from phalanx.plan.communication import ep_bytes_per_step
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.workload import Workload
 from pipelines import BATCH, MICRO, pipeline_plan
 from ranks import run_ranks
 
@@ -235,7 +235,7 @@ def test_tokens_travel_to_their_experts_and_back_twice(ep: int, recompute: str) 
     counts = passes // 2 - 1  # where a forward is computed
     if recompute == "none":  # what a plan says, which does not know the counts
         work = Workload(ROWS // 2, TOKENS, "fp32", "none", 16, num_microbatches=2, ep=ep)
-        assert sent_bytes_of_step(EXPERTS, work) == layers * passes * rows * EXPERTS.dim * 4
+        assert ep_bytes_per_step(EXPERTS, work) == layers * passes * rows * EXPERTS.dim * 4
     wanted = layers * (
         passes * rows * EXPERTS.dim * 4 + 2 * counts * EXPERTS.num_experts * 8 * (ep - 1) // ep
     )

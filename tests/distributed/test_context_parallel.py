@@ -25,12 +25,11 @@ from phalanx.parallel.cp_group import GRADIENTS, KEYS, ContextGroup
 from phalanx.parallel.cp_products import Products
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
-from phalanx.plan.context import sent_bytes_of_step
+from phalanx.plan.communication import cp_bytes_per_step
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import of_one_rank
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.work import work_of
+from phalanx.plan.workload import of_one_rank, work_of
 from phalanx.train.generate import generate
 from ranks import run_ranks
 
@@ -101,7 +100,7 @@ def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
         cp=a_plan.layout.cp,
     )
     here = of_one_rank(a_plan.model_shape, work.tp)
-    wanted = sent_bytes_of_step(here, work)
+    wanted = cp_bytes_per_step(here, work)
     c, size = a_plan.layout.cp, 2 if a_plan.precision == "bf16" else 4
     heads = (
         BATCH * SEQ_LEN // c * SHAPE.head_dim * SHAPE.num_layers

@@ -33,7 +33,7 @@ from phalanx.parallel.model import ParallelModel, StepSums
 from phalanx.parallel.protocol import Root, Workpiece
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.cut import Stages
-from phalanx.plan.pipeline.planned import named_pipeline
+from phalanx.plan.pipeline.pipeline_plan import named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, simulate
 from phalanx.plan.planner import make_plan
 from phalanx.train.evaluation import undisturbed

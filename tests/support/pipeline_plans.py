@@ -10,7 +10,7 @@ from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan

@@ -21,11 +21,12 @@ from phalanx.nn.models.vit import VisionTransformer, example_batch
 from phalanx.nn.objective import causal_cross_entropy, classification_cross_entropy
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.saved import SavedBytes
+from phalanx.plan.activations import QUERY_BLOCK
 from phalanx.plan.layout import Layout
-from phalanx.plan.masks import QUERY_BLOCK
-from phalanx.plan.memory import Workload, activation_bytes, kept_bytes
+from phalanx.plan.memory import activation_bytes, kept_bytes
 from phalanx.plan.planner import make_plan
 from phalanx.plan.segments import mixed, segments_of
+from phalanx.plan.workload import Workload
 from ranks import run_ranks
 
 BATCH, LENGTH = 48, 64

@@ -29,7 +29,7 @@ from phalanx.mesh.attention_kernels import (
 )
 from phalanx.parallel.cp_chunks import Chunks
 from phalanx.parallel.cp_products import Block, Products, Running
-from phalanx.plan.context import context_parallel_degree
+from phalanx.plan.degrees import context_parallel_degree
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan

@@ -13,19 +13,13 @@ from phalanx.job.counts import experts_params, spread_params
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.describe import describe
-from phalanx.plan.experts import sent_bytes_of_step
+from phalanx.plan.communication import ep_bytes_per_step, exchanged_bytes
+from phalanx.plan.explain import describe
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import (
-    StateBytes,
-    Workload,
-    exchanged_bytes,
-    held_params,
-    state_bytes,
-    uneven_share,
-)
+from phalanx.plan.memory import StateBytes, held_params, state_bytes, uneven_share
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.workload import Workload
 
 GIB = 2**30
 MIXTRAL = {"preset": "mixtral-8x7b"}
@@ -131,8 +125,8 @@ def test_rows_are_sent_four_times_for_each_layer_and_microbatch() -> None:
     shape = replace(plan().model_shape, num_dense_layers=1)
     work = Workload(3, 64, "bf16", "none", 64, 5, ep=4)
     rows = 3 * 64 * 2 * 3 // 4  # of 2 experts per token 3 of 4 lie on other ranks
-    assert sent_bytes_of_step(shape, work) == 4 * 3 * 5 * rows * 128 * 2
-    assert sent_bytes_of_step(shape, replace(work, ep=1)) == 0
+    assert ep_bytes_per_step(shape, work) == 4 * 3 * 5 * rows * 128 * 2
+    assert ep_bytes_per_step(shape, replace(work, ep=1)) == 0
     assert exchanged_bytes(shape, work) == 2 * 3 * 64 * 2 * 128 * 2
 
 

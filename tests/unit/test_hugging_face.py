@@ -26,10 +26,10 @@ from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.model import together
 from phalanx.parallel.tp import cut
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.coverage import check_rules, whole_by_default
-from phalanx.plan.memory import of_one_rank
-from phalanx.plan.pipeline.parts import part_params
+from phalanx.plan.pipeline.costs import part_params
 from phalanx.plan.planner import make_plan
+from phalanx.plan.rule_checks import check_rules, whole_by_default
+from phalanx.plan.workload import of_one_rank
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 

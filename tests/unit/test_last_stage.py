@@ -14,7 +14,7 @@ from phalanx.job.foreign import _shape
 from phalanx.job.shape import ModelShape
 from phalanx.mesh.blocks import wanted_by_last_stage
 from phalanx.nn.probe import describe
-from phalanx.plan.pipeline.parts import part_params
+from phalanx.plan.pipeline.costs import part_params
 
 WIDTH, VOCAB = 4, 10
 BLOCK = WIDTH * WIDTH

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from phalanx.job.shape import ModelShape
-from phalanx.plan.data_parallel import DataParallel
+from phalanx.plan.layout import DataParallel
 from phalanx.plan.memory import (
     CPU_ALLOCATOR_SHARE,
     CPU_LIBRARY_BYTES,
     MIXED_FP16_ADAM,
     StateBytes,
-    Workload,
     rank_memory,
     state_bytes,
 )
+from phalanx.plan.workload import Workload
 
 ROWS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "golden" / "zero_memory.json").read_text()

@@ -14,7 +14,8 @@ from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
 from phalanx.job.shape import ModelShape
 from phalanx.nn.objective import CausalOutput, HeadOutput, causal_cross_entropy, token_cross_entropy
-from phalanx.plan.memory import Workload, loss_bytes
+from phalanx.plan.memory import loss_bytes
+from phalanx.plan.workload import Workload
 
 B, T, D, V = 3, 7, 6, 29
 N = B * T

@@ -12,10 +12,10 @@ import torch
 
 from phalanx.parallel.pp_links import Form, Post
 from phalanx.plan.pipeline.generate import generate
-from phalanx.plan.pipeline.held import in_flight
 from phalanx.plan.pipeline.messages import made_by, needed_by, plan_messages
-from phalanx.plan.pipeline.planned import placement_of
+from phalanx.plan.pipeline.pipeline_plan import placement_of
 from phalanx.plan.pipeline.schedule import Schedule
+from phalanx.plan.pipeline.simulate import in_flight
 
 FORM = Form((2,), torch.float32)
 

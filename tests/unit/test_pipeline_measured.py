@@ -17,18 +17,18 @@ from phalanx.job.schema import Job
 from phalanx.observe.events import PipelineMeasured, seal
 from phalanx.observe.tail import read_event
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
-from phalanx.plan.pipeline.measured import (
+from phalanx.plan.pipeline.pipeline_plan import Pipeline, named_pipeline
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.plan.pipeline.trace import (
     measured_costs,
     measured_timeline,
     planned_at,
     splits_backward,
     total_s,
 )
-from phalanx.plan.pipeline.planned import Pipeline, named_pipeline
-from phalanx.plan.pipeline.remedies import LIMIT
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
 from phalanx.plan.planner import make_plan
 from phalanx.report.bubble import Measured, pipeline_of
 from phalanx.train.pipeline_record import is_recorded, measured_pipeline, on_one_clock

@@ -17,14 +17,15 @@ from phalanx.job.schema import Job
 from phalanx.nn.models.decoder import Decoder
 from phalanx.plan import activations
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.memory import Workload, activation_bytes, kept_bytes, rank_memory
+from phalanx.plan.memory import activation_bytes, kept_bytes, rank_memory
+from phalanx.plan.pipeline.costs import part_params
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.plan.pipeline.memory import pipeline_memory, rank_activations, sent_bytes, stage_bytes
-from phalanx.plan.pipeline.parts import part_params
-from phalanx.plan.pipeline.planned import Pipeline, named_pipeline
+from phalanx.plan.pipeline.pipeline_plan import Pipeline, named_pipeline
 from phalanx.plan.planner import make_plan
 from phalanx.plan.segments import segments_of
+from phalanx.plan.workload import Workload
 
 FOUR = Stages((2, 2, 2, 2))
 EIGHT_BLOCKS = shape(num_layers=8)

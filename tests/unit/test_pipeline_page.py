@@ -16,7 +16,7 @@ from test_report import EVIL, Page, Run, page_of, step
 from phalanx.observe import events
 from phalanx.observe.events import seal
 from phalanx.observe.words import describe
-from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.report.end_of_run import summary_lines
 from phalanx.report.reduce import reduce_run

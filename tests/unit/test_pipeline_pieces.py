@@ -21,7 +21,7 @@ from phalanx.parallel.pp_weights import LaterWeights, split_linears
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import generate
 from phalanx.plan.pipeline.messages import AHEAD, Parcel, made_by, plan_messages
-from phalanx.plan.pipeline.planned import Pipeline, named_pipeline
+from phalanx.plan.pipeline.pipeline_plan import Pipeline, named_pipeline
 
 CPU = torch.device("cpu")
 

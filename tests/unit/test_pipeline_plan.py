@@ -12,13 +12,12 @@ import pytest
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.describe import describe
+from phalanx.plan.explain import describe, listed
 from phalanx.plan.layout import Layout
+from phalanx.plan.pipeline.bubble import LIMIT, bubble_of
 from phalanx.plan.pipeline.closed_forms import bubble as closed_form
-from phalanx.plan.pipeline.csv_file import write_schedule
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run, generate
-from phalanx.plan.pipeline.remedies import LIMIT, bubble_of
-from phalanx.plan.pipeline.words import listed
+from phalanx.plan.pipeline.schedule import write_schedule
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from pipeline_plans import GIB, UNIFORM, pipeline_of, plan, refusal

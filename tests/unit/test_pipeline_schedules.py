@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.plan.pipeline.check import check, require_runnable
 from phalanx.plan.pipeline.closed_forms import peak_in_flight
-from phalanx.plan.pipeline.csv_file import read_schedule, write_schedule
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate
-from phalanx.plan.pipeline.held import in_flight, peak_bytes
-from phalanx.plan.pipeline.schedule import Action, Schedule, loop_placement, v_placement
+from phalanx.plan.pipeline.schedule import (
+    Action,
+    Schedule,
+    loop_placement,
+    read_schedule,
+    v_placement,
+    write_schedule,
+)
+from phalanx.plan.pipeline.simulate import in_flight, peak_bytes
 
 
 def legal() -> st.SearchStrategy[Schedule]:

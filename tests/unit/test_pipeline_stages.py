@@ -16,13 +16,12 @@ from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.observe.events import Envelope, PipelineMeasured
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut
-from phalanx.plan.pipeline.parts import part_params
-from phalanx.plan.pipeline.planned import named_pipeline, placement_of
-from phalanx.plan.pipeline.recut import recut
+from phalanx.plan.pipeline.costs import part_params
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut, cut_for_ranks
+from phalanx.plan.pipeline.pipeline_plan import named_pipeline, placement_of
 from phalanx.plan.pipeline.simulate import StageCosts
-from phalanx.plan.pipeline.spread import cut_for_ranks
 from phalanx.plan.pipeline.stages import recomputed_blocks, within_stages
+from phalanx.plan.pipeline.trace import recut
 from phalanx.plan.planner import make_plan
 from phalanx.plan.segments import Segment, segments_of
 from pipeline_plans import CORES, GIB, UNIFORM, pipeline_of, plan, refusal

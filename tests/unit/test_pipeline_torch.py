@@ -12,9 +12,8 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.csv_file import read_schedule, write_schedule
 from phalanx.plan.pipeline.generate import generate
-from phalanx.plan.pipeline.schedule import Schedule
+from phalanx.plan.pipeline.schedule import Schedule, read_schedule, write_schedule
 
 SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 MULTI = {

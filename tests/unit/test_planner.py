@@ -15,12 +15,11 @@ from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.job.nearby import divisors, nearest
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import Measured, measured_shape
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.describe import describe
+from phalanx.plan.cluster import CPU_HEADROOM, GPU_HEADROOM, Cluster, communicators_of
+from phalanx.plan.explain import describe
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.weigh import CPU_HEADROOM, GPU_HEADROOM, communicators_of
 
 GIB = 2**30
 CORES = Cluster("cpu", 8, 64 * GIB)

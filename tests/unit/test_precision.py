@@ -18,7 +18,7 @@ from phalanx.core.files import read_json, write_json_atomic
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.describe import describe
+from phalanx.plan.explain import describe
 from phalanx.plan.nvidia import Gpu
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan

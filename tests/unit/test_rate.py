@@ -17,7 +17,7 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
 from phalanx.observe.tail import recorded
 from phalanx.optim.build import build_optimizer
-from phalanx.plan.describe import describe
+from phalanx.plan.explain import describe
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.data import say_batch_change

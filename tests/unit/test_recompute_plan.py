@@ -16,9 +16,10 @@ from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.job.shape import Measured, ModelShape, measured_shape
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.memory import Workload, rank_memory
+from phalanx.plan.memory import rank_memory
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.workload import Workload
 
 GIB = 2**30
 MODEL = {"dim": 1024, "num_layers": 12, "num_heads": 16, "ffn_dim": 2752, "vocab_size": 32000}

@@ -26,8 +26,8 @@ from phalanx.mesh.logical import Box, Cut, LogicalShard, within
 from phalanx.nn.models.decoder import build
 from phalanx.parallel.tp import _cut_of
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.coverage import check_rules, whole_by_default
 from phalanx.plan.planner import make_plan
+from phalanx.plan.rule_checks import check_rules, whole_by_default
 from phalanx.plan.rules import Rule, legal_degrees, parse_rules, rule_of
 
 HOLDERS = (

@@ -19,8 +19,7 @@ from models import CPU
 from phalanx.cli._verify_table import describe_refused
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.schema import Job
-from phalanx.plan.data_parallel import KEYS
-from phalanx.plan.layout import AXES
+from phalanx.plan.layout import AXES, KEYS
 from phalanx.verify.cases import list_layouts, make_cases, make_verified_job, shrink_job
 from phalanx.verify.compare import covers_evenly
 from phalanx.verify.result import VerifyResult

@@ -11,8 +11,8 @@ import torch
 
 from models import CPU
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.csv_file import write_schedule
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate
+from phalanx.plan.pipeline.schedule import write_schedule
 from phalanx.verify.batches import split_again
 from phalanx.verify.cases import (
     Case,

@@ -12,7 +12,7 @@ from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.load import load_job
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.describe import describe
+from phalanx.plan.explain import describe
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.warnings import RULES, DataFacts, SourceFacts

@@ -20,7 +20,8 @@ from phalanx.data.token_sources import NO_TOKENIZER, find_kind
 from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, load_tokenizer
 from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Data
-from phalanx.plan.warnings import NOTHING_MORE, EarlyWarning, MoreRemarks
+from phalanx.plan.plan import EarlyWarning
+from phalanx.plan.warnings import NOTHING_MORE, MoreRemarks
 
 # What tokenizers are stored as besides a tokenizer.json. None of them says all that a tokenizer
 # does.

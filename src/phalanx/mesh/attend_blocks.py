@@ -24,7 +24,7 @@ import torch
 
 from phalanx.mesh.attend import repeated
 from phalanx.mesh.attention_kernels import Kernel, kernel_of
-from phalanx.plan.masks import QUERY_BLOCK
+from phalanx.plan.activations import QUERY_BLOCK
 
 
 def attend_by_blocks(

@@ -14,7 +14,7 @@ from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import attend_by_blocks, is_masked
 from phalanx.nn.norms import RMSNorm
 from phalanx.nn.rotary import rotate
-from phalanx.plan.masks import QUERY_BLOCK
+from phalanx.plan.activations import QUERY_BLOCK
 
 
 def attention_mask(

@@ -30,8 +30,8 @@ from phalanx.parallel.cp_attention import ATTEND
 from phalanx.parallel.cp_chunks import Chunks
 from phalanx.parallel.cp_group import ContextGroup
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.plan.context import no_attention_seam
-from phalanx.plan.masks import QUERY_BLOCK
+from phalanx.plan.activations import QUERY_BLOCK
+from phalanx.plan.degrees import no_attention_seam
 from phalanx.plan.plan import Plan
 
 PER_TOKEN = ("inputs", "targets", "positions")

@@ -20,7 +20,7 @@ from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import Seen, attend_by_blocks
 from phalanx.parallel.cp_group import GRADIENTS, KEYS, ContextGroup
 from phalanx.parallel.cp_products import Block, Products, Running
-from phalanx.plan.masks import QUERY_BLOCK
+from phalanx.plan.activations import QUERY_BLOCK
 
 Attend = Callable[..., torch.Tensor]
 MaskOrSeen: TypeAlias = torch.Tensor | Seen | None

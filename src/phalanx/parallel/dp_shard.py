@@ -30,7 +30,7 @@ from phalanx.mesh.exchange import gather_rows, scatter_sum
 from phalanx.parallel.batchnorm import differing_buffers
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.parallel.whole_small import kept_whole
-from phalanx.plan.data_parallel import ALL_BLOCKS, split_dim
+from phalanx.plan.layout import ALL_BLOCKS, split_dim
 from phalanx.plan.plan import Plan
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.plan.fp8 import CAPABILITY, INSTEAD, MULTIPLE
 from phalanx.plan.plan import Plan
+from phalanx.plan.precision import FP8_CAPABILITY, FP8_FIX, FP8_MULTIPLE
 
 
 class Float8:
@@ -30,14 +30,14 @@ class Float8:
 
     def apply(self, piece: Workpiece) -> None:
         if piece.plan.layout.tp > 1 or piece.plan.layout.pp > 1:
-            raise LayoutError("precision.compute=fp8 is for layouts without tp and pp", fix=INSTEAD)
+            raise LayoutError("precision.compute=fp8 is for layouts without tp and pp", fix=FP8_FIX)
         if not self.emulate:
             require_device(piece.mesh.device)
         if not sum(convert(block, emulate=self.emulate) for block in piece.blocks):
             raise LayoutError(
                 f"precision.compute=fp8 finds nothing to do in {type(piece.root.module).__name__}",
-                why=f"no block has an nn.Linear whose widths are multiples of {MULTIPLE}",
-                fix=INSTEAD,
+                why=f"no block has an nn.Linear whose widths are multiples of {FP8_MULTIPLE}",
+                fix=FP8_FIX,
             )
 
 
@@ -46,15 +46,15 @@ def require_device(device: torch.device) -> None:
     cannot multiply fp8."""
     if device.type != "cuda":
         raise LayoutError(
-            f"precision.compute=fp8 needs a GPU, and this rank is on {device.type}", fix=INSTEAD
+            f"precision.compute=fp8 needs a GPU, and this rank is on {device.type}", fix=FP8_FIX
         )
     found = torch.cuda.get_device_capability(device)
-    if found < CAPABILITY:
+    if found < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise EnvironmentProblem(
-            f"precision.compute=fp8 needs a GPU of compute capability {_words(CAPABILITY)}, and"
+            f"precision.compute=fp8 needs a GPU of compute capability {_words(FP8_CAPABILITY)}, and"
             f" {name} has {_words(found)}",
-            fix=INSTEAD,
+            fix=FP8_FIX,
         )
 
 
@@ -74,7 +74,7 @@ def convert(block: nn.Module, *, emulate: bool = False) -> int:
         raise EnvironmentProblem(
             "precision.compute=fp8 needs torchao",
             why=str(error),
-            fix="pip install 'phalanx[gpu]', or " + INSTEAD,
+            fix="pip install 'phalanx[gpu]', or " + FP8_FIX,
         ) from None
     suited = [part for part in block.modules() if is_suited(part)]
     config: Any = Float8LinearConfig(emulate=emulate)
@@ -88,7 +88,7 @@ def is_suited(part: nn.Module) -> bool:
     """An nn.Linear, and no subclass, which may multiply in its own way, with widths that kernels
     take."""
     return type(part) is nn.Linear and not (
-        part.in_features % MULTIPLE or part.out_features % MULTIPLE
+        part.in_features % FP8_MULTIPLE or part.out_features % FP8_MULTIPLE
     )
 
 

@@ -26,7 +26,7 @@ from phalanx.parallel.pp_door import Door, StageEnd, StandIn, empty
 from phalanx.parallel.pp_links import Peers
 from phalanx.parallel.pp_weights import split_linears
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Plan
 
 

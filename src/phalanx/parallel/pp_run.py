@@ -26,7 +26,7 @@ from phalanx.parallel.pp_weights import LaterWeights
 from phalanx.parallel.protocol import Workpiece
 from phalanx.parallel.saved import SavedBytes
 from phalanx.plan.pipeline.messages import Messages, Parcel, made_by, plan_messages
-from phalanx.plan.pipeline.planned import FROM_FILE, Pipeline
+from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
 Batch = Mapping[str, torch.Tensor]

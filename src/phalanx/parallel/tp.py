@@ -33,8 +33,8 @@ from phalanx.parallel.tp_dropout import WholeMasks, parts_dropped
 from phalanx.parallel.tp_misfit import OpenColumn, misfit
 from phalanx.parallel.tp_overlap import overlap_columns
 from phalanx.parallel.tp_sync import PartialGradients
-from phalanx.plan.coverage import no_rules, require_cuttable, require_matches, require_parts
 from phalanx.plan.plan import Plan
+from phalanx.plan.rule_checks import no_rules, require_cuttable, require_matches, require_parts
 from phalanx.plan.rules import CUTS, Rule, Span, parse_rules, rule_of
 
 

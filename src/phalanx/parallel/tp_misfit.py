@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.coverage import no_row
+from phalanx.plan.rule_checks import no_row
 from phalanx.plan.rules import Rule
 
 MISFITS = (

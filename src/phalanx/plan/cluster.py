@@ -1,4 +1,4 @@
-"""What there is to run on: devices, their memory, and which ranks can be started here.
+"""Devices to run on, their memory, and how much of it a plan may fill.
 
 Torch-free.
 """
@@ -13,7 +13,10 @@ from typing import Any
 import psutil
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.job.schema import Job, Parallel
 from phalanx.plan.nvidia import Gpu, visible_gpus
+
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,65 @@ def compute_capability() -> tuple[int, int] | None:
 def _least_capability(gpus: Sequence[Gpu]) -> tuple[int, int] | None:
     found = [gpu.capability for gpu in gpus]
     return min(found) if found and (0, 0) not in found else None
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """What of a rank's memory a plan leaves alone: all but `share`, `runtime_bytes`, and so much
+    per communicator.
+
+    Of a CPU: interpreter and torch. Of a GPU, where nothing was measured yet: what fragments and
+    libraries' workspaces take is in the share, the context and its kernels in the runtime, and
+    buffers of NCCL in its communicators.
+    """
+
+    share: float
+    runtime_bytes: int
+    communicator_bytes: int = 0
+
+    def capacity(self, whole_bytes: int, communicators: int) -> int:
+        left = (
+            round(whole_bytes * self.share)
+            - self.runtime_bytes
+            - self.communicator_bytes * communicators
+        )
+        return max(0, left)
+
+
+CPU_HEADROOM = Headroom(0.94, 450 * MIB)
+GPU_HEADROOM = Headroom(0.90, 614 * MIB, 200 * MIB)
+
+
+def headroom_of(device: str) -> Headroom:
+    return CPU_HEADROOM if device == "cpu" else GPU_HEADROOM
+
+
+def whole_of(job: Job, cluster: Cluster, num_ranks: int) -> int:
+    """Bytes of a rank's memory, whatever it is filled with."""
+    asked = job.cluster.memory_gib
+    return cluster.memory_per_rank(num_ranks) if asked is None else round(asked * 2**30)
+
+
+def capacity_of(job: Job, cluster: Cluster, num_ranks: int) -> int:
+    """Bytes a rank may fill beyond its runtime."""
+    whole = whole_of(job, cluster, num_ranks)
+    return headroom_of(cluster.device).capacity(whole, communicators_of(job.parallel, num_ranks))
+
+
+def communicators_of(parallel: Parallel, num_ranks: int) -> int:
+    """How many process groups a rank sends through: all ranks, and those of each axis.
+
+    Of a pipeline each pair of neighbours and each direction is one of its own.
+    """
+    if num_ranks == 1:
+        return 0
+    pp, tp, cp, ep = (
+        degree or 1 for degree in (parallel.pp, parallel.tp, parallel.cp, parallel.ep)
+    )
+    shares = num_ranks // (pp * tp)  # cp reduces gradients, too
+    is_hybrid = (parallel.dp_replicate or 1) > 1 and (parallel.dp_shard or 1) * cp > 1
+    if num_ranks in (tp, cp, shares // cp) and ep == 1 and not is_hybrid:
+        return 1  # one axis, and it is all ranks
+    of_experts = 2 if ep > 1 else 0  # those with other experts, and those with the same ones
+    of_pipeline = 4 if pp > 2 else 2 if pp == 2 else 0
+    return 1 + (tp > 1) + (cp > 1) + (shares > 1) + is_hybrid + of_experts + of_pipeline

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass
 
-from phalanx.core.registry import told
 from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
-from phalanx.plan.coverage import measured_of_one_rank
-from phalanx.plan.data_parallel import ALL_BLOCKS, DataParallel, split_dim
-from phalanx.plan.fp8 import fp8_bytes, fp8_params
-from phalanx.plan.masks import kept_mask_bytes, passing_mask_bytes
-from phalanx.plan.rules import Rule
+from phalanx.plan.activations import kept_mask_bytes, passing_mask_bytes
+from phalanx.plan.layout import ALL_BLOCKS, DataParallel, split_dim
 from phalanx.plan.segments import Segment, segments_of
+from phalanx.plan.workload import Workload, of_one_rank
 
 CATEGORIES = (
     "parameters",
@@ -37,8 +33,6 @@ CATEGORIES = (
 LOOKED_UP_BYTES = (
     9  # of a token, where the embedding is cut: its row here, and whether that is elsewhere
 )
-HOOKS = "phalanx.parallel.hooks"
-
 # glibc keeps freed blocks: 0.2 to 0.5 of the activations in the fp32 runs of docs/benchmarks.md.
 # What CUDA's caching allocator keeps is not counted: its statistics, which a plan is compared with,
 # are in allocated bytes.
@@ -83,62 +77,6 @@ def state_bytes(
 
 
 _SPLIT_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What one rank does with the model in one microbatch."""
-
-    micro_batch_size: int
-    seq_len: int  # of an image: its patches (and class token)
-    precision: str  # "fp32" | "bf16" | "fp16" | "fp8"
-    recompute: str  # a mode of train.recompute; segments say what it means for the model's blocks
-    loss_chunk_tokens: int
-    num_microbatches: int = 1
-    document_masks: bool = False
-    optimizer_bytes: int = 8  # per parameter
-    copies_state: bool = False  # saves are written from a copy while training goes on
-    tp: int = 1
-    rules: tuple[Rule, ...] = ()  # by which tp cuts a user's own module
-    cuts_sequence: bool = (
-        False  # with tp: what lies between the cut matrices is cut along the sequence
-    )
-    compress: str = "none"  # how gradients travel (parallel.compress)
-    segments: tuple[Segment, ...] | None = (
-        None  # blocks that are recomputed; None: as `recompute` says of each
-    )
-    offloads_activations: bool = False  # what autograd keeps goes to host memory
-    options: DataParallel = field(default_factory=DataParallel)
-    cp: int = 1  # ranks that each have a part of every sequence
-    cp_attention: str = "ring"
-    is_compiled: bool = False
-    ep: int = 1  # ranks that each have a part of every block's experts
-
-    @property
-    def sequence_parts(self) -> int:
-        """Into how many parts the sequence is cut between the cut matrices."""
-        return self.tp if self.cuts_sequence else 1
-
-    @property
-    def tokens(self) -> int:
-        """Of this rank."""
-        return self.micro_batch_size * self.seq_len // self.cp
-
-    @property
-    def compute_bytes(self) -> int:
-        """Of activations: in fp8 they are kept in bf16, and cast anew for each product."""
-        return 4 if self.precision == "fp32" else 2
-
-    @property
-    def error_bytes(self) -> int:
-        """Per parameter, of what compression has not sent yet. Each rank has its own."""
-        return 4 if keeps_error(self.compress) else 0
-
-
-@cache
-def keeps_error(compress: str) -> bool:
-    """True for a compression that keeps what it has not sent in a step, as its file says."""
-    return compress != "none" and bool(told(compress, HOOKS, "KEEPS_ERROR", False))
 
 
 def activation_bytes(shape: ModelShape, work: Workload) -> float:
@@ -306,16 +244,6 @@ def unit_params(shape: ModelShape, options: DataParallel, ep: int = 1) -> tuple[
     return min(block * options.blocks_per_unit, blocks), shape.num_params - shape.blocks_params
 
 
-def exchanged_bytes(shape: ModelShape, work: Workload) -> float:
-    """Of rows on their way to experts of other ranks, at even load: those that leave and those
-    that come."""
-    return (
-        2 * work.tokens * shape.experts_per_token * shape.dim * work.compute_bytes
-        if work.ep > 1
-        else 0
-    )
-
-
 def held_params(shape: ModelShape, ep: int) -> int:
     """What a rank has of the parameters that data parallelism does not split: of experts those
     of its place in ep."""
@@ -347,26 +275,6 @@ def staging_bytes(shape: ModelShape, work: Workload, num_ranks: int) -> int:
     twice."""
     split = shape.num_params * (StateBytes().parameters + work.optimizer_bytes) / num_ranks
     return round(split + shape.num_params * work.error_bytes)
-
-
-def of_one_rank(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> ModelShape:
-    """What tensor parallelism leaves of a model on one rank, as a shape: fewer heads, features and
-    rows, as wide.
-
-    Of a user's own module what `rules` cut; without any, all of it.
-    """
-    if tp == 1:
-        return shape
-    if shape.measured is not None:
-        return replace(shape, measured=measured_of_one_rank(shape.measured, rules, tp))
-    return replace(
-        shape,
-        num_heads=shape.num_heads // tp,
-        num_kv_heads=max(1, shape.num_kv_heads // tp),
-        ffn_dim=-(-shape.ffn_dim // tp),
-        expert_ffn_dim=-(-shape.expert_ffn_dim // tp),
-        vocab_size=-(-shape.vocab_size // tp),
-    )
 
 
 def rank_memory(
@@ -438,3 +346,18 @@ def on_device(
         if category not in ("staging", "compression") or category in memory
     ]
     return {category: round(memory.get(category, 0)) for category in always}
+
+
+def fp8_params(shape: ModelShape) -> int:
+    """Of the layers that multiply in fp8: of blocks, without the experts that tokens are sent
+    to."""
+    routed = shape.num_experts * counts.ffn_params(shape, shape.expert_ffn_dim)
+    return shape.blocks_params - shape.num_expert_layers * routed
+
+
+def fp8_bytes(shape: ModelShape, work: Workload) -> int:
+    """Bytes of what one product casts to fp8, of the largest: what goes in, and the matrix."""
+    if work.precision != "fp8":
+        return 0
+    widest = max(shape.ffn_dim, shape.num_heads * shape.head_dim, shape.dim)
+    return widest * (work.tokens + shape.dim)

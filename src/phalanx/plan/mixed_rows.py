@@ -6,14 +6,11 @@ Torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.schema import Job
-from phalanx.plan.warnings import EarlyWarning
-
-if TYPE_CHECKING:
-    from phalanx.plan.plan import Plan
+from phalanx.plan.plan import EarlyWarning, Plan
 
 MAX_PARAMS = 10**8  # of a module that is built whole, in fp32, to try it: 400 MB
 MIXED = (

@@ -12,11 +12,17 @@ from typing import Any
 from phalanx.core.digest import digest
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.data_parallel import DataParallel
-from phalanx.plan.layout import Layout
-from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.layout import DataParallel, Layout
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.segments import Segment
-from phalanx.plan.warnings import EarlyWarning
+
+
+@dataclass(frozen=True)
+class EarlyWarning:
+    """`code` is stable; `text` holds the number and the remedy."""
+
+    code: str
+    text: str
 
 
 @dataclass(frozen=True)

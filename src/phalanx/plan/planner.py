@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import DataError, LayoutError
@@ -12,22 +13,25 @@ from phalanx.job.model import shape_of
 from phalanx.job.rate import peak_rate
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.choose import choose
-from phalanx.plan.cluster import Cluster, detect_cluster
-from phalanx.plan.context import context_parallel_degree, load_balance
-from phalanx.plan.experts import expert_parallel_degree
-from phalanx.plan.fp8 import require_fp8
-from phalanx.plan.lossy import lossy_choices, require_whole_copies
-from phalanx.plan.pipeline.asked import asked_schedule
+from phalanx.plan.candidates import Weighing, candidates_of, choose, explained
+from phalanx.plan.cluster import Cluster, capacity_of, detect_cluster
+from phalanx.plan.degrees import (
+    choose_ranks,
+    context_parallel_degree,
+    expert_parallel_degree,
+    load_balance,
+    require_whole_copies,
+    split_batch,
+    tensor_parallel_degree,
+)
+from phalanx.plan.notes import headroom_reasons, remarks
+from phalanx.plan.pipeline.requested_schedule import asked_schedule
 from phalanx.plan.pipeline.stages import sized_pipeline
 from phalanx.plan.plan import Candidate, Plan, job_digest
-from phalanx.plan.precision import resolve_precision
-from phalanx.plan.ranks import choose_ranks, split_batch, tensor_parallel_degree
+from phalanx.plan.precision import require_fp8, resolve_precision
 from phalanx.plan.recompute import with_recompute
-from phalanx.plan.remarks import remarks
 from phalanx.plan.warnings import NOTHING_MORE, DataFacts, MoreRemarks, early_warnings, epoch_ends
-from phalanx.plan.weigh import Weighing, candidates_of, capacity_of, explained, headroom_reasons
-from phalanx.plan.work import work_of
+from phalanx.plan.workload import work_of
 
 
 def make_plan(
@@ -179,3 +183,22 @@ def _plan(
         pipeline=weighing.pipeline_of(chosen),
         **lossy_choices(job),
     )
+
+
+def lossy_choices(job: Job) -> dict[str, Any]:
+    """Fields of a plan."""
+    parallel, precision = job.parallel, job.precision
+    found: dict[str, Any] = {
+        "compress": parallel.compress,
+        "compress_rank": parallel.compress_rank,
+        "compress_fraction": parallel.compress_fraction,
+    }
+    if precision.compute != "fp16":
+        return found
+    if precision.loss_scale == "dynamic":
+        growth = precision.loss_scale_growth_steps
+        return found | {
+            "loss_scale": precision.loss_scale_initial,
+            "loss_scale_growth_steps": growth,
+        }
+    return found | {"loss_scale": precision.loss_scale}

@@ -1,4 +1,5 @@
-"""The type of numbers where precision.compute is "auto": bf16 on GPUs that multiply it, else fp32.
+"""The type of numbers: what precision.compute "auto" means on a cluster (bf16 on GPUs that multiply
+it, else fp32), and what fp8 needs.
 
 Torch-free.
 """
@@ -7,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
+from phalanx.plan.workload import Workload
 
 BF16_CAPABILITY = (8, 0)  # the first GPUs whose tensor cores multiply bf16: A100
 FP16_CAPABILITY = (7, 0)  # the first with tensor cores, which take fp16 alone: V100
@@ -87,3 +89,33 @@ def _default_precision(cluster: Cluster) -> tuple[str, str]:
         else ""
     )
     return "fp32", f"fp32: {gpus} have no bf16 to multiply with{more}"
+
+
+# The fp8 kernels take widths of matrices and tokens of a microbatch in multiples of this.
+FP8_MULTIPLE = 16
+FP8_CAPABILITY = (8, 9)  # the first GPUs that multiply fp8: Ada, and Hopper (9.0)
+FP8_FIX = "set precision.compute=bf16"
+
+
+def require_fp8(work: Workload, device: str, *, is_known: bool) -> None:
+    """Raises LayoutError for a plan that asks for fp8 and cannot have it.
+
+    Of a user's own module tokens are unknown.
+    """
+    if work.precision != "fp8":
+        return
+    if device != "cuda":
+        raise LayoutError(
+            f"precision.compute=fp8 needs GPUs, and this plan is for {device.upper()}s",
+            why="no other multiplies fp8",
+            fix=FP8_FIX,
+        )  # fmt: skip
+    if is_known and work.tokens % FP8_MULTIPLE:
+        raise LayoutError(
+            f"precision.compute=fp8 multiplies {FP8_MULTIPLE} tokens at a time, and a rank's"
+            f" microbatch has {work.tokens}",
+            fix=(
+                "choose train.micro_batch_size and data.seq_len so that their product is a"
+                f" multiple of {FP8_MULTIPLE}"
+            ),
+        )

@@ -14,8 +14,9 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.memory import Workload, activation_bytes, of_one_rank
+from phalanx.plan.memory import activation_bytes
 from phalanx.plan.segments import Segment, mixed, segments_of
+from phalanx.plan.workload import Workload, of_one_rank
 
 
 def with_recompute(job: Job, shape: ModelShape, work: Workload, reasons: list[str]) -> Workload:

@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from phalanx.core.units import format_count, plural
 from phalanx.job.rate import RANDOM_WEIGHTS_LR, TRAINED_WEIGHTS_LR, trained_weights, unscaled_rate
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.warned import long_bubble, nothing_to_put_off
-
-if TYPE_CHECKING:
-    from phalanx.plan.plan import Plan
+from phalanx.plan.pipeline.bubble import long_bubble, nothing_to_put_off
+from phalanx.plan.plan import EarlyWarning, Plan
 
 LARGE_BATCH_TOKENS = 2**18
 LARGE_BATCH_SAMPLES = 256  # where a sample has one target
@@ -31,14 +29,6 @@ NATS_OF_A_TOKEN = 2.0  # spread of one token's loss; it differs little between c
 MAX_UNCERTAINTY = 0.05  # nats, or part of the samples
 LONG_RUN_STEPS = 2_000
 BF16_PAYS_PARAMS = 10_000_000
-
-
-@dataclass(frozen=True)
-class EarlyWarning:
-    """`code` is stable; `text` holds the number and the remedy."""
-
-    code: str
-    text: str
 
 
 @dataclass(frozen=True)

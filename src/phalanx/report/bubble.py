@@ -14,13 +14,12 @@ from phalanx.core.files import read_regular
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.observe.events import PipelineMeasured
+from phalanx.plan.pipeline.bubble import LIMIT, MAX_ACTIONS, UNEVEN, enough_microbatches, halved
+from phalanx.plan.pipeline.costs import parts_of
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
-from phalanx.plan.pipeline.measured import planned_at, total_s
-from phalanx.plan.pipeline.parts import parts_of
-from phalanx.plan.pipeline.planned import Pipeline
-from phalanx.plan.pipeline.recut import Recut, recut
-from phalanx.plan.pipeline.remedies import LIMIT, MAX_ACTIONS, UNEVEN, enough_microbatches, halved
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline
+from phalanx.plan.pipeline.trace import Recut, planned_at, recut, total_s
 from phalanx.report import words
 from phalanx.report.words import as_number
 

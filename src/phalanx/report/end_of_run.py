@@ -28,7 +28,7 @@ from phalanx.observe.events import (
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
 from phalanx.observe.words import last_line
-from phalanx.plan.pipeline.remedies import LIMIT
+from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.report.bubble import Measured
 from phalanx.report.facts import sent_in_words, untrained
 

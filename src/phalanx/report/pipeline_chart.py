@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.plan.pipeline.held import in_flight
 from phalanx.plan.pipeline.schedule import KIND_NAMES, Action, Kind
-from phalanx.plan.pipeline.simulate import Timeline
+from phalanx.plan.pipeline.simulate import Timeline, in_flight
 from phalanx.report import words
 from phalanx.report.charts import legend
 from phalanx.report.markup import Html, table, tag

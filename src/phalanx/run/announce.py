@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.data.corpus import Component, Corpus
-from phalanx.plan.describe import describe
+from phalanx.plan.explain import describe
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.resume import Resumed
 

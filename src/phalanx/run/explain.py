@@ -17,7 +17,7 @@ from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
 from phalanx.observe.units import TEXT, Units, units_of
 from phalanx.plan.cluster import detect_cluster
-from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import resolve_precision

@@ -17,8 +17,7 @@ from phalanx.core.registry import is_foreign
 from phalanx.job.foreign import SHAPE_CACHE, ask_process, last_line, sources_of, states_of
 from phalanx.job.schema import Job
 from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code, row_warnings
-from phalanx.plan.plan import Plan
-from phalanx.plan.warnings import EarlyWarning
+from phalanx.plan.plan import EarlyWarning, Plan
 
 PROBE = "phalanx.run.one_process.rows_probe"
 TIMEOUT_S = 30.0  # a run waits for it before its ranks start

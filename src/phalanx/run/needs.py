@@ -16,7 +16,7 @@ from phalanx.job.schema import Job
 from phalanx.observe.outlet import OpenSink, Sink
 from phalanx.observe.sink_process import SINKS, ProcessSink
 from phalanx.plan.cluster import compute_capability
-from phalanx.plan.fp8 import CAPABILITY, INSTEAD
+from phalanx.plan.precision import FP8_CAPABILITY, FP8_FIX
 
 
 def wanted_sinks(job: Job) -> tuple[str, ...]:
@@ -77,13 +77,13 @@ def check_needs(job: Job, device: str) -> None:
 def _check_fp8(device: str) -> None:
     if not _is_installed("torchao"):
         raise EnvironmentProblem(
-            "precision.compute=fp8 needs torchao", fix=f"pip install 'phalanx[gpu]', or {INSTEAD}"
+            "precision.compute=fp8 needs torchao", fix=f"pip install 'phalanx[gpu]', or {FP8_FIX}"
         )
     found = compute_capability() if device == "cuda" else None
-    if found is not None and found < CAPABILITY:
-        wanted, has = (".".join(map(str, version)) for version in (CAPABILITY, found))
+    if found is not None and found < FP8_CAPABILITY:
+        wanted, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
         raise EnvironmentProblem(
             f"precision.compute=fp8 needs GPUs of compute capability {wanted}, and one here has"
             f" {has}",
-            fix=INSTEAD,
+            fix=FP8_FIX,
         )

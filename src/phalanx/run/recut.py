@@ -11,10 +11,10 @@ from phalanx.core.errors import LayoutError, UsageError
 from phalanx.job.schema import Job
 from phalanx.observe.events import PipelineMeasured
 from phalanx.observe.tail import recorded
+from phalanx.plan.pipeline.costs import parts_of
 from phalanx.plan.pipeline.cut import Stages
-from phalanx.plan.pipeline.parts import parts_of
-from phalanx.plan.pipeline.recut import Recut, recut
 from phalanx.plan.pipeline.simulate import StageCosts
+from phalanx.plan.pipeline.trace import Recut, recut
 from phalanx.plan.plan import Plan
 
 

@@ -13,10 +13,9 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import PipelineMeasured
 from phalanx.parallel.model import ParallelModel
-from phalanx.plan.pipeline.held import in_flight
-from phalanx.plan.pipeline.measured import measured_costs, measured_timeline, splits_backward
-from phalanx.plan.pipeline.planned import Pipeline
-from phalanx.plan.pipeline.simulate import Timeline, simulate
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
+from phalanx.plan.pipeline.simulate import Timeline, in_flight, simulate
+from phalanx.plan.pipeline.trace import measured_costs, measured_timeline, splits_backward
 
 FIRST = 5  # allocators and caches have settled by then
 

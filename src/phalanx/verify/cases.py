@@ -15,7 +15,7 @@ from phalanx.job.pipeline_checks import pipelines_can_do_it
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.data_parallel import KEYS
+from phalanx.plan.layout import KEYS
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import precision_here

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.verify.compare import NO_DOTS, Comparison
 from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
 from phalanx.verify.diagnosis_of_stages import OTHER_MICROBATCH, StageDiagnosis

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.verify.compare import Comparison
 from phalanx.verify.trace_facts import gradients_of
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from phalanx.plan.memory import keeps_error
+from phalanx.plan.workload import keeps_error
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import INITIAL, UPDATED, Trace, gradients_of
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.job.schema import Parallel
-from phalanx.plan.pipeline.asked import DEFAULT_SCHEDULE
-from phalanx.plan.pipeline.csv_file import read_schedule
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
-from phalanx.plan.pipeline.planned import FROM_FILE
+from phalanx.plan.pipeline.pipeline_plan import FROM_FILE
+from phalanx.plan.pipeline.requested_schedule import DEFAULT_SCHEDULE
+from phalanx.plan.pipeline.schedule import read_schedule
 from phalanx.plan.plan import Plan
 
 AXES = ("pp", "schedule", "schedule_file", "stages_per_rank", "stage_blocks")

@@ -17,8 +17,8 @@ from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.parallelize import transforms
-from phalanx.plan.coverage import check_rules, whole_by_default
 from phalanx.plan.layout import Layout
+from phalanx.plan.rule_checks import check_rules, whole_by_default
 from phalanx.verify.batches import cast_steps, make_global_steps, take_share
 from phalanx.verify.layout_run import LayoutRun, keep_compared_part
 from phalanx.verify.lossy import describe_compression, find_tolerance, find_unequal_ranks

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.verify.compare import NO_DOTS, Comparison
 from phalanx.verify.diagnosis import ROWS_MIXED, Diagnosis
 from phalanx.verify.flips import EVALUATION, UPDATE_TOLERANCE, Misrouted, optimizer_step, train_step

@@ -7,7 +7,7 @@ The types, one walk of the data:
     ModelShape ─► costs.layer_costs ─► cut.cut ─► Stages ─► costs.stage_costs ─► StageCosts
                                                                                      │
     name, ranks, microbatches ─► generate.generate ─┐                                ▼
-    a CSV file ─► csv_file.read_schedule ───────────┴─► Schedule ─► check.check, simulate.simulate
+    a CSV file ─► schedule.read_schedule ───────────┴─► Schedule ─► check.check, simulate.simulate
                                                (problems, one line each) (spans, bubble, in flight)
 
 1. `Action(kind, stage, microbatch)` is one piece of work, written 3F0: stage 3 forwards microbatch
@@ -15,16 +15,16 @@ The types, one walk of the data:
    stage before waits for) and W (gradient of the weights, which nobody waits for, so that it can
    fill what would be a bubble).
 2. `Schedule` says which rank holds which stage, and what each rank does in which order. When is not
-   said: an action begins once its rank is free and its input is there (`order.run`), which is all
-   that `check` and `simulate` know of running one. Sends and receives are not listed; they follow
-   from the actions.
+   said: an action begins once its rank is free and its input is there (`simulate.run`), which is
+   all that `check` and `simulate` know of running one. Sends and receives are not listed; they
+   follow from the actions.
 3. Named schedules come from `generate`, in the order in which torch's own classes run them; a
    schedule of one's own comes from a CSV file in the format that torch's pipeline runtime reads.
    Both go through `check`.
 4. `Stages` says which blocks a stage has. The first stage has the embedding as well, the last one
    the head.
 5. `Timeline` is the schedule with begin and end of every action, from `simulate` or measured
-   (`measured` makes it of spans, and stage costs of it): `report.pipeline` draws either.
+   (`trace` makes it of spans, and stage costs of it): `report.pipeline` draws either.
    `closed_forms` are what the literature says of uniform stages; tests hold the simulation against
    them.
 """

@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from phalanx.core.errors import LayoutError, Problem
-from phalanx.plan.pipeline.held import in_flight
-from phalanx.plan.pipeline.order import Results, Seconds, run
 from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
+from phalanx.plan.pipeline.simulate import Results, Seconds, in_flight, run
 
 _Place = tuple[int, int]  # rank, position
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from phalanx.plan.pipeline.order import Seconds
-from phalanx.plan.pipeline.simulate import StageCosts
+from phalanx.plan.pipeline.simulate import Seconds, StageCosts
 
 
 def idle_s(name: str, num_ranks: int, num_microbatches: int, costs: StageCosts) -> Seconds | None:

@@ -1,16 +1,20 @@
-"""Costs of blocks and stages from a model's FLOPs, where nothing has been measured."""
+"""Costs of the parts that stages are made of (embedding, blocks, head) where nothing has been
+measured: FLOPs of a built-in model, parameters of any."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import fnmatch
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from phalanx.core.errors import LayoutError
+from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.job import counts
 from phalanx.job.counts import Flops, block_flops, embedding_flops, head_flops
-from phalanx.job.shape import ModelShape
+from phalanx.job.schema import Job
+from phalanx.job.shape import Holder, Measured, ModelShape
+from phalanx.job.tensors import holders_of, module_names
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
-from phalanx.plan.pipeline.order import Seconds
-from phalanx.plan.pipeline.simulate import StageCosts
+from phalanx.plan.pipeline.simulate import Seconds, StageCosts
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,171 @@ def stage_costs(
 
 def _training(flops: Flops) -> int:
     return 3 * flops.forward
+
+
+FLOPS_PER_S = 1e12  # a scale: what a plan says of a pipeline are parts of a step
+
+
+@dataclass(frozen=True)
+class PartParams:
+    """Parameters by place.
+
+    `looked_up`: those of `before` that are rows of a table. `both`: how many of `after` are the
+    same as some of `before`, which a rank with both has once.
+    """
+
+    before: int
+    blocks: tuple[int, ...]
+    after: int
+    looked_up: int = 0
+    both: int = 0
+
+    @property
+    def layer_costs(self) -> LayerCosts:
+        """A parameter costs what any other does; rows are looked up for nothing."""
+        return LayerCosts(self.before - self.looked_up, self.blocks, self.after)
+
+    def of_stages(self, stages: Stages, held: Collection[int]) -> int:
+        """Of a rank that holds the stages `held`."""
+        last = len(stages.num_blocks) - 1
+        found = sum(sum(self.blocks[slice(*stages.ranges[stage])]) for stage in held)
+        found += self.before * (0 in held) + self.after * (last in held)
+        return found - (self.both if {0, last} <= set(held) else 0)
+
+
+def part_params(
+    shape: ModelShape, first_stage: Sequence[str] = (), last_stage: Sequence[str] = (), ep: int = 1
+) -> PartParams:
+    """Of experts those that a rank of `ep` has.
+
+    Of a user's own module: what is registered before the first block is before, and what
+    `first_stage` names.
+    """
+    if shape.measured is not None:
+        return _of_own(shape.measured, first_stage, last_stage)
+    blocks = tuple(counts.params_of_block(shape, layer, ep) for layer in range(shape.num_layers))
+    tied = shape.vocab_size * shape.dim if shape.tie_embeddings and not shape.reads_images else 0
+    after = counts.norm_params(shape) + counts.head_params(shape) + tied
+    return PartParams(counts.embedding_params(shape), blocks, after, both=tied)
+
+
+def _of_own(
+    measured: Measured, first_stage: Sequence[str], last_stage: Sequence[str]
+) -> PartParams:
+    before: list[Holder] = []
+    after: list[Holder] = []
+    has_met_a_block, last_stage = False, (*last_stage, *measured.last_stage)
+    names = [name for name, _ in measured.blocks]
+    for holder in measured.holders:
+        if _is_in(holder.name, names):
+            has_met_a_block = True
+            continue
+        if not has_met_a_block or _is_part(holder.name, first_stage):
+            before.append(holder)
+        if has_met_a_block or _is_part(holder.name, last_stage):
+            after.append(holder)
+    return PartParams(
+        sum(map(_size, before)),
+        tuple(size for _, size in measured.blocks),
+        sum(map(_size, after)),
+        looked_up=sum(_size(holder) for holder in before if holder.kind == "embedding"),
+        both=sum(_size(holder) for holder in before if holder in after) + _tied(after),
+    )
+
+
+def _size(holder: Holder) -> int:
+    """A tied weight counts where it is met first, and another rank has it, too."""
+    return max(holder.num_params, holder.num_outputs * holder.num_inputs)
+
+
+def _tied(holders: Collection[Holder]) -> int:
+    return sum(_size(holder) - holder.num_params for holder in holders)
+
+
+def _is_in(name: str, parts: Collection[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def _is_part(name: str, patterns: Collection[str]) -> bool:
+    """True for the thing itself, and for what is inside of it."""
+    parts = name.split(".")
+    heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatch.fnmatchcase(head, pattern) for head in heads for pattern in patterns)
+
+
+def require_modules(job: Job, shape: ModelShape) -> None:
+    """Raises LayoutError for names in first_stage or last_stage that there are not, or that are
+    in a block."""
+    if not (job.parallel.first_stage or job.parallel.last_stage):
+        return
+    of = shape.measured
+    known = [name for name in (of.names if of is not None else module_names(shape)) if name]
+    holders = {
+        holder.name for holder in (of.holders if of is not None else holders_of(shape).values())
+    }
+    blocks = [f"blocks.{layer}" for layer in range(shape.num_layers)]
+    if of is not None:
+        blocks = [name for name, _ in of.blocks]
+    for key in ("first_stage", "last_stage"):
+        for wanted in getattr(job.parallel, key):
+            # It may name a parameter. What those are called is not known here, and who has some is.
+            is_known = wanted.rpartition(".")[0] in holders or any(
+                _is_part(name, [wanted]) for name in known
+            )
+            if not is_known:
+                raise LayoutError(
+                    f"parallel.{key}: the model has no {wanted!r}",
+                    fix=did_you_mean(wanted, known) or "check the name",
+                )
+            if any(_is_part(block, [wanted]) for block in blocks) or _is_in(wanted, blocks):
+                raise LayoutError(
+                    f"parallel.{key}: {wanted!r} is a part of the blocks, which lie where the cut"
+                    " puts them",
+                    fix="set parallel.stage_blocks to move a cut",
+                )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """FLOPs of a model's parts; of a user's own module, of which they are not known, its
+    parameters."""
+
+    params: PartParams
+    flops: ModelFlops | None
+
+    @property
+    def layer_costs(self) -> LayerCosts:
+        return self.params.layer_costs if self.flops is None else self.flops.layer_costs
+
+
+def parts_of(job: Job, shape: ModelShape) -> Parts:
+    """Raises LayoutError like `require_modules`."""
+    require_modules(job, shape)
+    params = part_params(shape, job.parallel.first_stage, job.parallel.last_stage)
+    return Parts(params, model_flops(shape, job.data.seq_len) if shape.is_known else None)
+
+
+def costs_of(
+    parts: Parts, stages: Stages, *, samples: int, recomputed: Collection[int], tp: int
+) -> tuple[StageCosts, ...]:
+    """Seconds of each stage for one microbatch at `FLOPS_PER_S`; of a user's own module only in
+    proportion."""
+    if parts.flops is not None:
+        return stage_costs(
+            parts.flops,
+            stages,
+            samples=samples,
+            flops_per_s=FLOPS_PER_S * tp,
+            recomputed=recomputed,
+        )
+    blocks = parts.params.blocks
+    again = LayerCosts(
+        0, tuple(size if block in recomputed else 0 for block, size in enumerate(blocks)), 0
+    )
+    scale = samples / (FLOPS_PER_S * tp)
+    return tuple(
+        StageCosts(once * scale, (once + more) * scale, once * scale)
+        for once, more in zip(
+            parts.layer_costs.of_stages(stages), again.of_stages(stages), strict=True
+        )
+    )

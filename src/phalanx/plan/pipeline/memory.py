@@ -9,24 +9,23 @@ from functools import lru_cache
 from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
-from phalanx.plan.masks import kept_mask_bytes, passing_mask_bytes
+from phalanx.plan.activations import kept_mask_bytes, passing_mask_bytes
 from phalanx.plan.memory import (
     LOOKED_UP_BYTES,
     StateBytes,
-    Workload,
     freed_gradient_bytes,
     loss_bytes,
-    of_one_rank,
     on_device,
     state_bytes,
     stretches,
     uneven_share,
     worst_moment,
 )
-from phalanx.plan.pipeline.held import peak_bytes
-from phalanx.plan.pipeline.parts import part_params
-from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.costs import part_params
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.schedule import Schedule
+from phalanx.plan.pipeline.simulate import peak_bytes
+from phalanx.plan.workload import Workload, of_one_rank
 
 ASKED_FOR = 2  # messages that a rank has room for before it needs them
 

@@ -20,11 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.pipeline.order import run
 from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
+from phalanx.plan.pipeline.simulate import run
 
 AHEAD = 2  # messages of a rank that are asked for beyond those that the next two actions need
-
 _COSTS: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Any seconds above 0 give an order that no rank waits for ever in; these are near what actions
 take."""

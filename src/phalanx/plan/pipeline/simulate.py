@@ -1,16 +1,146 @@
-"""How long a schedule takes: every action begins when its rank is free and its input has
-arrived."""
+"""A schedule run on paper: when every action begins, which ranks wait for ever, how long a step
+takes, and how many microbatches are in flight.
+
+An action begins when its rank is free and its input has arrived. Microbatches in flight follow from
+the order alone, not from the time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.order import Seconds, run
-from phalanx.plan.pipeline.schedule import Kind, Schedule
+from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
+
+Seconds = float | Fraction
+NOTHING = -1
+
+
+@dataclass(frozen=True)
+class Results:
+    """What actions make and need, as numbers: a schedule has a hundred thousand of them.
+
+    F makes the input of the next stage. B and I make the gradient that the stage before needs: the
+    same one, whether its W came along or not. W makes nothing that anybody waits for.
+    """
+
+    num_stages: int
+    num_microbatches: int
+
+    def __len__(self) -> int:
+        return 2 * self.num_stages * self.num_microbatches
+
+    def made_by(self, action: Action) -> int:
+        number = action.stage * self.num_microbatches + action.microbatch
+        if action.kind == "W":
+            return NOTHING
+        return number if action.kind == "F" else number + len(self) // 2
+
+    def needed_by(self, action: Action) -> tuple[int, int]:
+        """What its own stage, and what a neighbouring one, must have made before."""
+        forward = action.stage * self.num_microbatches + action.microbatch
+        gradient = forward + len(self) // 2
+        if action.kind == "W":
+            return gradient, NOTHING
+        if action.kind == "F":
+            return NOTHING, forward - self.num_microbatches if action.stage else NOTHING
+        is_last = action.stage + 1 == self.num_stages
+        return forward, NOTHING if is_last else gradient + self.num_microbatches
+
+    def name(self, number: int) -> Action:
+        """F or I of the stage that makes it."""
+        half = len(self) // 2
+        return Action("F" if number < half else "I", *divmod(number % half, self.num_microbatches))
+
+
+@dataclass(frozen=True)
+class Run:
+    """`spans_s`: (begin, end) of each action that could run, by rank.
+
+    `stuck`: rank -> what it waits for, for ever.
+    """
+
+    spans_s: tuple[tuple[tuple[Seconds, Seconds], ...], ...]
+    stuck: dict[int, Action]
+
+
+def run(schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds = 0) -> Run:
+    """Let every rank go on as soon as it is free and its inputs have arrived, until all are done or
+    none can move.
+
+    `seconds` by stage and kind. Expects that `check` found every action once, where it belongs.
+    """
+    return _Runner(schedule, seconds, send_s).run()
+
+
+class _Runner:
+    def __init__(
+        self, schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds
+    ) -> None:
+        self.schedule, self.seconds, self.send_s = schedule, seconds, send_s
+        self.results = Results(schedule.num_stages, schedule.num_microbatches)
+        self.arrived: list[Seconds | None] = [None] * len(
+            self.results
+        )  # at the neighbour that needs it
+        self.waiting: dict[int, list[int]] = {}  # result -> ranks
+        self.link_free: dict[tuple[int, int], Seconds] = {}
+        self.spans: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
+
+    def run(self) -> Run:
+        ready = deque(range(self.schedule.num_ranks))
+        while ready:
+            rank = ready.popleft()
+            missing = self._advance(rank, ready)
+            if missing != NOTHING:
+                self.waiting.setdefault(missing, []).append(rank)
+        stuck = {
+            rank: self.results.name(number)
+            for number, ranks in self.waiting.items()
+            for rank in ranks
+        }
+        return Run(tuple(map(tuple, self.spans)), dict(sorted(stuck.items())))
+
+    def _advance(self, rank: int, ready: deque[int]) -> int:
+        """Do what can be done; the result that `rank` misses then.
+
+        Ranks that waited for something become `ready`.
+        """
+        row, spans, arrived = self.schedule.actions[rank], self.spans[rank], self.arrived
+        clock = spans[-1][1] if spans else 0
+        while len(spans) < len(row):
+            action = row[len(spans)]
+            own, other = self.results.needed_by(action)
+            begin = clock
+            if other != NOTHING:
+                arrival = arrived[other]
+                if arrival is None:
+                    return other
+                begin = max(begin, arrival)
+            if own != NOTHING and arrived[own] is None:
+                return own
+            clock = begin + self.seconds[action.stage][action.kind]
+            spans.append((begin, clock))
+            made = self.results.made_by(action)
+            if made != NOTHING:
+                arrived[made] = self._arrival(rank, action, clock)
+                ready += self.waiting.pop(made, ())
+        return NOTHING
+
+    def _arrival(self, rank: int, action: Action, end: Seconds) -> Seconds:
+        """Sends go on beside computation, but one after the other from one rank to another."""
+        neighbour = action.stage + (1 if action.kind == "F" else -1)
+        if not self.send_s or not 0 <= neighbour < self.schedule.num_stages:
+            return end
+        receiver = self.schedule.rank_of_stage[neighbour]
+        if receiver == rank:
+            return end
+        arrival = max(end, self.link_free.get((rank, receiver), end)) + self.send_s
+        self.link_free[rank, receiver] = arrival
+        return arrival
 
 
 @dataclass(frozen=True)
@@ -87,3 +217,80 @@ def simulate(schedule: Schedule, costs: Sequence[StageCosts], send_s: Seconds = 
         rank, needed = next(iter(found.stuck.items()))
         raise LayoutError(f"schedule {schedule.name} never ends: rank {rank} waits for {needed}")
     return Timeline(schedule, found.spans_s)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Peaks, in microbatches of one stage, from their forward until their B or W."""
+
+    per_stage: tuple[int, ...]
+    per_rank: tuple[int, ...]
+    """Over all stages of the rank together."""
+    only_for_weights_per_rank: tuple[int, ...]
+    """At most so many at once of which no more than a W is left, so that less than all
+    activations is kept."""
+
+
+@dataclass
+class _Holding:
+    """One rank at one moment, by stage."""
+
+    whole: dict[int, int]
+    for_weights: dict[int, int]
+
+    def after(self, action: Action) -> None:
+        stage = action.stage
+        if action.kind == "F":
+            self.whole[stage] += 1
+        elif action.kind == "B":
+            self.whole[stage] -= 1
+        elif action.kind == "I":
+            self.whole[stage] -= 1
+            self.for_weights[stage] += 1
+        else:
+            self.for_weights[stage] -= 1
+
+
+def in_flight(schedule: Schedule) -> InFlight:
+    per_stage = [0] * schedule.num_stages
+    per_rank, for_weights = [0] * schedule.num_ranks, [0] * schedule.num_ranks
+    for rank in range(schedule.num_ranks):
+        for holding in _moments(schedule, rank):
+            for stage, count in holding.whole.items():
+                per_stage[stage] = max(per_stage[stage], count + holding.for_weights[stage])
+            waiting = sum(holding.for_weights.values())
+            per_rank[rank] = max(per_rank[rank], sum(holding.whole.values()) + waiting)
+            for_weights[rank] = max(for_weights[rank], waiting)
+    return InFlight(tuple(per_stage), tuple(per_rank), tuple(for_weights))
+
+
+def peak_bytes(
+    schedule: Schedule, activation_bytes: Sequence[int], weight_input_bytes: Sequence[int]
+) -> tuple[int, ...]:
+    """Of each rank: what its stages keep of a microbatch, all of it until B or I, and what W
+    reads between I and W."""
+    peaks = []
+    for rank in range(schedule.num_ranks):
+        peaks.append(
+            max(
+                (
+                    sum(count * activation_bytes[stage] for stage, count in holding.whole.items())
+                    + sum(
+                        count * weight_input_bytes[stage]
+                        for stage, count in holding.for_weights.items()
+                    )
+                    for holding in _moments(schedule, rank)
+                ),
+                default=0,
+            )
+        )
+    return tuple(peaks)
+
+
+def _moments(schedule: Schedule, rank: int) -> Iterator[_Holding]:
+    """After each action of `rank`; always the same object."""
+    stages = {action.stage for action in schedule.actions[rank]}
+    holding = _Holding(dict.fromkeys(stages, 0), dict.fromkeys(stages, 0))
+    for action in schedule.actions[rank]:
+        holding.after(action)
+        yield holding

@@ -11,17 +11,16 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.nearby import divisors
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.memory import Workload, of_one_rank
-from phalanx.plan.pipeline.asked import DEFAULT_SCHEDULE, Asked
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut
+from phalanx.plan.pipeline.bubble import LIMIT, enough_microbatches
+from phalanx.plan.pipeline.costs import costs_of, parts_of
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut_for_ranks
 from phalanx.plan.pipeline.generate import can_have
 from phalanx.plan.pipeline.memory import rank_activations
-from phalanx.plan.pipeline.parts import costs_of, parts_of
-from phalanx.plan.pipeline.planned import FROM_FILE, Pipeline, named_pipeline
-from phalanx.plan.pipeline.remedies import LIMIT, enough_microbatches
-from phalanx.plan.pipeline.spread import cut_for_ranks
+from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline, named_pipeline
+from phalanx.plan.pipeline.requested_schedule import DEFAULT_SCHEDULE, Asked
 from phalanx.plan.recompute import job_segments, said, within_budget
 from phalanx.plan.segments import Segment
+from phalanx.plan.workload import Workload, of_one_rank
 
 
 def with_pipeline(

@@ -6,11 +6,10 @@ from __future__ import annotations
 import math
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.held import in_flight
-from phalanx.plan.pipeline.measured import measured_timeline, total_s
-from phalanx.plan.pipeline.planned import Pipeline
-from phalanx.plan.pipeline.remedies import LIMIT
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.plan.pipeline.bubble import LIMIT
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, in_flight, simulate
+from phalanx.plan.pipeline.trace import measured_timeline, total_s
 from phalanx.report import words
 from phalanx.report.bubble import Measured, pipeline_of
 from phalanx.report.facts import RunFacts

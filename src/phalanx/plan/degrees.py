@@ -1,4 +1,5 @@
-"""How many ranks a job gets, how many of them share a sample, and how the batch is split.
+"""The decisions of how many ranks a job gets, of the degrees along tp, cp and ep, and of how the
+batch is split.
 
 Torch-free.
 
@@ -11,16 +12,17 @@ import math
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
+from phalanx.job.expert_checks import experts_can_do_it, misfit, not_divided, ranks_for_experts
+from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.nearby import divisors, divisors_near, multiples_near, nearest
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.coverage import check_rules
 from phalanx.plan.layout import fill_layout
-from phalanx.plan.pipeline.asked import Asked, split_share
-from phalanx.plan.replaced import require_fitting
+from phalanx.plan.pipeline.requested_schedule import Asked, split_share
+from phalanx.plan.rule_checks import check_rules, require_fitting
 from phalanx.plan.rules import heads_of, legal_degrees
-from phalanx.plan.work import cuts_sequence
+from phalanx.plan.workload import cuts_sequence
 
 MAX_CPU_RANKS = 8
 
@@ -197,3 +199,127 @@ def split_batch(job: Job, shares: int, asked: Asked | None = None) -> tuple[int,
             fix=f"nearest: {divisors_near(share, micro)}",
         )
     return micro, share // micro
+
+
+def load_balance(job: Job) -> str:
+    """How sequences are cut.
+
+    Ulysses computes on whole ones: cutting them in a better order would win nothing.
+    """
+    return "none" if job.parallel.cp_attention == "ulysses" else job.parallel.cp_load_balance
+
+
+def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
+    """The degree of cp.
+
+    Raises LayoutError for what it cannot do, naming the nearest that it can.
+    """
+    cp = job.parallel.cp or 1
+    if cp == 1:
+        return 1
+    if shape.is_known and shape.reads_images:
+        raise LayoutError(
+            f"parallel.cp {cp} cuts sequences of tokens, and a {shape.kind} reads images",
+            fix="leave parallel.cp out",
+        )
+    if is_hugging_face(job.model.kind):
+        raise LayoutError(
+            f"parallel.cp {cp} needs an attention that asks other ranks for their keys and values,"
+            " and those of Hugging Face have no such seam",
+            fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
+        )
+    if shape.measured is not None and not shape.measured.has_attention_seam:
+        raise no_attention_seam(shape.kind)
+    if job.model.objective is not None:
+        raise LayoutError(
+            f"parallel.cp {cp} gives an objective a part of each sequence, and nobody knows if"
+            " yours can do with it",
+            fix="leave model.objective or parallel.cp out",
+        )
+    if job.train.compile:
+        raise LayoutError(
+            "parallel.cp sends keys and values from inside of attention, which train.compile cannot"
+            " compile",
+            fix="set train.compile=false",
+        )
+    if job.parallel.compress != "none":
+        raise LayoutError(
+            f"parallel.compress={job.parallel.compress} is for ddp alone, and the job has context"
+            " parallelism",
+            fix="set parallel.cp=1, or parallel.compress=none",
+        )
+    chunks = cp * (2 if load_balance(job) == "zigzag" else 1)
+    if job.data.seq_len % chunks:
+        raise LayoutError(
+            f"parallel.cp {cp} cuts a sequence into {chunks} chunks, which do not divide"
+            f" data.seq_len {job.data.seq_len}",
+            fix=f"nearest seq_len: {multiples_near(job.data.seq_len, chunks)}",
+        )
+    if job.parallel.cp_attention == "ulysses" and shape.is_known:
+        _require_heads(cp, shape, tp)
+    return cp
+
+
+def no_attention_seam(what: str) -> LayoutError:
+    return LayoutError(
+        f"parallel.cp needs a model whose attention can be swapped, and {what} has no such seam",
+        fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
+    )
+
+
+def _require_heads(cp: int, shape: ModelShape, tp: int) -> None:
+    heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
+    if heads % cp == 0 and kv_heads % cp == 0:
+        return
+    of = f" on each of the {tp} ranks of tp" if tp > 1 else ""
+    legal = [d for d in divisors(kv_heads) if d > 1]
+    raise LayoutError(
+        f"parallel.cp {cp} does not divide {heads_of(heads, kv_heads)}{of}, as ulysses needs",
+        fix=(f"nearest: {nearest(cp, legal)}, or " if legal else "set ")
+        + "parallel.cp_attention=ring",
+    )
+
+
+def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
+    """The degree of ep.
+
+    Raises LayoutError for what it cannot do, naming the nearest that it can.
+    """
+    ep = job.parallel.ep or 1
+    if ep == 1:
+        return 1
+    size, called = ranks_for_experts(job, num_ranks) or (num_ranks, f"the {num_ranks} ranks")
+    wrong = misfit(ep, shape, size)
+    if wrong is not None:
+        raise LayoutError(f"parallel.{wrong[0]}", fix=wrong[1])
+    for found in experts_can_do_it.run(job):
+        raise LayoutError(f"{'.'.join(map(str, found.path))}: {found.what}", fix=found.fix)
+    if size % ep:
+        what, fix = not_divided(job, shape, size, called)
+        raise LayoutError(f"parallel.{what}", fix=fix)
+    return ep
+
+
+def require_whole_copies(job: Job, ranks: int) -> None:
+    """Raises LayoutError where gradients are to be compressed that DDP does not reduce."""
+    parallel = job.parallel
+    if parallel.compress != "none" and (parallel.tp or 1) > 1:
+        raise LayoutError(
+            f"parallel.compress={parallel.compress} is for ddp, and the job has tensor parallelism",
+            why="ranks that hold a weight alike would have to keep the same error of it",
+            fix="set parallel.tp=1, or parallel.compress=none",
+        )
+    sharded = (
+        (parallel.dp_shard or 1) > 1
+        or parallel.zero_stage
+        or (parallel.dp_replicate or ranks) < ranks
+    )
+    if parallel.compress != "none" and sharded:
+        raise LayoutError(
+            f"parallel.compress={parallel.compress} is for ddp, and the job shards the model",
+            why=(
+                "FSDP scatters gradients in fp32; its reduction has no place for a hook that keeps"
+                " an error"
+            ),
+            fix=f"set parallel.dp_replicate={ranks} alone, or parallel.compress=none",
+        )

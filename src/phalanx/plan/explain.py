@@ -1,24 +1,80 @@
-"""Why a pipeline is as it is, a line each: stages, schedule and bubble, microbatches in flight,
-bytes that travel."""
+"""A plan in words: the lines that a terminal and a log show of it, and why its pipeline is as it
+is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
 
-from phalanx.core.units import format_bytes, plural
+from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.memory import Workload, of_one_rank
-from phalanx.plan.pipeline.held import in_flight
-from phalanx.plan.pipeline.memory import sent_bytes
-from phalanx.plan.pipeline.parts import parts_of
-from phalanx.plan.pipeline.planned import Pipeline
-from phalanx.plan.pipeline.remedies import busiest
+from phalanx.plan.communication import sent_per_step
+from phalanx.plan.pipeline.bubble import busiest
+from phalanx.plan.pipeline.costs import parts_of
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
+from phalanx.plan.pipeline.simulate import in_flight
 from phalanx.plan.pipeline.stages import weighed
+from phalanx.plan.plan import Plan
+from phalanx.plan.workload import Workload, of_one_rank
 
 MAX_LISTED = 16
 EVEN = 1.005  # times the mean
+
+
+def describe(plan: Plan, *, of_samples: bool = False) -> list[str]:
+    """The plan in a few lines of text for a terminal or a log.
+
+    `of_samples`: of the user's own data, no sequences.
+    """
+    chosen, shape = plan.chosen, plan.model_shape
+    what = (
+        f"images x {plan.seq_len} tokens"
+        if shape.reads_images
+        else f"sequences x {plan.seq_len} tokens"
+    )
+    if plan.seq_len == 1 or (of_samples and not shape.reads_images):
+        what = "samples"
+    active = (
+        f", {format_count(shape.num_active_params)} of them active" if shape.num_experts else ""
+    )
+    flops = f" ({format_count(plan.flops_per_token)}FLOP per token)" if plan.flops_per_token else ""
+    lines = [
+        (
+            f"plan    {format_count(plan.num_params)} parameters{active}{flops}, {plan.precision}"
+            f" on {plan.world_size} {plan.device} rank{'s' if plan.world_size > 1 else ''}:"
+            f" {chosen.name} ({plan.layout})"
+        ),
+        (
+            f"        {plan.global_batch_size} {what} per step = {plan.layout.data_parallel_size} "
+            f"{_others(plan)}ranks x {plan.num_microbatches} x {plan.micro_batch_size}"
+        ),
+    ]
+    lines += [f"why     {reason}" for reason in plan.reasons]
+    lines += [f"warn    {warning.text}" for warning in plan.warnings]
+    parts = ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in chosen.predicted_bytes.items() if size
+    )
+    where = (
+        "per rank predicted" if plan.pipeline is None else "predicted on the rank that needs most"
+    )
+    lines.append(f"memory  {format_bytes(chosen.total_bytes)} {where}: {parts}")
+    if plan.pipeline is not None:
+        totals = [format_bytes(total) for total in plan.pipeline.rank_bytes]
+        shown = ", ".join(totals) if len(totals) <= MAX_LISTED else f"{totals[0]} to {totals[-1]}"
+        lines.append(f"        by pipeline rank: {shown}")
+    for candidate in plan.alternatives:
+        if not candidate.chosen:
+            lines.append(
+                f"not     {candidate.name} ({format_bytes(candidate.total_bytes)}): {candidate.why}"
+            )
+    return lines
+
+
+def _others(plan: Plan) -> str:
+    """What a share of the batch has besides data parallelism: "x pp 4 x tp 2 "."""
+    degrees = {"pp": plan.layout.pp, "cp": plan.layout.cp, "tp": plan.layout.tp}
+    return "".join(f"x {axis} {degree} " for axis, degree in degrees.items() if degree > 1)
 
 
 def pipeline_reasons(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> list[str]:
@@ -97,17 +153,6 @@ def named(pipeline: Pipeline, rank: int) -> str:
     if len(stages) == 1:
         return f"rank {rank} (stage {stages[0]})"
     return f"rank {rank} (stages {', '.join(stages[:-1])} and {stages[-1]})"
-
-
-def sent_per_step(here: ModelShape, work: Workload, pipeline: Pipeline, rank: int) -> int:
-    """Bytes that pipeline rank `rank` sends: what its stages hand on, and gradients back.
-
-    `here`: `of_one_rank`.
-    """
-    owners = pipeline.rank_of_stage
-    neighbours = [stage + d for stage in pipeline.stages_of(rank) for d in (-1, 1)]
-    others = sum(0 <= stage < len(owners) and owners[stage] != rank for stage in neighbours)
-    return others * work.num_microbatches * sent_bytes(here, work)
 
 
 def listed(counts: Sequence[int]) -> str:

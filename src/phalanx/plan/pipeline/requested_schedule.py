@@ -9,10 +9,9 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.nearby import divisors, nearest
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.check import require_runnable
-from phalanx.plan.pipeline.csv_file import read_schedule
 from phalanx.plan.pipeline.generate import can_run, default_stages_per_rank, require_stages_per_rank
-from phalanx.plan.pipeline.planned import placement_of
-from phalanx.plan.pipeline.schedule import Schedule
+from phalanx.plan.pipeline.pipeline_plan import placement_of
+from phalanx.plan.pipeline.schedule import Schedule, read_schedule
 
 DEFAULT_SCHEDULE = "1f1b"
 MICROBATCHES_PER_HOP = 4  # (p - 1) / (m + p - 1) is a fifth where m is 4 (p - 1)

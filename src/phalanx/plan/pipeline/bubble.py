@@ -1,0 +1,199 @@
+"""Remedies for a large bubble (more microbatches, or more stages on each rank), and the warnings
+that propose them.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from phalanx.core.errors import LayoutError
+from phalanx.core.units import plural
+from phalanx.job.nearby import divisors
+from phalanx.job.schema import Job
+from phalanx.plan.pipeline.costs import parts_of
+from phalanx.plan.pipeline.cut import LayerCosts, cut_for_ranks
+from phalanx.plan.pipeline.generate import default_stages_per_rank, generate
+from phalanx.plan.pipeline.pipeline_plan import Pipeline, placement_of
+from phalanx.plan.pipeline.simulate import Seconds, StageCosts, simulate
+from phalanx.plan.pipeline.trace import splits_backward, times, total_s
+from phalanx.plan.plan import Plan
+
+LIMIT = 0.2  # of the ranks' time; waiting more than that is worth a change
+UNEVEN = 1.1  # the busiest rank against the mean of all
+MAX_ACTIONS = 100_000  # of a schedule that is looked at here
+MAX_MICROBATCHES = 32  # times as many as there are, at most, are proposed
+
+
+def bubble_of(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    costs: Sequence[StageCosts],
+) -> float | None:
+    """Part of all ranks' time that is idle; None for a schedule that there is not, or one too
+    long to look at."""
+    if 3 * num_ranks * stages_per_rank * num_microbatches > MAX_ACTIONS:
+        return None
+    try:
+        schedule = generate(name, num_ranks, num_microbatches, stages_per_rank)
+    except LayoutError:
+        return None
+    return float(simulate(schedule, costs).bubble)
+
+
+def enough_microbatches(
+    pipeline: Pipeline, share: int, costs: Sequence[StageCosts] | None = None
+) -> tuple[int, bool, float] | None:
+    """(how many microbatches bring the bubble to the limit, whether the `share` of samples divides
+    into them, bubble).
+
+    `costs` of stages, where they are not the plan's: what was measured. Smaller microbatches before
+    more samples. None for a schedule from a file, and where no number does.
+    """
+    costs = pipeline.costs if costs is None else costs
+    if pipeline.rows or not costs:
+        return None
+    for count, is_divided in _counts(pipeline.num_microbatches, share):
+        # A microbatch of fewer samples takes less time in all stages alike, which no share depends
+        # on.
+        bubble = bubble_of(
+            pipeline.schedule_name, pipeline.num_ranks, count, pipeline.stages_per_rank, costs
+        )
+        if bubble is not None and bubble <= LIMIT:
+            return count, is_divided, bubble
+    return None
+
+
+def _counts(now: int, share: int) -> Iterator[tuple[int, bool]]:
+    yield from ((count, True) for count in divisors(share) if now < count <= MAX_MICROBATCHES * now)
+    yield from ((factor * now, False) for factor in range(2, MAX_MICROBATCHES + 1))
+
+
+def interleaved_instead(pipeline: Pipeline, layers: LayerCosts) -> float | None:
+    """The bubble with two stages on each rank; None where that cannot be, or a rank has more
+    now."""
+    return (
+        instead(pipeline, layers, "interleaved")
+        if pipeline.schedule_name in ("gpipe", "1f1b")
+        else None
+    )
+
+
+def instead(pipeline: Pipeline, layers: LayerCosts, name: str) -> float | None:
+    """The bubble of a named schedule in place of the pipeline's, `layers` cut anew; None where
+    that cannot be."""
+    per_rank = default_stages_per_rank(name)
+    if len(layers.blocks) < per_rank * pipeline.num_ranks:
+        return None
+    placement = placement_of(name, pipeline.num_ranks, per_rank)
+    costs = [
+        StageCosts(cost, cost, cost) for cost in layers.of_stages(cut_for_ranks(layers, placement))
+    ]
+    return bubble_of(name, pipeline.num_ranks, pipeline.num_microbatches, per_rank, costs)
+
+
+def halved(pipeline: Pipeline, costs: Sequence[StageCosts]) -> float | None:
+    """The bubble with two stages on each rank, each half of one of now; None where that cannot
+    be."""
+    if pipeline.schedule_name not in ("gpipe", "1f1b") or min(pipeline.stages.num_blocks) < 2:
+        return None
+    halves = [times(cost, 0.5) for cost in costs for _ in range(2)]
+    return bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, halves)
+
+
+def busiest(work: Sequence[Seconds], rank_of_stage: Sequence[int]) -> tuple[int, float]:
+    """The rank whose stages have most work, and how many times the mean of all ranks that is."""
+    of_ranks: list[Seconds] = [0] * len(set(rank_of_stage))
+    for rank, cost in zip(rank_of_stage, work, strict=True):
+        of_ranks[rank] += cost
+    rank = max(range(len(of_ranks)), key=of_ranks.__getitem__)
+    mean = sum(of_ranks) / len(of_ranks)
+    return rank, float(of_ranks[rank] / mean) if mean else 1.0
+
+
+WORTH = 0.95  # of a bubble: one that another schedule makes no smaller than this is left as it is
+
+
+def long_bubble(job: Job, plan: Plan) -> str | None:
+    """A fifth is where ranks that wait become worth a change of the batch or of the schedule."""
+    timeline = plan.pipeline.timeline() if plan.pipeline is not None else None
+    if plan.pipeline is None or timeline is None or timeline.bubble <= LIMIT:
+        return None
+    share = plan.num_microbatches * plan.micro_batch_size
+    fixes = []
+    if (enough := enough_microbatches(plan.pipeline, share)) is not None:
+        count, is_divided, bubble = enough
+        how = f"train.micro_batch_size={share // count}"
+        if not is_divided:
+            batch = count * plan.micro_batch_size * plan.layout.data_parallel_size
+            how = (
+                f"train.global_batch_size={batch} with"
+                f" train.micro_batch_size={plan.micro_batch_size}"
+            )
+        fixes.append(f"{how} ({count} microbatches: {bubble:.0%})")
+    interleaved = interleaved_instead(plan.pipeline, parts_of(job, plan.model_shape).layer_costs)
+    if interleaved is not None and interleaved < 0.9 * timeline.bubble:
+        fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
+    remedy = f"set {' or '.join(fixes)}" if fixes else "use fewer pipeline ranks (parallel.pp)"
+    if plan.pipeline.rows:
+        remedy = (
+            "write more microbatches into"
+            f" {job.parallel.schedule_file}{_as_named(plan.pipeline, share)}"
+        )
+    rank, ratio = busiest(
+        [total_s(cost) for cost in plan.pipeline.costs], plan.pipeline.rank_of_stage
+    )
+    if ratio > UNEVEN:
+        remedy += f"; rank {rank} has {ratio:.2f} times the mean work"
+        remedy += ": leave parallel.stage_blocks out" if job.parallel.stage_blocks else ""
+    return (
+        f"ranks wait {float(timeline.bubble):.0%} of each step for other stages, with"
+        f" {plural(plan.num_microbatches, 'microbatch', 'microbatches')} on"
+        f" {plan.pipeline.num_ranks} ranks; {remedy}"
+    )
+
+
+def _as_named(pipeline: Pipeline, share: int) -> str:
+    """How many a schedule needs that is known by name and has the stages where the file has
+    them."""
+    for name in ("1f1b", "interleaved"):
+        if pipeline.rank_of_stage != placement_of(
+            name, pipeline.num_ranks, pipeline.stages_per_rank
+        ):
+            continue
+        enough = enough_microbatches(replace(pipeline, schedule_name=name, rows=()), share)
+        if enough is not None:
+            return f" ({name} with {enough[0]} would wait {enough[2]:.0%})"
+    return ""
+
+
+def nothing_to_put_off(job: Job, plan: Plan) -> str | None:
+    """A compiled block does its backward at once: what a schedule puts off is empty."""
+    if plan.pipeline is None or not plan.compile or not splits_backward(plan.pipeline.schedule()):
+        return None
+    name = plan.pipeline.schedule_name
+    what = (
+        f"schedule {job.parallel.schedule_file if plan.pipeline.rows else name} puts off gradients"
+        " of weights (W), "
+    )
+    what += (
+        "and train.compile leaves nothing to put off: compiled blocks do both halves of a backward"
+        " at once"
+    )
+    timeline, layers = plan.pipeline.timeline(), parts_of(job, plan.model_shape).layer_costs
+    if timeline is None:
+        return what
+    now = float(timeline.bubble)
+    others = ((instead(plan.pipeline, layers, other), other) for other in ("1f1b", "interleaved"))
+    bubble, best = min(
+        ((bubble, other) for bubble, other in others if bubble is not None), default=(now, name)
+    )
+    what += f"; ranks wait {now:.0%} of each step"
+    if bubble > WORTH * now:
+        return f"{what}, and neither 1f1b nor interleaved has them wait less"
+    place = " in place of parallel.schedule_file" if plan.pipeline.rows else ""
+    return f"{what}; set parallel.schedule={best}{place} ({bubble:.0%})"

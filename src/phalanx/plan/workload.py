@@ -1,0 +1,203 @@
+"""What one rank does in a step, and with which part of the model: what memory is counted for.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+
+from phalanx.core.registry import told
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Job
+from phalanx.job.shape import Holder, Measured, ModelShape
+from phalanx.plan.layout import DataParallel
+from phalanx.plan.rule_checks import check_rules
+from phalanx.plan.rules import CUTS, Rule, rule_of
+from phalanx.plan.segments import Segment
+
+HOOKS = "phalanx.parallel.hooks"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one rank does with the model in one microbatch."""
+
+    micro_batch_size: int
+    seq_len: int  # of an image: its patches (and class token)
+    precision: str  # "fp32" | "bf16" | "fp16" | "fp8"
+    recompute: str  # a mode of train.recompute; segments say what it means for the model's blocks
+    loss_chunk_tokens: int
+    num_microbatches: int = 1
+    document_masks: bool = False
+    optimizer_bytes: int = 8  # per parameter
+    copies_state: bool = False  # saves are written from a copy while training goes on
+    tp: int = 1
+    rules: tuple[Rule, ...] = ()  # by which tp cuts a user's own module
+    cuts_sequence: bool = (
+        False  # with tp: what lies between the cut matrices is cut along the sequence
+    )
+    compress: str = "none"  # how gradients travel (parallel.compress)
+    segments: tuple[Segment, ...] | None = (
+        None  # blocks that are recomputed; None: as `recompute` says of each
+    )
+    offloads_activations: bool = False  # what autograd keeps goes to host memory
+    options: DataParallel = field(default_factory=DataParallel)
+    cp: int = 1  # ranks that each have a part of every sequence
+    cp_attention: str = "ring"
+    is_compiled: bool = False
+    ep: int = 1  # ranks that each have a part of every block's experts
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts the sequence is cut between the cut matrices."""
+        return self.tp if self.cuts_sequence else 1
+
+    @property
+    def tokens(self) -> int:
+        """Of this rank."""
+        return self.micro_batch_size * self.seq_len // self.cp
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of activations: in fp8 they are kept in bf16, and cast anew for each product."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def error_bytes(self) -> int:
+        """Per parameter, of what compression has not sent yet. Each rank has its own."""
+        return 4 if keeps_error(self.compress) else 0
+
+
+@cache
+def keeps_error(compress: str) -> bool:
+    """True for a compression that keeps what it has not sent in a step, as its file says."""
+    return compress != "none" and bool(told(compress, HOOKS, "KEEPS_ERROR", False))
+
+
+def work_of(
+    job: Job,
+    shape: ModelShape,
+    *,
+    micro_batch_size: int,
+    num_microbatches: int,
+    tp: int,
+    cp: int = 1,
+    ep: int = 1,
+) -> Workload:
+    """Without the blocks that are recomputed (see `plan.recompute`)."""
+    return Workload(
+        micro_batch_size,
+        _seq_len(job, shape),
+        job.precision.compute,
+        job.train.recompute,
+        job.train.loss_chunk_tokens,
+        num_microbatches,
+        document_masks=job.data.document_masks,
+        optimizer_bytes=_optimizer_bytes(job),
+        copies_state=_copies_state(job),
+        tp=tp,
+        rules=() if shape.is_known else check_rules(job.parallel.rules, shape, tp),
+        cuts_sequence=cuts_sequence(job, shape),
+        compress=job.parallel.compress,
+        offloads_activations=job.train.offload_activations,
+        options=DataParallel.of(job.parallel),
+        cp=cp,
+        cp_attention=job.parallel.cp_attention,
+        ep=ep,
+        is_compiled=job.train.compile,
+    )
+
+
+def _seq_len(job: Job, shape: ModelShape) -> int:
+    """What an own module makes of an own sample, nobody knows: a sample is one thing then."""
+    has_own_samples = is_own_dataset(job.data.source) and not job.data.mixture
+    return shape.tokens_of(job.data.seq_len) if shape.is_known or not has_own_samples else 1
+
+
+def _optimizer_bytes(job: Job) -> int:
+    """Per parameter: two fp32 moments of AdamW, one of SGD with momentum; of an own optimizer as
+    many as AdamW."""
+    if job.optim.kind == "sgd":
+        return 4 if job.optim.momentum else 0
+    return 8
+
+
+def _copies_state(job: Job) -> bool:
+    """True if anything is saved on the way: the saves at the end and at a stop are waited for,
+    and need no copy."""
+    return job.checkpoint.asynchronous and (job.checkpoint.has_interval or job.eval.keep_best)
+
+
+def cuts_sequence(job: Job, shape: ModelShape) -> bool:
+    """Of a user's own module, which is not asked here, only what the job says."""
+    asked = job.parallel.sequence_parallel
+    return shape.is_known and not shape.reads_images if asked is None else asked
+
+
+def of_one_rank(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> ModelShape:
+    """What tensor parallelism leaves of a model on one rank, as a shape: fewer heads, features and
+    rows, as wide.
+
+    Of a user's own module what `rules` cut; without any, all of it.
+    """
+    if tp == 1:
+        return shape
+    if shape.measured is not None:
+        return replace(shape, measured=measured_of_one_rank(shape.measured, rules, tp))
+    return replace(
+        shape,
+        num_heads=shape.num_heads // tp,
+        num_kv_heads=max(1, shape.num_kv_heads // tp),
+        ffn_dim=-(-shape.ffn_dim // tp),
+        expert_ffn_dim=-(-shape.expert_ffn_dim // tp),
+        vocab_size=-(-shape.vocab_size // tp),
+    )
+
+
+@lru_cache(maxsize=4)
+def measured_of_one_rank(measured: Measured, rules: tuple[Rule, ...], tp: int) -> Measured:
+    """What `rules` leave of a user's own module on one rank.
+
+    Widths that do not divide: of the rank that has most.
+    """
+    holders = tuple(
+        _of_one_rank(holder, rule_of(rules, holder.name), tp) for holder in measured.holders
+    )
+    saved: dict[str, int] = defaultdict(int)  # by module, of all that is inside
+    for whole, own in zip(measured.holders, holders, strict=True):
+        parts = whole.name.split(".")
+        for count in range(len(parts) + 1):
+            saved[".".join(parts[:count])] += whole.num_params - own.num_params
+    blocks = tuple((block, size - saved[block]) for block, size in measured.blocks)
+    num_params, sizes = measured.num_params - saved[""], [size for _, size in blocks]
+    return replace(
+        measured,
+        num_params=num_params,
+        block_params=max(sizes, default=num_params),
+        blocks_params=sum(sizes),
+        holders=holders,
+        blocks=blocks,
+    )
+
+
+def _of_one_rank(holder: Holder, rule: Rule | None, tp: int) -> Holder:
+    """A column, or a vocabulary, has a part of its bias, too; a row all of it.
+
+    A tied weight counts elsewhere.
+    """
+    if rule is None or rule.kind not in CUTS or not holder.num_outputs:
+        return holder
+    whole = holder.num_inputs if rule.kind == "row" else holder.num_outputs
+    own = max(
+        sum(span.size for span in rule.spans(whole, tp, rank, name=holder.name))
+        for rank in range(tp)
+    )
+    if rule.kind != "row":
+        return replace(holder, num_params=holder.num_params // whole * own, num_outputs=own)
+    bias = holder.num_params % (holder.num_outputs * holder.num_inputs)
+    return replace(
+        holder, num_params=(holder.num_params - bias) // whole * own + bias, num_inputs=own
+    )
