@@ -39,7 +39,7 @@ Mask = Callable[..., "torch.Tensor | None"]
 
 
 class ContextParallel:
-    order = Order.SHARD
+    order = Order.CONTEXT
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.cp > 1

@@ -24,7 +24,7 @@ from phalanx.plan.plan import Plan
 
 
 class DpReplicate:
-    order = Order.DATA
+    order = Order.REPLICATE
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.reduced.data_parallel_size > 1 and plan.zero_stage <= 1

@@ -35,7 +35,7 @@ from phalanx.plan.plan import Plan
 
 
 class DpShard:
-    order = Order.DATA
+    order = Order.SHARD
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2

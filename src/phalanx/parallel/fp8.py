@@ -20,7 +20,7 @@ from phalanx.plan.precision import FP8_CAPABILITY, FP8_FIX, FP8_MULTIPLE
 
 
 class Float8:
-    order = Order.PRODUCTS
+    order = Order.FP8
 
     emulate = False
     """Compute as a GPU with fp8 would, in fp32, on any device: for tests."""

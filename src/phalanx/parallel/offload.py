@@ -18,7 +18,7 @@ from phalanx.plan.plan import Plan
 
 
 class OffloadOptimizer:
-    order = Order.OFFLOAD
+    order = Order.OPTIMIZER_OFFLOAD
 
     def wanted(self, plan: Plan) -> bool:
         return plan.data_parallel.offload == "optimizer"

@@ -29,7 +29,7 @@ NUM_AHEAD = 2  # storages that are fetched before they are asked for
 
 
 class OffloadActivations:
-    order = Order.RECOMPUTE
+    order = Order.ACTIVATION_OFFLOAD
 
     def wanted(self, plan: Plan) -> bool:
         return plan.offload_activations

@@ -57,7 +57,7 @@ class Staged:
 
 
 class PipelineStages:
-    order = Order.SPLIT
+    order = Order.PIPELINE
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.pp > 1

@@ -21,7 +21,7 @@ from phalanx.plan.plan import Plan
 
 
 class TiedStages:
-    order = Order.UPDATE
+    order = Order.TIED_PARAMS
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.pp > 1

@@ -31,19 +31,24 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class Order(IntEnum):
-    """Transforms are applied in this order, whatever the layout."""
+    """Order in which transforms are applied, whatever the layout; each transform has its own."""
 
-    SPLIT = 1  # pipeline stages
-    SHARD = 2  # tensor and context parallelism
-    EXPERTS = 3  # what tensor parallelism has left of them is cut again
-    STATISTICS = 4  # layers that must see what all ranks see
-    DROPOUT = 5
-    PRODUCTS = 6  # what multiplies matrices
-    RECOMPUTE = 7
-    COMPILE = 8
-    DATA = 9  # data parallelism wraps what is left
-    UPDATE = 10  # what the optimizer gets to see of it
-    OFFLOAD = 11  # where it sees it
+    PIPELINE = 1  # the others see the blocks of this rank's stages only
+    CONTEXT = 2
+    TENSOR = 3
+    EXPERTS = 4  # after TENSOR: what it left of the experts' matrices is split once more
+    BATCHNORM = 5
+    DROPOUT = 6
+    FP8 = 7
+    ACTIVATION_OFFLOAD = 8
+    RECOMPUTE = 9
+    COMPILE = 10  # after RECOMPUTE: the compiled forward is the one that recomputes
+    REPLICATE = 11  # data parallelism wraps the changed blocks
+    SHARD = 12
+    TIED_PARAMS = 13  # from here on: what the optimizer updates, which data parallelism decides
+    UNSHARDED_PARAMS = 14
+    ZERO1 = 15
+    OPTIMIZER_OFFLOAD = 16  # last: the other transforms decide what it copies to the host
 
 
 class Root(nn.Module):

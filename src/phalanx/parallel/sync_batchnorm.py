@@ -23,7 +23,7 @@ DERIVE = "derive it from nn.BatchNorm1d, 2d or 3d: phalanx synchronises those"
 
 
 class SyncBatchNorm:
-    order = Order.STATISTICS
+    order = Order.BATCHNORM
 
     def wanted(self, plan: Plan) -> bool:
         """Also where nothing is synchronised but FSDP casts weights to bf16: torch's kernel

@@ -39,7 +39,7 @@ from phalanx.plan.rules import CUTS, Rule, Span, parse_rules, rule_of
 
 
 class TensorParallel:
-    order = Order.SHARD
+    order = Order.TENSOR
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.tp > 1

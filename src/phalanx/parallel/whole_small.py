@@ -28,7 +28,7 @@ def kept_whole(module: nn.Module, below: int) -> set[nn.Parameter]:
 
 
 class WholeSmall:
-    order = Order.UPDATE
+    order = Order.UNSHARDED_PARAMS
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2

@@ -26,7 +26,7 @@ from phalanx.plan.plan import Plan
 
 
 class Zero1:
-    order = Order.UPDATE
+    order = Order.ZERO1
 
     def wanted(self, plan: Plan) -> bool:
         return plan.zero_stage == 1 and plan.layout.reduced.dp_shard > 1
