@@ -15,7 +15,7 @@ from phalanx.core.registry import names, resolve
 from phalanx.job.json_schema import job_json_schema
 from phalanx.job.load import load_job
 from phalanx.mesh.compat import quiet_torch
-from phalanx.parallel.compression import HOOKS, Compression
+from phalanx.parallel.data_parallel.compression import HOOKS, Compression
 from phalanx.parallel.hooks._protocol import Settings
 from phalanx.parallel.wire import Traffic, Wire, all_reduce_bytes
 from phalanx.plan.workload import keeps_error

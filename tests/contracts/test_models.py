@@ -20,7 +20,7 @@ from phalanx.mesh.logical import module_shards
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.build import MODELS, build_model, build_objective
 from phalanx.nn.objective import Objective
-from phalanx.parallel.calling import call_with_batch
+from phalanx.parallel.call.bind_batch import call_with_batch
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Layout

@@ -16,11 +16,11 @@ from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.fp8 import Float8
+from phalanx.parallel.compute.fp8 import Float8
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize, transforms
-from phalanx.parallel.pp import PipelineStages
-from phalanx.parallel.pp_ties import TiedStages
+from phalanx.parallel.pipeline.tied_params import TiedStages
+from phalanx.parallel.pipeline.transform import PipelineStages
 from phalanx.parallel.protocol import Order, Parallelism, Root, Workpiece
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan

@@ -33,7 +33,7 @@ from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.nn.routing import Router, Routing
-from phalanx.parallel import dp_shard
+from phalanx.parallel.data_parallel import shard as dp_shard
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.communication import ep_bytes_per_step
 from phalanx.plan.plan import Plan

@@ -18,7 +18,7 @@ from phalanx.core.registry import names
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.compression import HOOKS
+from phalanx.parallel.data_parallel.compression import HOOKS
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.planner import make_plan

@@ -19,10 +19,10 @@ from phalanx.job.schema import Job, Parallel
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.cp_attention import ATTEND
-from phalanx.parallel.cp_chunks import Chunks
-from phalanx.parallel.cp_group import GRADIENTS, KEYS, ContextGroup
-from phalanx.parallel.cp_products import Products
+from phalanx.parallel.context.attention import ATTEND
+from phalanx.parallel.context.block_attention import Products
+from phalanx.parallel.context.chunks import Chunks
+from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.communication import cp_bytes_per_step

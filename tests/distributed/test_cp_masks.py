@@ -14,11 +14,12 @@ from phalanx.mesh.attend_blocks import Seen
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn import attention
 from phalanx.nn.attention import attention_mask, shared_mask
-from phalanx.parallel import cp, cp_attention
-from phalanx.parallel.cp import ContextMask
-from phalanx.parallel.cp_attention import ATTEND
-from phalanx.parallel.cp_chunks import Chunks
-from phalanx.parallel.cp_group import ContextGroup
+from phalanx.parallel.context import attention as cp_attention
+from phalanx.parallel.context import transform as cp
+from phalanx.parallel.context.attention import ATTEND
+from phalanx.parallel.context.chunks import Chunks
+from phalanx.parallel.context.group import ContextGroup
+from phalanx.parallel.context.transform import ContextMask
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
 

@@ -21,8 +21,8 @@ from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel import offload
 from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.offload import optimizer as offload
 from phalanx.parallel.parallelize import parallelize
 from phalanx.train.state import TrainState
 from phalanx.verify.cases import list_layouts

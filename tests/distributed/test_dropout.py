@@ -19,7 +19,7 @@ from models import BATCH, LAYOUTS, VOCAB, global_batches, plan, share
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.observe.events import Note
-from phalanx.parallel.draws import EqualPart, Part
+from phalanx.parallel.dropout.rng import EqualPart, Part
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan

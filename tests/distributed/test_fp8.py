@@ -20,7 +20,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.fp8 import Float8, convert, is_suited, require_device
+from phalanx.parallel.compute.fp8 import Float8, convert, is_suited, require_device
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster, compute_capability
 from phalanx.plan.nvidia import Gpu

@@ -20,7 +20,7 @@ from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.nn.hf import build
 from phalanx.nn.hf_experts import use_batched_products
 from phalanx.nn.objective import logits_cross_entropy
-from phalanx.parallel.tp import _Surgery
+from phalanx.parallel.tensor.transform import _Surgery
 from phalanx.plan.rules import parse_rules
 from ranks import run_ranks
 

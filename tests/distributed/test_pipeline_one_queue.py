@@ -16,8 +16,8 @@ from bare_loop import Trace, train_in_microbatches
 from models import fill
 from models import shape as small_shape
 from phalanx.nn.models.decoder import Decoder
-from phalanx.parallel import pp
-from phalanx.parallel.pp_links import Peers
+from phalanx.parallel.pipeline import transform as pp
+from phalanx.parallel.pipeline.p2p import Peers
 from pipelines import LAYERS, LR, SCHEDULES, Case, in_pipelines, token_batches, worst
 from ranks import run_ranks
 

@@ -34,9 +34,10 @@ from phalanx.core.phases import Phases
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel import offload_activations, stretch
+from phalanx.parallel.offload import activations as offload_activations
 from phalanx.parallel.parallelize import parallelize
-from phalanx.parallel.recompute import planned_segments
+from phalanx.parallel.recompute import segment as stretch
+from phalanx.parallel.recompute.transform import planned_segments
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.segments import Segment, segments_of

@@ -28,22 +28,20 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.mesh import logical
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel import (
-    batchnorm,
-    dp_replicate,
-    dp_shard,
-    offload_activations,
-    recompute,
-    stretch,
-    sync_batchnorm,
-    zero1,
-)
-from phalanx.parallel.compression import Compression
-from phalanx.parallel.draws import Draws
-from phalanx.parallel.dropout import Dropout
+from phalanx.parallel.batchnorm import layer as batchnorm
+from phalanx.parallel.batchnorm import transform as sync_batchnorm
+from phalanx.parallel.data_parallel import replicate as dp_replicate
+from phalanx.parallel.data_parallel import shard as dp_shard
+from phalanx.parallel.data_parallel import zero1
+from phalanx.parallel.data_parallel.compression import Compression
+from phalanx.parallel.dropout.rng import Draws
+from phalanx.parallel.dropout.transform import Dropout
 from phalanx.parallel.hooks import int8
 from phalanx.parallel.model import ParallelModel, StepSums
+from phalanx.parallel.offload import activations as offload_activations
 from phalanx.parallel.protocol import Workpiece
+from phalanx.parallel.recompute import segment as stretch
+from phalanx.parallel.recompute import transform as recompute
 from phalanx.parallel.wire import Wire
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import (

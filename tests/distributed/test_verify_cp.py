@@ -11,7 +11,9 @@ import torch
 from test_verify import Plant, Rows, rows_of
 
 from phalanx.job.schema import Job
-from phalanx.parallel import cp, cp_attention, cp_products
+from phalanx.parallel.context import attention as cp_attention
+from phalanx.parallel.context import block_attention as cp_products
+from phalanx.parallel.context import transform as cp
 from phalanx.verify.cases import list_layouts, shrink_job
 from phalanx.verify.contexts import list_context_layouts
 from plants import some

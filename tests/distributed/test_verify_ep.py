@@ -16,7 +16,10 @@ from test_verify import Plant, Rows, rows_of
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn import routing
-from phalanx.parallel import cp, ep, router_load, tp
+from phalanx.parallel.context import transform as cp
+from phalanx.parallel.expert import router_load
+from phalanx.parallel.expert import transform as ep
+from phalanx.parallel.tensor import transform as tp
 from phalanx.verify import layout_run
 from phalanx.verify.cases import shrink_job
 from phalanx.verify.products import list_expert_layouts
@@ -118,7 +121,7 @@ def experts_averaged_over_all() -> None:
 
 def experts_never_averaged() -> None:
     """Ranks that hold the same experts keep gradients of their own."""
-    from phalanx.parallel import dp_replicate
+    from phalanx.parallel.data_parallel import replicate as dp_replicate
 
     average = dp_replicate.average_gradients
 

@@ -20,12 +20,14 @@ from phalanx.job.foreign import foreign_shape
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import Place
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel import dp_replicate, dp_shard, pp_ties
-from phalanx.parallel.drawing import Drawing
+from phalanx.parallel.data_parallel import replicate as dp_replicate
+from phalanx.parallel.data_parallel import shard as dp_shard
+from phalanx.parallel.dropout.interceptor import Drawing
 from phalanx.parallel.model import ParallelModel, StepSums
-from phalanx.parallel.pp_links import Post
-from phalanx.parallel.pp_run import PipelineRun
-from phalanx.parallel.pp_weights import LaterWeights
+from phalanx.parallel.pipeline import tied_params as pp_ties
+from phalanx.parallel.pipeline.executor import PipelineRun
+from phalanx.parallel.pipeline.p2p import Post
+from phalanx.parallel.pipeline.weight_grads import LaterWeights
 from phalanx.parallel.protocol import Workpiece
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.verify.cases import shrink_job

@@ -22,8 +22,10 @@ from models import CPU
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.mesh import tensor_group
-from phalanx.parallel import tp, tp_modules, tp_sync
-from phalanx.parallel.draws import Draws
+from phalanx.parallel.dropout.rng import Draws
+from phalanx.parallel.tensor import grad_sync as tp_sync
+from phalanx.parallel.tensor import modules as tp_modules
+from phalanx.parallel.tensor import transform as tp
 from phalanx.plan.rules import Rule, Span
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import make_cases, make_verified_job

@@ -20,7 +20,7 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.models.vit import VisionTransformer, example_batch
 from phalanx.nn.objective import causal_cross_entropy, classification_cross_entropy
 from phalanx.parallel.parallelize import parallelize
-from phalanx.parallel.saved import SavedBytes
+from phalanx.parallel.saved_tensors import SavedBytes
 from phalanx.plan.activations import QUERY_BLOCK
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import activation_bytes, kept_bytes

@@ -17,7 +17,7 @@ from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import Seen, attend_by_blocks
 from phalanx.nn.attention import AttentionCore, attention_mask, shared_mask
 from phalanx.nn.models.decoder import Decoder
-from phalanx.parallel.twice import selective_contexts
+from phalanx.parallel.recompute.contexts import selective_contexts
 from phalanx.plan.activations import QUERY_BLOCK
 from ranks import run_ranks
 

@@ -27,8 +27,8 @@ from phalanx.mesh.attention_kernels import (
     Plain,
     kernel_of,
 )
-from phalanx.parallel.cp_chunks import Chunks
-from phalanx.parallel.cp_products import Block, Products, Running
+from phalanx.parallel.context.block_attention import Block, Products, Running
+from phalanx.parallel.context.chunks import Chunks
 from phalanx.plan.degrees import context_parallel_degree
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan

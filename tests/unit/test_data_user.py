@@ -19,7 +19,7 @@ from phalanx.data.prepare import prepare_corpus
 from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate, digest_of_some
 from phalanx.job.own_dataset import is_own_dataset, num_workers
 from phalanx.job.schema import Data
-from phalanx.parallel.calling import call_with_batch
+from phalanx.parallel.call.bind_batch import call_with_batch
 
 
 class Listed:

@@ -44,7 +44,7 @@ from gpu_check.systems import (
     save_and_resume,
 )
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.cp_products import Running
+from phalanx.parallel.context.block_attention import Running
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PRETENDERS = {

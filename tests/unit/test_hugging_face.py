@@ -24,7 +24,7 @@ from phalanx.nn.hf_experts import use_batched_products
 from phalanx.nn.hf_rules import shard_rules_of
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.model import together
-from phalanx.parallel.tp import cut
+from phalanx.parallel.tensor.transform import cut
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.costs import part_params
 from phalanx.plan.planner import make_plan

@@ -17,7 +17,7 @@ from phalanx.core.batch import entry_of, flat_entries, names_of
 from phalanx.core.errors import DataError
 from phalanx.data.user_dataset import UserSamples, collate
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel.calling import NamedTensors, call_with_batch
+from phalanx.parallel.call.bind_batch import NamedTensors, call_with_batch
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
 

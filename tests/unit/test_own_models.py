@@ -20,8 +20,8 @@ from phalanx.job.foreign import probe_foreign_shape
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe, refusing_silent_exits
-from phalanx.parallel.calling import call_with_batch
-from phalanx.parallel.dp_replicate import _ExposedWait
+from phalanx.parallel.call.bind_batch import call_with_batch
+from phalanx.parallel.data_parallel.replicate import _ExposedWait
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout

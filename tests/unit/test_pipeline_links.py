@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.parallel.pp_links import Form, Post
+from phalanx.parallel.pipeline.p2p import Form, Post
 from phalanx.plan.pipeline.generate import generate
 from phalanx.plan.pipeline.messages import made_by, needed_by, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import placement_of

@@ -165,7 +165,7 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
 
     The head is the objective's, not a module.
     """
-    from phalanx.parallel.pp_weights import LaterWeights, split_linears
+    from phalanx.parallel.pipeline.weight_grads import LaterWeights, split_linears
 
     model = replace(shape(tied=False, num_kv_heads=4 if "kv_rank" in changes else 2), **changes)
     module = Decoder(model)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.pp import Holding
-from phalanx.parallel.pp_door import Door, StageEnd, StandIn
-from phalanx.parallel.pp_links import Form, Peers, Post
-from phalanx.parallel.pp_weights import LaterWeights, split_linears
+from phalanx.parallel.pipeline.p2p import Form, Peers, Post
+from phalanx.parallel.pipeline.stage_forward import Door, StageEnd, StandIn
+from phalanx.parallel.pipeline.transform import Holding
+from phalanx.parallel.pipeline.weight_grads import LaterWeights, split_linears
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import generate
 from phalanx.plan.pipeline.messages import AHEAD, Parcel, made_by, plan_messages

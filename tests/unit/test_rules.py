@@ -24,7 +24,7 @@ from phalanx.job.tensors import holders_of, module_names
 from phalanx.mesh.linear import holders
 from phalanx.mesh.logical import Box, Cut, LogicalShard, within
 from phalanx.nn.models.decoder import build
-from phalanx.parallel.tp import _cut_of
+from phalanx.parallel.tensor.transform import _cut_of
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.plan.rule_checks import check_rules, whole_by_default

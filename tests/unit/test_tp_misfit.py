@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.parallel.tp_misfit import OpenColumn, misfit
+from phalanx.parallel.tensor.shape_errors import OpenColumn, misfit
 from phalanx.plan.rules import parse_rules
 
 (RULE,) = parse_rules({"up": "column"})

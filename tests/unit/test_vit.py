@@ -18,7 +18,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.shape import ModelShape
 from phalanx.nn.models.vit import VisionTransformer, example_batch
 from phalanx.nn.objective import classification_cross_entropy
-from phalanx.parallel.calling import call_with_batch
+from phalanx.parallel.call.bind_batch import call_with_batch
 
 SHAPE = ModelShape(
     *(2, 32, 4, 4, 8, 64, 0, False),

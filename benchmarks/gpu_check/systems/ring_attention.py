@@ -18,9 +18,9 @@ from gpu_check.training import Say
 from phalanx.core.phases import Phases
 from phalanx.mesh.attention_kernels import kernel_of
 from phalanx.nn.attention import attention_mask
-from phalanx.parallel.cp import ContextMask
-from phalanx.parallel.cp_attention import _Blockwise
-from phalanx.parallel.cp_chunks import Chunks
+from phalanx.parallel.context.attention import _Blockwise
+from phalanx.parallel.context.chunks import Chunks
+from phalanx.parallel.context.transform import ContextMask
 
 RANKS, BATCH, HEADS, KV_HEADS, WIDTH = 4, 2, 4, 2, 64
 REFERENCE = Path(__file__).parents[3] / "tests" / "support" / "online_softmax.py"

@@ -1,1 +1,1 @@
-"""One file per axis or transform, applied in one fixed order. Never imports models."""
+"""One folder per axis or concern, transforms in one fixed order. Never imports models."""

@@ -16,16 +16,21 @@ from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard, full_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.transfer import filled, pinned
-from phalanx.parallel.calling import NamedTensors, call_with_batch, describe_batch
-from phalanx.parallel.drawing import Drawing
+from phalanx.parallel.call.bind_batch import NamedTensors, call_with_batch, describe_batch
+from phalanx.parallel.call.check_indices import (
+    TAKES_CLASSES,
+    require_ids,
+    require_looked_up,
+    require_targets,
+)
+from phalanx.parallel.call.check_objective import require_sums
+from phalanx.parallel.dropout.interceptor import Drawing
+from phalanx.parallel.expert.router_load import ExpertLoad, RouterLoads
 from phalanx.parallel.gradients import Held, held_by, own_squares
-from phalanx.parallel.indices import TAKES_CLASSES, require_ids, require_looked_up, require_targets
 from phalanx.parallel.loss_scale import loss_scale_of
-from phalanx.parallel.pp_run import PipelineRun, Span
+from phalanx.parallel.pipeline.executor import PipelineRun, Span
 from phalanx.parallel.protocol import Workpiece
-from phalanx.parallel.returned import require_sums
-from phalanx.parallel.router_load import ExpertLoad, RouterLoads
-from phalanx.parallel.saved import SavedBytes, is_counted
+from phalanx.parallel.saved_tensors import SavedBytes, is_counted
 from phalanx.plan.plan import Plan
 
 Batch = Mapping[str, torch.Tensor]

@@ -18,19 +18,24 @@ from phalanx.core.registry import names
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel.draws import Draws
+from phalanx.parallel.dropout.rng import Draws
 from phalanx.parallel.model import ParallelModel
-from phalanx.parallel.pp_rehearsal import agree
+from phalanx.parallel.pipeline.shape_inference import agree
 from phalanx.parallel.protocol import Parallelism, Root, Workpiece
 from phalanx.plan.plan import Plan
 
 
 def transforms() -> list[Parallelism]:
-    """Every transform of this folder, in the order they are applied."""
+    """Every transform of the folders beside this file, in the order they are applied."""
     package = __name__.rpartition(".")[0]
-    modules = (importlib.import_module(f"{package}.{name}") for name in names(package))
-    found: list[Parallelism] = [m.parallelism for m in modules if hasattr(m, "parallelism")]
-    return sorted(found, key=lambda transform: transform.order)
+    collected: list[Parallelism] = []
+    for folder in names(package):
+        members = getattr(importlib.import_module(f"{package}.{folder}"), "__path__", None)
+        for name in names(f"{package}.{folder}") if members else ():
+            module = importlib.import_module(f"{package}.{folder}.{name}")
+            if hasattr(module, "parallelism"):
+                collected.append(module.parallelism)
+    return sorted(collected, key=lambda transform: transform.order)
 
 
 def parallelize(

@@ -16,16 +16,16 @@ from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Cut, LogicalShard, Place, module_shards
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.parallel.compression import Compression
-from phalanx.parallel.draws import Draws
-from phalanx.parallel.trained import Trained
+from phalanx.parallel.data_parallel.compression import Compression
+from phalanx.parallel.dropout.rng import Draws
+from phalanx.parallel.optimizer_params import Trained
 from phalanx.parallel.wire import Traffic
 from phalanx.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from phalanx.parallel.cp import Context
-    from phalanx.parallel.ep import ExpertGroup, SeparateExperts
-    from phalanx.parallel.pp import Staged
+    from phalanx.parallel.context.transform import Context
+    from phalanx.parallel.expert.transform import ExpertGroup, SeparateExperts
+    from phalanx.parallel.pipeline.transform import Staged
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -146,8 +146,8 @@ class Parallelism(Protocol):
     """One axis or transform: `order` places it, `wanted` reads the plan, `apply` changes the
     workpiece.
 
-    Implementations are the modules of this folder that define `parallelism`; the contract tests
-    cover each.
+    Implementations are the modules of the folders here that define `parallelism`; the contract
+    tests cover each.
     """
 
     order: Order

@@ -23,7 +23,7 @@ from phalanx.launch.paths import rank_log
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
-from phalanx.parallel.calling import call_with_batch
+from phalanx.parallel.call.bind_batch import call_with_batch
 from phalanx.parallel.model import ParallelModel
 from phalanx.plan.plan import Plan
 from phalanx.train.evaluation import HeldOut

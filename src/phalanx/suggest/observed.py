@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.calling import call_with_batch
+from phalanx.parallel.call.bind_batch import call_with_batch
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.suggest.flow import Flow, watch_forward
 

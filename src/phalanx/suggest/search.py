@@ -11,7 +11,7 @@ from torch import nn
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.nn.probe import one_line
-from phalanx.parallel.calling import call_with_batch, describe_batch
+from phalanx.parallel.call.bind_batch import call_with_batch, describe_batch
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.run.one_process.plain_loss import Batch

@@ -16,7 +16,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.parallel import tp as tensor_parallel
+from phalanx.parallel.tensor import transform as tensor_parallel
 from phalanx.plan.rules import parse_rules
 from phalanx.suggest.cutting import Cutting
 from phalanx.suggest.visit import Visit

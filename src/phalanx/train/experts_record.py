@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from phalanx.job.schema import Job
 from phalanx.observe.events import ExpertsLoaded
-from phalanx.parallel.router_load import ExpertLoad
+from phalanx.parallel.expert.router_load import ExpertLoad
 
 
 def is_logged(step: int, job: Job) -> bool:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.parallel.stretch import Stretch
-from phalanx.parallel.twice import contexts_of, selective_contexts
+from phalanx.parallel.recompute.contexts import contexts_of, selective_contexts
+from phalanx.parallel.recompute.segment import Stretch
 from phalanx.plan.plan import Plan
 from phalanx.plan.segments import Segment, segments_of
 

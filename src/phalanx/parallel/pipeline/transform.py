@@ -22,9 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.blocks import wanted_by_last_stage
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.pp_door import Door, StageEnd, StandIn, empty
-from phalanx.parallel.pp_links import Peers
-from phalanx.parallel.pp_weights import split_linears
+from phalanx.parallel.pipeline.p2p import Peers
+from phalanx.parallel.pipeline.stage_forward import Door, StageEnd, StandIn, empty
+from phalanx.parallel.pipeline.weight_grads import split_linears
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Plan

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.draws import Surroundings
-from phalanx.parallel.dropout import rows_second
+from phalanx.parallel.dropout.rng import Surroundings
+from phalanx.parallel.dropout.transform import rows_second
 from phalanx.parallel.protocol import Workpiece
 
 BERNOULLI = torch.ops.aten.bernoulli_.float

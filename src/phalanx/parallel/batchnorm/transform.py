@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.batchnorm import AnyDimensions, Ranks, Synchronised
+from phalanx.parallel.batchnorm.layer import AnyDimensions, Ranks, Synchronised
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.plan import Plan
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.mesh.compat import dtensor_like
 from phalanx.mesh.logical import local_tensor
+from phalanx.parallel.optimizer_params import Part
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.parallel.trained import Part
 from phalanx.plan.plan import Plan
 
 

@@ -18,13 +18,13 @@ import torch
 
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.mesh.casts import shared_casts
-from phalanx.parallel.drawing import Drawing
-from phalanx.parallel.pp import Staged
-from phalanx.parallel.pp_links import Form, Post
-from phalanx.parallel.pp_rehearsal import rehearse, share
-from phalanx.parallel.pp_weights import LaterWeights
+from phalanx.parallel.dropout.interceptor import Drawing
+from phalanx.parallel.pipeline.p2p import Form, Post
+from phalanx.parallel.pipeline.shape_inference import rehearse, share
+from phalanx.parallel.pipeline.transform import Staged
+from phalanx.parallel.pipeline.weight_grads import LaterWeights
 from phalanx.parallel.protocol import Workpiece
-from phalanx.parallel.saved import SavedBytes
+from phalanx.parallel.saved_tensors import SavedBytes
 from phalanx.plan.pipeline.messages import Messages, Parcel, made_by, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule

@@ -15,11 +15,11 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
 from phalanx.mesh.compat import ddp_buffer_option
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.batchnorm import differing_buffers
-from phalanx.parallel.compression import reduce_by_hook
-from phalanx.parallel.ep import SeparateExperts
+from phalanx.parallel.batchnorm.layer import differing_buffers
+from phalanx.parallel.data_parallel.compression import reduce_by_hook
+from phalanx.parallel.data_parallel.unsharded_params import average_gradients
+from phalanx.parallel.expert.transform import SeparateExperts
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.parallel.whole_small import average_gradients
 from phalanx.plan.plan import Plan
 
 

@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.batchnorm import Synchronised, Tape
-from phalanx.parallel.draws import Draws
+from phalanx.parallel.batchnorm.layer import Synchronised, Tape
+from phalanx.parallel.dropout.rng import Draws
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import Placement
 from phalanx.core.phases import Phases
 from phalanx.mesh.compat import dtensor_of
 from phalanx.mesh.exchange import gather_rows
+from phalanx.parallel.optimizer_params import Part
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.parallel.trained import Part
 from phalanx.plan.plan import Plan
 
 

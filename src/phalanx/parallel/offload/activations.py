@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.parallel.saved import is_weight
+from phalanx.parallel.saved_tensors import is_weight
 from phalanx.plan.plan import Plan
 
 SMALLEST_BYTES = {

@@ -26,9 +26,9 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.attend_blocks import Seen, is_masked
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import attention_cores, has_attention_seam
-from phalanx.parallel.cp_attention import ATTEND
-from phalanx.parallel.cp_chunks import Chunks
-from phalanx.parallel.cp_group import ContextGroup
+from phalanx.parallel.context.attention import ATTEND
+from phalanx.parallel.context.chunks import Chunks
+from phalanx.parallel.context.group import ContextGroup
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.activations import QUERY_BLOCK
 from phalanx.plan.degrees import no_attention_seam

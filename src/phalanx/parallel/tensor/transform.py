@@ -27,12 +27,12 @@ from phalanx.mesh.linear import (
 )
 from phalanx.mesh.logical import Box, Cut, full_name
 from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
-from phalanx.parallel import tp_modules
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.parallel.tp_dropout import WholeMasks, parts_dropped
-from phalanx.parallel.tp_misfit import OpenColumn, misfit
-from phalanx.parallel.tp_overlap import overlap_columns
-from phalanx.parallel.tp_sync import PartialGradients
+from phalanx.parallel.tensor import modules as tp_modules
+from phalanx.parallel.tensor.dropout import WholeMasks, parts_dropped
+from phalanx.parallel.tensor.grad_sync import PartialGradients
+from phalanx.parallel.tensor.overlap import overlap_columns
+from phalanx.parallel.tensor.shape_errors import OpenColumn, misfit
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import no_rules, require_cuttable, require_matches, require_parts
 from phalanx.plan.rules import CUTS, Rule, Span, parse_rules, rule_of

@@ -15,7 +15,7 @@ from torch import nn
 
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import full_name, local_tensor
-from phalanx.parallel.pp import Staged
+from phalanx.parallel.pipeline.transform import Staged
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.plan import Plan
 

@@ -27,9 +27,9 @@ from phalanx.mesh.compat import (
     take_up_gradients,
 )
 from phalanx.mesh.exchange import gather_rows, scatter_sum
-from phalanx.parallel.batchnorm import differing_buffers
+from phalanx.parallel.batchnorm.layer import differing_buffers
+from phalanx.parallel.data_parallel.unsharded_params import kept_whole
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.parallel.whole_small import kept_whole
 from phalanx.plan.layout import ALL_BLOCKS, split_dim
 from phalanx.plan.plan import Plan
 

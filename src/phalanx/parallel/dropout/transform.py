@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.draws import Draws
+from phalanx.parallel.dropout.rng import Draws
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.plan import Plan
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from phalanx.core.phases import Phases
 from phalanx.mesh.exchange import gather_rows, scatter_sum
-from phalanx.parallel.cp_chunks import Chunks
+from phalanx.parallel.context.chunks import Chunks
 
 KEYS, GRADIENTS = 1, 2  # tags: both kinds are under way together
 

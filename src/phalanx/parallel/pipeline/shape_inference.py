@@ -23,7 +23,7 @@ import phalanx.core.errors as errors
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.parallel.pp_links import Form, Peers
+from phalanx.parallel.pipeline.p2p import Form, Peers
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MAX_DIMS = 8

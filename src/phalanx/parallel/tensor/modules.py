@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.mesh.linear import input_dim, is_conv1d, output_dim
 from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, Vocabulary, VocabularyLogits
-from phalanx.parallel.pp_weights import SPLITS, linear
-from phalanx.parallel.tp_overlap import row_in_chunks
+from phalanx.parallel.pipeline.weight_grads import SPLITS, linear
+from phalanx.parallel.tensor.overlap import row_in_chunks
 from phalanx.plan.rules import Count, Rule
 
 

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import Seen, attend_by_blocks
-from phalanx.parallel.cp_group import GRADIENTS, KEYS, ContextGroup
-from phalanx.parallel.cp_products import Block, Products, Running
+from phalanx.parallel.context.block_attention import Block, Products, Running
+from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
 from phalanx.plan.activations import QUERY_BLOCK
 
 Attend = Callable[..., torch.Tensor]

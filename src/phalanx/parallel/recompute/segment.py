@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.draws import Draws
-from phalanx.parallel.twice import Contexts, contexts_of
+from phalanx.parallel.dropout.rng import Draws
+from phalanx.parallel.recompute.contexts import Contexts, contexts_of
 
 
 class Stretch:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from phalanx.core.phases import Phases
 from phalanx.mesh.compat import dtensor_of
+from phalanx.parallel.optimizer_params import Part
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.parallel.trained import Part
 from phalanx.plan.plan import Plan
 
 

@@ -1,0 +1,1 @@
+"""BatchNorm over the microbatch of all data-parallel ranks."""

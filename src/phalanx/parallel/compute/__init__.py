@@ -1,0 +1,1 @@
+"""How blocks compute: torch.compile and fp8 products."""

@@ -1,0 +1,1 @@
+"""Dropout whose masks do not depend on the layout."""

@@ -1,0 +1,1 @@
+"""Expert parallelism: each rank holds a part of the experts."""

@@ -1,0 +1,1 @@
+"""Offload to host memory: activations between forward and backward, or optimizer state."""

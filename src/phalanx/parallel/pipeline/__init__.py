@@ -1,0 +1,1 @@
+"""Pipeline parallelism: blocks are cut into stages, and microbatches pass through them."""

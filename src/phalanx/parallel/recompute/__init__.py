@@ -1,0 +1,1 @@
+"""Activation checkpointing: blocks compute parts of the forward again in the backward."""

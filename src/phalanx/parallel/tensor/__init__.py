@@ -1,0 +1,1 @@
+"""Tensor parallelism: matrices are cut between ranks that work on the same tokens."""
