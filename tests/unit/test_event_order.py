@@ -99,7 +99,7 @@ def test_a_stepped_clock_changes_nothing_but_what_is_shown_of_it(
         told.append(run_json(facts) | {"run_dir": ""})
         seen.append([envelope.event for envelope in EventTail(tmp_path / name).poll()])
         if not is_old:
-            after = [facts.timeline.after_s(envelope) for envelope in facts.story]
+            after = [facts.timeline.elapsed_s(envelope) for envelope in facts.story]
             assert after == sorted(after)
             assert facts.timeline.alive_s == pytest.approx(73, abs=2)
     assert told[1]["status"] == "finished"

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
-from phalanx.report.pipeline_chart import timeline_chart
+from phalanx.report.pipeline_chart import draw_timeline_chart
 
 COSTS = StageCosts(0.010, 0.012, 0.008)
 
@@ -49,7 +49,7 @@ def boxes(page: str) -> list[tuple[float, float, str]]:
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_action_is_on_the_chart_where_it_happens(name: str) -> None:
     shown = timeline(name, 3, 6)
-    page = timeline_chart(shown)
+    page = draw_timeline_chart(shown)
     assert Reader(page).classes.count("lane") == 3
     actions = [action for row in shown.schedule.actions for action in row]
     spans = [span for row in shown.spans_s for span in row]
@@ -63,7 +63,7 @@ def test_every_action_is_on_the_chart_where_it_happens(name: str) -> None:
 
 
 def test_hovering_says_what_and_how_long() -> None:
-    page = timeline_chart(timeline("1f1b", 2, 2))
+    page = draw_timeline_chart(timeline("1f1b", 2, 2))
     assert boxes(page)[0][2] == "0F0: forward of microbatch 0 in stage 0, 10.0 ms"
     assert any(
         text == "1B1: backward of microbatch 1 in stage 1, 20.0 ms" for _, _, text in boxes(page)
@@ -72,7 +72,9 @@ def test_hovering_says_what_and_how_long() -> None:
 
 def test_the_legend_names_what_there_is() -> None:
     def keys(name: str) -> list[str]:
-        return re.findall(r'class="block p\w+"></i>([^<]*)<', timeline_chart(timeline(name, 2, 4)))
+        return re.findall(
+            r'class="block p\w+"></i>([^<]*)<', draw_timeline_chart(timeline(name, 2, 4))
+        )
 
     assert keys("1f1b") == ["forward", "backward", "idle"]
     assert keys("zb-v") == ["forward", "backward, inputs", "backward, weights", "idle"]
@@ -87,7 +89,7 @@ def test_the_legend_names_what_there_is() -> None:
 
 def test_later_stages_of_a_rank_are_paler() -> None:
     """Rank 0 of a V has stages 0 and 3: as many boxes of each colour as it has actions of each."""
-    lane = timeline_chart(timeline("zb-v", 2, 4)).split('class="lane"')[1]
+    lane = draw_timeline_chart(timeline("zb-v", 2, 4)).split('class="lane"')[1]
     paths = {
         css_class: d.count("M")
         for d, css_class in re.findall(r'<path d="([^"]*)" class="([^"]*)"', lane)
@@ -98,7 +100,7 @@ def test_later_stages_of_a_rank_are_paler() -> None:
 def test_planned_stands_over_measured_on_one_scale() -> None:
     planned = timeline("1f1b", 2, 4)
     measured = timeline("1f1b", 2, 4, StageCosts(0.020, 0.024, 0.016))
-    page = timeline_chart(planned, measured)
+    page = draw_timeline_chart(planned, measured)
     assert re.findall(r'aria-label="(rank \d, \w+)', page) == [
         f"rank {rank}, {name}" for rank in (0, 1) for name in ("planned", "measured")
     ]
@@ -111,20 +113,20 @@ def test_planned_stands_over_measured_on_one_scale() -> None:
 
 @pytest.mark.long
 def test_a_large_pipeline_is_a_page_of_ordinary_size() -> None:
-    page = timeline_chart(timeline("interleaved", 64, 128))
+    page = draw_timeline_chart(timeline("interleaved", 64, 128))
     assert Reader(page).classes.count("lane") == 16
     assert "Ranks 8 to 55 are left out" in page
     assert not boxes(page)
     assert len(page) < 400_000
-    page = timeline_chart(timeline("1f1b", 4, 2000))
+    page = draw_timeline_chart(timeline("1f1b", 4, 2000))
     assert "Colours are as high as their share of the time" in page
     assert len(page) < 60_000
 
 
 def test_a_step_of_no_time_is_not_drawn() -> None:
     nothing = timeline("gpipe", 1, 1, StageCosts(0.0, 0.0, 0.0))
-    assert "Not measured" in timeline_chart(nothing)
+    assert "Not measured" in draw_timeline_chart(nothing)
 
 
 def test_titles_cannot_become_markup() -> None:
-    assert "<script>" not in timeline_chart(timeline("gpipe", 2, 2), title="<script>")
+    assert "<script>" not in draw_timeline_chart(timeline("gpipe", 2, 2), title="<script>")

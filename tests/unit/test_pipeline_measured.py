@@ -30,7 +30,7 @@ from phalanx.plan.pipeline.trace import (
     total_s,
 )
 from phalanx.plan.planner import make_plan
-from phalanx.report.bubble import Measured, pipeline_of
+from phalanx.report.bubble import MeasuredPipeline, read_pipeline
 from phalanx.train.pipeline_record import is_recorded, measured_pipeline, on_one_clock
 
 Spans = list[list[tuple[str, float, float]]]
@@ -193,19 +193,21 @@ def judged(
     *,
     micro_batch_size: int = 4,
     send_s: float = 0.0,
-) -> Measured:
+) -> MeasuredPipeline:
     plan = {"pipeline": planned.to_json(), "micro_batch_size": micro_batch_size}
     plan["num_microbatches"] = planned.num_microbatches
-    found = Measured.of(measured(planned, costs, send_s), plan, Path("runs/a"))
+    found = MeasuredPipeline.from_event(measured(planned, costs, send_s), plan, Path("runs/a"))
     assert found is not None
     return found
 
 
 def test_a_short_bubble_of_even_stages_asks_for_nothing() -> None:
     found = judged(pipeline(num_microbatches=16), [EVEN] * 4)  # 3 / 19
-    assert found.in_words() == "ranks wait 15.8 % of the step for other stages (predicted 15.8 %)"
+    assert (
+        found.describe_wait() == "ranks wait 15.8 % of the step for other stages (predicted 15.8 %)"
+    )
     assert not found.is_long
-    assert found.advice() == []
+    assert found.suggest_remedies() == []
 
 
 def test_a_long_bubble_asks_for_the_least_number_of_microbatches_that_mends_it() -> None:
@@ -214,7 +216,7 @@ def test_a_long_bubble_asks_for_the_least_number_of_microbatches_that_mends_it()
     found = judged(pipeline(), [EVEN] * 4)
     assert found.event.bubble_measured == pytest.approx(3 / 11)
     assert found.event.bubble_measured > LIMIT
-    first, second = found.advice()
+    first, second = found.suggest_remedies()
     assert (
         first
         == "16 microbatches instead of 8 (train.micro_batch_size=2) would bring the wait to about"
@@ -222,7 +224,7 @@ def test_a_long_bubble_asks_for_the_least_number_of_microbatches_that_mends_it()
     )
     assert second.startswith('parallel.schedule="interleaved"')
     assert second.endswith("about 15.8 %.")  # (p - 1) / (v m + p - 1)
-    of_one_sample, _ = judged(pipeline(), [EVEN] * 4, micro_batch_size=1).advice()
+    of_one_sample, _ = judged(pipeline(), [EVEN] * 4, micro_batch_size=1).suggest_remedies()
     assert of_one_sample.startswith(
         "16 microbatches instead of 8 (a train.global_batch_size 2 times as large)"
     )
@@ -232,27 +234,27 @@ def test_a_slow_stage_is_named_and_the_rest_is_said_of_even_ones() -> None:
     slow = StageCosts(0.02, 0.024, 0.016)
     found = judged(pipeline(), [EVEN, EVEN, slow, EVEN])
     assert found.slowest == (2, pytest.approx(1.6))
-    recut, more, _ = found.advice()
+    recut, more, _ = found.suggest_remedies()
     assert recut.startswith("Stage 2 is the slowest, at 1.60 times the mean of all")
     assert recut.endswith("phalanx plan JOB.toml --recut runs/a.")
     assert "the wait of even stages to about 15.8 %" in more
     few = judged(pipeline(num_microbatches=64), [EVEN, EVEN, StageCosts(0.012, 0.014, 0.010), EVEN])
     assert not few.is_long
-    (only,) = few.advice()
+    (only,) = few.suggest_remedies()
     assert only.startswith("Stage 2 is the slowest"), "worth a cut even where ranks wait little"
 
 
 def test_what_neither_schedule_nor_stages_explain_is_said() -> None:
     found = judged(pipeline(), [EVEN] * 4, send_s=0.004)
-    assert "follows from neither schedule nor stages" in found.advice()[-1]
-    assert not any("neither" in line for line in judged(pipeline(), [EVEN] * 4).advice())
+    assert "follows from neither schedule nor stages" in found.suggest_remedies()[-1]
+    assert not any("neither" in line for line in judged(pipeline(), [EVEN] * 4).suggest_remedies())
 
 
 def test_a_schedule_of_ones_own_gets_no_numbers_it_cannot_have() -> None:
     named = pipeline()
     rows = tuple(",".join(map(str, row)) for row in named.schedule().actions)
     own = Pipeline("file", 4, 8, named.stages, named.rank_of_stage, rows, named.costs)
-    assert judged(own, [EVEN] * 4).advice() == [
+    assert judged(own, [EVEN] * 4).suggest_remedies() == [
         "More microbatches, or fewer pipeline ranks (parallel.pp), make it shorter."
     ]
 
@@ -267,16 +269,19 @@ def test_a_schedule_of_ones_own_gets_no_numbers_it_cannot_have() -> None:
     ],
 )  # fmt: skip
 def test_a_plan_of_any_shape_is_no_crash(change: dict[str, Any]) -> None:
-    assert pipeline_of({"pipeline": pipeline().to_json()}) is not None
-    assert pipeline_of({"pipeline": pipeline().to_json() | change}) is None
-    assert pipeline_of({"pipeline": [1]}) is None
+    assert read_pipeline({"pipeline": pipeline().to_json()}) is not None
+    assert read_pipeline({"pipeline": pipeline().to_json() | change}) is None
+    assert read_pipeline({"pipeline": [1]}) is None
 
 
 def test_an_event_of_other_stages_is_not_judged() -> None:
     event = measured(pipeline(), [EVEN] * 4)
-    assert Measured.of(event, {"pipeline": pipeline(num_ranks=2).to_json()}, Path("a")) is None
-    assert Measured.of(None, {"pipeline": pipeline().to_json()}, Path("a")) is None
-    assert Measured.of(event, {}, Path("a")) is None
+    assert (
+        MeasuredPipeline.from_event(event, {"pipeline": pipeline(num_ranks=2).to_json()}, Path("a"))
+        is None
+    )
+    assert MeasuredPipeline.from_event(None, {"pipeline": pipeline().to_json()}, Path("a")) is None
+    assert MeasuredPipeline.from_event(event, {}, Path("a")) is None
 
 
 @pytest.mark.parametrize(("layers", "wanted"), [(8, "parallel.stage_blocks=[5, 3]"), (2, None)])
@@ -294,9 +299,9 @@ def test_another_cut_is_advised_where_it_is_better(
     assert found.pipeline is not None
     slow = StageCosts(0.020, 0.024, 0.016)
     event = measured(found.pipeline, [EVEN, slow])
-    read = Measured.of(event, json.loads(json.dumps(found.to_json())), tmp_path)
+    read = MeasuredPipeline.from_event(event, json.loads(json.dumps(found.to_json())), tmp_path)
     assert read is not None
-    advice = " ".join(read.advice())
+    advice = " ".join(read.suggest_remedies())
     assert ("slowest" in advice) == (wanted is not None)
     if wanted is not None:
         assert wanted in advice

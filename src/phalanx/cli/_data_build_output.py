@@ -11,7 +11,7 @@ from phalanx.core.units import format_bytes, format_count, format_seconds, plura
 from phalanx.data.build import BuildProgress
 from phalanx.data.build_summary import BuildSpeed, BuildSummary
 from phalanx.data.train_tokenizer import TrainedTokenizer, TrainingProgress
-from phalanx.report.dataset_page import left_out
+from phalanx.report.dataset_page import describe_left_out
 from phalanx.run.next_command import next_line
 
 SMALL_BYTES = 50_000  # fewer are told one by one
@@ -61,7 +61,7 @@ def print_build(summary: BuildSummary, tokenizer: str) -> None:
     _print("shards", f"{shards}, {format_bytes(summary.num_bytes)}; {kind} ({tokenizer})")
     if manifest.end_of_document is None:
         _print("note", "the tokenizer has no token that ends a document; none was put between them")
-    if missing := left_out(manifest):
+    if missing := describe_left_out(manifest):
         _print("note", "; ".join(missing))
     if summary.speed is not None:
         _print("speed", _describe_speed(summary.speed, dataset.tokenizer.kind))

@@ -9,7 +9,7 @@ import sys
 from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.data.stats import DatasetStats, LengthBin
 from phalanx.data.verification import DatasetVerification
-from phalanx.report.dataset_page import part_words, range_words
+from phalanx.report.dataset_page import format_quantile, format_range
 
 BAR_CELLS = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -59,7 +59,9 @@ def describe_stats(stats: DatasetStats, directory: str, *, fancy: bool = True) -
         "",
         f"length of a document in tokens: mean {stats.mean_length:,.0f}",
         "  "
-        + "  ".join(f"{part_words(part)} {length:,}" for part, length in stats.quantiles.items()),
+        + "  ".join(
+            f"{format_quantile(part)} {length:,}" for part, length in stats.quantiles.items()
+        ),
         "",
         *_histogram(stats.bins, fancy),
         "",
@@ -75,7 +77,7 @@ def describe_stats(stats: DatasetStats, directory: str, *, fancy: bool = True) -
 
 def _histogram(bins: tuple[LengthBin, ...], fancy: bool) -> list[str]:
     most = max(bin.num_documents for bin in bins)
-    labels = [range_words(bin.low, bin.high) for bin in bins]
+    labels = [format_range(bin.low, bin.high) for bin in bins]
     width = max(map(len, labels))
     lines = []
     for label, bin in zip(labels, bins, strict=True):

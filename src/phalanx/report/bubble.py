@@ -1,4 +1,4 @@
-"""What a measured pipeline means: how much its ranks wait, whether that is too much, and what to
+"""A measured pipeline, explained: how much its ranks wait, whether that is too much, and what to
 do about it."""
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline
 from phalanx.plan.pipeline.trace import Recut, planned_at, recut, total_s
-from phalanx.report import words
-from phalanx.report.words import as_number
+from phalanx.report import formats
+from phalanx.report.formats import number_or_nan
 
 UNEXPLAINED = 0.05  # of the ranks' time: what the schedule and the stages' times do not account for
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPipeline:
     """A PipelineMeasured beside the plan of its run.
 
-    `of` makes it from what files say, and trusts nothing.
+    `from_event` makes it from what files say, and trusts nothing.
     """
 
     event: PipelineMeasured
@@ -43,22 +43,28 @@ class Measured:
     """What the model's parts should cost; None where job or plan do not say."""
 
     @classmethod
-    def of(
+    def from_event(
         cls, event: PipelineMeasured | None, plan: dict[str, Any], run_dir: Path
-    ) -> Measured | None:
-        """None where there is no such event, or files that do not fit together."""
-        pipeline = pipeline_of(plan)
+    ) -> MeasuredPipeline | None:
+        """The event beside its plan; None without an event, or if the files do not fit together."""
+        pipeline = read_pipeline(plan)
         if event is None or pipeline is None:
             return None
         try:
             costs = tuple(StageCosts(*map(float, row)) for row in event.stage_seconds)
-            held = [int(count) for count in event.in_flight]
+            in_flight = [int(count) for count in event.in_flight]
             is_whole = all(math.isfinite(total_s(cost)) for cost in costs)
         except (TypeError, ValueError):
             return None
-        if not is_whole or len(costs) != pipeline.num_stages or len(held) != pipeline.num_ranks:
+        if (
+            not is_whole
+            or len(costs) != pipeline.num_stages
+            or len(in_flight) != pipeline.num_ranks
+        ):
             return None
-        samples = as_number(plan.get("num_microbatches")) * as_number(plan.get("micro_batch_size"))
+        samples = number_or_nan(plan.get("num_microbatches")) * number_or_nan(
+            plan.get("micro_batch_size")
+        )
         weights = _weights(plan, run_dir)
         return cls(
             event, pipeline, costs, int(samples) if math.isfinite(samples) else 0, run_dir, weights
@@ -94,23 +100,23 @@ class Measured:
 
     @property
     def is_long(self) -> bool:
-        """Of a bubble: more than the limit."""
+        """True if the measured bubble is above the limit."""
         return self.event.bubble_measured > LIMIT
 
-    def planned(self) -> Timeline | None:
+    def plan_timeline(self) -> Timeline | None:
         """The plan's timeline on the scale of what was measured; None where the plan has no
         costs."""
         return planned_at(self.pipeline, self.costs)
 
-    def in_words(self) -> str:
+    def describe_wait(self) -> str:
         """ "ranks wait 23.1 % of the step for other stages (predicted 21.0 %)"."""
-        predicted = words.percent(self.event.bubble_predicted, 1.0)
-        measured = words.percent(self.event.bubble_measured, 1.0)
+        predicted = formats.percent(self.event.bubble_predicted, 1.0)
+        measured = formats.percent(self.event.bubble_measured, 1.0)
         return f"ranks wait {measured} of the step for other stages (predicted {predicted})"
 
-    def advice(self) -> list[str]:
-        """What to do, a sentence each; nothing where ranks wait little and stages are even."""
-        said = []
+    def suggest_remedies(self) -> list[str]:
+        """Sentences that say what to do; an empty list if ranks wait little and stages are even."""
+        advice = []
         if self.is_uneven:
             stage, ratio = self.slowest
             how = (
@@ -121,31 +127,31 @@ class Measured:
                 blocks = ", ".join(map(str, self.recut.stages.num_blocks))
                 how = (
                     f"parallel.stage_blocks=[{blocks}] would make a step"
-                    f" {words.percent(self.recut.gain, 1.0)} shorter."
+                    f" {formats.percent(self.recut.gain, 1.0)} shorter."
                 )
-            said.append(
+            advice.append(
                 f"Stage {stage} is the slowest, at {ratio:.2f} times the mean of all: {how}"
             )
         if not self.is_long:
-            return said
-        more = self._more_microbatches() + self._interleaved()
-        said += more
+            return advice
+        more = self._suggest_microbatches() + self._suggest_interleaving()
+        advice += more
         extra = self.event.bubble_measured - self.event.bubble_predicted
         if extra > UNEXPLAINED:
-            said.append(
-                f"{words.percent(extra, 1.0)} of the ranks' time follows from neither schedule nor"
-                " stages: it is sending, or ranks that share cores or wait for something else."
+            advice.append(
+                f"{formats.percent(extra, 1.0)} of the ranks' time follows from neither schedule"
+                " nor stages: it is sending, or ranks that share cores or wait for something else."
             )
-        if not said:
-            said.append(
+        if not advice:
+            advice.append(
                 "More microbatches, or fewer pipeline ranks (parallel.pp), make it shorter."
             )
-        return said
+        return advice
 
     @property
-    def _once_cut(self) -> tuple[StageCosts, ...]:
-        """What stages take, all the same where they should be cut again: nothing else mends a
-        stage that is slow."""
+    def _even_costs(self) -> tuple[StageCosts, ...]:
+        """The measured costs of the stages, or their mean for every stage if the model should be
+        cut again: no other remedy helps a slow stage."""
         if not self.is_uneven:
             return self.costs
         parts = zip(
@@ -162,13 +168,13 @@ class Measured:
     def _wait(self) -> str:
         return "the wait of even stages" if self.is_uneven else "the wait"
 
-    def _more_microbatches(self) -> list[str]:
+    def _suggest_microbatches(self) -> list[str]:
         """The least number with which the schedule keeps to the limit."""
-        found = enough_microbatches(self.pipeline, self.samples_per_rank, self._once_cut)
-        if found is None:
+        remedy = enough_microbatches(self.pipeline, self.samples_per_rank, self._even_costs)
+        if remedy is None:
             return []
-        count, is_divided, bubble = found
-        now, share = self.pipeline.num_microbatches, words.percent(bubble, 1.0)
+        count, is_divided, bubble = remedy
+        now, share = self.pipeline.num_microbatches, formats.percent(bubble, 1.0)
         how = f"a train.global_batch_size {count / now:g} times as large"
         if is_divided:
             how = f"train.micro_batch_size={self.samples_per_rank // count}"
@@ -177,12 +183,12 @@ class Measured:
             f" {share}."
         ]
 
-    def _interleaved(self) -> list[str]:
+    def _suggest_interleaving(self) -> list[str]:
         """Two stages on each rank instead of one, if blocks can be cut so."""
-        bubble = halved(self.pipeline, self._once_cut)
+        bubble = halved(self.pipeline, self._even_costs)
         if bubble is None or bubble > 0.9 * self.event.bubble_predicted:
             return []
-        share = words.percent(bubble, 1.0)
+        share = formats.percent(bubble, 1.0)
         return [
             f'parallel.schedule="interleaved", two stages on each rank, would bring {self._wait} to'
             f" about {share}."
@@ -190,7 +196,8 @@ class Measured:
 
 
 def _weights(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
-    """Of the run's own job and plan, which may hold anything."""
+    """The costs of the model's parts, from the run's own job.json and plan.json; None if those
+    do not fit together."""
     try:
         job = Job.model_validate_json(read_regular(run_dir / "job.json"))
         return parts_of(job, ModelShape.from_json(plan["shape"])).layer_costs
@@ -198,24 +205,24 @@ def _weights(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
         return None
 
 
-def pipeline_of(plan: dict[str, Any]) -> Pipeline | None:
+def read_pipeline(plan: dict[str, Any]) -> Pipeline | None:
     """The plan's pipeline, if it has one and it can be looked at: plan.json may hold anything."""
     body = plan.get("pipeline")
     if not isinstance(body, dict):
         return None
     try:
-        found = Pipeline.from_json(body)
+        pipeline = Pipeline.from_json(body)
         if (
-            not 0 < found.num_stages * found.num_microbatches * 3 <= MAX_ACTIONS
-            or found.num_ranks > found.num_stages
+            not 0 < pipeline.num_stages * pipeline.num_microbatches * 3 <= MAX_ACTIONS
+            or pipeline.num_ranks > pipeline.num_stages
         ):
             return None
-        schedule = found.schedule()
-        is_whole = len(found.stages.num_blocks) == schedule.num_stages == found.num_stages
-        has_costs = len(found.costs) in (0, found.num_stages)
-        if not (is_whole and has_costs and schedule.num_ranks == found.num_ranks):
+        schedule = pipeline.schedule()
+        is_whole = len(pipeline.stages.num_blocks) == schedule.num_stages == pipeline.num_stages
+        has_costs = len(pipeline.costs) in (0, pipeline.num_stages)
+        if not (is_whole and has_costs and schedule.num_ranks == pipeline.num_ranks):
             return None
-        found.timeline()
+        pipeline.timeline()
     except (LayoutError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
         return None
-    return found
+    return pipeline

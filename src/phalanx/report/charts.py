@@ -102,18 +102,18 @@ class StackChart:
 
 @dataclass
 class _Drawing:
-    """What a chart hands to the frame."""
+    """The drawn parts of a chart; `_figure` puts axes, notes and a table around them."""
 
     svg: list[Html] = field(default_factory=list)
     over: list[Html | None] = field(default_factory=list)  # HTML on the plot
-    beside: list[Html] = field(default_factory=list)  # HTML right of the plot
+    end_labels: list[Html] = field(default_factory=list)  # HTML right of the plot
     legend: list[Html] = field(default_factory=list)
 
 
-def line_chart(chart: LineChart) -> Html:
+def draw_line_chart(chart: LineChart) -> Html:
     """The chart as a figure; one line of text instead if nothing was measured."""
     if not any(math.isfinite(value) for series in chart.series for value in series.ys):
-        return _nothing(chart.title)
+        return _draw_nothing(chart.title)
     points = [(series, *extremes(series.xs, series.ys, MAX_POINTS)) for series in chart.series]
     x_scale = _x_scale([x for _, xs, _ in points for x in xs], chart.x_range)
     values = [y for _, _, ys in points for y in ys] + [
@@ -135,7 +135,7 @@ def line_chart(chart: LineChart) -> Html:
         if len(points) > 1:  # one line needs no key: the title names it
             drawing.legend.append(_key(series.css_class, series.name, dot=series.dots))
     _draw_marks(chart.marks, x_scale, y_scale, drawing)
-    drawing.beside = _beside(chart, y_scale)
+    drawing.end_labels = _end_labels(chart, y_scale)
     hover = [
         [series.name, series.css_class, _numbers(xs), _numbers(ys)] for series, xs, ys in points
     ]
@@ -152,22 +152,22 @@ def line_chart(chart: LineChart) -> Html:
     )
 
 
-def stack_chart(chart: StackChart) -> Html:
+def draw_stack_chart(chart: StackChart) -> Html:
     """Columns down-sampled to `MAX_COLUMNS`; a column far above the others is cut, and the note
     says so."""
     spans = buckets(len(chart.xs), MAX_COLUMNS)
     parts = {
-        name: [_mean(ys[begin:end]) for begin, end in spans] for name, ys in chart.parts.items()
+        name: [_mean(ys[start:end]) for start, end in spans] for name, ys in chart.parts.items()
     }
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
     if not any(total > 0 for total in totals):
-        return _nothing(chart.title)
+        return _draw_nothing(chart.title)
     ordered = sorted(totals)
     usual = ordered[math.ceil(0.95 * len(ordered)) - 1]
     cut = [total for total in totals if total > 3 * usual] if usual > 0 else []
     y_scale = scale_for([min(total, 1.6 * usual) if cut else total for total in totals], zero=True)
     x_scale = _x_scale([chart.xs[0], chart.xs[-1]], chart.x_range)
-    lefts = [x_scale(chart.xs[begin] - 0.5) for begin, _ in spans]
+    lefts = [x_scale(chart.xs[start] - 0.5) for start, _ in spans]
     rights = [x_scale(chart.xs[end - 1] + 0.5) for _, end in spans]
     drawing = _Drawing()
     floor = [0.0] * len(spans)
@@ -182,10 +182,10 @@ def stack_chart(chart: StackChart) -> Html:
     if cut:
         reach = "1 column reaches" if len(cut) == 1 else f"{len(cut)} columns reach"
         note += f" {reach} past the top, the highest to {_value(max(cut), chart.unit)}."
-        for left, right, total in zip(lefts, rights, totals, strict=True):
+        for left_edge, right_edge, total in zip(lefts, rights, totals, strict=True):
             if total > y_scale.high:
                 drawing.over.append(
-                    _cross((left + right) / 2, 1.0, "cut", "▲", _value(total, chart.unit))
+                    _cross((left_edge + right_edge) / 2, 1.0, "cut", "▲", _value(total, chart.unit))
                 )
     at = [chart.xs[end - 1] for _, end in spans]
     hover: list[list[Any]] = [["total", "sum", _numbers(at), _numbers(totals)]]
@@ -196,7 +196,7 @@ def stack_chart(chart: StackChart) -> Html:
     ]
     rows = _few_rows(len(at))
     data = table(
-        ["step", *[_with_unit(name, chart.unit) for name in parts]],
+        ["step", *[_name_with_unit(name, chart.unit) for name in parts]],
         [[_step_text(at[row]), *[_plain(ys[row]) for ys in parts.values()]] for row in rows],
         css_class="num",
     )
@@ -205,16 +205,19 @@ def stack_chart(chart: StackChart) -> Html:
     )
 
 
-def stacked_bar(
-    parts: Mapping[str, float], classes: Mapping[str, str], whole: float, texts: Mapping[str, str]
+def draw_stacked_bar(
+    parts: Mapping[str, float],
+    classes: Mapping[str, str],
+    full_width: float,
+    texts: Mapping[str, str],
 ) -> Html:
-    """A horizontal bar, `whole` being its full width.
+    """A horizontal bar, `full_width` being its full width.
 
     Each piece is named where it is wide enough, and on hover.
     """
     pieces = []
     for name, value in parts.items():
-        share = min(value / whole, 1.0) if math.isfinite(value) and whole > 0 else 0.0
+        share = min(value / full_width, 1.0) if math.isfinite(value) and full_width > 0 else 0.0
         if share < MIN_SHARE:
             continue
         label = name if share * 100 > 1.1 * len(name) + 2 else ""
@@ -232,7 +235,7 @@ def stacked_bar(
     return tag("div", pieces, class_="bar", role="img", aria_label=label or "nothing")
 
 
-def legend(names: Sequence[str], classes: Mapping[str, str]) -> Html:
+def draw_legend(names: Sequence[str], classes: Mapping[str, str]) -> Html:
     return tag("div", [_key(classes[name], name, block=True) for name in names], class_="legend")
 
 
@@ -302,18 +305,18 @@ def _figure(
         tag(
             "div",
             plot,
-            tag("div", drawing.beside, class_="beside") if drawing.beside else None,
+            tag("div", drawing.end_labels, class_="beside") if drawing.end_labels else None,
             class_="row",
         ),
         tag("div", "step", class_="xlabel"),
         tag("p", note, class_="note") if note else None,
         tag("details", tag("summary", "Data table"), data),
         json_island(island, "points"),
-        class_="chart wide" if drawing.beside else "chart",
+        class_="chart wide" if drawing.end_labels else "chart",
     )
 
 
-def _nothing(title: str) -> Html:
+def _draw_nothing(title: str) -> Html:
     return tag(
         "figure",
         tag("figcaption", tag("h3", title)),
@@ -332,7 +335,7 @@ def _table(chart: LineChart) -> Html:
     parts: list[Html] = []
     if lines:
         xs = lines[0].xs
-        head = ["step", *[_with_unit(series.name, chart.unit) for series in lines]]
+        head = ["step", *[_name_with_unit(series.name, chart.unit) for series in lines]]
         rows = [
             [_step_text(xs[r]), *[_plain(series.ys[r]) for series in lines]]
             for r in _few_rows(len(xs))
@@ -343,11 +346,11 @@ def _table(chart: LineChart) -> Html:
         if not finite:
             continue
         if series.dots:
-            said = [
+            values = [
                 f"{_value(y, chart.unit)} at step {_step_text(x)}"
                 for y, x in finite[:MAX_TABLE_ROWS]
             ]
-            parts.append(tag("p", f"{series.name}: {'; '.join(said)}", class_="note"))
+            parts.append(tag("p", f"{series.name}: {'; '.join(values)}", class_="note"))
         else:
             (low, low_x), (high, high_x) = min(finite), max(finite)
             ends = f"lowest {_value(low, chart.unit)} at step {_step_text(low_x)}"
@@ -388,19 +391,19 @@ def _draw_marks(marks: Sequence[Mark], x_scale: Scale, y_scale: Scale, drawing: 
     drawing.legend += [_key(kind, kind) for kind in ("restart", "resume") if kind in kinds]
 
 
-def _beside(chart: LineChart, y_scale: Scale) -> list[Html]:
+def _end_labels(chart: LineChart, y_scale: Scale) -> list[Html]:
     """Labels right of the plot at the height of what they name, moved apart where they would
     overlap."""
-    wanted: list[tuple[float, str, str]] = [
+    labels: list[tuple[float, str, str]] = [
         (y_scale(r.value), r.label, r.css_class) for r in chart.references
     ]
     for series in chart.series:
         last = next((y for y in reversed(series.ys) if math.isfinite(y)), None)
         if series.end_label and last is not None:
-            wanted.append((y_scale(last), series.end_label, series.css_class))
-    wanted.sort()
+            labels.append((y_scale(last), series.end_label, series.css_class))
+    labels.sort()
     heights: list[float] = []
-    for height, _, _ in wanted:
+    for height, _, _ in labels:
         heights.append(max(height, heights[-1] + MIN_LABEL_GAP if heights else 0.0))
     ceiling = 1.0
     for index in range(
@@ -410,7 +413,7 @@ def _beside(chart: LineChart, y_scale: Scale) -> list[Html]:
         ceiling = heights[index] - MIN_LABEL_GAP
     return [
         tag("span", text, class_=f"end {css_class}", style=f"bottom:{100 * height:.2f}%")
-        for height, (_, text, css_class) in zip(heights, wanted, strict=True)
+        for height, (_, text, css_class) in zip(heights, labels, strict=True)
     ]
 
 
@@ -464,11 +467,11 @@ def _columns(
     y_scale: Scale,
 ) -> str:
     d = []
-    for left, right, low, high in zip(lefts, rights, floor, top, strict=True):
-        begin, end = max(left, 0.0) * _SIZE, min(right, 1.0) * _SIZE
+    for left_edge, right_edge, low, high in zip(lefts, rights, floor, top, strict=True):
+        start_x, end_x = max(left_edge, 0.0) * _SIZE, min(right_edge, 1.0) * _SIZE
         y_low, y_high = _SIZE * (1 - min(y_scale(low), 1.0)), _SIZE * (1 - min(y_scale(high), 1.0))
-        if y_low - y_high > 0.05 and end > begin:
-            d.append(f"M{begin:.1f} {y_low:.1f}V{y_high:.1f}H{end:.1f}V{y_low:.1f}Z")
+        if y_low - y_high > 0.05 and end_x > start_x:
+            d.append(f"M{start_x:.1f} {y_low:.1f}V{y_high:.1f}H{end_x:.1f}V{y_low:.1f}Z")
     return "".join(d)
 
 
@@ -493,5 +496,5 @@ def _step_text(step: float) -> str:
     return f"{step:.0f}"
 
 
-def _with_unit(name: str, unit: str) -> str:
+def _name_with_unit(name: str, unit: str) -> str:
     return f"{name} ({unit})" if unit else name

@@ -30,7 +30,7 @@ def write_dataset_page(path: Path, dataset: Dataset, stats: DatasetStats) -> Non
         raise resource_error(error, "writing the page", path, place="--page") from None
 
 
-def render_dataset_page(dataset: Dataset, found: DatasetStats) -> str:
+def render_dataset_page(dataset: Dataset, stats: DatasetStats) -> str:
     """The page of a dataset, as HTML text."""
     name = dataset.directory.resolve().name or str(dataset.directory)
     style = Html(files("phalanx.report").joinpath("page.css").read_text("utf-8"))
@@ -43,27 +43,27 @@ def render_dataset_page(dataset: Dataset, found: DatasetStats) -> str:
         tag("link", rel="icon", href="data:,"),
         tag("style", style),
     )
-    main = tag("main", _lengths(found), _tokens(found), _origin(dataset), id="main")
+    main = tag("main", _lengths(stats), _tokens(stats), _origin(dataset), id="main")
     footer = tag("footer", "Written by phalanx. This file is complete in itself and loads nothing.")
-    body = tag("body", tag("div", _header(name, dataset, found), main, footer, class_="page"))
+    body = tag("body", tag("div", _header(name, dataset, stats), main, footer, class_="page"))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _header(name: str, dataset: Dataset, found: DatasetStats) -> Html:
-    used = f"{found.num_tokens_used:,} of them occur"
+def _header(name: str, dataset: Dataset, stats: DatasetStats) -> Html:
+    used = f"{stats.num_tokens_used:,} of them occur"
     keys = [
-        ("Documents", f"{found.num_documents:,}", ""),
+        ("Documents", f"{stats.num_documents:,}", ""),
         (
             "Tokens",
-            format_count(found.num_tokens),
-            f"{found.num_tokens:,}" if found.num_tokens >= 1000 else "",
+            format_count(stats.num_tokens),
+            f"{stats.num_tokens:,}" if stats.num_tokens >= 1000 else "",
         ),
-        ("Text", format_bytes(found.source_bytes), f"{found.tokens_per_byte:.3f} tokens per byte"),
-        ("On disk", format_bytes(found.num_bytes), plural(found.num_shards, "shard")),
-        ("Vocabulary", f"{found.vocab_size:,}", used),
+        ("Text", format_bytes(stats.source_bytes), f"{stats.tokens_per_byte:.3f} tokens per byte"),
+        ("On disk", format_bytes(stats.num_bytes), plural(stats.num_shards, "shard")),
+        ("Vocabulary", f"{stats.vocab_size:,}", used),
         ("Tokenizer", dataset.tokenizer.kind, f"digest {dataset.tokenizer.digest}"),
-        ("Median length", plural(found.quantiles[0.5], "token"), f"mean {found.mean_length:,.0f}"),
-        ("Longest", plural(found.quantiles[1.0], "token"), f"shortest {found.quantiles[0.0]:,}"),
+        ("Median length", plural(stats.quantiles[0.5], "token"), f"mean {stats.mean_length:,.0f}"),
+        ("Longest", plural(stats.quantiles[1.0], "token"), f"shortest {stats.quantiles[0.0]:,}"),
     ]
     return tag(
         "header",
@@ -77,26 +77,26 @@ def _key(name: str, value: str, detail: str) -> Html:
     return tag("div", tag("dt", name), tag("dd", value, tag("small", detail) if detail else None))
 
 
-def _lengths(found: DatasetStats) -> Html:
-    ranges = [(bin.low, bin.high) for bin in found.bins]
-    documents = columns(
-        "Documents by length", "documents", ranges, [bin.num_documents for bin in found.bins], "g1"
+def _lengths(stats: DatasetStats) -> Html:
+    ranges = [(bin.low, bin.high) for bin in stats.bins]
+    documents = draw_histogram(
+        "Documents by length", "documents", ranges, [bin.num_documents for bin in stats.bins], "g1"
     )
-    tokens = columns(
+    tokens = draw_histogram(
         "Tokens by length of their document",
         "tokens",
         ranges,
-        [b.num_tokens for b in found.bins],
+        [b.num_tokens for b in stats.bins],
         "g4",
     )
     quantiles = table(
         ["of the documents", "at most this many tokens"],
-        [[part_words(part), f"{length:,}"] for part, length in found.quantiles.items()],
+        [[format_quantile(part), f"{length:,}"] for part, length in stats.quantiles.items()],
         css_class="num",
     )
     rows = [
-        [range_words(b.low, b.high), f"{b.num_documents:,}", f"{b.num_tokens:,}"]
-        for b in found.bins
+        [format_range(b.low, b.high), f"{b.num_documents:,}", f"{b.num_tokens:,}"]
+        for b in stats.bins
     ]
     numbers = table(["length in tokens", "documents", "tokens"], rows, css_class="num")
     return tag(
@@ -114,72 +114,72 @@ def _lengths(found: DatasetStats) -> Html:
     )
 
 
-def part_words(part: float) -> str:
+def format_quantile(part: float) -> str:
     """0.5 -> 'median', 0.05 -> '5 %'."""
     return {0.0: "shortest", 0.5: "median", 1.0: "longest"}.get(part, f"{100 * part:g} %")
 
 
-def range_words(low: int, high: int) -> str:
+def format_range(low: int, high: int) -> str:
     return f"{low:,} to {high:,}" if high > low else f"{low:,}"
 
 
-def left_out(manifest: Manifest) -> list[str]:
-    """What of the inputs is not in a dataset as it was there; nothing for most."""
-    said = []
+def describe_left_out(manifest: Manifest) -> list[str]:
+    """Phrases for everything in the inputs that the dataset leaves out or changes; usually none."""
+    parts = []
     if manifest.num_skipped_files:
-        said.append(f"{plural(manifest.num_skipped_files, 'binary file')} skipped")
+        parts.append(f"{plural(manifest.num_skipped_files, 'binary file')} skipped")
     if manifest.num_skipped_folders:
-        said.append(
+        parts.append(
             f"{plural(manifest.num_skipped_folders, 'folder')} skipped, a dataset or a run and not"
             " text"
         )
     if manifest.num_empty_files:
-        said.append(f"{plural(manifest.num_empty_files, 'empty file')} skipped")
+        parts.append(f"{plural(manifest.num_empty_files, 'empty file')} skipped")
     if manifest.num_not_files:
         nouns = (
             "entry that is no file" if manifest.num_not_files == 1 else "entries that are no files"
         )
-        said.append(
+        parts.append(
             f"{manifest.num_not_files:,} {nouns} skipped (broken links, linked folders, pipes,"
             " devices)"
         )
     if manifest.num_json_as_text:
         files = plural(manifest.num_json_as_text, ".json file")
-        said.append(
+        parts.append(
             f"{files} read as text, not holding an object per line: an array, say, is no rows"
         )
     if manifest.num_repeated_files:
-        said.append(f"{plural(manifest.num_repeated_files, 'file')} given again, read once")
+        parts.append(f"{plural(manifest.num_repeated_files, 'file')} given again, read once")
     if manifest.num_skipped_rows:
-        said.append(f"{plural(manifest.num_skipped_rows, 'null row')} skipped")
+        parts.append(f"{plural(manifest.num_skipped_rows, 'null row')} skipped")
     if manifest.num_not_utf8:
-        said.append(
+        parts.append(
             f"bytes that are not UTF-8 became U+FFFD in {plural(manifest.num_not_utf8, 'piece')} of"
             " text"
         )
     if manifest.num_ends_in_text:
         times = plural(manifest.num_ends_in_text, "place")
-        said.append(
+        parts.append(
             f"in {times} of a text the tokenizer itself gave the token that ends a document"
         )
-    return said
+    return parts
 
 
-def _tokens(found: DatasetStats) -> Html:
+def _tokens(stats: DatasetStats) -> Html:
     rows = [
         [
-            tag("code", _shown(t.text)),
+            tag("code", _show_white_space(t.text)),
             str(t.token),
             f"{t.count:,}",
-            f"{100 * t.count / found.num_tokens:.2f} %",
+            f"{100 * t.count / stats.num_tokens:.2f} %",
         ]
-        for t in found.frequent
+        for t in stats.frequent
     ]
-    ranks = [[f"{rank:,}", f"{count:,}"] for rank, count in found.counts_by_rank]
+    ranks = [[f"{rank:,}", f"{count:,}"] for rank, count in stats.counts_by_rank]
     return tag(
         "section",
         tag("h2", "Tokens"),
-        _rank_curve(found),
+        _rank_curve(stats),
         tag(
             "details",
             tag("summary", "The numbers of the picture"),
@@ -194,7 +194,7 @@ def _tokens(found: DatasetStats) -> Html:
     )
 
 
-def _shown(text: str) -> str:
+def _show_white_space(text: str) -> str:
     """White space as something one can see."""
     if text == "(end of document)":
         return text
@@ -215,7 +215,7 @@ def _origin(dataset: Dataset) -> Html:
         for f in facts
     ]
     more = len(dataset.shards) - len(facts)
-    note = "; ".join(left_out(manifest))
+    note = "; ".join(describe_left_out(manifest))
     return tag(
         "section",
         tag("h2", "Where it comes from"),
@@ -231,7 +231,7 @@ def _origin(dataset: Dataset) -> Html:
     )
 
 
-def columns(
+def draw_histogram(
     title: str,
     y_label: str,
     ranges: Sequence[tuple[int, int]],
@@ -244,22 +244,25 @@ def columns(
     num_slots = max(len(values), _LEAST_COLUMNS)
     first = (num_slots - len(values)) / 2
     labels = [_short(low) for low, _ in ranges]
-    every = -(-len(values) * (max(map(len, labels)) + 2) // _LABEL_LETTERS)
+    label_period = -(-len(values) * (max(map(len, labels)) + 2) // _LABEL_LETTERS)
     for number, ((low, high), value) in enumerate(zip(ranges, values, strict=True)):
-        left, right = ((first + number + edge) / num_slots for edge in (_GAP / 2, 1 - _GAP / 2))
+        left_edge, right_edge = (
+            (first + number + edge) / num_slots for edge in (_GAP / 2, 1 - _GAP / 2)
+        )
         top = scale(value)
         if value:
             top = max(top, 0.004)  # one document of a million still shows
-            d = f"M{_SIZE * left:.1f} {_SIZE}V{_SIZE * (1 - top):.1f}H{_SIZE * right:.1f}V{_SIZE}Z"
-            pointed = tag("title", f"{range_words(low, high)} tokens: {value:,} {y_label}")
+            start_x, end_x = _SIZE * left_edge, _SIZE * right_edge
+            d = f"M{start_x:.1f} {_SIZE}V{_SIZE * (1 - top):.1f}H{end_x:.1f}V{_SIZE}Z"
+            pointed = tag("title", f"{format_range(low, high)} tokens: {value:,} {y_label}")
             paths.append(tag("path", pointed, d=d, class_=css_class))
-        if number % every == 0:
+        if number % label_period == 0:
             names.append(
                 tag(
                     "span",
                     labels[number],
                     class_="xtick",
-                    style=f"left:{100 * (left + right) / 2:.2f}%",
+                    style=f"left:{100 * (left_edge + right_edge) / 2:.2f}%",
                 )
             )
     return _figure(title, y_label, "length in tokens", scale, paths, names)
@@ -270,13 +273,13 @@ def _short(length: int) -> str:
     return f"{length:,}" if length < 10_000 else format_count(length)
 
 
-def _rank_curve(found: DatasetStats) -> Html:
+def _rank_curve(stats: DatasetStats) -> Html:
     """Rank and frequency, both logarithmic: a straight line is Zipf's law."""
-    xs = scale_for([rank for rank, _ in found.counts_by_rank], may_be_log=True, snug=True)
-    ys = scale_for([count for _, count in found.counts_by_rank], may_be_log=True)
+    xs = scale_for([rank for rank, _ in stats.counts_by_rank], may_be_log=True, snug=True)
+    ys = scale_for([count for _, count in stats.counts_by_rank], may_be_log=True)
     places = [
         f"{_SIZE * xs(rank):.1f} {_SIZE * (1 - ys(count)):.1f}"
-        for rank, count in found.counts_by_rank
+        for rank, count in stats.counts_by_rank
     ]
     line = tag("path", d="M" + "L".join(places), class_="s0", vector_effect="non-scaling-stroke")
     ticks = xs.ticks()

@@ -29,8 +29,8 @@ from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
 from phalanx.observe.words import last_line
 from phalanx.plan.pipeline.bubble import LIMIT
-from phalanx.report.bubble import Measured
-from phalanx.report.facts import sent_in_words, untrained
+from phalanx.report.bubble import MeasuredPipeline
+from phalanx.report.facts import describe_sent_bytes, describe_untrained
 
 
 def summary_lines(run_dir: Path) -> list[str]:
@@ -45,15 +45,17 @@ def summary_lines(run_dir: Path) -> list[str]:
     saved = next((e for e in reversed(events) if isinstance(e, CheckpointSaved)), None)
     steps = {int(e.step) for e in events if isinstance(e, StepFinished)}
     lines: list[str] = []
-    if (why := untrained(steps, [e for e in events if isinstance(e, StepSkipped)])) is not None:
+    if (
+        why := describe_untrained(steps, [e for e in events if isinstance(e, StepSkipped)])
+    ) is not None:
         lines.append(f"warning {why}")
     if evaluation is not None:
         parts = [f"model {evaluation.loss:.3f}"] + [
             f"{name} {b.loss:.3f}" for name, b in baselines.items()
         ]
         of = f"({evaluation.num_targets:,} {units.items})"
-        what = f"held out, {units.loss_in_words}" if units.loss else "held out"
-        lines.append(f"loss    {what}: {'  '.join(parts)}   {of}")
+        title = f"held out, {units.loss_in_words}" if units.loss else "held out"
+        lines.append(f"loss    {title}: {'  '.join(parts)}   {of}")
         lines += _sources(evaluation) + _metrics(evaluation)
         trigram = next((b for name, b in baselines.items() if "trigram" in name), None)
         if trigram is not None:
@@ -75,15 +77,15 @@ def summary_lines(run_dir: Path) -> list[str]:
         lines.append(f"saved   {full_place(run_dir, saved.path)} ({format_bytes(saved.num_bytes)})")
     best = read_best(run_dir)
     if best is not None:
-        place = full_place(run_dir, best.checkpoint)
+        location = full_place(run_dir, best.checkpoint)
         lines.append(
-            f"best    {place} ({printable(best.metric)} {best.value:.4f} at step {best.step})"
+            f"best    {location} ({printable(best.metric)} {best.value:.4f} at step {best.step})"
         )
     return lines
 
 
 def restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
-    """How often the ranks of this command were started again, and after what: equal causes once."""
+    """A line that says how often this command restarted its ranks, and each cause once."""
     causes: list[str] = []
     last = ""
     for envelope in EventTail(run_dir).poll() if num_restarts else ():
@@ -98,13 +100,13 @@ def restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
     causes = causes[-num_restarts:] if num_restarts else []
     if not causes:
         return []
-    told = [
+    distinct = [
         f"{cause} ({causes.count(cause)} times)" if causes.count(cause) > 1 else cause
         for cause in causes
     ]
     times = "once" if len(causes) == 1 else f"{len(causes)} times"
     return [
-        f"again   the ranks were started again {times}, after " + "; ".join(dict.fromkeys(told))
+        f"again   the ranks were started again {times}, after " + "; ".join(dict.fromkeys(distinct))
     ]
 
 
@@ -135,37 +137,37 @@ def _metrics(evaluation: EvalFinished) -> list[str]:
 
 
 def _wire_lines(events: list[Event]) -> list[str]:
-    """What a rank sends in a step: gradients, where that is not what everybody sends, and what
-    goes over tp."""
+    """A line about the bytes a rank sends in a step: gradients if they are compressed, and what
+    goes over tp. Empty if there is nothing to say."""
     last = next((e for e in reversed(events) if isinstance(e, StepFinished)), None)
     start = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
     if last is None or start is None:
         return []
     is_usual = last.sent_bytes == start.plain_bytes or not start.plain_bytes
-    said = {
-        "gradients": "" if is_usual else sent_in_words(last.sent_bytes, start.plain_bytes),
-        "activations over tp": sent_in_words(last.sent_tp_bytes, 0),
+    amounts = {
+        "gradients": "" if is_usual else describe_sent_bytes(last.sent_bytes, start.plain_bytes),
+        "activations over tp": describe_sent_bytes(last.sent_tp_bytes, 0),
     }
-    words = [f"{what} {text}" for what, text in said.items() if text]
-    return [f"wire    {'; '.join(words)}"] if words else []
+    parts = [f"{noun} {text}" for noun, text in amounts.items() if text]
+    return [f"wire    {'; '.join(parts)}"] if parts else []
 
 
 def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
-    """How long ranks of a pipeline wait for each other, measured and predicted, and what to do
-    if that is too long."""
+    """Lines about how long the ranks of a pipeline wait for each other, measured and predicted,
+    and what to do if that is too long."""
     last = next((e for e in reversed(events) if isinstance(e, PipelineMeasured)), None)
-    measured = Measured.of(last, _facts_of(run_dir / "plan.json"), run_dir)
+    measured = MeasuredPipeline.from_event(last, _facts_of(run_dir / "plan.json"), run_dir)
     if last is None or measured is None:
         return []
     too_much = f": more than {100 * LIMIT:.0f} %" if measured.is_long else ""
     return [
-        f"bubble  {measured.in_words()}, at step {last.step}{too_much}",
-        *(f"        {line}" for line in measured.advice()),
+        f"bubble  {measured.describe_wait()}, at step {last.step}{too_much}",
+        *(f"        {line}" for line in measured.suggest_remedies()),
     ]
 
 
 def _memory_lines(envelopes: list[Envelope]) -> list[str]:
-    """Of the rank that used most, of those that ended last."""
+    """A line about the rank with the highest peak in the last attempt, predicted and measured."""
     last = {e.rank: e for e in envelopes if isinstance(e.event, MemoryMeasured)}
     attempt = max((envelope.attempt for envelope in last.values()), default=0)
     ended = [

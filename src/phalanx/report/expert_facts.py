@@ -1,4 +1,4 @@
-"""What a run's experts were given: reduced from events as they are read, with few numbers for
+"""The load of a run's experts: reduced from events as they are read, with few numbers for
 each step."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from phalanx.observe.events import Envelope, ExpertsLoaded
 
 @dataclass
 class _Step:
-    """Of one step, over the layers of all ranks that told theirs."""
+    """The load of one step, summed over the layers of all ranks that reported theirs."""
 
     worst: float = 0.0
     num_chosen: float = 0.0
@@ -45,7 +45,7 @@ class ExpertFacts:
 
     @property
     def newest_dropped_share(self) -> float:
-        """Of the choices of `step`, 0 to 1."""
+        """Fraction (0 to 1) of the token-to-expert choices of `step` that were dropped."""
         chosen = sum(map(sum, self.tokens.values()))
         return sum(self.dropped.values()) / chosen if chosen > 0 else 0.0
 
@@ -72,24 +72,25 @@ class ExpertLog:
 
     def facts(self, attempt_of: Callable[[int, int], int]) -> ExpertFacts:
         """`attempt_of(step, default)`: the attempt whose result of a step stands."""
-        kept = sorted(
-            (step, of)
-            for (attempt, step), of in self._steps.items()
+        steps = sorted(
+            (step, result)
+            for (attempt, step), result in self._steps.items()
             if attempt_of(step, attempt) == attempt
         )
         return ExpertFacts(
-            steps=[step for step, _ in kept],
-            worst=[of.worst or math.nan for _, of in kept],
+            steps=[step for step, _ in steps],
+            worst=[result.worst or math.nan for _, result in steps],
             dropped_share=[
-                of.num_dropped / of.num_chosen if of.num_chosen > 0 else math.nan for _, of in kept
+                result.num_dropped / result.num_chosen if result.num_chosen > 0 else math.nan
+                for _, result in steps
             ],
             step=self._newest[1],
-            tokens=dict(sorted(self._tokens.items(), key=lambda item: _in_order(item[0]))),
+            tokens=dict(sorted(self._tokens.items(), key=lambda item: _layer_sort_key(item[0]))),
             dropped=self._dropped,
         )
 
 
-def _in_order(name: str) -> tuple[tuple[int, int, str], ...]:
+def _layer_sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """ "blocks.10.moe" comes after "blocks.2.moe"."""
     return tuple(
         (1, int(part), "") if part.isdecimal() and len(part) < 10 else (0, 0, part)

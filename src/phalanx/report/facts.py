@@ -1,4 +1,4 @@
-"""What a report knows about a run: one value, reduced from its files, without any HTML."""
+"""The facts of a run that a report shows: one value, reduced from its files, without any HTML."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def group_of(phase: str) -> str:
     return name if name in GROUPS else "other"
 
 
-def sent_in_words(sent_bytes: float, plain_bytes: float) -> str:
-    """Of one step; a percentage only where it says something."""
+def describe_sent_bytes(sent_bytes: float, plain_bytes: float) -> str:
+    """Bytes of one step as text, with their share of fp32 if it differs; "" if nothing was sent."""
     if not sent_bytes > 0:
         return ""
     share = (
@@ -61,12 +61,12 @@ def sent_in_words(sent_bytes: float, plain_bytes: float) -> str:
     return f"{format_bytes(sent_bytes)} a step{share}"
 
 
-def untrained(steps: Collection[int], skipped: Iterable[events.StepSkipped]) -> str | None:
-    """What to say of a run that applied none of its steps, or None."""
+def describe_untrained(steps: Collection[int], skipped: Iterable[events.StepSkipped]) -> str | None:
+    """A sentence about a run that applied none of its steps; None if one was applied."""
     reasons = {int(event.step): event.reason for event in skipped}
     if not steps or not reasons.keys() >= set(steps):
         return None
-    every = "the only step" if len(steps) == 1 else f"each of the {len(steps):,} steps"
+    subject = "the only step" if len(steps) == 1 else f"each of the {len(steps):,} steps"
     which = {
         "no_targets": "had no targets",
         "nonfinite_gradients": "had non-finite gradients",
@@ -77,7 +77,7 @@ def untrained(steps: Collection[int], skipped: Iterable[events.StepSkipped]) -> 
         if len(set(reasons.values())) == 1
         else "was skipped"
     )
-    return f"no step was applied, the weights are those it began with: {every} {why}"
+    return f"no step was applied, the weights are those it began with: {subject} {why}"
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class RankTime:
-    """Where a step's seconds went on one rank; over every step it ran, redone ones too."""
+    """One rank's seconds by phase, over every step it ran, steps done again included."""
 
     rank: int
     num_steps: int
@@ -192,7 +192,7 @@ class RunFacts:
         empty if nothing."""
         sent = sorted(self.steps.sent_bytes)
         starts = [attempt.started for attempt in self.attempts if attempt.started is not None]
-        return sent_in_words(
+        return describe_sent_bytes(
             sent[len(sent) // 2] if sent else 0, starts[-1].plain_bytes if starts else 0
         )
 
@@ -200,7 +200,7 @@ class RunFacts:
     def sent_over_tp(self) -> str:
         """Bytes that the lead rank sent over tp, as "12.3 MiB a step"; empty if none or unknown."""
         sent = sorted(self.steps.sent_tp_bytes)
-        return sent_in_words(sent[len(sent) // 2] if sent else 0, 0)
+        return describe_sent_bytes(sent[len(sent) // 2] if sent else 0, 0)
 
     @property
     def best(self) -> events.EvalFinished | None:

@@ -10,14 +10,14 @@ from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, join, tag
 from phalanx.report.reduce import reduce_run
-from phalanx.report.sections.curves import curves
-from phalanx.report.sections.experts import experts_section, has_experts
-from phalanx.report.sections.header import header
-from phalanx.report.sections.memory import memory_section
-from phalanx.report.sections.pipeline import has_pipeline, pipeline_section
-from phalanx.report.sections.plan import plan_section
-from phalanx.report.sections.story import files_section, job_section, story_section, text_section
-from phalanx.report.sections.timing import time_section
+from phalanx.report.sections.curves import render_curves
+from phalanx.report.sections.experts import has_experts, render_experts
+from phalanx.report.sections.header import render_header
+from phalanx.report.sections.memory import render_memory
+from phalanx.report.sections.pipeline import has_pipeline, render_pipeline
+from phalanx.report.sections.plan import render_plan
+from phalanx.report.sections.story import render_files, render_job, render_story, render_text
+from phalanx.report.sections.timing import render_time
 
 CONTENT_SECURITY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -43,7 +43,7 @@ def write_report(run_dir: Path) -> Path:
     Raises ResourceError if the page cannot be written; an old page then stays as it was.
     """
     path = run_dir / "report.html"
-    page = render(reduce_run(run_dir))
+    page = render_page(reduce_run(run_dir))
     try:
         write_bytes_atomic(path, page.encode())
     except OSError as error:
@@ -51,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(facts: RunFacts) -> str:
+def render_page(facts: RunFacts) -> str:
     """The page, as text."""
     style, script = (
         Html(files("phalanx.report").joinpath(name).read_text("utf-8"))
@@ -69,7 +69,9 @@ def render(facts: RunFacts) -> str:
     body = tag(
         "body",
         tag("a", "Skip to the numbers", href="#main", class_="skip-link"),
-        tag("div", header(facts), _navigation(facts), _main(facts), _footer(), class_="page"),
+        tag(
+            "div", render_header(facts), _navigation(facts), _main(facts), _footer(), class_="page"
+        ),
         tag("script", script),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -77,8 +79,8 @@ def render(facts: RunFacts) -> str:
 
 def _main(facts: RunFacts) -> Html:
     sections = (
-        curves, time_section, pipeline_section, experts_section, memory_section, plan_section,
-        story_section, text_section, job_section, files_section,
+        render_curves, render_time, render_pipeline, render_experts, render_memory, render_plan,
+        render_story, render_text, render_job, render_files,
     )  # fmt: skip
     return tag("main", join(section(facts) for section in sections), id="main")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from phalanx.plan.pipeline.schedule import KIND_NAMES, Action, Kind
 from phalanx.plan.pipeline.simulate import Timeline, in_flight
-from phalanx.report import words
-from phalanx.report.charts import legend
+from phalanx.report import formats
+from phalanx.report.charts import draw_legend
 from phalanx.report.markup import Html, table, tag
 from phalanx.report.scales import linear_ticks, tick_texts
 
@@ -41,7 +41,7 @@ class _Box:
     late: bool
 
 
-def timeline_chart(
+def draw_timeline_chart(
     timeline: Timeline,
     measured: Timeline | None = None,
     title: str = "Pipeline",
@@ -61,7 +61,7 @@ def timeline_chart(
         return tag(
             "figure", tag("figcaption", tag("h3", title)), tag("p", "Not measured.", class_="note")
         )
-    ranks = _chosen(timeline.schedule.num_ranks)
+    ranks = _choose_ranks(timeline.schedule.num_ranks)
     rows: list[Html] = []
     for rank in ranks:
         for name, lane in lanes.items():
@@ -75,7 +75,7 @@ def timeline_chart(
     unit, axis = _axis(whole_s) if in_seconds else ("% of the step", _ticks(100.0))
     return tag(
         "figure",
-        tag("figcaption", tag("h3", title), legend(list(classes), classes)),
+        tag("figcaption", tag("h3", title), draw_legend(list(classes), classes)),
         tag("div", rows, tag("span"), axis, tag("span"), class_="lanes"),
         tag("div", f"{unit}, from its first action", class_="xlabel"),
         tag("p", _note(lanes, ranks, in_seconds), class_="note"),
@@ -84,7 +84,7 @@ def timeline_chart(
     )
 
 
-def _chosen(num_ranks: int) -> list[int]:
+def _choose_ranks(num_ranks: int) -> list[int]:
     """All, or the first and the last."""
     half = MAX_RANKS // 2
     return (
@@ -112,8 +112,8 @@ def _row(name: str, timeline: Timeline, rank: int, whole_s: float, in_seconds: b
         focusable="false",
     )
     labels = [_label(box, whole_s, in_seconds) for box in boxes] if _is_named(timeline) else []
-    idle = words.percent(float(timeline.bubble_of(rank)), 1.0)
-    said = f"rank {rank}{', ' + name if name else ''}: idle {idle}"
+    idle = formats.percent(float(timeline.bubble_of(rank)), 1.0)
+    label = f"rank {rank}{', ' + name if name else ''}: idle {idle}"
     first = name != "measured"
     return [
         tag(
@@ -128,7 +128,7 @@ def _row(name: str, timeline: Timeline, rank: int, whole_s: float, in_seconds: b
             labels,
             class_="lane" if first else "lane second",
             role="img",
-            aria_label=said,
+            aria_label=label,
         ),
         tag("span", f"{idle} idle", class_="laneidle"),
     ]
@@ -140,10 +140,12 @@ def _is_named(timeline: Timeline) -> bool:
 
 def _boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterator[_Box]:
     stages = timeline.schedule.stages_of(rank)
-    for action, (begin, end) in zip(
+    for action, (start_s, end_s) in zip(
         timeline.schedule.actions[rank], timeline.spans_s[rank], strict=True
     ):
-        yield _Box(action, float(begin) / whole_s, float(end) / whole_s, action.stage != stages[0])
+        yield _Box(
+            action, float(start_s) / whole_s, float(end_s) / whole_s, action.stage != stages[0]
+        )
 
 
 def _class_of(box: _Box) -> str:
@@ -177,15 +179,18 @@ def _columns(boxes: list[_Box]) -> dict[str, str]:
     for css_class, column in shares.items():
         for index, share in enumerate(column):
             low, high = _HEIGHT * (1 - floor[index]), _HEIGHT * (1 - min(1.0, floor[index] + share))
-            left, right = index * _WIDTH // MAX_COLUMNS, (index + 1) * _WIDTH // MAX_COLUMNS
+            left_edge, right_edge = (
+                index * _WIDTH // MAX_COLUMNS,
+                (index + 1) * _WIDTH // MAX_COLUMNS,
+            )
             if low - high > 0.5:
-                paths[css_class] += f"M{left} {low:.0f}V{high:.0f}H{right}V{low:.0f}Z"
+                paths[css_class] += f"M{left_edge} {low:.0f}V{high:.0f}H{right_edge}V{low:.0f}Z"
             floor[index] += share
     return paths
 
 
-def _took(seconds: float, whole_s: float, in_seconds: bool) -> str:
-    return words.milliseconds(seconds) if in_seconds else words.percent(seconds, whole_s)
+def _format_duration(seconds: float, whole_s: float, in_seconds: bool) -> str:
+    return formats.milliseconds(seconds) if in_seconds else formats.percent(seconds, whole_s)
 
 
 def _label(box: _Box, whole_s: float, in_seconds: bool) -> Html:
@@ -196,7 +201,7 @@ def _label(box: _Box, whole_s: float, in_seconds: bool) -> Html:
         if width >= MIN_LABEL_SHARE * max(1.0, len(str(action.microbatch)) / 2)
         else ""
     )
-    took = _took(width * whole_s, whole_s, in_seconds)
+    took = _format_duration(width * whole_s, whole_s, in_seconds)
     hover = (
         f"{action}: {KIND_NAMES[action.kind]} of microbatch {action.microbatch} in stage"
         f" {action.stage}, {took}"
@@ -210,10 +215,10 @@ def _axis(whole_s: float) -> tuple[str, Html]:
     return unit, _ticks(whole_s * factor)
 
 
-def _ticks(whole: float) -> Html:
-    ticks = linear_ticks(0.0, whole, 8)
+def _ticks(full_width: float) -> Html:
+    ticks = linear_ticks(0.0, full_width, 8)
     marks = [
-        tag("span", text, class_="xtick", style=f"left:{100 * tick / whole:.2f}%")
+        tag("span", text, class_="xtick", style=f"left:{100 * tick / full_width:.2f}%")
         for tick, text in zip(ticks, tick_texts(ticks), strict=True)
     ]
     return tag("div", marks, class_="laneaxis")
@@ -221,35 +226,38 @@ def _ticks(whole: float) -> Html:
 
 def _note(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bool) -> str:
     schedule = lanes["planned"].schedule
-    said = [
+    sentences = [
         f"{schedule.name}, {schedule.num_microbatches:,}"
         f" microbatch{'es' * (schedule.num_microbatches != 1)}."
     ]
     for name, lane in lanes.items():
-        idle = words.percent(float(lane.bubble), 1.0)
-        took = f"{words.seconds(float(lane.step_s))}, " if in_seconds else ""
-        said.append(f"{name.capitalize()}: {took}idle {idle}.")
+        idle = formats.percent(float(lane.bubble), 1.0)
+        took = f"{formats.seconds(float(lane.step_s))}, " if in_seconds else ""
+        sentences.append(f"{name.capitalize()}: {took}idle {idle}.")
     if any(len(schedule.stages_of(rank)) > 1 for rank in ranks):
-        said.append("Paler: a rank's later stages.")
+        sentences.append("Paler: a rank's later stages.")
     if all(_is_named(lane) for lane in lanes.values()):
-        said.append("Numbers are microbatches.")
+        sentences.append("Numbers are microbatches.")
     if any(len(row) > MAX_BOXES for lane in lanes.values() for row in lane.spans_s):
-        said.append("Colours are as high as their share of the time.")
+        sentences.append("Colours are as high as their share of the time.")
     if len(ranks) < schedule.num_ranks:
         half = MAX_RANKS // 2
-        said.append(f"Ranks {half} to {schedule.num_ranks - half - 1} are left out.")
-    return " ".join(said)
+        sentences.append(f"Ranks {half} to {schedule.num_ranks - half - 1} are left out.")
+    return " ".join(sentences)
 
 
 def _table(lanes: dict[str, Timeline], whole_s: float, in_seconds: bool) -> Html:
     schedule = lanes["planned"].schedule
-    held = in_flight(schedule).per_rank
+    in_flight_per_rank = in_flight(schedule).per_rank
     rows = []
-    for rank in _chosen(schedule.num_ranks):
-        idle = [words.percent(float(lane.bubble_of(rank)), 1.0) for lane in lanes.values()]
-        busy = [_took(float(lane.busy_s(rank)), whole_s, in_seconds) for lane in lanes.values()]
+    for rank in _choose_ranks(schedule.num_ranks):
+        idle = [formats.percent(float(lane.bubble_of(rank)), 1.0) for lane in lanes.values()]
+        busy = [
+            _format_duration(float(lane.busy_s(rank)), whole_s, in_seconds)
+            for lane in lanes.values()
+        ]
         stages = ", ".join(map(str, schedule.stages_of(rank)))
-        rows.append([str(rank), stages, *busy, *idle, str(held[rank])])
+        rows.append([str(rank), stages, *busy, *idle, str(in_flight_per_rank[rank])])
     head = [
         "rank",
         "stages",

@@ -29,8 +29,8 @@ from phalanx.report.facts import (
     RankTime,
     RunFacts,
     Steps,
+    describe_untrained,
     group_of,
-    untrained,
 )
 from phalanx.report.timeline import Timeline, TimelineBuilder
 
@@ -49,27 +49,27 @@ def reduce_run(run_dir: Path) -> RunFacts:
     problems: list[str] = []
     plan = _read_object(run_dir / "plan.json", problems)
     job = _read_object(run_dir / "job.json", problems)
-    story = _story(log)
+    story = _order_story(log)
     starts = [envelope.event for envelope in story if isinstance(envelope.event, events.RunStarted)]
     start = starts[-1] if starts else None
-    steps, history = _kept_steps(log)
+    steps, history = _select_steps(log)
     status, finished = _status(story)
     timeline = log.times.build()
     ledger = _ledger(timeline, story, steps, history)
-    skipped = _skipped(log, steps, history)
+    skipped = _find_skipped(log, steps, history)
     attempts = _attempts(log, history)
-    name = start.run if start else _text(_at(job, "run", "name")) or run_dir.resolve().name
+    name = start.run if start else _text(_look_up(job, "run", "name")) or run_dir.resolve().name
     layout = start.layout if start else _layout(plan)
-    total = start.total_steps if start else _at(job, "train", "steps")
+    total = start.total_steps if start else _look_up(job, "train", "steps")
     world_size = start.world_size if start else plan.get("world_size")
     return RunFacts(
         run_dir=run_dir,
         name=name,
         status=status,
         is_finished=finished is not None,
-        total_steps=_whole(total),
+        total_steps=_int_or_none(total),
         layout={axis: int(degree) for axis, degree in layout.items()},
-        world_size=_whole(world_size),
+        world_size=_int_or_none(world_size),
         device=start.device if start else _text(plan.get("device")),
         lead_rank=log.lead_rank,
         steps=steps,
@@ -82,18 +82,20 @@ def reduce_run(run_dir: Path) -> RunFacts:
         attempts=attempts,
         ranks=[_rank_time(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
         evals=sorted(
-            {event.step: event for event in _of_kind(story, events.EvalFinished)}.values(),
+            {event.step: event for event in _select_events(story, events.EvalFinished)}.values(),
             key=_by_step,
         ),
         baselines=list(
-            {event.name: event for event in _of_kind(story, events.BaselineMeasured)}.values()
+            {event.name: event for event in _select_events(story, events.BaselineMeasured)}.values()
         ),
         memory=log.memory,
         samples=list(
-            {event.step: event for event in _of_kind(story, events.TextGenerated)}.values()
+            {event.step: event for event in _select_events(story, events.TextGenerated)}.values()
         ),
         pipelines=sorted(
-            {event.step: event for event in _of_kind(story, events.PipelineMeasured)}.values(),
+            {
+                event.step: event for event in _select_events(story, events.PipelineMeasured)
+            }.values(),
             key=_by_step,
         ),
         experts=log.experts.facts(history.attempt_of.get),
@@ -111,7 +113,9 @@ def reduce_run(run_dir: Path) -> RunFacts:
         problems=problems,
         kept_best=read_best(run_dir),
         units=units_of(job),
-        warnings=_warnings(story, untrained(steps.step, skipped) if finished is not None else None),
+        warnings=_warnings(
+            story, describe_untrained(steps.step, skipped) if finished is not None else None
+        ),
     )
 
 
@@ -150,7 +154,7 @@ class _Log:
             self.times.take(envelope)
         self.by_stream.setdefault((envelope.attempt, envelope.rank), [envelope])[1:] = [envelope]
         if isinstance(event, StepFinished):
-            groups_s = _grouped(event)
+            groups_s = _sum_by_group(event)
             self._clock(envelope.rank, event, groups_s)
             if envelope.rank == self.lead_rank:
                 _append(self.lead_steps.setdefault(envelope.attempt, Steps()), event, groups_s)
@@ -165,7 +169,7 @@ class _Log:
 
     @property
     def first_unix_s(self) -> float:
-        """What the wall clock showed when the first event was written; NaN without any."""
+        """Wall-clock time (Unix seconds) of the first event; NaN without events."""
         ends = in_order(envelope for stream in self.by_stream.values() for envelope in stream)
         return ends[0].time_unix_s if ends else NAN
 
@@ -199,17 +203,17 @@ def _read_log(run_dir: Path) -> _Log:
 
 def _event_files(directory: Path) -> list[tuple[int, int, Path]]:
     """(rank, attempt, path), the supervisor first, then ranks and attempts in order."""
-    found = []
+    event_files = []
     try:
         for path in directory.iterdir():
             match = RANK_FILE.fullmatch(path.name)
             if match:
-                found.append((int(match[1]), int(match[2]), path))
+                event_files.append((int(match[1]), int(match[2]), path))
             elif path.name == SUPERVISOR_FILE:
-                found.append((SUPERVISOR, 0, path))
+                event_files.append((SUPERVISOR, 0, path))
     except OSError:
         return []
-    return sorted(found)
+    return sorted(event_files)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -239,7 +243,7 @@ def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _grouped(event: StepFinished) -> dict[str, float]:
+def _sum_by_group(event: StepFinished) -> dict[str, float]:
     groups_s: dict[str, float] = {}
     for phase, seconds in event.phases_s.items():
         name = group_of(phase)
@@ -268,7 +272,7 @@ def _append(steps: Steps, event: StepFinished, groups_s: dict[str, float]) -> No
 
 @dataclass
 class _History:
-    """What became of the steps of each attempt."""
+    """The attempts' steps: which stand, which were rolled back, which were done again."""
 
     first_step: dict[int, int] = field(default_factory=dict)
     attempt_of: dict[int, int] = field(
@@ -279,31 +283,31 @@ class _History:
     rolled_back_s: float = 0.0
 
 
-def _kept_steps(log: _Log) -> tuple[Steps, _History]:
+def _select_steps(log: _Log) -> tuple[Steps, _History]:
     """The lead rank's steps that stand.
 
     What an attempt did at or after the next one's first step is undone.
     """
     history = _History()
-    place: dict[int, tuple[int, int]] = {}  # step -> (attempt, row)
+    location: dict[int, tuple[int, int]] = {}  # step -> (attempt, row)
     done: set[int] = set()
     for attempt in sorted(log.lead_steps):
         steps = log.lead_steps[attempt]
         first = min(steps.step)
         history.first_step[attempt] = first
-        for step in [step for step in place if step >= first]:
-            earlier, row = place.pop(step)
+        for step in [step for step in location if step >= first]:
+            earlier, row = location.pop(step)
             history.num_rolled_back += 1
-            history.rolled_back_s += _finite(log.lead_steps[earlier].step_s[row])
+            history.rolled_back_s += _finite_or_zero(log.lead_steps[earlier].step_s[row])
         history.num_redone += len(done.intersection(steps.step))
         done.update(steps.step)
-        place.update({step: (attempt, row) for row, step in enumerate(steps.step)})
-    kept = Steps()
-    for step in sorted(place):
-        attempt, row = place[step]
+        location.update({step: (attempt, row) for row, step in enumerate(steps.step)})
+    standing = Steps()
+    for step in sorted(location):
+        attempt, row = location[step]
         history.attempt_of[step] = attempt
-        _copy_row(log.lead_steps[attempt], row, kept)
-    return kept, history
+        _copy_row(log.lead_steps[attempt], row, standing)
+    return standing, history
 
 
 def _copy_row(source: Steps, row: int, target: Steps) -> None:
@@ -320,7 +324,7 @@ def _copy_row(source: Steps, row: int, target: Steps) -> None:
         column.append(source.groups_s[name][row])
 
 
-def _skipped(log: _Log, steps: Steps, history: _History) -> list[events.StepSkipped]:
+def _find_skipped(log: _Log, steps: Steps, history: _History) -> list[events.StepSkipped]:
     """Skipped steps that were not done, without a skip, by a later attempt."""
     latest: dict[int, tuple[int, events.StepSkipped]] = {}
     for envelope in sorted(log.rest, key=lambda envelope: envelope.attempt):
@@ -386,17 +390,21 @@ def median(values: list[float]) -> float:
 def _ledger(timeline: Timeline, story: list[Envelope], steps: Steps, history: _History) -> Ledger:
     """Charge the wall clock: steps that stand, what they waited for, steps that were undone,
     starting, the rest."""
-    starts = _of_kind(story, events.RunStarted)
+    starts = _select_events(story, events.RunStarted)
     wall_s = timeline.alive_s
     data_s, checkpoint_s, in_steps_s, stages_s = (
         sum(max(seconds, 0.0) for seconds in steps.groups_s[name])
         for name in ("data", "checkpoint", "evaluate", "pipeline")
     )
-    between_steps_s = sum(_finite(event.wall_s) for event in _of_kind(story, events.EvalFinished))
+    between_steps_s = sum(
+        _finite_or_zero(event.wall_s) for event in _select_events(story, events.EvalFinished)
+    )
     # A save between two steps is charged to the next one's phases but not to its seconds:
     # unaccounted is then negative.
-    between_s = sum(max(-_finite(seconds), 0.0) for seconds in steps.groups_s["unaccounted"])
-    step_s = sum(_finite(seconds) for seconds in steps.step_s) + between_s
+    between_s = sum(
+        max(-_finite_or_zero(seconds), 0.0) for seconds in steps.groups_s["unaccounted"]
+    )
+    step_s = sum(_finite_or_zero(seconds) for seconds in steps.step_s) + between_s
     parts = {
         "training steps": max(step_s - data_s - checkpoint_s - in_steps_s - stages_s, 0.0),
         "waiting for data": data_s,
@@ -404,7 +412,7 @@ def _ledger(timeline: Timeline, story: list[Envelope], steps: Steps, history: _H
         "checkpoints": checkpoint_s,
         "evaluation": in_steps_s + between_steps_s,
         "steps done again": history.rolled_back_s,
-        "starting": sum(_finite(start.startup_s) for start in starts),
+        "starting": sum(_finite_or_zero(start.startup_s) for start in starts),
     }
     wall_s = max(wall_s, sum(parts.values()))
     parts["everything else"] = wall_s - sum(parts.values())
@@ -412,8 +420,8 @@ def _ledger(timeline: Timeline, story: list[Envelope], steps: Steps, history: _H
 
 
 def _wall_s(story: list[Envelope], ledger: Ledger) -> float:
-    """What the run itself said, if it ended once; else what its events span."""
-    ends = _of_kind(story, events.RunFinished)
+    """The duration that the run reported, if it ended once; else the span of its events."""
+    ends = _select_events(story, events.RunFinished)
     if (
         len(ends) == 1
         and math.isfinite(ends[0].wall_s)
@@ -426,10 +434,10 @@ def _wall_s(story: list[Envelope], ledger: Ledger) -> float:
 # --- the story ------------------------------------------------------------------------------------
 
 
-def _story(log: _Log) -> list[Envelope]:
+def _order_story(log: _Log) -> list[Envelope]:
     """Everything but steps, in order, once: what all ranks say alike is taken from the lead
     rank."""
-    told: list[Envelope] = []
+    story: list[Envelope] = []
     for envelope in in_order(log.rest):
         is_own = isinstance(
             envelope.event,
@@ -443,12 +451,12 @@ def _story(log: _Log) -> list[Envelope]:
             continue
         if (
             isinstance(envelope.event, events.RunFinished)
-            and told
-            and told[-1].event.kind() == envelope.event.kind()
+            and story
+            and story[-1].event.kind() == envelope.event.kind()
         ):
-            told.pop()  # rank 0 and the supervisor both saw the end
-        told.append(envelope)
-    return told
+            story.pop()  # rank 0 and the supervisor both saw the end
+        story.append(envelope)
+    return story
 
 
 def _status(story: list[Envelope]) -> tuple[str, events.RunFinished | None]:
@@ -463,13 +471,13 @@ def _status(story: list[Envelope]) -> tuple[str, events.RunFinished | None]:
 
 
 def _warnings(story: list[Envelope], at_the_end: str | None) -> list[str]:
-    """What notes of the code "warning" say, each once, and what the end shows."""
-    said = [e.facts.get("text") for e in _of_kind(story, events.Note) if e.code == "warning"]
-    said.append(at_the_end)
-    return list(dict.fromkeys(text for text in said if isinstance(text, str)))
+    """The texts of all notes with the code "warning", each once, and the warning of the end."""
+    texts = [e.facts.get("text") for e in _select_events(story, events.Note) if e.code == "warning"]
+    texts.append(at_the_end)
+    return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
 
 
-def _of_kind(story: list[Envelope], kind: type[Kind]) -> list[Kind]:
+def _select_events(story: list[Envelope], kind: type[Kind]) -> list[Kind]:
     return [envelope.event for envelope in story if isinstance(envelope.event, kind)]
 
 
@@ -484,11 +492,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
-def _whole(value: Any) -> int | None:
+def _int_or_none(value: Any) -> int | None:
     return int(value) if _is_number(value) else None
 
 
-def _finite(value: float) -> float:
+def _finite_or_zero(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
@@ -496,7 +504,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _at(value: Any, *keys: str) -> Any:
+def _look_up(value: Any, *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value

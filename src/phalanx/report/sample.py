@@ -11,10 +11,12 @@ from itertools import pairwise
 Points = tuple[list[float], list[float]]
 
 
-def buckets(count: int, wanted: int) -> list[tuple[int, int]]:
-    """Cut `count` rows into at most `wanted` runs of nearly equal length, as (begin, end)."""
-    wanted = min(count, wanted)
-    edges = [count * index // wanted for index in range(wanted + 1)] if wanted else [0]
+def buckets(count: int, max_buckets: int) -> list[tuple[int, int]]:
+    """Cut `count` rows into at most `max_buckets` runs of nearly equal length, as (begin, end)."""
+    max_buckets = min(count, max_buckets)
+    edges = (
+        [count * index // max_buckets for index in range(max_buckets + 1)] if max_buckets else [0]
+    )
     return list(pairwise(edges))
 
 
@@ -25,24 +27,24 @@ def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Point
     """
     if len(xs) <= max_points:
         return list(xs), [value if math.isfinite(value) else math.nan for value in ys]
-    kept: list[int] = []
-    for begin, end in buckets(len(xs), max_points // 2):
-        finite = [row for row in range(begin, end) if math.isfinite(ys[row])]
+    rows: list[int] = []
+    for start, end in buckets(len(xs), max_points // 2):
+        finite = [row for row in range(start, end) if math.isfinite(ys[row])]
         if not finite:
-            kept.append(begin)
+            rows.append(start)
             continue
         low, high = min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)
-        kept += sorted({low, high})
-    return [xs[row] for row in kept], [
-        ys[row] if math.isfinite(ys[row]) else math.nan for row in kept
+        rows += sorted({low, high})
+    return [xs[row] for row in rows], [
+        ys[row] if math.isfinite(ys[row]) else math.nan for row in rows
     ]
 
 
 def means(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
     """The mean of the finite values of each bucket, at its last x."""
     at, averages = [], []
-    for begin, end in buckets(len(xs), max_points):
-        finite = [value for value in ys[begin:end] if math.isfinite(value)]
+    for start, end in buckets(len(xs), max_points):
+        finite = [value for value in ys[start:end] if math.isfinite(value)]
         at.append(xs[end - 1])
         averages.append(sum(finite) / len(finite) if finite else math.nan)
     return at, averages
@@ -58,9 +60,9 @@ def smooth(ys: Sequence[float], span: int) -> list[float]:
         counts.append(counts[-1] + is_finite)
     averages = []
     for row in range(len(ys)):
-        begin, end = max(row - span // 2, 0), min(row + span // 2 + 1, len(ys))
-        count = counts[end] - counts[begin]
-        averages.append((sums[end] - sums[begin]) / count if count else math.nan)
+        start, end = max(row - span // 2, 0), min(row + span // 2 + 1, len(ys))
+        count = counts[end] - counts[start]
+        averages.append((sums[end] - sums[start]) / count if count else math.nan)
     return averages
 
 

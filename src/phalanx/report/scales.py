@@ -24,11 +24,11 @@ class Scale:
             )
         return (value - self.low) / (self.high - self.low)
 
-    def ticks(self, wanted: int = 5) -> list[float]:
+    def ticks(self, num_ticks: int = 5) -> list[float]:
         return (
             _log_ticks(self.low, self.high)
             if self.is_log
-            else linear_ticks(self.low, self.high, wanted)
+            else linear_ticks(self.low, self.high, num_ticks)
         )
 
 
@@ -66,28 +66,28 @@ def scale_for(
     return Scale(bottom, top)
 
 
-def linear_ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Multiples of 1, 2, 2.5 or 5 times a power of ten inside [low, high], about `wanted` of
+def linear_ticks(low: float, high: float, num_ticks: int) -> list[float]:
+    """Multiples of 1, 2, 2.5 or 5 times a power of ten inside [low, high], about `num_ticks` of
     them."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
-    power = 10.0 ** math.floor(math.log10(span / wanted))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10, 20) if m * power * wanted >= span * 0.999)
+    power = 10.0 ** math.floor(math.log10(span / num_ticks))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10, 20) if m * power * num_ticks >= span * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 
-def whole_ticks(low: float, high: float, wanted: int) -> list[float]:
+def whole_ticks(low: float, high: float, num_ticks: int) -> list[float]:
     """Ticks for steps: whole numbers only."""
-    return [tick for tick in linear_ticks(low, high, wanted) if tick == round(tick)]
+    return [tick for tick in linear_ticks(low, high, num_ticks) if tick == round(tick)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    every = max(1, math.ceil(len(decades) / 7))
+    period = max(1, math.ceil(len(decades) / 7))
     factors = (1, 3) if len(decades) <= 5 else (1,)
-    ticks = [factor * 10.0**power for power in decades[::every] for factor in factors]
+    ticks = [factor * 10.0**power for power in decades[::period] for factor in factors]
     return [tick for tick in ticks if low <= tick <= high]
 
 

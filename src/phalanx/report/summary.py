@@ -59,7 +59,8 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
 
 
 def _final_loss(facts: RunFacts) -> float | None:
-    """Of the last step that was applied: one without targets has a loss of 0 that says nothing."""
+    """The loss of the last applied step: a step without targets has a loss of 0 that says
+    nothing."""
     skipped = {int(event.step) for event in facts.skipped}
     rows = zip(reversed(facts.steps.step), reversed(facts.steps.loss), strict=True)
     return next((_number(loss) for step, loss in rows if step not in skipped), None)
@@ -78,16 +79,16 @@ def _evaluation(event: events.EvalFinished) -> dict[str, Any]:
 
 def _best(facts: RunFacts) -> dict[str, Any] | None:
     """The best evaluation, and the checkpoint that was kept of it, if one was."""
-    best, kept = facts.best, facts.kept_best
+    best, kept_best = facts.best, facts.kept_best
     if best is None:
         return None
-    is_kept = kept is not None and kept.step == best.step
+    is_kept = kept_best is not None and kept_best.step == best.step
     return {
         "step": int(best.step),
         "loss": _number(best.loss),
         "metric": best.judged_by,
         "value": _number(best.value_of(best.judged_by)),
-        "checkpoint": kept.checkpoint if kept and is_kept else None,
+        "checkpoint": kept_best.checkpoint if kept_best and is_kept else None,
     }
 
 
@@ -139,33 +140,38 @@ def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
 
 
 def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
-    """Those that are there, oldest first.
+    """The checkpoints that exist, oldest first.
 
-    Of a store elsewhere, or a directory that cannot be read, what the run said counts.
+    For a remote store, or a directory that cannot be read, the run's own events count.
     """
-    told: dict[int, events.CheckpointSaved] = {}
+    saved_by_step: dict[int, events.CheckpointSaved] = {}
     for event in (envelope.event for envelope in facts.story):
         if isinstance(event, events.CheckpointSaved):
-            told[event.step] = event
+            saved_by_step[event.step] = event
         elif isinstance(event, events.CheckpointsRemoved):
-            told = {step: saved for step, saved in told.items() if step not in event.steps}
-    said = [
-        {"step": step, "path": e.path, "num_bytes": e.num_bytes} for step, e in sorted(told.items())
+            saved_by_step = {
+                step: saved for step, saved in saved_by_step.items() if step not in event.steps
+            }
+    recorded = [
+        {"step": step, "path": e.path, "num_bytes": e.num_bytes}
+        for step, e in sorted(saved_by_step.items())
     ]
-    if any("://" in saved.path or Path(saved.path).is_absolute() for saved in told.values()):
-        return said
+    if any(
+        "://" in saved.path or Path(saved.path).is_absolute() for saved in saved_by_step.values()
+    ):
+        return recorded
     try:
         paths = list_checkpoints(facts.run_dir)
     except CheckpointError:
-        return said
-    found: list[dict[str, Any]] = []
+        return recorded
+    checkpoints: list[dict[str, Any]] = []
     for path in paths:
         step = LocalFolder(path).step
-        num_bytes = told[step].num_bytes if step in told else None
-        found.append(
+        num_bytes = saved_by_step[step].num_bytes if step in saved_by_step else None
+        checkpoints.append(
             {"step": step, "path": str(path.relative_to(facts.run_dir)), "num_bytes": num_bytes}
         )
-    return found
+    return checkpoints
 
 
 def _report(facts: RunFacts) -> str | None:

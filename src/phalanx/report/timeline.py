@@ -1,4 +1,4 @@
-"""How long a run has lived, and when in its life something was said: by a clock that nobody
+"""A run's age at each event, without the pauses between its commands: by a clock that nobody
 sets."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from phalanx.observe.order import AttemptCounter
 
 @dataclass
 class _Span:
-    """What is known of the time of one attempt.
+    """First and last sign of life of one attempt.
 
     Seconds of a steady clock, or of the wall where there is no other.
     """
@@ -31,8 +31,8 @@ class _Span:
         elif not self.is_steady:
             return
         startup_s = envelope.event.startup_s if isinstance(envelope.event, RunStarted) else 0.0
-        begin = at - (startup_s if math.isfinite(startup_s) else 0.0)
-        self.first_s = begin if math.isnan(self.first_s) else min(self.first_s, begin)
+        first_s = at - (startup_s if math.isfinite(startup_s) else 0.0)
+        self.first_s = first_s if math.isnan(self.first_s) else min(self.first_s, first_s)
         self.last_s = at if math.isnan(self.last_s) else max(self.last_s, at)
 
 
@@ -68,7 +68,7 @@ class Timeline:
     alive_s: float = 0.0
     _by_attempt: dict[int, _Command] = field(default_factory=dict)
 
-    def after_s(self, envelope: Envelope) -> float:
+    def elapsed_s(self, envelope: Envelope) -> float:
         """Seconds of the run's life before something was said."""
         command = self._by_attempt.get(envelope.attempt)
         if command is None:

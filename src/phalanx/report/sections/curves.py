@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from phalanx.core.units import MIB
-from phalanx.report import words
-from phalanx.report.charts import LineChart, Mark, Reference, Series, line_chart
+from phalanx.report import formats
+from phalanx.report.charts import LineChart, Mark, Reference, Series, draw_line_chart
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, tag
 from phalanx.report.sample import running_median, smooth
@@ -17,7 +17,7 @@ MAX_METRICS = 8
 MAX_NAME = 32
 
 
-def curves(facts: RunFacts) -> Html:
+def render_curves(facts: RunFacts) -> Html:
     return tag(
         "section",
         tag("h2", "Training"),
@@ -38,7 +38,7 @@ def x_range(facts: RunFacts) -> tuple[float, float] | None:
 
 
 def restarts(facts: RunFacts) -> list[Mark]:
-    """Where later attempts began: after a crash, or because a person resumed the run.
+    """Marks at the first steps of later attempts: after a crash, or because a person resumed.
 
     Each kind has its own numbers.
     """
@@ -69,15 +69,17 @@ def _span(num_steps: int) -> int:
     return max(5, min(num_steps // 40, 1000))
 
 
-def _with_median(steps: Sequence[float], values: Sequence[float]) -> list[Series]:
-    """For what has spikes that are news of one step only (a save, a burst): a median does not
-    smear them."""
+def _series_with_median(steps: Sequence[float], values: Sequence[float]) -> list[Series]:
+    """Each step, and a running median: it does not smear spikes that belong to one step only (a
+    save, a burst)."""
     span = _span(len(steps))
     usual = Series(f"median of {span}", steps, running_median(values, span), "s0")
     return [Series("each step", steps, values, "raw"), usual]
 
 
-def _with_mean(steps: Sequence[float], values: Sequence[float], end_label: str) -> list[Series]:
+def _series_with_mean(
+    steps: Sequence[float], values: Sequence[float], end_label: str
+) -> list[Series]:
     span = _span(len(steps))
     name = f"mean of {span}"
     return [
@@ -88,7 +90,7 @@ def _with_mean(steps: Sequence[float], values: Sequence[float], end_label: str) 
 
 def loss_chart(facts: RunFacts) -> Html:
     steps = facts.steps
-    series = _with_mean(steps.step, steps.loss, end_label="training")
+    series = _series_with_mean(steps.step, steps.loss, end_label="training")
     if facts.evals:
         label = f"held-out {facts.evals[-1].loss:.3f}"
         at, losses = [event.step for event in facts.evals], [event.loss for event in facts.evals]
@@ -115,37 +117,45 @@ def loss_chart(facts: RunFacts) -> Html:
         x_range=x_range(facts),
         note=_loss_note(facts),
     )
-    return line_chart(chart)
+    return draw_line_chart(chart)
 
 
 def _by_source(facts: RunFacts) -> list[Series]:
     """The held-out loss of each source of a mixture."""
     names = dict.fromkeys(name for event in facts.evals for name in event.loss_by_source)
-    found = []
+    curves_by_source = []
     for number, name in enumerate(list(names)[:MAX_SOURCES]):
-        told = [event for event in facts.evals if name in event.loss_by_source]
-        at, losses = [event.step for event in told], [event.loss_by_source[name] for event in told]
-        found.append(Series(f"held-out, {short(name)}", at, losses, f"source d{number}", dots=True))
-    return found
+        evaluations = [event for event in facts.evals if name in event.loss_by_source]
+        at, losses = (
+            [event.step for event in evaluations],
+            [event.loss_by_source[name] for event in evaluations],
+        )
+        curves_by_source.append(
+            Series(f"held-out, {short(name)}", at, losses, f"source d{number}", dots=True)
+        )
+    return curves_by_source
 
 
 def metric_charts(facts: RunFacts) -> list[Html]:
     """One chart for each metric of the user's objective."""
     names = dict.fromkeys(name for event in facts.evals for name in event.metrics)
-    found = []
+    charts = []
     for name in list(names)[:MAX_METRICS]:
-        told = [event for event in facts.evals if name in event.metrics]
-        at, values = [event.step for event in told], [event.metrics[name] for event in told]
+        evaluations = [event for event in facts.evals if name in event.metrics]
+        at, values = (
+            [event.step for event in evaluations],
+            [event.metrics[name] for event in evaluations],
+        )
         series = Series(
             "held-out", at, values, "eval", dots=True, end_label=f"held-out {values[-1]:.4f}"
         )
         title = short(name)
-        found.append(
-            line_chart(
+        charts.append(
+            draw_line_chart(
                 LineChart(title, title, "", [series], marks=restarts(facts), x_range=x_range(facts))
             )
         )
-    return found
+    return charts
 
 
 def short(name: str) -> str:
@@ -154,32 +164,34 @@ def short(name: str) -> str:
 
 
 def _loss_note(facts: RunFacts) -> str:
-    said = []
-    best, kept = facts.best, facts.kept_best
+    sentences = []
+    best, checkpoint = facts.best, facts.kept_best
     if best is not None and len(facts.evals) > 1:
         where = (
-            f", kept as {kept.checkpoint}" if kept is not None and kept.step == best.step else ""
+            f", kept as {checkpoint.checkpoint}"
+            if checkpoint is not None and checkpoint.step == best.step
+            else ""
         )
-        said.append(
-            f"Best of {len(facts.evals):,} evaluations: {words.judged(best)} at step"
+        sentences.append(
+            f"Best of {len(facts.evals):,} evaluations: {formats.judged_value(best)} at step"
             f" {best.step:,}{where}."
         )
     if facts.num_rolled_back:
-        said.append(
+        sentences.append(
             f"{facts.num_rolled_back:,} steps were rolled back and {facts.num_redone:,} done again;"
             " the curve shows the last attempt of each."
         )
     if facts.baselines:
-        said.append(
+        sentences.append(
             "Baselines are n-gram models fitted on the same training split, on the same held-out"
             " tokens."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def rate_chart(facts: RunFacts) -> Html:
     series = [Series("learning rate", facts.steps.step, facts.steps.learning_rate)]
-    return line_chart(
+    return draw_line_chart(
         LineChart("Learning rate", "learning rate", "", series, zero=True, x_range=x_range(facts))
     )
 
@@ -190,13 +202,13 @@ def norm_chart(facts: RunFacts) -> Html:
         title="Gradient norm",
         y_label="global L2 norm before clipping",
         unit="",
-        series=_with_median(steps.step, steps.grad_norm),
+        series=_series_with_median(steps.step, steps.grad_norm),
         marks=[*restarts(facts), *skips(facts, steps.step, steps.grad_norm)],
         zero=True,
         may_be_log=True,
         x_range=x_range(facts),
     )
-    return line_chart(chart)
+    return draw_line_chart(chart)
 
 
 def throughput_chart(facts: RunFacts) -> Html:
@@ -205,12 +217,12 @@ def throughput_chart(facts: RunFacts) -> Html:
         title="Throughput",
         y_label=f"{facts.units.items} per second",
         unit=facts.units.rate,
-        series=_with_median(steps.step, steps.tokens_per_s),
+        series=_series_with_median(steps.step, steps.tokens_per_s),
         marks=restarts(facts),
         zero=True,
         x_range=x_range(facts),
     )
-    return line_chart(chart)
+    return draw_line_chart(chart)
 
 
 def resident_chart(facts: RunFacts) -> Html:
@@ -228,4 +240,4 @@ def resident_chart(facts: RunFacts) -> Html:
             "Pages that processes share count whole here, and by their share in the console's mem."
         ),
     )
-    return line_chart(chart)
+    return draw_line_chart(chart)

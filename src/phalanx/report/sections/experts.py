@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from phalanx.core.units import plural
-from phalanx.report import words
-from phalanx.report.charts import LineChart, Reference, Series, legend, line_chart
+from phalanx.report import formats
+from phalanx.report.charts import LineChart, Reference, Series, draw_legend, draw_line_chart
 from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, table, tag
@@ -36,18 +36,21 @@ def has_experts(facts: RunFacts) -> bool:
     return facts.experts.has_any
 
 
-def experts_section(facts: RunFacts) -> Html | None:
-    """None for a run without experts, or before any were counted."""
+def render_experts(facts: RunFacts) -> Html | None:
+    """The section; None for a run without experts, or before any were counted."""
     if not has_experts(facts):
         return None
     experts = facts.experts
     drops = any(share > 0 for share in experts.dropped_share)
-    charts = [_worst_chart(facts, alone=not drops), *([_dropped_chart(facts)] if drops else [])]
+    charts = [
+        _draw_worst_chart(facts, alone=not drops),
+        *([_draw_dropped_chart(facts)] if drops else []),
+    ]
     return tag(
         "section",
         tag("h2", "Experts"),
         tag("p", _verdict(experts)),
-        heat_map(experts),
+        draw_heat_map(experts),
         tag("div", charts, class_="pair") if len(charts) > 1 else charts,
         id="experts",
     )
@@ -58,19 +61,19 @@ def _verdict(experts: ExpertFacts) -> str:
     name = max(over, key=lambda layer: over[layer])
     busiest = experts.tokens[name].index(max(experts.tokens[name]))
     idle = sum(tokens.count(0) for tokens in experts.tokens.values())
-    said = (
+    sentence = (
         f"At step {experts.step:,} the busiest is expert {busiest} of {name}, with {over[name]:.2f}"
         " times the mean."
     )
     if idle:
-        said += f" {plural(idle, 'expert')} got nothing."
+        sentence += f" {plural(idle, 'expert')} got nothing."
     share = experts.newest_dropped_share
     if share > 0:
-        said += f" {100 * share:.2g} % of the choices were dropped: their experts were full."
-    return said.replace(" %", "\u00a0%")
+        sentence += f" {100 * share:.2g} % of the choices were dropped: their experts were full."
+    return sentence.replace(" %", "\u00a0%")
 
 
-def heat_map(experts: ExpertFacts) -> Html:
+def draw_heat_map(experts: ExpertFacts) -> Html:
     """A row for each layer, a column for each expert, coloured by its share of the even load."""
     layers = list(experts.tokens.items())[:MAX_LAYERS]
     columns = min(max(len(tokens) for _, tokens in layers), MAX_EXPERTS)
@@ -104,7 +107,7 @@ def heat_map(experts: ExpertFacts) -> Html:
         tag(
             "figcaption",
             tag("h3", f"Load of each expert, step {experts.step:,}"),
-            legend(names, classes),
+            draw_legend(names, classes),
         ),
         tag("div", rows, axis, class_="heat"),
         tag("p", note, class_="note"),
@@ -125,13 +128,13 @@ def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: i
     mean = sum(tokens) / len(tokens) if tokens else 0.0
     paths: dict[int, str] = {}
     levels = [level_of(count, mean) for count in tokens]
-    begin, is_few = 0, columns <= FEW_COLUMNS
+    start, is_few = 0, columns <= FEW_COLUMNS
     for end in range(1, len(levels) + 1):
-        if end == len(levels) or levels[end] != levels[begin] or is_few:
-            paths[levels[begin]] = (
-                paths.get(levels[begin], "") + f"M{begin} 0h{end - begin}v1h{begin - end}z"
+        if end == len(levels) or levels[end] != levels[start] or is_few:
+            paths[levels[start]] = (
+                paths.get(levels[start], "") + f"M{start} 0h{end - start}v1h{start - end}z"
             )
-            begin = end
+            start = end
     over = _over_mean(tokens)
     label = f"{name}: the busiest of {len(tokens)} experts has {over:.2f} times the mean"
     svg = tag(
@@ -144,7 +147,7 @@ def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: i
         style=f"height:{height}px",
         class_="few" if is_few else None,
     )
-    end_text = f"{over:.2f}" + (f", {words.count(dropped)} dropped" if dropped else "")
+    end_text = f"{over:.2f}" + (f", {formats.count(dropped)} dropped" if dropped else "")
     return [tag("span", name, class_="heatname"), svg, tag("span", end_text, class_="heatend")]
 
 
@@ -170,7 +173,7 @@ def _table(layers: Sequence[tuple[str, Sequence[int]]], experts: ExpertFacts) ->
     return table(head, rows, css_class="num")
 
 
-def _worst_chart(facts: RunFacts, *, alone: bool) -> Html:
+def _draw_worst_chart(facts: RunFacts, *, alone: bool) -> Html:
     experts = facts.experts
     chart = LineChart(
         title="Busiest expert against the mean of its layer",
@@ -185,10 +188,10 @@ def _worst_chart(facts: RunFacts, *, alone: bool) -> Html:
             "Counted at the first step, at each that is logged (observe.log_every) and at the last."
         ),
     )
-    return line_chart(chart)
+    return draw_line_chart(chart)
 
 
-def _dropped_chart(facts: RunFacts) -> Html:
+def _draw_dropped_chart(facts: RunFacts) -> Html:
     experts = facts.experts
     chart = LineChart(
         title="Choices that were dropped",
@@ -199,4 +202,4 @@ def _dropped_chart(facts: RunFacts) -> Html:
         zero=True,
         x_range=x_range(facts),
     )
-    return line_chart(chart)
+    return draw_line_chart(chart)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.core.units import plural
-from phalanx.report import words
+from phalanx.report import formats
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, tag
 
@@ -14,7 +14,7 @@ _UNITS = ("nats/token", "tokens/s", "targets/s")  # set smaller than the number 
 MAX_WARNINGS = 10
 
 
-def header(facts: RunFacts) -> Html:
+def render_header(facts: RunFacts) -> Html:
     status_class = _STATUS_CLASS.get(facts.status, "open")
     return tag(
         "header",
@@ -24,7 +24,7 @@ def header(facts: RunFacts) -> Html:
             tag("span", facts.status, class_=f"status {status_class}"),
             class_="name",
         ),
-        tag("p", _when(facts), class_="when"),
+        tag("p", _describe_when(facts), class_="when"),
         tag("dl", [_key(*key) for key in _keys(facts)], class_="keys"),
         [tag("p", text, class_="note warning") for text in facts.warnings[:MAX_WARNINGS]],
     )
@@ -32,16 +32,17 @@ def header(facts: RunFacts) -> Html:
 
 def _key(name: str, value: str, detail: str = "") -> Html:
     unit = next((unit for unit in _UNITS if value.endswith(unit)), "")
-    said = [value.removesuffix(unit), tag("span", unit, class_="unit") if unit else None]
-    return tag("div", tag("dt", name), tag("dd", said, tag("small", detail) if detail else None))
+    children = [value.removesuffix(unit), tag("span", unit, class_="unit") if unit else None]
+    return tag(
+        "div", tag("dt", name), tag("dd", children, tag("small", detail) if detail else None)
+    )
 
 
-def _when(facts: RunFacts) -> str:
+def _describe_when(facts: RunFacts) -> str:
     if not facts.num_events:
         return "This run has written no events yet."
-    when = (
-        f"Started {words.clock(facts.started_unix_s)}, last event {words.clock(facts.last_unix_s)}."
-    )
+    started = formats.timestamp(facts.started_unix_s)
+    when = f"Started {started}, last event {formats.timestamp(facts.last_unix_s)}."
     if facts.is_finished:
         return when
     return f"{when} No end was recorded: it is still running, or it was cut off."
@@ -53,12 +54,12 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
         f" / {facts.total_steps:,}" if facts.total_steps is not None else ""
     )
     redone = f"{plural(facts.num_redone, 'step')} done again" if facts.num_redone else ""
-    held_out, against = _held_out(facts)
+    held_out, against = _describe_held_out(facts)
     is_measured = math.isfinite(facts.tokens_per_s)
     rate = (
-        f"{words.count(facts.tokens_per_s)} {facts.units.rate}"
+        f"{formats.count(facts.tokens_per_s)} {facts.units.rate}"
         if is_measured
-        else words.NOT_MEASURED
+        else formats.NOT_MEASURED
     )
     tokens = f"{facts.world_size} x {facts.device}" if facts.world_size else facts.device
     loss = steps.loss[-1] if len(steps) else math.nan
@@ -66,12 +67,12 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
         ("Steps done", done if facts.num_events else "none", redone),
         (
             "Final training loss",
-            words.loss(loss, facts.units.loss),
+            formats.loss(loss, facts.units.loss),
             f"of step {steps.step[-1]:,}" if len(steps) else "",
         ),
         ("Held-out loss", held_out, against),
         ("Throughput", rate, "median over steps" if len(steps) else ""),
-        ("Wall time", words.seconds(facts.wall_s), ""),
+        ("Wall time", formats.seconds(facts.wall_s), ""),
         (
             "Restarts",
             str(facts.num_restarts),
@@ -79,7 +80,7 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
         ),
         *([("Resumes", str(facts.num_resumes), "")] if facts.num_resumes else []),
         ("Skipped steps", str(len(facts.skipped)), ""),
-        ("Layout", words.layout(dict(facts.layout)), tokens),
+        ("Layout", formats.layout(dict(facts.layout)), tokens),
         *(
             [("Sent over tp", facts.sent_over_tp, "activations and their gradients")]
             if facts.sent_over_tp
@@ -98,25 +99,25 @@ def _pipeline(facts: RunFacts) -> list[tuple[str, str, str]]:
     if not facts.pipelines:
         return []
     last = facts.pipelines[-1]
-    expected = f"predicted {words.percent(last.bubble_predicted, 1.0)}, of step {last.step:,}"
-    return [("Waiting for other stages", words.percent(last.bubble_measured, 1.0), expected)]
+    expected = f"predicted {formats.percent(last.bubble_predicted, 1.0)}, of step {last.step:,}"
+    return [("Waiting for other stages", formats.percent(last.bubble_measured, 1.0), expected)]
 
 
-def _held_out(facts: RunFacts) -> tuple[str, str]:
+def _describe_held_out(facts: RunFacts) -> tuple[str, str]:
     """The last evaluation, the best one if that is another, and how far it stands from each
     n-gram model."""
     if not facts.evals:
-        return words.NOT_MEASURED, ""
+        return formats.NOT_MEASURED, ""
     last, best = facts.evals[-1], facts.best
-    said = []
+    remarks = []
     if best is not None and best.step != last.step:
-        said.append(f"best {words.judged(best)} at step {best.step:,}")
+        remarks.append(f"best {formats.judged_value(best)} at step {best.step:,}")
     elif len(facts.evals) > 1:
-        said.append(f"the best of {len(facts.evals)} evaluations")
-    said += [f"{name} {value:.4f}" for name, value in last.metrics.items()]
+        remarks.append(f"the best of {len(facts.evals)} evaluations")
+    remarks += [f"{name} {value:.4f}" for name, value in last.metrics.items()]
     for baseline in facts.baselines:
         gap = last.loss - baseline.loss
         if math.isfinite(gap):
             side = "below" if gap < 0 else "above"
-            said.append(f"{abs(gap):.3f} nats {side} {baseline.name} ({baseline.loss:.3f})")
-    return words.loss(last.loss, facts.units.loss), "; ".join(said)
+            remarks.append(f"{abs(gap):.3f} nats {side} {baseline.name} ({baseline.loss:.3f})")
+    return formats.loss(last.loss, facts.units.loss), "; ".join(remarks)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from phalanx.core.printable import printable
 from phalanx.core.units import describe_bytes_error
 from phalanx.observe.events import MemoryMeasured
-from phalanx.report import words
-from phalanx.report.charts import legend, stacked_bar
+from phalanx.report import formats
+from phalanx.report.charts import draw_legend, draw_stacked_bar
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, table, tag
 
@@ -23,8 +23,10 @@ _CLASSES = ("g1", "g0", "g4", "g2", "g5", "g3", "g7", "g6", "g8", "g9")
 
 def categories(*dicts: Mapping[str, object]) -> list[str]:
     """The plan's categories in their usual order, then any others; never the total."""
-    seen = dict.fromkeys(name for mapping in dicts for name in mapping if name != TOTAL)
-    return [name for name in _ORDER if name in seen] + [name for name in seen if name not in _ORDER]
+    names = dict.fromkeys(name for mapping in dicts for name in mapping if name != TOTAL)
+    return [name for name in _ORDER if name in names] + [
+        name for name in names if name not in _ORDER
+    ]
 
 
 def classes(names: Iterable[str]) -> dict[str, str]:
@@ -36,7 +38,7 @@ def classes(names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def memory_section(facts: RunFacts) -> Html:
+def render_memory(facts: RunFacts) -> Html:
     if not facts.memory:
         body = tag("p", "Not measured: no rank has reported its memory yet.", class_="note")
         return tag("section", tag("h2", "Memory, predicted and measured"), body, id="memory")
@@ -46,10 +48,10 @@ def memory_section(facts: RunFacts) -> Html:
         *[event.predicted_bytes for event in events], *[event.measured_bytes for event in events]
     )
     colour = classes(names)
-    whole = max(
+    full_bytes = max(
         max(total(event.predicted_bytes), total(event.measured_bytes), 1.0) for event in events
     )
-    rows = [_rank_row(rank, facts.memory[rank], whole, colour) for rank in ranks]
+    rows = [_rank_row(rank, facts.memory[rank], full_bytes, colour) for rank in ranks]
     left_out = len(facts.memory) - len(ranks)
     note = (
         "Bytes on top of the runtime (interpreter and torch). Errors of the plan are in % of what"
@@ -60,7 +62,7 @@ def memory_section(facts: RunFacts) -> Html:
     return tag(
         "section",
         tag("h2", "Memory, predicted and measured"),
-        legend(names, colour),
+        draw_legend(names, colour),
         table(
             ["rank", "by category", "predicted", "measured", "error", "worst moment", "runtime"],
             rows,
@@ -78,35 +80,35 @@ def total(parts: Mapping[str, float]) -> float:
     return float(sum(value for value in parts.values() if math.isfinite(value)))
 
 
-def bar(parts: Mapping[str, float], whole: float, colour: Mapping[str, str]) -> Html:
+def bar(parts: Mapping[str, float], full_bytes: float, colour: Mapping[str, str]) -> Html:
     shown = {name: float(parts[name]) for name in categories(parts)}
     unattributed = total(parts) - sum(shown.values())
     if unattributed > 0:  # a peak can be measured where its parts cannot
         shown[UNATTRIBUTED] = unattributed
-    return stacked_bar(
+    return draw_stacked_bar(
         shown,
         {**colour, UNATTRIBUTED: "hatch"},
-        whole,
-        {name: words.num_bytes(value) for name, value in shown.items()},
+        full_bytes,
+        {name: formats.num_bytes(value) for name, value in shown.items()},
     )
 
 
 def _rank_row(
-    rank: int, event: MemoryMeasured, whole: float, colour: Mapping[str, str]
+    rank: int, event: MemoryMeasured, full_bytes: float, colour: Mapping[str, str]
 ) -> list[Html | str]:
     predicted, measured = total(event.predicted_bytes), total(event.measured_bytes)
     bars = tag(
         "div",
         tag("span", "predicted"),
-        bar(event.predicted_bytes, whole, colour),
+        bar(event.predicted_bytes, full_bytes, colour),
         tag("span", "measured"),
-        bar(event.measured_bytes, whole, colour),
+        bar(event.measured_bytes, full_bytes, colour),
         class_="barlabel",
     )
     return [
-        str(rank), bars, words.num_bytes(predicted), words.num_bytes(measured),
+        str(rank), bars, formats.num_bytes(predicted), formats.num_bytes(measured),
         _error(event, TOTAL, predicted, measured), printable(event.moment_in_words, 60) or "–",
-        words.num_bytes(event.runtime_bytes),
+        formats.num_bytes(event.runtime_bytes),
     ]  # fmt: skip
 
 
@@ -127,20 +129,20 @@ def _details(ranks: list[int], facts: RunFacts, names: list[str]) -> Html:
 
 def _cell(event: MemoryMeasured, name: str) -> list[Html | str]:
     predicted, measured = (
-        words.as_number(event.predicted_bytes.get(name)),
-        words.as_number(event.measured_bytes.get(name)),
+        formats.number_or_nan(event.predicted_bytes.get(name)),
+        formats.number_or_nan(event.measured_bytes.get(name)),
     )
     if not (math.isfinite(predicted) or math.isfinite(measured)):
         return ["–"]
     error = _error(event, name, predicted, measured)
     return [
-        words.num_bytes(measured),
-        tag("small", words.num_bytes(predicted), " ", tag("b", error)),
+        formats.num_bytes(measured),
+        tag("small", formats.num_bytes(predicted), " ", tag("b", error)),
     ]
 
 
 def _error(event: MemoryMeasured, name: str, predicted: float, measured: float) -> str:
-    """Where the plan knew nothing of the activations, neither they nor the sum can be wrong."""
+    """The plan's error as text. Without predicted activations neither they nor the sum has one."""
     if name in (TOTAL, "activations") and not event.predicts_activations:
         return "activations not predicted"
     return describe_bytes_error(predicted, measured)

@@ -10,23 +10,23 @@ from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, in_flight, simulate
 from phalanx.plan.pipeline.trace import measured_timeline, total_s
-from phalanx.report import words
-from phalanx.report.bubble import Measured, pipeline_of
+from phalanx.report import formats
+from phalanx.report.bubble import MeasuredPipeline, read_pipeline
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, table, tag
-from phalanx.report.pipeline_chart import timeline_chart
+from phalanx.report.pipeline_chart import draw_timeline_chart
 
 
 def has_pipeline(facts: RunFacts) -> bool:
     return isinstance(facts.plan.get("pipeline"), dict)
 
 
-def pipeline_section(facts: RunFacts) -> Html | None:
-    """None for a run without a pipeline."""
+def render_pipeline(facts: RunFacts) -> Html | None:
+    """The section; None for a run without a pipeline."""
     if not has_pipeline(facts):
         return None
-    pipeline = pipeline_of(facts.plan)
-    measured = Measured.of(
+    pipeline = read_pipeline(facts.plan)
+    measured = MeasuredPipeline.from_event(
         facts.pipelines[-1] if facts.pipelines else None, facts.plan, facts.run_dir
     )
     timeline = _timeline(measured)
@@ -37,7 +37,7 @@ def pipeline_section(facts: RunFacts) -> Html | None:
         )
         body: list[Html | None] = [tag("p", text, class_="note")]
     elif measured is None or timeline is None:
-        body = _before(pipeline)
+        body = _render_plan_only(pipeline)
     else:
         body = [
             *_verdict(measured, facts),
@@ -47,46 +47,46 @@ def pipeline_section(facts: RunFacts) -> Html | None:
     return tag("section", tag("h2", "The pipeline"), body, id="pipeline")
 
 
-def _timeline(measured: Measured | None) -> Timeline | None:
-    """What was measured, of the ranks and stages of the plan; None of anything else."""
+def _timeline(measured: MeasuredPipeline | None) -> Timeline | None:
+    """The measured timeline; None if its ranks and stages are not those of the plan."""
     if measured is None:
         return None
     try:
-        found = measured_timeline(measured.pipeline.schedule_name, measured.event.spans)
+        timeline = measured_timeline(measured.pipeline.schedule_name, measured.event.spans)
     except LayoutError:
         return None
-    return found if found.schedule.rank_of_stage == measured.pipeline.rank_of_stage else None
+    return timeline if timeline.schedule.rank_of_stage == measured.pipeline.rank_of_stage else None
 
 
-def _before(pipeline: Pipeline) -> list[Html | None]:
+def _render_plan_only(pipeline: Pipeline) -> list[Html | None]:
     note = "Nothing was measured: steps 5, 50, 500, ... and the last are, when they are done."
     planned = pipeline.timeline()
     if planned is None:
         return [
             tag("p", f"{note} How long its stages take was not predicted either.", class_="note")
         ]
-    said = (
-        f"Planned: ranks wait {words.percent(float(planned.bubble), 1.0)} of the step for other"
+    summary = (
+        f"Planned: ranks wait {formats.percent(float(planned.bubble), 1.0)} of the step for other"
         f" stages. {note}"
     )
-    chart = timeline_chart(planned, title="One step, planned", in_seconds=False)
-    return [tag("p", _unbroken(said)), chart, _stages(pipeline, None, planned)]
+    chart = draw_timeline_chart(planned, title="One step, planned", in_seconds=False)
+    return [tag("p", _unbroken(summary)), chart, _stages(pipeline, None, planned)]
 
 
-def _verdict(measured: Measured, facts: RunFacts) -> list[Html | None]:
+def _verdict(measured: MeasuredPipeline, facts: RunFacts) -> list[Html | None]:
     event = measured.event
-    said = f"At step {event.step:,} {measured.in_words()}."
+    summary = f"At step {event.step:,} {measured.describe_wait()}."
     if math.isfinite(event.bubble_planned):
-        said += f" The plan said {words.percent(event.bubble_planned, 1.0)}."
-    said += f" That is more than {100 * LIMIT:.0f} %." if measured.is_long else ""
+        summary += f" The plan said {formats.percent(event.bubble_planned, 1.0)}."
+    summary += f" That is more than {100 * LIMIT:.0f} %." if measured.is_long else ""
     if len(facts.pipelines) > 1:
-        before = [
-            f"{words.percent(e.bubble_measured, 1.0)} at step {e.step:,}"
+        earlier = [
+            f"{formats.percent(e.bubble_measured, 1.0)} at step {e.step:,}"
             for e in facts.pipelines[:-1]
         ]
-        said += f" Before: {', '.join(before)}."
-    advice = measured.advice()
-    text = tag("span", _unbroken(said), class_="over" if measured.is_long else None)
+        summary += f" Before: {', '.join(earlier)}."
+    advice = measured.suggest_remedies()
+    text = tag("span", _unbroken(summary), class_="over" if measured.is_long else None)
     return [
         tag("p", text),
         tag("ul", [tag("li", _unbroken(line)) for line in advice]) if advice else None,
@@ -98,8 +98,8 @@ def _unbroken(text: str) -> str:
     return text.replace(" %", "\u00a0%")
 
 
-def _chart(measured: Measured, timeline: Timeline) -> list[Html | None]:
-    planned = measured.planned()
+def _chart(measured: MeasuredPipeline, timeline: Timeline) -> list[Html | None]:
+    planned = measured.plan_timeline()
     if planned is None:
         planned = simulate(measured.pipeline.schedule(), measured.costs)
         how = (
@@ -116,13 +116,13 @@ def _chart(measured: Measured, timeline: Timeline) -> list[Html | None]:
         " clock, of the first data-parallel and tensor-parallel rank of each stage; waiting for"
         " other stages is left blank."
     )
-    chart = timeline_chart(
+    chart = draw_timeline_chart(
         planned, timeline, f"Step {measured.event.step:,}, planned above measured"
     )
     return [chart, tag("p", note, class_="note")]
 
 
-def _stages(pipeline: Pipeline, measured: Measured | None, timeline: Timeline) -> Html:
+def _stages(pipeline: Pipeline, measured: MeasuredPipeline | None, timeline: Timeline) -> Html:
     """A row per stage: its blocks, what it takes, and the microbatches whose activations it
     holds."""
     costs = measured.costs if measured is not None else pipeline.costs
@@ -156,9 +156,11 @@ def _stages(pipeline: Pipeline, measured: Measured | None, timeline: Timeline) -
         ]
     else:
         head += ["÷ mean", "held at most"]
-    what = "Of one microbatch, means of the step. " if measured is not None else "Predicted. "
+    kind_of_times = (
+        "Of one microbatch, means of the step. " if measured is not None else "Predicted. "
+    )
     note = (
-        f"{what}The first stage has the embedding as well, the last one the head. Held:"
+        f"{kind_of_times}The first stage has the embedding as well, the last one the head. Held:"
         " microbatches whose activations"
     )
     note += " wait for their backward; the bytes of each rank are under Memory."
@@ -178,5 +180,5 @@ def _times(cost: StageCosts, is_split: bool) -> list[str]:
         else [cost.backward_input_s + cost.backward_weight_s]
     )
     return [
-        words.milliseconds(float(value)) for value in (cost.forward_s, *backward, total_s(cost))
+        formats.milliseconds(float(value)) for value in (cost.forward_s, *backward, total_s(cost))
     ]

@@ -10,7 +10,7 @@ from phalanx.core.units import plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.words import describe
-from phalanx.report import words
+from phalanx.report import formats
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, table, tag
 
@@ -31,9 +31,9 @@ _BAD = (
 _ELSEWHERE = (events.TextGenerated, events.BaselineMeasured)
 
 
-def story_section(facts: RunFacts) -> Html:
-    told = [envelope for envelope in facts.story if not isinstance(envelope.event, _ELSEWHERE)]
-    shown, num_left_out = _few(told)
+def render_story(facts: RunFacts) -> Html:
+    story = [envelope for envelope in facts.story if not isinstance(envelope.event, _ELSEWHERE)]
+    shown, num_left_out = _thin_out(story)
     if not shown:
         body: list[Html | None] = [tag("p", "Nothing has been recorded yet.", class_="note")]
     else:
@@ -46,41 +46,43 @@ def story_section(facts: RunFacts) -> Html:
     return tag("section", tag("h2", "Checkpoints, faults, restarts and resumes"), body, id="events")
 
 
-def _few(told: list[Envelope]) -> tuple[list[Envelope], int]:
+def _thin_out(story: list[Envelope]) -> tuple[list[Envelope], int]:
     """At most `MAX_ROWS`: checkpoints and skips are thinned first, then the middle goes."""
-    if len(told) <= MAX_ROWS:
-        return told, 0
+    if len(story) <= MAX_ROWS:
+        return story, 0
     saves = (events.CheckpointSaved, events.CheckpointPostponed, events.CheckpointsRemoved)
     routine = (*saves, events.StepSkipped, events.EvalFinished)
-    rare = [envelope for envelope in told if not isinstance(envelope.event, routine)]
-    common = [envelope for envelope in told if isinstance(envelope.event, routine)]
+    rare = [envelope for envelope in story if not isinstance(envelope.event, routine)]
+    common = [envelope for envelope in story if isinstance(envelope.event, routine)]
     rare = rare if len(rare) <= MAX_ROWS // 2 else rare[: MAX_ROWS // 4] + rare[-MAX_ROWS // 4 :]
     room = (MAX_ROWS - len(rare)) // 2
-    kept = rare + (common if len(common) <= 2 * room else common[:room] + common[-room:])
-    wanted = set(map(id, kept))
-    return [envelope for envelope in told if id(envelope) in wanted], len(told) - len(kept)
+    selected = rare + (common if len(common) <= 2 * room else common[:room] + common[-room:])
+    selected_ids = set(map(id, selected))
+    return [envelope for envelope in story if id(envelope) in selected_ids], len(story) - len(
+        selected
+    )
 
 
 def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
-    who = "supervisor" if envelope.rank < 0 else f"rank {envelope.rank}"
-    after_s = facts.timeline.after_s(envelope)
-    after = words.seconds(after_s) if after_s >= 1e-3 else "0 s"
-    what = describe(envelope, facts.units) or _plain(envelope)
+    origin = "supervisor" if envelope.rank < 0 else f"rank {envelope.rank}"
+    elapsed_s = facts.timeline.elapsed_s(envelope)
+    after = formats.seconds(elapsed_s) if elapsed_s >= 1e-3 else "0 s"
+    text = describe(envelope, facts.units) or _describe_plainly(envelope)
     line = (
-        tag("span", what, class_="over") if isinstance(envelope.event, _BAD) else tag("span", what)
+        tag("span", text, class_="over") if isinstance(envelope.event, _BAD) else tag("span", text)
     )
-    when = tag("span", f"+{after}", title=words.clock(envelope.time_unix_s), class_="nowrap")
+    when = tag("span", f"+{after}", title=formats.timestamp(envelope.time_unix_s), class_="nowrap")
     detail = _detail(envelope)
-    return [when, f"{who}, attempt {envelope.attempt}", tag("div", line, detail)]
+    return [when, f"{origin}, attempt {envelope.attempt}", tag("div", line, detail)]
 
 
-def _plain(envelope: Envelope) -> str:
-    """Events the console has no words for."""
+def _describe_plainly(envelope: Envelope) -> str:
+    """Text for events that the console does not describe."""
     event = envelope.event
     if isinstance(event, events.RanksStarted):
         return (
             f"started {plural(len(event.pids), 'process', 'processes')}"
-            + f" in {words.seconds(event.start_s)}"
+            + f" in {formats.seconds(event.start_s)}"
         )
     if isinstance(event, events.Note) and event.code == events.RESUMED:
         return f"resumed at step {event.facts.get('step')}: {event.facts.get('told')}"[:MAX_NOTE]
@@ -104,7 +106,7 @@ def _detail(envelope: Envelope) -> Html | None:
     return None
 
 
-def text_section(facts: RunFacts) -> Html:
+def render_text(facts: RunFacts) -> Html:
     if not facts.samples:
         body = [tag("p", "No text was generated.", class_="note")]
     else:
@@ -117,8 +119,8 @@ def text_section(facts: RunFacts) -> Html:
     return tag("section", tag("h2", "A sample of what it writes"), body, id="text")
 
 
-def job_section(facts: RunFacts) -> Html:
-    rows = list(_flat("", facts.job))
+def render_job(facts: RunFacts) -> Html:
+    rows = list(_flatten_keys("", facts.job))
     if not rows:
         body = tag("p", "Not recorded: job.json is missing or cannot be read.", class_="note")
     else:
@@ -127,11 +129,11 @@ def job_section(facts: RunFacts) -> Html:
     return tag("section", tag("h2", "The job"), body, id="job")
 
 
-def _flat(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+def _flatten_keys(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Dotted keys and their values as JSON writes them."""
     if isinstance(value, dict) and depth < 8 and (value or not prefix):
         for key, item in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item, depth + 1)
+            yield from _flatten_keys(f"{prefix}.{key}" if prefix else str(key), item, depth + 1)
     else:
         text = (
             "not set (the plan chooses)"
@@ -155,14 +157,14 @@ _FILES = (
 )
 
 
-def files_section(facts: RunFacts) -> Html:
+def render_files(facts: RunFacts) -> Html:
     rows = [
         [
             tag("code", name),
-            what,
+            contents,
             "there" if name == "report.html" or (facts.run_dir / name).exists() else "absent",
         ]
-        for name, what in _FILES
+        for name, contents in _FILES
     ]
     problems = [*facts.problems]
     if facts.num_unreadable:

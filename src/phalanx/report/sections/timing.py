@@ -3,8 +3,8 @@ another."""
 
 from __future__ import annotations
 
-from phalanx.report import words
-from phalanx.report.charts import StackChart, legend, stack_chart, stacked_bar
+from phalanx.report import formats
+from phalanx.report.charts import StackChart, draw_legend, draw_stack_chart, draw_stacked_bar
 from phalanx.report.facts import GROUPS, RankTime, RunFacts
 from phalanx.report.markup import Html, table, tag
 from phalanx.report.sections.curves import x_range
@@ -27,7 +27,7 @@ _LEDGER_CLASS = {
 }
 
 
-def time_section(facts: RunFacts) -> Html:
+def render_time(facts: RunFacts) -> Html:
     if not facts.ranks:
         body: list[Html] = [tag("p", "No step has finished: not measured.", class_="note")]
     else:
@@ -38,24 +38,24 @@ def time_section(facts: RunFacts) -> Html:
 def _ledger(facts: RunFacts) -> Html:
     ledger = facts.ledger
     texts = {
-        n: f"{words.seconds(s)} ({words.percent(s, ledger.wall_s)})"
+        n: f"{formats.seconds(s)} ({formats.percent(s, ledger.wall_s)})"
         for n, s in ledger.parts_s.items()
     }
     shown = [name for name, value in ledger.parts_s.items() if value > 0]
     rows = [
         [
             name,
-            words.seconds(ledger.parts_s[name]),
-            words.percent(ledger.parts_s[name], ledger.wall_s),
+            formats.seconds(ledger.parts_s[name]),
+            formats.percent(ledger.parts_s[name], ledger.wall_s),
         ]
         for name in ledger.parts_s
     ]
-    rows.append(["sum", words.seconds(ledger.wall_s), "100.0 %"])
+    rows.append(["sum", formats.seconds(ledger.wall_s), "100.0 %"])
     return tag(
         "div",
-        tag("h3", f"The whole run: {words.seconds(ledger.wall_s)} of rank {facts.lead_rank}"),
-        stacked_bar(ledger.parts_s, _LEDGER_CLASS, ledger.wall_s, texts),
-        legend(shown, _LEDGER_CLASS),
+        tag("h3", f"The whole run: {formats.seconds(ledger.wall_s)} of rank {facts.lead_rank}"),
+        draw_stacked_bar(ledger.parts_s, _LEDGER_CLASS, ledger.wall_s, texts),
+        draw_legend(shown, _LEDGER_CLASS),
         tag(
             "p",
             "“Everything else” is what lies between the steps: waiting for a restart, generating"
@@ -72,12 +72,12 @@ def _ledger(facts: RunFacts) -> Html:
 
 
 def _ranks(facts: RunFacts) -> Html:
-    ranks = _chosen(facts.ranks)
-    whole = max(
+    ranks = _choose_ranks(facts.ranks)
+    full_s = max(
         max(r.mean_s, sum(value for value in r.mean_groups_s.values() if value > 0)) for r in ranks
     )
     used = [name for name in GROUPS if any(rank.mean_groups_s[name] > 0 for rank in ranks)]
-    rows = [_rank_row(rank, whole) for rank in ranks]
+    rows = [_rank_row(rank, full_s) for rank in ranks]
     head = ["rank", "mean step by phase", "mean", "p50", "p99", "longest", "unaccounted"]
     left_out = len(facts.ranks) - len(ranks)
     note = (
@@ -85,7 +85,10 @@ def _ranks(facts: RunFacts) -> Html:
         " longer. "
     )
     note += "Unaccounted is the time of a step that no phase claims."
-    if facts.plan.get("device") == "cuda" and words.as_number(facts.plan.get("zero_stage")) >= 2:
+    if (
+        facts.plan.get("device") == "cuda"
+        and formats.number_or_nan(facts.plan.get("zero_stage")) >= 2
+    ):
         note += (
             " What a GPU waits for gathered weights and scattered gradients is a part of forward"
             " and backward: "
@@ -100,7 +103,7 @@ def _ranks(facts: RunFacts) -> Html:
         "div",
         tag("h3", "A step of each rank"),
         tag("p", _verdict(facts.ranks[0]), class_="note"),
-        legend(used, GROUP_CLASS),
+        draw_legend(used, GROUP_CLASS),
         table(head, rows),
         tag("p", note, class_="note"),
         tag("details", tag("summary", "Data table"), _phase_table(ranks, used)),
@@ -108,35 +111,35 @@ def _ranks(facts: RunFacts) -> Html:
     )
 
 
-def _chosen(ranks: list[RankTime]) -> list[RankTime]:
+def _choose_ranks(ranks: list[RankTime]) -> list[RankTime]:
     if len(ranks) <= MAX_RANKS:
         return ranks
     slowest = sorted(ranks[1:], key=lambda rank: rank.mean_s, reverse=True)[: MAX_RANKS - 1]
     return [ranks[0], *sorted(slowest, key=lambda rank: rank.rank)]
 
 
-def _rank_row(rank: RankTime, whole: float) -> list[Html | str]:
-    texts = {name: words.milliseconds(value) for name, value in rank.mean_groups_s.items()}
+def _rank_row(rank: RankTime, full_s: float) -> list[Html | str]:
+    texts = {name: formats.milliseconds(value) for name, value in rank.mean_groups_s.items()}
     unaccounted = rank.mean_groups_s["unaccounted"]
-    spare = f"{words.milliseconds(unaccounted)} ({words.percent(unaccounted, rank.mean_s)})"
-    bar = stacked_bar(rank.mean_groups_s, GROUP_CLASS, whole, texts)
+    spare = f"{formats.milliseconds(unaccounted)} ({formats.percent(unaccounted, rank.mean_s)})"
+    bar = draw_stacked_bar(rank.mean_groups_s, GROUP_CLASS, full_s, texts)
     times = [rank.mean_s, rank.p50_s, rank.p99_s, rank.max_s]
     return [
         str(rank.rank),
         tag("div", bar, class_="bars"),
-        *[words.milliseconds(value) for value in times],
+        *[formats.milliseconds(value) for value in times],
         spare,
     ]
 
 
 def _verdict(rank: RankTime) -> str:
     shares = sorted(rank.mean_groups_s.items(), key=lambda item: item[1], reverse=True)
-    said = [
-        f"{name} {words.percent(value, rank.mean_s)}" for name, value in shares[:3] if value > 0
+    largest = [
+        f"{name} {formats.percent(value, rank.mean_s)}" for name, value in shares[:3] if value > 0
     ]
-    if not said:
+    if not largest:
         return "No phases were measured."
-    return f"Most of a step of rank {rank.rank} is {', '.join(said)}."
+    return f"Most of a step of rank {rank.rank} is {', '.join(largest)}."
 
 
 def _phase_table(ranks: list[RankTime], used: list[str]) -> Html:
@@ -167,4 +170,4 @@ def _over_time(facts: RunFacts) -> Html:
         x_range=x_range(facts),
         note="Each column is the mean of its steps.",
     )
-    return stack_chart(chart)
+    return draw_stack_chart(chart)

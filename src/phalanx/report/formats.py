@@ -1,4 +1,4 @@
-"""Numbers of a run as words, each with its unit; what was never measured says so."""
+"""Numbers of a run as text, each with its unit; a value that was never measured says so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.observe.events import EvalFinished
 NOT_MEASURED = "not measured"
 
 
-def as_number(value: Any) -> float:
+def number_or_nan(value: Any) -> float:
     """The value if it is a number of ordinary size, else NaN: JSON from a run directory may hold
     anything."""
     if isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300:
@@ -20,15 +20,15 @@ def as_number(value: Any) -> float:
     return math.nan
 
 
-def as_dict(value: Any) -> dict[str, Any]:
+def dict_or_empty(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def as_list(value: Any) -> list[Any]:
+def list_or_empty(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def as_text(value: Any, missing: str = NOT_MEASURED) -> str:
+def text_or_missing(value: Any, missing: str = NOT_MEASURED) -> str:
     if value is None or value == "":
         return missing
     return value if isinstance(value, str) else str(value)
@@ -58,20 +58,20 @@ def loss(value: float, unit: str) -> str:
     return f"{value:.4f} {unit}".rstrip() if math.isfinite(value) else NOT_MEASURED
 
 
-def percent(part: float, whole: float) -> str:
-    if not (math.isfinite(part) and math.isfinite(whole) and whole):
+def percent(part: float, total: float) -> str:
+    if not (math.isfinite(part) and math.isfinite(total) and total):
         return "–"
-    value = round(100 * part / whole, 1) or 0.0  # never "-0.0"
+    value = round(100 * part / total, 1) or 0.0  # never "-0.0"
     return f"{value:.1f} %"
 
 
-def judged(event: EvalFinished) -> str:
-    """What an evaluation is compared by: its loss, or the name and the value of another metric."""
+def judged_value(event: EvalFinished) -> str:
+    """The value an evaluation is compared by: its loss, or the name and value of another metric."""
     name = "" if event.judged_by == "loss" else f"{event.judged_by} "
     return f"{name}{event.value_of(event.judged_by):.4f}"
 
 
-def clock(unix_s: float) -> str:
+def timestamp(unix_s: float) -> str:
     """2026-01-31 14:02:11 UTC."""
     if not math.isfinite(unix_s):
         return "at an unknown time"
