@@ -147,15 +147,19 @@ def test_a_run_is_exported_as_the_directory_that_it_came_from(tmp_path: Path) ->
     assert theirs.config.eos_token_id == 2, "what config.json says of its own tokenizer stays"
 
     import phalanx
-    from phalanx.nn.hf import build
+    from phalanx.nn.hugging_face.adapter import build
 
     ours = build(f"hf:{tmp_path / 'model'}").eval()
     assert phalanx.load_weights(ours, tmp_path / "run") == 3
     tokens = torch.randint(300, (2, 9))
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens).gathered(), theirs(tokens).logits, rtol=0, atol=0)
+        torch.testing.assert_close(
+            ours(tokens).gather_logits(), theirs(tokens).logits, rtol=0, atol=0
+        )
         again = build(f"hf:{tmp_path / 'out'}").eval()
-        torch.testing.assert_close(again(tokens).gathered(), theirs(tokens).logits, rtol=0, atol=0)
+        torch.testing.assert_close(
+            again(tokens).gather_logits(), theirs(tokens).logits, rtol=0, atol=0
+        )
     refused = run(
         "train",
         f"model.kind=hf:{tmp_path / 'model'}",

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from hf_zoo import WIDTHS, write_config
 from phalanx.core.errors import PhalanxError
 from phalanx.core.phases import Phases
-from phalanx.mesh.linear import brought_rules
+from phalanx.mesh.linear import read_shard_rules
 from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.nn.hf import build
-from phalanx.nn.hf_experts import use_batched_products
+from phalanx.nn.hugging_face.adapter import build
+from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.tensor.transform import _Surgery
 from phalanx.plan.rules import parse_rules
@@ -72,7 +72,7 @@ def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | flo
     except Exception as error:  # settings that do not go together
         return f"alone: {error!r}"
     group = TensorGroup(dist.group.WORLD.group_name, rank, 2, Phases())  # type: ignore[union-attr]
-    surgery = _Surgery(module, group, parse_rules(brought_rules(module)))
+    surgery = _Surgery(module, group, parse_rules(read_shard_rules(module)))
     surgery.operate()
     found = objective(module(tokens, positions), {"targets": targets})[0]
     found.backward()
@@ -121,7 +121,7 @@ def test_rules_from_plans_of_every_architecture_compute_what_one_process_compute
             if sum(p.numel() for p in module.parameters()) > LARGE:
                 verdicts[name] = "large"
             elif not any(
-                text.startswith(("row", "experts")) for text in brought_rules(module).values()
+                text.startswith(("row", "experts")) for text in read_shard_rules(module).values()
             ):
                 verdicts[name] = "whole"
             else:
@@ -143,7 +143,7 @@ def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
     module: Any = build(kind)
     tokens = torch.randint(96, (2, 16))
     group = TensorGroup(dist.group.WORLD.group_name, rank, 2, Phases())  # type: ignore[union-attr]
-    _Surgery(module, group, parse_rules(brought_rules(module) | {"lm_head": rule})).operate()
+    _Surgery(module, group, parse_rules(read_shard_rules(module) | {"lm_head": rule})).operate()
     try:
         return logits_cross_entropy(64)(module(tokens), {"targets": tokens})[0].item()
     except PhalanxError as error:

@@ -47,7 +47,7 @@ IMPORTED = {
         "torch._dynamo",
         "phalanx.run.rank",
         "phalanx.verify.rank",
-        "phalanx.nn.hf",
+        "phalanx.nn.hugging_face.adapter",
         "runpy",
     ),
     "commands": (

@@ -210,7 +210,7 @@ def test_rows_are_added_up_in_one_order(
     with _Seen() as seen:
         found = results()
     assert not [name for name in seen.names if name.startswith("index_add")], seen.names
-    monkeypatch.setattr(experts, "_added_up", added_by_index)
+    monkeypatch.setattr(experts, "_sum_by_token", added_by_index)
     for one, other in zip(found, results(), strict=True):
         assert torch.equal(one, other)
 

@@ -17,11 +17,11 @@ from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.mesh.blocks import find_blocks
-from phalanx.mesh.linear import brought_rules
+from phalanx.mesh.linear import read_shard_rules
 from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.nn.hf import build
-from phalanx.nn.hf_experts import use_batched_products
-from phalanx.nn.hf_rules import shard_rules_of
+from phalanx.nn.hugging_face.adapter import build
+from phalanx.nn.hugging_face.experts import use_batched_products
+from phalanx.nn.hugging_face.shard_rules import shard_rules_of
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.model import together
 from phalanx.parallel.tensor.transform import cut
@@ -105,7 +105,7 @@ def test_every_rule_names_layers_that_can_be_cut_and_blocks_are_found(
     blocks = find_blocks(module)
     assert len(blocks) == module.config.num_hidden_layers
     parts = dict(module.named_modules())
-    for pattern, text in brought_rules(module).items():
+    for pattern, text in read_shard_rules(module).items():
         part = parts[pattern.replace("*", "0")]
         wanted = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
         assert not text.startswith(("column", "row")) or isinstance(part, wanted), pattern
@@ -124,7 +124,7 @@ def test_what_is_not_known_to_stand_a_cut_is_whole(tmp_path: Path) -> None:
         "gpt_neox": "attention.query_key_value",
     }.items():
         with torch.device("meta"):
-            rules = brought_rules(build(f"hf:{write_config(tmp_path, name)}"))
+            rules = read_shard_rules(build(f"hf:{write_config(tmp_path, name)}"))
         assert not any(pattern.endswith(whole) for pattern in rules), name
         assert any(text.startswith("row") for text in rules.values()) == (
             name not in ("phi3", "minimax")
@@ -137,7 +137,7 @@ def test_experts_are_cut_as_their_plan_says_and_left_where_their_matrices_lie_ot
     name = "model.layers.*.mlp.experts"
     with torch.device("meta"):
         module = build(f"hf:{write_config(tmp_path, 'mixtral')}")
-        assert brought_rules(module)[name] == "experts parts=2"
+        assert read_shard_rules(module)[name] == "experts parts=2"
         module.model.layers[1].mlp.experts.is_transposed = True
         assert name not in shard_rules_of(module, module.config, has_plain_head=True)
 

@@ -17,8 +17,8 @@ from torch import nn
 from hf_zoo import WIDTHS, ZOO, write_config
 from models import VOCAB, plan
 from phalanx.mesh.mesh import Mesh
-from phalanx.nn.hf import build
-from phalanx.nn.hf_head import plain_head
+from phalanx.nn.hugging_face.adapter import build
+from phalanx.nn.hugging_face.plain_head import find_plain_head
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
 from phalanx.parallel.parallelize import parallelize
 from phalanx.train.generate import generate
@@ -73,7 +73,7 @@ def compare(rank: int, kind: str, is_plain: bool) -> None:
             parameter.grad, references[name].grad, rtol=1e-4, atol=1e-6, msg=name
         )
     with torch.no_grad():
-        logits = outputs.gathered() if is_plain else outputs
+        logits = outputs.gather_logits() if is_plain else outputs
         own = type(module).__mro__[1].forward(theirs, input_ids=tokens, use_cache=False).logits  # type: ignore[attr-defined]
         assert torch.equal(logits, own)
 
@@ -140,7 +140,7 @@ def test_what_comes_after_the_head_is_seen(
     module = Small(after).eval()
     module.inner.train()
     before, state = dict(module._modules), torch.get_rng_state()
-    assert plain_head(module) == name
+    assert find_plain_head(module) == name
     assert module._modules == before
     assert (module.training, module.inner.training) == (False, True)
     assert torch.equal(torch.get_rng_state(), state)

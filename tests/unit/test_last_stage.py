@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx.job.foreign import _shape
 from phalanx.job.shape import ModelShape
-from phalanx.mesh.blocks import wanted_by_last_stage
+from phalanx.mesh.blocks import last_stage_names
 from phalanx.nn.probe import describe
 from phalanx.plan.pipeline.costs import part_params
 
@@ -58,5 +58,5 @@ def test_a_plan_counts_it_on_both_ends(says: Any) -> None:
 
 def test_a_layer_of_that_name_says_nothing() -> None:
     for layer in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), None, (1, 2)):
-        assert wanted_by_last_stage(Own(layer)) == ()
-    assert wanted_by_last_stage(Own(("embed", "norm"))) == ("embed", "norm")
+        assert last_stage_names(Own(layer)) == ()
+    assert last_stage_names(Own(("embed", "norm"))) == ("embed", "norm")

@@ -19,7 +19,7 @@ from phalanx.core.errors import DataError, LayoutError
 from phalanx.job.foreign import probe_foreign_shape
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.objective import classification_cross_entropy
-from phalanx.nn.probe import describe, refusing_silent_exits
+from phalanx.nn.probe import describe, refuse_silent_exits
 from phalanx.parallel.call.bind_batch import call_with_batch
 from phalanx.parallel.data_parallel.replicate import _ExposedWait
 from phalanx.parallel.model import ParallelModel
@@ -276,13 +276,13 @@ def test_a_module_that_leaves_the_process_says_where(
 
     monkeypatch.setattr(os, "_exit", leave)
     source = compile("import os\n\nos._exit(0)", tmp_path / "leaves.py", "exec")
-    with refusing_silent_exits(), pytest.raises(LeftError, match="1"):
+    with refuse_silent_exits(), pytest.raises(LeftError, match="1"):
         exec(source)
     assert (
         capsys.readouterr().err
         == "leaves.py:3: os._exit(0) was called before the model was built\n"
     )
-    with refusing_silent_exits():
+    with refuse_silent_exits():
         monkeypatch.setattr(os, "getpid", lambda: -1)  # a child, which ends so after a fork
         with pytest.raises(LeftError, match="0"):
             exec(source)

@@ -12,7 +12,7 @@ from phalanx.mesh.logical import full_name
 LAST_STAGE = "last_stage"
 
 
-def wanted_by_last_stage(module: nn.Module) -> tuple[str, ...]:
+def last_stage_names(module: nn.Module) -> tuple[str, ...]:
     """What `module.last_stage` names, a name or several; nothing where that is anything else (a
     layer, say)."""
     found = getattr(module, LAST_STAGE, ())

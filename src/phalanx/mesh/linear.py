@@ -104,7 +104,7 @@ def kind_of(part: nn.Module, *, is_attention: bool) -> str:
     return "embedding" if isinstance(part, nn.Embedding) else type(part).__name__
 
 
-def brought_rules(module: nn.Module) -> dict[str, str]:
+def read_shard_rules(module: nn.Module) -> dict[str, str]:
     """What the module and the parts of it say of themselves, an outer one first; names of parts
     are within the part."""
     found: dict[str, str] = {}

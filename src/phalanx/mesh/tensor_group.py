@@ -234,5 +234,5 @@ class VocabularyLogits(NamedTuple):
     logits: torch.Tensor
     vocabulary: Vocabulary
 
-    def gathered(self) -> torch.Tensor:
+    def gather_logits(self) -> torch.Tensor:
         return self.vocabulary.gather(self.logits)

@@ -14,7 +14,7 @@ from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import kind_of
 from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape
-from phalanx.nn.hf import factory_of
+from phalanx.nn.hugging_face.adapter import factory_of
 from phalanx.nn.objective import Objective, causal_cross_entropy, logits_cross_entropy
 
 MODELS = "phalanx.nn.models"

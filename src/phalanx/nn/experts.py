@@ -84,7 +84,7 @@ class MixtureOfExperts(nn.Module):
         order = expert_R.argsort(stable=True)
         counts_E = torch.zeros(num_experts + drops, dtype=torch.int64, device=x_BTD.device)
         counts_E = counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))[:num_experts]
-        rows = _Rows.of(order, sum(sizes_of(counts_E)) if drops else len(order), len(x_ND))
+        rows = _Rows.from_order(order, sum(sizes_of(counts_E)) if drops else len(order), len(x_ND))
         weight_R = routing.weights_BTK.flatten()[rows.order]
         out_RD = self.dispatch(
             _TakeRows.apply(x_ND, rows.token_R, rows.row_KN), counts_E, self.experts
@@ -95,7 +95,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Rows(NamedTuple):
-    """Which rows are of which token.
+    """The rows of each token, and the token of each row.
 
     order: [R], the choice, of all N x K, that each row is of; token_R: its token; row_KN: of each
     token its rows, ascending, R or more where one was dropped.
@@ -106,7 +106,7 @@ class _Rows(NamedTuple):
     row_KN: torch.Tensor
 
     @classmethod
-    def of(cls, order: torch.Tensor, num_rows: int, num_tokens: int) -> _Rows:
+    def from_order(cls, order: torch.Tensor, num_rows: int, num_tokens: int) -> _Rows:
         """`order`: the choices, of which the first `num_rows` have a row."""
         per_token = len(order) // max(1, num_tokens)
         row = torch.empty_like(order).scatter_(
@@ -117,7 +117,7 @@ class _Rows(NamedTuple):
         return cls(order, order.div(per_token, rounding_mode="floor"), row_KN)
 
 
-def _added_up(
+def _sum_by_token(
     row_RD: torch.Tensor, row_KN: torch.Tensor, weight_R: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[N, D]: the rows of each token, times their weights if there are any, one after another in
@@ -149,7 +149,7 @@ class _TakeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: torch.Tensor) -> Any:  # type: ignore[override]
         (row_KN,) = ctx.saved_tensors
-        return _added_up(grad_RD, row_KN), None, None
+        return _sum_by_token(grad_RD, row_KN), None, None
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -168,7 +168,7 @@ class _WeightedSum(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(row_RD, weight_R, order)
         ctx.per_token = len(row_KN)
-        return _added_up(row_RD, row_KN, weight_R)
+        return _sum_by_token(row_RD, row_KN, weight_R)
 
     @staticmethod
     @once_differentiable

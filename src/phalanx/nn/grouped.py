@@ -12,8 +12,7 @@ from phalanx.mesh.grouped import grouped_linear
 
 
 class GroupedLinear(nn.Module):
-    """As many linear layers without bias as there are experts: weight[e] is [out_features,
-    in_features]."""
+    """One linear layer without bias per expert: weight[e] is [out_features, in_features]."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()

@@ -32,8 +32,8 @@ THREADS_FROM = 1 << 20  # elements of a run, from which on threads are worth the
 
 @dataclass(frozen=True)
 class InitRule:
-    """How tensors whose name matches `pattern` begin: normal with `std`, or a constant when
-    `std` is 0."""
+    """The initial values of tensors whose name matches `pattern`: normal with `std`, or a constant
+    when `std` is 0."""
 
     pattern: str
     std: float = 0.0
@@ -82,9 +82,9 @@ def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
             continue
         # Runs of one slice of the dimension before the cut are equally far apart: a matrix is one
         # slice of rows.
-        for place in itertools.product(*(range(n) for n in box.size[: cut - 1])):
-            start = first + sum(i * strides[dim] for dim, i in enumerate(place))
-            _fill_runs(target[place], std, key, start, pitch=strides[cut - 1], run=run)
+        for index in itertools.product(*(range(n) for n in box.size[: cut - 1])):
+            start = first + sum(i * strides[dim] for dim, i in enumerate(index))
+            _fill_runs(target[index], std, key, start, pitch=strides[cut - 1], run=run)
 
 
 def _fill_runs(

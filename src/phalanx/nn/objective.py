@@ -25,7 +25,8 @@ Objective = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torc
 
 
 class CausalOutput(NamedTuple):
-    """What causal models return: hidden states and the head's weight; the objective owns the head.
+    """The output of causal models: hidden states, and the weight of the head, which the objective
+    applies.
 
     hidden_BTD: [batch, seq, dim]; head_VD: [vocab, dim]. Where tensor parallelism has cut the head,
     head_VD has the rows that `vocabulary` says, and hidden states must enter through it. `balance`
@@ -39,12 +40,12 @@ class CausalOutput(NamedTuple):
 
 
 class HeadOutput(CausalOutput):
-    """Of a module that others wrote to return logits: an objective that asks for no hidden
-    states gets those."""
+    """The output of a foreign module that was written to return logits: an objective that asks for
+    no hidden states gets those."""
 
     __slots__ = ()
 
-    def gathered(self) -> torch.Tensor:
+    def gather_logits(self) -> torch.Tensor:
         """Logits [batch, seq, vocab], as the module itself would return them."""
         head_VD = self.head_VD.to(self.hidden_BTD.dtype)
         if self.vocabulary is None:
@@ -118,8 +119,8 @@ def _causal_cross_entropy(
 def token_cross_entropy(
     outputs: Any, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For modules that return logits [..., vocab]: cross-entropy summed over targets that are
-    not -100."""
+    """Cross-entropy summed over targets that are not -100, for modules that return logits
+    [..., vocab]."""
     if isinstance(outputs, VocabularyLogits):
         targets = batch["targets"].flatten()
         loss_sum = _VocabularyCrossEntropy.apply(
@@ -143,8 +144,8 @@ def token_cross_entropy(
 def classification_cross_entropy(
     outputs: Any, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For modules that return logits [batch, classes]: cross-entropy summed over labels that are
-    not -100.
+    """Cross-entropy summed over labels that are not -100, for modules that return logits
+    [batch, classes].
 
     Labels are batch["labels"], or "targets" of a batch that calls them so.
     """
@@ -251,24 +252,24 @@ def _add_head_gradient(
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Of logits [N, rows of this rank] that a module has made itself."""
+    """Cross-entropy of logits [N, this rank's rows of the vocabulary] of a module."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: Vocabulary
     ) -> torch.Tensor:
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
-        own = logits_NV.to(wide, copy=True)
-        loss_sum = _loss_and_gradient(own, targets_N, vocabulary)
-        ctx.save_for_backward(own)
+        grad_logits = logits_NV.to(wide, copy=True)
+        loss_sum = _loss_and_gradient(grad_logits, targets_N, vocabulary)
+        ctx.save_for_backward(grad_logits)
         ctx.dtype = logits_NV.dtype
         return loss_sum.to(wide)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:  # type: ignore[override]
-        (own,) = ctx.saved_tensors
-        return own.mul_(grad_loss).to(ctx.dtype), None, None
+        (grad_logits,) = ctx.saved_tensors
+        return grad_logits.mul_(grad_loss).to(ctx.dtype), None, None
 
 
 def _loss_and_gradient(

@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 
 import phalanx
 from phalanx.core.errors import PhalanxError
-from phalanx.mesh.blocks import find_blocks, wanted_by_last_stage
-from phalanx.mesh.linear import brought_rules, holders
+from phalanx.mesh.blocks import find_blocks, last_stage_names
+from phalanx.mesh.linear import holders, read_shard_rules
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import has_attention_seam
-from phalanx.nn.hf import FACTS, factory_of
+from phalanx.nn.hugging_face.adapter import FACTS, factory_of
 
 _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
@@ -62,9 +62,9 @@ def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
         "takes_document_ids": _takes_document_ids(module),
         "names": [full_name(name) for name, _ in module.named_modules()],
         "holders": [vars(holder) for holder in holders(module)],
-        "shard_rules": brought_rules(module),
+        "shard_rules": read_shard_rules(module),
         "blocks": [full_name(name) for name, part in module.named_modules() if id(part) in blocks],
-        "last_stage": list(wanted_by_last_stage(module)),
+        "last_stage": list(last_stage_names(module)),
         "has_attention_seam": has_attention_seam(module),
         "facts": getattr(module, FACTS, {}),
     }
@@ -84,28 +84,30 @@ def _drops(part: torch.nn.Module) -> bool:
     return isinstance(probability, float) and probability > 0
 
 
-def user_place(error: BaseException) -> str:
+def locate_user_error(error: BaseException) -> str:
     """ "model.py:12: " for the innermost line of the user's own code, or nothing."""
-    return place_of(traceback.extract_tb(error.__traceback__))
+    return locate_user_frame(traceback.extract_tb(error.__traceback__))
 
 
-def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
-    """As `user_place`, of the frames of a stack."""
-    own = [
+def locate_user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost frame of the user's own code as "model.py:12: "; "" if there is none."""
+    user_frames = [
         f
         for f in frames
         if "site-packages" not in f.filename and not f.filename.startswith(("<", _OUR_FOLDER))
     ]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
+    return (
+        f"{Path(user_frames[-1].filename).name}:{user_frames[-1].lineno}: " if user_frames else ""
+    )
 
 
-def one_line(error: BaseException) -> str:
-    """What the planner shows: the place, the type and all of the message."""
-    return " ".join(f"{user_place(error)}{type(error).__name__}: {error}".split())
+def summarize_error(error: BaseException) -> str:
+    """The error as the planner shows it: its line in the user's code, its type, its message."""
+    return " ".join(f"{locate_user_error(error)}{type(error).__name__}: {error}".split())
 
 
 @contextmanager
-def refusing_silent_exits() -> Iterator[None]:
+def refuse_silent_exits() -> Iterator[None]:
     """Have os._exit of this process, called by user code, say where before it ends with code 1.
 
     Not in its children, which end so after a fork.
@@ -114,9 +116,9 @@ def refusing_silent_exits() -> Iterator[None]:
 
     def say_and_leave(status: int) -> NoReturn:
         if os.getpid() == pid:
-            place = place_of(traceback.extract_stack()[:-1])
+            location = locate_user_frame(traceback.extract_stack()[:-1])
             print(
-                f"{place}os._exit({status}) was called before the model was built",
+                f"{location}os._exit({status}) was called before the model was built",
                 file=sys.stderr,
                 flush=True,
             )
@@ -134,10 +136,10 @@ if __name__ == "__main__":
     sys.path.insert(0, os.getcwd())
     request = json.loads(sys.argv[1])
     try:
-        with refusing_silent_exits():
+        with refuse_silent_exits():
             print(json.dumps(describe(request["kind"], request.get("args", {}))), flush=True)
     except PhalanxError as error:
         sys.exit(str(error))
     except (Exception, SystemExit) as error:  # the user's own code
         traceback.print_exc()
-        sys.exit(one_line(error))
+        sys.exit(summarize_error(error))

@@ -94,7 +94,7 @@ def rotary_table(
 
 
 def yarn_temperature(shape: ModelShape) -> float:
-    """What YaRN multiplies queries and keys by (arXiv 2309.00071, section 3.4); 1 without it."""
+    """The factor of queries and keys under YaRN (arXiv 2309.00071, section 3.4); 1 without it."""
     return (
         0.1 * shape.rope_mscale * math.log(shape.rope_factor) + 1
         if shape.rope_scaling == "yarn"
@@ -104,7 +104,7 @@ def yarn_temperature(shape: ModelShape) -> float:
 
 def rotate(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate each (first half, second half) pair by its position's angle."""
-    return _rotated(*x_BHTE.chunk(2, dim=-1), table).to(x_BHTE.dtype)
+    return _rotate_pairs(*x_BHTE.chunk(2, dim=-1), table).to(x_BHTE.dtype)
 
 
 def rotate_neighbours(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -113,9 +113,9 @@ def rotate_neighbours(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor
     First members come out before the second ones, which is nothing to scores if queries and keys
     have it alike.
     """
-    return _rotated(x_BHTE[..., 0::2], x_BHTE[..., 1::2], table).to(x_BHTE.dtype)
+    return _rotate_pairs(x_BHTE[..., 0::2], x_BHTE[..., 1::2], table).to(x_BHTE.dtype)
 
 
-def _rotated(first: torch.Tensor, second: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _rotate_pairs(first: torch.Tensor, second: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     cos, sin = table
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -29,17 +29,17 @@ class Routing(NamedTuple):
 
 
 class Sequences(Protocol):
-    """What a rank must be told of the tokens of its sequences that other ranks have."""
+    """The counts that a rank needs of those tokens of its sequences that other ranks hold."""
 
     def total(self, counts_BE: torch.Tensor) -> torch.Tensor:
-        """Of this rank's tokens -> of whole sequences."""
+        """The counts of whole sequences, from those of this rank's tokens."""
 
     def earlier(self, chosen_BTE: torch.Tensor) -> torch.Tensor:
-        """Where tokens chose experts (0 or 1) -> how many earlier tokens of the whole sequence
-        chose the same."""
+        """For each token and expert, the number of earlier tokens of the whole sequence that chose
+        it; `chosen_BTE` is 0 or 1."""
 
     def length(self, num_tokens: int) -> int:
-        """Of whole sequences, where this rank has `num_tokens` of each."""
+        """The length of the whole sequences of which this rank has `num_tokens` each."""
 
 
 class Choose(Protocol):
@@ -68,7 +68,7 @@ class WholeSequences:
 
 @dataclass
 class Balance:
-    """What the routers of a model share: the weight that their balance loss has in the gradients
+    """Shared by the routers of a model: the weight that their balance loss has in the gradients
     of a step."""
 
     scale: torch.Tensor | float | None = None
@@ -87,12 +87,12 @@ class Balance:
 
     def with_loss(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """`loss_sum` as it is; its backward tells the routers the gradient that it gets."""
-        return _Tell.apply(loss_sum, self) if loss_sum.requires_grad else loss_sum
+        return _RecordLossGradient.apply(loss_sum, self) if loss_sum.requires_grad else loss_sum
 
 
 @dataclass
 class Load:
-    """What came to the experts of one router since `take`: counted in the backward, once however
+    """The load of one router's experts since `take`: counted in the backward, once however
     often a block is computed, and not at all in an evaluation."""
 
     counts_E: torch.Tensor | None = None
@@ -162,9 +162,9 @@ class Router(nn.Module):
             chosen_BTE = torch.zeros_like(scores_BTE, dtype=torch.int64).scatter_(
                 -1, experts_BTK, 1
             )
-            kept_BTK = self._kept(chosen_BTE, experts_BTK)
+            kept_BTK = self._mark_kept(chosen_BTE, experts_BTK)
             if torch.is_grad_enabled() and scores_BTE.requires_grad:
-                scores_BTE = self._balanced(scores_BTE, chosen_BTE, kept_BTK)
+                scores_BTE = self._add_balance_loss(scores_BTE, chosen_BTE, kept_BTK)
             weights_BTK = scores_BTE.gather(-1, experts_BTK)
             if self.normalize:
                 weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
@@ -176,8 +176,11 @@ class Router(nn.Module):
         if self.bias is not None:
             self.bias += self.bias_rate * torch.sign(counts_E.mean() - counts_E).to(self.bias.dtype)
 
-    def _kept(self, chosen_BTE: torch.Tensor, experts_BTK: torch.Tensor) -> torch.Tensor | None:
-        """Of each sequence the first tokens that chose an expert, as many as it has room for."""
+    def _mark_kept(
+        self, chosen_BTE: torch.Tensor, experts_BTK: torch.Tensor
+    ) -> torch.Tensor | None:
+        """True for the first tokens of each sequence that chose an expert, up to its capacity; None
+        without a capacity."""
         if not self.capacity_factor:
             return None
         room = capacity(
@@ -188,7 +191,7 @@ class Router(nn.Module):
         )
         return (self.sequences.earlier(chosen_BTE) < room).gather(-1, experts_BTK)
 
-    def _balanced(
+    def _add_balance_loss(
         self, scores_BTE: torch.Tensor, chosen_BTE: torch.Tensor, kept_BTK: torch.Tensor | None
     ) -> torch.Tensor:
         dropped = chosen_BTE.new_zeros(()) if kept_BTK is None else (~kept_BTK).sum()
@@ -204,10 +207,10 @@ class Router(nn.Module):
             if self.scores == "softmax"
             else scores_BTE / scores_BTE.sum(-1, keepdim=True)
         )
-        found: torch.Tensor = _Balanced.apply(
+        balanced: torch.Tensor = _AddBalanceGradient.apply(
             scores_BTE, shares_BTE, weights_BE, counts_BE.sum(0), dropped, self
         )
-        return found
+        return balanced
 
 
 def capacity(num_tokens: int, per_token: int, num_experts: int, factor: float) -> int:
@@ -215,7 +218,7 @@ def capacity(num_tokens: int, per_token: int, num_experts: int, factor: float) -
     return max(1, math.ceil(round(factor * num_tokens * per_token / num_experts, 6)))
 
 
-class _Tell(torch.autograd.Function):
+class _RecordLossGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss_sum: torch.Tensor, balance: Balance) -> torch.Tensor:  # type: ignore[override]
         ctx.balance = balance
@@ -228,7 +231,7 @@ class _Tell(torch.autograd.Function):
         return grad, None
 
 
-class _Balanced(torch.autograd.Function):
+class _AddBalanceGradient(torch.autograd.Function):
     """Scores as they are.
 
     Their backward adds the gradient of the balance loss to that of the shares, and counts.

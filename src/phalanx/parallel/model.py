@@ -93,8 +93,8 @@ READS_PARTS = (  # what an objective has that can do with a part of the logits
 def together(outputs: Any) -> Any:
     """Logits of the whole vocabulary, where tensor parallelism has cut it or the objective was
     to make them."""
-    gathered = getattr(outputs, "gathered", None)
-    return outputs if gathered is None else gathered()
+    gather_logits = getattr(outputs, "gather_logits", None)
+    return outputs if gather_logits is None else gather_logits()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 from phalanx.core.errors import ExitCode, LayoutError, PhalanxError
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.rank_link import RankLink
-from phalanx.nn.probe import one_line
+from phalanx.nn.probe import summarize_error
 from phalanx.suggest.search import suggest_rules
 from phalanx.suggest.suggestion import SUGGESTION_FILE, SuggestPayload
 from phalanx.verify.batches import make_global_steps
@@ -24,7 +24,7 @@ def main(document: JsonObject, link: RankLink) -> int:
         raise
     except Exception as error:  # of the user's forward, in a part of it or with other features
         raise LayoutError(
-            f"the forward of {job.model.kind} cannot be followed", why=one_line(error)
+            f"the forward of {job.model.kind} cannot be followed", why=summarize_error(error)
         ) from None
     (payload.run_dir / SUGGESTION_FILE).write_text(json.dumps(suggestion.to_json()))
     return ExitCode.OK

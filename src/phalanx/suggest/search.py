@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
-from phalanx.nn.probe import one_line
+from phalanx.nn.probe import summarize_error
 from phalanx.parallel.call.bind_batch import call_with_batch, describe_batch
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
@@ -45,7 +45,9 @@ def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = Fals
                     raise
                 continue
             except Exception as error:
-                failure = failure if number else one_line(error)  # of the batch that was given
+                failure = (
+                    failure if number else summarize_error(error)
+                )  # of the batch that was given
                 continue
             suggestion = propose_rules(module, first_rows)
             if number == 0:

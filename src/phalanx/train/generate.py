@@ -110,7 +110,7 @@ def _choose(logits: torch.Tensor, how: Sampling, generator: torch.Generator) -> 
 def _last_logits(outputs: Any) -> torch.Tensor | None:
     """[vocab] fp64, on the CPU: logits after the last token. None of outputs that have none."""
     if isinstance(outputs, VocabularyLogits):
-        outputs = outputs.gathered()
+        outputs = outputs.gather_logits()
     if isinstance(outputs, torch.Tensor):
         return (
             outputs[0, -1].double().cpu()

@@ -114,8 +114,8 @@ class Decoder(nn.Module):
         return self.attention_mask(num_tokens, window, document_ids, x_BTD.dtype, x_BTD.device)
 
     def after_step(self) -> None:
-        """In a loop of one's own on one process, after each update: biases of routers follow
-        what came to experts."""
+        """Move the routers' biases by the load of their experts: to be called after each update in
+        a loop of your own, on one process."""
         for block in self.blocks:
             if block.has_experts:
                 router = block.moe.router
@@ -133,7 +133,7 @@ def build(shape: ModelShape) -> Decoder:
 
 
 def default_objective(loss_chunk_tokens: int) -> Objective:
-    """What it is trained with unless the job says otherwise."""
+    """The objective of a decoder unless the job names another: cross-entropy over next tokens."""
     return causal_cross_entropy(loss_chunk_tokens)
 
 

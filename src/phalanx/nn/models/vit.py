@@ -51,14 +51,14 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(pooled_BD))
 
     def _embed(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        size, wanted = (
+        size, expected = (
             tuple(images_BCHW.shape[1:]),
             (self.shape.num_channels, *2 * (self.shape.image_size,)),
         )
-        if size != wanted:
+        if size != expected:
             raise LayoutError(
                 f"images are {' x '.join(map(str, size))} (channels x height x width), and the"
-                f" model takes {' x '.join(map(str, wanted))}",
+                f" model takes {' x '.join(map(str, expected))}",
                 fix="set model.image_size and model.num_channels, or resize the images",
             )
         x_BTD = self.patch(images_BCHW.to(self.patch.weight.dtype)).flatten(2).transpose(1, 2)
@@ -84,7 +84,7 @@ def build(shape: ModelShape) -> VisionTransformer:
 
 
 def default_objective(loss_chunk_tokens: int) -> Objective:
-    """What it is trained with unless the job says otherwise."""
+    """The objective of a vision transformer unless the job names another: over classes."""
     return classification_cross_entropy
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.blocks import wanted_by_last_stage
+from phalanx.mesh.blocks import last_stage_names
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.pipeline.p2p import Peers
 from phalanx.parallel.pipeline.stage_forward import Door, StageEnd, StandIn, empty
@@ -185,7 +185,7 @@ class Holding:
         stages = {last if after else 0}
         wishes = (
             (0, self._pipeline.first_stage),
-            (last, (*self._pipeline.last_stage, *wanted_by_last_stage(self._module))),
+            (last, (*self._pipeline.last_stage, *last_stage_names(self._module))),
         )
         for stage, patterns in wishes:
             if any(_is_part(name, pattern) for pattern in patterns):

@@ -18,12 +18,12 @@ from torch import nn
 
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.linear import (
-    brought_rules,
     first_of_stack,
     input_dim,
     is_conv1d,
     kind_of,
     output_dim,
+    read_shard_rules,
 )
 from phalanx.mesh.logical import Box, Cut, full_name
 from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
@@ -76,7 +76,7 @@ def rules_for(module: nn.Module, own: Mapping[str, str], names: Iterable[str]) -
     `names`: of all modules of the whole model, of which a pipeline stage has a part.
     """
     brought = {
-        pattern: text for pattern, text in brought_rules(module).items() if pattern not in own
+        pattern: text for pattern, text in read_shard_rules(module).items() if pattern not in own
     }
     rules = parse_rules({**own, **brought})
     if not any(rule.kind in CUTS for rule in rules):

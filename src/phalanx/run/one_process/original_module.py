@@ -8,7 +8,7 @@ from torch import nn
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import module_shards
 from phalanx.nn.build import build_model
-from phalanx.nn.hf_experts import use_batched_products
+from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.plan.plan import Plan
 
 

@@ -35,10 +35,12 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 def shard_rules_of(module: Any, config: Any, *, has_plain_head: bool) -> dict[str, str]:
     """pattern -> rule; empty for a model of which nothing is known to be cuttable.
 
-    See `hf_head` for a plain head.
+    See `plain_head` for a plain head.
     """
     rules = (
-        _gpt2(config) if config.model_type == "gpt2" else _from_plan(module, _plan(module, config))
+        _gpt2(config)
+        if config.model_type == "gpt2"
+        else _rules_from_plan(module, _plan(module, config))
     )
     return rules | _vocabulary(module, config, has_plain_head)
 
@@ -49,7 +51,8 @@ def _plan(module: Any, config: Any) -> dict[str, str]:
 
 
 def _brings_plan(module: Any, config: Any) -> bool:
-    """Of others nobody knows whether they return what their head puts out as it is."""
+    """True if a sharding plan is known: only then is the model known to return what its head puts
+    out, unchanged."""
     return bool(_plan(module, config)) or config.model_type == "gpt2"
 
 
@@ -68,13 +71,13 @@ def _gpt2(config: Any) -> dict[str, str]:
     }
 
 
-def _from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
+def _rules_from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     """Rules of each part of which the plan covers every layer.
 
     All parts of one name must be alike: of a model whose attention is linear in some blocks a rule
     for the others would be for those, too.
     """
-    found: dict[str, list[dict[str, str]]] = defaultdict(list)
+    rules_by_pattern: dict[str, list[dict[str, str]]] = defaultdict(list)
     for name, part in module.named_modules():
         pattern = _pattern(name)
         covered = {
@@ -83,30 +86,31 @@ def _from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
             if f"{pattern}.{child}" in plan
         }
         if is_stacked(part):
-            found[pattern].append(_rules_of_experts(part, pattern, plan))
+            rules_by_pattern[pattern].append(_rules_of_experts(part, pattern, plan))
             continue
-        found[pattern].append(_rules_of_part(part, covered) if covered else {})
+        rules_by_pattern[pattern].append(_rules_of_part(part, covered) if covered else {})
     rules: dict[str, str] = {}
-    for pattern, made in found.items():
-        if made[0] and all(other == made[0] for other in made):
+    for pattern, part_rules in rules_by_pattern.items():
+        if part_rules[0] and all(other == part_rules[0] for other in part_rules):
             rules |= {
-                f"{pattern}.{child}" if child else pattern: text for child, text in made[0].items()
+                f"{pattern}.{child}" if child else pattern: text
+                for child, text in part_rules[0].items()
             }
     return rules
 
 
 def _rules_of_experts(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
-    wanted = {
+    expected = {
         "": EXPERTS,
         f".{first_of_stack(part)}": FUSED_COLUMN if has_gate(part) else COLUMN,
         ".down_proj": ROW,
     }
-    is_covered = all(plan.get(f"{pattern}{name}") == kind for name, kind in wanted.items())
+    is_covered = all(plan.get(f"{pattern}{name}") == kind for name, kind in expected.items())
     return {"": "experts parts=2" if has_gate(part) else "experts"} if is_covered else {}
 
 
 def _rules_of_part(part: nn.Module, covered: dict[str, str]) -> dict[str, str]:
-    """For the part itself ("") and its layers; empty where one of them cannot be cut, or is not
+    """Rules of the part itself ("") and its layers; empty if one of them cannot be cut, or is not
     known."""
     holding = {
         name for name, child in part.named_children() if any(True for _ in child.parameters())
@@ -134,9 +138,9 @@ def _rules_of_part(part: nn.Module, covered: dict[str, str]) -> dict[str, str]:
         size = layer.out_features if kind == COLUMN else layer.in_features
         if width is not None and size % width:
             return {}
-        of = f" heads={size // width}" if width else ""
+        heads_text = f" heads={size // width}" if width else ""
         heads += [size // width] if width else []
-        rules[child] = ("column" if kind == COLUMN else "row") + of
+        rules[child] = ("column" if kind == COLUMN else "row") + heads_text
     counted = [
         key
         for key in COUNTS

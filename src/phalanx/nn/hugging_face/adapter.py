@@ -18,9 +18,14 @@ from torch import nn
 from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
 from phalanx.core.registry import require, resolve
 from phalanx.job.hugging_face import is_hugging_face, read_config, weights_directory
-from phalanx.nn.hf_head import StandIn, head_output, in_place_of, plain_head
-from phalanx.nn.hf_rules import shard_rules_of
-from phalanx.nn.hf_trial import require_trainable
+from phalanx.nn.hugging_face.plain_head import (
+    HeadRecorder,
+    build_head_output,
+    find_plain_head,
+    replace_submodule,
+)
+from phalanx.nn.hugging_face.shard_rules import shard_rules_of
+from phalanx.nn.hugging_face.trial import require_trainable
 from phalanx.nn.objective import HeadOutput
 
 MODELS = "phalanx.nn.models"
@@ -29,11 +34,11 @@ FACTS = "shape_facts"  # attribute of a module: what `ModelShape` can be told of
 
 
 def factory_of(kind: str) -> Callable[..., Any]:
-    """What builds `kind`, "package.module:factory" or "hf:PATH", from model.args."""
+    """The function that builds `kind`, "package.module:factory" or "hf:PATH", from model.args."""
     if is_hugging_face(kind):
         return functools.partial(build, kind)
-    found: Callable[..., Any] = resolve(kind, MODELS, "build")
-    return found
+    factory: Callable[..., Any] = resolve(kind, MODELS, "build")
+    return factory
 
 
 def build(kind: str, **args: Any) -> nn.Module:
@@ -45,8 +50,8 @@ def build(kind: str, **args: Any) -> nn.Module:
     or trained.
     """
     values = read_config(kind)
-    config = _config(kind, values, args)
-    auto = _auto_class(kind, values, config)
+    config = _build_config(kind, values, args)
+    auto = _choose_auto_class(kind, values, config)
     directory = weights_directory(kind)
     try:
         if directory is None or torch.empty(0).is_meta:
@@ -54,7 +59,7 @@ def build(kind: str, **args: Any) -> nn.Module:
                 config, dtype=torch.float32, attn_implementation=_attention(auto, config)
             )
         else:
-            module = _with_weights(kind, auto, config, directory)
+            module = _load_with_weights(kind, auto, config, directory)
     except PhalanxError:
         raise
     except Exception as error:
@@ -70,7 +75,7 @@ def build(kind: str, **args: Any) -> nn.Module:
     return adapted
 
 
-def _config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
+def _build_config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
     quiet = require("transformers", extra="hf", needed_for=f"model.kind = {kind!r}").utils.logging
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
@@ -84,15 +89,15 @@ def _config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
         )
         raise LayoutError(f"transformers knows no model_type {model_type!r}", where=kind, fix=fix)
     try:
-        found = CONFIG_MAPPING[model_type].from_dict(dict(values))
-        known = {*found.to_dict(), *getattr(found, "attribute_map", {})}
+        parsed = CONFIG_MAPPING[model_type].from_dict(dict(values))
+        known = {*parsed.to_dict(), *getattr(parsed, "attribute_map", {})}
         for key in args:
             if key not in known:
                 raise LayoutError(
                     f"model.args: {key!r} is no setting of {model_type}",
                     fix=did_you_mean(key, sorted(known)) or None,
                 )
-        return CONFIG_MAPPING[model_type].from_dict({**values, **args}) if args else found
+        return CONFIG_MAPPING[model_type].from_dict({**values, **args}) if args else parsed
     except LayoutError:
         raise
     except Exception as error:
@@ -102,15 +107,18 @@ def _config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
 
 
 def _missing_setting(config: Any, error: Exception) -> str | None:
-    """What to do where the error is that a config, or one inside of it, says nothing of what the
-    model reads."""
-    asked = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    """A fix for an AttributeError of a setting that is missing in the config, or in one inside it;
+    None for other errors."""
+    unreadable = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
     parts = {"": config} | {f"{key}.": value for key, value in vars(config).items()}
-    path = next((path for path, part in parts.items() if asked is not None and part is asked), None)
+    path = next(
+        (path for path, part in parts.items() if unreadable is not None and part is unreadable),
+        None,
+    )
     return None if path is None else f"its config.json must say {path}{error.name}"  # type: ignore[attr-defined]
 
 
-def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
+def _choose_auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
     """The class of transformers' that builds it, for tokens or for images."""
     import transformers
     from transformers.models.auto import modeling_auto as known
@@ -130,11 +138,12 @@ def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
             f"{kind} is a {model_type}, which is no causal language model and no image classifier",
             fix="write a factory of your own and an objective: docs/own-code.md",
         )
-    told = [str(name) for name in values.get("architectures") or ()]
-    wanted = ("ForCausalLM", "LMHeadModel", "ForImageClassification")
-    if told and not told[0].endswith(wanted):
+    architectures = [str(name) for name in values.get("architectures") or ()]
+    trainable_suffixes = ("ForCausalLM", "LMHeadModel", "ForImageClassification")
+    if architectures and not architectures[0].endswith(trainable_suffixes):
         raise LayoutError(
-            f"{kind} is a {told[0]}, and causal language models and image classifiers are trained",
+            f"{kind} is a {architectures[0]}, and causal language models and image classifiers"
+            " are trained",
             fix="take architectures out of config.json to train it as one, if it can be",
         )
     if "quantization_config" in values:
@@ -166,9 +175,9 @@ def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
 
 
 def _classes(auto: Any, config: Any) -> list[Any]:
-    """Those that can build it; the first is what a config asks for that says nothing."""
-    found = auto._model_mapping[type(config)]
-    return list(found) if isinstance(found, list | tuple) else [found]
+    """The classes that can build `config`; the first is the default of a config that names none."""
+    classes = auto._model_mapping[type(config)]
+    return list(classes) if isinstance(classes, list | tuple) else [classes]
 
 
 def _attention(auto: Any, config: Any) -> str:
@@ -180,8 +189,8 @@ def _attention(auto: Any, config: Any) -> str:
     return "sdpa" if getattr(chosen, "_supports_sdpa", False) else "eager"
 
 
-def _with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Module:
-    module, told = auto.from_pretrained(
+def _load_with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Module:
+    module, loading_info = auto.from_pretrained(
         str(directory),
         config=config,
         dtype=torch.float32,
@@ -190,34 +199,42 @@ def _with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Modul
         use_safetensors=True,
         output_loading_info=True,
     )
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in told.get(what) or ())
+    for key_kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(str(name) for name in loading_info.get(key_kind) or ())
         if names:
             raise LayoutError(
                 f"the weights beside {kind} are not those of its config",
                 why=(
-                    f"{what.replace('_', ' ')}:"
+                    f"{key_kind.replace('_', ' ')}:"
                     f" {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
                 ),
                 fix="name the config.json itself to begin from random weights",
             )
-    found: nn.Module = module.train()
-    return found
+    model: nn.Module = module.train()
+    return model
 
 
 def _adapt(module: Any, config: Any) -> nn.Module:
     """Give it a forward of inputs and positions that the objective can read, its blocks' names,
     rules and facts."""
-    own = type(module)
+    original_class = type(module)
     reads_images = module.main_input_name == "pixel_values"
-    head = "" if reads_images else plain_head(module)
-    forward = _forward_of_images(own) if reads_images else _forward_of_tokens(own, head)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "forward": forward}
-    module.__class__ = type(own.__name__, (own,), names)
+    head = "" if reads_images else find_plain_head(module)
+    forward = (
+        _forward_of_images(original_class)
+        if reads_images
+        else _forward_of_tokens(original_class, head)
+    )
+    names = {
+        "__module__": original_class.__module__,
+        "__qualname__": original_class.__qualname__,
+        "forward": forward,
+    }
+    module.__class__ = type(original_class.__name__, (original_class,), names)
     pattern = _block_pattern(module)
     if pattern:
         module.block_pattern = pattern
-    facts = _facts(config, reads_images=reads_images)
+    facts = _read_facts(config, reads_images=reads_images)
     if reads_images and not (facts["image_size"] and facts["num_channels"]):
         raise LayoutError(
             f"a {config.model_type} has no one image_size, and images are squares of one size"
@@ -227,64 +244,67 @@ def _adapt(module: Any, config: Any) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-def _forward_of_tokens(own: type, head: str) -> Callable[..., Any]:
-    """Of a model with a plain head of this name, hidden states: the objective owns the head."""
+def _forward_of_tokens(original_class: type, head: str) -> Callable[..., Any]:
+    """A forward of token ids. It returns hidden states if the model has a plain head of this name,
+    because the objective then owns the head; else logits."""
 
-    def logits(
+    def forward_to_logits(
         self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
         named = {"position_ids": positions} if takes_positions else {}
-        found = own.forward(self, input_ids=inputs, use_cache=False, return_dict=True, **named)  # type: ignore[attr-defined]
-        return found.logits  # type: ignore[no-any-return]
+        outputs = original_class.forward(  # type: ignore[attr-defined]
+            self, input_ids=inputs, use_cache=False, return_dict=True, **named
+        )
+        return outputs.logits  # type: ignore[no-any-return]
 
-    def hidden_states(
+    def forward_to_hidden_states(
         self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None
     ) -> HeadOutput:
-        stand_in = StandIn()
-        with in_place_of(self, head, stand_in) as layer:
-            logits(self, inputs, positions)
-        return head_output(layer, stand_in)
+        recorder = HeadRecorder()
+        with replace_submodule(self, head, recorder) as layer:
+            forward_to_logits(self, inputs, positions)
+        return build_head_output(layer, recorder)
 
-    takes_positions = "position_ids" in inspect.signature(own.forward).parameters  # type: ignore[attr-defined]
-    return hidden_states if head else logits
+    takes_positions = "position_ids" in inspect.signature(original_class.forward).parameters  # type: ignore[attr-defined]
+    return forward_to_hidden_states if head else forward_to_logits
 
 
-def _forward_of_images(own: type) -> Callable[..., torch.Tensor]:
+def _forward_of_images(original_class: type) -> Callable[..., torch.Tensor]:
     def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
-        found = own.forward(self, pixel_values=inputs, return_dict=True)  # type: ignore[attr-defined]
-        return found.logits  # type: ignore[no-any-return]
+        outputs = original_class.forward(self, pixel_values=inputs, return_dict=True)  # type: ignore[attr-defined]
+        return outputs.logits  # type: ignore[no-any-return]
 
     return forward
 
 
 def _block_pattern(module: Any) -> str | None:
     """ "model.layers.*": the first list of what transformers says is not to be split."""
-    whole = set(getattr(module, "_no_split_modules", None) or ())
+    unsplit_classes = set(getattr(module, "_no_split_modules", None) or ())
     for name, part in module.named_modules():
         if (
             isinstance(part, nn.ModuleList)
             and len(part)
-            and all(type(item).__name__ in whole for item in part)
+            and all(type(item).__name__ in unsplit_classes for item in part)
         ):
             return f"{name}.*"
     return None
 
 
-def _facts(config: Any, *, reads_images: bool) -> dict[str, int]:
-    def told(*keys: str) -> int:
-        found = next(
+def _read_facts(config: Any, *, reads_images: bool) -> dict[str, int]:
+    def read_size(*keys: str) -> int:
+        size = next(
             (getattr(config, key) for key in keys if isinstance(getattr(config, key, None), int)), 0
         )
-        return int(found)
+        return int(size)
 
     if reads_images:
         return {
-            "image_size": told("image_size"),
-            "patch_size": told("patch_size"),
-            "num_channels": told("num_channels"),
-            "num_classes": told("num_labels"),
+            "image_size": read_size("image_size"),
+            "patch_size": read_size("patch_size"),
+            "num_channels": read_size("num_channels"),
+            "num_classes": read_size("num_labels"),
         }
     return {
-        "vocab_size": told("vocab_size"),
-        "max_positions": told("n_positions", "max_position_embeddings"),
+        "vocab_size": read_size("vocab_size"),
+        "max_positions": read_size("n_positions", "max_position_embeddings"),
     }

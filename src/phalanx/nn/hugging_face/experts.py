@@ -24,18 +24,18 @@ def use_batched_products(module: nn.Module) -> bool:
 
 
 @contextmanager
-def batched_products(module: Any) -> Iterator[None]:
-    """The grouped product refuses float32 of tensors without numbers, whatever it does with
-    others."""
-    own = _implementation(module)
-    if own is None:
+def force_batched_products(module: Any) -> Iterator[None]:
+    """Compute experts by batched products in the body: the grouped product refuses float32 tensors
+    without numbers (fake ones)."""
+    implementation = _implementation(module)
+    if implementation is None:
         yield
         return
     module.set_experts_implementation(BATCHED)
     try:
         yield
     finally:
-        module.set_experts_implementation(own)
+        module.set_experts_implementation(implementation)
 
 
 def _implementation(module: nn.Module) -> str | None:

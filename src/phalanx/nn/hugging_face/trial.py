@@ -77,9 +77,9 @@ def _sees_later(module: Any, length: int, vocab_size: int) -> bool:
             outputs = module(tokens, torch.arange(length)[None])
         finally:
             hook.remove()
-        made = getattr(outputs, "hidden_BTD", outputs)
-        if not looked_up or made.shape[:2] != (1, length):
+        result = getattr(outputs, "hidden_BTD", outputs)
+        if not looked_up or result.shape[:2] != (1, length):
             return False
-        before = (made[:, :-1] * torch.randn(made.shape[-1])).sum()
+        before = (result[:, :-1] * torch.randn(result.shape[-1])).sum()
         gradients = torch.autograd.grad(before, looked_up, allow_unused=True)
     return any(g is not None and bool(g[:, -1].nan_to_num().any()) for g in gradients)

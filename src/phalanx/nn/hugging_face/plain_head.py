@@ -17,41 +17,41 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from phalanx.nn.hf_experts import batched_products
+from phalanx.nn.hugging_face.experts import force_batched_products
 from phalanx.nn.objective import HeadOutput
 
 
-class StandIn(nn.Module):
-    """Stands for a head: keeps what it is given, and computes nothing."""
+class HeadRecorder(nn.Module):
+    """Stands in for a head: records its inputs, and computes nothing."""
 
     def __init__(self, num_outputs: int = 0) -> None:
         super().__init__()
         self._num_outputs = num_outputs
-        self.taken: list[torch.Tensor] = []
-        self.made: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.taken.append(hidden)
-        self.made.append(hidden.new_empty((*hidden.shape[:-1], self._num_outputs)))
-        return self.made[-1]
+        self.inputs.append(hidden)
+        self.outputs.append(hidden.new_empty((*hidden.shape[:-1], self._num_outputs)))
+        return self.outputs[-1]
 
 
 @contextmanager
-def in_place_of(module: nn.Module, name: str, other: nn.Module) -> Iterator[nn.Module]:
-    """`other` instead of the part `name` of `module`, whose hooks are not called either; yields
-    the part."""
+def replace_submodule(module: nn.Module, name: str, replacement: nn.Module) -> Iterator[nn.Module]:
+    """Put `replacement` in the place of the part `name` of `module` for the body, so that no hook
+    of the part is called; yields the part."""
     owner, _, leaf = name.rpartition(".")
     parts = module.get_submodule(owner)._modules
-    own = parts[leaf]
-    assert own is not None
-    parts[leaf] = other
+    original = parts[leaf]
+    assert original is not None
+    parts[leaf] = replacement
     try:
-        yield own
+        yield original
     finally:
-        parts[leaf] = own
+        parts[leaf] = original
 
 
-def plain_head(module: Any) -> str:
+def find_plain_head(module: Any) -> str:
     """The name of the linear layer without a bias that makes the logits, and after which nothing
     comes; "" if there is none, or if it cannot be shown.
 
@@ -63,7 +63,7 @@ def plain_head(module: Any) -> str:
         return ""
     modes = [(part, part.training) for part in module.modules()]
     try:
-        with batched_products(module):
+        with force_batched_products(module):
             return (
                 names[0]
                 if all(_returns_its_output(module.train(mode), names[0]) for mode in (True, False))
@@ -77,37 +77,41 @@ def plain_head(module: Any) -> str:
 
 
 def _returns_its_output(module: Any, name: str) -> bool:
-    """In float32, where a model's own `logits.float()` is no change."""
-    stand_in = StandIn(num_outputs=module.get_submodule(name).out_features)
+    """True if the model returns the output of its head unchanged.
+
+    Tried in float32, where a model's own `logits.float()` is no change.
+    """
+    recorder = HeadRecorder(num_outputs=module.get_submodule(name).out_features)
     with (
-        in_place_of(module, name, stand_in),
+        replace_submodule(module, name, recorder),
         torch.no_grad(),
         torch.device("cpu"),
         FakeTensorMode(),
     ):
-        held = [
+        tensors_by_name = [
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         ]
-        found: dict[int, torch.Tensor] = {}
+        empty_by_id: dict[int, torch.Tensor] = {}
         tensors = {
-            key: found.setdefault(id(t), torch.empty(t.shape, dtype=t.dtype)) for key, t in held
+            key: empty_by_id.setdefault(id(t), torch.empty(t.shape, dtype=t.dtype))
+            for key, t in tensors_by_name
         }
-        asked = {
+        arguments = {
             "input_ids": torch.zeros(1, 3, dtype=torch.int64),
             "use_cache": False,
             "return_dict": True,
         }
-        logits = functional_call(module, tensors, (), asked).logits
-    if len(stand_in.made) != 1:
+        logits = functional_call(module, tensors, (), arguments).logits
+    if len(recorder.outputs) != 1:
         return False
-    hidden, made = stand_in.taken[0], stand_in.made[0]
-    return logits is made and made._version == 0 and hidden.shape[:2] == (1, 3)
+    hidden, logits_of_head = recorder.inputs[0], recorder.outputs[0]
+    return logits is logits_of_head and logits_of_head._version == 0 and hidden.shape[:2] == (1, 3)
 
 
-def head_output(head: nn.Module, stand_in: StandIn) -> HeadOutput:
-    """What the objective needs, of a forward in which `stand_in` stood for `head`."""
-    (hidden,) = stand_in.taken
+def build_head_output(head: nn.Module, recorder: HeadRecorder) -> HeadOutput:
+    """The hidden states that `recorder` caught in the place of `head`, and the weight of `head`."""
+    (hidden,) = recorder.inputs
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # as the layer itself would
         hidden = hidden.to(torch.get_autocast_dtype(device))
