@@ -36,10 +36,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES
 from phalanx.checkpoint.manifest import list_checkpoints
-from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores import open_store
-from phalanx.checkpoint.writing.async_checkpointer import Saver, Snapshot, Target
+from phalanx.checkpoint.writing.async_checkpointer import (
+    AsyncCheckpointer,
+    CheckpointDestination,
+    Snapshot,
+)
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import shard_of
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -83,8 +87,8 @@ class Bench:
             name: shard_of(name, t, replica=0, num_replicas=1) for name, t in self.state.items()
         }
         self.store = open_store(folder / "phalanx", None)
-        target = Target(self.store, "", folder / "phalanx")
-        self.saver = Saver(target, mesh, Bus(rank=mesh.rank), Phases())
+        target = CheckpointDestination(self.store, "", folder / "phalanx")
+        self.saver = AsyncCheckpointer(target, mesh, Bus(rank=mesh.rank), Phases())
         self.gloo = dist.new_group(backend="gloo")
 
     def take(self, name: str, value: float) -> None:
@@ -140,7 +144,7 @@ class Bench:
             assert self.saver.begin(self.step, self.snapshot, record=lambda: None)
             stall_s = time.perf_counter() - began
             assert not self.saver.wait()
-            self.saver.land()
+            self.saver.finish()
         self.take("phalanx async: stall", stall_s)
 
     def dcp_save(self) -> None:
@@ -161,7 +165,7 @@ class Bench:
         (checkpoint,) = list_checkpoints(self.folder / "phalanx")
         self.forget(checkpoint)
         with self.peak("phalanx: cold load, memory"), self.timed("phalanx: cold load"):
-            load(checkpoint, self.shards, group=self.mesh, phases=Phases())
+            load_checkpoint(checkpoint, self.shards, group=self.mesh, phases=Phases())
         with self.timed("checksums of a load"):
             for tensor in self.plain:
                 view = memoryview(tensor.view(torch.uint8).view(-1).numpy())

@@ -21,8 +21,8 @@ from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import MANIFEST, read_manifest
 from phalanx.checkpoint.ownership import store_owner as owner
-from phalanx.checkpoint.ownership.fencing_token import take_epoch
-from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.ownership.fencing_token import acquire_token
+from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores import (
     find_checkpoint,
@@ -37,7 +37,7 @@ from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.object import ObjectFolder, ObjectStore
 from phalanx.checkpoint.stores.protocol import Store
 from phalanx.checkpoint.writing.retention import Retention, prune
-from phalanx.checkpoint.writing.write import Saved, save
+from phalanx.checkpoint.writing.write import WrittenCheckpoint, write_checkpoint
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError, EnvironmentProblem, RunLockedError, StoreTakenError
 from phalanx.core.phases import Phases
@@ -105,7 +105,7 @@ def shards(whole: Tensors) -> dict[str, LogicalShard]:
     return found
 
 
-def save_in(store: Store, step: int, whole: Tensors, **more: Any) -> Saved:
+def save_in(store: Store, step: int, whole: Tensors, **more: Any) -> WrittenCheckpoint:
     aliases = {"tied": "frozen"} if "frozen" in whole else {}
     how = {
         "aliases": aliases,
@@ -114,12 +114,12 @@ def save_in(store: Store, step: int, whole: Tensors, **more: Any) -> Saved:
         "group": ONE,
         "phases": Phases(),
     }
-    return save(store, step, shards(whole), **how | more)  # type: ignore[arg-type]
+    return write_checkpoint(store, step, shards(whole), **how | more)  # type: ignore[arg-type]
 
 
 def loaded(folder: Folder, like: Tensors) -> Tensors:
     found = {name: torch.full_like(tensor, 7) for name, tensor in like.items()}
-    load(folder, shards(found), group=ONE, phases=Phases())
+    load_checkpoint(folder, shards(found), group=ONE, phases=Phases())
     return found
 
 
@@ -253,12 +253,15 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_not_built_upon(store: Store) 
 def test_what_is_pruned_is_gone_and_the_newest_that_verifies_stays(store: Store) -> None:
     for step in (1, 2, 3, 4):
         save_in(store, step, tensors(step))
-    assert [folder.step for folder in prune(store, Retention(last=2, kept=frozenset({1})))] == [2]
+    assert [
+        folder.step
+        for folder in prune(store, Retention(keep_last=2, protected_steps=frozenset({1})))
+    ] == [2]
     name = "rank-0000.safetensors"
     for folder in store.folders()[1:]:
         data = folder.read(name)
         overwrite(folder, name, data[:-1] + bytes([data[-1] ^ 1]))
-    assert prune(store, Retention(last=2)) == []
+    assert prune(store, Retention(keep_last=2)) == []
     assert steps(store) == [1, 3, 4]
     store.remove(store.folders()[1])
     assert steps(store) == [1, 4]
@@ -302,14 +305,16 @@ def test_a_job_whose_run_was_taken_cannot_commit(store: Store, tmp_path: Path) -
     """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    ours = take_epoch(run_dir)
+    ours = acquire_token(run_dir)
     old = tensors(1)
-    assert read_manifest(save_in(store, 1, old, epoch=ours).folder).epoch == 1
+    assert read_manifest(save_in(store, 1, old, fencing_token=ours).folder).epoch == 1
     with pytest.raises(CheckpointError, match="another job took this run"):
-        save_in(store, 2, tensors(2), epoch=ours, before_commit=lambda: take_epoch(run_dir))
+        save_in(
+            store, 2, tensors(2), fencing_token=ours, before_commit=lambda: acquire_token(run_dir)
+        )
     assert steps(store) == [1]
     with pytest.raises(CheckpointError, match="its epoch is 2, not 1"):
-        save_in(store, 1, tensors(3), epoch=ours)
+        save_in(store, 1, tensors(3), fencing_token=ours)
     store.clean_up()
     require_whole(store.folders()[0], old)
     assert "step-2" not in everything(store)
@@ -318,40 +323,46 @@ def test_a_job_whose_run_was_taken_cannot_commit(store: Store, tmp_path: Path) -
 def test_a_job_whose_run_was_taken_removes_nothing(store: Store, tmp_path: Path) -> None:
     """Before its removal, or while it read the checkpoint that stays."""
     (tmp_path / "run").mkdir()
-    ours = take_epoch(tmp_path / "run")
+    ours = acquire_token(tmp_path / "run")
     for step in (1, 2):
         save_in(store, step, tensors(step))
-    for meanwhile in (lambda num_bytes: take_epoch(tmp_path / "run"), lambda num_bytes: None):
+    for meanwhile in (lambda num_bytes: acquire_token(tmp_path / "run"), lambda num_bytes: None):
         with pytest.raises(CheckpointError, match="another job took this run"):
-            prune(store, Retention(last=1), epoch=ours, progress=meanwhile)
+            prune(store, Retention(keep_last=1), fencing_token=ours, progress=meanwhile)
         assert steps(store) == [1, 2]
     assert [
         folder.step
-        for folder in prune(store, Retention(last=1), epoch=take_epoch(tmp_path / "run"))
+        for folder in prune(
+            store, Retention(keep_last=1), fencing_token=acquire_token(tmp_path / "run")
+        )
     ] == [1]
 
 
 def test_a_store_belongs_to_the_run_that_claimed_it(store: Store, tmp_path: Path) -> None:
     """Of an object store it is written down; of a directory nothing is, because it is locked."""
     first, moved, second = (made(tmp_path / name) for name in ("first", "moved", "second"))
-    owner.claim(store, first)
-    owner.claim(store, first)  # a later job of the same run
-    epoch = take_epoch(first)
-    save_in(store, 1, tensors(1), epoch=epoch)
+    owner.claim_store(store, first)
+    owner.claim_store(store, first)  # a later job of the same run
+    token = acquire_token(first)
+    save_in(store, 1, tensors(1), fencing_token=token)
     assert steps(store) == [1]
     require_whole(store.folders()[0], tensors(1))
     if store.owner is None:
-        assert not (first / owner.KEPT).exists()
+        assert not (first / owner.OWNER_COPY).exists()
         return
     with pytest.raises(RunLockedError, match=r"belongs to the run 'first' of .* since 2"):
-        owner.claim(store, second)
-    owner.release(store, second)  # what was refused leaves nothing behind, and takes nothing away
-    assert not (second / owner.KEPT).exists()
-    (moved / owner.KEPT).write_bytes((first / owner.KEPT).read_bytes())
-    owner.claim(store, moved)
+        owner.claim_store(store, second)
+    owner.release_store(
+        store, second
+    )  # what was refused leaves nothing behind, and takes nothing away
+    assert not (second / owner.OWNER_COPY).exists()
+    (moved / owner.OWNER_COPY).write_bytes((first / owner.OWNER_COPY).read_bytes())
+    owner.claim_store(store, moved)
     store.clean_up()
-    assert [folder.step for folder in prune(store, Retention(last=1), epoch=epoch)] == []
-    owner.release(store, moved)
+    assert [
+        folder.step for folder in prune(store, Retention(keep_last=1), fencing_token=token)
+    ] == []
+    owner.release_store(store, moved)
     assert store.owner.read() is None
 
 
@@ -360,10 +371,10 @@ def test_a_store_of_before_there_were_owners_is_adopted_by_its_run(
 ) -> None:
     run_dir, other = made(tmp_path / "run"), made(tmp_path / "other")
     save_in(store, 1, tensors(1))
-    owner.claim(store, run_dir)
-    assert owner.refusal_of(store, run_dir) is None
-    assert (owner.refusal_of(store, other) is None) == (store.owner is None)
-    save_in(store, 2, tensors(2), epoch=take_epoch(run_dir))
+    owner.claim_store(store, run_dir)
+    assert owner.find_refusal(store, run_dir) is None
+    assert (owner.find_refusal(store, other) is None) == (store.owner is None)
+    save_in(store, 2, tensors(2), fencing_token=acquire_token(run_dir))
     assert steps(store) == [1, 2]
 
 
@@ -373,23 +384,23 @@ def test_of_two_runs_that_claimed_at_once_one_commits_nothing(store: Store, tmp_
     if store.owner is None:
         return
     one, other = made(tmp_path / "one"), made(tmp_path / "other")
-    owner.claim(store, one)
+    owner.claim_store(store, one)
     claims = store.owner.read()
     store.owner.remove()
-    owner.claim(store, other)
-    ours, theirs = take_epoch(one), take_epoch(other)
-    save_in(store, 1, tensors(1), epoch=theirs)
+    owner.claim_store(store, other)
+    ours, theirs = acquire_token(one), acquire_token(other)
+    save_in(store, 1, tensors(1), fencing_token=theirs)
     with pytest.raises(StoreTakenError, match="belongs to the run 'other'"):
-        save_in(store, 2, tensors(2), epoch=ours)
+        save_in(store, 2, tensors(2), fencing_token=ours)
     with pytest.raises(StoreTakenError, match="belongs to the run 'other'"):
-        prune(store, Retention(last=1), epoch=ours)
+        prune(store, Retention(keep_last=1), fencing_token=ours)
 
     def overwritten() -> None:
         store.owner.remove()
         store.owner.write(claims)
 
     with pytest.raises(StoreTakenError, match="belongs to the run 'one'"):
-        save_in(store, 2, tensors(2), epoch=theirs, before_commit=overwritten)
+        save_in(store, 2, tensors(2), fencing_token=theirs, before_commit=overwritten)
     assert steps(store) == [1]
 
 
@@ -403,10 +414,10 @@ def test_an_owner_that_cannot_be_read_is_another_run(text: bytes, tmp_path: Path
     with pytest.raises(
         RunLockedError, match=r"whose name cannot be read; .* remove memory://test/\d+/owner.json"
     ):
-        owner.claim(store, made(tmp_path / "run"))
-    (tmp_path / "run" / owner.KEPT).write_bytes(text)
+        owner.claim_store(store, made(tmp_path / "run"))
+    (tmp_path / "run" / owner.OWNER_COPY).write_bytes(text)
     with pytest.raises(CheckpointError, match="whose the checkpoints are cannot be read"):
-        owner.claim(store, tmp_path / "run")
+        owner.claim_store(store, tmp_path / "run")
 
 
 def made(folder: Path) -> Path:
@@ -525,7 +536,7 @@ def test_a_range_is_read_and_not_the_file() -> None:
     )
     store._remote.fs.cat_file = counted
     try:
-        load(folder, {"big": wanted}, group=ONE, phases=Phases())
+        load_checkpoint(folder, {"big": wanted}, group=ONE, phases=Phases())
         one_part = sum(asked[1:])  # the manifest was first
         asked.clear()
         assert verify_checkpoint(folder) == []

@@ -26,11 +26,14 @@ from commands import wait_until
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
-from phalanx.checkpoint.writing import async_checkpointer as saver
-from phalanx.checkpoint.writing import pruner as tidier
-from phalanx.checkpoint.writing.async_checkpointer import Saver, Snapshot, Target
+from phalanx.checkpoint.writing import async_checkpointer, pruner
+from phalanx.checkpoint.writing.async_checkpointer import (
+    AsyncCheckpointer,
+    CheckpointDestination,
+    Snapshot,
+)
 from phalanx.checkpoint.writing.staging import Staging
-from phalanx.checkpoint.writing.write import owned
+from phalanx.checkpoint.writing.write import select_owned_blocks
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
@@ -40,7 +43,7 @@ from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.observe import events
 from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
-from phalanx.train.saves import RETRY_SAVE_STEPS, Saves
+from phalanx.train.checkpoint_schedule import RETRY_SAVE_STEPS, CheckpointSchedule
 from ranks import run_ranks
 
 COLUMNS = 1000
@@ -115,15 +118,15 @@ class Run:
         kept = Checkpoint(**keys)
         bus = Bus(rank=mesh.rank)
         bus.emit = self.said.append  # type: ignore[method-assign]
-        target = Target(
+        target = CheckpointDestination(
             LocalStore(run_dir / "checkpoints", self.disk), "", run_dir,
             keep_last=kept.keep_last, keep_every=kept.keep_every, kept=lambda: frozenset((kept_best,)),
         )  # fmt: skip
         self.phases = Phases(None, (listener,) if listener else ())
-        self.saver = Saver(
+        self.saver = AsyncCheckpointer(
             target, mesh, bus, self.phases, asynchronous=kept.asynchronous, timeout_s=DEADLINE_S
         )
-        self.saves = Saves(self.saver, kept, mesh, self.state, bus, record=self.record)  # type: ignore[arg-type]
+        self.saves = CheckpointSchedule(self.saver, kept, mesh, self.state, bus, record=self.record)  # type: ignore[arg-type]
 
     def record(self) -> None:
         self.recorded.append(self.state.step)
@@ -131,7 +134,7 @@ class Run:
     def votes(self) -> list[float]:
         """Those of all ranks: due, busy, failed."""
         return list(
-            self.mesh.all_reduce_sum(torch.tensor(self.saves.votes(), dtype=torch.float64)).tolist()
+            self.mesh.all_reduce_sum(torch.tensor(self.saves.flags(), dtype=torch.float64)).tolist()
         )
 
     def step(self, **ends: bool) -> None:
@@ -319,9 +322,9 @@ def training_fails(mesh: Mesh, folder: str) -> list[events.Event]:
     run = Run(mesh, Path(folder), every_steps=1)
     run.disk.gate.clear()
     run.step()
-    run.saves.leave(0.01)  # it does not end
+    run.saves.abandon(0.01)  # it does not end
     run.disk.gate.set()
-    run.saves.leave(DEADLINE_S)
+    run.saves.abandon(DEADLINE_S)
     return run.said
 
 
@@ -347,13 +350,13 @@ def kept_as_the_best(mesh: Mesh, folder: str) -> tuple[list[str], list[str]]:
     for step in (1, 2):
         run.step()
         run.saves.save()
-        run.saves.once_saved(there(step))
+        run.saves.call_when_saved(there(step))
     run.saves.settle()
-    run.saves.once_saved(there(2))  # there already
+    run.saves.call_when_saved(there(2))  # there already
     run.disk.error = OSError(errno.EIO, os.strerror(errno.EIO))
     run.step()
     run.saves.save()
-    run.saves.once_saved(there(3))
+    run.saves.call_when_saved(there(3))
     run.saves.settle()
     return done, [type(event).__name__ for event in run.said]
 
@@ -394,7 +397,7 @@ def test_old_checkpoints_go_in_the_background(tmp_path: Path, asynchronous: bool
 def waits_for_removals(mesh: Mesh, folder: str) -> list[list[events.Event]]:
     """Rank 0 removes until rank 1, which has nothing to do, has been asked five times whether it
     does."""
-    saver.POLL_S = 0.01
+    async_checkpointer.POLL_S = 0.01
     said = []
     for asynchronous in (True, False):
         place = Path(folder) / str(asynchronous)
@@ -421,14 +424,14 @@ def release(path: Path, gate: threading.Event) -> None:
 
 
 def tell_when_asked(run: Run, path: Path, *, times: int) -> None:
-    votes, asked = run.saver.votes, itertools.count(1)
+    votes, asked = run.saver.flags, itertools.count(1)
 
     def counted() -> tuple[float, float]:
         if next(asked) == times:
             path.touch()
         return votes()
 
-    run.saver.votes = counted  # type: ignore[method-assign]
+    run.saver.flags = counted  # type: ignore[method-assign]
 
 
 def test_no_rank_stands_in_a_collective_while_another_removes(tmp_path: Path) -> None:
@@ -448,7 +451,7 @@ def ends_while_it_removes(
     mesh: Mesh, folder: str, is_end: bool
 ) -> tuple[list[events.Event], list[events.Event]]:
     """What was said when the last save was done, and at the very end."""
-    tidier.PATIENCE_S = 0.05
+    pruner.PATIENCE_S = 0.05
     run = Run(mesh, Path(folder), every_steps=1, keep_last=1)
     run.step()
     run.saves.settle()
@@ -457,7 +460,7 @@ def ends_while_it_removes(
     assert mesh.rank != 0 or run.disk.removing.wait(DEADLINE_S)
     run.step(is_end=is_end, is_stop=not is_end)
     if not is_end:
-        run.saves.settle(in_haste=True)
+        run.saves.settle(skip_pruning=True)
     before = list(run.said)
     run.disk.removals.set()
     run.saves.settle()
@@ -503,7 +506,7 @@ def staged(rank: int) -> list[str]:
     wrong += ["memory before the first copy"] if staging.num_bytes else []
     places = []
     for _ in range(2):
-        mine = owned(shards)
+        mine = select_owned_blocks(shards)
         staging.reserve(mine)
         copy = staging.copy(mine)
         places.append([shard.tensor.data_ptr() for shard in copy.values() if shard.boxes])

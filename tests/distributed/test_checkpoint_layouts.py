@@ -44,10 +44,10 @@ from phalanx.checkpoint.manifest import (
     manifest_bytes,
     read_manifest,
 )
-from phalanx.checkpoint.reading.full_tensors import WholeTensors
-from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.reading.full_tensors import FullTensorReader
+from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.writing.write import save
+from phalanx.checkpoint.writing.write import write_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Optim
@@ -71,7 +71,7 @@ def store(run_dir: Path) -> LocalStore:
 
 def saved_path(run_dir: Path, step: int, shards: dict[str, LogicalShard], **how: Any) -> Path:
     """Where the shards were saved."""
-    folder = save(store(run_dir), step, shards, **how).folder
+    folder = write_checkpoint(store(run_dir), step, shards, **how).folder
     assert isinstance(folder, LocalFolder)
     return folder.path
 
@@ -433,7 +433,7 @@ def test_any_partition_is_restored_under_any_other(tmp_path: Path, data: st.Data
     path = saved_path(
         tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases()
     )
-    load(path, wanted, group=ONE, phases=Phases())
+    load_checkpoint(path, wanted, group=ONE, phases=Phases())
     for name, found in wanted.items():
         for box in found.boxes:
             assert torch.equal(
@@ -460,7 +460,7 @@ def test_facts_and_aliases_come_back_and_a_step_can_be_saved_again(tmp_path: Pat
             parents=True
         )  # as a crash may leave it
     shards["w"].tensor.zero_()
-    manifest = load(path, shards, group=ONE, phases=Phases())
+    manifest = load_checkpoint(path, shards, group=ONE, phases=Phases())
     assert shards["w"].tensor.tolist() == [2.0] * 3
     assert (manifest.facts, manifest.aliases, manifest.step, manifest.job_digest) == (
         {"n": 2.0},
@@ -498,10 +498,10 @@ def test_a_piece_that_is_there_twice_does_not_stand_for_one_that_is_not(tmp_path
     edit(path, lambda body: pieces(body)[1].update(offset=[0, 0]))
     wanted = {"big": shard("big", whole, [Box((0, 0), (0, 0), (8, 4))], strips=False, fill=False)}
     with pytest.raises(CheckpointError, match="big is not whole"):
-        load(path, wanted, group=ONE, phases=Phases())
+        load_checkpoint(path, wanted, group=ONE, phases=Phases())
     assert not wanted["big"].tensor.any()
     with (
-        WholeTensors(path, read_manifest(path)) as tensors,
+        FullTensorReader(path, read_manifest(path)) as tensors,
         pytest.raises(CheckpointError, match="big is not whole"),
     ):
         tensors.load("big")
@@ -685,7 +685,7 @@ def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
     with open_mesh(Layout(dp_shard=2), device="cpu") as mesh:
         good = save_halves(root, 1, rank, mesh)
         shards = halves(rank, None)
-        load(good, shards, group=mesh, phases=Phases())
+        load_checkpoint(good, shards, group=mesh, phases=Phases())
         found["good"] = (
             "",
             all(torch.equal(shards[n].tensor, s.tensor) for n, s in halves(rank, 0.0).items()),
@@ -700,7 +700,7 @@ def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
             shards = halves(rank, None)
             message = ""
             try:
-                load(bad, shards, group=mesh, phases=Phases())
+                load_checkpoint(bad, shards, group=mesh, phases=Phases())
             except CheckpointError as error:
                 message = str(error)
             found[name] = (message, all(bool((s.tensor == -1).all()) for s in shards.values()))
@@ -763,7 +763,7 @@ def flip_and_load(rank: int, root: Path) -> list[str]:
             at = dice.randrange(size) if number % 5 else dice.randrange(size - 1024, size)
             flip(path, at)
             try:
-                load(path.parent, shards(targets), group=mesh, phases=Phases())
+                load_checkpoint(path.parent, shards(targets), group=mesh, phases=Phases())
                 wrong.append(f"byte {at} was not missed")
             except CheckpointError as error:
                 (struck,) = [
@@ -782,7 +782,7 @@ def flip_and_load(rank: int, root: Path) -> list[str]:
             flip(path, at)
             if any(bool((target != -1.0).any()) for target in targets.values()):
                 wrong.append(f"byte {at} reached the weights")
-        load(path.parent, shards(targets), group=mesh, phases=Phases())
+        load_checkpoint(path.parent, shards(targets), group=mesh, phases=Phases())
         return wrong + [name for name in sizes if not torch.equal(targets[name], whole[name])]
 
 
@@ -806,7 +806,7 @@ def fail_on_one_rank(rank: int, root: Path) -> list[Any]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         mesh.barrier()
         shards = halves(rank, None)
-        load(good, shards, group=mesh, phases=Phases())
+        load_checkpoint(good, shards, group=mesh, phases=Phases())
         kept = all(
             torch.equal(shards[name].tensor, s.tensor) for name, s in halves(rank, 0.0).items()
         )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from commands import TINY, Done, events, loss_curve, run, run_all, write_text
-from phalanx.checkpoint.exchange.stored import StoredBag
+from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
 from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
 from phalanx.cli._app import run as phalanx
 from phalanx.observe.events import RunStarted, WeightsTaken
@@ -36,8 +36,8 @@ LAYOUTS = {
 
 def tensors(place: Path) -> dict[str, np.ndarray[Any, Any]]:
     """The weights of a checkpoint as bits, every byte verified."""
-    with StoredBag(place) as bag:
-        return {name: bag.load(name) for name in bag.tensors}
+    with CheckpointReader(place) as reader:
+        return {name: reader.load(name) for name in reader.tensors}
 
 
 def same(a: Mapping[str, np.ndarray[Any, Any]], b: Mapping[str, np.ndarray[Any, Any]]) -> bool:

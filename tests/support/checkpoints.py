@@ -24,10 +24,10 @@ from phalanx.checkpoint.manifest import (
     manifest_bytes,
     read_manifest,
 )
-from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores import open_store
-from phalanx.checkpoint.writing.write import save
+from phalanx.checkpoint.writing.write import write_checkpoint
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.plan.layout import Layout
@@ -96,7 +96,7 @@ def save_shards(
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save hand-made shards. Collective; the checkpoint's directory."""
-    save(
+    write_checkpoint(
         open_store(run_dir, None),
         step,
         shards,
@@ -111,7 +111,7 @@ def save_shards(
 
 def load_shards(directory: Path, shards: Mapping[str, LogicalShard], group: Any) -> Manifest:
     """Fill hand-made shards from a checkpoint. Collective."""
-    return load(directory, shards, group=group, phases=Phases())
+    return load_checkpoint(directory, shards, group=group, phases=Phases())
 
 
 def save_state(state: TrainState, run_dir: Path) -> Path:

@@ -23,13 +23,13 @@ from counted import show
 from disks import CountingDisk, Died, DyingDisk, FailingDisk, PoweredDisk, copy_tree
 from phalanx.checkpoint.best import read_best, write_best
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.ownership.fencing_token import read_epoch, take_epoch
-from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.ownership.fencing_token import acquire_token, read_token_number
+from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing import incremental
 from phalanx.checkpoint.writing.retention import Retention, prune
-from phalanx.checkpoint.writing.write import save
+from phalanx.checkpoint.writing.write import write_checkpoint
 from phalanx.core.disk import Disk
 from phalanx.core.errors import CheckpointError, ResourceError
 from phalanx.core.phases import Phases
@@ -73,7 +73,7 @@ def shards(whole: Tensors) -> dict[str, LogicalShard]:
 
 def save_step(run_dir: Path, step: int, value: int, disk: Disk | None = None) -> None:
     """`value` is all that there is to tell one state from another."""
-    save(
+    write_checkpoint(
         LocalStore(run_dir / "checkpoints", disk),
         step,
         shards(tensors(value)),
@@ -127,7 +127,7 @@ def one_caught_while_replaced(run_dir: Path) -> None:
 
 
 def prune_to_one(run_dir: Path, disk: Disk) -> object:
-    return prune(LocalStore(run_dir / "checkpoints", disk), Retention(last=1))
+    return prune(LocalStore(run_dir / "checkpoints", disk), Retention(keep_last=1))
 
 
 def clean_up(run_dir: Path, disk: Disk) -> object:
@@ -139,7 +139,7 @@ def best(run_dir: Path, disk: Disk) -> object:
 
 
 def epoch(run_dir: Path, disk: Disk) -> object:
-    return take_epoch(run_dir, disk)
+    return acquire_token(run_dir, disk)
 
 
 def saving(step: int, value: int) -> Callable[[Path, Disk], object]:
@@ -175,7 +175,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         run_dir.mkdir()
         CASES[name].prepare(run_dir)
         write_best(run_dir, step=1, loss=1.0, num_targets=10)
-        take_epoch(run_dir)
+        acquire_token(run_dir)
         return run_dir
 
     return prepare
@@ -205,9 +205,9 @@ def newest(run_dir: Path) -> tuple[int, int] | None:
     manifest = read_manifest(folders[-1])
     reference = tensors(manifest.facts["value"])
     found = {name: torch.zeros_like(tensor) for name, tensor in reference.items()}
-    load(folders[-1], shards(found), group=ONE, phases=Phases())
+    load_checkpoint(folders[-1], shards(found), group=ONE, phases=Phases())
     assert all(torch.equal(found[name], reference[name]) for name in reference)
-    best, its_epoch = read_best(run_dir), read_epoch(run_dir)
+    best, its_epoch = read_best(run_dir), read_token_number(run_dir)
     assert best is not None
     assert best.loss in (0.5, 1.0)
     assert its_epoch in (1, 2, 3)
@@ -309,7 +309,7 @@ def lose_power(
                 if is_done and case.act is best:
                     assert read_best(after).step == 3, place  # type: ignore[union-attr]
                 if is_done and case.act is epoch:
-                    assert read_epoch(after) == 2, place
+                    assert read_token_number(after) == 2, place
                 shutil.rmtree(after.parent)
                 num_states += 1
     show(capsys, f"{name}: {num_states} states after a power loss, seeds {seeds[0]} to {seeds[-1]}")

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 from phalanx.checkpoint.chunks import StoredFile
+from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
 from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.new_directory import new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
-from phalanx.checkpoint.exchange.stored import StoredBag
 from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, manifest_bytes, read_manifest
 from phalanx.cli._app import run
 from phalanx.core.registry import names
@@ -126,8 +126,8 @@ def test_import_writes_a_checkpoint_and_a_job_file_that_fits(
     assert (job.model.init_from, job.data.tokenizer) == (str(out), str(out / "tokenizer.json"))
     assert phalanx(capsys, "verify", out)[0] == 0
     assert "step-0" in phalanx(capsys, "ls", out)[1]
-    with StoredBag(out / "checkpoints" / "step-0") as bag:
-        found = bag.load("blocks.0.attention.q.weight").view(np.float32)
+    with CheckpointReader(out / "checkpoints" / "step-0") as reader:
+        found = reader.load("blocks.0.attention.q.weight").view(np.float32)
     assert np.array_equal(found, weights()["model.layers.0.self_attn.q_proj.weight"])
     assert phalanx(capsys, "import", llama, "--out", tmp_path / "again")[0] == 0
     assert phalanx(capsys, "diff", out, tmp_path / "again")[0] == 0
@@ -172,9 +172,9 @@ def test_a_type_to_round_to(
     assert phalanx(capsys, "import", llama, "--out", out)[0] == 0
     assert run_ranks(1, export_as_bf16, out, back) == [0]
     assert phalanx(capsys, "import", back, "--out", tmp_path / "again")[0] == 0
-    with StoredBag(tmp_path / "again" / "checkpoints" / "step-0") as bag:
-        assert bag.tensors["embed.weight"].dtype == "bfloat16"
-        found = bag.load("embed.weight")
+    with CheckpointReader(tmp_path / "again" / "checkpoints" / "step-0") as reader:
+        assert reader.tensors["embed.weight"].dtype == "bfloat16"
+        found = reader.load("embed.weight")
     bits = weights()["model.embed_tokens.weight"].view(np.uint32)
     assert np.array_equal(found, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
     assert "init_cast = true" in (tmp_path / "again" / "model.toml").read_text()
@@ -572,8 +572,10 @@ def save_as_torch_does(rank: int, folder: Path) -> None:
 
 
 def tensors_of(out: Path) -> dict[str, tuple[str, list[float]]]:
-    with StoredBag(out / "checkpoints" / "step-0") as bag:
-        loaded = {name: (tensor.dtype, bag.load(name)) for name, tensor in bag.tensors.items()}
+    with CheckpointReader(out / "checkpoints" / "step-0") as reader:
+        loaded = {
+            name: (tensor.dtype, reader.load(name)) for name, tensor in reader.tensors.items()
+        }
     return {
         name: (dtype, [hex(int(bit)) for bit in bits.reshape(-1)])
         for name, (dtype, bits) in loaded.items()

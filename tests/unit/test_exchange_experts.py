@@ -16,10 +16,10 @@ import torch
 from test_exchange_cli import phalanx, refused, write_safetensors
 
 from checkpoints import run_threads, save_shards
-from phalanx.checkpoint.exchange.bags import open_safetensors
+from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
 from phalanx.checkpoint.exchange.hf_export import export_hugging_face
 from phalanx.checkpoint.exchange.settings import config_of_shape
-from phalanx.checkpoint.exchange.stored import StoredBag
+from phalanx.checkpoint.exchange.tensor_readers import open_safetensors
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import stored_shapes
@@ -80,8 +80,8 @@ def directory(place: Path, *, stacked: bool = False) -> Path:
     """Of transformers: what `export` writes of the dense part, experts by hand."""
     shard = {name: whole_shard(name, value) for name, value in ours(MIXTRAL).items()}
     run_threads(Layout(), lambda group: save_shards(place / "run", 1, shard, group))
-    with StoredBag(place / "run" / "checkpoints" / "step-1") as bag:
-        export_hugging_face(bag, MIXTRAL, place / "dense", shard_bytes=10**9)
+    with CheckpointReader(place / "run" / "checkpoints" / "step-1") as reader:
+        export_hugging_face(reader, MIXTRAL, place / "dense", shard_bytes=10**9)
     dense = open_safetensors(place / "dense")
     tensors = {
         name: dense.load(name).view(np.float32)
@@ -140,13 +140,13 @@ def test_whatever_cuts_the_experts_they_go_out_one_by_one(
     one = run_threads(Layout(), lambda group: save_shards(tmp_path / "one", 1, whole, group))[0]
     found = {}
     for place in (cut, one):
-        with StoredBag(place) as bag:
+        with CheckpointReader(place) as reader:
             export_hugging_face(
-                bag, shape, tmp_path / f"of-{place.parents[1].name}", shard_bytes=10**9
+                reader, shape, tmp_path / f"of-{place.parents[1].name}", shard_bytes=10**9
             )
             for name, value in weights.items():
                 if value.ndim == 3:
-                    assert np.array_equal(bag.load_element(name, 2).view(np.float32), value[2])
+                    assert np.array_equal(reader.load_element(name, 2).view(np.float32), value[2])
         exported = open_safetensors(tmp_path / f"of-{place.parents[1].name}")
         found[place] = {name: exported.load(name).view(np.float32) for name in exported.tensors}
     assert found[cut].keys() == found[one].keys()
@@ -175,17 +175,17 @@ def test_what_comes_in_is_a_stack_in_parts(
         (E, F, D),
         [(e, 0, 0) for e in range(E)],
     )
-    with StoredBag(out / "checkpoints" / "step-0") as bag:
+    with CheckpointReader(out / "checkpoints" / "step-0") as reader:
         assert all(
-            np.array_equal(bag.load(name).view(np.float32), value)
+            np.array_equal(reader.load(name).view(np.float32), value)
             for name, value in ours(MIXTRAL).items()
         )
 
 
 def edit(change: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        bag = open_safetensors(folder)
-        tensors = {name: np.array(bag.load(name)).view(np.float32) for name in bag.tensors}
+        reader = open_safetensors(folder)
+        tensors = {name: np.array(reader.load(name)).view(np.float32) for name in reader.tensors}
         change(tensors)
         write_safetensors(folder / "model.safetensors", tensors)
 

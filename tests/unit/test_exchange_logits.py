@@ -32,11 +32,11 @@ from test_families import (
 from torch import nn
 
 from checkpoints import run_threads, save_shards
-from phalanx.checkpoint.exchange.bags import open_safetensors
 from phalanx.checkpoint.exchange.casts import cast_bits
+from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
 from phalanx.checkpoint.exchange.hf_export import Rounding, export_hugging_face
-from phalanx.checkpoint.exchange.importing import from_hugging_face, write_import
-from phalanx.checkpoint.exchange.stored import StoredBag
+from phalanx.checkpoint.exchange.importing import read_hugging_face, write_import
+from phalanx.checkpoint.exchange.tensor_readers import open_safetensors
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.cli._app import run
@@ -216,7 +216,7 @@ def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
     model.save_pretrained(place / "theirs", max_shard_size="20KB", save_original_format=not stacked)
     names = open_safetensors(place / "theirs").tensors
     assert stacked == any(their_name.endswith(".experts.gate_up_proj") for their_name in names)
-    weights = from_hugging_face(place / "theirs")
+    weights = read_hugging_face(place / "theirs")
     assert weights.shape is not None
     checkpoint = write_import(weights, place / "imported", None, file_bytes=FILE_BYTES)
     shape, is_vit = weights.shape, weights.shape.reads_images
@@ -237,8 +237,8 @@ def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
     module = (vit if is_vit else decoder).build(shape)
     load_weights(module, place / "imported")
     found["ours"] = ((logits(module, inputs) - wanted).abs().max() / wanted.abs().max()).item()
-    with StoredBag(checkpoint) as bag:
-        exported = export_hugging_face(bag, shape, place / "back", shard_bytes=FILE_BYTES)
+    with CheckpointReader(checkpoint) as reader:
+        exported = export_hugging_face(reader, shape, place / "back", shard_bytes=FILE_BYTES)
     opened = getattr(hf(), exported.auto_class).from_pretrained(
         place / "back", attn_implementation="eager"
     )
@@ -310,8 +310,8 @@ def from_training(shape: ModelShape, place: Path) -> dict[str, Any]:
         return save_shards(place / "run", 3, shards, group)
 
     checkpoint = run_threads(Layout(dp_shard=8), save)[0]
-    with StoredBag(checkpoint) as bag:
-        exported = export_hugging_face(bag, shape, place / "out", shard_bytes=FILE_BYTES)
+    with CheckpointReader(checkpoint) as reader:
+        exported = export_hugging_face(reader, shape, place / "out", shard_bytes=FILE_BYTES)
     opened = hf().AutoModelForCausalLM.from_pretrained(place / "out", attn_implementation="eager")
     wanted, have = logits(module.eval(), tokens), logits(opened, tokens)
     error = ((have - wanted).abs().max() / wanted.abs().max()).item()
@@ -390,7 +390,7 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
     weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     weights["lm_head.weight"] = weights["wte.weight"].clone()
     save_file(weights, file)
-    found = from_hugging_face(place / "gpt2")
+    found = read_hugging_face(place / "gpt2")
     write_import(found, place / "imported", None)
     assert found.shape is not None
     module = decoder.build(found.shape)
@@ -401,9 +401,9 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
         refused = str(error)
     load_weights(module, place / "imported", cast=True)
     wanted, have = model.state_dict()["transformer.wte.weight"], module.state_dict()["embed.weight"]
-    with StoredBag(place / "imported" / "checkpoints" / "step-0") as bag:
+    with CheckpointReader(place / "imported" / "checkpoints" / "step-0") as reader:
         exported = export_hugging_face(
-            bag,
+            reader,
             found.shape,
             place / "fp32",
             shard_bytes=10**9,

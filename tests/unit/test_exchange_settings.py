@@ -12,12 +12,12 @@ import torch
 
 from phalanx.checkpoint.exchange.families import list_families
 from phalanx.checkpoint.exchange.settings import (
-    canonical,
-    computed,
     config_of_shape,
+    normalize_for_inference,
+    normalize_shape,
     shape_of_config,
 )
-from phalanx.checkpoint.exchange.translate import apart
+from phalanx.checkpoint.exchange.translate import unstack_experts
 from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.model import preset_shape, shape_of
@@ -39,7 +39,9 @@ def shape(name: str, **changes: Any) -> ModelShape:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_preset_survives_the_way_to_config_json_and_back(name: str) -> None:
-    assert computed(shape_of_config(config_of_shape(shape(name)))) == computed(shape(name))
+    assert normalize_for_inference(
+        shape_of_config(config_of_shape(shape(name)))
+    ) == normalize_for_inference(shape(name))
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -48,7 +50,7 @@ def test_the_model_section_of_a_job_file_means_the_same_shape(name: str, tmp_pat
     file = tmp_path / "model.toml"
     source = 'source = "my.data:images"' if wanted.reads_images else ""
     file.write_text(f"{model_section(wanted)}\n[data]\n{source}\n")
-    assert canonical(shape_of(load_job(file), 1)) == canonical(wanted)
+    assert normalize_shape(shape_of(load_job(file), 1)) == normalize_shape(wanted)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -86,7 +88,7 @@ def test_every_tensor_of_a_family_has_one_name(family: Any) -> None:
         else "small"
     )
     wanted = shape(base, num_layers=2, **{**experts, **always})
-    for name in apart(stored_shapes(wanted)):
+    for name in unstack_experts(stored_shapes(wanted)):
         theirs = list(
             dict.fromkeys(found for rule in family.rules if (found := rule.their_name(name)))
         )
@@ -136,7 +138,7 @@ def test_what_has_no_effect_does_not_stand_in_the_way() -> None:
     plain = shape(
         "llama3-8b", rope_factor=4.0, global_every=3, local_rope_theta=5.0, rope_original_len=7
     )
-    assert canonical(plain) == shape("llama3-8b")
+    assert normalize_shape(plain) == shape("llama3-8b")
     ntk = shape("llama3-8b", rope_scaling="ntk", rope_factor=4.0)
     assert config_of_shape(ntk)["rope_theta"] == pytest.approx(500000.0 * 4 ** (128 / 126))
 
@@ -148,7 +150,7 @@ def test_experts_are_said_by_the_family_that_has_them() -> None:
     ]
     loose = shape("mixtral-8x7b", router_normalize=False, qk_norm=True)
     assert config_of_shape(loose)["norm_topk_prob"] is False
-    assert shape_of_config(config_of_shape(loose)) == canonical(loose)
+    assert shape_of_config(config_of_shape(loose)) == normalize_shape(loose)
     dots = config_of_shape(shape("deepseek-moe-16b", **OF_DOTS))
     assert dots["architectures"] == ["Dots1ForCausalLM"]
     assert {
@@ -159,10 +161,10 @@ def test_experts_are_said_by_the_family_that_has_them() -> None:
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
     }
-    assert shape_of_config(dots) == canonical(shape("deepseek-moe-16b", **OF_DOTS))
+    assert shape_of_config(dots) == normalize_shape(shape("deepseek-moe-16b", **OF_DOTS))
     deepseek = shape("deepseek-moe-16b", balance_loss=0.003)  # theirs is per sequence, too
     assert config_of_shape(deepseek)["aux_loss_alpha"] == 0.003
-    assert shape_of_config(config_of_shape(deepseek)) == canonical(deepseek)
+    assert shape_of_config(config_of_shape(deepseek)) == normalize_shape(deepseek)
 
 
 def test_what_evens_out_experts_in_training_does_not_stand_in_the_way() -> None:
@@ -336,7 +338,7 @@ def test_published_configurations_of_before_and_after_transformers_5_mean_the_sa
     new["rope_parameters"] = {"rope_theta": 500000.0, **old["rope_scaling"]}  # type: ignore[dict-item]
     assert shape_of_config(old) == shape_of_config(new) == shape("llama3.1-8b")
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    assert shape_of_config(gpt2) == canonical(shape("gpt2"))
+    assert shape_of_config(gpt2) == normalize_shape(shape("gpt2"))
     gemma = {
         "model_type": "gemma",
         "hidden_size": 2048,
@@ -348,7 +350,7 @@ def test_published_configurations_of_before_and_after_transformers_5_mean_the_sa
         "vocab_size": 256000,
         "hidden_act": "gelu_pytorch_tanh",
     }
-    assert shape_of_config(gemma) == canonical(shape("gemma-2b"))
+    assert shape_of_config(gemma) == normalize_shape(shape("gemma-2b"))
 
 
 def test_layers_with_windows_are_read_in_every_spelling() -> None:
@@ -359,5 +361,5 @@ def test_layers_with_windows_are_read_in_every_spelling() -> None:
     assert shape_of_config({**first_half, "max_window_layers": 0}).num_local_layers == 24
     assert shape_of_config({**first_half, "max_window_layers": 28}).num_local_layers == 0
     gemma = {**config_of_shape(shape("gemma3-1b")), "layer_types": None}
-    assert shape_of_config(gemma) == canonical(shape("gemma3-1b"))
+    assert shape_of_config(gemma) == normalize_shape(shape("gemma3-1b"))
     assert shape_of_config({**gemma, "sliding_window_pattern": 3}).global_every == 3

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.ownership.fence import Fence
-from phalanx.checkpoint.ownership.fencing_token import take_epoch
+from phalanx.checkpoint.ownership.fencing_token import acquire_token
 from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import RunLockedError, RunTakenError
@@ -25,7 +25,7 @@ from phalanx.train.evaluation import Judged
 
 
 def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path: Path) -> None:
-    ours = take_epoch(tmp_path)
+    ours = acquire_token(tmp_path)
     fence = Fence(tmp_path, None, ours)
     store = LocalStore(tmp_path / "checkpoints")
     store.root.mkdir()
@@ -36,7 +36,7 @@ def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path
         first = store.begin(8).path
         assert find_checkpoints(store, mesh, run_dir=tmp_path, fence=fence) == []
         assert not first.exists()  # of an earlier job, half written
-        take_epoch(tmp_path, taker="process 7 on another host")
+        acquire_token(tmp_path, taker="process 7 on another host")
         theirs = store.begin(9).path
         best.name(5, Judged(1.0, 9, 1.0))
         with pytest.raises(RunTakenError, match="process 7 on another host"):

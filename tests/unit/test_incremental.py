@@ -13,12 +13,12 @@ import torch
 from checkpoints import ThreadRank, run_threads
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing import incremental
-from phalanx.checkpoint.writing.write import Saved, save
+from phalanx.checkpoint.writing.write import WrittenCheckpoint, write_checkpoint
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.plan.layout import Layout
@@ -56,11 +56,13 @@ def rows_of(whole: Tensors, rank: int, num_ranks: int) -> dict[str, LogicalShard
     return found
 
 
-def save_step(store: LocalStore, step: int, whole: Tensors, num_ranks: int = 2) -> Saved:
-    def on_rank(group: ThreadRank) -> Saved:
+def save_step(
+    store: LocalStore, step: int, whole: Tensors, num_ranks: int = 2
+) -> WrittenCheckpoint:
+    def on_rank(group: ThreadRank) -> WrittenCheckpoint:
         mine = rows_of(whole, group.rank, num_ranks)
         how = {"aliases": {}, "facts": {}, "job_digest": "", "phases": Phases()}
-        return save(store, step, mine, group=group, **how)  # type: ignore[arg-type]
+        return write_checkpoint(store, step, mine, group=group, **how)  # type: ignore[arg-type]
 
     return run_threads(Layout(dp_shard=num_ranks), on_rank)[0]  # type: ignore[no-any-return]
 
@@ -71,7 +73,8 @@ def require_whole(folder: Folder, reference: Tensors) -> None:
     assert verify_checkpoint(folder) == []
     found = {name: torch.full_like(tensor, 7) for name, tensor in reference.items()}
     run_threads(
-        Layout(), lambda group: load(folder, rows_of(found, 0, 1), group=group, phases=Phases())
+        Layout(),
+        lambda group: load_checkpoint(folder, rows_of(found, 0, 1), group=group, phases=Phases()),
     )
     assert [name for name in reference if not torch.equal(found[name], reference[name])] == []
     manifest = read_manifest(folder)
@@ -148,7 +151,7 @@ def test_where_there_are_no_links_everything_is_written(
 
 def test_files_do_not_become_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor changes at a time, so each save leaves another file of those that did not."""
-    monkeypatch.setattr(incremental, "MAX_TAKEN_OVER", 3)
+    monkeypatch.setattr(incremental, "MAX_REUSED", 3)
     store, whole = LocalStore(tmp_path), state(12)
     for step in range(1, 16):
         name = f"layer.{step % 12}"
@@ -170,7 +173,8 @@ def test_bits_count_and_not_values(tmp_path: Path) -> None:
     found = {name: torch.ones_like(tensor) for name, tensor in whole.items()}
     newest = store.folders()[-1]
     run_threads(
-        Layout(), lambda group: load(newest, rows_of(found, 0, 1), group=group, phases=Phases())
+        Layout(),
+        lambda group: load_checkpoint(newest, rows_of(found, 0, 1), group=group, phases=Phases()),
     )
     assert bool(torch.signbit(found["zeros"]).all())
     pieces = [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.ownership import run_lock as locks
-from phalanx.checkpoint.ownership.fencing_token import EPOCH, read_epoch
+from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE, read_token_number
 from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock, refuse_if_held
 from phalanx.core.errors import CheckpointError, ResourceError, RunLockedError
 
@@ -218,11 +218,11 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_each_attempt_takes_an_epoch_which_the_lock_shows(tmp_path: Path) -> None:
     with hold_run_lock(tmp_path) as lock:
-        first = lock.take_epoch()
+        first = lock.acquire_token()
         first.require_newest()
         assert written(tmp_path)["epoch"] == first.number == 1
-        second = lock.take_epoch()  # a restart
-        assert (second.number, read_epoch(tmp_path)) == (2, 2)
+        second = lock.acquire_token()  # a restart
+        assert (second.number, read_token_number(tmp_path)) == (2, 2)
         second.require_newest()
         with pytest.raises(CheckpointError, match="another job took this run"):
             first.require_newest()
@@ -230,24 +230,24 @@ def test_each_attempt_takes_an_epoch_which_the_lock_shows(tmp_path: Path) -> Non
             pass
     assert not (tmp_path / LOCK_NAME).exists()
     with hold_run_lock(tmp_path) as lock:
-        assert lock.take_epoch().number == 3
+        assert lock.acquire_token().number == 3
 
 
 def test_who_lost_the_lock_cannot_take_an_epoch(tmp_path: Path) -> None:
     with hold_run_lock(tmp_path) as ours:
         (tmp_path / LOCK_NAME).unlink()  # by hand, against all advice
         with hold_run_lock(tmp_path) as theirs:
-            theirs.take_epoch()
+            theirs.acquire_token()
             with pytest.raises(RunLockedError):
-                ours.take_epoch()
-            assert read_epoch(tmp_path) == 1
+                ours.acquire_token()
+            assert read_token_number(tmp_path) == 1
 
 
 @pytest.mark.parametrize("text", ["", "x", "1 2", "1\n\n{"])
 def test_a_damaged_epoch_is_said_with_what_to_do(tmp_path: Path, text: str) -> None:
-    (tmp_path / EPOCH).write_text(text)
+    (tmp_path / TOKEN_FILE).write_text(text)
     with (
         hold_run_lock(tmp_path) as lock,
         pytest.raises(CheckpointError, match="number of restarts"),
     ):
-        lock.take_epoch()
+        lock.acquire_token()

@@ -57,7 +57,7 @@ def test_every_verb_sees_it(a_run: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_it_is_not_what_keeps_others_from_going(a_run: Path) -> None:
     """Nor does removing it touch what a link leads to."""
     said: list[str] = []
-    prune(store(a_run), Retention(last=1), say=said.append)
+    prune(store(a_run), Retention(keep_last=1), say=said.append)
     assert "step-6 does not verify" in said[0]
     assert steps(a_run) == [2, 4, 6]  # the newest that verifies would have gone
     store(a_run).remove(store(a_run).folder("step-6"))

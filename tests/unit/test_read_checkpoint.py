@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.writing.write import save as save_shards
+from phalanx.checkpoint.writing.write import write_checkpoint
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.mesh.mesh import Mesh
@@ -44,7 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
         )
         shards[name] = LogicalShard(name, size, dtype_name(whole.dtype), boxes, whole)
     mesh = Mesh(Layout(), 0, 0, torch.device("cpu"))
-    return save_shards(
+    return write_checkpoint(
         LocalStore(tmp_path),
         3,
         shards,

@@ -42,9 +42,9 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def test_the_last_milestones_and_the_best_stay() -> None:
-    retention = Retention(last=2, every=1000, kept=frozenset({300}))
+    retention = Retention(keep_last=2, keep_every=1000, protected_steps=frozenset({300}))
     assert retention.superfluous([100, 200, 300, 900, 1000, 1100, 1200]) == [100, 200, 900]
-    by_the_clock = Retention(last=1, every=1000)
+    by_the_clock = Retention(keep_last=1, keep_every=1000)
     assert by_the_clock.superfluous([990, 1003, 1900, 2000, 2044, 4100, 4200, 4300]) == [
         990,
         1900,
@@ -52,7 +52,7 @@ def test_the_last_milestones_and_the_best_stay() -> None:
         4200,
     ]
     assert Retention().superfluous([1, 2, 3]) == []
-    assert Retention(last=5).superfluous([1, 2, 3]) == []
+    assert Retention(keep_last=5).superfluous([1, 2, 3]) == []
 
 
 @given(
@@ -76,7 +76,7 @@ def test_what_goes_is_gone_and_what_stays_is_whole(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / f".step-10{REMOVED}" / "left").mkdir(
         parents=True
     )  # by a killed removal
-    assert [folder.step for folder in prune(store(tmp_path), Retention(last=2))] == [10, 20]
+    assert [folder.step for folder in prune(store(tmp_path), Retention(keep_last=2))] == [10, 20]
     assert steps(tmp_path) == [30, 40]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step-30",
@@ -87,7 +87,9 @@ def test_what_goes_is_gone_and_what_stays_is_whole(tmp_path: Path) -> None:
 def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    assert [folder.step for folder in prune(store(tmp_path), Retention(last=1), dry_run=True)] == [
+    assert [
+        folder.step for folder in prune(store(tmp_path), Retention(keep_last=1), dry_run=True)
+    ] == [
         1,
         2,
     ]
@@ -101,10 +103,10 @@ def test_the_newest_that_verifies_is_never_removed(tmp_path: Path) -> None:
     said: list[str] = []
     damage(tmp_path / "checkpoints" / "step-4")
     damage(tmp_path / "checkpoints" / "step-3")
-    assert prune(store(tmp_path), Retention(last=2), say=said.append, dry_run=True) == []
+    assert prune(store(tmp_path), Retention(keep_last=2), say=said.append, dry_run=True) == []
     said_before = said.copy()
     said.clear()
-    assert prune(store(tmp_path), Retention(last=2), say=said.append) == []
+    assert prune(store(tmp_path), Retention(keep_last=2), say=said.append) == []
     assert said == said_before
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert "step-4 does not verify" in said[0]
@@ -119,7 +121,12 @@ def test_an_older_one_that_stays_does_not_stand_for_the_newest_that_verifies(
         save(tmp_path, step)
     damage(tmp_path / "checkpoints" / "step-4")
     said: list[str] = []
-    assert prune(store(tmp_path), Retention(last=1, kept=frozenset({1})), say=said.append) == []
+    assert (
+        prune(
+            store(tmp_path), Retention(keep_last=1, protected_steps=frozenset({1})), say=said.append
+        )
+        == []
+    )
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert said[-1] == "the newest that verifies is step-3, which would go: nothing is removed"
 
@@ -128,4 +135,4 @@ def test_one_that_stays_and_verifies_is_enough(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     damage(tmp_path / "checkpoints" / "step-3")
-    assert [folder.step for folder in prune(store(tmp_path), Retention(last=2))] == [1]
+    assert [folder.step for folder in prune(store(tmp_path), Retention(keep_last=2))] == [1]

@@ -1,26 +1,29 @@
-"""What the ranks of a save or a load share: who they are, and one outcome for all."""
+"""Agreement of the ranks that write or load a checkpoint: an error of one rank is raised on all."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from phalanx.checkpoint.os_errors import kind_of
+from phalanx.checkpoint.os_errors import choose_error_class
 from phalanx.core.errors import CheckpointError, RunTakenError, StorageError, StoreTakenError
 from phalanx.core.files import fix_of
 from phalanx.plan.layout import Layout
 
 EARLIER_STAND = "the checkpoints before this one stand"
+# Errors that only writing has: their fix can add that earlier checkpoints are whole.
 _ONLY_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-_KINDS: dict[str, type[CheckpointError]] = {
-    kind.__name__: kind for kind in (StorageError, RunTakenError, StoreTakenError)
+_ERROR_CLASSES: dict[str, type[CheckpointError]] = {
+    error_class.__name__: error_class
+    for error_class in (StorageError, RunTakenError, StoreTakenError)
 }
 
 
 class Group(Protocol):
-    """The ranks that save or load together; a Mesh is one."""
+    """The ranks that write or load together; a Mesh is one."""
 
     @property
     def rank(self) -> int: ...
@@ -35,35 +38,45 @@ class Group(Protocol):
         """Every rank's JSON value, in rank order, on every rank."""
 
 
+@dataclass
+class RankResults:
+    """JSON values that the ranks share: the body of `all_ranks_or_raise` sets `local`, its end
+    fills `by_rank`."""
+
+    local: Any = None
+    by_rank: list[Any] = field(default_factory=list)
+
+
 @contextmanager
-def agreed(group: Group, where: str, doing: str) -> Iterator[dict[str, Any]]:
-    """Run the body on every rank, then share `outcome["mine"]` as `outcome["all"]`; one rank's
-    error is everyone's."""
-    outcome: dict[str, Any] = {"mine": None}
-    error = fix = kind = None
+def all_ranks_or_raise(group: Group, where: str, doing: str) -> Iterator[RankResults]:
+    """Run the body on every rank, then share the results; collective.
+
+    A CheckpointError or OSError of any rank is raised on every rank, as a CheckpointError "failed
+    while `doing`" that names the first such rank.
+    """
+    results = RankResults()
+    message = fix = class_name = None
     try:
-        yield outcome
-    except CheckpointError as caught:
-        error, fix, kind = str(caught), None, type(caught).__name__
-    except OSError as caught:
-        error = (
-            f"{caught.strerror}: {caught.filename}"
-            if caught.filename
-            else caught.strerror or str(caught)
-        )
-        kind = kind_of(caught).__name__
-        fix = fix_of(caught, caught.filename or where)
-        fix = f"{fix}; {EARLIER_STAND}" if fix and caught.errno in _ONLY_WRITING else fix
-    results = group.gather_json([error, fix, kind, outcome["mine"]])
-    failed = [
-        (f"rank {rank}: {error}", fix, kind)
-        for rank, (error, fix, kind, _) in enumerate(results)
-        if error
+        yield results
+    except CheckpointError as error:
+        message, fix, class_name = str(error), None, type(error).__name__
+    except OSError as error:
+        message = error.strerror or str(error)
+        if error.filename:
+            message = f"{error.strerror}: {error.filename}"
+        class_name = choose_error_class(error).__name__
+        fix = fix_of(error, error.filename or where)
+        if fix and error.errno in _ONLY_WRITING:
+            fix = f"{fix}; {EARLIER_STAND}"
+    gathered = group.gather_json([message, fix, class_name, results.local])
+    failures = [
+        (f"rank {rank}: {message}", fix, _ERROR_CLASSES.get(class_name or "", CheckpointError))
+        for rank, (message, fix, class_name, _) in enumerate(gathered)
+        if message
     ]
-    if failed:
+    if failures:
         # That the run is another job's says more than what else went wrong because of it.
-        kinds = [_KINDS.get(kind or "", CheckpointError) for *_, kind in failed]
-        first = next((i for i, kind in enumerate(kinds) if issubclass(kind, RunTakenError)), 0)
-        why, fix, _ = failed[first]
-        raise kinds[first](f"failed while {doing}", where=where, why=why, fix=fix)
-    outcome["all"] = [mine for *_, mine in results]
+        run_taken = (failure for failure in failures if issubclass(failure[2], RunTakenError))
+        why, fix, error_class = next(run_taken, failures[0])
+        raise error_class(f"failed while {doing}", where=where, why=why, fix=fix)
+    results.by_rank = [local for *_, local in gathered]

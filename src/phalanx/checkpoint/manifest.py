@@ -27,7 +27,7 @@ from phalanx.checkpoint.facts import (
     text,
 )
 from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder, as_folder
-from phalanx.checkpoint.os_errors import unreadable
+from phalanx.checkpoint.os_errors import wrap_os_error
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import CheckpointError
 
@@ -135,7 +135,7 @@ def read_manifest(place: Folder | Path) -> Manifest:
     except FileNotFoundError:
         raise _without_manifest(folder) from None
     except OSError as error:
-        raise unreadable(error, "the manifest cannot be read", path) from None
+        raise wrap_os_error(error, "the manifest cannot be read", path) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
     if (
@@ -319,7 +319,7 @@ def list_folders(root: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise unreadable(
+        raise wrap_os_error(
             error, "checkpoints cannot be looked for", str(error.filename or root)
         ) from None
     return [entry for _, entry in sorted(found)]

@@ -1,4 +1,5 @@
-"""Which error of a checkpoint an OSError is: the disk refuses, or what is wanted is not there.
+"""Maps an OSError of a checkpoint's files to the error of phalanx: the disk refuses, or a file is
+missing or wrong.
 
 Torch-free.
 """
@@ -9,17 +10,20 @@ import errno
 
 from phalanx.core.errors import CheckpointError, StorageError
 
-# What is wanted is not there, or is something else. Any other OSError says that the disk, or its
-# owner, refuses.
+# The file is not there, or is something else. Any other OSError says that the disk, or its owner,
+# refuses.
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
 
 
-def kind_of(error: OSError) -> type[CheckpointError]:
-    """StorageError (exit 7) where the disk refuses; CheckpointError (exit 5) where something is
-    missing or wrong."""
+def choose_error_class(error: OSError) -> type[CheckpointError]:
+    """StorageError (exit 7) if the disk refuses; CheckpointError (exit 5) if a file is missing or
+    wrong."""
     return CheckpointError if error.errno in _MISSING else StorageError
 
 
-def unreadable(error: OSError, what: str, where: str, fix: str | None = None) -> CheckpointError:
-    """The error that says that `what` is so because of `error`."""
-    return kind_of(error)(what, where=where, why=error.strerror or str(error), fix=fix)
+def wrap_os_error(
+    error: OSError, message: str, where: str, fix: str | None = None
+) -> CheckpointError:
+    """The CheckpointError or StorageError that says `message`, with `error` as its reason."""
+    why = error.strerror or str(error)
+    return choose_error_class(error)(message, where=where, why=why, fix=fix)

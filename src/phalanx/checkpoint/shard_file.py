@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, ChunkDigests, StoredFile
 from phalanx.checkpoint.folder import Folder, RangeReader, as_folder
-from phalanx.checkpoint.os_errors import unreadable
+from phalanx.checkpoint.os_errors import wrap_os_error
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 
@@ -292,7 +292,7 @@ class CheckedFile:
             ) from None
 
     def _unreadable(self, error: OSError) -> CheckpointError:
-        return unreadable(error, "a file of the checkpoint cannot be read", self.where)
+        return wrap_os_error(error, "a file of the checkpoint cannot be read", self.where)
 
 
 def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, Entry]]:

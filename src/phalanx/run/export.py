@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
 from phalanx.checkpoint.exchange.hf_directory import export_own_directory
 from phalanx.checkpoint.exchange.hf_export import (
     Exported,
@@ -17,8 +18,7 @@ from phalanx.checkpoint.exchange.hf_export import (
     export_hugging_face,
 )
 from phalanx.checkpoint.exchange.importing import KEPT_FILES
-from phalanx.checkpoint.exchange.new_directory import refuse_old
-from phalanx.checkpoint.exchange.stored import StoredBag
+from phalanx.checkpoint.exchange.new_directory import refuse_existing
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.reading.choose import choose_checkpoint
 from phalanx.checkpoint.reading.origin import CheckpointOrigin, find_origin, find_run_dir
@@ -75,9 +75,9 @@ def export_checkpoint(
     """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown type {dtype!r}", fix=f"one of {', '.join(DTYPES)}")
-    refuse_old(Path(out))
+    refuse_existing(Path(out))
     folder = choose_checkpoint(location, best=best)
-    with StoredBag(folder) as weights:
+    with CheckpointReader(folder) as weights:
         origin = _find_origin(location, weights)
         tokenizer = _find_tokenizer_files(location, folder)
         settings = {**tokenizer.settings, **origin.settings}
@@ -96,7 +96,7 @@ def export_checkpoint(
     return ExportResult(folder, out, exported, notes)
 
 
-def _find_origin(location: str, weights: StoredBag) -> CheckpointOrigin:
+def _find_origin(location: str, weights: CheckpointReader) -> CheckpointOrigin:
     origin = find_origin(location, weights.folder, weights.manifest)
     if origin is None:
         raise CheckpointError(

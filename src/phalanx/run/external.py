@@ -79,7 +79,7 @@ def train_as_rank(
             if resume and is_finished(prepared):
                 store.tell(Decision(run_dir, plan, exit_code=int(ExitCode.OK)))
                 return end_without_training(prepared, output)
-            attempt, epoch = next_attempt(run_dir), prepared.lock.take_epoch().number
+            attempt, epoch = next_attempt(run_dir), prepared.lock.acquire_token().number
             store.tell(Decision(run_dir, plan, attempt, epoch))
             run = RankRun(
                 prepared.job, plan, run_dir, 0, attempt, began_s, Claim(epoch, prepared.lock.holder)
@@ -102,7 +102,7 @@ def _lead(
 ) -> RunEnd:
     """Train as rank 0, then say what came out, also when it failed."""
     console = output.open_console(run.job)
-    fence = Fence.of_rank(run.run_dir, run.claim)
+    fence = Fence.for_rank(run.run_dir, run.claim)
     bus = open_supervisor_bus(run.run_dir, run.attempt, console.write, fence)
     with contextlib.ExitStack() as stack:
         stack.callback(bus.close)

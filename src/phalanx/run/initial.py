@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.exchange.settings import computed
+from phalanx.checkpoint.exchange.settings import normalize_for_inference
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
-from phalanx.checkpoint.reading.mismatch import MisfitError, Wanted, find_misfits
+from phalanx.checkpoint.reading.mismatch import ExpectedTensor, MismatchError, find_mismatches
 from phalanx.checkpoint.reading.origin import find_origin
-from phalanx.checkpoint.reading.verify import require_whole_directory
+from phalanx.checkpoint.reading.verify import require_complete_directory
 from phalanx.checkpoint.stores import find_checkpoint, is_url
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
@@ -63,7 +63,7 @@ def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
 
     `shape` is None where the model is not known yet.
 
-    Raises CheckpointError if there is no checkpoint, MisfitError if it is not one of this model's
+    Raises CheckpointError if there is no checkpoint, MismatchError if it is not one of this model's
     weights.
     """
     if model.init_from is None:
@@ -75,7 +75,7 @@ def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
     )
     folder = _find(place)
     manifest = read_manifest(folder).without_optimizer()
-    require_whole_directory(folder, manifest)
+    require_complete_directory(folder, manifest)
     differences: tuple[str, ...] = ()
     if shape is not None and shape.is_known:
         _require_fit(folder, manifest, shape, model.init_cast)
@@ -104,8 +104,8 @@ def _find(place: str) -> Folder:
 
 
 def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bool) -> None:
-    wanted = {name: Wanted(size, TRAINED_IN) for name, size in stored_shapes(shape).items()}
-    misfits = find_misfits(wanted, manifest.tensors, cast=cast)
+    wanted = {name: ExpectedTensor(size, TRAINED_IN) for name, size in stored_shapes(shape).items()}
+    misfits = find_mismatches(wanted, manifest.tensors, cast=cast)
     if not misfits:
         return
     only_types = all(misfit.kind == "dtype" for misfit in misfits)
@@ -115,12 +115,12 @@ def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bo
         else "[model] must have the widths of the weights"
     )
     what = "the weights of model.init_from do not fit the model"
-    raise MisfitError(what, misfits, where=folder.url, fix=fix)
+    raise MismatchError(what, misfits, where=folder.url, fix=fix)
 
 
 def _differences(made_for: ModelShape, shape: ModelShape) -> tuple[str, ...]:
     """What no tensor's shape shows."""
-    was, now = computed(made_for).to_json(), computed(shape).to_json()
+    was, now = normalize_for_inference(made_for).to_json(), normalize_for_inference(shape).to_json()
     return tuple(
         f"{key} {was[key]}, and model.{key} is {now[key]}" for key in was if was[key] != now[key]
     )

@@ -92,7 +92,7 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
     phases = Phases(BlackBox(black_box(run.run_dir, rank)), faults, of_training=(meter.listen,))
     if rank == 0:
         sinks = [*sinks, *sink_openers(job, run.run_dir)]
-    fence = Fence.of_rank(run.run_dir, run.claim)
+    fence = Fence.for_rank(run.run_dir, run.claim)
     bus = Bus(
         rank=rank,
         attempt=run.attempt,
@@ -205,7 +205,7 @@ def _train(
                 guards=(SkippedStepsGuard(job.resilience.max_skipped_steps),),
                 stop=stop,
                 run_dir=run_dir,
-                epoch=fence.epoch,
+                fencing_token=fence.token,
                 fence=fence,
                 memory=meter,
             )

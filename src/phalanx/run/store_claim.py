@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from phalanx.checkpoint.ownership.run_lock import hold_run_lock
-from phalanx.checkpoint.ownership.store_owner import claim, release
+from phalanx.checkpoint.ownership.store_owner import claim_store, release_store
 from phalanx.checkpoint.stores import Store, open_store
 from phalanx.core.errors import RunLockedError, UsageError
 from phalanx.core.store_urls import local_directory
@@ -47,11 +47,11 @@ def hold_store(
 def _claim_store(store: Store, run_dir: Path) -> Iterator[None]:
     """Write the run's claim, and take it back at the end if no run came of it."""
     try:
-        claim(store, run_dir)
+        claim_store(store, run_dir)
         yield
     finally:
         if not (run_dir / JOB_FILE).exists():
-            release(store, run_dir)
+            release_store(store, run_dir)
 
 
 def _lock_directory(stack: contextlib.ExitStack, directory: Path) -> None:

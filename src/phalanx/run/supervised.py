@@ -59,8 +59,8 @@ def train_supervised(
     fence = Fence(run_dir, run.lock.holder)
 
     def make_payload() -> RankPayload:
-        fence.epoch = run.lock.take_epoch()
-        claim = Claim(fence.epoch.number, run.lock.holder)
+        fence.token = run.lock.acquire_token()
+        claim = Claim(fence.token.number, run.lock.holder)
         return RankPayload(job, run.plan, run_dir.resolve(), attempt, began_s, claim)
 
     spec = LaunchSpec(

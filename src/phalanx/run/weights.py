@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.all_ranks import agreed
+from phalanx.checkpoint.all_ranks import all_ranks_or_raise
 from phalanx.checkpoint.folder import Folder, place_in_run
 from phalanx.checkpoint.ownership.fence import Fence
-from phalanx.checkpoint.ownership.store_owner import refusal_of
-from phalanx.checkpoint.reading.load import load
-from phalanx.checkpoint.reading.mismatch import MisfitError
+from phalanx.checkpoint.ownership.store_owner import find_refusal
+from phalanx.checkpoint.reading.load import load_checkpoint
+from phalanx.checkpoint.reading.mismatch import MismatchError
 from phalanx.checkpoint.stores import Store, find_checkpoint
 from phalanx.core.errors import CheckpointError, RunLockedError
 from phalanx.core.phases import Phases
@@ -86,18 +86,18 @@ def find_checkpoints(
     """
     names: list[str] = []
     refusal: RunLockedError | None = None
-    with agreed(mesh, store.url, "looking for checkpoints") as outcome:
+    with all_ranks_or_raise(mesh, store.url, "looking for checkpoints") as results:
         if mesh.rank == 0 and fence is not None and fence.is_lost(now=True):
             raise fence.error()
         if mesh.rank == 0:
-            refusal = refusal_of(
+            refusal = find_refusal(
                 store, run_dir
             )  # of two runs that claimed it at once, the later one has it
         if mesh.rank == 0 and refusal is None:
             store.clean_up()
             names = [folder.name for folder in reversed(store.folders())]
-        outcome["mine"] = [names, refusal and [refusal.what, refusal.where, refusal.fix]]
-    names, refusal_parts = outcome["all"][0]
+        results.local = [names, refusal and [refusal.what, refusal.where, refusal.fix]]
+    names, refusal_parts = results.by_rank[0]
     if refusal_parts is not None:
         raise RunLockedError(refusal_parts[0], where=refusal_parts[1], fix=refusal_parts[2])
     return names
@@ -129,7 +129,7 @@ def restore_newest(
         except CheckpointError as error:  # on every rank, and nothing has changed
             first_error = first_error or error
             if not fallback:
-                if len(names) > 1 and not isinstance(error, MisfitError):
+                if len(names) > 1 and not isinstance(error, MismatchError):
                     error.fix = error.fix or _TAKE_AN_OLDER_ONE
                 break
             if mesh.rank == 0:
@@ -144,9 +144,9 @@ def find_initial_weights(mesh: Mesh, run_dir: Path) -> dict[str, Any] | None:
 
     Collective. It is rank 0's to read: a shared file system may show each rank another one.
     """
-    with agreed(mesh, str(run_dir), "reading where to start") as outcome:
-        outcome["mine"] = read_initial(run_dir) if mesh.rank == 0 else None
-    initial: dict[str, Any] | None = outcome["all"][0]
+    with all_ranks_or_raise(mesh, str(run_dir), "reading where to start") as results:
+        results.local = read_initial(run_dir) if mesh.rank == 0 else None
+    initial: dict[str, Any] | None = results.by_rank[0]
     return initial
 
 
@@ -160,7 +160,7 @@ def take_initial_weights(
     """
     mesh = state.model.mesh
     folder, shards = find_checkpoint(initial["checkpoint"]), state.model.shards()
-    manifest = load(
+    manifest = load_checkpoint(
         folder,
         shards,
         group=mesh,

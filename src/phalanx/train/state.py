@@ -11,11 +11,11 @@ import torch
 
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import REDUCTION, Manifest
-from phalanx.checkpoint.ownership.fencing_token import Epoch
-from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.ownership.fencing_token import FencingToken
+from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.stores.protocol import Store
 from phalanx.checkpoint.writing.async_checkpointer import Snapshot
-from phalanx.checkpoint.writing.write import Saved, save
+from phalanx.checkpoint.writing.write import WrittenCheckpoint, write_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.cpu_kind import describe_cpu_kind
@@ -104,14 +104,14 @@ class TrainState:
         job_digest: str,
         phases: Phases,
         before_commit: Callable[[], None] = lambda: None,
-        epoch: Epoch | None = None,
+        fencing_token: FencingToken | None = None,
         incremental: bool = True,
-    ) -> Saved:
+    ) -> WrittenCheckpoint:
         """Write the checkpoint of this step. Collective; raises CheckpointError.
 
         `before_commit` is called when every rank's part is written, before there is a checkpoint.
         """
-        return save(
+        return write_checkpoint(
             store,
             self.step,
             self.shards(),
@@ -121,7 +121,7 @@ class TrainState:
             group=self.model.mesh,
             phases=phases,
             before_commit=before_commit,
-            epoch=epoch,
+            fencing_token=fencing_token,
             incremental=incremental,
         )
 
@@ -149,7 +149,7 @@ class TrainState:
             return self._fitting_reduction(manifest, shards)
 
         try:
-            facts = load(
+            facts = load_checkpoint(
                 folder, shards, group=self.model.mesh, phases=phases, require=require
             ).facts
         except CheckpointError:

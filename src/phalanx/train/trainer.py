@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 
 from phalanx.checkpoint.ownership.fence import Fence
-from phalanx.checkpoint.ownership.fencing_token import Epoch
+from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.stores import open_store
-from phalanx.checkpoint.writing.async_checkpointer import Saver, Target
+from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer, CheckpointDestination
 from phalanx.core.errors import RunTakenError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job
@@ -33,6 +33,7 @@ from phalanx.optim.schedule import learning_rate
 from phalanx.parallel.model import Objective, StepFacts
 from phalanx.plan.plan import Plan
 from phalanx.train.best import Best, best_steps
+from phalanx.train.checkpoint_schedule import CheckpointSchedule
 from phalanx.train.evaluation import (
     EvalRecord,
     Evaluation,
@@ -45,7 +46,6 @@ from phalanx.train.experts_record import experts_loaded, is_logged
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.pipeline_record import record_pipeline, speaks_for_stage
 from phalanx.train.randomness import seed_generators
-from phalanx.train.saves import Saves
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopAskedError, StopFlags
 
@@ -91,7 +91,7 @@ class Trainer:
         guards: Sequence[Guard] = (),
         stop: StopFlags | None = None,
         run_dir: Path | None = None,
-        epoch: Epoch | None = None,
+        fencing_token: FencingToken | None = None,
         fence: Fence | None = None,
         records: Callable[[int], Sequence[Event]] = lambda step: (),
         memory: MemoryMeter | None = None,
@@ -99,15 +99,11 @@ class Trainer:
         self.job, self.plan, self.mesh, self.state, self.bus = job, plan, mesh, state, bus
         self.data, self.objective, self.guards = data, objective, tuple(guards)
         self.stop, self.fence = stop or StopFlags(), fence
-        self.run_dir, self.epoch, self.records, self.source_weights = (
-            run_dir,
-            epoch,
-            records,
-            source_weights,
-        )
+        self.run_dir, self.fencing_token = run_dir, fencing_token
+        self.records, self.source_weights = records, source_weights
         self.phases: Phases = state.model.phases
         self._memory = memory or MemoryMeter()
-        self._saves = self._open_saves() if run_dir is not None else None
+        self._schedule = self._open_schedule() if run_dir is not None else None
         self._best = Best(job, mesh, bus, run_dir, fence)
         self._evaluator = self._open_evaluator(held_out) if held_out is not None else None
         self._unrecorded: tuple[StepFacts, str | None] | None = None
@@ -129,8 +125,8 @@ class Trainer:
         except RunTakenError:
             raise  # what is in flight can no longer be committed
         except BaseException:
-            if self._saves is not None:
-                self._saves.leave(self.job.resilience.grace_s)
+            if self._schedule is not None:
+                self._schedule.abandon(self.job.resilience.grace_s)
             raise
 
     def _run(self) -> str:
@@ -148,16 +144,16 @@ class Trainer:
             record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
             if skipped is None:
                 self._require_saveable()
-            sigterm, sigint, is_fenced, *of_saves = facts.votes
+            sigterm, sigint, is_fenced, *save_flags = facts.votes
             if is_fenced and self.fence is not None:
                 raise self.fence.error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
-            if self._saves is not None:
-                self._saves.after_step(of_saves, is_stop=sigterm + sigint > 0, is_end=is_end)
+            if self._schedule is not None:
+                self._schedule.after_step(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
             self._record()
             reason = "sigterm" if sigterm else "sigint" if sigint else self._evaluate_if_due()
-        if self._saves is not None:
-            self._saves.settle(in_haste=reason is not None)
+        if self._schedule is not None:
+            self._schedule.settle(skip_pruning=reason is not None)
         if reason is None:
             return "finished"
         self.bus.emit(StopRequested(self.state.step, reason))
@@ -174,7 +170,7 @@ class Trainer:
             microbatches = self.data.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.objective, step=step)
-        facts = model.finish_step(sums, max_norm=self.job.optim.clip_norm, votes=self._votes())
+        facts = model.finish_step(sums, max_norm=self.job.optim.clip_norm, votes=self._flags())
         reasons = [
             facts.reason_to_skip,
             *(guard.reason_to_skip(step, facts) for guard in self.guards),
@@ -192,42 +188,44 @@ class Trainer:
 
     def _require_saveable(self) -> None:
         """Many optimizers make their state at their first update: it is looked at once, then."""
-        if self._saves is not None and not self._is_saveable:
-            self._saves.require_saveable()
+        if self._schedule is not None and not self._is_saveable:
+            self._schedule.require_saveable()
         self._is_saveable = True
 
-    def _votes(self) -> tuple[float, ...]:
-        of_saves = self._saves.votes() if self._saves is not None else (0.0, 0.0, 0.0)
+    def _flags(self) -> tuple[float, ...]:
+        """What this rank adds to the reduction of a step: stops, a lost run, and saves."""
+        save_flags = self._schedule.flags() if self._schedule is not None else (0.0, 0.0, 0.0)
         is_fenced = self.fence is not None and self.mesh.rank == 0 and self.fence.is_lost()
-        return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *of_saves
+        return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
-    def _open_saves(self) -> Saves:
+    def _open_schedule(self) -> CheckpointSchedule:
         assert self.run_dir is not None
-        run_dir, kept = self.run_dir, self.job.checkpoint
-        target = Target(
-            open_store(
-                run_dir,
-                kept.url,
-                say=lambda why: self.bus.emit(Note("store_is_slow", {"why": why})),
-            ),
+        run_dir, options = self.run_dir, self.job.checkpoint
+
+        def report_slow_store(why: str) -> None:
+            self.bus.emit(Note("store_is_slow", {"why": why}))
+
+        destination = CheckpointDestination(
+            open_store(run_dir, options.url, say=report_slow_store),
             self.plan.job_digest,
             run_dir,
-            epoch=self.epoch,
-            incremental=kept.incremental,
-            keep_last=kept.keep_last,
-            keep_every=kept.keep_every,
-            kept=partial(best_steps, run_dir),
+            fencing_token=self.fencing_token,
+            incremental=options.incremental,
+            keep_last=options.keep_last,
+            keep_every=options.keep_every,
+            protected_steps=partial(best_steps, run_dir),
         )
-        timeout_s = self.job.resilience.collective_timeout_s
-        saver = Saver(
-            target,
+        checkpointer = AsyncCheckpointer(
+            destination,
             self.mesh,
             self.bus,
             self.phases,
-            asynchronous=kept.asynchronous,
-            timeout_s=timeout_s,
+            asynchronous=options.asynchronous,
+            timeout_s=self.job.resilience.collective_timeout_s,
         )
-        return Saves(saver, kept, self.mesh, self.state, self.bus, record=self._record)
+        return CheckpointSchedule(
+            checkpointer, options, self.mesh, self.state, self.bus, record=self._record
+        )
 
     def _open_evaluator(self, held_out: HeldOut) -> Evaluator:
         return Evaluator(
@@ -244,13 +242,13 @@ class Trainer:
     @property
     def staging_bytes(self) -> int:
         """Host memory that this rank holds for copies of the state."""
-        return self._saves.staging_bytes if self._saves is not None else 0
+        return self._schedule.staging_bytes if self._schedule is not None else 0
 
     def save(self, *, is_last_chance: bool = False) -> None:
         """Save this step if it is not saved yet, and a run directory was given (see
-        `Saves.save`)."""
-        if self._saves is not None:
-            self._saves.save(is_last_chance=is_last_chance)
+        `CheckpointSchedule.save`)."""
+        if self._schedule is not None:
+            self._schedule.save(is_last_chance=is_last_chance)
 
     def _record(self) -> None:
         """Emit the facts of the last step, once, with the seconds since the step before.
@@ -354,8 +352,8 @@ class Trainer:
             try:
                 found = self.evaluate()
             except StopAskedError as asked:
-                if self._saves is not None:
-                    self._saves.save(is_last_chance=True, tidy=False)
+                if self._schedule is not None:
+                    self._schedule.save(is_last_chance=True, prune=False)
                 return str(asked)
         wall_s = time.perf_counter() - began
         self._recorded_s += wall_s  # no step took this time
@@ -381,9 +379,9 @@ class Trainer:
         judged = Judged(found.loss, found.num_targets, found.value_of(metric))
         self._evals.add(step, judged)
         best_step, best = self._evals.best(found.num_targets, mode)
-        if self.job.eval.keep_best and best_step == step and self._saves is not None:
+        if self.job.eval.keep_best and best_step == step and self._schedule is not None:
             self.save()
-            self._saves.once_saved(partial(self._best.name, step, judged))
+            self._schedule.call_when_saved(partial(self._best.name, step, judged))
         if self.mesh.rank != 0:
             return
         several = {name: loss for name, loss in found.loss_by_source.items() if math.isfinite(loss)}

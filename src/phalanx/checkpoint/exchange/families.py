@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from phalanx.checkpoint.exchange.bags import element_name
+from phalanx.checkpoint.exchange.tensor_readers import element_name
 from phalanx.core.errors import LayoutError, did_you_mean
 
 PLACES = {

@@ -10,23 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.exchange.bags import Bag
 from phalanx.checkpoint.exchange.hf_export import (
     CONFIG,
     Exported,
     Extras,
     Progress,
     Rounding,
-    rounded,
+    round_tensor,
     write_shards,
 )
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
-from phalanx.checkpoint.exchange.translate import Made
+from phalanx.checkpoint.exchange.tensor_readers import TensorReader
+from phalanx.checkpoint.exchange.translate import RenamedTensor
 from phalanx.core.disk import Disk, write_json_durably
 
 
 def export_own_directory(
-    weights: Bag,
+    weights: TensorReader,
     config: Mapping[str, Any],
     out: Path,
     *,
@@ -41,13 +41,13 @@ def export_own_directory(
     Raises UsageError if `out` is there, ResourceError if it cannot be written.
     """
     made = [
-        rounded(Made(name, described, partial(weights.load, name)), rounding)
-        for name, described in weights.tensors.items()
+        round_tensor(RenamedTensor(name, info, partial(weights.load, name)), rounding)
+        for name, info in weights.tensors.items()
     ]
-    dtypes = {tensor.described.dtype for tensor in made}
+    dtypes = {tensor.info.dtype for tensor in made}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     settings = {**config, "dtype": dtype, "torch_dtype": dtype}
-    total = sum(tensor.described.num_bytes for tensor in made)
+    total = sum(tensor.info.num_bytes for tensor in made)
     with new_directory(out) as partial_out:
         files = write_shards(partial_out, made, shard_bytes, lambda done: progress(done, total))
         for name, value in {CONFIG: settings, **extras.texts}.items():

@@ -13,13 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.checkpoint.exchange.bags import INDEX, SINGLE, Bag, Described, StackBag
 from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
-from phalanx.checkpoint.exchange.translate import Made, to_theirs
+from phalanx.checkpoint.exchange.tensor_readers import (
+    INDEX,
+    SINGLE,
+    StackedTensorReader,
+    TensorInfo,
+    TensorReader,
+)
+from phalanx.checkpoint.exchange.translate import RenamedTensor, translate_to_hugging_face
 from phalanx.checkpoint.reading.full_tensors import Bits
-from phalanx.checkpoint.reading.mismatch import MisfitError, Wanted, find_misfits
+from phalanx.checkpoint.reading.mismatch import ExpectedTensor, MismatchError, find_mismatches
 from phalanx.checkpoint.shard_file import Bytes, Source, write_stream
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.job.shape import ModelShape
@@ -66,7 +72,7 @@ class Extras:
 
 
 def export_hugging_face(
-    weights: StackBag,
+    weights: StackedTensorReader,
     shape: ModelShape,
     out: Path,
     *,
@@ -77,7 +83,7 @@ def export_hugging_face(
 ) -> Exported:
     """Write the directory `out`. Without `rounding` weights stay as they are.
 
-    Raises LayoutError if transformers has no model that computes this one, MisfitError if the
+    Raises LayoutError if transformers has no model that computes this one, MismatchError if the
     weights are not those of `shape`, UsageError if `out` is there, ResourceError if it cannot be
     written.
     """
@@ -86,10 +92,13 @@ def export_hugging_face(
     family = family_of(config["model_type"])
     shapes = stored_shapes(shape)
     _require_weights_of(shapes, weights)
-    made = [rounded(tensor, rounding) for tensor in to_theirs(family, shapes, weights)]
-    dtypes = {tensor.described.dtype for tensor in made}
+    made = [
+        round_tensor(tensor, rounding)
+        for tensor in translate_to_hugging_face(family, shapes, weights)
+    ]
+    dtypes = {tensor.info.dtype for tensor in made}
     config["dtype"] = config["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
-    total = sum(tensor.described.num_bytes for tensor in made)
+    total = sum(tensor.info.num_bytes for tensor in made)
     with new_directory(out) as partial_out:
         files = write_shards(partial_out, made, shard_bytes, lambda done: progress(done, total))
         for name, value in {CONFIG: config, **extras.texts}.items():
@@ -103,10 +112,12 @@ def export_hugging_face(
     )
 
 
-def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: Bag) -> None:
-    misfits = find_misfits({name: Wanted(shape) for name, shape in shapes.items()}, weights.tensors)
+def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: TensorReader) -> None:
+    misfits = find_mismatches(
+        {name: ExpectedTensor(shape) for name, shape in shapes.items()}, weights.tensors
+    )
     if misfits:
-        raise MisfitError(
+        raise MismatchError(
             "the checkpoint does not hold the weights of this run's model",
             misfits,
             where=weights.where,
@@ -114,23 +125,26 @@ def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: Bag) -> 
         )
 
 
-def rounded(tensor: Made, rounding: Rounding | None) -> Made:
-    old = tensor.described.dtype
+def round_tensor(tensor: RenamedTensor, rounding: Rounding | None) -> RenamedTensor:
+    old = tensor.info.dtype
     if rounding is None or old == rounding.dtype or not old.startswith(("float", "bfloat")):
         return tensor
     wanted, cast = rounding.dtype, rounding.cast
     return replace(
         tensor,
-        described=Described(tensor.described.shape, wanted),
+        info=TensorInfo(tensor.info.shape, wanted),
         load=lambda: cast(tensor.load(), old, wanted),
     )
 
 
 def write_shards(
-    directory: Path, tensors: Sequence[Made], shard_bytes: int, progress: Callable[[int], None]
+    directory: Path,
+    tensors: Sequence[RenamedTensor],
+    shard_bytes: int,
+    progress: Callable[[int], None],
 ) -> list[str]:
     """One file, or several and an index. Returns their names."""
-    shards = list(packed(tensors, shard_bytes))
+    shards = list(group_into_files(tensors, shard_bytes))
     many = len(shards) > 1
     names = [
         f"model-{n:05d}-of-{len(shards):05d}.safetensors" if many else SINGLE
@@ -140,8 +154,8 @@ def write_shards(
     for name, shard in zip(names, shards, strict=True):
         sources = []
         for tensor in shard:
-            done += tensor.described.num_bytes
-            sources.append(as_source(tensor, tensor.name, partial(progress, done)))
+            done += tensor.info.num_bytes
+            sources.append(make_source(tensor, tensor.name, partial(progress, done)))
         write_file(directory / name, sources)
     if many:
         weight_map = {
@@ -153,30 +167,32 @@ def write_shards(
     return names
 
 
-def packed(tensors: Sequence[Made], shard_bytes: int) -> Iterator[list[Made]]:
+def group_into_files(
+    tensors: Sequence[RenamedTensor], shard_bytes: int
+) -> Iterator[list[RenamedTensor]]:
     """In order, as many as fit; a tensor that is larger has a file of its own."""
-    shard: list[Made] = []
+    shard: list[RenamedTensor] = []
     held = 0
     for tensor in tensors:
-        if shard and held + tensor.described.num_bytes > shard_bytes:
+        if shard and held + tensor.info.num_bytes > shard_bytes:
             yield shard
             shard, held = [], 0
         shard.append(tensor)
-        held += tensor.described.num_bytes
+        held += tensor.info.num_bytes
     yield shard
 
 
-def as_source(tensor: Made, key: str, before: Callable[[], None]) -> Source:
+def make_source(tensor: RenamedTensor, key: str, before: Callable[[], None]) -> Source:
     """What a safetensors file is written from; `before` is called when the tensor's turn comes."""
 
     def load() -> Bytes:
         before()
-        return as_bytes(tensor.load())
+        return to_bytes(tensor.load())
 
-    return Source(key, tensor.described.dtype, tensor.described.shape, load)
+    return Source(key, tensor.info.dtype, tensor.info.shape, load)
 
 
-def as_bytes(bits: Bits) -> Bytes:
+def to_bytes(bits: Bits) -> Bytes:
     """In C order."""
     found: Bytes = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
     return found

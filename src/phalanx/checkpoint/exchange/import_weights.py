@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.checkpoint.exchange.hf_export import CONFIG
 from phalanx.checkpoint.exchange.importing import MODEL_TOML, Progress, Weights, write_import
-from phalanx.checkpoint.exchange.new_directory import refuse_old
+from phalanx.checkpoint.exchange.new_directory import refuse_existing
 from phalanx.checkpoint.exchange.sources import open_source
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.units import format_count
@@ -58,11 +58,11 @@ def import_weights(
     `source`, which can run any code. Raises UsageError if `out` is there, CheckpointError or
     LayoutError for weights that are not readable.
     """
-    refuse_old(out)
+    refuse_existing(out)
     beside = out.absolute().parent
     with open_source(source, prefix=prefix, trust_pickle=trust_pickle, beside=beside) as weights:
         checkpoint = write_import(weights, out, _job_file(weights, out), progress=progress)
-        dtypes = sorted({tensor.described.dtype for tensor in weights.tensors})
+        dtypes = sorted({tensor.info.dtype for tensor in weights.tensors})
         return ImportResult(
             checkpoint,
             num_tensors=len({tensor.name for tensor in weights.tensors}),
@@ -81,7 +81,7 @@ def _job_file(weights: Weights, out: Path) -> str | None:
         return None
     out = out.absolute()
     model: dict[str, object] = {"init_from": str(out)}
-    if any(tensor.described.dtype != "float32" for tensor in weights.tensors):
+    if any(tensor.info.dtype != "float32" for tensor in weights.tensors):
         model["init_cast"] = True
     params = format_count(weights.shape.num_params).strip()
     text = (

@@ -12,14 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.exchange.bags import Bag, StackBag, open_safetensors
 from phalanx.checkpoint.exchange.families import family_of
-from phalanx.checkpoint.exchange.hf_export import CONFIG, as_source, packed
+from phalanx.checkpoint.exchange.hf_export import CONFIG, group_into_files, make_source
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import shape_of_config
-from phalanx.checkpoint.exchange.translate import Made, apart, to_ours, together
+from phalanx.checkpoint.exchange.tensor_readers import (
+    StackedTensorReader,
+    TensorReader,
+    open_safetensors,
+)
+from phalanx.checkpoint.exchange.translate import (
+    RenamedTensor,
+    stack_experts,
+    translate_from_hugging_face,
+    unstack_experts,
+)
 from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor
-from phalanx.checkpoint.reading.mismatch import MisfitError, Wanted, find_misfits
+from phalanx.checkpoint.reading.mismatch import ExpectedTensor, MismatchError, find_mismatches
 from phalanx.checkpoint.shard_file import write_stream
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.disk import Disk, write_bytes_durably
@@ -57,7 +66,7 @@ class Weights:
     """What is to be imported. Without a `shape` the tensors have whatever names they came with."""
 
     origin: str
-    tensors: tuple[Made, ...]
+    tensors: tuple[RenamedTensor, ...]
     """Those in parts have their parts one after the other."""
     shape: ModelShape | None = None
     settings: Mapping[str, Any] | None = None
@@ -68,7 +77,7 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.described.num_bytes for tensor in self.tensors)
+        return sum(tensor.info.num_bytes for tensor in self.tensors)
 
 
 def read_config(source: Path) -> dict[str, Any]:
@@ -84,12 +93,12 @@ def read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
-    """A directory with config.json; `bag` holds its tensors where they are not in its safetensors
-    files.
+def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -> Weights:
+    """The weights of a directory with config.json; `reader` has its tensors where they are not in
+    its safetensors files.
 
-    Raises LayoutError for a model that phalanx does not have, MisfitError for tensors that are not
-    that model's.
+    Raises LayoutError for a model that phalanx does not have, MismatchError for tensors that are
+    not that model's.
     """
     config = read_config(source)
     try:
@@ -98,12 +107,14 @@ def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
         error.where = str(source / CONFIG)
         raise
     family, shapes = family_of(config["model_type"]), stored_shapes(shape)
-    theirs = bag or open_safetensors(source)
-    found = to_ours(family, shapes, theirs)
-    there = {name: made.described for name, made in found.tensors.items()} | found.unknown
-    misfits = find_misfits({name: Wanted(size) for name, size in apart(shapes).items()}, there)
+    theirs = reader or open_safetensors(source)
+    found = translate_from_hugging_face(family, shapes, theirs)
+    there = {name: made.info for name, made in found.tensors.items()} | found.unknown
+    misfits = find_mismatches(
+        {name: ExpectedTensor(size) for name, size in unstack_experts(shapes).items()}, there
+    )
     if misfits:
-        raise MisfitError(
+        raise MismatchError(
             f"the weights are not those of the {family.architecture} that config.json describes",
             misfits,
             where=str(source),
@@ -111,7 +122,7 @@ def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
     settings = {key: config[key] for key in KEPT_SETTINGS if config.get(key) is not None}
     files = {name: source / name for name in KEPT_FILES if (source / name).is_file()}
     try:
-        tensors = tuple(together(shapes, found.tensors))
+        tensors = tuple(stack_experts(shapes, found.tensors))
     except CheckpointError as error:
         error.where = error.where or str(source)
         raise
@@ -122,29 +133,35 @@ def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
     return Weights(str(source), tensors, shape, settings, files, notes)
 
 
-def as_they_are(
+def read_own_names(
     origin: str,
-    bag: Bag,
+    reader: TensorReader,
     *,
     prefix: str = "",
     aliases: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Weights:
     """Tensors under their own names: those that begin with `prefix`, without it."""
-    chosen = [name for name in bag.tensors if name.startswith(prefix) and name != prefix]
+    chosen = [name for name in reader.tensors if name.startswith(prefix) and name != prefix]
     if not chosen:
         raise CheckpointError(
             f"no tensor's name begins with {prefix!r}" if prefix else "there is no tensor in it",
             where=origin,
-            why=f"the first names are {', '.join(list(bag.tensors)[:3])}" if bag.tensors else None,
+            why=f"the first names are {', '.join(list(reader.tensors)[:3])}"
+            if reader.tensors
+            else None,
         )
-    left = len(bag.tensors) - len(chosen)
+    left = len(reader.tensors) - len(chosen)
     said = [
         *notes,
-        *([f"of {len(bag.tensors)} tensors {left} do not begin with {prefix!r}"] if left else []),
+        *(
+            [f"of {len(reader.tensors)} tensors {left} do not begin with {prefix!r}"]
+            if left
+            else []
+        ),
     ]
     tensors = (
-        Made(name[len(prefix) :], bag.tensors[name], partial(bag.load, name))
+        RenamedTensor(name[len(prefix) :], reader.tensors[name], partial(reader.load, name))
         for name in sorted(chosen)
     )
     tied = {
@@ -188,20 +205,20 @@ def _write_checkpoint(
     pieces: dict[str, list[Piece]] = {}
     files = {}
     done = 0
-    for number, group in enumerate(packed(weights.tensors, file_bytes)):
+    for number, group in enumerate(group_into_files(weights.tensors, file_bytes)):
         file = f"weights-{number:04d}.safetensors"
         sources = []
         for tensor in group:
-            parts, described = pieces.setdefault(tensor.name, []), tensor.described
+            parts, info = pieces.setdefault(tensor.name, []), tensor.info
             key, offset = (
                 f"{tensor.name}#{len(parts)}",
-                tensor.offset or (0,) * len(described.shape),
+                tensor.offset or (0,) * len(info.shape),
             )
-            done += described.num_bytes
-            sources.append(as_source(tensor, key, partial(progress, done)))
-            parts.append(Piece(file, key, offset, described.shape))
+            done += info.num_bytes
+            sources.append(make_source(tensor, key, partial(progress, done)))
+            parts.append(Piece(file, key, offset, info.shape))
         files[file] = draft.write(file, partial(write_stream, sources=sources))
-    dtypes = {tensor.name: tensor.described.dtype for tensor in weights.tensors}
+    dtypes = {tensor.name: tensor.info.dtype for tensor in weights.tensors}
     tensors = {
         name: StoredTensor(_shape_of(parts), dtypes[name], tuple(parts))
         for name, parts in pieces.items()

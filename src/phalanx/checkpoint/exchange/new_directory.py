@@ -22,14 +22,14 @@ def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
     Raises UsageError if `out` is there and not empty, ResourceError if it cannot be written.
     """
     disk = disk or Disk()
-    refuse_old(out)
+    refuse_existing(out)
     partial = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
     try:
         make_directories(disk, out.absolute().parent)
         disk.make_directory(partial)
         yield partial
         disk.sync_directory(partial)
-        refuse_old(out)
+        refuse_existing(out)
         with suppress(FileNotFoundError):
             disk.remove_directory(out)
         disk.rename(partial, out)
@@ -41,7 +41,7 @@ def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
             remove_tree(disk, partial)
 
 
-def refuse_old(out: Path) -> None:
+def refuse_existing(out: Path) -> None:
     """Raise UsageError unless there is nothing at `out`, or an empty directory."""
     try:
         is_free = (

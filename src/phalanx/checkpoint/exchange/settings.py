@@ -86,7 +86,7 @@ def _shape(family: Family, config: Config) -> ModelShape:
             config[family.scores_by],
             f"phalanx divides by the head's {values['head_dim']}",
         )
-    return canonical(ModelShape(**values))
+    return normalize_shape(ModelShape(**values))
 
 
 def _require_numbers(values: Mapping[str, Any]) -> None:
@@ -226,7 +226,7 @@ def _one_rope(family: Family, told: Config, config: Config, theta: float) -> dic
     return values | {"rope_original_len": int(original)}
 
 
-def canonical(shape: ModelShape) -> ModelShape:
+def normalize_shape(shape: ModelShape) -> ModelShape:
     """The same computation in one way of saying it: what has no effect has its default."""
     changes: dict[str, Any] = {}
     blank = ModelShape(0, 0, 0, 0, 0, 0, 0, False)
@@ -259,11 +259,13 @@ def canonical(shape: ModelShape) -> ModelShape:
     return replace(shape, **changes)
 
 
-def computed(shape: ModelShape) -> ModelShape:
-    """`canonical`, without what training alone asks for: weights mean the same whatever evens
+def normalize_for_inference(shape: ModelShape) -> ModelShape:
+    """`normalize_shape`, without what training alone asks for: weights mean the same whatever evens
     out experts."""
     return replace(
-        canonical(shape), balance_loss=0.0, balance_bias=BIAS_RATE if shape.balance_bias else 0.0
+        normalize_shape(shape),
+        balance_loss=0.0,
+        balance_bias=BIAS_RATE if shape.balance_bias else 0.0,
     )
 
 
@@ -277,7 +279,7 @@ def config_of_shape(
     `max_positions`: the longest sequence that the model was trained on. `more`: what else to write,
     such as tokens.
     """
-    shape = canonical(shape)
+    shape = normalize_shape(shape)
     wrong: dict[str, list[str]] = {}
     for family in list_families():
         config = _config(family, shape, max_positions)
@@ -296,12 +298,12 @@ def config_of_shape(
 def _reasons(family: Family, config: Config, shape: ModelShape) -> list[str]:
     """What the family would compute otherwise: the configuration is read back and compared."""
     try:
-        said = asdict(computed(_shape(family, config)))
+        said = asdict(normalize_for_inference(_shape(family, config)))
     except (LayoutError, ValueError):  # also a family of experts, of a model that has none
         return [_NOTHING_ALIKE]
     reasons = [
         f"its {key} is {said[key]} and the model's {value}"
-        for key, value in asdict(computed(shape)).items()
+        for key, value in asdict(normalize_for_inference(shape)).items()
         if said[key] != value
     ]
     if family.heads_divide_dim and shape.dim % shape.num_heads:

@@ -7,10 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.checkpoint.exchange.bags import INDEX, open_safetensors
 from phalanx.checkpoint.exchange.hf_export import CONFIG
-from phalanx.checkpoint.exchange.importing import Weights, as_they_are, from_hugging_face
-from phalanx.checkpoint.exchange.pickled import Unpickled, refuse_pickle, unpickled
+from phalanx.checkpoint.exchange.importing import Weights, read_hugging_face, read_own_names
+from phalanx.checkpoint.exchange.pickled_weights import (
+    UnpickledWeights,
+    open_unpickled,
+    refuse_pickle,
+)
+from phalanx.checkpoint.exchange.tensor_readers import INDEX, open_safetensors
 from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.core.errors import CheckpointError, UsageError
 
@@ -41,20 +45,20 @@ def open_source(
         raise UsageError("--prefix is for weights without a config.json", where=str(source))
     if not _is_pickled(source):
         yield (
-            from_hugging_face(source)
+            read_hugging_face(source)
             if has_config
-            else as_they_are(str(source), open_safetensors(source), prefix=prefix)
+            else read_own_names(str(source), open_safetensors(source), prefix=prefix)
         )
         return
     if not trust_pickle:
         raise refuse_pickle(source)
-    with unpickled(source, beside=beside) as found:
+    with open_unpickled(source, beside=beside) as found:
         if has_config:
-            weights = from_hugging_face(source, found.bag)
+            weights = read_hugging_face(source, found.reader)
             yield replace(weights, notes=(*weights.notes, *_notes(found)))
         else:
-            yield as_they_are(
-                str(source), found.bag, prefix=prefix, aliases=found.aliases, notes=_notes(found)
+            yield read_own_names(
+                str(source), found.reader, prefix=prefix, aliases=found.aliases, notes=_notes(found)
             )
 
 
@@ -69,7 +73,7 @@ def _is_pickled(source: Path) -> bool:
     raise CheckpointError("there are no weights in it", where=str(source), fix=f"give {WANTED}")
 
 
-def _notes(found: Unpickled) -> list[str]:
+def _notes(found: UnpickledWeights) -> list[str]:
     notes = []
     if found.num_skipped:
         many = found.num_skipped > 1

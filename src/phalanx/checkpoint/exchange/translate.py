@@ -12,34 +12,42 @@ from functools import partial
 
 import numpy as np
 
-from phalanx.checkpoint.exchange.bags import Bag, Described, Elements, StackBag, element_name
 from phalanx.checkpoint.exchange.families import Family, NameRule
+from phalanx.checkpoint.exchange.tensor_readers import (
+    StackedTensorReader,
+    TensorInfo,
+    TensorReader,
+    UnstackedReader,
+    element_name,
+)
 from phalanx.checkpoint.reading.full_tensors import Bits
 from phalanx.core.errors import CheckpointError
 from phalanx.job.tensors import Shape
 
 
 @dataclass(frozen=True)
-class Made:
+class RenamedTensor:
     """A tensor under its new name, or what of it begins at `offset`.
 
     `load` makes its bits when its turn comes.
     """
 
     name: str
-    described: Described
+    info: TensorInfo
     load: Callable[[], Bits]
     offset: tuple[int, ...] | None = None
 
 
-def to_theirs(family: Family, shapes: Mapping[str, Shape], weights: StackBag) -> list[Made]:
+def translate_to_hugging_face(
+    family: Family, shapes: Mapping[str, Shape], weights: StackedTensorReader
+) -> list[RenamedTensor]:
     """Every tensor of `shapes` as transformers keeps it.
 
     `weights` must hold them all in these shapes.
     """
     groups: dict[str, tuple[NameRule, list[str]]] = {}
-    ours = Elements(weights, stacks_in(shapes))
-    for name in apart(shapes):
+    ours = UnstackedReader(weights, list_expert_stacks(shapes))
+    for name in unstack_experts(shapes):
         for rule in family.rules:
             if theirs := rule.their_name(name):
                 groups.setdefault(theirs, (rule, rule.our_names(theirs)))
@@ -49,10 +57,10 @@ def to_theirs(family: Family, shapes: Mapping[str, Shape], weights: StackBag) ->
     return [_stacked(theirs, rule, names, ours) for theirs, (rule, names) in groups.items()]
 
 
-def _stacked(theirs: str, rule: NameRule, names: list[str], ours: Bag) -> Made:
+def _stacked(theirs: str, rule: NameRule, names: list[str], ours: TensorReader) -> RenamedTensor:
     parts = [ours.tensors[name] for name in names]
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    described = Described(_their_shape(rule, shape), parts[0].dtype)
+    info = TensorInfo(_their_shape(rule, shape), parts[0].dtype)
 
     def load() -> Bits:
         whole = (
@@ -60,9 +68,9 @@ def _stacked(theirs: str, rule: NameRule, names: list[str], ours: Bag) -> Made:
             if len(names) == 1
             else np.concatenate([ours.load(name) for name in names])
         )
-        return (whole.T if rule.transposed else whole).reshape(described.shape)
+        return (whole.T if rule.transposed else whole).reshape(info.shape)
 
-    return Made(theirs, described, load)
+    return RenamedTensor(theirs, info, load)
 
 
 def _their_shape(rule: NameRule, shape: Shape) -> Shape:
@@ -70,12 +78,12 @@ def _their_shape(rule: NameRule, shape: Shape) -> Shape:
     return (1,) * rule.ones + turned
 
 
-def stacks_in(shapes: Mapping[str, Shape]) -> list[str]:
+def list_expert_stacks(shapes: Mapping[str, Shape]) -> list[str]:
     """Of our tensors those that hold one matrix of each expert."""
     return [name for name, shape in shapes.items() if len(shape) == 3]
 
 
-def apart(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def unstack_experts(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Our tensors, of stacks each element: what names of theirs are about."""
     found: dict[str, Shape] = {}
     for name, shape in shapes.items():
@@ -87,56 +95,63 @@ def apart(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a directory of theirs holds in our words, stacks taken `apart`.
+class TranslatedTensors:
+    """What a directory of theirs holds in our words, stacks taken `unstack_experts`.
 
     `unknown` are names of theirs that mean nothing to us.
     """
 
-    tensors: dict[str, Made]
-    unknown: dict[str, Described]
+    tensors: dict[str, RenamedTensor]
+    unknown: dict[str, TensorInfo]
     tied_heads: tuple[str, ...]
 
 
-def together(shapes: Mapping[str, Shape], found: Mapping[str, Made]) -> list[Made]:
-    """Everything of `shapes`, which `found` holds `apart`: of a stack each element with its place
-    in it, so that nobody holds the stack."""
-    made: list[Made] = []
+def stack_experts(
+    shapes: Mapping[str, Shape], found: Mapping[str, RenamedTensor]
+) -> list[RenamedTensor]:
+    """Return all tensors of `shapes` from `found`, where stacks are unstacked.
+
+    Each expert's matrix becomes a block of its stack with an offset, so that no stack is ever whole
+    in memory. Raises CheckpointError if the experts of a stack differ in dtype.
+    """
+    made: list[RenamedTensor] = []
     for name, shape in shapes.items():
         if len(shape) != 3:
             made.append(found[name])
             continue
         for number in range(shape[0]):
             element = found[element_name(name, number)]
-            if element.described.dtype != found[element_name(name, 0)].described.dtype:
+            if element.info.dtype != found[element_name(name, 0)].info.dtype:
                 raise CheckpointError(f"experts of {name} are of more than one type of numbers")
-            described = Described((1, *shape[1:]), element.described.dtype)
-            made.append(Made(name, described, element.load, (number, 0, 0)))
+            info = TensorInfo((1, *shape[1:]), element.info.dtype)
+            made.append(RenamedTensor(name, info, element.load, (number, 0, 0)))
     return made
 
 
-def to_ours(family: Family, shapes: Mapping[str, Shape], weights: StackBag) -> Found:
+def translate_from_hugging_face(
+    family: Family, shapes: Mapping[str, Shape], weights: StackedTensorReader
+) -> TranslatedTensors:
     """Every tensor of theirs, cut and turned into ours.
 
     Whether they are those of `shapes` is for the caller to ask.
 
     Raises CheckpointError if two of theirs are the same of ours.
     """
-    shapes = apart(shapes)
-    theirs = Elements(
+    shapes = unstack_experts(shapes)
+    theirs = UnstackedReader(
         weights,
         [name for name in weights.tensors if family.stacks(name, weights.tensors[name].shape)],
     )
-    found: dict[str, Made] = {}
+    found: dict[str, RenamedTensor] = {}
     origins: dict[str, str] = {}
-    unknown: dict[str, Described] = {}
+    unknown: dict[str, TensorInfo] = {}
     tied: list[str] = []
-    for name, described in theirs.tensors.items():
+    for name, info in theirs.tensors.items():
         if is_ignored(family, name):
             continue
         rule, ours = _rule_for(family, name)
         if rule is None:
-            unknown[name] = described
+            unknown[name] = info
         elif ours == ["head.weight"] and "head.weight" not in shapes:
             tied.append(name)
         else:
@@ -146,7 +161,7 @@ def to_ours(family: Family, shapes: Mapping[str, Shape], weights: StackBag) -> F
                         f"{other} and {name} are the same tensor of the model", where=theirs.where
                     )
                 found[made.name] = made
-    return Found(found, unknown, tuple(tied))
+    return TranslatedTensors(found, unknown, tuple(tied))
 
 
 def _rule_for(family: Family, name: str) -> tuple[NameRule | None, list[str]]:
@@ -167,18 +182,14 @@ def is_ignored(family: Family, name: str) -> bool:
 
 
 def _cut(
-    name: str, rule: NameRule, ours: list[str], shapes: Mapping[str, Shape], theirs: Bag
-) -> Iterable[Made]:
+    name: str, rule: NameRule, ours: list[str], shapes: Mapping[str, Shape], theirs: TensorReader
+) -> Iterable[RenamedTensor]:
     """The tensors of ours in one of theirs.
 
     Lengths are those of `shapes`; what does not add up keeps its own shape.
     """
-    described = theirs.tensors[name]
-    inner = (
-        described.shape[rule.ones :]
-        if set(described.shape[: rule.ones]) <= {1}
-        else described.shape
-    )
+    info = theirs.tensors[name]
+    inner = info.shape[rule.ones :] if set(info.shape[: rule.ones]) <= {1} else info.shape
     whole = tuple(reversed(inner)) if rule.transposed else inner
     lengths = [shapes[our][0] if our in shapes else 0 for our in ours]
     fits = len(ours) > 1 and bool(whole) and sum(lengths) == whole[0]
@@ -186,15 +197,15 @@ def _cut(
     for our, length in zip(ours, lengths, strict=True):
         shape = (length, *whole[1:]) if fits else whole
         rows = slice(start, start + length) if fits else slice(None)
-        yield Made(
+        yield RenamedTensor(
             our,
-            Described(shape, described.dtype),
+            TensorInfo(shape, info.dtype),
             partial(_turned, theirs, name, rule, whole, rows),
         )
         start += length
 
 
-def _turned(theirs: Bag, name: str, rule: NameRule, whole: Shape, rows: slice) -> Bits:
+def _turned(theirs: TensorReader, name: str, rule: NameRule, whole: Shape, rows: slice) -> Bits:
     bits = theirs.load(name)
     turned = bits.reshape(whole[::-1]).T if rule.transposed else bits.reshape(whole)
     return turned[rows] if whole else turned

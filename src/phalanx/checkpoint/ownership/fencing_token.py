@@ -1,9 +1,9 @@
-"""RUN/epoch: how many times a job has taken this run.
+"""The fencing token of a run, RUN/epoch: the number of times that a job has taken this run.
 
-What an older one still writes is refused. Torch-free.
+Writes of a job with an older token are refused. Torch-free.
 
 A job that was thought dead (a stopped machine, a network that came back) may wake up while another
-continues its run. The lock cannot tell it: it took the lock when that was right. Its epoch can: it
+continues its run. The lock cannot tell it: it took the lock when that was right. Its token can: it
 is older than the one in the file.
 """
 
@@ -13,54 +13,52 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.os_errors import unreadable
+from phalanx.checkpoint.os_errors import wrap_os_error
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.core.files import fix_of, read_regular, resource_error
 from phalanx.core.printable import printable
 
-EPOCH = "epoch"
-EPOCH_BYTES = 1000
-UNREADABLE, WRITE_IT = (
-    "the run's epoch cannot be read",
-    "write the number of restarts into it, or a larger one",
-)
-_WRITTEN = re.compile(
-    r"\s*([0-9]{1,18})\s*|([0-9]{1,18})\n[^\n]+\n"
-)  # the number, and who took the run
+TOKEN_FILE = "epoch"
+MAX_TOKEN_BYTES = 1000
+_UNREADABLE = "the run's epoch cannot be read"
+_WRITE_IT = "write the number of restarts into it, or a larger one"
+# The number alone, or the number and a line of who took the run.
+_CONTENT = re.compile(r"\s*([0-9]{1,18})\s*|([0-9]{1,18})\n[^\n]+\n")
 
 
-def read_epoch(run_dir: Path) -> int:
-    """The epoch of the job that took the run last; 0 if none counted.
+def read_token_number(run_dir: Path) -> int:
+    """The token number of the job that took the run last; 0 if no job counted.
 
     Raises CheckpointError for a damaged file.
     """
-    path = run_dir / EPOCH
+    path = run_dir / TOKEN_FILE
     try:
-        text = read_regular(path, EPOCH_BYTES).decode()
-        written = _WRITTEN.fullmatch(text)
-        if written is None:
+        text = read_regular(path, MAX_TOKEN_BYTES).decode()
+        match = _CONTENT.fullmatch(text)
+        if match is None:
             raise ValueError(f"it holds {text[:40]!r}")
-        return int(written[1] or written[2])
+        return int(match[1] or match[2])
     except FileNotFoundError:
         return 0
     except OSError as error:
-        raise unreadable(error, UNREADABLE, str(path), fix_of(error, path) or WRITE_IT) from None
+        fix = fix_of(error, path) or _WRITE_IT
+        raise wrap_os_error(error, _UNREADABLE, str(path), fix) from None
     except ValueError as error:
-        raise CheckpointError(UNREADABLE, where=str(path), why=str(error), fix=WRITE_IT) from None
+        raise CheckpointError(_UNREADABLE, where=str(path), why=str(error), fix=_WRITE_IT) from None
 
 
 def read_taker(run_dir: Path) -> str:
-    """The job that took the run last, in words for people; empty where it did not say."""
+    """The job that took the run last, in words for people; empty if its token does not name it."""
     try:
-        words = read_regular(run_dir / EPOCH, EPOCH_BYTES).decode().split("\n")[1]
+        taker = read_regular(run_dir / TOKEN_FILE, MAX_TOKEN_BYTES).decode().split("\n")[1]
     except (OSError, ValueError, IndexError):
         return ""
-    return printable(words, 200)
+    return printable(taker, 200)
 
 
 @dataclass(frozen=True)
-class Epoch:
+class FencingToken:
     """A job's claim on a run."""
 
     run_dir: Path
@@ -68,25 +66,28 @@ class Epoch:
 
     def require_newest(self) -> None:
         """Raise RunTakenError if another job took the run since."""
-        newest = read_epoch(self.run_dir)
+        newest = read_token_number(self.run_dir)
         if newest != self.number:
             why = f"its epoch is {newest}, not {self.number}"
-            who = read_taker(self.run_dir)
-            what = f"another job took this run{': ' if who else ''}{who}"
-            raise RunTakenError(what, where=str(self.run_dir), why=why)
+            taker = read_taker(self.run_dir)
+            message = "another job took this run"
+            if taker:
+                message += f": {taker}"
+            raise RunTakenError(message, where=str(self.run_dir), why=why)
 
 
-def take_epoch(run_dir: Path, disk: Disk | None = None, *, taker: str = "") -> Epoch:
+def acquire_token(run_dir: Path, disk: Disk | None = None, *, taker: str = "") -> FencingToken:
     """Claim the run for this job, or for another attempt of it. For the holder of the run's lock.
 
-    `taker` says who that is, for a job that finds the run taken: the lock may be gone by then.
-
-    Raises ResourceError if the run directory cannot be written.
+    `taker` names this job, for a job that finds the run taken: the lock may be gone by then. Raises
+    ResourceError if the run directory cannot be written.
     """
-    epoch = Epoch(run_dir, read_epoch(run_dir) + 1)
-    text = f"{epoch.number}\n{taker}\n" if taker else f"{epoch.number}\n"
+    token = FencingToken(run_dir, read_token_number(run_dir) + 1)
+    text = f"{token.number}\n"
+    if taker:
+        text += f"{taker}\n"
     try:
-        write_bytes_durably(disk or Disk(), run_dir / EPOCH, text.encode())
+        write_bytes_durably(disk or Disk(), run_dir / TOKEN_FILE, text.encode())
     except OSError as error:
-        raise resource_error(error, "taking the run directory", run_dir / EPOCH) from None
-    return epoch
+        raise resource_error(error, "taking the run directory", run_dir / TOKEN_FILE) from None
+    return token

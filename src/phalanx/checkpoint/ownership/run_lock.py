@@ -1,5 +1,5 @@
 """The lock of a run directory: two live jobs never write into one, and a dead job never keeps
-anybody out.
+another one out.
 
 `RUN/lock` says who holds it; an flock on that file says that the holder lives. Whoever has the
 flock on the file that the path leads to owns the directory, so two jobs that race for it, or for
@@ -20,13 +20,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fencing_token import Epoch, take_epoch
+from phalanx.checkpoint.ownership.fencing_token import FencingToken, acquire_token
 from phalanx.core.errors import RunLockedError
 from phalanx.core.files import open_descriptor, resource_error
 
 LOCK_NAME = "lock"
 _PATIENCE_S = 0.5  # for another job that is taking or giving up the lock at this very moment
-_KINDS: dict[str, tuple[type, ...]] = {
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "host": (str,),
     "pid": (int,),
     "start_time": (int, float),
@@ -68,7 +68,7 @@ class Lock:
     reclaimed_from: Holder | None = None
 
     def is_ours(self) -> bool:
-        """False once somebody removed it by hand, or another job took the run; or where that
+        """False once the lock was removed by hand, or another job took the run; or where that
         cannot be seen."""
         try:
             return _is_ours(self)
@@ -80,20 +80,19 @@ class Lock:
         if not _is_ours(self):
             raise _refusal(self.path, holder_at(self.path))
 
-    def take_epoch(self) -> Epoch:
-        """Claim the run for another attempt: what older ones may still write is refused from now
-        on.
+    def acquire_token(self) -> FencingToken:
+        """Claim the run for another attempt: writes of older attempts are refused from now on.
 
         Raises RunLockedError if the lock was taken from us by hand, ResourceError if the directory
         cannot be written.
         """
         self.require_ours()
-        epoch = take_epoch(self.path.parent, taker=str(self.holder))
+        token = acquire_token(self.path.parent, taker=str(self.holder))
         try:
-            _write_holder(self.fd, replace(self.holder, epoch=epoch.number))
+            _write_holder(self.fd, replace(self.holder, epoch=token.number))
         except OSError as error:
             raise resource_error(error, "locking the run directory", self.path) from None
-        return epoch
+        return token
 
 
 @contextmanager
@@ -132,16 +131,16 @@ def _take(path: Path) -> Lock:
         try:
             locked = _try_flock(fd)
             if locked and _is_at(path, fd):
-                left = _read_holder(fd)
-                if left is None or _is_dead(left):
-                    lock = Lock(path, _this_process(), fd, reclaimed_from=left)
+                earlier = _read_holder(fd)
+                if earlier is None or _is_dead(earlier):
+                    lock = Lock(path, _this_process(), fd, reclaimed_from=earlier)
                     _write_holder(fd, lock.holder)
                     return lock
-                raise _refusal(path, left)
+                raise _refusal(path, earlier)
             if not locked:
                 holder = _read_holder(fd)
-                # A dead holder's lock in use: somebody is reclaiming it, and will have written its
-                # name in a moment.
+                # A dead holder's lock in use: another job is reclaiming it, and will have written
+                # its name in a moment.
                 is_settled = holder is not None and not _is_dead(holder)
                 if is_settled or time.monotonic() > deadline:
                     raise _refusal(path, holder)
@@ -153,8 +152,8 @@ def _take(path: Path) -> Lock:
 
 
 def _release(lock: Lock) -> None:
-    """Remove the lock if it is still ours: somebody may have removed it by hand, and another job
-    taken it since."""
+    """Remove the lock if it is still ours: it may have been removed by hand, and another job may
+    have taken it since."""
     try:
         if _is_ours(lock):
             lock.path.unlink()
@@ -170,7 +169,7 @@ def _is_ours(lock: Lock) -> bool:
 
 
 def holder_at(path: Path) -> Holder | None:
-    """Who a lock says has it; None where there is no lock, or it does not say."""
+    """The holder that a lock names; None if there is no lock, or if it names none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -197,15 +196,17 @@ def _is_at(path: Path, fd: int) -> bool:
     """True if `path` still leads to the open file, which its holder may have removed between
     open and flock."""
     try:
-        there, here = os.stat(path), os.fstat(fd)
+        by_path, by_fd = os.stat(path), os.fstat(fd)
     except FileNotFoundError:
         return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+    return (by_path.st_dev, by_path.st_ino) == (by_fd.st_dev, by_fd.st_ino)
 
 
 def _read_holder(fd: int) -> Holder | None:
-    """Who wrote the file; None for an empty or torn one, whose writer did not live to hold it, and
-    for what no job writes: it must be fit to be compared with and shown to people.
+    """The holder that an open lock file names.
+
+    None for an empty or torn file, whose writer did not live to hold it, and for content that no
+    job writes: a holder must be fit to be compared with and shown to people.
     """
     try:
         holder = Holder(**json.loads(os.pread(fd, 4096, 0)))
@@ -215,9 +216,12 @@ def _read_holder(fd: int) -> Holder | None:
 
 
 def _is_plausible(holder: Holder) -> bool:
-    """Raises for a time that is none."""
-    are_of_their_kinds = all(type(getattr(holder, name)) in kinds for name, kinds in _KINDS.items())
-    return are_of_their_kinds and 0 < holder.pid < 2**31 and str(holder).isprintable()
+    """True if a job may have written `holder`. Raises ValueError or OverflowError for a time that
+    is none."""
+    for name, types in _FIELD_TYPES.items():
+        if type(getattr(holder, name)) not in types:
+            return False
+    return 0 < holder.pid < 2**31 and str(holder).isprintable()
 
 
 def _write_holder(fd: int, holder: Holder) -> None:
@@ -228,7 +232,7 @@ def _write_holder(fd: int, holder: Holder) -> None:
 
 
 def _is_dead(holder: Holder) -> bool:
-    """True only where this machine can know it."""
+    """True if the holder's process is gone, as far as this machine can know it."""
     if holder.host != socket.gethostname():
         return False
     if holder.boot_id != _boot_id():
@@ -258,9 +262,9 @@ def _this_process() -> Holder:
 
 
 def _start_time(pid: int) -> float | None:
-    """When a process started: clock ticks since boot on Linux, else seconds of the epoch.
+    """The time a process started: clock ticks since boot on Linux, else Unix seconds.
 
-    None: there is no such.
+    None if there is no such process.
     """
     try:
         # The command's name, in parentheses, may itself hold spaces and parentheses.

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
-from phalanx.checkpoint.reading.full_tensors import WholeTensors
-from phalanx.checkpoint.reading.verify import require_whole_structure
+from phalanx.checkpoint.reading.full_tensors import FullTensorReader
+from phalanx.checkpoint.reading.verify import require_complete_structure
 from phalanx.core.digest import differing_keys
 
 # numpy's type of the same bits, and whether they have to be widened to be numbers
@@ -67,7 +67,7 @@ def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> Difference:
     """Compare two checkpoints bit by bit. Raises CheckpointError if one is damaged."""
     first, second = read_manifest(a), read_manifest(b)
     for place, manifest in ((a, first), (b, second)):
-        require_whole_structure(place, manifest)
+        require_complete_structure(place, manifest)
     found: list[TensorDifference] = []
     num_equal = 0
     names = list(dict.fromkeys([*_names(first), *_names(second)]))
@@ -99,7 +99,7 @@ def _at(facts: Any, key: str) -> Any:
     return facts
 
 
-class _Reader(WholeTensors):
+class _Reader(FullTensorReader):
     """Whole tensors of one checkpoint by all of their names."""
 
     def facts(self, name: str) -> tuple[tuple[int, ...], str] | None:

@@ -26,7 +26,7 @@ def bits_type(dtype: str) -> np.dtype[Any]:
     return np.dtype(f"u{DTYPES[dtype][1]}")
 
 
-class WholeTensors:
+class FullTensorReader:
     """A context manager; files stay open inside. Raises CheckpointError."""
 
     def __init__(self, place: Folder | Path, manifest: Manifest) -> None:

@@ -10,19 +10,24 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.all_ranks import Group, agreed
+from phalanx.checkpoint.all_ranks import Group, all_ranks_or_raise
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
-from phalanx.checkpoint.reading.mismatch import Misfit, MisfitError, Wanted, find_misfits
-from phalanx.checkpoint.reading.verify import is_tiled, require_whole_directory
+from phalanx.checkpoint.reading.mismatch import (
+    ExpectedTensor,
+    Mismatch,
+    MismatchError,
+    find_mismatches,
+)
+from phalanx.checkpoint.reading.verify import is_tiled, require_complete_directory
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile, Entry
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard
 
 
-def load(
-    place: Folder | Path,
+def load_checkpoint(
+    folder: Folder | Path,
     shards: Mapping[str, LogicalShard],
     *,
     group: Group,
@@ -34,24 +39,25 @@ def load(
     """Fill `shards` from a checkpoint of any layout. Collective.
 
     Names, shapes, types and checksums are checked and every block is read into staging on all ranks
-    before any tensor changes; `require` may refuse the checkpoint by what its manifest says, or
-    return the part of it that is to be loaded. `cast` takes numbers of another type as they come,
+    before any tensor changes; `require` may refuse the checkpoint by its manifest, or return the
+    part of it that is to be loaded. `cast` takes numbers of another type as they come,
     `weights_only` leaves the optimizer's state in the checkpoint alone. Raises CheckpointError on
     every rank if any rank finds something wrong.
     """
-    folder = as_folder(place)
+    folder = as_folder(folder)
     with phases("ckpt_load"):
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         manifests: list[Manifest] = []
-        with agreed(group, folder.url, "loading a checkpoint") as outcome:
+        with all_ranks_or_raise(group, folder.url, "loading a checkpoint") as results:
             manifest = read_manifest(folder)
-            require_whole_directory(folder, manifest)
+            require_complete_directory(folder, manifest)
             manifest = require(manifest) or manifest
             manifest = manifest.without_optimizer() if weights_only else manifest
-            outcome["mine"] = [asdict(misfit) for misfit in _misfits(manifest, shards, cast)]
+            mismatches = _find_mismatches(manifest, shards, cast)
+            results.local = [asdict(mismatch) for mismatch in mismatches]
             manifests.append(manifest)
-        _require_no_misfit(folder, outcome["all"], weights_only)
-        with agreed(group, folder.url, "loading a checkpoint"):
+        _require_no_mismatch(folder, results.by_rank, weights_only)
+        with all_ranks_or_raise(group, folder.url, "loading a checkpoint"):
             staged = stage_blocks(folder, manifests[0], shards)
         with torch.no_grad():
             for target, source in staged:
@@ -62,103 +68,113 @@ def load(
 def require_fit(
     folder: Folder, manifest: Manifest, shards: Mapping[str, LogicalShard], *, cast: bool = False
 ) -> None:
-    """Raise MisfitError unless the checkpoint holds just these tensors, of these shapes and,
+    """Raise MismatchError unless the checkpoint holds just these tensors, of these shapes and,
     without `cast`, types."""
-    if misfits := _misfits(manifest, shards, cast):
-        raise _misfit_error(folder, misfits, "cast=True rounds them")
+    if mismatches := _find_mismatches(manifest, shards, cast):
+        raise _mismatch_error(folder, mismatches, "cast=True rounds them")
 
 
-def _misfits(
+def _find_mismatches(
     manifest: Manifest, shards: Mapping[str, LogicalShard], cast: bool
-) -> tuple[Misfit, ...]:
-    wanted = {name: Wanted(shard.global_shape, shard.dtype) for name, shard in shards.items()}
-    return find_misfits(wanted, manifest.tensors, cast=cast)
+) -> tuple[Mismatch, ...]:
+    expected = {
+        name: ExpectedTensor(shard.global_shape, shard.dtype) for name, shard in shards.items()
+    }
+    return find_mismatches(expected, manifest.tensors, cast=cast)
 
 
-def _require_no_misfit(
+def _require_no_mismatch(
     folder: Folder, by_rank: list[list[dict[str, str]]], weights_only: bool
 ) -> None:
-    """A tensor that some rank wants is not extra: stages of a pipeline want different ones."""
-    by_rank_rows = [{Misfit(**row) for row in told} for told in by_rank]
-    extra = set.intersection(
-        *({row for row in rows if row.kind == "extra"} for rows in by_rank_rows)
-    )
-    others = {row for rows in by_rank_rows for row in rows if row.kind != "extra"}
-    if extra or others:
-        rows = tuple(sorted(extra | others, key=lambda row: (row.kind, row.name)))
-        raise _misfit_error(
-            folder, rows, "model.init_cast=true rounds them" if weights_only else ""
-        )
+    """Raise MismatchError for the mismatches of all ranks.
+
+    A tensor that some rank expects is not extra: stages of a pipeline expect different ones.
+    """
+    extra: set[Mismatch] | None = None
+    mismatches: set[Mismatch] = set()
+    for rows in by_rank:
+        of_rank = {Mismatch(**row) for row in rows}
+        extra_of_rank = {mismatch for mismatch in of_rank if mismatch.kind == "extra"}
+        extra = extra_of_rank if extra is None else extra & extra_of_rank
+        mismatches |= of_rank - extra_of_rank
+    mismatches |= extra or set()
+    if mismatches:
+        ordered = tuple(sorted(mismatches, key=lambda mismatch: (mismatch.kind, mismatch.name)))
+        fix = "model.init_cast=true rounds them" if weights_only else ""
+        raise _mismatch_error(folder, ordered, fix)
 
 
-def _misfit_error(folder: Folder, misfits: tuple[Misfit, ...], cast_fix: str) -> MisfitError:
-    only_types = all(misfit.kind == "dtype" for misfit in misfits)
+def _mismatch_error(
+    folder: Folder, mismatches: tuple[Mismatch, ...], cast_fix: str
+) -> MismatchError:
+    only_types = all(mismatch.kind == "dtype" for mismatch in mismatches)
     fix = cast_fix if only_types and cast_fix else "use the job it was written by"
-    return MisfitError("the checkpoint does not fit this model", misfits, where=folder.url, fix=fix)
+    message = "the checkpoint does not fit this model"
+    return MismatchError(message, mismatches, where=folder.url, fix=fix)
 
 
 def stage_blocks(
     folder: Folder, manifest: Manifest, shards: Mapping[str, LogicalShard]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(target view, staged source) for each overlap of a wanted box with a stored piece.
+    """(target view, staged source) for each overlap of a box of `shards` with a stored piece.
 
-    Only the chunks that hold wanted bytes are read; each is verified in memory before anything is
-    taken from it. The source has the type it was stored in.
+    Only the chunks that hold these bytes are read; each is verified in memory before anything is
+    taken from it. The source has the type it was stored in. Raises CheckpointError.
     """
     staged = []
-    for file, reads in sorted(_wanted(folder, manifest, shards).items()):
+    for file, reads in sorted(_plan_reads(folder, manifest, shards).items()):
         with CheckedFile(folder, file, manifest.files[file]) as source:
-            reads.sort(
-                key=lambda read: (
-                    source.entries[read[0].key].start if read[0].key in source.entries else -1
-                )
-            )
+            starts = {key: entry.start for key, entry in source.entries.items()}
+            reads.sort(key=lambda read: starts.get(read[0].key, -1))  # in the file's order
             for piece, shard, box in reads:
                 dtype = manifest.tensors[shard.name].dtype
-                entry = _entry(source, piece, dtype)
+                entry = _find_entry(source, piece, dtype)
                 start, size = piece.overlap(box.global_offset, box.size) or ((), ())
-                inside = tuple(s - o for s, o in zip(start, piece.offset, strict=True))
-                block = torch.from_numpy(source.read_block(entry, inside, size))
-                target = shard.tensor[
-                    tuple(
-                        slice(s - g + o, s - g + o + n)
-                        for s, g, o, n in zip(
-                            start, box.global_offset, box.local_offset, size, strict=True
-                        )
-                    )
-                ]
+                in_piece = tuple(s - o for s, o in zip(start, piece.offset, strict=True))
+                block = torch.from_numpy(source.read_block(entry, in_piece, size))
+                target = shard.tensor[_local_slices(box, start, size)]
                 staged.append((target, block.view(getattr(torch, dtype)).reshape(size)))
     for name in shards:
-        if not is_tiled(
-            manifest.tensors[name]
-        ):  # a piece that is there twice hides one that is not
+        # A piece that is stored twice hides one that is not there: covered elements alone do not
+        # tell.
+        if not is_tiled(manifest.tensors[name]):
             raise CheckpointError(f"{name} is not whole in the checkpoint", where=folder.url)
     return staged
 
 
-def _wanted(
+def _local_slices(box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    """Slices of the local tensor for the elements [start, start + size) of the full tensor, which
+    lie in `box`."""
+    first = [s - g + o for s, g, o in zip(start, box.global_offset, box.local_offset, strict=True)]
+    return tuple(slice(begin, begin + n) for begin, n in zip(first, size, strict=True))
+
+
+def _plan_reads(
     folder: Folder, manifest: Manifest, shards: Mapping[str, LogicalShard]
 ) -> dict[str, list[tuple[Piece, LogicalShard, Box]]]:
-    """By file: which pieces this rank's boxes overlap.
+    """The pieces that this rank's boxes overlap, by file.
 
-    CheckpointError if they do not cover a box.
+    Raises CheckpointError if they do not cover a box.
     """
-    wanted: dict[str, list[tuple[Piece, LogicalShard, Box]]] = {}
+    reads: dict[str, list[tuple[Piece, LogicalShard, Box]]] = {}
     for name, shard in shards.items():
         for box in shard.boxes:
-            covered = 0
+            num_covered = 0
             for piece in manifest.tensors[name].pieces:
                 if overlap := piece.overlap(box.global_offset, box.size):
-                    covered += math.prod(overlap[1])
-                    wanted.setdefault(piece.file, []).append((piece, shard, box))
-            if covered != math.prod(box.size):
+                    num_covered += math.prod(overlap[1])
+                    reads.setdefault(piece.file, []).append((piece, shard, box))
+            if num_covered != math.prod(box.size):
                 raise CheckpointError(f"{name} is not whole in the checkpoint", where=folder.url)
-    return wanted
+    return reads
 
 
-def _entry(source: CheckedFile, piece: Piece, dtype: str) -> Entry:
-    """The file's own header must say what the manifest says, else a copy would cast or broadcast
-    in silence."""
+def _find_entry(source: CheckedFile, piece: Piece, dtype: str) -> Entry:
+    """The entry of `piece` in the file's own header.
+
+    Raises CheckpointError if it contradicts the manifest: a copy would cast or broadcast in
+    silence.
+    """
     entry = source.entries.get(piece.key)
     if entry is None:
         raise CheckpointError(f"there is no {piece.key} in it", where=source.where)

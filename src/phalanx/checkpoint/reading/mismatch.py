@@ -28,7 +28,7 @@ class Tensor(Protocol):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExpectedTensor:
     """A tensor that a model has. Without a `dtype` any will do."""
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class Mismatch:
     """`kind`: "missing" | "extra" | "shape" | "dtype"; `wanted` and `found` in words."""
 
     name: str
@@ -45,7 +45,7 @@ class Misfit:
     found: str
 
 
-class MisfitError(CheckpointError):
+class MismatchError(CheckpointError):
     """Tensors that do not fit a model.
 
     `str()` is a line and a table: here one line would say too little.
@@ -54,7 +54,7 @@ class MisfitError(CheckpointError):
     def __init__(
         self,
         what: str,
-        misfits: tuple[Misfit, ...],
+        misfits: tuple[Mismatch, ...],
         *,
         where: str | None = None,
         fix: str | None = None,
@@ -63,41 +63,41 @@ class MisfitError(CheckpointError):
         super().__init__(what, where=where, why=_counted(misfits), fix=fix)
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *misfit_table(self.misfits)])
+        return "\n".join([super().__str__(), *format_mismatch_table(self.misfits)])
 
     def to_json(self) -> dict[str, Any]:
         return super().to_json() | {"tensors": [asdict(misfit) for misfit in self.misfits]}
 
 
-def find_misfits(
+def find_mismatches(
     wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], *, cast: bool = False
-) -> tuple[Misfit, ...]:
+) -> tuple[Mismatch, ...]:
     """What does not fit, missing and extra names first.
 
     With `cast` another type of numbers does.
     """
     rows = [
-        Misfit(name, "missing", _words(wanted[name]), NOTHING)
+        Mismatch(name, "missing", _words(wanted[name]), NOTHING)
         for name in sorted(wanted.keys() - found.keys())
     ]
     rows += [
-        Misfit(name, "extra", NOTHING, _words(found[name]))
+        Mismatch(name, "extra", NOTHING, _words(found[name]))
         for name in sorted(found.keys() - wanted.keys())
     ]
     for name in sorted(wanted.keys() & found.keys()):
         want, have = wanted[name], found[name]
         if tuple(want.shape) != tuple(have.shape):
-            rows.append(Misfit(name, "shape", _words(want), _words(have)))
+            rows.append(Mismatch(name, "shape", _words(want), _words(have)))
         elif (
             want.dtype
             and want.dtype != have.dtype
             and not (cast and _is_real(want.dtype) and _is_real(have.dtype))
         ):
-            rows.append(Misfit(name, "dtype", _words(want), _words(have)))
+            rows.append(Mismatch(name, "dtype", _words(want), _words(have)))
     return tuple(rows)
 
 
-def misfit_table(misfits: tuple[Misfit, ...], limit: int = MAX_ROWS) -> list[str]:
+def format_mismatch_table(misfits: tuple[Mismatch, ...], limit: int = MAX_ROWS) -> list[str]:
     """Aligned columns, `limit` rows; of each kind the first ones, so that none is hidden behind
     another."""
     shown = _some_of_each(misfits, limit)
@@ -112,8 +112,8 @@ def misfit_table(misfits: tuple[Misfit, ...], limit: int = MAX_ROWS) -> list[str
     return lines + [f"  and {len(misfits) - len(shown)} more"] * (len(misfits) > len(shown))
 
 
-def _some_of_each(misfits: tuple[Misfit, ...], limit: int) -> list[Misfit]:
-    by_kind: dict[str, list[Misfit]] = {}
+def _some_of_each(misfits: tuple[Mismatch, ...], limit: int) -> list[Mismatch]:
+    by_kind: dict[str, list[Mismatch]] = {}
     for row in misfits:
         by_kind.setdefault(row.kind, []).append(row)
     in_turns = [row for rows in zip_longest(*by_kind.values()) for row in rows if row is not None]
@@ -121,7 +121,7 @@ def _some_of_each(misfits: tuple[Misfit, ...], limit: int) -> list[Misfit]:
     return [row for row in misfits if row in chosen]
 
 
-def _counted(misfits: tuple[Misfit, ...]) -> str:
+def _counted(misfits: tuple[Mismatch, ...]) -> str:
     words = {
         "missing": "missing",
         "extra": "not in this model",

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, read_manifest
-from phalanx.checkpoint.os_errors import unreadable
+from phalanx.checkpoint.os_errors import wrap_os_error
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
 from phalanx.core.errors import CheckpointError
 
@@ -97,13 +97,13 @@ def _names_in(folder: Folder) -> set[str]:
         return set()
 
 
-def require_whole_directory(place: Folder | Path, manifest: Manifest) -> None:
+def require_complete_directory(place: Folder | Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless the folder holds the manifest's files and nothing else."""
     for problem in _directory_problems(as_folder(place), manifest):
         raise problem
 
 
-def require_whole_structure(place: Folder | Path, manifest: Manifest) -> None:
+def require_complete_structure(place: Folder | Path, manifest: Manifest) -> None:
     """Raise CheckpointError for all that `verify_checkpoint` finds without reading the tensors'
     bytes."""
     folder = as_folder(place)
@@ -119,7 +119,7 @@ def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointEr
     try:
         there = set(folder.sizes())
     except OSError as error:
-        return [unreadable(error, "it cannot be read", folder.url)]
+        return [wrap_os_error(error, "it cannot be read", folder.url)]
     missing = sorted(set(manifest.files) - there)
     extra = sorted(there - set(manifest.files) - {MANIFEST})
     found = []

@@ -10,7 +10,7 @@ from torch import nn
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.reading.choose import choose_checkpoint
 from phalanx.checkpoint.reading.load import require_fit, stage_blocks
-from phalanx.checkpoint.reading.verify import require_whole_directory
+from phalanx.checkpoint.reading.verify import require_complete_directory
 from phalanx.mesh.logical import module_shards
 
 
@@ -28,7 +28,7 @@ def load_weights(
     """
     folder = choose_checkpoint(run_dir, best=best)
     manifest = read_manifest(folder).without_optimizer()
-    require_whole_directory(folder, manifest)
+    require_complete_directory(folder, manifest)
     shards, _ = module_shards(module)
     require_fit(folder, manifest, shards, cast=cast)
     staged = stage_blocks(folder, manifest, shards)

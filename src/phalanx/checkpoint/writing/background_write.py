@@ -1,4 +1,4 @@
-"""Work of one rank that goes on beside training: a thread whose end is never lost."""
+"""Work of one rank beside training: a thread whose error is never lost."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from phalanx.core.errors import CheckpointError, RunTakenError
 NICENESS = 5  # a third of the share of a core that a thread of training has
 
 
-class Flight:
-    """A thread that does `work`.
+class BackgroundWrite:
+    """A thread that runs `work` once.
 
-    `failed`: by a CheckpointError, which is `taken` if the run or its store is another's; `crash`:
-    anything else that ended it.
+    `failed`: a CheckpointError ended it; `taken` is that error if another job or run owns the run
+    or its store by now. `crash`: any other exception that ended it.
     """
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
@@ -26,6 +26,7 @@ class Flight:
         self.crash: BaseException | None = None
         self._work = work
         self._is_done = threading.Event()
+        # A daemon: a store that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -40,9 +41,9 @@ class Flight:
 
     def _run(self) -> None:
         try:
-            _step_back()
+            _lower_priority()
             self._work()
-        except CheckpointError as error:  # told where it was caught
+        except CheckpointError as error:  # its message was emitted where it was caught
             self.failed = True
             self.taken = error if isinstance(error, RunTakenError) else None
         except BaseException as crash:
@@ -51,10 +52,10 @@ class Flight:
             self._is_done.set()
 
 
-def _step_back() -> None:
-    """Where cores are short, training's threads come first.
+def _lower_priority() -> None:
+    """Lower this thread's priority, so that training's threads come first where cores are short.
 
-    Of a thread alone only Linux can be told that.
+    Does nothing on systems other than Linux: they know priorities of whole processes only.
     """
     if sys.platform == "linux":
         with suppress(OSError):

@@ -1,11 +1,12 @@
-"""What of a save lies in the checkpoint before it already: it is linked there, not written again.
+"""Incremental checkpoints: a file of which nothing changed since the checkpoint before is linked
+there, not written again.
 
 Torch-free.
 
-A file is taken over as a whole, if every block in it is still what it was: checkpoints stay flat
-and whole by themselves, and none of their bytes belongs to nobody. Blocks that did not change in a
-file where others did are written once more, apart from those that change, so that the next save
-finds a file it can take over.
+A file is reused as a whole, if every block in it is still what it was: checkpoints stay flat and
+complete by themselves, and every byte belongs to a tensor. Blocks that did not change in a file
+where others did are written once more, apart from those that change, so that the next save finds a
+file it can reuse.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from phalanx.checkpoint.shard_file import DTYPES, Bytes, CheckedFile, Source, wr
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.errors import CheckpointError
 
-APART_BYTES = 1 << 20  # unchanged blocks of fewer bytes together are written with the others
-SMALL_BYTES = (
-    1 << 16
-)  # so are smaller ones: when one of them changes, what lies in a file with it is written again
-MAX_TAKEN_OVER = 32  # files of one rank; what is in the smaller ones is written into one
+# Unchanged blocks of fewer bytes in sum are written with the changed ones.
+APART_BYTES = 1 << 20
+# So are smaller blocks: when one of them changes, everything in a file with it is written again.
+SMALL_BYTES = 1 << 16
+MAX_REUSED = 32  # files of one rank; what is in the smaller ones is written into one
 
 
 @dataclass(frozen=True)
 class Block:
     """A block of a tensor that this rank has to save.
 
-    `load` gives its bytes in C order, each time the same.
+    `load` returns its bytes in C order, each time the same.
     """
 
     name: str
@@ -50,49 +51,48 @@ class Block:
         return math.prod(self.size) * DTYPES[self.dtype][1]
 
 
-_Identity = tuple[
-    str, str, tuple[int, ...], tuple[int, ...], str
-]  # name, dtype, offset, size, digest
+# name, dtype, offset, size, digest
+_Identity = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """The checkpoint before."""
+class PreviousCheckpoint:
+    """The checkpoint before the one that is being written."""
 
     folder: Folder
     manifest: Manifest
 
     def pieces(self) -> dict[str, dict[_Identity, Piece]]:
-        """By file: what is in it.
+        """The pieces in each file, by file name and identity.
 
-        Files whose blocks have no digest, or that are not as long as they were, are not.
+        Leaves out files whose blocks have no digest, or that are not as long as they were.
         """
-        there = self.folder.sizes()
-        found: dict[str, dict[_Identity, Piece]] = {
+        sizes = self.folder.sizes()
+        by_file: dict[str, dict[_Identity, Piece]] = {
             name: {}
             for name, stored in self.manifest.files.items()
-            if there.get(name) == stored.num_bytes
+            if sizes.get(name) == stored.num_bytes
         }
         for name, tensor in self.manifest.tensors.items():
             for piece in tensor.pieces:
                 if not piece.xxh3_128:
-                    found.pop(piece.file, None)
-                if piece.file in found:
+                    by_file.pop(piece.file, None)
+                if piece.file in by_file:
                     identity = (name, tensor.dtype, piece.offset, piece.size, piece.xxh3_128)
-                    found[piece.file][identity] = piece
-        return found
+                    by_file[piece.file][identity] = piece
+        return by_file
 
 
-def earlier_checkpoint(folder: Folder) -> Earlier | None:
-    """None if it cannot be read: then everything is written."""
+def open_previous(folder: Folder) -> PreviousCheckpoint | None:
+    """The checkpoint in `folder`; None if it cannot be read: then everything is written anew."""
     try:
-        return Earlier(folder, read_manifest(folder))
+        return PreviousCheckpoint(folder, read_manifest(folder))
     except (CheckpointError, OSError):
         return None
 
 
 @dataclass
-class Written:
+class WrittenBlocks:
     """A rank's part of a checkpoint: pieces by tensor, its files, and how many of their bytes
     are new."""
 
@@ -102,73 +102,76 @@ class Written:
 
 
 def write_blocks(
-    draft: Draft, stem: str, blocks: Iterable[Block], earlier: Earlier | None
-) -> Written:
-    """Bring `blocks` into the draft, in files whose names begin with `stem`.
+    draft: Draft, stem: str, blocks: Iterable[Block], previous: PreviousCheckpoint | None
+) -> WrittenBlocks:
+    """Put `blocks` into the draft, in files whose names begin with `stem`.
 
-    Raises OSError, CheckpointError.
+    Files of `previous` are reused where nothing in them changed. Raises OSError, CheckpointError.
     """
-    left = {_identity(block): block for block in blocks}
-    written = Written()
+    remaining = {_identity(block): block for block in blocks}
+    written = WrittenBlocks()
     unchanged: set[_Identity] = set()
-    if earlier is not None:
-        by_file = earlier.pieces()
-        unchanged = {identity for pieces in by_file.values() for identity in pieces} & set(left)
-        _take_over(draft, stem, earlier, by_file, left, written)
+    if previous is not None:
+        by_file = previous.pieces()
+        unchanged = {identity for pieces in by_file.values() for identity in pieces}
+        unchanged &= set(remaining)
+        _reuse_files(draft, stem, previous, by_file, remaining, written)
     apart = {
-        i: block for i, block in left.items() if i in unchanged and block.num_bytes >= SMALL_BYTES
+        identity: block
+        for identity, block in remaining.items()
+        if identity in unchanged and block.num_bytes >= SMALL_BYTES
     }
     if sum(block.num_bytes for block in apart.values()) < APART_BYTES:
         apart = {}
-    others = {identity: block for identity, block in left.items() if identity not in apart}
-    _write(draft, f"{stem}.safetensors", others, written)
-    _write(draft, f"{stem}-kept-{len(written.files)}.safetensors", apart, written)
+    mixed = {identity: block for identity, block in remaining.items() if identity not in apart}
+    _write_file(draft, f"{stem}.safetensors", mixed, written)
+    _write_file(draft, f"{stem}-kept-{len(written.files)}.safetensors", apart, written)
     return written
 
 
-def _take_over(
+def _reuse_files(
     draft: Draft,
     stem: str,
-    earlier: Earlier,
+    previous: PreviousCheckpoint,
     by_file: Mapping[str, Mapping[_Identity, Piece]],
-    left: dict[_Identity, Block],
-    written: Written,
+    remaining: dict[_Identity, Block],
+    written: WrittenBlocks,
 ) -> None:
-    """Take over the files all of whose blocks are among those `left`, which they leave.
+    """Reuse the files all of whose blocks are among `remaining`, and remove those blocks from it.
 
     Blocks without elements are alike wherever they are, so several files may hold the same one.
     """
-    files = earlier.manifest.files
-    whole = [
+    files = previous.manifest.files
+    reusable = [
         name
         for name, pieces in by_file.items()
-        if pieces and all(identity in left for identity in pieces)
+        if pieces and all(identity in remaining for identity in pieces)
     ]
-    whole.sort(key=lambda name: (-files[name].num_bytes, name))
-    for number, earlier_name in enumerate(whole[:MAX_TAKEN_OVER]):
+    reusable.sort(key=lambda name: (-files[name].num_bytes, name))
+    for number, previous_name in enumerate(reusable[:MAX_REUSED]):
         name = f"{stem}-kept-{number}.safetensors"
-        if any(identity not in left for identity in by_file[earlier_name]):
-            # taken over with a file before it; what else is in this one is written, apart from that
+        if any(identity not in remaining for identity in by_file[previous_name]):
+            # Reused with a file before it; the rest of this one is written, apart from that.
             continue
-        if not _is_whole(earlier, earlier_name):
+        if not _is_intact(previous, previous_name):
             continue  # its bytes are no longer those that were written: they are, now, from memory
-        if not draft.reuse(name, earlier.folder, earlier_name):
+        if not draft.reuse(name, previous.folder, previous_name):
             break  # nor will the next
-        written.files[name] = files[earlier_name]
-        for identity, piece in by_file[earlier_name].items():
-            del left[identity]
+        written.files[name] = files[previous_name]
+        for identity, piece in by_file[previous_name].items():
+            del remaining[identity]
             written.pieces.setdefault(identity[0], []).append(replace(piece, file=name))
 
 
-def _is_whole(earlier: Earlier, name: str) -> bool:
-    """Damage must not be linked into each checkpoint that follows.
+def _is_intact(previous: PreviousCheckpoint, name: str) -> bool:
+    """True if the file verifies: damage must not be linked into each checkpoint that follows.
 
-    What a store holds is the store's to keep whole.
+    True for every file of an object store, which keeps its objects intact itself.
     """
-    if not isinstance(earlier.folder, LocalFolder):
+    if not isinstance(previous.folder, LocalFolder):
         return True
     try:
-        with CheckedFile(earlier.folder, name, earlier.manifest.files[name]) as file:
+        with CheckedFile(previous.folder, name, previous.manifest.files[name]) as file:
             for _ in file.verify():
                 pass
     except CheckpointError:
@@ -176,7 +179,9 @@ def _is_whole(earlier: Earlier, name: str) -> bool:
     return True
 
 
-def _write(draft: Draft, file: str, blocks: Mapping[_Identity, Block], written: Written) -> None:
+def _write_file(
+    draft: Draft, file: str, blocks: Mapping[_Identity, Block], written: WrittenBlocks
+) -> None:
     if not blocks:
         return
     sources = [Source(block.key, block.dtype, block.size, block.load) for block in blocks.values()]

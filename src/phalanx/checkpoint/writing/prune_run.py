@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.best import BEST, read_best
 from phalanx.checkpoint.ownership.run_lock import hold_run_lock
-from phalanx.checkpoint.ownership.store_owner import refusal_of
+from phalanx.checkpoint.ownership.store_owner import find_refusal
 from phalanx.checkpoint.reading.listing import find_folders
 from phalanx.checkpoint.stores import is_url, run_at, store_of
 from phalanx.checkpoint.writing.retention import Retention, prune
@@ -49,7 +49,7 @@ def prune_run(run: str, *, keep_last: int, keep_every: int | None, dry_run: bool
     notes: list[str] = []
     with hold_run_lock(run_dir):
         store = store_of(location)
-        if (refusal := refusal_of(store, run_dir)) is not None:
+        if (refusal := find_refusal(store, run_dir)) is not None:
             raise refusal
         folders = store.folders()
         retention = Retention(keep_last, keep_every, _best_steps(run_dir))

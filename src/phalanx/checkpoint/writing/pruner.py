@@ -1,5 +1,5 @@
-"""Old checkpoints are removed beside training, on rank 0, by a thread of its own: a save need
-not wait for it."""
+"""Pruning of old checkpoints beside training: rank 0 removes them in a thread of its own, so that
+a save need not wait for it."""
 
 from __future__ import annotations
 
@@ -7,112 +7,121 @@ import threading
 import time
 from collections.abc import Callable
 
-from phalanx.checkpoint.ownership.fencing_token import Epoch
+from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.writing.background_write import Flight
+from phalanx.checkpoint.writing.background_write import BackgroundWrite
 from phalanx.checkpoint.writing.retention import Retention, prune
 from phalanx.core.errors import CheckpointError
 from phalanx.observe.events import CheckpointsRemoved, Event, Note
 
-# for a removal that was told to hurry: it reads or removes one thing more, if the store answers
+# An interrupted removal still reads or removes one thing more; this is how long a stop waits for
+# it, if the store answers.
 PATIENCE_S = 1.0
 
 
-class _HurriedError(Exception):
-    """Training stops, and nobody has time for old checkpoints."""
+class _PruningInterruptedError(Exception):
+    """Training stops, and the rest of the old checkpoints stays until the next pruning."""
 
 
-class Tidier:
-    """Removes what `retention()` does not keep of a store.
+class CheckpointPruner:
+    """Removes the checkpoints of a store that `retention()` does not keep.
 
-    What went, and what was not possible, goes to `tell`.
-
-    Nothing goes once the run is no longer that of `epoch`.
+    `emit` gets an event of what was removed, and of what could not be. Nothing is removed once
+    another job has the run of `fencing_token`.
     """
 
     def __init__(
         self,
         store: Store,
         retention: Callable[[], Retention],
-        tell: Callable[[Event], None],
-        epoch: Epoch | None = None,
+        emit: Callable[[Event], None],
+        fencing_token: FencingToken | None = None,
     ) -> None:
-        self._store, self._retention, self._tell, self._epoch = store, retention, tell, epoch
-        self._flight: Flight | None = None
-        self._in_haste = threading.Event()
-        self._hurried_s = 0.0
+        self._store, self._retention, self._emit = store, retention, emit
+        self._fencing_token = fencing_token
+        self._thread: BackgroundWrite | None = None
+        self._is_interrupted = threading.Event()
+        self._interrupted_s = 0.0
 
-    def begin(self) -> None:
-        """After the removal that is still at work, if there is one.
+    def start(self) -> None:
+        """Start a pruning, after the one that is still at work if there is one.
 
-        Who calls is this rank's only save.
+        The caller is this rank's only save.
         """
-        earlier = None if self._flight is None or self._flight.is_done else self._flight
+        earlier = None if self._thread is None or self._thread.is_done else self._thread
 
         def work() -> None:
             if earlier is not None:
                 earlier.join()
-            self._tidy()
+            self._prune()
 
-        self._flight = Flight("phalanx-tidy", work)
-        self._flight.start()
+        self._thread = BackgroundWrite("phalanx-prune", work)
+        self._thread.start()
 
-    def hurry(self) -> None:
-        """From now on what is not removed yet is left to another time."""
-        if not self._in_haste.is_set():
-            self._hurried_s = time.monotonic()
-            self._in_haste.set()
+    def interrupt(self) -> None:
+        """From now on leave what is not removed yet to another time."""
+        if not self._is_interrupted.is_set():
+            self._interrupted_s = time.monotonic()
+            self._is_interrupted.set()
 
-    def take_time(self) -> None:
-        """There is time again."""
-        self._in_haste.clear()
+    def allow(self) -> None:
+        """Pruning may take its time again."""
+        self._is_interrupted.clear()
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether a removal is at work that may take its time, or had none yet to notice that it
-        may not."""
-        if self._flight is None or self._flight.is_done:
+    def should_wait(self) -> bool:
+        """True if a pruning is at work that may take its time, or that has not had PATIENCE_S yet
+        to notice its interruption."""
+        if self._thread is None or self._thread.is_done:
             return False
-        return not self._in_haste.is_set() or time.monotonic() - self._hurried_s < PATIENCE_S
+        if not self._is_interrupted.is_set():
+            return True
+        return time.monotonic() - self._interrupted_s < PATIENCE_S
 
     def join(self, timeout_s: float) -> None:
-        if self._flight is not None:
-            self._flight.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def raise_crash(self) -> None:
-        """Raises, once, what ended the thread and should not have."""
-        flight = self._flight
-        if flight is not None and flight.is_done and flight.crash is not None:
-            crash, flight.crash = flight.crash, None
+        """Raise, once, the exception that ended the thread, if it was no CheckpointError."""
+        thread = self._thread
+        if thread is not None and thread.is_done and thread.crash is not None:
+            crash, thread.crash = thread.crash, None
             raise crash
 
-    def _tidy(self) -> None:
-        """That it cannot be done is said, and ends nothing."""
+    def _prune(self) -> None:
+        """The thread's work. A store that refuses is an event, and ends nothing."""
 
-        def go_on(num_bytes: int) -> None:
-            if self._in_haste.is_set():
-                raise _HurriedError
+        def raise_if_interrupted(num_bytes: int) -> None:
+            if self._is_interrupted.is_set():
+                raise _PruningInterruptedError
 
         try:
-            go_on(0)
-            before = self._steps()
+            raise_if_interrupted(0)
+            before = self._list_steps()
             try:
-                say, retention = self._say_why_old_stay, self._retention()
-                prune(self._store, retention, say=say, progress=go_on, epoch=self._epoch)
+                prune(
+                    self._store,
+                    self._retention(),
+                    say=self._emit_reason,
+                    progress=raise_if_interrupted,
+                    fencing_token=self._fencing_token,
+                )
             finally:
-                gone = sorted(before - self._steps())
-                if gone:
-                    self._tell(CheckpointsRemoved(gone))
-        except _HurriedError:
+                removed = sorted(before - self._list_steps())
+                if removed:
+                    self._emit(CheckpointsRemoved(removed))
+        except _PruningInterruptedError:
             return
         except (CheckpointError, OSError) as error:
-            if (
-                not self._in_haste.is_set()
-            ):  # or a save went on meanwhile, which also removes what is half removed
-                self._say_why_old_stay(str(error))
+            # After an interruption a save may have gone on meanwhile, which also removes what is
+            # half removed: then the error says nothing.
+            if not self._is_interrupted.is_set():
+                self._emit_reason(str(error))
 
-    def _steps(self) -> set[int]:
+    def _list_steps(self) -> set[int]:
         return {folder.step for folder in self._store.folders()}
 
-    def _say_why_old_stay(self, why: str) -> None:
-        self._tell(Note("old_checkpoints_stay", {"why": f"old checkpoints are not removed: {why}"}))
+    def _emit_reason(self, why: str) -> None:
+        message = f"old checkpoints are not removed: {why}"
+        self._emit(Note("old_checkpoints_stay", {"why": message}))

@@ -1,4 +1,5 @@
-"""Which checkpoints stay: the last few, milestones, the best, and always the newest that verifies.
+"""Retention: the last few checkpoints stay, milestones, the best, and always the newest that
+verifies.
 
 Torch-free.
 """
@@ -9,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.os_errors import unreadable
-from phalanx.checkpoint.ownership.fencing_token import Epoch
+from phalanx.checkpoint.os_errors import wrap_os_error
+from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.ownership.store_owner import require_claim
 from phalanx.checkpoint.reading.verify import Progress, verify_checkpoint
 from phalanx.checkpoint.stores.protocol import Store
@@ -18,25 +19,31 @@ from phalanx.checkpoint.stores.protocol import Store
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the last `last` (None: all), the steps in `kept`, and of each `every` steps the first
-    that was saved: the multiple itself, unless saves come by the clock or had to wait."""
+    """A rule of which checkpoints stay: the last `keep_last` (None: all), `protected_steps`, and of
+    each `keep_every` steps the first that was saved.
 
-    last: int | None = None
-    every: int | None = None
-    kept: frozenset[int] = frozenset()
+    That is the multiple itself, unless saves come by the clock or had to wait.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    protected_steps: frozenset[int] = frozenset()
 
     def superfluous(self, steps: Iterable[int]) -> list[int]:
         """The steps that need not be kept, oldest first. Never the newest."""
         ordered = sorted(steps)
-        if self.last is None:
+        if self.keep_last is None:
             return []
-        staying = {*ordered[-max(1, self.last) :], *self.kept, *self._milestones(ordered)}
+        newest = ordered[-max(1, self.keep_last) :]
+        staying = {*newest, *self.protected_steps, *self._milestones(ordered)}
         return [step for step in ordered if step not in staying]
 
     def _milestones(self, ordered: list[int]) -> Iterator[int]:
+        if not self.keep_every:
+            return
         last_number = 0
-        for step in ordered if self.every else ():
-            number = step // self.every if self.every else 0
+        for step in ordered:
+            number = step // self.keep_every
             if number > last_number:
                 last_number = number
                 yield step
@@ -49,41 +56,41 @@ def prune(
     dry_run: bool = False,
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda num_bytes: None,
-    epoch: Epoch | None = None,
+    fencing_token: FencingToken | None = None,
 ) -> list[Folder]:
-    """Remove what `retention` does not keep; what went, oldest first.
+    """Remove the checkpoints that `retention` does not keep; returns them, oldest first.
 
-    `progress` hears of verified bytes, and of each removal before it; it may raise. A `dry_run`
-    says and returns the same, and removes nothing.
+    `progress` is called with the number of verified bytes, and with 0 before each removal; it may
+    raise. A `dry_run` says and returns the same, and removes nothing.
 
     Nothing is removed before the newest that verifies, byte for byte, is known: where that one
     would go because newer ones are damaged, nothing does. Raises CheckpointError if one cannot be
-    removed, or if the run is no longer that of `epoch` or the store no longer the run's: whoever
-    has it now may be reading the one that would go.
+    removed, or if another job has the run of `fencing_token` or another run the store by now: that
+    job may be reading the one that would go.
     """
-    require_claim(epoch, store)
+    require_claim(fencing_token, store)
     by_step = {folder.step: folder for folder in store.folders()}
-    going = [by_step[step] for step in retention.superfluous(by_step)]
-    if not going:
+    superfluous = [by_step[step] for step in retention.superfluous(by_step)]
+    if not superfluous:
         return []
     newest_first = (by_step[step] for step in sorted(by_step, reverse=True))
     safe = next((folder for folder in newest_first if _verifies(folder, say, progress)), None)
-    if safe is None or safe in going:
-        why = (
-            "no checkpoint verifies"
-            if safe is None
-            else f"the newest that verifies is {safe.name}, which would go"
-        )
-        say(f"{why}: nothing is removed")
+    if safe is None:
+        say("no checkpoint verifies: nothing is removed")
         return []
-    for folder in () if dry_run else going:
-        require_claim(epoch, store)  # reading the safe one took a while
+    if safe in superfluous:
+        say(f"the newest that verifies is {safe.name}, which would go: nothing is removed")
+        return []
+    if dry_run:
+        return superfluous
+    for folder in superfluous:
+        require_claim(fencing_token, store)  # reading the safe one took a while
         progress(0)
         try:
             store.remove(folder)
         except OSError as error:
-            raise unreadable(error, "it cannot be removed", folder.url) from None
-    return going
+            raise wrap_os_error(error, "it cannot be removed", folder.url) from None
+    return superfluous
 
 
 def _verifies(folder: Folder, say: Callable[[str], None], progress: Progress) -> bool:

@@ -1,5 +1,5 @@
-"""Save logical tensors: every rank writes only blocks of its own, all ranks agree on the
-outcome."""
+"""Write logical tensors as a checkpoint: every rank writes only blocks of its own, all ranks agree
+on the outcome."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from typing import Any
 import torch
 import xxhash
 
-from phalanx.checkpoint.all_ranks import Group, agreed
+from phalanx.checkpoint.all_ranks import Group, all_ranks_or_raise
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor, check_aliases
-from phalanx.checkpoint.ownership.fencing_token import Epoch
+from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.ownership.store_owner import require_claim
 from phalanx.checkpoint.reading.verify import is_tiled
 from phalanx.checkpoint.shard_file import DTYPES, Bytes
 from phalanx.checkpoint.stores.protocol import Draft, Store
-from phalanx.checkpoint.writing.incremental import Block, Earlier, earlier_checkpoint, write_blocks
+from phalanx.checkpoint.writing.incremental import (
+    Block,
+    PreviousCheckpoint,
+    open_previous,
+    write_blocks,
+)
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard
 
-SPLIT_BYTES = (
-    1 << 20
-)  # a replicated block of at least so many bytes is written in parts, one by each replica
+# A replicated block of at least so many bytes is written in parts, one by each replica.
+SPLIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Saved:
-    """`num_bytes` are all bytes of the checkpoint's tensors, `num_new_bytes` those that had to
-    be written for it."""
+class WrittenCheckpoint:
+    """A committed checkpoint. `num_bytes`: all bytes of its tensors; `num_new_bytes`: those that
+    had to be written for it."""
 
     folder: Folder
     num_bytes: int
@@ -45,7 +49,7 @@ class Saved:
         return self.folder.url
 
 
-def save(
+def write_checkpoint(
     store: Store,
     step: int,
     shards: Mapping[str, LogicalShard],
@@ -56,73 +60,73 @@ def save(
     group: Group,
     phases: Phases,
     before_commit: Callable[[], None] = lambda: None,
-    epoch: Epoch | None = None,
+    fencing_token: FencingToken | None = None,
     incremental: bool = True,
-) -> Saved:
+) -> WrittenCheckpoint:
     """Write the checkpoint of `step` into `store`. Collective.
 
-    `shards` are those that this rank holds, or what `owned` made of them: nothing else is read.
-    `before_commit` is called when every rank's part is written, before there is a checkpoint.
+    `shards` are those of this rank, or what `select_owned_blocks` made of them: nothing else is
+    read. `before_commit` is called when every rank's part is written, before there is a checkpoint.
     `facts` may differ between stages of a pipeline in what they know of: the manifest has all of
-    it, and of what several know what the first rank says.
+    them, and of a fact that several know the first rank's value.
 
-    With `incremental`, what the checkpoint before holds already is linked to it, or copied by the
-    store.
+    With `incremental`, blocks that the checkpoint before holds already are linked to it, or copied
+    by the store.
 
     Files are written and made durable in a draft, the manifest last; committing it is one
     operation. If any rank fails, every rank raises CheckpointError and nothing is left but the
     checkpoints that were there before.
     """
     with phases("ckpt_stage"):
-        with agreed(group, store.url, "preparing a checkpoint") as outcome:
+        with all_ranks_or_raise(group, store.url, "preparing a checkpoint") as results:
             if group.rank == 0:
-                require_claim(epoch, store)
+                require_claim(fencing_token, store)
                 before = store.folders() if incremental else []
-                outcome["mine"] = [store.begin(step).token, before[-1].name if before else None]
-        token, before_name = outcome["all"][0]
-        draft = store.join(step, token)
+                results.local = [store.begin(step).token, before[-1].name if before else None]
+        draft_token, previous_name = results.by_rank[0]
+        draft = store.join(step, draft_token)
     try:
         with phases("ckpt_write"):
-            with agreed(group, draft.url, "writing a checkpoint") as outcome:
-                earlier = earlier_checkpoint(store.folder(before_name)) if before_name else None
-                outcome["mine"] = _write_mine(draft, shards, group.rank, earlier) | {
-                    "aliases": dict(aliases)
-                }
+            with all_ranks_or_raise(group, draft.url, "writing a checkpoint") as results:
+                previous = open_previous(store.folder(previous_name)) if previous_name else None
+                results.local = _write_owned_blocks(draft, shards, group.rank, previous)
+                results.local["aliases"] = dict(aliases)
                 if group.layout.pp > 1:  # only then do ranks know of different things
-                    outcome["mine"]["facts"] = dict(facts)
-            parts = outcome["all"]
-        known = reduce(_together, (part["facts"] for part in parts if "facts" in part), {}) or facts
-        manifest = _assemble(step, job_digest, group, known, parts, epoch)
+                    results.local["facts"] = dict(facts)
+            parts = results.by_rank
+        facts_of_parts = (part["facts"] for part in parts if "facts" in part)
+        all_facts = reduce(_merge_facts, facts_of_parts, {}) or facts
+        manifest = _assemble_manifest(step, job_digest, group, all_facts, parts, fencing_token)
         before_commit()
         with phases("before_commit"):
-            with agreed(group, draft.url, "committing a checkpoint") as outcome:
+            with all_ranks_or_raise(group, draft.url, "committing a checkpoint"):
                 if group.rank == 0:
-                    require_claim(epoch, store)
+                    require_claim(fencing_token, store)
                     store.commit(draft, manifest.to_bytes())
     except CheckpointError:
         if group.rank == 0:
             store.discard(draft)
         raise
     with phases("after_commit"):
-        new_bytes = sum(part["num_new_bytes"] for part in parts)
-        return Saved(store.folder_of(draft), manifest.num_bytes, new_bytes)
+        num_new_bytes = sum(part["num_new_bytes"] for part in parts)
+        return WrittenCheckpoint(store.folder_of(draft), manifest.num_bytes, num_new_bytes)
 
 
-def owned(shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
-    """Of each tensor the blocks that this rank must write, so that each is written by one rank: no
-    replicas are left.
+def select_owned_blocks(shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
+    """Return `shards` reduced to the blocks that this rank must write, so that each block is
+    written by one rank and no replicas are left.
 
-    Every name stays, without blocks where others write it. Of large blocks each replica gets an
-    equal part, of small ones the name chooses a replica: both need nothing that a rank does not
-    know of others. Idempotent.
+    Every name stays, without blocks where other ranks write them. Each replica gets an equal part
+    of a large block; for a small one the name chooses a replica: both need nothing that a rank does
+    not know of others. Idempotent. Raises CheckpointError for a dtype that safetensors cannot hold.
     """
     return {
-        name: replace(shard, boxes=tuple(_owned_boxes(shard)), replica=0, num_replicas=1)
+        name: replace(shard, boxes=tuple(_select_boxes(shard)), replica=0, num_replicas=1)
         for name, shard in shards.items()
     }
 
 
-def _owned_boxes(shard: LogicalShard) -> Iterator[Box]:
+def _select_boxes(shard: LogicalShard) -> Iterator[Box]:
     if shard.dtype not in DTYPES:
         raise CheckpointError(
             f"{shard.name} is of type {shard.dtype}, which safetensors cannot hold",
@@ -131,30 +135,39 @@ def _owned_boxes(shard: LogicalShard) -> Iterator[Box]:
     if shard.replica >= shard.num_replicas:
         return
     item_bytes = DTYPES[shard.dtype][1]
-    turn = xxhash.xxh3_64_intdigest(shard.name.encode())
+    name_digest = xxhash.xxh3_64_intdigest(shard.name.encode())
     for box in shard.boxes:
         replica = shard.replica * box.num_replicas + box.replica
         num_replicas = shard.num_replicas * box.num_replicas
-        rows = box.size[0] if box.size else 0
-        if rows >= num_replicas and math.prod(box.size) * item_bytes >= SPLIT_BYTES:
-            yield _rows(box, rows * replica // num_replicas, rows * (replica + 1) // num_replicas)
-        elif replica == turn % num_replicas:
+        num_rows = box.size[0] if box.size else 0
+        if num_rows >= num_replicas and math.prod(box.size) * item_bytes >= SPLIT_BYTES:
+            start = num_rows * replica // num_replicas
+            stop = num_rows * (replica + 1) // num_replicas
+            yield _slice_rows(box, start, stop)
+        elif replica == name_digest % num_replicas:
             yield replace(box, replica=0, num_replicas=1)
 
 
-def _rows(box: Box, begin: int, end: int) -> Box:
+def _slice_rows(box: Box, start: int, stop: int) -> Box:
     return Box(
-        (box.global_offset[0] + begin, *box.global_offset[1:]),
-        (box.local_offset[0] + begin, *box.local_offset[1:]),
-        (end - begin, *box.size[1:]),
+        (box.global_offset[0] + start, *box.global_offset[1:]),
+        (box.local_offset[0] + start, *box.local_offset[1:]),
+        (stop - start, *box.size[1:]),
     )
 
 
-def _write_mine(
-    draft: Draft, shards: Mapping[str, LogicalShard], rank: int, earlier: Earlier | None
+def _write_owned_blocks(
+    draft: Draft,
+    shards: Mapping[str, LogicalShard],
+    rank: int,
+    previous: PreviousCheckpoint | None,
 ) -> dict[str, Any]:
-    """Write the blocks this rank owns; what it tells the others of them and of its tensors."""
-    mine = owned(shards)
+    """Write the blocks that this rank owns.
+
+    Returns the JSON that the other ranks need for the manifest: tensors with their pieces, files,
+    and how many bytes are new.
+    """
+    owned = select_owned_blocks(shards)
     blocks = [
         Block(
             name,
@@ -164,17 +177,17 @@ def _write_mine(
             box.size,
             partial(block_bytes, shard.tensor, box),
         )
-        for name, shard in sorted(mine.items())
+        for name, shard in sorted(owned.items())
         for number, box in enumerate(shard.boxes)
     ]
-    written = write_blocks(draft, f"rank-{rank:04d}", blocks, earlier)
+    written = write_blocks(draft, f"rank-{rank:04d}", blocks, previous)
     tensors = {
         name: {
             "shape": shard.global_shape,
             "dtype": shard.dtype,
             "pieces": [asdict(piece) for piece in written.pieces.get(name, ())],
         }
-        for name, shard in mine.items()
+        for name, shard in owned.items()
     }
     files = {name: asdict(stored) for name, stored in written.files.items()}
     return {"tensors": tensors, "files": files, "num_new_bytes": written.num_new_bytes}
@@ -184,56 +197,56 @@ def block_bytes(tensor: torch.Tensor, box: Box) -> Bytes:
     """A block of a local tensor as bytes in C order, on the CPU; a view of it where that is
     possible."""
     block = local_block(tensor, box).cpu().reshape(-1)
-    if block.stride() != (
-        1,
-    ):  # torch calls blocks of one element or none contiguous, whatever their strides
+    # torch calls blocks of one element or none contiguous, whatever their strides; a view as bytes
+    # needs a stride of 1.
+    if block.stride() != (1,):
         block = torch.empty(block.numel(), dtype=block.dtype).copy_(block)
-    found: Bytes = block.view(torch.uint8).numpy()
-    return found
+    as_bytes: Bytes = block.view(torch.uint8).numpy()
+    return as_bytes
 
 
 def local_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(box.local_offset, box.size, strict=True))]
 
 
-def _together(facts: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """`facts`, and what `others` have besides, at any depth."""
-    found = dict(facts)
-    for key, value in others.items():
-        if key not in found:
-            found[key] = value
-        elif isinstance(found[key], Mapping) and isinstance(value, Mapping):
-            found[key] = _together(found[key], value)
-    return found
+def _merge_facts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """`first`, and what `second` has besides, at any depth."""
+    merged = dict(first)
+    for key, value in second.items():
+        if key not in merged:
+            merged[key] = value
+        elif isinstance(merged[key], Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge_facts(merged[key], value)
+    return merged
 
 
-def _assemble(
+def _assemble_manifest(
     step: int,
     job_digest: str,
     group: Group,
     facts: Mapping[str, Any],
     parts: list[dict[str, Any]],
-    epoch: Epoch | None,
+    fencing_token: FencingToken | None,
 ) -> Manifest:
-    """One manifest of what the ranks wrote.
+    """The one manifest of the `parts` that the ranks wrote.
 
-    A rank need not know of tensors that others hold (stages of a pipeline).
+    A rank need not know of tensors that others hold (stages of a pipeline). Raises CheckpointError
+    if the parts contradict each other, or do not make every tensor once.
     """
-    told: dict[str, dict[str, Any]] = {}
+    gathered: dict[str, dict[str, Any]] = {}
     for part in parts:
-        for name, found in part["tensors"].items():
-            first = told.setdefault(name, {**found, "pieces": []})
-            if (first["shape"], first["dtype"]) != (found["shape"], found["dtype"]):
+        for name, tensor in part["tensors"].items():
+            first = gathered.setdefault(name, {**tensor, "pieces": []})
+            if (first["shape"], first["dtype"]) != (tensor["shape"], tensor["dtype"]):
                 raise CheckpointError(f"the ranks do not agree on shape and type of {name}")
-            first["pieces"] += found["pieces"]
+            first["pieces"] += tensor["pieces"]
     tensors = {}
-    for name, found in sorted(told.items()):
-        shape = tuple(found["shape"])
+    for name, tensor in sorted(gathered.items()):
         pieces = tuple(
             Piece(p["file"], p["key"], tuple(p["offset"]), tuple(p["size"]), p["xxh3_128"])
-            for p in found["pieces"]
+            for p in tensor["pieces"]
         )
-        tensors[name] = StoredTensor(shape, found["dtype"], pieces)
+        tensors[name] = StoredTensor(tuple(tensor["shape"]), tensor["dtype"], pieces)
         if not is_tiled(tensors[name]):
             raise CheckpointError(f"the ranks' blocks of {name} do not make the whole tensor")
     files = {name: StoredFile(**stored) for part in parts for name, stored in part["files"].items()}
@@ -242,7 +255,7 @@ def _assemble(
         check_aliases(aliases, tensors)
     except ValueError as error:
         raise CheckpointError(f"the ranks do not agree on what is tied: {error}") from None
-    number = epoch.number if epoch is not None else 0
+    number = fencing_token.number if fencing_token is not None else 0
     return Manifest(
         step, job_digest, group.layout.to_json(), dict(facts), tensors, aliases, files, number
     )

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.reading.load import load
+from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.stores import find_checkpoint
 from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.core.files import write_json_atomic
@@ -148,7 +148,7 @@ def open_model(payload: ModelPayload) -> Iterator[Opened]:
         )
         if payload.checkpoint:
             folder = find_checkpoint(payload.checkpoint)
-            load(
+            load_checkpoint(
                 folder,
                 model.shards(),
                 group=mesh,

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from phalanx.checkpoint.exchange.bags import SafetensorsBag, open_safetensors
+from phalanx.checkpoint.exchange.tensor_readers import SafetensorsReader, open_safetensors
 from phalanx.core.errors import CheckpointError
 
 READER = "phalanx.checkpoint.exchange.unpickle"
@@ -38,14 +38,14 @@ _KEPT_VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Unpickled:
+class UnpickledWeights:
     """`num_skipped` things in it were no tensors, `left_out` are tensors that no checkpoint holds,
     with what they are.
 
     `aliases` are names of tied tensors; `ran_code`: torch could not read it as mere weights.
     """
 
-    bag: SafetensorsBag
+    reader: SafetensorsReader
     num_skipped: int
     left_out: tuple[str, ...]
     aliases: Mapping[str, str]
@@ -61,7 +61,7 @@ def refuse_pickle(source: Path) -> CheckpointError:
 
 
 @contextmanager
-def unpickled(source: Path, *, beside: Path) -> Iterator[Unpickled]:
+def open_unpickled(source: Path, *, beside: Path) -> Iterator[UnpickledWeights]:
     """The tensors of a torch.save file, of a directory of pytorch_model*.bin, or of a DCP
     directory.
 
@@ -72,11 +72,11 @@ def unpickled(source: Path, *, beside: Path) -> Iterator[Unpickled]:
         beside.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=beside, prefix=".unpickled-") as folder:
             answer = _read(source.absolute(), Path(folder))
-            bag = open_safetensors(Path(folder))
-            bag.where = str(source)  # the folder is nobody's who reads a message
+            reader = open_safetensors(Path(folder))
+            reader.where = str(source)  # the folder is nobody's who reads a message
             left_out = tuple(map(str, answer["left_out"]))
-            yield Unpickled(
-                bag,
+            yield UnpickledWeights(
+                reader,
                 int(answer["num_skipped"]),
                 left_out,
                 dict(answer["aliases"]),

@@ -29,7 +29,7 @@ _TORCH_NAMES = {theirs: ours for ours, (theirs, _) in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorInfo:
     """A tensor without its values. `dtype` is torch's name."""
 
     shape: tuple[int, ...]
@@ -40,19 +40,19 @@ class Described:
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
-class Bag(Protocol):
+class TensorReader(Protocol):
     """Tensors by name. `load` gives one's bits, as unsigned integers of its element's size."""
 
     @property
     def where(self) -> str: ...
 
     @property
-    def tensors(self) -> Mapping[str, Described]: ...
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def load(self, name: str) -> Bits: ...
 
 
-class StackBag(Bag, Protocol):
+class StackedTensorReader(TensorReader, Protocol):
     """A bag that can read parts of its tensors.
 
     `load_element`: what lies at `number` of the first dimension.
@@ -61,25 +61,25 @@ class StackBag(Bag, Protocol):
     def load_element(self, name: str, number: int) -> Bits: ...
 
 
-class Elements:
+class UnstackedReader:
     """A bag with some of its tensors, the `stacks`, taken apart: `up.weight[3]` is what lies at
     3 of `up.weight`."""
 
-    def __init__(self, bag: StackBag, stacks: Iterable[str]) -> None:
-        self.where, self._bag = bag.where, bag
-        self.tensors: dict[str, Described] = dict(bag.tensors)
+    def __init__(self, reader: StackedTensorReader, stacks: Iterable[str]) -> None:
+        self.where, self._reader = reader.where, reader
+        self.tensors: dict[str, TensorInfo] = dict(reader.tensors)
         self._places: dict[str, tuple[str, int]] = {}
         for stack in stacks:
             whole = self.tensors.pop(stack)
             places = {
                 element_name(stack, number): (stack, number) for number in range(whole.shape[0])
             }
-            self.tensors |= dict.fromkeys(places, Described(whole.shape[1:], whole.dtype))
+            self.tensors |= dict.fromkeys(places, TensorInfo(whole.shape[1:], whole.dtype))
             self._places |= places
 
     def load(self, name: str) -> Bits:
         place = self._places.get(name)
-        return self._bag.load_element(*place) if place else self._bag.load(name)
+        return self._reader.load_element(*place) if place else self._reader.load(name)
 
 
 def element_name(stack: str, number: int) -> str:
@@ -87,7 +87,7 @@ def element_name(stack: str, number: int) -> str:
     return f"{stack}[{number}]"
 
 
-class SafetensorsBag:
+class SafetensorsReader:
     """Safetensors files.
 
     Nothing is verified (they have no checksums), everything is bounded by the files' sizes.
@@ -95,19 +95,19 @@ class SafetensorsBag:
 
     def __init__(self, where: str, files: Iterable[Path]) -> None:
         self.where = where
-        self.tensors: dict[str, Described] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[Path, int]] = {}
         for path in files:
             self._open(path)
 
     def load(self, name: str) -> Bits:
-        described = self.tensors[name]
+        info = self.tensors[name]
         path, start = self._places[name]
-        if not math.prod(described.shape):
-            return np.empty(described.shape, bits_type(described.dtype))
+        if not math.prod(info.shape):
+            return np.empty(info.shape, bits_type(info.dtype))
         try:
             with open_regular(path) as file:
-                return np.memmap(file, bits_type(described.dtype), "r", start, described.shape)
+                return np.memmap(file, bits_type(info.dtype), "r", start, info.shape)
         except (OSError, ValueError) as error:
             raise _unreadable(path, str(error)) from None
 
@@ -139,25 +139,25 @@ class SafetensorsBag:
         for name, entry in entries.items():
             if name in self.tensors:
                 raise CheckpointError(f"{name} is in more than one file", where=str(path))
-            self.tensors[name] = Described(entry.shape, _TORCH_NAMES[entry.dtype])
+            self.tensors[name] = TensorInfo(entry.shape, _TORCH_NAMES[entry.dtype])
             self._places[name] = (path, entry.start)
 
 
-def open_safetensors(source: Path) -> SafetensorsBag:
+def open_safetensors(source: Path) -> SafetensorsReader:
     """A .safetensors file, or a directory of them, with an index or without.
 
     Raises CheckpointError.
     """
     if source.is_file():
-        return SafetensorsBag(str(source), [source])
+        return SafetensorsReader(str(source), [source])
     if (source / INDEX).is_file():
-        return SafetensorsBag(str(source), _indexed(source))
+        return SafetensorsReader(str(source), _indexed(source))
     files = sorted(source.glob("*.safetensors"))
     if (source / SINGLE) in files:
         files = [source / SINGLE]
     if not files:
         raise CheckpointError("no .safetensors file is in it", where=str(source))
-    return SafetensorsBag(str(source), files)
+    return SafetensorsReader(str(source), files)
 
 
 def _indexed(source: Path) -> list[Path]:

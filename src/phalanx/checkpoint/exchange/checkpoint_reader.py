@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.checkpoint.exchange.bags import Described
+from phalanx.checkpoint.exchange.tensor_readers import TensorInfo
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.reading.full_tensors import WholeTensors
-from phalanx.checkpoint.reading.verify import require_whole_directory
+from phalanx.checkpoint.reading.full_tensors import FullTensorReader
+from phalanx.checkpoint.reading.verify import require_complete_directory
 from phalanx.checkpoint.shard_file import DTYPES
 from phalanx.core.errors import CheckpointError
 
 
-class StoredBag(WholeTensors):
+class CheckpointReader(FullTensorReader):
     """Without the optimizer's state. Raises CheckpointError."""
 
     def __init__(self, place: Folder | Path) -> None:
         folder = as_folder(place)
         manifest = read_manifest(folder)
-        require_whole_directory(folder, manifest)
+        require_complete_directory(folder, manifest)
         super().__init__(folder, manifest.without_optimizer())
         self.where = folder.url
         for name, tensor in self.manifest.tensors.items():
@@ -28,6 +28,6 @@ class StoredBag(WholeTensors):
                     f"{name} is of type {tensor.dtype}, which nobody writes", where=self.where
                 )
         self.tensors = {
-            name: Described(tensor.shape, tensor.dtype)
+            name: TensorInfo(tensor.shape, tensor.dtype)
             for name, tensor in self.manifest.tensors.items()
         }

@@ -1,4 +1,4 @@
-"""When a save is due: by steps, by the clock, or by what saves cost and how often the job fails."""
+"""The clock of saves: one is due by time, or by what saves cost and how often the job fails."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from collections import deque
 from phalanx.job.schema import Checkpoint
 from phalanx.observe.events import CheckpointIntervalChosen
 
-FIRST_AUTO_STEPS, FIRST_AUTO_S = (
-    10,
-    60.0,
-)  # the first save of every = "auto" comes this early, to be measured
+# The first save of every = "auto" comes this early, to be measured.
+FIRST_AUTO_STEPS, FIRST_AUTO_S = 10, 60.0
 NUM_MEASURED = 5
-NOTABLE = 1.25  # a change of the interval that is said
+NOTABLE = 1.25  # a change of the interval by this factor is an event
 
 
 def optimal_interval_s(stall_s: float, save_s: float, mtbf_s: float) -> float:
@@ -29,46 +27,45 @@ def optimal_interval_s(stall_s: float, save_s: float, mtbf_s: float) -> float:
     return max(math.sqrt(2 * stall_s * mtbf_s), save_s)
 
 
-class Clock:
-    """Rank 0's clock: whether a save is due by time. Seconds are monotonic."""
+class SaveClock:
+    """Rank 0's clock, which tells when a save is due by time. Seconds are monotonic."""
 
-    def __init__(self, kept: Checkpoint, now_s: float) -> None:
+    def __init__(self, options: Checkpoint, now_s: float) -> None:
         self.interval_s: float | None = None
-        """Of every = "auto"; None until a save has been measured."""
-        self._kept = kept
+        """Seconds between saves with every = "auto"; None until a save has been measured."""
+        self._options = options
         self._began_s = self._last_s = now_s
         self._costs: deque[tuple[float, float]] = deque(maxlen=NUM_MEASURED)
-        self._said_s = math.nan
+        self._reported_s = math.nan
 
     def is_due(self, num_steps: int, now_s: float) -> bool:
-        """`num_steps` were done since the clock was started."""
-        minutes = self._kept.every_minutes
+        """True if a save is due by time; `num_steps` were done since the clock was started."""
+        minutes = self._options.every_minutes
         if minutes is not None and now_s - self._last_s >= minutes * 60:
             return True
-        if self._kept.every is None:
+        if self._options.every is None:
             return False
         if self.interval_s is None:
             return num_steps >= FIRST_AUTO_STEPS or now_s - self._began_s >= FIRST_AUTO_S
         return now_s - self._last_s >= self.interval_s
 
     def restart(self, now_s: float) -> None:
-        """A save has begun."""
+        """Count from `now_s` on: a save has begun."""
         self._last_s = now_s
 
     def learn(self, step: int, stall_s: float, save_s: float) -> CheckpointIntervalChosen | None:
-        """A save has been measured.
+        """Take in the cost of a save; returns an event if the interval is new or another one.
 
-        Returns what there is to say, if the interval is new or another one.
-
-        Of the last few the median counts: the first one also pays for memory that later ones find.
+        The median of the last few costs counts: the first save also pays for memory that later ones
+        find.
         """
-        if self._kept.every is None or self._kept.mtbf_hours is None:
+        if self._options.every is None or self._options.mtbf_hours is None:
             return None
         self._costs.append((stall_s, save_s))
         stall_s, save_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
-        mtbf_s = self._kept.mtbf_hours * 3600
+        mtbf_s = self._options.mtbf_hours * 3600
         self.interval_s = optimal_interval_s(stall_s, save_s, mtbf_s)
-        if 1 / NOTABLE < self.interval_s / self._said_s < NOTABLE:
+        if 1 / NOTABLE < self.interval_s / self._reported_s < NOTABLE:
             return None
-        self._said_s = self.interval_s
+        self._reported_s = self.interval_s
         return CheckpointIntervalChosen(step, self.interval_s, stall_s, save_s, mtbf_s)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from phalanx.job.schema import Checkpoint
-from phalanx.train.cadence import FIRST_AUTO_S, FIRST_AUTO_STEPS, Clock, optimal_interval_s
+from phalanx.train.save_clock import FIRST_AUTO_S, FIRST_AUTO_STEPS, SaveClock, optimal_interval_s
 
 
 def lost(interval_s: float, stall_s: float, mtbf_s: float) -> float:
@@ -34,7 +34,7 @@ def test_never_more_often_than_a_save_takes() -> None:
 
 
 def test_minutes_count_from_the_last_save() -> None:
-    clock = Clock(Checkpoint(every_minutes=2.0), now_s=100.0)
+    clock = SaveClock(Checkpoint(every_minutes=2.0), now_s=100.0)
     assert not clock.is_due(10**6, 219.9)
     assert clock.is_due(1, 220.0)
     clock.restart(230.0)
@@ -44,12 +44,12 @@ def test_minutes_count_from_the_last_save() -> None:
 
 
 def test_without_a_clock_nothing_is_due_by_time() -> None:
-    assert not Clock(Checkpoint(every_steps=3), now_s=0.0).is_due(10**9, 1e9)
+    assert not SaveClock(Checkpoint(every_steps=3), now_s=0.0).is_due(10**9, 1e9)
 
 
 def test_auto_measures_early_and_says_what_it_chose() -> None:
     kept = Checkpoint(every="auto", mtbf_hours=10.0)
-    clock = Clock(kept, now_s=0.0)
+    clock = SaveClock(kept, now_s=0.0)
     assert not clock.is_due(FIRST_AUTO_STEPS - 1, FIRST_AUTO_S - 1)
     assert clock.is_due(FIRST_AUTO_STEPS, 0.1)
     assert clock.is_due(1, FIRST_AUTO_S)
@@ -65,7 +65,7 @@ def test_auto_measures_early_and_says_what_it_chose() -> None:
 
 def test_the_median_of_the_last_saves_counts_and_small_changes_are_not_said() -> None:
     """The first save also pays for its memory; one slow disk does not make saves rare for good."""
-    clock = Clock(Checkpoint(every="auto", mtbf_hours=1.0), now_s=0.0)
+    clock = SaveClock(Checkpoint(every="auto", mtbf_hours=1.0), now_s=0.0)
     assert clock.learn(1, 8.0, 9.0) is not None
     assert clock.learn(2, 1.0, 2.0) is not None  # 4.5 s now
     assert clock.learn(3, 1.0, 2.0) is not None  # 1 s
@@ -75,6 +75,6 @@ def test_the_median_of_the_last_saves_counts_and_small_changes_are_not_said() ->
 
 
 def test_the_first_of_several_intervals_counts() -> None:
-    clock = Clock(Checkpoint(every="auto", mtbf_hours=1.0, every_minutes=1.0), now_s=0.0)
+    clock = SaveClock(Checkpoint(every="auto", mtbf_hours=1.0, every_minutes=1.0), now_s=0.0)
     clock.learn(1, 8.0, 9.0)  # each 240 s
     assert clock.is_due(2, 61.0)
