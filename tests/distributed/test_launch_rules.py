@@ -42,7 +42,7 @@ TORCHRUN = {
 
 def place_of(environ: dict[str, str]) -> RankEnv | None:
     found = external_ranks(environ)
-    return found and found.mine
+    return found and found.rank_env
 
 
 class TestExternalRanks:
@@ -214,12 +214,16 @@ class TestEndRecords:
         reader, fd = open_end_pipe()
         writer = EndWriter(fd)
         if (pid := os.fork()) == 0:
-            writer.tell(EndRecord(0))  # a process that user code forked does not speak for the rank
+            writer.write(
+                EndRecord(0)
+            )  # a process that user code forked does not speak for the rank
             os._exit(0)
         os.waitpid(pid, 0)
         assert reader.read() is None
         record = EndRecord(1, raised(ValueError("long " * 10_000)))
-        telling = threading.Thread(target=lambda: (writer.tell(record), writer.tell(EndRecord(0))))
+        telling = threading.Thread(
+            target=lambda: (writer.write(record), writer.write(EndRecord(0)))
+        )
         telling.start()  # it is longer than what a pipe holds
         told = None
         while told is None:
@@ -237,7 +241,7 @@ class TestEndRecords:
         other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
         os.dup2(other, fd)
         os.close(other)
-        writer.tell(EndRecord(0))
+        writer.write(EndRecord(0))
         os.close(fd)
         assert reader.read() is None
         assert (tmp_path / "other").read_bytes() == b""
@@ -245,14 +249,14 @@ class TestEndRecords:
     def test_events_go_the_same_way_and_wait_for_nobody(self) -> None:
         reader, fd = open_end_pipe()
         writer = EndWriter(fd)
-        assert writer.pass_on('{"event": "note"}')
-        writer.tell(EndRecord(0))
-        assert writer.pass_on("the last, after the record")
-        assert not writer.pass_on("x" * 8192)  # it might be torn, or wait
+        assert writer.forward_event('{"event": "note"}')
+        writer.write(EndRecord(0))
+        assert writer.forward_event("the last, after the record")
+        assert not writer.forward_event("x" * 8192)  # it might be torn, or wait
         assert reader.read() == EndRecord(0)
         assert reader.take_events() == ['{"event": "note"}', "the last, after the record"]
         assert reader.take_events() == []
-        while writer.pass_on("y" * 1000):  # until the pipe is full
+        while writer.forward_event("y" * 1000):  # until the pipe is full
             pass
         assert reader.read() is None
         assert set(reader.take_events()) == {"y" * 1000}

@@ -34,7 +34,7 @@ with stop_by_exception():
         sys.stdin.readline()
         print("cleaned", flush=True)
     finally:
-        end.tell(EndRecord(code))
+        end.write(EndRecord(code))
 """
 
 

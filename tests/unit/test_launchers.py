@@ -231,7 +231,7 @@ def test_the_order_of_launchers() -> None:
         assert find_launched_rank(together | TORCH) is None
         ranks = external_ranks(together | TORCH)
         assert ranks is not None
-        assert (ranks.mine.world_size, ranks.words) == (
+        assert (ranks.rank_env.world_size, ranks.words) == (
             8,
             "from RANK and WORLD_SIZE: 8 in all; rank 0 at here:29501",
         )
@@ -282,4 +282,4 @@ def test_what_is_found_is_said_in_torchs_words() -> None:
 def test_a_requeued_job_of_slurm_is_another_attempt() -> None:
     ranks = external_ranks(SLURM | {"SLURM_RESTART_COUNT": "2"})
     assert ranks is not None
-    assert ranks.mine.attempt == 2
+    assert ranks.rank_env.attempt == 2

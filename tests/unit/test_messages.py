@@ -28,8 +28,8 @@ from phalanx.launch.messages import (
     Prepare,
     RankExited,
     Ready,
-    Report,
     SendSignal,
+    ServerReport,
     ShowStacks,
     StartFailed,
     StartRanks,
@@ -61,7 +61,7 @@ SENT_ORDERS: list[Order] = [
     ShowStacks((0, 3)),
     KillRanks(),
 ]
-SENT_REPORTS: list[Report] = [
+SENT_REPORTS: list[ServerReport] = [
     Ready(1.25, 1),
     PreloadFailed(FAILED),
     PreloadBeginsCuda("cupy"),
@@ -78,7 +78,7 @@ SENT_REPORTS: list[Report] = [
 
 def test_every_message_comes_back_as_it_was_sent() -> None:
     assert {type(order) for order in SENT_ORDERS} == set(get_args(Order))
-    assert {type(report) for report in SENT_REPORTS} == set(get_args(Report))
+    assert {type(report) for report in SENT_REPORTS} == set(get_args(ServerReport))
     for order in SENT_ORDERS:
         assert ORDERS.decode(ORDERS.encode(order)) == order
     for report in SENT_REPORTS:

@@ -1,5 +1,5 @@
-"""Which rank the others waited for in vain: when all that is known are consequences, the black
-boxes tell."""
+"""Finds the rank that the others waited for in vain: when all that is known are consequences, the
+black boxes tell."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STOPPED = ("T", "t")
 
 @dataclass(frozen=True)
 class Absence:
-    """The rank that did not come to where the others waited, and in words why not."""
+    """A rank that did not come to where the others waited, and the reason in words."""
 
     rank: int
     why: str
@@ -50,18 +50,18 @@ def find_absence(
     nothing when the others had given up, `places` where each rank was last seen.
     """
     stopped = [rank for rank, state in silent.items() if state in _STOPPED]
-    elsewhere = [rank for rank in silent if not _is_waiting(places.get(rank))]
-    for group in (stopped, elsewhere):
+    not_waiting = [rank for rank in silent if not _is_waiting(places.get(rank))]
+    for group in (stopped, not_waiting):
         if group:
-            rank = min(group, key=lambda rank: _seen(places.get(rank)))
+            rank = min(group, key=lambda rank: _order_of_place(places.get(rank)))
             return Absence(rank, _STATES.get(silent[rank], "its process said nothing"))
-    left = [rank for rank, record in records.items() if not record.has_failed]
-    if left:
-        return Absence(min(left), "it had ended its work, and the others had not")
-    return _latest(places)
+    finished = [rank for rank, record in records.items() if not record.has_failed]
+    if finished:
+        return Absence(min(finished), "it had ended its work, and the others had not")
+    return _find_latest(places)
 
 
-def _latest(places: Mapping[int, Place]) -> Absence | None:
+def _find_latest(places: Mapping[int, Place]) -> Absence | None:
     """The last of all ranks to enter a collective, if the one before it had waited for long by
     then."""
     arrived = sorted(
@@ -77,6 +77,6 @@ def _is_waiting(place: Place | None) -> bool:
     return place is not None and place.phase in WAITING_PHASES and bool(place.collective)
 
 
-def _seen(place: Place | None) -> tuple[int, float]:
-    """Step and time at which a rank was last seen: who is furthest behind comes first."""
+def _order_of_place(place: Place | None) -> tuple[int, float]:
+    """Step and time of a rank's last place: the rank that is furthest behind comes first."""
     return (place.step, place.monotonic_s) if place is not None else (-1, 0.0)

@@ -24,8 +24,8 @@ from phalanx.launch.messages import (
     EventRefused,
     KillRanks,
     RankExited,
-    Report,
     SendSignal,
+    ServerReport,
     ShowStacks,
     StartFailed,
     StartRanks,
@@ -54,7 +54,7 @@ STACKS_WINDOW_S = 0.5  # for ranks that said nothing to write their stacks, befo
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank's process ended: a code or a signal.
+    """The end of a rank's process: a code or a signal.
 
     `by_us`: it was still alive when we killed the rest.
     """
@@ -68,8 +68,8 @@ class RankExit:
 
 
 @dataclass
-class Stop:
-    """The wish to stop, once it was uttered. `at_once`: Ctrl-C a second time."""
+class StopRequest:
+    """A request to stop, once there is one. `at_once`: Ctrl-C a second time."""
 
     signal: signal.Signals | None = None
     at_once: bool = False
@@ -77,8 +77,8 @@ class Stop:
 
 @dataclass
 class AttemptEnd:
-    """What is known when no rank is left: how each process ended, and what each rank had said of
-    its end before."""
+    """The facts when no rank is left: how each process ended, and the end record that each rank had
+    written before."""
 
     number: int
     exits: dict[int, RankExit] = field(default_factory=dict)
@@ -87,17 +87,17 @@ class AttemptEnd:
     """Process state (`process_state`) of each rank that had said nothing when others failed by
     its absence alone."""
     silent_places: dict[int, Place] = field(default_factory=dict)
-    """Where these ranks were then: the question for their stacks may wake them."""
+    """The places of these ranks then: the question for their stacks may wake them."""
     start_error: ErrorReport | None = None
     server_loss: str = ""
     store_loss: str = ""
     grace_over: bool = False
     stepless: str = ""
-    """What the ranks did if they have no steps, say "evaluating"."""
+    """The work of ranks without steps, say "evaluating"."""
 
     @property
     def reports(self) -> dict[int, ErrorReport]:
-        """Why ranks failed, of those that said it."""
+        """The error reports of the ranks that wrote one."""
         return {
             rank: record.report
             for rank, record in self.records.items()
@@ -106,7 +106,7 @@ class AttemptEnd:
 
     @property
     def codes(self) -> set[int | None]:
-        """What the ranks say their work came to; None for those that ended without a word, or
+        """The codes in the ranks' end records; None for ranks that ended without a record, or
         failed."""
         return {
             record.code if record and not record.report else None
@@ -114,8 +114,8 @@ class AttemptEnd:
         }
 
     def has_failed(self, rank: int) -> bool:
-        """True for a rank that says so, and for a process that ended before its rank had said that
-        its work is done.
+        """True for a rank that reports so, and for a process that ended before its rank had
+        reported that its work is done.
 
         Its exit code does not matter: any line of code can make it.
         """
@@ -124,7 +124,7 @@ class AttemptEnd:
         return rank in self.exits and not self.exits[rank].by_us
 
 
-class Attention:
+class EventWaiter:
     """Waits for a report, a signal or the next tick, whichever comes first."""
 
     def __init__(self, inbox: SignalInbox, on_tick: Callable[[], None]) -> None:
@@ -132,7 +132,9 @@ class Attention:
         self._on_tick = on_tick
         self._next_tick = 0.0
 
-    def wait(self, link: ServerLink, until: float = math.inf) -> tuple[list[Report], list[int]]:
+    def wait(
+        self, link: ServerLink, until: float = math.inf
+    ) -> tuple[list[ServerReport], list[int]]:
         """Reports and signals, both possibly none, after `until` (monotonic seconds) or a tick
         at the latest."""
         timeout_s = max(0.0, min(self._next_tick, until) - time.monotonic())
@@ -155,8 +157,8 @@ class AttemptWatch:
         run_dir: Path,
         grace_s: float,
         server: ServerProcess,
-        attention: Attention,
-        stop: Stop,
+        waiter: EventWaiter,
+        stop: StopRequest,
         say: Callable[[str], None],
         on_started: Callable[[Sequence[int]], None],
         on_refused_event: Callable[[str], None] = lambda line: None,
@@ -164,7 +166,7 @@ class AttemptWatch:
     ) -> None:
         self.end = AttemptEnd(number, stepless=stepless)
         self._num_ranks, self._run_dir, self._grace_s = num_ranks, run_dir, grace_s
-        self._server, self._attention, self._stop = server, attention, stop
+        self._server, self._waiter, self._stop = server, waiter, stop
         self._say, self._on_started, self._on_refused_event = say, on_started, on_refused_event
         self._first_failure_at = math.inf
         self._first_report_at = math.inf
@@ -179,15 +181,15 @@ class AttemptWatch:
         order = StartRanks(self.end.number, self._num_ranks, entry, payload, doing)
         self._server.link.send(order)
         while not self._is_over():
-            reports, signals = self._attention.wait(self._server.link, self._next_deadline())
+            reports, signals = self._waiter.wait(self._server.link, self._next_deadline())
             for report in reports:
-                self._hear(report)
+                self._on_report(report)
             for number in signals:
                 self._on_signal(number)
             self._keep_deadlines()
         if self._server.link.closed and len(self.end.exits) < self._num_ranks:
             self._server.kill()
-            self.end.server_loss = self._server.how_it_ended()
+            self.end.server_loss = self._server.describe_end()
         return self.end
 
     def _is_over(self) -> bool:
@@ -197,8 +199,8 @@ class AttemptWatch:
             or self.end.start_error is not None
         )
 
-    def _hear(self, report: Report) -> None:
-        """Take note of a report. What is left of an earlier attempt says nothing of this one."""
+    def _on_report(self, report: ServerReport) -> None:
+        """Take note of a report. Late reports of an earlier attempt are ignored."""
         number = self.end.number
         match report:
             case AttemptStarted():
@@ -221,14 +223,13 @@ class AttemptWatch:
         self.end.records[rank] = record
         if record.has_failed:
             self._first_report_at = min(self._first_report_at, now)
-        elif (
-            record.is_stop
-        ):  # the ranks agreed to leave; one that stays behind does not stay for ever
+        elif record.is_stop:
+            # The ranks agreed to leave; one that stays behind does not stay for ever.
             self._grace_until = min(self._grace_until, now + self._grace_s)
 
     def _on_exit(self, exited: RankExited) -> None:
         now = time.monotonic()
-        left = RankExit(
+        rank_exit = RankExit(
             rank=exited.rank,
             code=exited.code,
             signal=exited.signal,
@@ -236,8 +237,8 @@ class AttemptWatch:
             died_monotonic_s=exited.died_monotonic_s,
             detected_s=max(0.0, now - exited.died_monotonic_s),
         )
-        self.end.exits[left.rank] = left
-        if self.end.has_failed(left.rank):
+        self.end.exits[rank_exit.rank] = rank_exit
+        if self.end.has_failed(rank_exit.rank):
             self._first_failure_at = min(self._first_failure_at, now)
         elif len(self.end.records) == self._num_ranks and not any(
             r.has_failed for r in self.end.records.values()
@@ -255,7 +256,7 @@ class AttemptWatch:
             self._server.kill(timeout_s=1.0)
 
     def _kill_at(self) -> float:
-        """When what is left must be killed, as things stand."""
+        """The time (monotonic seconds) at which remaining ranks must be killed, as things stand."""
         failed_at = min(self._first_failure_at, self._first_report_at + REPORTED_WINDOW_S)
         return max(self._stacks_until, min(self._grace_until, failed_at + self._failure_window_s()))
 
@@ -265,21 +266,23 @@ class AttemptWatch:
             len(end.exits.keys() | end.records.keys()) == self._num_ranks
             and self._first_failure_at < math.inf
         ):
-            return CAUSE_WINDOW_S  # nobody is left who could tell us more
+            return CAUSE_WINDOW_S  # no rank is left that could tell us more
         if self._stop.signal is not None:
-            return BROKEN_STOP_S if self._in_training() else CAUSE_WINDOW_S
+            return BROKEN_STOP_S if self._has_begun_training() else CAUSE_WINDOW_S
         return CAUSE_WINDOW_S if self._is_cause_known() else SUSPECT_WINDOW_S
 
     def _is_cause_known(self) -> bool:
-        """False, too, after an abort alone: NCCL's watchdog ends a process because of another
-        one."""
+        """True if an error or a death of this attempt is no mere consequence of another one.
+
+        False, too, after an abort alone: NCCL's watchdog ends a process because of another one.
+        """
         end = self.end
         silent_deaths = [
             end.exits[rank]
             for rank in end.exits
             if end.has_failed(rank) and rank not in end.reports
         ]
-        died = any(left.signal != signal.SIGABRT for left in silent_deaths)
+        died = any(rank_exit.signal != signal.SIGABRT for rank_exit in silent_deaths)
         return died or any(not report.secondary for report in end.reports.values())
 
     def _next_deadline(self) -> float:
@@ -290,7 +293,7 @@ class AttemptWatch:
         if self._is_over():
             return
         if math.isinf(self._killed_at) and now >= self._kill_at():
-            if self._look_at_the_silent(now):
+            if self._examine_silent_ranks(now):
                 return
             self._killed_at = now
             self.end.grace_over = now >= self._grace_until
@@ -298,11 +301,11 @@ class AttemptWatch:
         elif now >= self._killed_at + KILL_PATIENCE_S:  # the server does not answer
             self._server.kill()
 
-    def _look_at_the_silent(self, now: float) -> bool:
-        """Once, when ranks failed only because of another one: note what those that say nothing do,
-        and ask them for their stacks.
+    def _examine_silent_ranks(self, now: float) -> bool:
+        """Once, when ranks failed only because of another one: note the process states of the
+        ranks without a report, and ask them for their stacks.
 
-        True if that takes a moment more.
+        Returns True if that takes a moment more.
         """
         if (
             self._stop.signal is not None
@@ -322,7 +325,7 @@ class AttemptWatch:
         self._server.link.send(ShowStacks(tuple(self.end.silent)))
         return bool(self.end.silent)
 
-    def _in_training(self) -> bool:
+    def _has_begun_training(self) -> bool:
         places = (read_black_box(black_box(self._run_dir, rank)) for rank in range(self._num_ranks))
         return any(place is not None and place.step >= 1 for place in places)
 

@@ -1,5 +1,4 @@
-"""Whether this process has begun to use CUDA, asked of NVIDIA's driver itself and without beginning
-to.
+"""Finds out if this process has begun to use CUDA: asks NVIDIA's driver, without beginning to.
 
 Torch-free.
 """

@@ -22,8 +22,8 @@ STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
 @dataclass(frozen=True)
 class EndRecord:
-    """How a rank ended, in its own words: the code that its entry returned, and why it failed if
-    it did."""
+    """A rank's own record of its end: the code that its entry returned, and the report of its
+    error if it failed."""
 
     code: int
     report: ErrorReport | None = None
@@ -58,18 +58,18 @@ class EndWriter:
     def __init__(self, fd: int) -> None:
         self._fd, self._pid, self._pipe = fd, os.getpid(), _identity(fd)
         self._lock = threading.Lock()
-        self.told: EndRecord | None = None
+        self.record: EndRecord | None = None
 
     @property
     def is_rank(self) -> bool:
         """False in a process that the rank forked, which must not speak for it."""
         return os.getpid() == self._pid
 
-    def tell(self, record: EndRecord) -> None:
+    def write(self, record: EndRecord) -> None:
         """Never raises: a server that is gone has taken the rank along."""
-        if self.told is not None or not self.is_rank:
+        if self.record is not None or not self.is_rank:
             return
-        self.told = record
+        self.record = record
         line = memoryview(_LINES.encode(record))
         with self._lock:
             try:
@@ -78,7 +78,7 @@ class EndWriter:
             except OSError:
                 pass
 
-    def pass_on(self, event_line: str) -> bool:
+    def forward_event(self, event_line: str) -> bool:
         """Send an event that the disk refused.
 
         False where it cannot be sent at once: training does not wait for it.

@@ -1,4 +1,4 @@
-"""Ranks that somebody else started: torchrun, srun, mpirun, a Kubernetes operator."""
+"""Ranks of another launcher: torchrun, srun, mpirun, a Kubernetes operator."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from phalanx.launch.rank_env import RankEnv, read_rank_env
 
 @dataclass(frozen=True)
 class ExternalRanks:
-    """The rank this process is, and what a person is told of where that was read."""
+    """The rank this process is; `words` tell a person from which variables that was read."""
 
-    mine: RankEnv
+    rank_env: RankEnv
     words: str
 
 
 def external_ranks(environ: MutableMapping[str, str]) -> ExternalRanks | None:
-    """The rank this process is, if a launcher started it: see `core.launchers` for whose variables
-    come first.
+    """The rank this process is, if a launcher started it: see `core.launchers` for the order of
+    their variables.
 
-    What another launcher than torchrun says is written into `environ` in torch's words, for
-    whatever reads them next. None means: nobody started ranks, so phalanx does. Raises
+    Variables of another launcher than torchrun are written into `environ` in torch's words, for
+    whatever reads them next. None: no launcher started ranks, so phalanx does. Raises
     EnvironmentProblem (exit 6) for a description that is incomplete or impossible, rather than
     starting a second set of ranks inside a rank.
     """
     launched = adopt_launched_rank(environ)
-    mine = read_rank_env(environ)
-    if mine is None:
+    rank_env = read_rank_env(environ)
+    if rank_env is None:
         return None
     if launched is not None:
-        return ExternalRanks(mine, f"from {launched.origin}: {launched.words}")
+        return ExternalRanks(rank_env, f"from {launched.origin}: {launched.words}")
     address = (
         f"; rank 0 at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-        if mine.world_size > 1
+        if rank_env.world_size > 1
         else ""
     )
-    return ExternalRanks(mine, f"from RANK and WORLD_SIZE: {mine.world_size:,} in all{address}")
+    return ExternalRanks(
+        rank_env, f"from RANK and WORLD_SIZE: {rank_env.world_size:,} in all{address}"
+    )

@@ -1,5 +1,5 @@
-"""Under another launcher, which believes exit codes: a process above each rank that turns its
-record into one.
+"""A guard process above each rank of another launcher, which believes exit codes: the guard turns
+the rank's end record into one.
 
 `os._exit(0)` in user code would otherwise be a success to torchrun or srun. The guard is forked
 before torch is imported, hands on the signals that it gets, and when it is killed the kernel kills
@@ -22,19 +22,19 @@ from phalanx.launch.paths import black_box
 from phalanx.launch.signals import signal_name
 from phalanx.launch.verdict import place_in_words
 
-_HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_BY_THE_TERMINAL = 0x80  # SI_KERNEL: Ctrl-C reaches the rank by itself
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_FROM_TERMINAL = 0x80  # SI_KERNEL: Ctrl-C reaches the rank by itself
 
 
-def fork_guarded(rank: int, run_dir: Path) -> EndWriter:
-    """Go on as a child process, the rank, which is to say on the result how it ended.
+def fork_under_guard(rank: int, run_dir: Path) -> EndWriter:
+    """Go on as a child process, the rank, which writes its end record to the returned EndWriter.
 
     The caller's process becomes the guard: it ends when the rank does, with a code that is no
     success unless the rank said that its work is done.
     """
     reader, write_end = open_end_pipe()
     life_read, life_write = os.pipe()
-    watched = {*_HANDED_ON, signal.SIGCHLD}
+    watched = {*_FORWARDED, signal.SIGCHLD}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     sys.stdout.flush()
@@ -56,10 +56,10 @@ def _guard(
 ) -> int:
     record: EndRecord | None = None
     while True:
-        told = signal.sigwaitinfo(watched)
-        if told.si_signo != signal.SIGCHLD:
-            if told.si_code != _BY_THE_TERMINAL:
-                os.kill(pid, told.si_signo)
+        received = signal.sigwaitinfo(watched)
+        if received.si_signo != signal.SIGCHLD:
+            if received.si_code != _FROM_TERMINAL:
+                os.kill(pid, received.si_signo)
             continue
         ended, status = os.waitpid(pid, os.WNOHANG)
         if not ended:  # it was only stopped, or continued
@@ -69,7 +69,7 @@ def _guard(
 
 
 def _exit_code(rank: int, run_dir: Path, code: int, record: EndRecord | None) -> int:
-    """What the launcher is to believe; says why where the rank could not."""
+    """The exit code that the launcher is to believe; prints the reason if the rank could not."""
     if record is not None:
         return record.code
     box = black_box(run_dir, rank)

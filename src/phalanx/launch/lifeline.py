@@ -28,15 +28,15 @@ def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
     """
     owner = -os.getpgid(0) if whole_group else os.getpid()
     if sys.platform == "linux":
-        kept = [_arm_kernel(fd, owner) for fd in read_ends]
+        armed = [_arm_kernel(fd, owner) for fd in read_ends]
     else:
-        kept = list(read_ends)
+        armed = list(read_ends)
         threading.Thread(
-            target=_watch, args=(kept, owner), name="phalanx-lifeline", daemon=True
+            target=_watch, args=(armed, owner), name="phalanx-lifeline", daemon=True
         ).start()
-    if _ended(read_ends, timeout_ms=0):  # the other side was gone before we armed
+    if _is_closed(read_ends, timeout_ms=0):  # the other side was gone before we armed
         os._exit(1)
-    return kept
+    return armed
 
 
 def _arm_kernel(read_end: int, owner: int) -> int:
@@ -53,14 +53,14 @@ def _arm_kernel(read_end: int, owner: int) -> int:
 
 
 def _watch(read_ends: Sequence[int], owner: int) -> None:
-    while not _ended(read_ends, timeout_ms=1000):
+    while not _is_closed(read_ends, timeout_ms=1000):
         pass
     if owner < 0:
         os.killpg(-owner, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _ended(read_ends: Sequence[int], *, timeout_ms: int) -> bool:
+def _is_closed(read_ends: Sequence[int], *, timeout_ms: int) -> bool:
     poll = select.poll()
     for fd in read_ends:
         poll.register(fd, 0)

@@ -1,4 +1,4 @@
-"""What supervisor and server send each other: orders go to the server, reports come from it."""
+"""Messages between supervisor and server: orders go to the server, reports come from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Prepare:
 class StartRanks:
     """Fork the ranks of an attempt; each calls `entry` with `payload`.
 
-    `doing`: what they do, as messages say it.
+    `doing`: their work, as messages say it.
     """
 
     attempt: int
@@ -138,8 +138,8 @@ class StoreExited:
     code: int
 
 
-Order: TypeAlias = Prepare | StartRanks | SendSignal | ShowStacks | KillRanks
-Report: TypeAlias = (
+ServerOrder: TypeAlias = Prepare | StartRanks | SendSignal | ShowStacks | KillRanks
+ServerReport: TypeAlias = (
     Ready
     | PreloadFailed
     | PreloadBeginsCuda
@@ -150,5 +150,5 @@ Report: TypeAlias = (
     | RankExited
     | StoreExited
 )
-ORDERS: Codec[Order] = Codec(get_args(Order))
-REPORTS: Codec[Report] = Codec(get_args(Report))
+ORDERS: Codec[ServerOrder] = Codec(get_args(ServerOrder))
+REPORTS: Codec[ServerReport] = Codec(get_args(ServerReport))

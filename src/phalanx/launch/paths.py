@@ -1,4 +1,4 @@
-"""Where the files of an attempt lie inside RUN, and which number the next attempt has."""
+"""Paths of the files of an attempt inside RUN, and the number of the next attempt."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def black_box(run_dir: Path, rank: int) -> Path:
 def next_attempt(run_dir: Path) -> int:
     """One more than any attempt that left a file, so that a resumed run never writes over
     earlier ones."""
-    names = [
-        path.name
-        for folder in (EVENTS, LOGS)
-        for path in (run_dir / folder).glob("rank-*-attempt-*")
-    ]
-    return max((int(found[1]) for name in names if (found := _ATTEMPT.match(name))), default=-1) + 1
+    newest = -1
+    for folder in (EVENTS, LOGS):
+        for path in (run_dir / folder).glob("rank-*-attempt-*"):
+            if match := _ATTEMPT.match(path.name):
+                newest = max(newest, int(match[1]))
+    return newest + 1
 
 
 def refuse_linked_folders(run_dir: Path, *, more: Sequence[str] = ()) -> None:
@@ -64,7 +64,7 @@ def refuse_linked_folders(run_dir: Path, *, more: Sequence[str] = ()) -> None:
 
 
 def clear_black_boxes(run_dir: Path) -> None:
-    """Forget where the ranks of an earlier attempt were last seen."""
+    """Remove the last places of the ranks of an earlier attempt."""
     for path in (run_dir / BLACK_BOXES).glob("rank-*"):
         with contextlib.suppress(IsADirectoryError):  # no place can be read from it
             path.unlink(missing_ok=True)
@@ -76,31 +76,30 @@ def blank_out_logs(
     """Overwrite secrets of `environ` in the logs of processes that have ended: C code and child
     processes print too.
 
-    What was looked at before, by this process or an earlier one, is not again: a restart waits for
-    this. `only_attempt`: only in the logs of its ranks, and nothing else is touched: the other
-    files are another job's.
+    Bytes that were searched before, by this process or an earlier one, are not searched again: a
+    restart waits for this. `only_attempt`: only the logs of its ranks are searched, and nothing
+    else is touched: the other files are another job's.
     """
     secrets = sorted({secret for group in secret_values(environ).values() for secret in group})
-    done = _read_done(run_dir)
+    num_searched = _read_num_searched(run_dir)
     pattern = "*.log" if only_attempt is None else f"rank-*-attempt-{only_attempt:02d}.log"
     for path in (run_dir / LOGS).glob(pattern):
         try:
             size = path.stat().st_size
-            blank_out(path, secrets, begin=done.get(path.name, 0))
-            done[path.name] = size
-        except (
-            OSError
-        ):  # a log that is gone or cannot be written holds nothing that could be mended here
+            blank_out(path, secrets, begin=num_searched.get(path.name, 0))
+            num_searched[path.name] = size
+        except OSError:
+            # A log that is gone or cannot be written holds nothing that could be mended here.
             pass
     if only_attempt is None:
         with contextlib.suppress(OSError):  # it only saves time
-            write_json_atomic(run_dir / LOGS / BLANKED_OUT, done, durable=False)
+            write_json_atomic(run_dir / LOGS / BLANKED_OUT, num_searched, durable=False)
 
 
-def _read_done(run_dir: Path) -> dict[str, int]:
-    """How many bytes of each log were looked at for secrets."""
+def _read_num_searched(run_dir: Path) -> dict[str, int]:
+    """Bytes of each log that were searched for secrets already, by file name."""
     try:
-        found = read_json(run_dir / LOGS / BLANKED_OUT)
-        return {str(name): int(size) for name, size in found.items() if int(size) >= 0}
+        sizes = read_json(run_dir / LOGS / BLANKED_OUT)
+        return {str(name): int(size) for name, size in sizes.items() if int(size) >= 0}
     except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return {}

@@ -1,5 +1,5 @@
-"""What a forked rank does: move into its own log, environment and lifelines, call the entry, say
-how it ended."""
+"""The life of a forked rank: it moves into its own log, environment and lifelines, calls the
+entry and reports how it ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Entry: TypeAlias = Callable[[JsonObject, RankLink], int | None]
 
 @dataclass(frozen=True)
 class RankTask:
-    """All that one rank needs to know. `doing`: what it is for, as messages say it."""
+    """All that one rank needs to know. `doing`: its work, as messages say it."""
 
     entry: str
     payload: JsonObject
@@ -57,20 +57,19 @@ class _SupervisorLink:
     def report_error(self, error: BaseException) -> None:
         _report(self._task, error, self._end)
 
-    def tell_done(self) -> None:
-        self._end.tell(EndRecord(int(ExitCode.OK)))
+    def report_done(self) -> None:
+        self._end.write(EndRecord(int(ExitCode.OK)))
 
-    def pass_on_event(self, line: str) -> None:
-        self._end.pass_on(line)
+    def forward_event(self, line: str) -> None:
+        self._end.forward_event(line)
 
 
 def run_rank(task: RankTask, end: EndWriter) -> int:
-    """Call the entry and say on `end` how it ended.
+    """Call the entry and write to `end` how it ended.
 
-    Returns the exit code of the process, which nobody believes.
-
-    The entry is called as `entry(payload, link)`. One whose way out may block, because other ranks
-    or threads take part in it, reports its error on the RankLink before it cleans up.
+    Returns the exit code of the process, which the supervisor does not believe. The entry is called
+    as `entry(payload, link)`. One whose way out may block, because other ranks or threads take part
+    in it, reports its error on the RankLink before it cleans up.
     """
     try:
         _close_input()
@@ -81,40 +80,37 @@ def run_rank(task: RankTask, end: EndWriter) -> int:
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
         os.environ.update(rank_variables(task.ranks, task.master_port, os.environ))
         trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
-        os.environ.setdefault(
-            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace)
-        )  # torch appends the rank
+        # torch appends the rank
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))
         entry: Entry = resolve(task.entry, "phalanx", "")
         code = int(entry(task.payload, _SupervisorLink(task, end)) or 0) & 0xFF
-        end.tell(EndRecord(code))
+        end.write(EndRecord(code))
         _finish()
         return code
     except KeyboardInterrupt as interrupt:
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return _report(task, interrupt, end)  # no signal made it: user code raised it
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # nobody caught it: die of it, as any program does
+        # The entry did not catch it: die of it, as any program does.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         return ExitCode.INTERRUPTED
-    except (
-        BaseException
-    ) as error:  # torch raises some errors that are no Exception; sys.exit is no way to finish
+    except BaseException as error:
+        # torch raises some errors that are no Exception; and sys.exit is no way to finish.
         return _report(task, error, end)
 
 
 def _close_input() -> None:
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
 
 
 def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
-    """Say why this rank failed: to the supervisor first, then in its log and in a file."""
+    """Report why this rank failed: to the supervisor first, then in its log and in a file."""
     report = describe(error, task.run_dir, task.doing)
-    if not end.is_rank or (end.told is not None and end.told.report is not None):
+    if not end.is_rank or (end.record is not None and end.record.report is not None):
         return report.exit_code
-    end.tell(EndRecord(report.exit_code, report))
+    end.write(EndRecord(report.exit_code, report))
     if isinstance(error, RunTakenError) and not isinstance(error, StoreTakenError):
         return report.exit_code  # the folder of its log and report is another job's
     print(report.traceback, file=sys.stderr, end="")
@@ -131,16 +127,16 @@ def leave(code: int) -> NoReturn:
     if code in (ExitCode.OK, ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
         _finish()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
             stream.flush()
     os._exit(code)
 
 
 def _finish() -> None:
-    """What the interpreter does when it ends, without its teardown, in which live process groups
+    """Do what the interpreter does when it ends, without its teardown, in which live process groups
     can crash.
 
-    Not done after an error: the others learn of it sooner, and cleaning up could wait for them.
+    Not called after an error: the others learn of it sooner, and cleaning up could wait for them.
     """
     # Tells idle thread pools to end (compilers leave some), then joins all; multiprocessing's
     # children do the same.

@@ -1,4 +1,4 @@
-"""Who a rank is, as the environment says it: written for supervised ranks, read under any
+"""The identity of a rank in environment variables: written for supervised ranks, read under any
 launcher."""
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ from phalanx.core.launchers import (
     read_port,
 )
 
-SERVER_CHOSE_THREADS = (  # the server's one thread is not the user's wish for the ranks
-    "PHALANX_SERVER_CHOSE_THREADS"
-)
-ALLOCATOR_VARIABLES = (
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-)  # first: the newest
+# Set if the server runs with one thread without the user's wish: that is not for the ranks.
+SERVER_CHOSE_THREADS = "PHALANX_SERVER_CHOSE_THREADS"
+# The newest name comes first.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """One rank's place. `attempt` counts the starts of a run, from 0."""
+    """A rank's number and those of its node. `attempt` counts the starts of a run, from 0."""
 
     rank: int
     world_size: int
@@ -39,7 +35,7 @@ class RankEnv:
 
 
 def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What a supervised rank finds in its environment, on top of `environ`.
+    """The variables that a supervised rank has in its environment, on top of `environ`.
 
     `TORCHELASTIC_USE_AGENT_STORE` makes rank 0 a client of the store like every other rank: the
     supervisor's side holds it, so the death of rank 0 is no different. The interface is pinned
@@ -70,8 +66,7 @@ def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str])
 
 
 def allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """How the memory of a GPU is given out, where the user says nothing of it: in segments that
-    grow.
+    """The allocator's variable for segments of GPU memory that grow; none if the user has set one.
 
     Tensors of another size in each step, as experts have, else leave holes that nothing fits into.
     torch reads it once.

@@ -1,4 +1,5 @@
-"""What a rank can tell the process that started it, before its own process ends."""
+"""The link by which a rank tells the process that started it about its end, before its own process
+ends."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ class RankLink(Protocol):
         The first call counts.
         """
 
-    def tell_done(self) -> None:
+    def report_done(self) -> None:
         """Tell that this rank's work is done, whatever comes of what follows, such as a sample
         of text."""
 
-    def pass_on_event(self, line: str) -> None:
+    def forward_event(self, line: str) -> None:
         """Hand on the line of an event that the disk did not take, so that a person sees it."""
 
 
@@ -28,8 +29,8 @@ class NoLink:
     def report_error(self, error: BaseException) -> None:
         pass
 
-    def tell_done(self) -> None:
+    def report_done(self) -> None:
         pass
 
-    def pass_on_event(self, line: str) -> None:
+    def forward_event(self, line: str) -> None:
         pass

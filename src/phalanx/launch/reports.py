@@ -1,4 +1,4 @@
-"""What a rank says when it fails: told to the supervisor, and kept as a small JSON file in the
+"""The report of a rank's error: sent to the supervisor, and written as a small JSON file into the
 run's logs."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx.core.files import REFUSALS_THAT_LAST, disk_problem, write_json_atom
 from phalanx.core.secrets import Redactor
 from phalanx.core.uncaught import user_place
 
-# How torch words it when the fault lies with another rank. Only torch's own RuntimeErrors are
+# Words of torch's errors when the fault lies with another rank. Only torch's own RuntimeErrors are
 # looked at: the same words in an OSError are more likely about a file server.
 _BECAUSE_OF_ANOTHER = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket"
@@ -35,7 +35,7 @@ _MACHINERY = (importlib.__file__, registry.__file__)
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """Why a rank failed. `secondary`: it only noticed that another one had."""
+    """The reason why a rank failed. `secondary`: it only noticed that another one had."""
 
     type: str
     message: str
@@ -45,9 +45,9 @@ class ErrorReport:
     one_line: str
     secondary: bool
     time_monotonic_s: float
-    """Of this machine; -1 where no rank said it."""
+    """Monotonic seconds of this machine; -1 if no rank reported it."""
     user_place: str = ""
-    """File and line of the user's code in which it was raised, or which led to it."""
+    """File and line of the user's code that raised the error, or led to it."""
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,16 +60,19 @@ def describe(
     """The report of `error`: no frames that only led into the user's code, no secrets of the
     environment.
 
-    What a disk refuses the run itself, in `run_dir` or elsewhere, it would refuse again: that is a
-    ResourceError.
+    A write of the run itself, in `run_dir` or elsewhere, that a disk refuses would be refused
+    again: it becomes a ResourceError.
     """
     redactor = Redactor(os.environ)
-    lines = traceback.format_exception(type(error), error, _inner(error))
-    place = redactor.text(_clean(user_place(error.__traceback__)))
+    lines = traceback.format_exception(type(error), error, _skip_machinery(error))
+    code_place = redactor.text(_clean(user_place(error.__traceback__)))
     error = disk_problem(error, doing, refusals=REFUSALS_THAT_LAST, run_dir=run_dir) or error
-    ours = isinstance(error, PhalanxError)
+    is_phalanx_error = isinstance(error, PhalanxError)
     message = redactor.text(_words_of(error))
     name = type(error).__qualname__
+    one_line = message
+    if not is_phalanx_error:
+        one_line = " ".join(f"{name}: {message}".split()) if message else name
     if isinstance(error, SystemExit):
         lines[-1] = f"{name}: {message}\n"
     return ErrorReport(
@@ -77,24 +80,23 @@ def describe(
         message=message,
         traceback=redactor.text(_clean("".join(lines))),
         exit_code=int(error.exit_code) if isinstance(error, PhalanxError) else 1,
-        is_phalanx_error=ours,
-        one_line=message if ours else " ".join(f"{name}: {message}".split()) if message else name,
+        is_phalanx_error=is_phalanx_error,
+        one_line=one_line,
         secondary=_is_secondary(error),
         time_monotonic_s=time.monotonic(),
-        user_place=place,
+        user_place=code_place,
     )
 
 
 def _words_of(error: BaseException) -> str:
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-        return (
-            f"sys.exit({'' if error.code is None else error.code}) was called before the run was"
-            " done"
-        )
+        code = "" if error.code is None else error.code
+        return f"sys.exit({code}) was called before the run was done"
     return _printable(error)
 
 
-def _inner(error: BaseException) -> TracebackType | None:
+def _skip_machinery(error: BaseException) -> TracebackType | None:
+    """The traceback of `error` from the first frame that is not of phalanx's own start-up."""
     trace = error.__traceback__
     while (
         trace is not None
@@ -112,10 +114,10 @@ def _is_machinery(filename: str) -> bool:
 def _is_secondary(error: BaseException) -> bool:
     """True if `error`, or what it was raised from or while handling, is a connection lost or a
     peer not answering."""
-    seen: list[BaseException] = []
+    visited: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and link not in seen:
-        seen.append(link)
+    while link is not None and link not in visited:
+        visited.append(link)
         if type(link).__name__ in _STORE_ERRORS:
             return True
         if isinstance(link, RuntimeError) and blames_another(_printable(link)):

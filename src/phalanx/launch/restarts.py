@@ -1,5 +1,4 @@
-"""When to start again and when to give up: a budget per window of time, and an end to crash
-loops."""
+"""The policy of restarts: a budget per window of time, and an end to crash loops."""
 
 from __future__ import annotations
 
@@ -10,9 +9,8 @@ from phalanx.core.units import format_seconds
 from phalanx.launch.verdict import Failure
 
 SAME_FAILURE_LIMIT = 3
-SAME_EXCEPTION_LIMIT = (
-    2  # the same words at the same step: unlike a signal, nobody sent it from outside
-)
+# The same words at the same step: unlike a signal, an exception does not come from outside.
+SAME_EXCEPTION_LIMIT = 2
 
 
 class RestartPolicy:
@@ -32,9 +30,8 @@ class RestartPolicy:
         key = (failure.step, failure.signature)
         self._num_same = self._num_same + 1 if key == self._last else 1
         self._last = key
-        if self._num_same >= (
-            SAME_EXCEPTION_LIMIT if failure.cause == "exception" else SAME_FAILURE_LIMIT
-        ):
+        is_exception = failure.cause == "exception"
+        if self._num_same >= (SAME_EXCEPTION_LIMIT if is_exception else SAME_FAILURE_LIMIT):
             where = f"at step {failure.step}" if failure.step else "before the first step"
             raise RestartBudgetError(
                 f"deterministic failure {where}: {failure.detail}",

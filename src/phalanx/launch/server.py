@@ -40,14 +40,14 @@ from phalanx.launch.messages import (
     EndRecorded,
     EventRefused,
     KillRanks,
-    Order,
     PreloadBeginsCuda,
     PreloadFailed,
     Prepare,
     RankExited,
     Ready,
-    Report,
     SendSignal,
+    ServerOrder,
+    ServerReport,
     ShowStacks,
     StartFailed,
     StartRanks,
@@ -59,19 +59,16 @@ from phalanx.launch.reports import describe
 from phalanx.launch.store import hold_store, listen_on_loopback
 from phalanx.launch.wire import Channel
 
-SupervisorLink: TypeAlias = Channel[Report, Order]
-_OUTLIVED = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-)  # a scheduler signals every process of the job
+SupervisorLink: TypeAlias = Channel[ServerReport, ServerOrder]
+# A scheduler signals every process of the job; the server outlives these signals.
+_OUTLIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass
 class Attempt:
     """The processes of one attempt that have not been reaped: rank by pid, and the store's pid.
 
-    `records`: where each rank says how it ended.
+    `records`: the pipe of each rank's end record.
     """
 
     number: int
@@ -109,10 +106,10 @@ class Server:
             self._reap()
             if self._link in readable:
                 for order in self._link.receive():
-                    self._obey(order)
+                    self._on_order(order)
         return 0
 
-    def _obey(self, order: Order) -> None:
+    def _on_order(self, order: ServerOrder) -> None:
         match order:
             case Prepare():
                 self._prepare(order)
@@ -188,7 +185,7 @@ class Server:
             os.close(write_end)
 
     def _forward_record(self, rank: int) -> None:
-        """Pass on what a rank has said of its end, if it has by now, and events that its disk
+        """Forward a rank's end record, if it has written one by now, and events that its disk
         refused."""
         reader = self._attempt.records[rank]
         record = reader.read()
@@ -212,7 +209,7 @@ class Server:
             self._become_child(run, mask)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
-            os.setpgid(pid, pid)  # in both: whoever comes first
+            os.setpgid(pid, pid)  # in parent and child: one of them comes first
         except OSError:
             pass
         return pid
@@ -240,7 +237,7 @@ class Server:
             os._exit(code)  # never back into the server's loop
 
     def _kill_ranks(self) -> None:
-        self._reap()  # who is dead already was not killed by us
+        self._reap()  # a rank that is dead already was not killed by us
         for pid in self._attempt.ranks:
             self._attempt.killed.add(pid)
             _kill_group(pid)
@@ -260,9 +257,9 @@ class Server:
                 return
             if pid == 0:
                 return
-            self._buried(pid, os.waitstatus_to_exitcode(status))
+            self._on_exit(pid, os.waitstatus_to_exitcode(status))
 
-    def _buried(self, pid: int, code: int) -> None:
+    def _on_exit(self, pid: int, code: int) -> None:
         attempt = self._attempt
         if pid == attempt.store_pid:
             attempt.store_pid = 0

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from phalanx.core.files import append_regular, open_regular, resource_error
-from phalanx.launch.messages import ORDERS, REPORTS, Order, Report
+from phalanx.launch.messages import ORDERS, REPORTS, ServerOrder, ServerReport
 from phalanx.launch.paths import server_log
 from phalanx.launch.rank_env import SERVER_CHOSE_THREADS, THREAD_VARIABLES, allocator_variables
 from phalanx.launch.signals import signal_name
 from phalanx.launch.wire import Channel
 
-ServerLink: TypeAlias = Channel[Order, Report]
+ServerLink: TypeAlias = Channel[ServerOrder, ServerReport]
 
 
 class ServerProcess:
@@ -49,11 +49,10 @@ class ServerProcess:
         return self._process.pid
 
     def kill(self, timeout_s: float = 2.0) -> int:
-        """SIGKILL the server; its end kills what it forked.
+        """SIGKILL the server, whose end kills what it forked, and wait for all of them.
 
-        Wait for all; the exit code of the server.
-
-        Safe to call twice, and the way to learn how a server ended that closed its link.
+        Returns the exit code of the server. Safe to call twice, and the way to learn how a server
+        ended that closed its link.
         """
         if self._life >= 0:
             if not self.link.closed:
@@ -69,12 +68,12 @@ class ServerProcess:
             os.close(self._presence)
         return self._process.wait()
 
-    def how_it_ended(self) -> str:
+    def describe_end(self) -> str:
         """ "was killed by SIGKILL", "exited with code 1"; only after `kill`."""
         code = self._process.wait()
         return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
-    def last_words(self, num_lines: int = 20) -> str:
+    def read_last_words(self, num_lines: int = 20) -> str:
         """The end of what this server wrote to its log."""
         try:
             with open_regular(self._log) as file:
@@ -96,22 +95,22 @@ def start_server(run_dir: Path) -> ServerProcess:
         log = append_regular(log_path)
     except OSError as error:
         raise resource_error(error, "opening the server's log", log_path) from None
-    ours, theirs = socket.socketpair()
+    our_end, server_end = socket.socketpair()
     life_read, life_write = os.pipe()
     presence_read, presence_write = os.pipe()
-    handed_over = (theirs.fileno(), life_read, presence_write)
+    inherited = (server_end.fileno(), life_read, presence_write)
     # -P: the folder we happen to stand in is not searched for modules; our own search path
     # follows by message.
-    command = [sys.executable, "-P", "-m", "phalanx.launch.server", *map(str, handed_over)]
+    command = [sys.executable, "-P", "-m", "phalanx.launch.server", *map(str, inherited)]
     try:
-        with log, theirs:
+        with log, server_end:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=_server_environment(),
-                pass_fds=handed_over,
+                pass_fds=inherited,
                 start_new_session=True,
             )
             log_start = log.tell()
@@ -119,12 +118,13 @@ def start_server(run_dir: Path) -> ServerProcess:
         os.close(life_read)
         os.close(presence_write)
     return ServerProcess(
-        process, Channel(ours, ORDERS, REPORTS), life_write, presence_read, log_path, log_start
+        process, Channel(our_end, ORDERS, REPORTS), life_write, presence_read, log_path, log_start
     )
 
 
 def _server_environment() -> dict[str, str]:
-    """Ours, with one thread for each numerical library (unless set), and phalanx importable.
+    """Our environment, with one thread for each numerical library (unless set), and phalanx
+    importable.
 
     Libraries ask torch for GPUs when they are imported. Torch then asks the driver, and no fork can
     use CUDA any more, unless it is told to ask NVML.

@@ -1,5 +1,5 @@
-"""Signals as things to read: the supervisor waits on a descriptor and nothing happens behind its
-back."""
+"""Signals that are read from a descriptor: the supervisor waits on it, and no handler interrupts
+it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Start the ranks, watch them, start them again after a crash, stop them when asked, and say how
-it ended."""
+"""The supervisor: starts the ranks, watches them, starts them again after a crash, stops them when
+asked, and returns how it ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
 from phalanx.core.typed_json import HasJson
-from phalanx.launch.attempt import AttemptEnd, AttemptWatch, Attention, Stop
+from phalanx.launch.attempt import AttemptEnd, AttemptWatch, EventWaiter, StopRequest
 from phalanx.launch.end_record import STOPPED
 from phalanx.launch.messages import PreloadBeginsCuda, PreloadFailed, Prepare, Ready
 from phalanx.launch.paths import blank_out_logs, clear_black_boxes, next_attempt
@@ -32,7 +32,7 @@ FINAL_WHILE_STOPPING = (ExitCode.RUN_LOCKED, ExitCode.RESOURCES)
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What to run in how many ranks.
+    """The entry to run, in how many ranks, and with which limits.
 
     `entry` is "package.module:function", called in each rank as `function(payload, link) -> exit
     code` with the JSON of a payload and a RankLink; `preload` names the modules that are imported
@@ -47,9 +47,9 @@ class LaunchSpec:
     run_dir: Path
     preload: tuple[str, ...]
     stepless: str = ""
-    """What ranks without steps do, say "evaluating": they are started once, not again.
+    """The work of ranks without steps, say "evaluating": they are started once, not again.
 
-    Empty for those that train.
+    Empty for ranks that train.
     """
     max_restarts: int = 3
     restart_window_s: float = 3600.0
@@ -58,7 +58,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended.
+    """The end of a supervised run.
 
     `status` is "finished" | "preempted" | "interrupted" | "failed"; `message` is for a person.
     """
@@ -88,7 +88,7 @@ def supervise(
     """
     with SignalInbox() as inbox:
         supervisor = _Supervisor(
-            spec, bus, Attention(inbox, on_tick), _quietly(say), newest_step, on_refused_event
+            spec, bus, EventWaiter(inbox, on_tick), _quietly(say), newest_step, on_refused_event
         )
         try:
             return supervisor.run()
@@ -102,15 +102,15 @@ class _Supervisor:
         self,
         spec: LaunchSpec,
         bus: Bus,
-        attention: Attention,
+        waiter: EventWaiter,
         say: Callable[[str], None],
         newest_step: Callable[[], int],
         on_refused_event: Callable[[str], None],
     ) -> None:
-        self._spec, self._bus, self._attention = spec, bus, attention
+        self._spec, self._bus, self._waiter = spec, bus, waiter
         self._say, self._newest_step, self._on_refused_event = say, newest_step, on_refused_event
         self._server: ServerProcess | None = None
-        self._stop = Stop()
+        self._stop = StopRequest()
         self._policy = RestartPolicy(spec.max_restarts, spec.restart_window_s)
         self._num_attempts = 0
         self._preload = spec.preload
@@ -129,9 +129,9 @@ class _Supervisor:
             )
             failure = find_failure(end, self._spec.run_dir)
             if self._stop.signal is not None:
-                return self._stopped(end, failure)
+                return self._outcome_of_stop(end, failure)
             if failure is None:
-                return self._left(end)
+                return self._outcome_of_end(end)
             self._emit_failure(failure)
             if self._spec.stepless or not failure.restartable:
                 return Outcome(int(failure.exit_code), "failed", failure.report, self._num_attempts)
@@ -171,7 +171,7 @@ class _Supervisor:
             self._spec.run_dir,
             self._spec.grace_s,
             server,
-            self._attention,
+            self._waiter,
             self._stop,
             self._say,
             on_started,
@@ -200,7 +200,7 @@ class _Supervisor:
         search_path = tuple(sys.path), os.environ.get("PYTHONPATH")
         server.link.send(Prepare(self._spec.run_dir, self._preload, *search_path))
         while not server.link.closed:
-            reports, signals = self._attention.wait(server.link)
+            reports, signals = self._waiter.wait(server.link)
             if signals:  # before the reports: Ready may have come in the same moment
                 self._stop.signal = signal.SIGINT if signal.SIGINT in signals else signal.SIGTERM
                 server.kill()
@@ -218,21 +218,21 @@ class _Supervisor:
                         end.start_error = error
                         return end
         server.kill()
-        end.server_loss = server.how_it_ended()
+        end.server_loss = server.describe_end()
         if "killed" not in end.server_loss:
-            end.start_error = _unexplained(end.server_loss, server.last_words())
+            end.start_error = _report_server_loss(end.server_loss, server.read_last_words())
         return end
 
-    def _left(self, end: AttemptEnd) -> Outcome:
-        """All ranks say that they finished, or that they agreed to leave because one of them was
-        told to."""
+    def _outcome_of_end(self, end: AttemptEnd) -> Outcome:
+        """The outcome if all ranks report that they finished, or that they agreed to leave because
+        one of them was told to."""
         if end.codes == {ExitCode.OK}:
             return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
         code = ExitCode.PREEMPTED if ExitCode.PREEMPTED in end.codes else ExitCode.INTERRUPTED
-        return self._leave(code, _late(end))
+        return self._leave(code, _late_message(end))
 
-    def _stopped(self, end: AttemptEnd, failure: Failure | None) -> Outcome:
-        """A stop was asked for.
+    def _outcome_of_stop(self, end: AttemptEnd, failure: Failure | None) -> Outcome:
+        """The outcome after a request to stop.
 
         Whatever happened on the way, the run is to be continued, not repaired.
         """
@@ -260,7 +260,7 @@ class _Supervisor:
             return self._leave(
                 code, f"failed while stopping; the last checkpoint stands\n{failure.report}"
             )
-        return self._leave(code, _late(end))
+        return self._leave(code, _late_message(end))
 
     def _is_interrupt(self) -> bool:
         return self._stop.signal == signal.SIGINT
@@ -294,8 +294,8 @@ class _Supervisor:
         )
 
 
-def _late(end: AttemptEnd) -> str:
-    """What to say if ranks had to be killed on the way out; nothing if they left by themselves."""
+def _late_message(end: AttemptEnd) -> str:
+    """The message if ranks had to be killed on the way out; empty if they left by themselves."""
     if end.codes <= {ExitCode.OK, *STOPPED} and not end.grace_over:
         return ""
     return (
@@ -303,15 +303,22 @@ def _late(end: AttemptEnd) -> str:
     )
 
 
-def _unexplained(how: str, last_words: str) -> ErrorReport:
-    what = f"the process that starts the ranks {how}"
+def _report_server_loss(how: str, last_words: str) -> ErrorReport:
+    message = f"the process that starts the ranks {how}"
     return ErrorReport(
-        "", what, f"{what}\n{last_words}", ExitCode.INTERNAL, False, what, False, -1.0
+        type="",
+        message=message,
+        traceback=f"{message}\n{last_words}",
+        exit_code=ExitCode.INTERNAL,
+        is_phalanx_error=False,
+        one_line=message,
+        secondary=False,
+        time_monotonic_s=-1.0,
     )
 
 
 def _quietly(say: Callable[[str], None]) -> Callable[[str], None]:
-    """`say`, except that a terminal which is gone does not take the run with it."""
+    """`say`, but for its OSError: a terminal which is gone does not take the run with it."""
 
     def speak(line: str) -> None:
         try:

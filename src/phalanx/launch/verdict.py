@@ -1,5 +1,5 @@
-"""Why an attempt failed: which rank was first, what a person should read, and whether starting
-again can help."""
+"""The verdict on a failed attempt: the rank that failed first, the text for a person, and whether
+starting again can help."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DETERMINISTIC = {int(code) for code in ExitCode} - {
 }
 # Python raises SystemExit for sys.exit, and that is reported with its line.
 UNSAID = " (by os._exit or C's exit, before the run was done)"
-# What says why a rank was aborted, and what comes after it is often longer than the end of a log
+# Lines that say why a rank was aborted: the lines after them are often longer than the end of a log
 # that is shown.
 _TELLING = re.compile(
     r"watchdog|NCCL (WARN|error)|terminate called|what\(\):|Fatal Python error", re.IGNORECASE
@@ -64,59 +64,62 @@ class Failure:
 def find_failure(end: AttemptEnd, run_dir: Path) -> Failure | None:
     """The failure of an attempt, or None if every rank finished or left in agreement."""
     if end.start_error is not None:
-        return _from_supervision(end.start_error)
-    found = _first_to_fail(end, run_dir)
-    if found is None or found.is_consequence:
-        ours = _of_our_own_processes(end, run_dir)
-        if ours is not None or found is None:
-            return ours
+        return _blame_startup(end.start_error)
+    earliest = _find_first_failed(end, run_dir)
+    if earliest is None or earliest.is_consequence:
+        process_failure = _blame_own_process(end, run_dir)
+        if process_failure is not None or earliest is None:
+            return process_failure
         absence = find_absence(end.records, end.silent, _places(end, run_dir))
         if absence is not None:
-            return _from_absence(absence, end, run_dir)
-    first = found.rank
+            return _blame_absence(absence, end, run_dir)
+    first = earliest.rank
     place = read_black_box(black_box(run_dir, first))
     report = end.reports.get(first)
     if report is not None and report.is_phalanx_error:
-        return _from_phalanx_error(first, report, place, end)
+        return _blame_phalanx_error(first, report, place, end)
     if report is not None:
-        return _from_exception(first, report, place, end, run_dir)
+        return _blame_exception(first, report, place, end, run_dir)
     if first in end.records:
-        return _from_code(first, end.records[first].code, place, end, run_dir)
-    return _from_exit(end.exits[first], place, end, run_dir)
+        return _blame_code(first, end.records[first].code, place, end, run_dir)
+    return _blame_exit(end.exits[first], place, end, run_dir)
 
 
-class _First(NamedTuple):
-    """A rank that failed; in the order in which they are to be looked at."""
+class _FailedRank(NamedTuple):
+    """A rank that failed; sorts in the order in which they are examined."""
 
     is_consequence: bool
     time_monotonic_s: float
     rank: int
 
 
-def _first_to_fail(end: AttemptEnd, run_dir: Path) -> _First | None:
+def _find_first_failed(end: AttemptEnd, run_dir: Path) -> _FailedRank | None:
     """The earliest cause; the earliest consequence where no cause is known."""
-    found: list[_First] = []
+    failed: list[_FailedRank] = []
     reports = end.reports
     for rank in filter(end.has_failed, end.exits.keys() | end.records.keys()):
         if rank in reports:
-            found.append(_First(reports[rank].secondary, reports[rank].time_monotonic_s, rank))
+            failed.append(
+                _FailedRank(reports[rank].secondary, reports[rank].time_monotonic_s, rank)
+            )
         elif rank in end.exits:
-            left = end.exits[rank]
-            found.append(
-                _First(
-                    _is_aborted_because_of_another(left, end, run_dir), left.died_monotonic_s, rank
+            rank_exit = end.exits[rank]
+            failed.append(
+                _FailedRank(
+                    _is_aborted_by_peer(rank_exit, end, run_dir), rank_exit.died_monotonic_s, rank
                 )
             )
-    return min(found, default=None)
+    return min(failed, default=None)
 
 
-def _is_aborted_because_of_another(left: RankExit, end: AttemptEnd, run_dir: Path) -> bool:
-    """C++ code of torch, NCCL's watchdog above all, ends a process when a peer is gone or does
-    not come."""
-    if left.signal != signal.SIGABRT:
+def _is_aborted_by_peer(rank_exit: RankExit, end: AttemptEnd, run_dir: Path) -> bool:
+    """True if C++ code of torch, NCCL's watchdog above all, ended the process because a peer was
+    gone or did not come."""
+    if rank_exit.signal != signal.SIGABRT:
         return False
     return any(
-        blames_another(line) for line in _telling_lines(rank_log(run_dir, left.rank, end.number))
+        blames_another(line)
+        for line in _read_telling_lines(rank_log(run_dir, rank_exit.rank, end.number))
     )
 
 
@@ -128,8 +131,9 @@ def _places(end: AttemptEnd, run_dir: Path) -> dict[int, Place]:
     } | end.silent_places
 
 
-def _from_supervision(report: ErrorReport) -> Failure:
-    """The ranks never came to be: a module that does not import, no process or port to be had."""
+def _blame_startup(report: ErrorReport) -> Failure:
+    """The failure of ranks that never started: a module that does not import, no process or port
+    to be had."""
     return Failure(
         rank=-1,
         cause="exception",
@@ -145,10 +149,10 @@ def _from_supervision(report: ErrorReport) -> Failure:
     )
 
 
-def _of_our_own_processes(end: AttemptEnd, run_dir: Path) -> Failure | None:
+def _blame_own_process(end: AttemptEnd, run_dir: Path) -> Failure | None:
     if not end.server_loss and not end.store_loss:
         return None
-    what = (
+    process_name = (
         "the process that starts the ranks"
         if end.server_loss
         else "the process that holds the rendezvous store"
@@ -162,17 +166,17 @@ def _of_our_own_processes(end: AttemptEnd, run_dir: Path) -> Failure | None:
         cause="signal" if "killed" in how else "exit",
         step=place.step if place else 0,
         phase=place.phase if place else "",
-        summary=f"{what} {how} {place_in_words(place, end.stepless)}",
-        detail=f"{what} {how}",
-        report=f"{what} {how} {place_in_words(place, end.stepless)}{_hint(how)}",
-        signature=f"{what} {how}",
+        summary=f"{process_name} {how} {place_in_words(place, end.stepless)}",
+        detail=f"{process_name} {how}",
+        report=f"{process_name} {how} {place_in_words(place, end.stepless)}{_hint(how)}",
+        signature=f"{process_name} {how}",
         exit_code=ExitCode.INTERNAL,
         restartable=True,
         detected_s=0.0,
     )
 
 
-def _from_phalanx_error(
+def _blame_phalanx_error(
     rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd
 ) -> Failure:
     return Failure(
@@ -186,17 +190,23 @@ def _from_phalanx_error(
         signature=report.one_line,
         exit_code=report.exit_code,
         restartable=False,
-        detected_s=_detected_s(rank, end),
+        detected_s=_detection_s(rank, end),
     )
 
 
-def _from_exception(
+def _blame_exception(
     rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd, run_dir: Path
 ) -> Failure:
     summary = f"rank {rank} failed {place_in_words(place, end.stepless)}"
     raised_at = [f"your code: {report.user_place}"] if report.user_place else []
     log = f"log: {rank_log(run_dir, rank, end.number)}"
-    lines = [f"{summary}:", report.traceback.rstrip(), *_others(rank, report, end), *raised_at, log]
+    lines = [
+        f"{summary}:",
+        report.traceback.rstrip(),
+        *_describe_others(rank, report, end),
+        *raised_at,
+        log,
+    ]
     return Failure(
         rank=rank,
         cause="exception",
@@ -208,12 +218,12 @@ def _from_exception(
         signature="lost connection" if report.secondary else signature_of(report.one_line),
         exit_code=ExitCode.INTERNAL,
         restartable=place is not None and place.step >= 1,
-        detected_s=_detected_s(rank, end),
+        detected_s=_detection_s(rank, end),
     )
 
 
-def _from_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
-    """The others failed because they waited for this rank; it had said nothing, or came too
+def _blame_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
+    """The failure of a rank that the others waited for: it had reported nothing, or came too
     late."""
     rank, places = absence.rank, _places(end, run_dir)
     place, log = places.get(rank), rank_log(run_dir, absence.rank, end.number)
@@ -224,7 +234,7 @@ def _from_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
         if other != rank:
             by_place.setdefault(place_in_words(places.get(other), end.stepless), []).append(other)
     waited = [f"{_ranks(ranks)}: waited {where}" for where, ranks in by_place.items()]
-    lines = [summary, *waited, *_stack(log), f"log: {log}"]
+    lines = [summary, *waited, *_read_stack(log), f"log: {log}"]
     return Failure(
         rank=rank,
         cause="hang",
@@ -240,37 +250,47 @@ def _from_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
     )
 
 
-def _from_code(
+def _blame_code(
     rank: int, code: int, place: Place | None, end: AttemptEnd, run_dir: Path
 ) -> Failure:
-    """The entry returned a code that is neither success nor a stop, and said no more."""
+    """The failure of a rank whose entry returned a code that is neither success nor a stop, without
+    a report."""
     deterministic = code in _DETERMINISTIC
-    failure = _death(rank, "exit", f"ended with code {code}", place, end, run_dir)
+    failure = _describe_death(rank, "exit", f"ended with code {code}", place, end, run_dir)
     exit_code = code if deterministic else int(ExitCode.INTERNAL)
     return replace(
         failure, exit_code=exit_code, restartable=failure.restartable and not deterministic
     )
 
 
-def _from_exit(left: RankExit, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
-    """A death without a word: a signal, or an exit behind our back.
+def _blame_exit(
+    rank_exit: RankExit, place: Place | None, end: AttemptEnd, run_dir: Path
+) -> Failure:
+    """The failure of a process that ended without an end record: by a signal, or an exit behind our
+    back. Whatever code that had, its work was not done."""
+    if rank_exit.signal is None:
+        return _describe_death(
+            rank_exit.rank, "exit", f"exited with code {rank_exit.code}", place, end, run_dir
+        )
+    detail = f"killed by {signal_name(rank_exit.signal)}"
+    return replace(
+        _describe_death(rank_exit.rank, "signal", detail, place, end, run_dir), restartable=True
+    )
 
-    Whatever code that had, its work was not done.
-    """
-    if left.signal is None:
-        return _death(left.rank, "exit", f"exited with code {left.code}", place, end, run_dir)
-    detail = f"killed by {signal_name(left.signal)}"
-    return replace(_death(left.rank, "signal", detail, place, end, run_dir), restartable=True)
 
-
-def _death(
+def _describe_death(
     rank: int, cause: str, detail: str, place: Place | None, end: AttemptEnd, run_dir: Path
 ) -> Failure:
     was = "was " if cause == "signal" else ""
     summary = f"rank {rank} {was}{detail} {place_in_words(place, end.stepless)}"
-    left, log = end.exits.get(rank), rank_log(run_dir, rank, end.number)
+    rank_exit, log = end.exits.get(rank), rank_log(run_dir, rank, end.number)
     hint = _hint(detail) if cause == "signal" or rank in end.records else UNSAID
-    lines = [summary + hint, *_last_words(left, log), *_others(rank, None, end), f"log: {log}"]
+    lines = [
+        summary + hint,
+        *_read_last_words(rank_exit, log),
+        *_describe_others(rank, None, end),
+        f"log: {log}",
+    ]
     return Failure(
         rank=rank,
         cause=cause,
@@ -282,18 +302,17 @@ def _death(
         signature=detail,
         exit_code=ExitCode.INTERNAL,
         restartable=place is not None and place.step >= 1,
-        detected_s=_detected_s(rank, end),
+        detected_s=_detection_s(rank, end),
     )
 
 
-def _detected_s(rank: int, end: AttemptEnd) -> float:
-    left = end.exits.get(rank)
-    return left.detected_s if left is not None else 0.0
+def _detection_s(rank: int, end: AttemptEnd) -> float:
+    rank_exit = end.exits.get(rank)
+    return rank_exit.detected_s if rank_exit is not None else 0.0
 
 
 def place_in_words(place: Place | None, stepless: str = "") -> str:
-    """Step, phase and collective, as the end of a sentence; of ranks without steps, what they
-    did."""
+    """Step, phase and collective, as the end of a sentence; for ranks without steps their work."""
     collective = f" ({place.collective})" if place is not None and place.collective else ""
     if stepless:
         return f"while {stepless}{collective}"
@@ -306,44 +325,48 @@ def _hint(how: str) -> str:
     return " (possibly by the kernel's out-of-memory killer)" if "SIGKILL" in how else ""
 
 
-def _last_words(left: RankExit | None, log: Path) -> list[str]:
+def _read_last_words(rank_exit: RankExit | None, log: Path) -> list[str]:
     """The end of the log where it explains a death (stacks of faulthandler, an abort's message),
     and before it those lines of NCCL and of C++ that say why."""
-    if left is not None and left.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+    if rank_exit is not None and rank_exit.signal in (
+        signal.SIGKILL,
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):
         return []
     end = _read_lines(log)[-NUM_LAST_LINES:]
-    return [*(line for line in _telling_lines(log) if line not in end), *end]
+    return [*(line for line in _read_telling_lines(log) if line not in end), *end]
 
 
-def _telling_lines(log: Path) -> list[str]:
+def _read_telling_lines(log: Path) -> list[str]:
     """The first lines of a log that say why a process was aborted."""
     return [line for line in _read_lines(log) if _TELLING.search(line)][:NUM_TELLING_LINES]
 
 
-def _stack(log: Path) -> list[str]:
-    """Where the main thread of a rank was when it was asked; nothing if it could not answer."""
+def _read_stack(log: Path) -> list[str]:
+    """The stack of a rank's main thread when it was asked; empty if it could not answer."""
     lines = _read_lines(log)
     if STACK_HEAD not in lines:
         return []
-    begin = len(lines) - lines[::-1].index(STACK_HEAD)
-    frames = [line for line in lines[begin:] if line.startswith("  File")]
+    start = len(lines) - lines[::-1].index(STACK_HEAD)
+    frames = [line for line in lines[start:] if line.startswith("  File")]
     return [STACK_HEAD, *frames[:NUM_STACK_LINES]] if frames else []
 
 
 def _read_lines(log: Path) -> list[str]:
     try:
-        return _tail_of(log).splitlines()
+        return _read_tail(log).splitlines()
     except OSError:
         return []
 
 
-def _tail_of(log: Path, num_bytes: int = 64 << 20) -> str:
+def _read_tail(log: Path, num_bytes: int = 64 << 20) -> str:
     with open_regular(log) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
         return file.read(num_bytes).decode("utf-8", "replace")
 
 
-def _others(root: int, root_report: ErrorReport | None, end: AttemptEnd) -> list[str]:
+def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd) -> list[str]:
     """One line for all ranks that ended with the first, and one for each that had an error of its
     own.
 
@@ -351,7 +374,9 @@ def _others(root: int, root_report: ErrorReport | None, end: AttemptEnd) -> list
     in time.
     """
     secondary = {rank for rank, report in end.reports.items() if report.secondary}
-    killed = {rank for rank, left in end.exits.items() if left.by_us and rank not in end.reports}
+    killed = {
+        rank for rank, rank_exit in end.exits.items() if rank_exit.by_us and rank not in end.reports
+    }
     fallen = sorted((secondary | killed) - {root})
     lines = [f"{_ranks(fallen)}: ended because of that"] if fallen else []
     by_line: dict[str, list[int]] = {}

@@ -64,7 +64,7 @@ def train_as_rank(
     """
     from phalanx.run.launched_rank import DecisionStore
 
-    began_s, ranks = process_began_s(), launched.mine  # each of them imports torch by itself
+    began_s, ranks = process_began_s(), launched.rank_env  # each of them imports torch by itself
     store = DecisionStore(job, ranks)
     if ranks.rank != 0:
         return _follow(job, ranks, store, began_s, output)

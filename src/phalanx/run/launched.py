@@ -20,13 +20,13 @@ class LaunchedRanksError(UsageError):
 def refuse_launched_ranks(verb: str) -> None:
     """Raise LaunchedRanksError in each rank of another launcher."""
     launched = external_ranks(os.environ)
-    if launched is None or launched.mine.world_size == 1:
+    if launched is None or launched.rank_env.world_size == 1:
         return
     error = LaunchedRanksError(
-        f"{verb} starts its own ranks, and a launcher has called it {launched.mine.world_size}"
+        f"{verb} starts its own ranks, and a launcher has called it {launched.rank_env.world_size}"
         " times",
         why=launched.words,
         fix=f"call phalanx {verb} once, without the launcher",
     )
-    error.rank = launched.mine.rank
+    error.rank = launched.rank_env.rank
     raise error

@@ -98,7 +98,7 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
         attempt=run.attempt,
         run_dir=run.run_dir,
         sinks=sinks,
-        on_unwritten=partial(_pass_on, run),
+        on_unwritten=partial(_forward_event, run),
         may_write=lambda: not fence.is_lost(),
     )
     try:
@@ -110,11 +110,11 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
     return code
 
 
-def _pass_on(run: RankRun, envelope: Envelope) -> None:
+def _forward_event(run: RankRun, envelope: Envelope) -> None:
     """Rank 0's events are those that people watch; of other ranks they must know that some are
     lost."""
     if run.rank == 0 or isinstance(envelope.event, Note | SinkDropped):
-        run.link.pass_on_event(envelope.to_line())
+        run.link.forward_event(envelope.to_line())
 
 
 @contextlib.contextmanager
@@ -217,7 +217,7 @@ def _train(
         if ended == "finished":
             # All is saved: a rank that dies from here on has not failed the run, and no rank does
             # before all are here.
-            run.link.tell_done()
+            run.link.report_done()
             mesh.barrier()
         has_all_ranks = ended != "finished" or sample_text(job, plan, mesh, corpus, trainer, meter)
         predicted = plan.predicted_of(mesh.rank)

@@ -13,7 +13,7 @@ from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.external import ExternalRanks, external_ranks
-from phalanx.launch.guard import fork_guarded
+from phalanx.launch.guard import fork_under_guard
 from phalanx.run.announce import announcement
 from phalanx.run.conclude import RunEnd
 from phalanx.run.external import train_as_rank
@@ -75,7 +75,7 @@ def _train_guarded(
 
     The guard is forked before torch is imported: it needs none of it.
     """
-    record = fork_guarded(ranks.mine.rank, run_dir)
+    record = fork_under_guard(ranks.rank_env.rank, run_dir)
     exit_code = int(ExitCode.INTERNAL)
     try:
         end = train_as_rank(job, run_dir, ranks, resumed, output)
@@ -88,7 +88,7 @@ def _train_guarded(
         exit_code = int(ExitCode.INTERRUPTED)
         raise
     finally:
-        record.tell(EndRecord(exit_code))
+        record.write(EndRecord(exit_code))
 
 
 def _fresh_run_dir(job: Job) -> str:
