@@ -19,11 +19,11 @@ from pathlib import Path
 from phalanx.run.stop_signals import stop_by_exception
 from phalanx.core.errors import PhalanxError
 from phalanx.launch.end_record import EndRecord
-from phalanx.launch.guard import fork_guarded
+from phalanx.launch.guard import fork_under_guard
 
 code = 1
 with stop_by_exception():
-    end = fork_guarded(0, Path(sys.argv[1]))
+    end = fork_under_guard(0, Path(sys.argv[1]))
     try:
         print(f"prepares {os.getpid()}", flush=True)
         while True:
