@@ -120,7 +120,7 @@ class Run:
         bus.emit = self.said.append  # type: ignore[method-assign]
         target = CheckpointDestination(
             LocalStore(run_dir / "checkpoints", self.disk), "", run_dir,
-            keep_last=kept.keep_last, keep_every=kept.keep_every, kept=lambda: frozenset((kept_best,)),
+            keep_last=kept.keep_last, keep_every=kept.keep_every, protected_steps=lambda: frozenset((kept_best,)),
         )  # fmt: skip
         self.phases = Phases(None, (listener,) if listener else ())
         self.saver = AsyncCheckpointer(

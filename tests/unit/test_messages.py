@@ -22,13 +22,13 @@ from phalanx.launch.messages import (
     EndRecorded,
     EventRefused,
     KillRanks,
-    Order,
     PreloadBeginsCuda,
     PreloadFailed,
     Prepare,
     RankExited,
     Ready,
     SendSignal,
+    ServerOrder,
     ServerReport,
     ShowStacks,
     StartFailed,
@@ -52,7 +52,7 @@ from phalanx.verify.payloads import VerifyCase, VerifyPayload
 FAILED = ErrorReport(
     "ValueError", "boom", "Traceback\n", 1, False, "ValueError: boom", False, 1.5, "user.py:3"
 )
-SENT_ORDERS: list[Order] = [
+SENT_ORDERS: list[ServerOrder] = [
     Prepare(Path("/runs/é"), ("torch", "phalanx.run.rank"), ("/a", ""), None),
     StartRanks(
         2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"
@@ -77,7 +77,7 @@ SENT_REPORTS: list[ServerReport] = [
 
 
 def test_every_message_comes_back_as_it_was_sent() -> None:
-    assert {type(order) for order in SENT_ORDERS} == set(get_args(Order))
+    assert {type(order) for order in SENT_ORDERS} == set(get_args(ServerOrder))
     assert {type(report) for report in SENT_REPORTS} == set(get_args(ServerReport))
     for order in SENT_ORDERS:
         assert ORDERS.decode(ORDERS.encode(order)) == order

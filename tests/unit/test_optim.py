@@ -149,7 +149,7 @@ def test_decay_is_by_the_kind_of_module() -> None:
         "memory.weight_hh_l0",
         "out.weight",
     }
-    assert {names[id(p)] for p in groups.kept} == set(names.values()) - {
+    assert {names[id(p)] for p in groups.undecayed} == set(names.values()) - {
         names[id(p)] for p in groups.decayed
     }
 

@@ -1,4 +1,4 @@
-"""From a job's [optim] to an optimizer whose state exists at once: memory is known, and loading
+"""Builds the optimizer of a job's [optim], whose state exists at once: memory is known, and loading
 is a copy."""
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Trainable(Protocol):
 
 
 def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer `optim.kind` over the trainable parameters of `model`.
+    """Build the optimizer `optim.kind` over the trainable parameters of `model`.
 
     An own one ("package.module:build") is called as `build(groups, optim)` and returns a torch
     optimizer. State that it wants in checkpoints must exist when it returns: restoring copies into
     it. `optim.lr` is a number then.
     """
-    if optim.lr == "auto":  # of [optim] alone, whose weights nobody knows
+    if optim.lr == "auto":  # of [optim] alone: the initial weights are not known
         optim = optim.model_copy(update={"lr": RANDOM_WEIGHTS_LR})
     named = list(model.named_parameters())  # first: it brings a sharded model to rest
     module = getattr(model, "module", model)
     assert isinstance(module, nn.Module)
     is_staged = getattr(model, "is_staged", False)
     groups = replace(decay_groups(module, named), keeps_empty=is_staged)
-    if not (groups.decayed or groups.kept) and not is_staged:
+    if not (groups.decayed or groups.undecayed) and not is_staged:
         raise LayoutError(
             f"{type(module).__name__} has no parameter to train",
             fix="leave requires_grad of some on",
@@ -68,8 +68,8 @@ def optimizer_shards(
     world_size: int,
     copies: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> dict[str, LogicalShard]:
-    """State as logical shards named `optim/<parameter>/<slot>`; slots of the parameter's shape
-    share its boxes.
+    """The optimizer's state as logical shards named `optim/<parameter>/<slot>`; slots of the
+    parameter's shape share its boxes.
 
     Slots of another shape (the update count) are the same on every rank that has the parameter:
     `rank` is this one's number among those of its pipeline stage, `world_size` how many they are,
@@ -85,9 +85,8 @@ def optimizer_shards(
                 continue
             key = f"optim/{name}/{slot}"
             owner = model_shards[name]
-            if (
-                value.shape == parameter.shape
-            ):  # of the full tensor, or of what tensor parallelism left of it
+            # Of the full tensor, or of the part that tensor parallelism left of it.
+            if value.shape == parameter.shape:
                 shards[key] = owner.like(key, local_tensor(value).detach())
             elif value.numel() > 1 and owner.global_shape != tuple(parameter.shape):
                 raise CheckpointError(
@@ -100,10 +99,11 @@ def optimizer_shards(
                     ),
                 )
             else:
-                which, how_many = copies.get(name, (0, 1))
-                place = {
-                    "replica": which * world_size + rank,
-                    "num_replicas": how_many * world_size,
-                }
-                shards[key] = shard_of(key, value, **place)
+                copy, num_copies = copies.get(name, (0, 1))
+                shards[key] = shard_of(
+                    key,
+                    value,
+                    replica=copy * world_size + rank,
+                    num_replicas=num_copies * world_size,
+                )
     return shards

@@ -1,4 +1,4 @@
-"""Learning rates as a pure function of job and step: nothing to save, nothing to drift."""
+"""The learning rate as a pure function of job and step: nothing to save, nothing to drift."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from phalanx.job.schema import Job
 def learning_rate(job: Job, step: int, peak: float | None = None) -> float:
     """The rate of update `step` (1-based).
 
-    Warm-up ends at `warmup`; the last step has peak x min_lr_ratio.
-
-    `peak` is the plan's, which is the job's: with it no file is looked for.
+    Warm-up ends at `warmup`; the last step has peak x min_lr_ratio. With `peak`, which is the
+    plan's and so the job's, no file is looked for.
     """
     optim, total_steps, warmup = job.optim, job.train.steps, warmup_steps(job)
     peak = peak_rate(job).lr if peak is None else peak

@@ -1,4 +1,4 @@
-"""What an optimizer keeps besides the tensors that were there when it was built.
+"""State of an optimizer besides the tensors that were there when it was built.
 
 Many optimizers make their state at the first step, count in plain numbers, change values of their
 groups as they go, or keep something of the whole run under a name of its own. A run that is
@@ -23,16 +23,16 @@ from phalanx.core.errors import CheckpointError
 from phalanx.mesh.logical import LogicalShard, full_name, shard_of
 
 Named = Iterable[tuple[str, nn.Parameter]]
-Put = Callable[[], None]
+Restore = Callable[[], None]
 Undo = Callable[[], None]
 Holder = Callable[[], dict[Any, Any]]
 _SET_BY_THE_JOB = ("params", "lr")  # lr is a function of the step
 _TUPLE = "tuple"  # JSON has lists only
-_UNKNOWN = object()  # equal to nothing: a value of which nobody could say whether it changed
+_UNKNOWN = object()  # equal to nothing: a value that cannot be compared, and so counts as changed
 
 
 class Stored(Protocol):
-    """What a checkpoint says of a tensor. `dtype` is torch's name of it."""
+    """Shape and type of a stored tensor. `dtype` is torch's name of it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -42,8 +42,9 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One value that an optimizer keeps, what a checkpoint calls it, and where it is kept."""
+class OptimizerValue:
+    """One value in an optimizer: its path in a checkpoint, and the dictionary and key that hold
+    it."""
 
     path: str
     holder: dict[Any, Any]
@@ -51,40 +52,39 @@ class Kept:
     value: Any
 
 
-def group_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer's groups hold now, besides tensors, by path: nothing that changes later
-    changes it."""
+def list_group_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The values of the optimizer's groups now, besides tensors, by path: copies that later changes
+    do not reach."""
     return {
-        kept.path: _remembered(kept.value)
-        for kept in _in_groups(optimizer)
-        if not _is_tensor(kept.value)
+        entry.path: _copy_if_possible(entry.value)
+        for entry in _list_group_entries(optimizer)
+        if not _is_tensor(entry.value)
     }
 
 
-def numbers_of(
+def collect_numbers(
     optimizer: torch.optim.Optimizer, named_parameters: Named, built: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What training made or changed and is no tensor, as JSON by path; of groups what was `built`
-    otherwise.
+    """Values that training made or changed and that are no tensors, as JSON by path.
 
-    Raises CheckpointError for state that is neither tensor, nor finite number, nor a list of such
-    numbers.
+    Values of groups that are still as `built` are left out. Raises CheckpointError for state that
+    is neither tensor, nor finite number, nor a list of such numbers.
     """
-    found = {}
-    for kept in _everything(optimizer, named_parameters):
-        is_of_group = kept.path.startswith("group/")
-        if _is_tensor(kept.value) or (kept.value is None and not is_of_group):
+    numbers = {}
+    for entry in _list_values(optimizer, named_parameters):
+        is_of_group = entry.path.startswith("group/")
+        if _is_tensor(entry.value) or (entry.value is None and not is_of_group):
             continue
-        if is_of_group and kept.path in built and _is_same(built[kept.path], kept.value):
+        if is_of_group and entry.path in built and _is_same(built[entry.path], entry.value):
             continue
         try:
-            found[kept.path] = None if kept.value is None else _to_json(kept.value)
+            numbers[entry.path] = None if entry.value is None else _to_json(entry.value)
         except ValueError:
-            raise _refusal(optimizer, f"{kept.path} = {reprlib.repr(kept.value)}") from None
-    return found
+            raise _refusal(optimizer, f"{entry.path} = {reprlib.repr(entry.value)}") from None
+    return numbers
 
 
-def tensors_of(
+def collect_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Named, *, rank: int, world_size: int
 ) -> dict[str, LogicalShard]:
     """Tensors that belong to no parameter, as `optim/<path>`.
@@ -92,80 +92,83 @@ def tensors_of(
     They are the same on every rank, as such numbers are.
     """
     return {
-        f"optim/{kept.path}": shard_of(
-            f"optim/{kept.path}", kept.value, replica=rank, num_replicas=world_size
+        f"optim/{entry.path}": shard_of(
+            f"optim/{entry.path}", entry.value, replica=rank, num_replicas=world_size
         )
-        for kept in _everything(optimizer, named_parameters)
-        if _is_tensor(kept.value) and not kept.path.startswith("state/")
+        for entry in _list_values(optimizer, named_parameters)
+        if _is_tensor(entry.value) and not entry.path.startswith("state/")
     }
 
 
-def places_of(
+def plan_restores(
     optimizer: torch.optim.Optimizer,
     named_parameters: Named,
     numbers: Mapping[str, Any],
     *,
     elsewhere: Container[str] = (),
-) -> list[Put]:
-    """What puts each of the values that `numbers_of` found in another optimizer where it belongs in
-    this one.
+) -> list[Restore]:
+    """Return functions that each set one of the `numbers`, which `collect_numbers` took from
+    another optimizer, in this one.
 
-    Those of parameters that are `elsewhere`, on other ranks, and not here are left out. Raises
-    CheckpointError if it has no such place.
+    Values of parameters that only other ranks have (`elsewhere`) are left out. Raises
+    CheckpointError if this optimizer has no place for a value.
     """
     parameters = {full_name(name): parameter for name, parameter in named_parameters}
-    puts: list[Callable[[], None]] = []
+    restores: list[Restore] = []
     for path, value in numbers.items():
         owner = path.removeprefix("state/").rpartition("/")[0] if path.startswith("state/") else ""
         if owner not in parameters and owner in elsewhere:
             continue
         try:
-            holder, key = _place(optimizer, parameters, path)
-            puts.append(partial(_put, holder, key, _from_json(value)))
+            holder, key = _locate(optimizer, parameters, path)
+            restores.append(partial(_set_value, holder, key, _parse_json(value)))
         except (KeyError, IndexError, ValueError, TypeError):
             raise CheckpointError(
                 f"it was written by an optimizer with {path}, and {type(optimizer).__name__} has no"
                 " such place",
                 fix="use the optimizer it was written by",
             ) from None
-    return puts
+    return restores
 
 
 def make_slots(
     optimizer: torch.optim.Optimizer,
     named_parameters: Named,
     stored: Mapping[str, Stored],
-    whole: Mapping[str, tuple[int, ...]] | None = None,
+    full_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[Undo]:
-    """Make the tensors of state that a checkpoint holds and the optimizer does not have yet; what
-    undoes each.
+    """Make the tensors of state that a checkpoint holds and the optimizer does not have yet.
 
-    `whole`: shapes of parameters before tensor parallelism has cut them, which the tensors do not
-    show. Their values are to be loaded. An optimizer that makes its state at the first step finds
-    it there.
+    Returns functions that each undo one. Their values are to be loaded. An optimizer that makes its
+    state at the first step finds it there. `full_shapes`: shapes of parameters before tensor
+    parallelism has cut them, which the tensors do not show.
     """
     parameters = {full_name(name): parameter for name, parameter in named_parameters}
-    made: list[Undo] = []
+    undos: list[Undo] = []
     for name, facts in stored.items():
         path = name.removeprefix("optim/")
         if path == name or not hasattr(torch, facts.dtype):
             continue
         owner = parameters.get(path.rpartition("/")[0])
         try:
-            place, key = _place(optimizer, parameters, path if owner is None else f"state/{path}")
+            get_holder, key = _locate(
+                optimizer, parameters, path if owner is None else f"state/{path}"
+            )
         except (KeyError, IndexError, ValueError):
-            continue  # a tensor of another optimizer: it is said that it does not fit
-        holder = place()
+            continue  # a tensor of another optimizer: loading reports it as a mismatch
+        holder = get_holder()
         if not _is_tensor(holder.get(key)):
-            made.append(_undo(optimizer, holder, key))
-            shape = (whole or {}).get(path.rpartition("/")[0])
-            holder[key] = _empty_slot(optimizer, owner, shape, facts)
-    return made
+            undos.append(_make_undo(optimizer, holder, key))
+            full_shape = (full_shapes or {}).get(path.rpartition("/")[0])
+            holder[key] = _make_slot(optimizer, owner, full_shape, facts)
+    return undos
 
 
-def _everything(optimizer: torch.optim.Optimizer, named_parameters: Named) -> Iterator[Kept]:
-    """Raises CheckpointError for what no checkpoint could name."""
-    yield from _in_groups(optimizer)
+def _list_values(
+    optimizer: torch.optim.Optimizer, named_parameters: Named
+) -> Iterator[OptimizerValue]:
+    """All values of the optimizer. Raises CheckpointError for one that no checkpoint could name."""
+    yield from _list_group_entries(optimizer)
     names = {id(parameter): full_name(name) for name, parameter in named_parameters}
     for owner, value in optimizer.state.items():
         if isinstance(owner, torch.Tensor):
@@ -174,33 +177,35 @@ def _everything(optimizer: torch.optim.Optimizer, named_parameters: Named) -> It
                     optimizer,
                     f"state of a {list(owner.shape)} tensor that is no parameter of the model",
                 )
-            yield from _slots(optimizer, f"state/{names[id(owner)]}", value)
+            yield from _list_slots(optimizer, f"state/{names[id(owner)]}", value)
         elif not isinstance(owner, str) or "/" in owner:
             raise _refusal(optimizer, f"state[{reprlib.repr(owner)}], whose key is no plain name")
         elif isinstance(value, dict):
-            yield from _slots(optimizer, f"own/{owner}", value)
+            yield from _list_slots(optimizer, f"own/{owner}", value)
         else:
-            yield Kept(f"own/{owner}", optimizer.state, owner, value)
+            yield OptimizerValue(f"own/{owner}", optimizer.state, owner, value)
 
 
-def _in_groups(optimizer: torch.optim.Optimizer) -> Iterator[Kept]:
+def _list_group_entries(optimizer: torch.optim.Optimizer) -> Iterator[OptimizerValue]:
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in _SET_BY_THE_JOB:
-                yield Kept(f"group/{index}/{key}", group, key, value)
+                yield OptimizerValue(f"group/{index}/{key}", group, key, value)
 
 
-def _slots(optimizer: torch.optim.Optimizer, path: str, slots: dict[Any, Any]) -> Iterator[Kept]:
+def _list_slots(
+    optimizer: torch.optim.Optimizer, path: str, slots: dict[Any, Any]
+) -> Iterator[OptimizerValue]:
     for slot, value in slots.items():
         if not isinstance(slot, str) or "/" in slot:
             raise _refusal(optimizer, f"{path}[{reprlib.repr(slot)}], whose key is no plain name")
-        yield Kept(f"{path}/{slot}", slots, slot, value)
+        yield OptimizerValue(f"{path}/{slot}", slots, slot, value)
 
 
-def _place(
+def _locate(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], path: str
 ) -> tuple[Holder, str]:
-    """What gives (and makes) the dictionary that a path means, and the key in it.
+    """A function that returns (and makes) the dictionary that `path` means, and the key in it.
 
     Raises KeyError, IndexError or ValueError if there is none.
     """
@@ -217,38 +222,37 @@ def _place(
     return lambda: optimizer.state.setdefault(owner, {}) if owner else optimizer.state, slot
 
 
-def _put(holder: Holder, key: str, value: Any) -> None:
+def _set_value(holder: Holder, key: str, value: Any) -> None:
     holder()[key] = value
 
 
-def _undo(optimizer: torch.optim.Optimizer, holder: dict[Any, Any], key: str) -> Undo:
-    had, before = key in holder, holder.get(key)
+def _make_undo(optimizer: torch.optim.Optimizer, holder: dict[Any, Any], key: str) -> Undo:
+    had_key, before = key in holder, holder.get(key)
 
     def undo() -> None:
-        if had:
+        if had_key:
             holder[key] = before
         else:
             del holder[key]
-        for owner in [
-            owner for owner, slots in optimizer.state.items() if slots is holder and not slots
-        ]:
+        if holder:
+            return
+        for owner in [owner for owner, slots in optimizer.state.items() if slots is holder]:
             del optimizer.state[owner]
 
     return undo
 
 
-def _empty_slot(
+def _make_slot(
     optimizer: torch.optim.Optimizer,
     owner: nn.Parameter | None,
-    whole: tuple[int, ...] | None,
+    full_shape: tuple[int, ...] | None,
     facts: Stored,
 ) -> torch.Tensor:
-    """Cut as the parameter is, if it has the shape of the `whole` one; else whole.
-
-    Single numbers lie where torch would have put them.
-    """
+    """A tensor of zeros for a slot: cut as its parameter is if the stored one has the parameter's
+    `full_shape`, else not cut. Single numbers lie on the device where torch would have put them."""
     dtype = getattr(torch, facts.dtype)
-    if owner is not None and facts.shape and tuple(facts.shape) == (whole or tuple(owner.shape)):
+    shape = tuple(facts.shape)
+    if owner is not None and shape and shape == (full_shape or tuple(owner.shape)):
         return torch.zeros_like(owner, dtype=dtype, requires_grad=False)
     groups = optimizer.param_groups
     group = next((g for g in groups if any(p is owner for p in g["params"])), groups[0])
@@ -272,27 +276,27 @@ def _to_json(value: Any) -> Any:
     raise ValueError
 
 
-def _from_json(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return tuple(_from_json(item) for item in value[_TUPLE])
-    return [_from_json(item) for item in value] if isinstance(value, list) else value
+        return tuple(_parse_json(item) for item in value[_TUPLE])
+    return [_parse_json(item) for item in value] if isinstance(value, list) else value
 
 
-def _refusal(optimizer: torch.optim.Optimizer, what: str) -> CheckpointError:
+def _refusal(optimizer: torch.optim.Optimizer, value: str) -> CheckpointError:
     return CheckpointError(
-        f"{type(optimizer).__name__} keeps {what}",
+        f"{type(optimizer).__name__} keeps {value}",
         why="a checkpoint holds tensors, finite numbers, and lists of such numbers",
         fix="keep it as one of these, under the optimizer's parameters or under names",
     )
 
 
-def _remembered(value: Any) -> Any:
-    """A copy that shares nothing that changes; of what holds tensors there is none."""
+def _copy_if_possible(value: Any) -> Any:
+    """A deep copy of `value`; _UNKNOWN if it holds tensors or cannot be copied."""
     if _holds_tensor(value):
         return _UNKNOWN
     try:
         return copy.deepcopy(value)
-    except Exception:  # an object of somebody's own may do anything
+    except Exception:  # an object of the user's own may do anything
         return _UNKNOWN
 
 

@@ -1,4 +1,4 @@
-"""TrainState: exactly what a checkpoint holds."""
+"""TrainState: exactly the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from phalanx.mesh.cpu_kind import describe_cpu_kind
 from phalanx.mesh.logical import LogicalShard
 from phalanx.optim.build import optimizer_shards
 from phalanx.optim.state import (
-    Put,
+    Restore,
     Undo,
-    group_values,
+    collect_numbers,
+    collect_tensors,
+    list_group_values,
     make_slots,
-    numbers_of,
-    places_of,
-    tensors_of,
+    plan_restores,
 )
 from phalanx.parallel.loss_scale import require_facts
 from phalanx.parallel.model import ParallelModel
@@ -50,19 +50,19 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     seed: int
     tokenizer: str = ""
-    """Digest of what made the tokens; empty where there is none, or nobody said."""
+    """Digest of the tokenizer of the data; empty if there is none, or it is not known."""
     step: int = 0
     tokens_seen: int = 0
     samples_seen: int = 0
     lost_reduction: str = ""
-    """Why `restore` left the state of compressed gradients in the checkpoint; empty if it did
-    not."""
+    """The reason why `restore` left the state of compressed gradients in the checkpoint; empty if
+    it did not."""
     other_cpu: str = ""
-    """Why steps after `restore` may round otherwise than on the machine before; empty if the
-    CPUs are of one kind."""
+    """The reason why steps after `restore` may round otherwise than on the machine before; empty if
+    the CPUs are of one kind."""
 
     def __post_init__(self) -> None:
-        self._built = group_values(self.optimizer)
+        self._built = list_group_values(self.optimizer)
 
     def shards(self) -> dict[str, LogicalShard]:
         """Every tensor of the state by its full-model name."""
@@ -70,17 +70,23 @@ class TrainState:
         mesh = self.model.mesh
         named = list(self.model.named_parameters())
         rank, num_ranks = mesh.place_in_stage
-        place = {"rank": rank, "world_size": num_ranks, "copies": self.model.copies}
-        slots = optimizer_shards(self.optimizer, named, self.model.trained_shards(), **place)
-        own = tensors_of(self.optimizer, named, rank=mesh.rank, world_size=mesh.world_size)
-        return model | slots | own | self.model.reduction_shards()
+        slots = optimizer_shards(
+            self.optimizer,
+            named,
+            self.model.trained_shards(),
+            rank=rank,
+            world_size=num_ranks,
+            copies=self.model.copies,
+        )
+        tensors = collect_tensors(self.optimizer, named, rank=mesh.rank, world_size=mesh.world_size)
+        return model | slots | tensors | self.model.reduction_shards()
 
     def facts(self) -> dict[str, Any]:
-        """What there is besides tensors and this rank knows of.
+        """The part of the state besides tensors, as far as this rank knows it.
 
-        Raises CheckpointError for an optimizer that keeps what cannot be saved.
+        Raises CheckpointError for an optimizer with values that cannot be saved.
         """
-        numbers = numbers_of(self.optimizer, self.model.named_parameters(), self._built)
+        numbers = collect_numbers(self.optimizer, self.model.named_parameters(), self._built)
         scale = self.model.loss_scale
         return {
             "step": self.step,
@@ -94,7 +100,7 @@ class TrainState:
         }
 
     def snapshot(self) -> Snapshot:
-        """What a checkpoint of this step holds. Its tensors are those of training."""
+        """The content of a checkpoint of this step. Its tensors are those of training."""
         return Snapshot(self.step, self.shards(), self.model.aliases(), self.facts())
 
     def save(
@@ -132,32 +138,31 @@ class TrainState:
         """
         where = as_folder(folder).url
         shards = self.shards()
-        puts: list[Put] = []
-        made: list[Undo] = []
+        restores: list[Restore] = []
+        undos: list[Undo] = []
 
         def require(manifest: Manifest) -> Manifest:
             self._require_same_run(manifest, where)
             named = list(self.model.named_parameters())
-            elsewhere = (
-                manifest.tensors if self.model.mesh.layout.pp > 1 else ()
-            )  # parameters of other stages
+            # With a pipeline the manifest also has parameters of other stages.
+            elsewhere = manifest.tensors if self.model.mesh.layout.pp > 1 else ()
             numbers = manifest.facts["optimizer"].get("numbers", {})
-            puts.extend(places_of(self.optimizer, named, numbers, elsewhere=elsewhere))
-            whole = {name: shard.global_shape for name, shard in shards.items()}
-            made.extend(make_slots(self.optimizer, named, manifest.tensors, whole))
+            restores.extend(plan_restores(self.optimizer, named, numbers, elsewhere=elsewhere))
+            full_shapes = {name: shard.global_shape for name, shard in shards.items()}
+            undos.extend(make_slots(self.optimizer, named, manifest.tensors, full_shapes))
             shards.update(self.shards())
-            return self._fitting_reduction(manifest, shards)
+            return self._match_reduction(manifest, shards)
 
         try:
             facts = load_checkpoint(
                 folder, shards, group=self.model.mesh, phases=phases, require=require
             ).facts
         except CheckpointError:
-            for undo in made:
+            for undo in undos:
                 undo()
             raise
-        for put in puts:
-            put()
+        for restore_value in restores:
+            restore_value()
         self.model.refresh()
         if self.model.loss_scale is not None and LOSS_SCALE in facts:
             self.model.loss_scale.restore(facts[LOSS_SCALE])
@@ -166,10 +171,10 @@ class TrainState:
         self.other_cpu = self._compare_cpu(facts.get(CPU_KIND))
 
     def _compare_cpu(self, then: object) -> str:
-        """Why the steps after a checkpoint that was written on the CPU kind `then` may round
-        otherwise; "" if equal.
+        """The reason why steps after a checkpoint that was written on the CPU kind `then` may round
+        otherwise; empty if the kinds are equal.
 
-        "" as well where the checkpoint does not say it, or where training is not on CPUs.
+        Empty as well if the checkpoint has no kind, or training is not on CPUs.
         """
         now = self.facts().get(CPU_KIND)
         if now is None or not isinstance(then, str) or then == now:
@@ -179,30 +184,28 @@ class TrainState:
             "but the steps from here may round otherwise than an uninterrupted run's"
         )
 
-    def _fitting_reduction(self, manifest: Manifest, shards: dict[str, LogicalShard]) -> Manifest:
-        """What was not sent yet belongs to the ranks that kept it: other ranks, or another
-        compression, begin anew.
+    def _match_reduction(self, manifest: Manifest, shards: dict[str, LogicalShard]) -> Manifest:
+        """Leave the state of compressed gradients in the checkpoint unless it is this layout's.
 
-        Takes out of `shards` what is not to be loaded; returns the manifest without what nobody
-        wants.
+        What was not sent yet belongs to the ranks that kept it: other ranks, or another
+        compression, begin anew. Removes from `shards` what is not to be loaded; returns the
+        manifest without it.
         """
-        wanted = {
+        expected = {
             name: shard.global_shape for name, shard in shards.items() if name.startswith(REDUCTION)
         }
-        found = {
+        stored = {
             name: tensor.shape
             for name, tensor in manifest.tensors.items()
             if name.startswith(REDUCTION)
         }
         self.lost_reduction = ""
-        is_stage = (
-            self.model.mesh.layout.pp > 1 and len(wanted) > 0
-        )  # which wants a part of what was found
-        if wanted == found or (is_stage and wanted.items() <= found.items()):
+        is_stage = self.model.mesh.layout.pp > 1 and len(expected) > 0  # it expects a part of them
+        if expected == stored or (is_stage and expected.items() <= stored.items()):
             return manifest
-        for name in wanted:
+        for name in expected:
             del shards[name]
-        if found:
+        if stored:
             self.lost_reduction = (
                 "what gradients had not sent yet was of other ranks, or of another compression"
             )
@@ -219,10 +222,10 @@ class TrainState:
             raise CheckpointError(
                 f"it was written with run.seed {seed}, not {self.seed}", where=where
             )
-        optimizer, own = manifest.facts["optimizer"].get("kind"), type(self.optimizer).__name__
-        if optimizer != own:
+        kind, own_kind = manifest.facts["optimizer"].get("kind"), type(self.optimizer).__name__
+        if kind != own_kind:
             raise CheckpointError(
-                f"it was written with the optimizer {optimizer}, not {own}", where=where
+                f"it was written with the optimizer {kind}, not {own_kind}", where=where
             )
         tokenizer = manifest.facts["tokenizer"]
         if tokenizer and self.tokenizer and tokenizer != self.tokenizer:

@@ -21,9 +21,8 @@ def build(groups: Groups, optim: Optim) -> torch.optim.Optimizer:
         foreach=True,
     )
     if optim.momentum:
-        for parameter in (
-            groups.parameters()
-        ):  # zeros: the first step then leaves the gradient itself, as torch does
+        # From zeros the first step leaves the gradient itself in the buffer, as torch does.
+        for parameter in groups.parameters():
             optimizer.state[parameter] = {
                 "momentum_buffer": torch.zeros_like(parameter, requires_grad=False)
             }
