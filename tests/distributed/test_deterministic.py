@@ -14,7 +14,7 @@ from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.core.files import write_json_atomic
 from phalanx.job.load import load_job
 from phalanx.mesh.determinism import CUBLAS_VARIABLE, deterministic_algorithms, explained_refusals
-from phalanx.run.resume import resumed_job
+from phalanx.run.resume import load_resumed_job
 
 # put_ without accumulate has no deterministic implementation, on CPUs either.
 OBJECTIVE = """
@@ -141,7 +141,7 @@ def test_a_run_with_an_operation_that_has_none_is_refused_in_a_line(tmp_path: Pa
 
 def test_a_run_may_change_it(tmp_path: Path) -> None:
     write_json_atomic(tmp_path / "job.json", load_job(None, ["cluster.device=cpu"]).to_json())
-    resumed = resumed_job(str(tmp_path), ["train.deterministic=true"])
+    resumed = load_resumed_job(str(tmp_path), ["train.deterministic=true"])
     assert not resumed.is_other_training
     assert resumed.lines() == [
         "changed train.deterministic false -> true: the same mathematics, rounded otherwise, on"

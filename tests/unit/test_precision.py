@@ -23,7 +23,7 @@ from phalanx.plan.nvidia import Gpu
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.prepare import PreparedRun, prepare_run
-from phalanx.run.resume import resumed_job
+from phalanx.run.resume import load_resumed_job
 from phalanx.verify.cases import list_not_judged
 
 GIB = 2**30
@@ -163,7 +163,7 @@ class Machine:
         write_json_atomic(self.run / "plan.json", prepared.plan.to_json())
 
     def resume(self, *overrides: str) -> PreparedRun:
-        return self.prepare(resumed_job(str(self.run), list(overrides)).job, resume=True)
+        return self.prepare(load_resumed_job(str(self.run), list(overrides)).job, resume=True)
 
 
 @pytest.fixture
@@ -211,9 +211,9 @@ def test_a_run_keeps_its_numbers_on_another_machine(
 def test_auto_can_be_asked_for_anew(machine: Machine) -> None:
     machine.has(())
     machine.prepare(machine.job, resume=False)
-    assert resumed_job(str(machine.run), ["precision.compute=auto"]).changes == ()
+    assert load_resumed_job(str(machine.run), ["precision.compute=auto"]).changes == ()
     machine.has(H100)
-    resumed = resumed_job(str(machine.run), ["precision.compute=auto"])
+    resumed = load_resumed_job(str(machine.run), ["precision.compute=auto"])
     assert [change.words() for change in resumed.changes] == [
         'precision.compute "fp32" -> "bf16": numbers are rounded so from step 1 on'
     ]

@@ -17,7 +17,7 @@ from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
 from phalanx.plan.planner import make_plan
-from phalanx.run.resume import _EFFECTS, resumed_job
+from phalanx.run.resume import _EFFECTS, load_resumed_job
 
 SMALL = (
     "model.num_layers=4",
@@ -43,7 +43,7 @@ def run_at(folder: Path, *overrides: str, step: int = 120) -> str:
 
 
 def test_the_same_job_has_nothing_to_say(tmp_path: Path) -> None:
-    resumed = resumed_job(run_at(tmp_path, step=60), [])
+    resumed = load_resumed_job(run_at(tmp_path, step=60), [])
     assert (resumed.step, resumed.changes, resumed.lines()) == (60, (), [])
     assert resumed.facts()["told"] == "with the same job"
 
@@ -55,7 +55,7 @@ def test_more_steps_say_what_becomes_of_the_learning_rate_and_how_to_keep_it(
     """With the numbers of the schedule itself; what is said to keep the rate does."""
     run = run_at(tmp_path, f"optim.schedule={schedule}")
     was = load_job(None, [*SMALL, "train.steps=120", f"optim.schedule={schedule}"])
-    resumed = resumed_job(run, ["train.steps=150"])
+    resumed = load_resumed_job(run, ["train.steps=150"])
     (change,) = resumed.changes
     assert (change.key, change.before, change.after, change.is_other_training) == (
         "train.steps",
@@ -73,20 +73,20 @@ def test_more_steps_say_what_becomes_of_the_learning_rate_and_how_to_keep_it(
     )
     assert "not the training that the run began with" in said
     keep = re.findall(r"optim\.\S+=\S+", resumed.rate)
-    kept = resumed_job(run, ["train.steps=150", *keep])
+    kept = load_resumed_job(run, ["train.steps=150", *keep])
     for step in (121, 135, 150):
         assert learning_rate(kept.job, step) == pytest.approx(before, rel=1e-3)
     assert kept.rate == ""
 
 
 def test_a_constant_rate_does_not_change_with_the_steps(tmp_path: Path) -> None:
-    resumed = resumed_job(run_at(tmp_path, "optim.schedule=constant"), ["train.steps=150"])
+    resumed = load_resumed_job(run_at(tmp_path, "optim.schedule=constant"), ["train.steps=150"])
     assert resumed.rate == ""
     assert "schedule" not in resumed.changes[0].effect
 
 
 def test_amid_a_run_the_rate_is_compared_with_that_of_the_same_step(tmp_path: Path) -> None:
-    resumed = resumed_job(run_at(tmp_path, step=60), ["optim.lr=6e-3"])
+    resumed = load_resumed_job(run_at(tmp_path, step=60), ["optim.lr=6e-3"])
     was = load_job(None, [*SMALL, "train.steps=120"])
     words = f"the learning rate of step 61 is {2 * learning_rate(was, 61):.3g}; it would have been"
     assert resumed.rate.startswith(f"{words} {learning_rate(was, 61):.3g} (2 x)")
@@ -110,7 +110,7 @@ OTHERS: list[tuple[str, Any, bool]] = [
 def test_every_change_is_named_with_what_it_does(
     tmp_path: Path, key: str, value: Any, is_other: bool
 ) -> None:
-    resumed = resumed_job(run_at(tmp_path, "parallel.ranks=2", step=50), [f"{key}={value}"])
+    resumed = load_resumed_job(run_at(tmp_path, "parallel.ranks=2", step=50), [f"{key}={value}"])
     changed = {change.key: change for change in resumed.changes}
     assert changed[key].after == value
     assert changed[key].effect
@@ -133,11 +133,11 @@ def test_what_a_run_keeps_is_refused_by_its_key(tmp_path: Path, override: str) -
         JobError,
         match=rf"{override.partition('=')[0]}: a resumed run keeps what it was trained with",
     ):
-        resumed_job(run_at(tmp_path), [override])
+        load_resumed_job(run_at(tmp_path), [override])
 
 
 def test_before_the_first_checkpoint_the_optimizer_is_free(tmp_path: Path) -> None:
-    assert resumed_job(run_at(tmp_path, step=0), ["optim.kind=sgd"]).changes
+    assert load_resumed_job(run_at(tmp_path, step=0), ["optim.kind=sgd"]).changes
 
 
 @pytest.mark.parametrize(
@@ -181,16 +181,16 @@ def test_ranks_that_do_not_fit_the_runs_layout_are_told_the_overrides_that_do(
     """The whole set: given as it is told, it resumes."""
     run = run_at(tmp_path, *own)
     with pytest.raises((LayoutError, JobError)) as caught:
-        resumed_job(run, asked)
+        load_resumed_job(run, asked)
     said = str(caught.value)
     for text in named:
         assert text in said
     told = re.findall(r"parallel\.\w+=\S+", said.partition("say what becomes of it, ")[2])
     assert set(asked) <= set(told)
-    assert resumed_job(run, told).job.parallel.ranks == int(asked[0].partition("=")[2])
+    assert load_resumed_job(run, told).job.parallel.ranks == int(asked[0].partition("=")[2])
 
 
 def test_a_layout_that_nothing_makes_fit_keeps_its_own_words(tmp_path: Path) -> None:
     with pytest.raises((LayoutError, JobError), match="7 ranks") as caught:
-        resumed_job(run_at(tmp_path, "parallel.ranks=2"), ["parallel.ranks=7"])
+        load_resumed_job(run_at(tmp_path, "parallel.ranks=2"), ["parallel.ranks=7"])
     assert "say what becomes of it" not in str(caught.value)

@@ -208,7 +208,7 @@ def _mistake_words(mistake: Any, arguments: Sequence[str]) -> str:
     if isinstance(option, str) and type(mistake).__name__ == "NoSuchOption":
         from phalanx.cli._spelling import suggest_option
 
-        own = (
+        options = (
             [name for parameter in context.command.params for name in parameter.opts]
             if context
             else []
@@ -218,7 +218,7 @@ def _mistake_words(mistake: Any, arguments: Sequence[str]) -> str:
             if context
             else False
         )
-        meant = suggest_option(option, own, arguments, takes_keys=takes_keys)
+        meant = suggest_option(option, options, arguments, takes_keys=takes_keys)
         return f"No such option: {option}; {meant + ', or ' if meant else ''}see {verb} --help"
     return f"{mistake.format_message().rstrip('.')}; see {verb} --help"
 

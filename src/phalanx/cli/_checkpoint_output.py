@@ -49,9 +49,9 @@ def print_prune_result(result: PruneResult, *, dry_run: bool) -> None:
     for note in result.notes:
         print_line(f"note    {note}")
     prefix = "would " if dry_run else ""
-    removed, kept = ("remove", "keep") if dry_run else ("removed", "kept")
+    removed, keep_word = ("remove", "keep") if dry_run else ("removed", "kept")
     print_line(f"{prefix}{removed}  {', '.join(result.removed) or 'nothing'}")
-    print_line(f"{prefix}{kept}  {', '.join(result.kept)}")
+    print_line(f"{prefix}{keep_word}  {', '.join(result.kept)}")
 
 
 def print_export(result: ExportResult) -> None:

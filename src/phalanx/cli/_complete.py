@@ -45,10 +45,10 @@ def complete_run(incomplete: str) -> Candidates:
     """Directories that hold a run: here, below runs/, or below what was typed so far."""
     folder = os.path.dirname(incomplete)
     places = [Path(folder)] if folder else [Path("."), Path("runs")]
-    found = [
-        str(path) for place in places for path in _entries(place) if (path / "job.json").is_file()
+    runs = [
+        str(path) for folder in places for path in _entries(folder) if (path / "job.json").is_file()
     ]
-    return [(path, "") for path in sorted(found) if path.startswith(incomplete)][:MAX_RUNS]
+    return [(path, "") for path in sorted(runs) if path.startswith(incomplete)][:MAX_RUNS]
 
 
 def _key_before_the_cursor(context: typer.Context) -> str | None:
@@ -66,13 +66,13 @@ def _key_before_the_cursor(context: typer.Context) -> str | None:
 def _files(incomplete: str) -> Candidates:
     """Job files, and directories on the way to one."""
     folder = Path(os.path.dirname(incomplete))
-    found = [
+    names = [
         f"{path}/" if path.is_dir() else str(path)
         for path in _entries(folder)
         if path.suffix == ".toml"
         or (path.is_dir() and incomplete and not path.name.startswith("."))
     ]
-    return [(path, "") for path in sorted(found) if path.startswith(incomplete)]
+    return [(path, "") for path in sorted(names) if path.startswith(incomplete)]
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -93,5 +93,5 @@ def draw_bar(part: float, *, fancy: bool = True) -> str:
     eighths = max(round(part * BAR_CELLS * 8), 1 if part > 0 else 0)
     if not fancy:
         return "#" * -(-eighths // 8)
-    whole, rest = divmod(eighths, 8)
-    return "█" * whole + (_EIGHTHS[rest] if rest else "")
+    full_cells, rest = divmod(eighths, 8)
+    return "█" * full_cells + (_EIGHTHS[rest] if rest else "")

@@ -47,10 +47,10 @@ SOURCE_ENDINGS += (".json.gz", ".jsonl.gz", ".jsonl.zst", ".gz", ".zst", ".py", 
 def sections_by_key() -> dict[str, tuple[str, ...]]:
     """The sections that have a key, by its name; from the schema's file, which is quicker than
     the schema."""
-    found: dict[str, tuple[str, ...]] = {}
+    verbs: dict[str, tuple[str, ...]] = {}
     for section, _, key in (name.partition(".") for name in job_keys()):
-        found[key] = (*found.get(key, ()), section)
-    return found
+        verbs[key] = (*verbs.get(key, ()), section)
+    return verbs
 
 
 def suggest_option(

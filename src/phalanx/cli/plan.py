@@ -99,7 +99,7 @@ def command(
 def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
     from phalanx.job.own_dataset import is_own_dataset
     from phalanx.plan.explain import describe
-    from phalanx.run.next_command import after_planning
+    from phalanx.run.next_command import suggest_after_planning
 
     lines = [
         *planned.data_lines,
@@ -108,7 +108,7 @@ def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
     if planned.initial is not None:
         lines += planned.initial.lines()
     if planned.can_train_now:
-        lines.append(after_planning(arguments))
+        lines.append(suggest_after_planning(arguments))
     print("\n".join(lines))
 
 

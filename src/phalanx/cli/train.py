@@ -66,20 +66,20 @@ def command(
             job, source = load_for_explaining(job_file, overrides, resume)
             print_explained(job, source, overrides, as_json=as_json)
             return 0
-        from phalanx.run.in_use import refuse_run_in_use
+        from phalanx.run.run_in_use import refuse_run_in_use
 
         refuse_run_in_use(job_file, overrides, resume)
         from phalanx.job.load import load_job
         from phalanx.run.output import RunOutput
-        from phalanx.run.resume import resumed_job
+        from phalanx.run.resume import load_resumed_job
         from phalanx.run.stop_signals import stop_by_exception
         from phalanx.run.training import TrainRequest, run_training
 
         with stop_by_exception(), words_on_stderr(as_json):
             if resume is not None:
-                request = TrainRequest.of_resumed(resumed_job(resume, overrides))
+                request = TrainRequest.for_resumed(load_resumed_job(resume, overrides))
             else:
-                request = TrainRequest.of_job(load_job(job_file, overrides))
+                request = TrainRequest.for_job(load_job(job_file, overrides))
             end = run_training(request, RunOutput(), guards_rank=True)
         if as_json and end.rank == 0:
             from phalanx.report.reduce import reduce_run

@@ -18,14 +18,14 @@ from phalanx.plan.plan import Plan
 from phalanx.report.end_of_run import restart_lines, summary_lines
 from phalanx.report.page import write_report
 from phalanx.run.baselines import score
-from phalanx.run.next_command import after_training, this_command
+from phalanx.run.next_command import suggest_after_training, this_command
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended.
+    """End of a run.
 
     `status` is "finished" | "preempted" | "interrupted" | "failed"; `message` is for a person.
     """
@@ -94,7 +94,7 @@ def _say_conclusion(run: PreparedRun, outcome: Outcome, output: RunOutput) -> No
         output.say(*_resume_lines(run, outcome, folders[-1]))
     output.say(page_line)
     if folders and is_finished:
-        output.say(after_training(run.job, run.plan, run.corpus, run.run_dir))
+        output.say(suggest_after_training(run.job, run.plan, run.corpus, run.run_dir))
     output.say(f"run     {run.run_dir}")
 
 

@@ -37,11 +37,11 @@ PROMPT_TOKENS = 16
 def open_train_batches(
     job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, state: TrainState, bus: Bus, run_dir: Path
 ) -> Iterator[TrainBatches]:
-    """What this rank trains on from `state` on."""
+    """The training batches of this rank, from the step of `state` on."""
     spec = SampleSpec(str(corpus.directory), plan.seq_len, job.run.seed, job.data.document_masks)
     data = TrainBatches(
         spec,
-        _share(plan, mesh, state),
+        _build_share(plan, mesh, state),
         workers=num_workers(job.data),
         worker_timeout_s=job.data.worker_timeout_s,
         keep_record=job.observe.samples,
@@ -51,7 +51,7 @@ def open_train_batches(
         pin_for=mesh.device,
     )
     if mesh.rank == 0:
-        _say_split(corpus, bus)
+        _emit_split(corpus, bus)
     try:
         yield data
     finally:
@@ -61,23 +61,23 @@ def open_train_batches(
 def open_held_out(
     job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, *, split: Split = "held_out"
 ) -> HeldOut | None:
-    """What is evaluated, by source; None for nothing."""
+    """The batches to evaluate, by source; None if eval.tokens is 0 or nothing is held out."""
     if not job.eval.tokens:
         return None
-    found = build_held_out_batches(
+    batches = build_held_out_batches(
         corpus,
-        _share(plan, mesh),
+        _build_share(plan, mesh),
         seq_len=plan.seq_len,
         max_tokens=job.eval.tokens,
         seed=job.run.seed,
         document_masks=job.data.document_masks,
         split=split,
     )
-    return found or None
+    return batches or None
 
 
-def _say_split(corpus: Corpus, bus: Bus) -> None:
-    """What is held out otherwise than by the fraction of documents.
+def _emit_split(corpus: Corpus, bus: Bus) -> None:
+    """Emit a note for each source that is not held out by the fraction of documents.
 
     The terminal knows it before the ranks begin.
     """
@@ -88,7 +88,7 @@ def _say_split(corpus: Corpus, bus: Bus) -> None:
             bus.emit(Note(f"held_out_by_{component.split_by}", facts))
 
 
-def _share(plan: Plan, mesh: Mesh, state: TrainState | None = None) -> Share:
+def _build_share(plan: Plan, mesh: Mesh, state: TrainState | None = None) -> Share:
     return Share(
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
@@ -107,22 +107,25 @@ def check_masks(job: Job, model: ParallelModel) -> None:
         )
 
 
-def check_same_samples(corpus: Corpus, mesh: Mesh) -> None:
-    """A user's dataset must give every rank the same samples, or they would repeat some and
-    leave others out."""
+def require_same_samples(corpus: Corpus, mesh: Mesh) -> None:
+    """Raise DataError unless a user's dataset gives every rank the samples that were looked at
+    before.
+
+    Else ranks would repeat some samples and leave others out.
+    """
     if corpus.user is None:
         return
-    every = mesh.gather_json(_look_at(corpus.user))
-    broken = [(rank, str(found["error"])) for rank, found in enumerate(every) if "error" in found]
+    views = mesh.gather_json(_inspect_dataset(corpus.user))
+    broken = [(rank, str(view["error"])) for rank, view in enumerate(views) if "error" in view]
     if broken:
         raise DataError(broken[0][1], where=f"rank {broken[0][0]}")
     was = {"length": corpus.user.num_train, "samples": corpus.user.some_samples}
-    different = [rank for rank, found in enumerate(every) if found != was]
+    different = [rank for rank, view in enumerate(views) if view != was]
     if not different:
         return
-    has_other_length = every[different[0]]["length"] != was["length"]
+    has_other_length = views[different[0]]["length"] != was["length"]
     other = "another length" if has_other_length else f"other samples ({LOOKED_AT} are compared)"
-    if every.count(every[0]) == len(every):
+    if views.count(views[0]) == len(views):
         why = (
             f"it has {other}: it changed since the run began, or each process shuffles or draws for"
             " itself"
@@ -143,18 +146,18 @@ def check_same_samples(corpus: Corpus, mesh: Mesh) -> None:
     )
 
 
-def _look_at(user: UserFacts) -> dict[str, int | str]:
-    """What this process sees of a user's dataset, or why it cannot."""
+def _inspect_dataset(user: UserFacts) -> dict[str, int | str]:
+    """Length and digest of a user's dataset as this process opens it, or the error."""
     try:
         dataset = open_user_dataset(user.source, user.args, "train")
-        some = digest_of_some(dataset, user.source)
+        digest = digest_of_some(dataset, user.source)
     except DataError as error:
         return {"error": str(error)}
-    return {"length": len(dataset), "samples": some}
+    return {"length": len(dataset), "samples": digest}
 
 
 def say_batch_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
-    """A resumed run may read other numbers of samples in a step.
+    """Emit a note if a resumed run reads another number of samples in a step than before.
 
     The cursor goes on where it was.
     """
@@ -179,8 +182,8 @@ def say_batch_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
 
 
 def prompt_tokens(corpus: Corpus, tokenizer: Tokenizer, context: int) -> list[int]:
-    """What the model is asked to continue: the beginning of what it has not seen, or a function
-    of the library."""
+    """The prompt of the sample: the first tokens that are held out, or `def ` for the standard
+    library."""
     if corpus.source == "stdlib":
         return tokenizer.encode(STDLIB_PROMPT)[:context]
     for split in reversed(SPLITS):

@@ -113,13 +113,13 @@ def write_run_facts(run_dir: Path, lock: Lock, facts: Mapping[str, object]) -> I
     try:
         yield
     finally:
-        if old_bytes and lock.is_ours() and not _has_started(run_dir, attempt):
+        if old_bytes and lock.is_ours() and not _has_begun_training(run_dir, attempt):
             with contextlib.suppress(OSError):
                 for path, data in old_bytes.items():
                     write_bytes_atomic(path, data)
 
 
-def _has_started(run_dir: Path, attempt: int) -> bool:
+def _has_begun_training(run_dir: Path, attempt: int) -> bool:
     """True if ranks have begun to train in `attempt` or later."""
     return any(
         isinstance(envelope.event, RunStarted) for envelope in EventTail(run_dir, attempt).poll()

@@ -21,7 +21,7 @@ from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import resolve_precision
-from phalanx.run.needs import wanted_sinks
+from phalanx.run.needs import choose_sinks
 from phalanx.run.tokens import JobTokens, find_tokens
 
 SCHEMA = "phalanx.explain/1"
@@ -45,14 +45,14 @@ class Explained:
 def explain(
     job: Job, job_file: str | Path | None, overrides: Sequence[str]
 ) -> tuple[list[Explained], Plan]:
-    """Every key of the job in order, then what the plan adds.
+    """Return every key of the job in order, then what the plan adds.
 
     Raises LayoutError like `make_plan`.
     """
     tokens = find_tokens(job)
-    vocab_size, vocab_why = _vocabulary(tokens)
+    vocab_size, vocab_why = _predict_vocabulary(tokens)
     plan = make_plan(job, vocab_size=vocab_size, more=tokens.remarks())
-    derived = _derived(job, plan, vocab_why)
+    derived = _explain_derived(job, plan, vocab_why)
     if job.data.tokenizer is None and tokens.default:
         why = (
             f"{tokens.brought.owner} brings it"
@@ -62,15 +62,15 @@ def explain(
         derived["data.tokenizer"] = Explained("data.tokenizer", tokens.default, "derived", why=why)
     origins = told(job_file, overrides)
     values = job.to_json()
-    found = []
+    rows = []
     for key, origin in origins.items():
         section, _, name = key.partition(".")
-        found.append(_explained(key, values[section][name], origin, derived.get(key)))
-    return found + _of_the_plan(plan, units_of(values)), plan
+        rows.append(_explain_key(key, values[section][name], origin, derived.get(key)))
+    return rows + _explain_plan(plan, units_of(values)), plan
 
 
-def _explained(key: str, value: Any, origin: Origin, derived: Explained | None) -> Explained:
-    """What the user said, unless that leaves the value open or is changed by rule."""
+def _explain_key(key: str, value: Any, origin: Origin, derived: Explained | None) -> Explained:
+    """The value that the user gave, unless that leaves it open or a rule changes it."""
     if derived is not None and (value in _AUTO or derived.value != value):
         return derived
     why = (
@@ -81,12 +81,16 @@ def _explained(key: str, value: Any, origin: Origin, derived: Explained | None) 
     return Explained(key, value, origin.kind, origin.where, why)
 
 
-def _derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
-    """What stands in for keys that the job leaves open, and for a learning rate that follows the
-    batch."""
-    found = [*_widths(job, plan, vocab_why), *_parallel(job, plan), *_machine(job, plan)]
+def _explain_derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
+    """The values that replace keys which the job leaves open, and the learning rate if it
+    follows the batch."""
+    rows = [
+        *_explain_widths(job, plan, vocab_why),
+        *_explain_parallel(job, plan),
+        *_explain_machine(job, plan),
+    ]
     if job.run.dir is None:
-        found.append(
+        rows.append(
             Explained(
                 "run.dir",
                 f"runs/{job.run.name}-<time>",
@@ -95,16 +99,16 @@ def _derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
             )
         )
     if job.train.micro_batch_size is None:
-        whole = (
+        share = (
             f"the whole share of a rank: {job.train.global_batch_size} / {plan.world_size} ranks"
         )
         if plan.pipeline is not None:
-            whole = (
+            share = (
                 f"makes {plan.num_microbatches} microbatches for {plan.pipeline.num_ranks} ranks in"
                 " a pipeline"
             )
-        found.append(
-            Explained("train.micro_batch_size", plan.micro_batch_size, "derived", why=whole)
+        rows.append(
+            Explained("train.micro_batch_size", plan.micro_batch_size, "derived", why=share)
         )
     if job.data.workers is None:
         why = (
@@ -112,59 +116,61 @@ def _derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
             if num_workers(job.data) == 0
             else "your own dataset is read ahead"
         )
-        found.append(Explained("data.workers", num_workers(job.data), "derived", why=why))
+        rows.append(Explained("data.workers", num_workers(job.data), "derived", why=why))
     if job.optim.lr_scaling == "auto":
         why = f"the rule of {job.optim.kind}"
-        found.append(
+        rows.append(
             Explained("optim.lr_scaling", scaling_rule(job.optim) or "none", "derived", why=why)
         )
     rate = peak_rate(job)
     if rate.why or job.optim.lr == "auto":
         why = rate.why or "for random weights"
-        found.append(Explained("optim.lr", rate.lr, "derived", why=why))
+        rows.append(Explained("optim.lr", rate.lr, "derived", why=why))
     if job.optim.warmup_steps is None:
         why = f"a tenth of {job.train.steps} steps, and {MAX_DEFAULT_WARMUP} at most"
-        found.append(Explained("optim.warmup_steps", warmup_steps(job), "derived", why=why))
+        rows.append(Explained("optim.warmup_steps", warmup_steps(job), "derived", why=why))
     if job.observe.sinks is None:
-        sinks = list(wanted_sinks(job))
+        sinks = list(choose_sinks(job))
         why = "tensorboard is installed" if sinks else "tensorboard is not installed"
-        found.append(Explained("observe.sinks", sinks, "derived", why=why))
-    return {explained.key: explained for explained in found}
+        rows.append(Explained("observe.sinks", sinks, "derived", why=why))
+    return {explained.key: explained for explained in rows}
 
 
-def _widths(job: Job, plan: Plan, vocab_why: str) -> list[Explained]:
+def _explain_widths(job: Job, plan: Plan, vocab_why: str) -> list[Explained]:
     """The keys of [model] that the job leaves open: of the preset, of the data, or following
     from others."""
     if job.model.is_foreign:
         return []
     preset = preset_of(job.model)
     shape = plan.model_shape.to_json()
-    found = []
+    rows = []
     for key, value in job.model.model_dump(mode="json").items():
         if value is not None or (key not in shape and key != "preset"):
             continue
         if key == "preset":
-            found.append(
+            rows.append(
                 Explained(
                     "model.preset", preset.name, "derived", why="the preset where none is given"
                 )
             )
         elif key in preset.values and preset.values[key] == shape[key]:
-            found.append(
+            rows.append(
                 Explained(f"model.{key}", shape[key], "preset", why=f"preset {preset.name}")
             )
         elif key == "vocab_size":
-            found.append(Explained("model.vocab_size", shape[key], "derived", why=vocab_why))
+            rows.append(Explained("model.vocab_size", shape[key], "derived", why=vocab_why))
         elif key == "kind":
-            found.append(Explained("model.kind", shape[key], "preset", why=f"preset {preset.name}"))
+            rows.append(Explained("model.kind", shape[key], "preset", why=f"preset {preset.name}"))
         elif key in ("num_kv_heads", "head_dim", "ffn_dim", "max_positions"):
-            found.append(Explained(f"model.{key}", shape[key], "derived", why=_follows(key, shape)))
+            rows.append(
+                Explained(f"model.{key}", shape[key], "derived", why=_explain_width(key, shape))
+            )
         else:
-            found.append(Explained(f"model.{key}", shape[key], "default"))
-    return found
+            rows.append(Explained(f"model.{key}", shape[key], "default"))
+    return rows
 
 
-def _follows(key: str, shape: dict[str, Any]) -> str:
+def _explain_width(key: str, shape: dict[str, Any]) -> str:
     return {
         "num_kv_heads": f"follows from num_heads {shape['num_heads']}",
         "head_dim": f"dim {shape['dim']} / num_heads {shape['num_heads']}",
@@ -173,7 +179,7 @@ def _follows(key: str, shape: dict[str, Any]) -> str:
     }[key]
 
 
-def _parallel(job: Job, plan: Plan) -> list[Explained]:
+def _explain_parallel(job: Job, plan: Plan) -> list[Explained]:
     layout, chosen = plan.layout, plan.chosen
     stage = plan.zero_stage if layout.reduced.dp_shard > 1 and plan.zero_stage else None
     rows: dict[str, tuple[Any, str]] = {
@@ -183,7 +189,7 @@ def _parallel(job: Job, plan: Plan) -> list[Explained]:
         "zero_stage": (stage, chosen.why if stage else "nothing is sharded"),
     }
     if plan.pipeline is not None:
-        rows |= _pipeline(job, plan.pipeline)
+        rows |= _explain_pipeline(job, plan.pipeline)
     return [
         Explained(f"parallel.{key}", value, "derived", why=why)
         for key, (value, why) in rows.items()
@@ -191,16 +197,16 @@ def _parallel(job: Job, plan: Plan) -> list[Explained]:
     ]
 
 
-def _pipeline(job: Job, pipeline: Pipeline) -> dict[str, tuple[Any, str]]:
-    found: dict[str, tuple[Any, str]] = {
+def _explain_pipeline(job: Job, pipeline: Pipeline) -> dict[str, tuple[Any, str]]:
+    choices: dict[str, tuple[Any, str]] = {
         "stage_blocks": (
             list(pipeline.stages.num_blocks),
             "cut so that the slowest stage is as fast as can be",
         )
     }
     if job.parallel.schedule_file is not None:
-        return found
-    return found | {
+        return choices
+    return choices | {
         "schedule": (pipeline.schedule_name, "the schedule where none is given"),
         "stages_per_rank": (
             pipeline.stages_per_rank,
@@ -209,24 +215,24 @@ def _pipeline(job: Job, pipeline: Pipeline) -> dict[str, tuple[Any, str]]:
     }
 
 
-def _machine(job: Job, plan: Plan) -> list[Explained]:
-    found = []
+def _explain_machine(job: Job, plan: Plan) -> list[Explained]:
+    rows = []
     if job.precision.compute == "auto":
         _, why = resolve_precision(job, detect_cluster(job.cluster.device))
         why = why.partition(": ")[2] or "CPUs compute in it unless told otherwise"
-        found.append(Explained("precision.compute", plan.precision, "derived", why=why))
+        rows.append(Explained("precision.compute", plan.precision, "derived", why=why))
     if job.cluster.device == "auto":
         why = "there are GPUs" if plan.device == "cuda" else "there is no GPU"
-        found.append(Explained("cluster.device", plan.device, "derived", why=why))
+        rows.append(Explained("cluster.device", plan.device, "derived", why=why))
     if job.cluster.memory_gib is None:
-        whole = detect_cluster(job.cluster.device).memory_per_rank(plan.world_size) / GIB
+        memory_gib = detect_cluster(job.cluster.device).memory_per_rank(plan.world_size) / GIB
         why = f"this machine's, for each of {plan.world_size} ranks"
-        found.append(Explained("cluster.memory_gib", round(whole, 2), "derived", why=why))
-    return found
+        rows.append(Explained("cluster.memory_gib", round(memory_gib, 2), "derived", why=why))
+    return rows
 
 
-def _of_the_plan(plan: Plan, units: Units) -> list[Explained]:
-    """What no key says."""
+def _explain_plan(plan: Plan, units: Units) -> list[Explained]:
+    """The rows of the plan that no key of the job says."""
     memory, tokens = plan.chosen.total_bytes, plan.model_shape.tokens_of(plan.seq_len)
     noun = "sequences" if units == TEXT else "samples"
     rows: list[tuple[str, Any, str]] = [
@@ -244,14 +250,13 @@ def _of_the_plan(plan: Plan, units: Units) -> list[Explained]:
         ),
     ]
     if units == TEXT:
-        whole = f"{plan.global_batch_size} sequences x {tokens} over all ranks"
-        rows.insert(2, ("tokens_per_step", plan.global_batch_size * tokens, whole))
+        batch = f"{plan.global_batch_size} sequences x {tokens} over all ranks"
+        rows.insert(2, ("tokens_per_step", plan.global_batch_size * tokens, batch))
     return [Explained(f"plan.{key}", value, "derived", why=why) for key, value, why in rows]
 
 
-def _vocabulary(tokens: JobTokens) -> tuple[int | None, str]:
-    """How many tokens the data will need, as far as that can be told without reading it, and how
-    that is known."""
+def _predict_vocabulary(tokens: JobTokens) -> tuple[int | None, str]:
+    """Size of the vocabulary, as far as it is known without reading the data, and why."""
     sources = tokens.sources
     if sources and all(source.facts.kind != "none" for source in sources):
         largest = max(sources, key=lambda source: source.vocab_size)

@@ -40,7 +40,10 @@ class DecisionStore:
             self._store = open_store(rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S)
 
     def tell(self, decision: Decision) -> None:
-        """As rank 0: tell the others.
+        """Tell the other ranks, as rank 0; the first decision counts.
+
+        Where ranks end here, wait until each has read why: this one may hold the store that they
+        read from.
 
         Where ranks end here, wait until each has read why: this one may hold the store that they
         read from.
@@ -55,7 +58,7 @@ class DecisionStore:
                 self._store.wait(keys, datetime.timedelta(seconds=READ_TIMEOUT_S))
 
     def read(self) -> Decision:
-        """As another rank: wait for the decision.
+        """Wait for rank 0's decision, as another rank.
 
         Raises EnvironmentProblem if rank 0 tells none.
         """

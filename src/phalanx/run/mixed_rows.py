@@ -1,4 +1,4 @@
-"""What plan and train say of a loss whose rows see each other: tried in another process, and kept.
+"""Warnings about a loss whose rows see each other: tried in another process, and kept.
 
 Torch-free.
 """
@@ -24,8 +24,7 @@ TIMEOUT_S = 30.0  # a run waits for it before its ranks start
 
 
 def warnings_of_rows(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWarning, ...]:
-    """Nothing for what phalanx brings itself, and for what cannot be tried: a run says what is
-    wrong with it.
+    """Return warnings of a loss that mixes rows; none for phalanx's own, or if it cannot be tried.
 
     Raises LayoutError for an objective that is not there.
 
@@ -61,23 +60,26 @@ def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowFacts:
 
 
 def _cache_file(job: Job, plan: Plan) -> Path:
-    """Known by the user's sources and by our own."""
+    """The file that keeps the answer, named by the user's sources and by our own."""
     named = [job.model.kind, job.model.objective, job.data.source]
-    own = [
+    user_files = [
         file
         for name in named
         if name and is_foreign(name)
         for file in sources_of(name.partition(":")[0].split("."))
     ]
     package = Path(__file__).parents[1]
-    ours = [
+    phalanx_files = [
         *sorted((package / "nn").glob("*.py")),
         *sorted((package / "run" / "one_process").glob("*.py")),
     ]
-    said = [
+    settings = [
         job.model.model_dump(mode="json"),
         job.data.model_dump(mode="json"),
         job.run.seed,
         plan.shape,
     ]
-    return SHAPE_CACHE / f"rows-{digest([said, states_of([*own, *ours]), sys.version])}.json"
+    return (
+        SHAPE_CACHE
+        / f"rows-{digest([settings, states_of([*user_files, *phalanx_files]), sys.version])}.json"
+    )

@@ -1,4 +1,4 @@
-"""What a job needs of this machine besides memory: checked at the door, before a rank starts."""
+"""Check what a job needs of this machine besides memory, before a rank starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.plan.cluster import compute_capability
 from phalanx.plan.precision import FP8_CAPABILITY, FP8_FIX
 
 
-def wanted_sinks(job: Job) -> tuple[str, ...]:
+def choose_sinks(job: Job) -> tuple[str, ...]:
     """The job's sinks; where it names none, TensorBoard if it is installed."""
     if job.observe.sinks is not None:
         return job.observe.sinks
@@ -34,9 +34,9 @@ def _is_installed(package: str) -> bool:
 
 
 def sink_openers(job: Job, run_dir: Path) -> list[tuple[str, OpenSink]]:
-    """What opens each of the job's sinks: here, or in a process of its own where the sink asks
+    """Functions that open the job's sinks: here, or in a process of its own where the sink asks
     for one."""
-    return [(kind, _opener(kind, run_dir)) for kind in wanted_sinks(job)]
+    return [(kind, _opener(kind, run_dir)) for kind in choose_sinks(job)]
 
 
 def _opener(kind: str, run_dir: Path) -> OpenSink:
@@ -49,7 +49,7 @@ def preload(job: Job) -> tuple[str, ...]:
     """Modules that the ranks' server imports once, so that no rank spends a second on them."""
     # torch._dynamo: building on the meta device and DDP both import it.
     modules = ["torch", "torch._dynamo", "phalanx.run.rank", *preloaded(job.model.kind)]
-    for kind in wanted_sinks(job):
+    for kind in choose_sinks(job):
         if not is_foreign(kind):
             modules += resolve(kind, SINKS, "PRELOAD")
     return tuple(modules)
@@ -58,7 +58,7 @@ def preload(job: Job) -> tuple[str, ...]:
 def check_needs(job: Job, device: str) -> None:
     """Raise EnvironmentProblem (exit 6) for a package or a compiler that the job needs and this
     machine lacks."""
-    for kind in wanted_sinks(job):
+    for kind in choose_sinks(job):
         if not is_foreign(kind):
             missing = [name for name in resolve(kind, SINKS, "REQUIRES") if not _is_installed(name)]
             if missing:
@@ -79,11 +79,11 @@ def _check_fp8(device: str) -> None:
         raise EnvironmentProblem(
             "precision.compute=fp8 needs torchao", fix=f"pip install 'phalanx[gpu]', or {FP8_FIX}"
         )
-    found = compute_capability() if device == "cuda" else None
-    if found is not None and found < FP8_CAPABILITY:
-        wanted, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
+    capability = compute_capability() if device == "cuda" else None
+    if capability is not None and capability < FP8_CAPABILITY:
+        minimum, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, capability))
         raise EnvironmentProblem(
-            f"precision.compute=fp8 needs GPUs of compute capability {wanted}, and one here has"
+            f"precision.compute=fp8 needs GPUs of compute capability {minimum}, and one here has"
             f" {has}",
             fix=FP8_FIX,
         )

@@ -16,8 +16,8 @@ from phalanx.plan.plan import Plan
 
 
 def this_command() -> str:
-    """What calls this program in a shell here: `phalanx` where that is on the PATH, else what was
-    typed, a path or `python -m phalanx`."""
+    """The word that calls this program in a shell: `phalanx` if that is on the PATH, else the
+    path or `python -m phalanx` that was typed."""
     typed = sys.argv[0]
     if Path(typed).parts[-2:] == ("phalanx", "__main__.py") and shutil.which("phalanx") is None:
         return f"{shlex.quote(sys.executable)} -m phalanx"
@@ -35,9 +35,8 @@ def next_line(*words: str) -> str:
     return f"next    {this_command()} {shlex.join(words)}"
 
 
-def after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) -> str:
-    """What to do with a run that is finished: let it write, evaluate it elsewhere, or look at
-    its page again."""
+def suggest_after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) -> str:
+    """The line that says what to do with a finished run: generate, evaluate or read its page."""
     if (
         corpus.is_text
         and job.model.objective is None
@@ -57,6 +56,6 @@ def after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) -> str:
     return next_line("report", str(run_dir))
 
 
-def after_planning(arguments: Sequence[str]) -> str:
-    """The plan was made of these arguments; training takes the same."""
+def suggest_after_planning(arguments: Sequence[str]) -> str:
+    """The line that says how to train what was planned."""
     return next_line("train", *arguments)

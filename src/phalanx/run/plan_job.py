@@ -16,12 +16,12 @@ from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Data, Job
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.data_facts import look_in_words, looked_facts
+from phalanx.run.data_counts import count_looked_data, describe_look
 from phalanx.run.mixed_rows import warnings_of_rows
 from phalanx.run.tokens import find_tokens
 
 if TYPE_CHECKING:
-    from phalanx.run.initial import Initial
+    from phalanx.run.initial_weights import Initial
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
     plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan)))
     initial = None
     if checks_initial and job.model.init_from is not None:
-        from phalanx.run.initial import (
+        from phalanx.run.initial_weights import (
             find_initial,
         )  # reads checkpoints, which most jobs have none of
 
@@ -75,10 +75,10 @@ def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
         job,
         vocab_size=fixed or look.vocab_size,
         shape=shape,
-        data=looked_facts(look),
+        data=count_looked_data(look),
         more=tokens.remarks(),
     )
-    return plan, look_in_words(look)
+    return plan, describe_look(look)
 
 
 def _needs_no_look(job: Job) -> bool:

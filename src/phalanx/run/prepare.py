@@ -23,7 +23,7 @@ from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import keep_precision, with_precision
-from phalanx.run.data_facts import data_facts
+from phalanx.run.data_counts import count_data
 from phalanx.run.directory import (
     JOB_FILE,
     PLAN_FILE,
@@ -31,7 +31,7 @@ from phalanx.run.directory import (
     refuse_existing_run,
     write_run_facts,
 )
-from phalanx.run.initial import INIT, find_initial, told_shape
+from phalanx.run.initial_weights import INIT, find_initial, find_known_shape
 from phalanx.run.mixed_rows import warnings_of_rows
 from phalanx.run.needs import check_needs
 from phalanx.run.resume import plan_of_run
@@ -89,7 +89,7 @@ def prepare_run(
     refuse_other_data(job, shape)
     if not resume:
         # Weights that are not there or do not fit are refused before data is prepared.
-        find_initial(job.model, told_shape(job))
+        find_initial(job.model, find_known_shape(job))
     # A bad layout is refused before anything is written.
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)
     tokens = find_tokens(job, is_prepared=is_prepared)
@@ -107,7 +107,7 @@ def prepare_run(
             vocab_size=fixed_size or corpus.vocab_size,
             num_ranks=num_ranks,
             shape=shape,
-            data=data_facts(corpus),
+            data=count_data(corpus),
             more=tokens.remarks(corpus),
         )
         _refuse_images(corpus, plan.model_shape)

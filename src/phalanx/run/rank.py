@@ -40,9 +40,9 @@ from phalanx.resilience.fault import fault_listener
 from phalanx.resilience.guards import SkippedStepsGuard
 from phalanx.run.data import (
     check_masks,
-    check_same_samples,
     open_held_out,
     open_train_batches,
+    require_same_samples,
     say_batch_change,
 )
 from phalanx.run.needs import sink_openers
@@ -118,7 +118,7 @@ def _forward_event(run: RankRun, envelope: Envelope) -> None:
 
 
 @contextlib.contextmanager
-def _reported(run: RankRun) -> Iterator[None]:
+def _report_errors(run: RankRun) -> Iterator[None]:
     """Report an error of the body at once: what encloses it may block on the way out."""
     try:
         with explained_refusals(run.job.train.deterministic):
@@ -150,7 +150,7 @@ def _train(
     with (
         deterministic,
         open_mesh(plan.layout, device=plan.device, store=store, **limits) as mesh,
-        _reported(run),
+        _report_errors(run),
     ):
         phases.time_by(clock_of(mesh.device))
         corpus = load_corpus(run_dir / "data")
@@ -186,10 +186,10 @@ def _train(
             tokenizer=corpus.tokenizer_digest,
         )
         check_masks(job, state.model)
-        check_same_samples(corpus, mesh)
+        require_same_samples(corpus, mesh)
         with (
             open_train_batches(job, plan, mesh, corpus, state, bus, run_dir) as data,
-            _reported(run),
+            _report_errors(run),
         ):
             trainer = Trainer(
                 job,
@@ -210,7 +210,7 @@ def _train(
                 memory=meter,
             )
             if mesh.rank == 0:
-                bus.emit(_run_started(job, plan, mesh, state, restored, run.started_s))
+                bus.emit(_build_run_started(job, plan, mesh, state, restored, run.started_s))
                 _say_warnings(job, plan, state, bus, lacks)
             phases.leave("startup")
             ended = trainer.run()
@@ -237,7 +237,7 @@ def _train(
 
 
 def _say_warnings(job: Job, plan: Plan, state: TrainState, bus: Bus, lacks: str) -> None:
-    """What the owner of a run may regret, before its first step. `lacks`: room on a GPU."""
+    """Emit what the owner of a run may regret, before its first step."""
     if lacks:
         bus.emit(Note("warning", {"warning": "little_room", "text": lacks}))
     for warning in plan.warnings:
@@ -249,7 +249,7 @@ def _say_warnings(job: Job, plan: Plan, state: TrainState, bus: Bus, lacks: str)
         bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
 
 
-def _run_started(
+def _build_run_started(
     job: Job, plan: Plan, mesh: Mesh, state: TrainState, restored: Folder | None, started_s: float
 ) -> RunStarted:
     return RunStarted(

@@ -17,7 +17,7 @@ from phalanx.plan.plan import Plan
 
 @dataclass(frozen=True)
 class RankPayload(JsonRecord):
-    """What the supervisor sends each rank of an attempt.
+    """Payload that the supervisor sends each rank of an attempt.
 
     `started_s` is when the person pressed return, of the monotonic clock that all processes of this
     machine share.
@@ -33,7 +33,8 @@ class RankPayload(JsonRecord):
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank is to run. `started_s` (monotonic) is when the person pressed return."""
+    """Everything that one rank needs to train. `started_s` (monotonic) is when the run was
+    asked for."""
 
     job: Job
     plan: Plan

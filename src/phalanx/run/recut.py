@@ -44,12 +44,12 @@ class RunRecut:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines for people."""
         return _lines(self.recut, self.event, self.seconds)
 
 
 def recut_of_run(job: Job, plan: Plan, run_dir: Path) -> RunRecut:
-    """How the pipeline of `plan` would be cut by the seconds that `run_dir` measured.
+    """Cut the pipeline of `plan` anew, by the seconds that the run in `run_dir` measured.
 
     Raises UsageError for a run without a measured pipeline, LayoutError for one of another
     pipeline.
@@ -59,7 +59,7 @@ def recut_of_run(job: Job, plan: Plan, run_dir: Path) -> RunRecut:
             "--recut is for pipelines, and parallel.pp is 1",
             fix="give the job file and keys that the run had",
         )
-    event = _last_measured(run_dir)
+    event = _find_last_measured(run_dir)
     try:
         seconds = [StageCosts(*row) for row in event.stage_seconds]
     except TypeError:
@@ -76,36 +76,36 @@ def recut_of_run(job: Job, plan: Plan, run_dir: Path) -> RunRecut:
     )
 
 
-def _last_measured(run_dir: Path) -> PipelineMeasured:
-    found: PipelineMeasured | None = None
+def _find_last_measured(run_dir: Path) -> PipelineMeasured:
+    newest: PipelineMeasured | None = None
     for envelope in recorded(run_dir, PipelineMeasured):
         if isinstance(envelope.event, PipelineMeasured):
-            found = envelope.event
-    if found is None:
+            newest = envelope.event
+    if newest is None:
         raise UsageError(
             f"{run_dir} has no measured pipeline",
             fix="train with parallel.pp for 5 steps or more, and give that run",
         )
-    return found
+    return newest
 
 
-def _lines(found: Recut, event: PipelineMeasured, seconds: Sequence[StageCosts]) -> list[str]:
+def _lines(recut: Recut, event: PipelineMeasured, seconds: Sequence[StageCosts]) -> list[str]:
     took = ", ".join(
         f"{1e3 * float(sum((c.forward_s, c.backward_input_s, c.backward_weight_s))):.3g}"
         for c in seconds
     )
-    now = ", ".join(map(str, found.measured.num_blocks))
+    now = ", ".join(map(str, recut.measured.num_blocks))
     lines = [
         f"measured  stages of {now} blocks took {took} ms of a microbatch in step {event.step}"
         f" ({event.schedule})"
     ]
-    if not found.is_worth_it:
+    if not recut.is_worth_it:
         return [*lines, "recut     the cut is already the best there is"]
-    then = ", ".join(map(str, found.stages.num_blocks))
+    then = ", ".join(map(str, recut.stages.num_blocks))
     return [
         *lines,
         (
-            f"recut     parallel.stage_blocks=[{then}]: a step takes {found.gain:.1%} less, as"
+            f"recut     parallel.stage_blocks=[{then}]: a step takes {recut.gain:.1%} less, as"
             " predicted"
         ),
     ]

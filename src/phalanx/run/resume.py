@@ -60,14 +60,14 @@ class Resumed:
     step: int
     changes: tuple[Change, ...]
     rate: str
-    """What becomes of the learning rate, where a change moves it; else empty."""
+    """The sentence about the learning rate, if a change moves it; else empty."""
 
     @property
     def is_other_training(self) -> bool:
         return any(change.is_other_training for change in self.changes)
 
     def lines(self) -> list[str]:
-        """For people; nothing where the job is what it was."""
+        """Lines for people; none if the job is unchanged."""
         if not self.changes:
             return []
         lines = [f"changed {change.words()}" for change in self.changes]
@@ -81,15 +81,15 @@ class Resumed:
         return lines
 
     def facts(self) -> dict[str, Any]:
-        """For the run's record."""
+        """Facts for the run's record."""
         changed = {change.key: [change.before, change.after] for change in self.changes}
         words = [*(change.words() for change in self.changes), *([self.rate] if self.rate else [])]
-        told = "; ".join(words) if words else "with the same job"
-        return {"step": self.step, "changed": changed, "told": told}
+        summary = "; ".join(words) if words else "with the same job"
+        return {"step": self.step, "changed": changed, "told": summary}
 
 
-def resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
-    """The run in the directory `resume` with `overrides` on its job.
+def load_resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
+    """Load the run in the directory `resume` with `overrides` on its job.
 
     Raises UsageError where there is no run, JobError for keys that a run keeps, and LayoutError,
     with all that would have to be said besides, for ranks that the run's other keys do not fit.
@@ -102,7 +102,7 @@ def resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
             fix="give a directory that phalanx train wrote",
         )
     was = load_job_json(run_dir / "job.json", [f"run.dir={resume}"])
-    job = _load_changed(run_dir, was, overrides)
+    job = _load_with_changes(run_dir, was, overrides)
     if (
         job.precision.compute == "auto" != was.precision.compute
     ):  # asked for: what it means on this machine
@@ -111,8 +111,8 @@ def resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
     different = [
         key for key in differing_keys(was.to_json(), job.to_json()) if key not in HOW_DATA_IS_READ
     ]
-    kept = KEPT_BY_A_RUN if step == 0 else (*KEPT_BY_A_RUN, *KEPT_ONCE_SAVED)
-    changed = [key for key in different if key.startswith(kept)]
+    fixed_keys = KEPT_BY_A_RUN if step == 0 else (*KEPT_BY_A_RUN, *KEPT_ONCE_SAVED)
+    changed = [key for key in different if key.startswith(fixed_keys)]
     if changed:
         fix = "start a new run to change it"
         raise JobError(
@@ -135,7 +135,7 @@ def load_for_explaining(
     run `resume`."""
     if resume is None:
         return load_job(job_file, overrides), job_file
-    return resumed_job(resume, overrides).job, str(Path(resume) / "job.json")
+    return load_resumed_job(resume, overrides).job, str(Path(resume) / "job.json")
 
 
 def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,8 +172,10 @@ def _steps(was: Job, job: Job, step: int) -> str:
         if job.optim.schedule == "constant"
         else f", and the {job.optim.schedule} schedule ends there"
     )
-    left = job.train.steps - step
-    return f"{plural(max(left, 0), 'step')} left instead of {max(was.train.steps - step, 0)}{ends}"
+    num_left = job.train.steps - step
+    return (
+        f"{plural(max(num_left, 0), 'step')} left instead of {max(was.train.steps - step, 0)}{ends}"
+    )
 
 
 def _batch(was: Job, job: Job, step: int) -> str:
@@ -218,8 +220,8 @@ _UNKNOWN = [_says("holds from step {next} on"), True]
 
 
 def _rate_in_words(was: Job, job: Job, step: int) -> str:
-    """What the learning rate would have been and is, and how to keep the last one; empty where
-    it stays."""
+    """A sentence that compares the learning rate with the one before the change, and says how to
+    keep it; empty if it is the same."""
     now = learning_rate(job, step + 1)
     if step + 1 <= was.train.steps:
         expected, when = learning_rate(was, step + 1), "would have been"
@@ -240,46 +242,48 @@ def _rate_in_words(was: Job, job: Job, step: int) -> str:
 # --- ranks that the run's other keys do not fit ---------------------------------------------------
 
 
-def _load_changed(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
+def _load_with_changes(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
     """The run's job with `overrides`.
 
     A layout that does not fit is a LayoutError with all the keys that make one.
     """
-    asked = [
+    layout_keys = [
         key for text in overrides if (key := text.partition("=")[0].strip()).startswith("parallel.")
     ]
     plan = plan_of_run(run_dir)
     try:
         job = _load(run_dir, was, overrides)
-        refusal = _refusal(job, plan) if asked else None
+        refusal = _refusal(job, plan) if layout_keys else None
     except JobError as error:
         about_layout = [
             problem for problem in error.problems if problem.key.startswith("parallel.")
         ]
-        if not asked or len(about_layout) < len(error.problems):
+        if not layout_keys or len(about_layout) < len(error.problems):
             raise
         first = about_layout[0]
         job, refusal = was, LayoutError(first.what, where=first.key, fix=first.fix)
-        if not (more := _missing_overrides(run_dir, was, overrides, asked, plan)):
+        if not (more := _missing_overrides(run_dir, was, overrides, layout_keys, plan)):
             raise
     else:
         more = (
-            _missing_overrides(run_dir, was, overrides, asked, plan) if refusal is not None else []
+            _missing_overrides(run_dir, was, overrides, layout_keys, plan)
+            if refusal is not None
+            else []
         )
     if refusal is None:
         return job
     if more:
         refusal.fix = (
-            f"the run has {_in_words(was, more)}: say what becomes of it,"
+            f"the run has {_describe_layout_keys(was, more)}: say what becomes of it,"
             f" {' '.join([*overrides, *more])}"
         )
     raise refusal
 
 
 def _load(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
-    here = f"run.dir={run_dir}"
+    run_dir_override = f"run.dir={run_dir}"
     return load_job_json(
-        run_dir / "job.json", [*overrides, *reference_on_resume(was, overrides), here]
+        run_dir / "job.json", [*overrides, *reference_on_resume(was, overrides), run_dir_override]
     )
 
 
@@ -292,8 +296,7 @@ def plan_of_run(run_dir: Path) -> Plan | None:
 
 
 def _refusal(job: Job, plan: Plan | None) -> LayoutError | None:
-    """Why the job's layout cannot be had; None where it can, or nobody knows the model's shape
-    without asking it."""
+    """The error of the job's layout; None if it can run, or if the model's shape is unknown."""
     if plan is None:
         return None
     cluster = detect_cluster(job.cluster.device)
@@ -305,7 +308,7 @@ def _refusal(job: Job, plan: Plan | None) -> LayoutError | None:
 
 
 def _missing_overrides(
-    run_dir: Path, was: Job, overrides: Sequence[str], asked: Sequence[str], plan: Plan | None
+    run_dir: Path, was: Job, overrides: Sequence[str], layout_keys: Sequence[str], plan: Plan | None
 ) -> list[str]:
     """The fewest keys of the run's own layout that have to go for the overrides to fit, as
     overrides; empty if none."""
@@ -317,7 +320,7 @@ def _missing_overrides(
             return False
 
     for degree in ("1", "none"):  # none: as the plan chooses
-        reset = _reset_layout(was.parallel, asked, degree)
+        reset = _reset_layout(was.parallel, layout_keys, degree)
         if fits(list(reset.values())):
             for key in list(reset):
                 if fits([text for name, text in reset.items() if name != key]):
@@ -326,20 +329,20 @@ def _missing_overrides(
     return []
 
 
-def _reset_layout(own: Parallel, asked: Sequence[str], degree: str) -> dict[str, str]:
+def _reset_layout(run_layout: Parallel, layout_keys: Sequence[str], degree: str) -> dict[str, str]:
     """An override for each key of the run's layout that was not asked for anew: its default, or
     `degree`."""
     usual = Parallel()
     return {
         f"parallel.{key}": (
-            f"parallel.{key}={degree if key in DEGREES else _spelled(getattr(usual, key))}"
+            f"parallel.{key}={degree if key in DEGREES else _spell_value(getattr(usual, key))}"
         )
         for key in Parallel.model_fields
-        if getattr(own, key) != getattr(usual, key) and f"parallel.{key}" not in asked
+        if getattr(run_layout, key) != getattr(usual, key) and f"parallel.{key}" not in layout_keys
     }
 
 
-def _spelled(value: Any) -> str:
+def _spell_value(value: Any) -> str:
     if value is None:
         return "none"
     return (
@@ -355,6 +358,6 @@ def _toml(value: Any) -> str:
     return str(value)
 
 
-def _in_words(was: Job, more: Sequence[str]) -> str:
+def _describe_layout_keys(was: Job, more: Sequence[str]) -> str:
     keys = [text.partition("=")[0].removeprefix("parallel.") for text in more]
-    return ", ".join(f"parallel.{key}={_spelled(getattr(was.parallel, key))}" for key in keys)
+    return ", ".join(f"parallel.{key}={_spell_value(getattr(was.parallel, key))}" for key in keys)

@@ -1,5 +1,5 @@
-"""What verbs share that start ranks once: a directory of theirs for a while, and what the ranks'
-refusals become."""
+"""A temporary directory for verbs that start ranks once, and the errors that ranks' refusals
+become."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scratch:
     keeps_logs: bool = False
 
     def message_of(self, outcome: Outcome) -> str:
-        """What a person is told about ranks that failed. The logs stay if it sends them there."""
+        """The message about ranks that failed. The logs stay if it sends the reader there."""
         self.keeps_logs |= str(self.directory / LOGS) in outcome.message
         return outcome.message
 
@@ -67,9 +67,9 @@ def scratch_directory(verb: str) -> Iterator[Scratch]:
     try:
         scratch = Scratch(Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{verb}-")))
     except OSError as error:
-        place = error.filename or "TMPDIR"
+        location = error.filename or "TMPDIR"
         raise resource_error(
-            error, "making a directory for a while", place, place="TMPDIR"
+            error, "making a directory for a while", location, place="TMPDIR"
         ) from None
     try:
         yield scratch

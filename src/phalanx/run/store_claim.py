@@ -59,6 +59,6 @@ def _lock_directory(stack: contextlib.ExitStack, directory: Path) -> None:
     try:
         stack.enter_context(hold_run_lock(directory))
     except RunLockedError as error:
-        what = error.what.replace("the run directory", "checkpoint.url")
+        message = error.what.replace("the run directory", "checkpoint.url")
         fix = (error.fix or "").replace("run.dir", "checkpoint.url")
-        raise RunLockedError(what, where=error.where, fix=fix) from None
+        raise RunLockedError(message, where=error.where, fix=fix) from None

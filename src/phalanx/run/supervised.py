@@ -74,7 +74,7 @@ def train_supervised(
     )
     console = output.open_console(job)
     tail = EventTail(run_dir, attempt_from=attempt)
-    show_refused = shows_refused(console, tail)
+    show_refused = make_refused_event_writer(console, tail)
     bus = open_supervisor_bus(run_dir, attempt, show_refused, fence)
     if resumed is not None:
         bus.emit(Note(RESUMED, resumed.facts()))
@@ -106,7 +106,9 @@ def train_supervised(
         return finish_run(run, outcome, bus, stack, output, elapsed_s=elapsed_s, refusal=refusal)
 
 
-def shows_refused(console: Console, tail: EventTail) -> Callable[[Envelope | None], None]:
+def make_refused_event_writer(
+    console: Console, tail: EventTail
+) -> Callable[[Envelope | None], None]:
     """A function that shows an event which the disk refused, at once.
 
     It is not shown again when the tail finds it: it is written once that works. That events are

@@ -1,5 +1,5 @@
-"""Which tokens a job's model reads: the tokenizer that it brings, and what a plan says of the
-data's.
+"""The tokens that a job's model reads: the tokenizer that it brings, and remarks about the data's.
+Torch-free.
 
 Torch-free.
 """
@@ -31,7 +31,7 @@ from phalanx.plan.warnings import MoreRemarks
 
 @dataclass(frozen=True)
 class JobTokens:
-    """What `find_tokens` found.
+    """Tokens of a job's sources.
 
     `default`: the tokenizer of text where data.tokenizer names none.
     """
@@ -43,7 +43,7 @@ class JobTokens:
     vocab_size: int | None
 
     def remarks(self, corpus: Corpus | None = None) -> MoreRemarks:
-        """Of the corpus once it is there, else of what it will be."""
+        """Remarks about the corpus once it is there, else about what it will be."""
         sources = (
             self.sources
             if corpus is None
@@ -53,7 +53,7 @@ class JobTokens:
 
 
 def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
-    """What the sources of a job become tokens by. With `is_prepared` they are tokens already.
+    """Find how the sources of a job become tokens. With `is_prepared` they are tokens already.
 
     Raises DataError for a tokenizer that cannot be read, or that has more tokens than the model has
     rows.
@@ -80,35 +80,35 @@ def model_tokenizer(model: Model) -> ModelTokenizer | None:
 
     Raises LayoutError for a `hf:PATH` that is none.
     """
-    beside = None
+    directory_tokenizer = None
     if is_hugging_face(model.kind):
         assert model.kind is not None
         is_trained = weights_directory(model.kind) is not None
-        beside = find_directory_tokenizer(
+        directory_tokenizer = find_directory_tokenizer(
             config_path(model.kind).parent, f"model.kind={model.kind}", is_trained=is_trained
         )
     if model.init_from is None:
-        return beside
+        return directory_tokenizer
     owner = f"model.init_from={model.init_from}"
     run_dir = _run_directory(model.init_from)
     of_weights = None if run_dir is None else find_run_tokenizer(run_dir, owner)
     if of_weights is not None and (
-        of_weights.name is not None or not of_weights.is_missing or beside is None
+        of_weights.name is not None or not of_weights.is_missing or directory_tokenizer is None
     ):
         return of_weights
-    if beside is not None:
-        return beside
+    if directory_tokenizer is not None:
+        return directory_tokenizer
     return ModelTokenizer(
         owner, None, None, Path(), True, f"{model.init_from} holds no tokenizer", is_missing=True
     )
 
 
-def _run_directory(place: str) -> Path | None:
+def _run_directory(location: str) -> Path | None:
     """The run or import that `place` is, or lies in; None for a store elsewhere."""
-    directory = local_directory(place)
-    if directory is None and is_url(place):
+    directory = local_directory(location)
+    if directory is None and is_url(location):
         return None
-    path = Path(run_at((directory or Path(place)).expanduser()))
+    path = Path(run_at((directory or Path(location)).expanduser()))
     if is_checkpoint(path):
         above = path.absolute().parents[1]
         return above if path.absolute().parent.name == "checkpoints" else None

@@ -14,13 +14,13 @@ from phalanx.report.reduce import reduce_run
 from phalanx.report.summary import run_json
 from phalanx.run.conclude import RunEnd
 from phalanx.run.output import RunOutput
-from phalanx.run.resume import resumed_job
+from phalanx.run.resume import load_resumed_job
 from phalanx.run.training import TrainRequest, run_training
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended and what came out.
+    """Result of a run.
 
     `status` is "finished" | "preempted" | "interrupted" | "failed", `exit_code` that of `phalanx
     train`, and `error` what it would print where the run is not finished. `metrics` are of the last
@@ -51,7 +51,7 @@ def train_job(job: Job, *, quiet: bool = False) -> RunResult:
     Raises PhalanxError for what the user can mend before the first step: a job that cannot run,
     data or a layout that does not fit, a run directory in use.
     """
-    return _train(TrainRequest.of_job(check_job(job)), quiet)
+    return _train(TrainRequest.for_job(check_job(job)), quiet)
 
 
 def resume_job(
@@ -63,7 +63,7 @@ def resume_job(
     As `phalanx train --resume`; a run that is finished returns at once. Raises PhalanxError like
     `train_job`, and JobError for keys that a run keeps.
     """
-    return _train(TrainRequest.of_resumed(resumed_job(str(run_dir), overrides)), quiet)
+    return _train(TrainRequest.for_resumed(load_resumed_job(str(run_dir), overrides)), quiet)
 
 
 def _train(request: TrainRequest, quiet: bool) -> RunResult:

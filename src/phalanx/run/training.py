@@ -27,19 +27,19 @@ from phalanx.run.supervised import train_supervised
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What is to be trained and where. `resumed` is set where the run in `run_dir` is continued."""
+    """A job to train and its run directory. `resumed` is set where the run in it is continued."""
 
     job: Job
     run_dir: Path
     resumed: Resumed | None = None
 
     @staticmethod
-    def of_job(job: Job) -> TrainRequest:
+    def for_job(job: Job) -> TrainRequest:
         """A new run in run.dir, else in a fresh directory."""
         return TrainRequest(job, Path(job.run.dir or _fresh_run_dir(job)))
 
     @staticmethod
-    def of_resumed(resumed: Resumed) -> TrainRequest:
+    def for_resumed(resumed: Resumed) -> TrainRequest:
         """The run of `resumed`, continued."""
         return TrainRequest(resumed.job, resumed.run_dir, resumed)
 
@@ -54,7 +54,7 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
         began_s = time.monotonic()
         ranks = external_ranks(os.environ)
         if ranks is not None:
-            train = _train_guarded if guards_rank else train_as_rank
+            train = _train_with_guard if guards_rank else train_as_rank
             return train(request.job, request.run_dir, ranks, request.resumed, output)
         job, resumed = request.job, request.resumed
         is_resumed = resumed is not None
@@ -68,7 +68,7 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
             return train_supervised(run, output, began_s=began_s, resumed=resumed)
 
 
-def _train_guarded(
+def _train_with_guard(
     job: Job, run_dir: Path, ranks: ExternalRanks, resumed: Resumed | None, output: RunOutput
 ) -> RunEnd:
     """Train as one rank whose guard tells the launcher how it ended.

@@ -25,7 +25,7 @@ from phalanx.observe.events import CheckpointUnusable, WeightsTaken
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
-from phalanx.run.initial import read_initial
+from phalanx.run.initial_weights import read_initial
 from phalanx.train.state import TrainState
 
 _TAKE_AN_OLDER_ONE = "add --fallback to continue from the newest one before it that can be used"
@@ -133,8 +133,8 @@ def restore_newest(
                     error.fix = error.fix or _TAKE_AN_OLDER_ONE
                 break
             if mesh.rank == 0:
-                place = place_in_run(folder, run_dir)
-                bus.emit(CheckpointUnusable(folder.step, place, error.why or str(error)))
+                location = place_in_run(folder, run_dir)
+                bus.emit(CheckpointUnusable(folder.step, location, error.why or str(error)))
     assert first_error is not None
     raise first_error
 

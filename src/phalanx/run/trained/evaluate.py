@@ -69,7 +69,7 @@ class EvaluationTask:
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """How many batches a rank has evaluated, and how many it has in all."""
+    """Number of batches that a rank has evaluated, and the number in all."""
 
     num_done: int
     num_batches: int
@@ -77,8 +77,8 @@ class EvaluationProgress:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What ranks measured. Losses are means per target; `metrics` are those of the objective, by
-    name.
+    """Results that ranks measured. Losses are means per target; `metrics` are those of the
+    objective, by name.
 
     `recorded_loss`: the loss that the run recorded at the same step, over equally many targets of
     the same data; None if it recorded none.

@@ -73,9 +73,8 @@ class TextGenerator:
         return GeneratedText(prompt, tokens)
 
     def decode(self, text: GeneratedText) -> str:
-        """What follows the prompt. It is decoded with the prompt: a tokenizer may join a token to
-        the one before.
-        """
+        """Text that follows the prompt. It is decoded with the prompt: a tokenizer may join a
+        token to the one before."""
         if self.tokenizer is None:
             return " ".join(map(str, text.tokens))
         prompt = self.tokenizer.decode(text.prompt_tokens)
@@ -98,7 +97,7 @@ class GenerationResult:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens follow the prompts."""
+        """Number of tokens that follow the prompts."""
         return sum(len(text.tokens) for text in self.texts)
 
     @property

@@ -75,8 +75,8 @@ class TrainedModel:
 
     @property
     def is_imported(self) -> bool:
-        """Whether `phalanx checkpoint import` wrote the checkpoint, from weights of another
-        system."""
+        """True if `phalanx checkpoint import` wrote the checkpoint, from weights of another
+        origin."""
         return self.manifest is not None and bool(self.manifest.facts.get("imported_from"))
 
     @property
@@ -95,7 +95,7 @@ class TrainedModel:
         return load_corpus(self.run_dir / "data")
 
     def overridden_keys(self, *keys: str) -> list[str]:
-        """Those of `keys` ("data.source") that the overrides set, or set a part of."""
+        """Keys among `keys` ("data.source") that the overrides set, or set a part of."""
         names = [override.partition("=")[0] for override in self.overrides]
         return [
             key for key in keys if any(name == key or name.startswith(f"{key}.") for name in names)
@@ -157,7 +157,7 @@ def open_trained_model(
 
 
 def describe_ranks(model: TrainedModel, plan: Plan) -> str:
-    """How ranks run the model: "2 cpu ranks, ddp (dp_replicate=2): as the run trained"."""
+    """Describe how ranks run the model: "2 cpu ranks, ddp (dp_replicate=2): as the run trained"."""
     text = plural(plan.world_size, f"{plan.device} rank")
     if plan.world_size > 1:
         text += f", {plan.chosen.name} ({plan.layout})"
@@ -240,7 +240,7 @@ def _refuse_flags(location: str, job_file: str | None, best: bool) -> None:
 
 
 def _is_hugging_face_directory(location: str) -> bool:
-    """Whether `save_pretrained` or `phalanx checkpoint export` wrote the directory."""
+    """True if `save_pretrained` or `phalanx checkpoint export` wrote the directory."""
     path = Path(location)
     if is_url(location) or not (path / CONFIG).is_file():
         return False

@@ -13,7 +13,8 @@ from phalanx.plan.plan import Plan
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How a token is drawn: among the `top_k` likeliest, or the likeliest that make up `top_p`."""
+    """Rule by which a token is drawn: among the `top_k` likeliest, or the likeliest that make up
+    `top_p`."""
 
     temperature: float
     top_k: int | None = None

@@ -76,7 +76,7 @@ def evaluate(document: JsonObject, link: RankLink) -> int:
                 fix="raise data.held_out_fraction",
             )
         began = time.monotonic()
-        found = Evaluator(
+        result = Evaluator(
             opened,
             mesh,
             objective=build_objective(job),
@@ -85,7 +85,7 @@ def evaluate(document: JsonObject, link: RankLink) -> int:
             stop=StopFlags(),
         ).evaluate()
         if mesh.rank == 0:
-            facts = {**asdict(found), "evaluated_s": time.monotonic() - began}
+            facts = {**asdict(result), "evaluated_s": time.monotonic() - began}
             write_json_atomic(run_dir / RESULT, facts)
         mesh.barrier()
     return ExitCode.OK

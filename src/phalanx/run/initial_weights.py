@@ -48,7 +48,7 @@ class Initial:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines for the person who starts the run."""
         came = (
             f", imported from {self.imported_from}" if self.imported_from else f", step {self.step}"
         )
@@ -59,7 +59,7 @@ class Initial:
 
 
 def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
-    """What `model.init_from` means now; None without it.
+    """Find the checkpoint that `model.init_from` names, and check it; None without that key.
 
     `shape` is None where the model is not known yet.
 
@@ -68,27 +68,27 @@ def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
     """
     if model.init_from is None:
         return None
-    place = (
+    location = (
         model.init_from
         if is_url(model.init_from)
         else str(Path(model.init_from).expanduser().absolute())
     )
-    folder = _find(place)
+    folder = _find(location)
     manifest = read_manifest(folder).without_optimizer()
     require_complete_directory(folder, manifest)
     differences: tuple[str, ...] = ()
     if shape is not None and shape.is_known:
         _require_fit(folder, manifest, shape, model.init_cast)
-        origin = find_origin(place, folder, manifest)
+        origin = find_origin(location, folder, manifest)
         differences = _differences(origin.shape, shape) if origin and origin.shape.is_known else ()
     dtypes = tuple(sorted({tensor.dtype for tensor in manifest.tensors.values()}))
     came_from = str(manifest.facts.get("imported_from") or "")
     return Initial(folder.url, manifest.step, len(manifest.tensors), dtypes, came_from, differences)
 
 
-def told_shape(job: Job) -> ModelShape | None:
-    """The model's shape as far as it is known before the data is: not without a vocabulary, or
-    of a user's module."""
+def find_known_shape(job: Job) -> ModelShape | None:
+    """The model's shape before the data is known; None if it depends on the data, or for a
+    user's module."""
     if job.model.is_foreign:
         return None
     vocab_size = fixed_vocab_size(job.model)
@@ -96,16 +96,18 @@ def told_shape(job: Job) -> ModelShape | None:
     return shape if vocab_size or shape.reads_images else None
 
 
-def _find(place: str) -> Folder:
-    if not is_url(place) and (Path(place) / "config.json").is_file():
-        fix = f"phalanx checkpoint import {place} --out DIR makes a checkpoint of it"
-        raise CheckpointError("model.init_from is a Hugging Face directory", where=place, fix=fix)
-    return find_checkpoint(place)
+def _find(location: str) -> Folder:
+    if not is_url(location) and (Path(location) / "config.json").is_file():
+        fix = f"phalanx checkpoint import {location} --out DIR makes a checkpoint of it"
+        raise CheckpointError(
+            "model.init_from is a Hugging Face directory", where=location, fix=fix
+        )
+    return find_checkpoint(location)
 
 
 def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bool) -> None:
-    wanted = {name: ExpectedTensor(size, TRAINED_IN) for name, size in stored_shapes(shape).items()}
-    misfits = find_mismatches(wanted, manifest.tensors, cast=cast)
+    tensors = {name: ExpectedTensor(size, TRAINED_IN) for name, size in stored_shapes(shape).items()}
+    misfits = find_mismatches(tensors, manifest.tensors, cast=cast)
     if not misfits:
         return
     only_types = all(misfit.kind == "dtype" for misfit in misfits)
@@ -119,7 +121,8 @@ def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bo
 
 
 def _differences(made_for: ModelShape, shape: ModelShape) -> tuple[str, ...]:
-    """What no tensor's shape shows."""
+    """Settings that the weights were made for and that the model has otherwise, though every
+    tensor fits."""
     was, now = normalize_for_inference(made_for).to_json(), normalize_for_inference(shape).to_json()
     return tuple(
         f"{key} {was[key]}, and model.{key} is {now[key]}" for key in was if was[key] != now[key]
@@ -127,13 +130,13 @@ def _differences(made_for: ModelShape, shape: ModelShape) -> tuple[str, ...]:
 
 
 def read_initial(run_dir: Path) -> Mapping[str, Any] | None:
-    """What was decided for the run; None if it starts from random weights."""
+    """The decision that was written for the run; None if it starts from random weights."""
     try:
-        found: dict[str, Any] = read_json(run_dir / INIT)
+        decision: dict[str, Any] = read_json(run_dir / INIT)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             "it cannot be read", where=str(run_dir / INIT), why=str(error)
         ) from None
-    return found
+    return decision

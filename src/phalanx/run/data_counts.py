@@ -7,7 +7,7 @@ from phalanx.data.look import DataLook
 from phalanx.plan.warnings import DataFacts, SourceFacts
 
 
-def data_facts(corpus: Corpus) -> DataFacts:
+def count_data(corpus: Corpus) -> DataFacts:
     """Tokens of text and token ids, by source; samples of the user's own dataset."""
     if corpus.user is not None:
         return DataFacts("samples", corpus.user.num_train, corpus.user.num_held_out)
@@ -22,7 +22,7 @@ def data_facts(corpus: Corpus) -> DataFacts:
     return DataFacts("tokens", train, held_out, sources)
 
 
-def looked_facts(look: DataLook) -> DataFacts | None:
+def count_looked_data(look: DataLook) -> DataFacts | None:
     """The same of data that is not prepared; None of text, whose tokens nobody has counted yet."""
     if look.user is not None:
         return DataFacts("samples", look.user.num_train, look.user.num_held_out)
@@ -45,7 +45,7 @@ def looked_facts(look: DataLook) -> DataFacts | None:
     return DataFacts("tokens", train, held_out, sources)
 
 
-def look_in_words(look: DataLook) -> list[str]:
+def describe_look(look: DataLook) -> list[str]:
     """A line for each source, for people."""
     if look.user is not None:
         held_out = (
