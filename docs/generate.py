@@ -160,8 +160,9 @@ def targets() -> dict[Path, str]:
     """Every generated file and its text."""
     schema = schema_text()
     models, own_code, costs = HERE / "models.md", HERE / "own-code.md", HERE / "strategies.md"
-    checkpoints = HERE / "checkpoint-format.md"
+    checkpoints, pipeline = HERE / "checkpoint-format.md", HERE / "pipeline.md"
     with_tables = runpy.run_path(str(HERE / "strategies.py"))["with_tables"]
+    with_schedules = runpy.run_path(str(HERE / "pipeline_table.py"))["with_schedules"]
     with_counts = runpy.run_path(str(HERE / "layout_counts.py"))["with_counts"]
     return {
         HERE / "reference.md": reference(),
@@ -170,6 +171,7 @@ def targets() -> dict[Path, str]:
         models: with_table(models.read_text(encoding="utf-8")),
         own_code: with_examples(own_code.read_text(encoding="utf-8")),
         costs: with_tables(costs.read_text(encoding="utf-8")),
+        pipeline: with_schedules(pipeline.read_text(encoding="utf-8")),
         checkpoints: with_counts(checkpoints.read_text(encoding="utf-8")),
     }
 

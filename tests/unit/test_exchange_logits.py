@@ -351,6 +351,11 @@ def test_our_module_with_imported_weights_computes_what_theirs_does(name: str, f
     assert found[name]["ours"] < (1e-4 if scaled else TOLERANCE)
 
 
+def test_the_page_counts_the_models() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    assert f" {len(MODELS)} models go from transformers to phalanx" in " ".join(page.split())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_was_exported_is_what_was_imported(name: str, found: Any) -> None:
     """from_pretrained opens it as the same class, with every tensor equal to the last bit, and the

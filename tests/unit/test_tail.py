@@ -30,7 +30,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import EventTail, read_event, recorded
 from phalanx.report.reduce import reduce_run
-from phalanx.run.supervised import open_supervisor_bus, make_refused_event_writer
+from phalanx.run.supervised import make_refused_event_writer, open_supervisor_bus
 
 
 def line(event: Event, *, rank: int = 0, attempt: int = 0, at: float = 1.0) -> bytes:
@@ -167,7 +167,9 @@ def test_what_a_disk_refuses_is_shown_once(tmp_path: Path) -> None:
     """At once, and not again when it is in the file."""
     console = PlainConsole(QuietStream(io.StringIO()), Pace(9), 1)
     tail = EventTail(tmp_path)
-    bus = open_supervisor_bus(tmp_path, 0, make_refused_event_writer(console, tail), Fence(tmp_path, None))
+    bus = open_supervisor_bus(
+        tmp_path, 0, make_refused_event_writer(console, tail), Fence(tmp_path, None)
+    )
     bus.emit(Note("first"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # the file has more already
