@@ -42,7 +42,8 @@ EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ExitCode.CHECKPOINT: "a checkpoint is missing, damaged or does not fit",
     ExitCode.ENVIRONMENT: "environment, rendezvous or port",
     ExitCode.RESOURCES: (
-        "a disk or store refuses or fails (full, read-only, EIO, ...), or ranks differ"
+        "a disk or store refuses or fails (full, read-only, EIO, ...), a worker of data build"
+        " dies, or ranks differ"
     ),
     ExitCode.NUMERICS: "too many steps with non-finite gradients",
     ExitCode.RUN_LOCKED: (
