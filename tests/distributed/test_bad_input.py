@@ -233,7 +233,7 @@ def test_two_job_files(home: Home) -> None:
 
 UNBUILDABLE = {
     "user_code_broken:build": "RuntimeError: this module does not import",
-    "user_code:breaks_in_factory": "(user_code.py:44: ValueError: the factory's own mistake)",
+    "user_code:breaks_in_factory": "(user_code.py:47: ValueError: the factory's own mistake)",
     "user_code:no_module": "returned dict, not an nn.Module",
 }
 FAILING = ("user_code:breaks_in_forward", "user_code:breaks_on_real_weights")

@@ -273,7 +273,7 @@ def test_planted_bugs_are_found_and_named(plant: Callable[[], None]) -> None:
 def scores_that_tie() -> None:
     """The scores of the experts 0 and 1 are equal in one process; a layout rounds that of the
     second, up for one token and down for the next."""
-    is_layout, beside = [False], layout_run.LayoutRun.beside
+    is_layout, run_layout = [False], layout_run.LayoutRun.run
 
     def linear(x_BTD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
         first_BT, _, *rest = F.linear(x_BTD, weight_ED).unbind(-1)
@@ -284,12 +284,12 @@ def scores_that_tie() -> None:
     def flagged(self: Any, *args: Any) -> Any:
         is_layout[0] = True
         try:
-            return beside(self, *args)
+            return run_layout(self, *args)
         finally:
             is_layout[0] = False
 
     routing.F = SimpleNamespace(linear=linear)  # type: ignore[assignment]
-    layout_run.LayoutRun.beside = flagged  # type: ignore[method-assign]
+    layout_run.LayoutRun.run = flagged  # type: ignore[method-assign]
 
 
 def scores_that_tie_beside_a_bug() -> None:

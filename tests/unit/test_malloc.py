@@ -72,7 +72,8 @@ def test_large_blocks_are_returned_unless_the_environment_says_otherwise() -> No
         "print([run(1, t.held_after_free, *case)[0] for case in t.CASES] + run(1,"
         " t.held_after_losses))"
     )
-    places = os.pathsep.join(str(Path(__file__).parents[up]) for up in (0, 1))
+    here = Path(__file__).parent
+    places = os.pathsep.join(map(str, (here, here.parent / "support")))
     environment = {
         **os.environ,
         "PYTHONPATH": places + os.pathsep + os.environ.get("PYTHONPATH", ""),
