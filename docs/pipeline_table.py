@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from phalanx.core.units import GIB, format_bytes
 from phalanx.job.load import load_job
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.pipeline.held import in_flight
-from phalanx.plan.pipeline.simulate import simulate
-from phalanx.plan.pipeline.words import sent_per_step
+from phalanx.plan.communication import sent_per_step
+from phalanx.plan.pipeline.simulate import in_flight, simulate
 from phalanx.plan.planner import make_plan
-from phalanx.plan.work import work_of
+from phalanx.plan.workload import work_of
 
 RANKS = 4
 MODEL = (
