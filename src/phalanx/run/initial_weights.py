@@ -106,7 +106,9 @@ def _find(location: str) -> Folder:
 
 
 def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bool) -> None:
-    tensors = {name: ExpectedTensor(size, TRAINED_IN) for name, size in stored_shapes(shape).items()}
+    tensors = {
+        name: ExpectedTensor(size, TRAINED_IN) for name, size in stored_shapes(shape).items()
+    }
     misfits = find_mismatches(tensors, manifest.tensors, cast=cast)
     if not misfits:
         return
