@@ -30,7 +30,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import of_one_rank, work_of
-from phalanx.train.generate import generate
+from phalanx.train.generate import generate_tokens
 from ranks import run_ranks
 
 BATCH, SEQ_LEN = 4, 16
@@ -217,7 +217,7 @@ def sample(rank: int, a_plan: Plan, learned: bool) -> list[int]:
     )
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         model = parallel_model(a_plan, mesh, **changed)
-        return generate(model, [5, 6, 7], num_tokens=14, context=SEQ_LEN, seed=1)
+        return generate_tokens(model, [5, 6, 7], num_tokens=14, context=SEQ_LEN, seed=1)
 
 
 @pytest.mark.parametrize("learned", [False, True])

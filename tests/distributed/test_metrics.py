@@ -26,8 +26,8 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
 from phalanx.plan.planner import make_plan
-from phalanx.train.evaluation import EvalRecord, Evaluation, Judged
-from phalanx.train.metrics import MetricSums, means, require_metric
+from phalanx.train.evaluation import EvalRecord, EvalScore, Evaluation
+from phalanx.train.metrics import MetricSums, average_metrics, require_metric
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
 from ranks import run_ranks
@@ -229,7 +229,7 @@ def measure(mesh: Mesh, given: Any) -> dict[str, tuple[float, float]] | str:
     sums = MetricSums(Given(given), mesh)
     try:
         sums(None, {})
-        return sums.reduced()
+        return sums.reduce()
     except LayoutError as error:
         return str(error)
 
@@ -256,19 +256,21 @@ def test_sources_count_as_in_the_loss_and_what_counts_nothing_has_no_mean() -> N
         "b": {"x": (3.0, 4.0)},
         "c": {"x": (0.0, 0.0)},
     }
-    assert means(by_source) == {"x": 0.5}
-    assert means(by_source, {"a": 3.0, "b": 1.0, "c": 9.0}) == {"x": (3 * 0.25 + 0.75) / 4}
-    assert means({"a": {"x": (math.inf, 1.0)}}) == {}
+    assert average_metrics(by_source) == {"x": 0.5}
+    assert average_metrics(by_source, {"a": 3.0, "b": 1.0, "c": 9.0}) == {
+        "x": (3 * 0.25 + 0.75) / 4
+    }
+    assert average_metrics({"a": {"x": (math.inf, 1.0)}}) == {}
     require_metric("loss", [])
     require_metric("x", ["x"])
 
 
 def test_the_first_of_equals_is_the_best_and_what_is_no_number_never() -> None:
     record = EvalRecord(
-        {2: Judged(1.0, 9, 0.5), 4: Judged(0.9, 9, 0.5), 6: Judged(0.8, 9, math.nan)}
+        {2: EvalScore(1.0, 9, 0.5), 4: EvalScore(0.9, 9, 0.5), 6: EvalScore(0.8, 9, math.nan)}
     )
-    record.add(8, Judged(0.1, 5, 0.9))  # over other data
-    assert record.best(9, "max") == (2, Judged(1.0, 9, 0.5))
+    record.add(8, EvalScore(0.1, 5, 0.9))  # over other data
+    assert record.best(9, "max") == (2, EvalScore(1.0, 9, 0.5))
     assert record.best(7, "max")[0] == 0
 
 

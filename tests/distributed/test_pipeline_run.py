@@ -29,7 +29,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.pipeline.schedule import Action
 from phalanx.plan.planner import make_plan
-from phalanx.train.generate import generate
+from phalanx.train.generate import generate_tokens
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
 from ranks import run_ranks
@@ -111,7 +111,7 @@ def trained(rank: int, name: str, folder: str, restore_from: str | None = None) 
             data=Steps(*place, plan.num_microbatches), objective=Objective(), held_out=held_out, run_dir=Path(folder),
         )  # fmt: skip
         assert trainer.run() == "finished"
-        sample = generate(model, [1, 2, 3], num_tokens=8, context=SEQ_LEN, seed=3)
+        sample = generate_tokens(model, [1, 2, 3], num_tokens=8, context=SEQ_LEN, seed=3)
     bus.close()
     return sample
 

@@ -36,8 +36,8 @@ from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.pipeline_plan import named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, simulate
 from phalanx.plan.planner import make_plan
-from phalanx.train.evaluation import undisturbed
-from phalanx.train.generate import generate
+from phalanx.train.evaluation import evaluation_mode
+from phalanx.train.generate import generate_tokens
 from phalanx.train.metrics import MetricSums
 from phalanx.train.pipeline_record import record_pipeline
 from phalanx.train.state import TrainState
@@ -206,10 +206,10 @@ def evaluated(rank: int) -> dict[str, Any]:
         sums = StepSums(*(torch.tensor(number * each, dtype=torch.float64) for each in (3, 1)))
         buffers = [buffer.add_(10 * rank) for buffer in model.module.buffers()]
         before = [buffer.tolist() for buffer in buffers]
-        with undisturbed(model, mesh, seed=1):
+        with evaluation_mode(model, mesh, seed=1):
             inside = [buffer.tolist() for buffer in buffers]
         return {
-            "metrics": metrics.reduced(), "loss": model.reduce_sums(sums), "inside": inside,
+            "metrics": metrics.reduce(), "loss": model.reduce_sums(sums), "inside": inside,
             "unchanged": before == [buffer.tolist() for buffer in buffers],
         }  # fmt: skip
 
@@ -289,10 +289,10 @@ def test_a_model_without_logits_is_said_to_have_none_on_every_rank(
     with open_mesh(Layout(), device="cpu") as mesh:
         model = model_of(Speechless(), mesh)
         with pytest.raises(TypeError, match="cannot sample from dict"):
-            generate(model, [1, 2], num_tokens=1, context=4, seed=0)
+            generate_tokens(model, [1, 2], num_tokens=1, context=4, seed=0)
         # a rank that has not the last stage gets what that one's function gave
         monkeypatch.setattr(
             model, "call_then", lambda batch, then: torch.empty(0, dtype=torch.float64)
         )
         with pytest.raises(TypeError, match="cannot sample from what the last stage returns"):
-            generate(model, [1, 2], num_tokens=1, context=4, seed=0)
+            generate_tokens(model, [1, 2], num_tokens=1, context=4, seed=0)

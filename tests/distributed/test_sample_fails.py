@@ -13,7 +13,7 @@ import torch
 from commands import TINY, run
 from commands import events as events_of
 from phalanx.observe.events import Note, RankFailed, RunFinished, TextGenerated
-from phalanx.train.generate import generate
+from phalanx.train.generate import generate_tokens
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -132,4 +132,4 @@ class StagedModel:
 
 
 def test_logits_of_another_device_are_sampled_on_the_cpu() -> None:
-    assert generate(StagedModel(), [0], num_tokens=4, context=8, seed=1) == [1, 2, 3, 4]  # type: ignore[arg-type]
+    assert generate_tokens(StagedModel(), [0], num_tokens=4, context=8, seed=1) == [1, 2, 3, 4]  # type: ignore[arg-type]

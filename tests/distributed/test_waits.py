@@ -32,7 +32,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
-from phalanx.train.generate import generate
+from phalanx.train.generate import generate_tokens
 from phalanx.train.state import TrainState
 from ranks import run_ranks
 from second_device import CUDA, second_device
@@ -224,7 +224,7 @@ def used(
         )
         one.model.update(one.optimizer)
         one.step = 1
-        tokens = generate(one.model, [1, 2, 3], num_tokens=4, context=8, seed=5)
+        tokens = generate_tokens(one.model, [1, 2, 3], num_tokens=4, context=8, seed=5)
         one.save(LocalStore(root / place / "checkpoints"), job_digest="0", phases=Phases())
         other = state()  # of the weights before the step
         other.restore(list_checkpoints(root / place)[-1], phases=Phases())

@@ -20,8 +20,8 @@ from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
 from phalanx.run.directory import write_run_facts
 from phalanx.run.weights import find_checkpoints
-from phalanx.train.best import Best
-from phalanx.train.evaluation import Judged
+from phalanx.train.best import BestRecorder
+from phalanx.train.evaluation import EvalScore
 
 
 def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path: Path) -> None:
@@ -31,14 +31,14 @@ def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path
     store.root.mkdir()
     bus = Bus(rank=0)
     with open_mesh(Layout(), device="cpu") as mesh:
-        best = Best(load_job(None, []), mesh, bus, tmp_path, fence)
-        best.name(4, Judged(1.25, 9, 1.25))
+        best = BestRecorder(load_job(None, []), mesh, bus, tmp_path, fence)
+        best.record(4, EvalScore(1.25, 9, 1.25))
         first = store.begin(8).path
         assert find_checkpoints(store, mesh, run_dir=tmp_path, fence=fence) == []
         assert not first.exists()  # of an earlier job, half written
         acquire_token(tmp_path, taker="process 7 on another host")
         theirs = store.begin(9).path
-        best.name(5, Judged(1.0, 9, 1.0))
+        best.record(5, EvalScore(1.0, 9, 1.0))
         with pytest.raises(RunTakenError, match="process 7 on another host"):
             find_checkpoints(store, mesh, run_dir=tmp_path, fence=fence)
     named = read_best(tmp_path)

@@ -21,7 +21,7 @@ from phalanx.nn.hugging_face.adapter import build
 from phalanx.nn.hugging_face.plain_head import find_plain_head
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
 from phalanx.parallel.parallelize import parallelize
-from phalanx.train.generate import generate
+from phalanx.train.generate import generate_tokens
 from ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -163,7 +163,7 @@ def with_own_objective(rank: int, kind: str) -> tuple[list[tuple[int, ...]], flo
     model.train(False)
     own = type(theirs).__mro__[1].forward(theirs, input_ids=tokens).logits  # type: ignore[attr-defined]
     off = float((model(tokens) - own).abs().max().detach())
-    return seen, off, generate(model, [1, 2, 3], num_tokens=4, context=16, seed=0)
+    return seen, off, generate_tokens(model, [1, 2, 3], num_tokens=4, context=16, seed=0)
 
 
 def test_an_objective_of_ones_own_sees_logits_and_samples_are_drawn(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from phalanx.plan.pipeline.trace import (
 )
 from phalanx.plan.planner import make_plan
 from phalanx.report.bubble import MeasuredPipeline, read_pipeline
-from phalanx.train.pipeline_record import is_recorded, measured_pipeline, on_one_clock
+from phalanx.train.pipeline_record import align_clocks, build_pipeline_event, is_recorded
 
 Spans = list[list[tuple[str, float, float]]]
 EVEN = StageCosts(0.010, 0.012, 0.008)
@@ -61,7 +61,7 @@ def pipeline(
 def measured(
     planned: Pipeline, costs: Sequence[StageCosts], send_s: float = 0.0, step: int = 5
 ) -> PipelineMeasured:
-    return measured_pipeline(
+    return build_pipeline_event(
         step, planned, spans_of(simulate(planned.schedule(), costs, send_s), 17.0)
     )
 
@@ -166,8 +166,8 @@ def test_clocks_of_several_machines_start_when_ranks_left_a_reduction() -> None:
     """
     here = {"clock": "a", "zero_s": 10.0, "spans": [["0F0", 7.0, 8.0]]}
     there = {"clock": "b", "zero_s": 1010.0, "spans": [["1F0", 1008.0, 1009.0]]}
-    assert on_one_clock([here, there]) == [[("0F0", -3.0, -2.0)], [("1F0", -2.0, -1.0)]]
-    assert on_one_clock([here, {**there, "clock": "a"}]) == [
+    assert align_clocks([here, there]) == [[("0F0", -3.0, -2.0)], [("1F0", -2.0, -1.0)]]
+    assert align_clocks([here, {**there, "clock": "a"}]) == [
         [("0F0", 7.0, 8.0)],
         [("1F0", 1008.0, 1009.0)],
     ]

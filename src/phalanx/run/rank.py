@@ -49,7 +49,7 @@ from phalanx.run.needs import sink_openers
 from phalanx.run.rank_run import RankPayload, RankRun
 from phalanx.run.sample import sample_text
 from phalanx.run.weights import open_state
-from phalanx.train.gpu_room import missing_room
+from phalanx.train.gpu_room import check_gpu_room
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopFlags
@@ -168,7 +168,7 @@ def _train(
                 "torch._dynamo"
             )  # as FSDP's first use does: 100 MB of torch, not of training
         meter.start(mesh.device)
-        lacks = missing_room(mesh, plan)
+        lacks = check_gpu_room(mesh, plan)
         checkpoints = open_store(
             run_dir,
             job.checkpoint.url,

@@ -9,7 +9,7 @@ from phalanx.observe.events import Note, TextGenerated
 from phalanx.observe.progress import ProgressTeller
 from phalanx.plan.plan import Plan
 from phalanx.run.data import prompt_tokens
-from phalanx.train.generate import generate
+from phalanx.train.generate import generate_tokens
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.trainer import Trainer
 
@@ -31,13 +31,13 @@ def sample_text(
     progress = ProgressTeller(trainer.bus.emit, step, "sample", num_tokens)
     try:
         prompt = prompt_tokens(corpus, tokenizer, plan.seq_len)
-        tokens = generate(
+        tokens = generate_tokens(
             trainer.state.model,
             prompt,
             num_tokens=num_tokens,
             context=plan.seq_len,
             seed=job.run.seed,
-            told=progress.tell if mesh.rank == 0 else lambda num_done: None,
+            on_progress=progress.tell if mesh.rank == 0 else lambda num_done: None,
         )
         event = TextGenerated(step, tokenizer.decode(prompt), tokenizer.decode(tokens))
     except (Exception, SystemExit) as error:

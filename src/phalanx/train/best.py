@@ -12,40 +12,38 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import CheckpointFailed
-from phalanx.train.evaluation import EvalRecord, Judged
+from phalanx.train.evaluation import EvalRecord, EvalScore
 
 
-class Best:
-    """Names the best step of a run, on rank 0. `run_dir=None`: there is nowhere to.
+class BestRecorder:
+    """Records the best step of a run, on rank 0. Does nothing with `run_dir=None`.
 
-    Once `fence` says that another job has the run, nothing is named: the ranks stop at their next
-    step.
+    Once `fence` says that another job has the run, nothing is recorded: the ranks stop at their
+    next step.
     """
 
     def __init__(
         self, job: Job, mesh: Mesh, bus: Bus, run_dir: Path | None, fence: Fence | None = None
     ) -> None:
-        self._job, self._mesh, self._bus, self._run_dir, self._fence = (
-            job,
-            mesh,
-            bus,
-            run_dir,
-            fence,
-        )
+        self._job, self._mesh, self._bus = job, mesh, bus
+        self._run_dir, self._fence = run_dir, fence
 
-    def mend(self, evals: EvalRecord, step: int) -> None:
-        """The step that is continued from was the best, and its checkpoint was there, but no
-        more time to name it."""
+    def record_missing(self, evals: EvalRecord, step: int) -> None:
+        """Record the step that training continues from, if it was the best and its job ended after
+        the checkpoint was there and before it was recorded."""
         if self._run_dir is None or not self._job.eval.keep_best or not evals.has(step):
             return
-        judged = evals.of(step)
-        best_step, _ = evals.best(judged.num_targets, self._job.eval.mode or "min")
-        named = read_best(self._run_dir)
-        if best_step == step and (named is None or named.step != step):
-            self.name(step, judged)
+        score = evals.of(step)
+        best_step, _ = evals.best(score.num_targets, self._job.eval.mode or "min")
+        recorded = read_best(self._run_dir)
+        if best_step == step and (recorded is None or recorded.step != step):
+            self.record(step, score)
 
-    def name(self, step: int, judged: Judged) -> None:
-        """Write that `step`, whose checkpoint is there, is the best. A failure is an event."""
+    def record(self, step: int, score: EvalScore) -> None:
+        """Record in RUN/best.json that `step`, whose checkpoint is there, is the best.
+
+        A failure is an event.
+        """
         if self._run_dir is None or self._mesh.rank != 0:
             return
         if self._fence is not None and self._fence.is_lost(now=True):
@@ -55,11 +53,11 @@ class Best:
             write_best(
                 self._run_dir,
                 step=step,
-                loss=judged.loss,
-                num_targets=judged.num_targets,
+                loss=score.loss,
+                num_targets=score.num_targets,
                 metric=metric,
-                value=judged.value,
-                place=self._place_of(step),
+                value=score.value,
+                place=self._find_place(step),
             )
         except CheckpointError as error:
             self._bus.emit(CheckpointFailed(step, BEST, str(error), training_goes_on=True))
@@ -68,8 +66,8 @@ class Best:
                 CheckpointFailed(step, BEST, error.strerror or str(error), training_goes_on=True)
             )
 
-    def _place_of(self, step: int) -> str | None:
-        """Where the checkpoint of a step is, if that is not in the run's own directory."""
+    def _find_place(self, step: int) -> str | None:
+        """The URL of the checkpoint of a step, if that is not in the run's own directory."""
         if self._run_dir is None or self._job.checkpoint.url is None:
             return None
         folders = open_store(self._run_dir, self._job.checkpoint.url).folders()
@@ -77,6 +75,6 @@ class Best:
 
 
 def best_steps(run_dir: Path) -> frozenset[int]:
-    """The step that must be kept, whatever else is removed."""
+    """The best step, if there is one: its checkpoint must stay, whatever else is removed."""
     best = read_best(run_dir)
     return frozenset() if best is None else frozenset((best.step,))

@@ -16,21 +16,22 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import recorded
 from phalanx.parallel.model import Batch, ParallelModel
-from phalanx.train.randomness import own_generators
+from phalanx.train.randomness import separate_generators
 
-# What is evaluated: batches by source ("" where there is only one). Iterated once per evaluation;
+# Batches to evaluate by source ("" where there is only one). Iterated once per evaluation;
 # every rank must yield equally many batches of each.
 HeldOut = Mapping[str, Iterable[Batch]]
 
 
-LOSS = "loss"  # what is judged by, unless eval.metric names another
+LOSS = "loss"  # the best step is found by it, unless eval.metric names another
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss per target over all ranks, of each source and of all together (see `over_sources`).
+    """Loss per target over all ranks, of each source and of all together (see
+    `average_over_sources`).
 
-    `metrics`: means of what the objective measures besides, by name.
+    `metrics`: means of the objective's other measures, by name.
     """
 
     step: int
@@ -45,20 +46,18 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What is kept of an evaluation to find the best. `value` is that of eval.metric."""
+class EvalScore:
+    """The numbers of an evaluation by which the best is found. `value` is that of eval.metric."""
 
     loss: float
     num_targets: int
     value: float
 
 
-def over_sources(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """One loss per target for all sources together: the mean of theirs by weight.
+def average_over_sources(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """One loss per target for all sources together: their weighted mean; NaN if there are none.
 
-    NaN if there are none.
-
-    A source that is not in `losses`, because nothing of it is held out, leaves its part to the
+    A source that is not in `losses`, because it has no held-out data, leaves its weight to the
     others.
     """
     if len(losses) <= 1:
@@ -70,19 +69,19 @@ def over_sources(losses: Mapping[str, float], weights: Mapping[str, float]) -> f
 class EvalRecord:
     """The evaluations of a run so far, the same on every rank."""
 
-    def __init__(self, done: Mapping[int, Judged] | None = None) -> None:
+    def __init__(self, done: Mapping[int, EvalScore] | None = None) -> None:
         self._done = dict(done or {})
 
     def has(self, step: int) -> bool:
         return step in self._done
 
-    def of(self, step: int) -> Judged:
+    def of(self, step: int) -> EvalScore:
         return self._done[step]
 
-    def add(self, step: int, judged: Judged) -> None:
-        self._done[step] = judged
+    def add(self, step: int, score: EvalScore) -> None:
+        self._done[step] = score
 
-    def best(self, num_targets: int, mode: str = "min") -> tuple[int, Judged]:
+    def best(self, num_targets: int, mode: str = "min") -> tuple[int, EvalScore]:
         """The step with the lowest value (`mode` "max": the highest), the first of equals; (0, NaN)
         if there is none.
 
@@ -90,50 +89,49 @@ class EvalRecord:
         """
         sign = -1.0 if mode == "max" else 1.0
         finite = [
-            (sign * judged.value, step)
-            for step, judged in self._done.items()
-            if judged.num_targets == num_targets and math.isfinite(judged.value)
+            (sign * score.value, step)
+            for step, score in self._done.items()
+            if score.num_targets == num_targets and math.isfinite(score.value)
         ]
         if not finite:
-            return 0, Judged(math.nan, num_targets, math.nan)
+            return 0, EvalScore(math.nan, num_targets, math.nan)
         _, step = min(finite)
         return step, self._done[step]
 
 
 def read_record(run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS) -> EvalRecord:
-    """What rank 0's event files say of evaluations up to `step`, for all ranks.
+    """The evaluations up to `step` in rank 0's event files, for all ranks.
 
-    Those of later steps are done again.
+    Evaluations of later steps are done again.
     """
     done: list[tuple[int, float, int, float]] = []
     if run_dir is not None and step > 0 and mesh.rank == 0:
-        found = [envelope.event for envelope in recorded(run_dir, EvalFinished)]
-        done = [
-            (int(e.step), e.loss, int(e.num_targets), e.value_of(metric))
-            for e in found
-            if isinstance(e, EvalFinished) and e.step <= step and not math.isnan(e.loss)
-        ]
-    return EvalRecord(
-        {int(s): Judged(float(x), int(n), float(v)) for s, x, n, v in mesh.gather_json(done)[0]}
-    )
+        for envelope in recorded(run_dir, EvalFinished):
+            event = envelope.event
+            if not isinstance(event, EvalFinished) or event.step > step or math.isnan(event.loss):
+                continue
+            value = event.value_of(metric)
+            done.append((int(event.step), event.loss, int(event.num_targets), value))
+    scores = {}
+    for at_step, loss, num_targets, value in mesh.gather_json(done)[0]:
+        scores[int(at_step)] = EvalScore(float(loss), int(num_targets), float(value))
+    return EvalRecord(scores)
 
 
 @contextmanager
-def undisturbed(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[None]:
-    """Inside, modules are in evaluation mode, their buffers (running statistics) are rank 0's, and
-    what they draw is the same each time.
+def evaluation_mode(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[None]:
+    """Put modules into evaluation mode inside, with rank 0's buffers (running statistics) and the
+    same random numbers each time.
 
     Training notices nothing. In a pipeline buffers are those of the first of the ranks that hold
-    the same stages: the others have other ones.
-
-    A module that its owner put into evaluation mode (a frozen BatchNorm, say) is in it afterwards,
-    too.
+    the same stages: the others have other ones. A module that its owner put into evaluation mode (a
+    frozen BatchNorm, say) is in it afterwards, too.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
     modes: list[tuple[nn.Module, bool]] = [
         (module, module.training) for module in model.module.modules()
     ]
-    with own_generators("evaluate", seed, mesh.data_parallel_rank, device=mesh.device):
+    with separate_generators("evaluate", seed, mesh.data_parallel_rank, device=mesh.device):
         model.train(False)
         try:
             if mesh.device_mesh is not None:

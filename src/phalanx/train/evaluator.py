@@ -1,4 +1,4 @@
-"""One evaluation between two steps: over all sources and all ranks, and training does not
+"""The evaluator: evaluates between two steps, over all sources and all ranks; training does not
 notice."""
 
 from __future__ import annotations
@@ -15,24 +15,29 @@ from phalanx.mesh.transfer import filled
 from phalanx.observe.events import Event
 from phalanx.observe.progress import ProgressTeller
 from phalanx.parallel.model import Batch, Objective, ParallelModel
-from phalanx.train.evaluation import LOSS, Evaluation, HeldOut, over_sources, undisturbed
-from phalanx.train.metrics import MetricSums, SumAndCount, means, require_metric
-from phalanx.train.stop import StopAskedError, StopFlags
+from phalanx.train.evaluation import (
+    LOSS,
+    Evaluation,
+    HeldOut,
+    average_over_sources,
+    evaluation_mode,
+)
+from phalanx.train.metrics import MetricSums, SumAndCount, average_metrics, require_metric
+from phalanx.train.stop import StopFlags, StopRequestedError
 
 AGREE_S = 0.5  # about how long an evaluation goes on after a stop was asked for
 MOST_BATCHES = 64
 
 
 def next_wait(batches: int, took_s: float) -> int:
-    """How many batches there may be before ranks ask each other again, where `batches` took
-    `took_s`."""
+    """The number of batches before ranks agree again, after `batches` that took `took_s`."""
     if took_s > AGREE_S:
         return max(1, batches // 2)
     return min(MOST_BATCHES, 2 * batches) if took_s < AGREE_S / 4 else batches
 
 
 class EvaluatedState(Protocol):
-    """What an evaluation reads of a TrainState: a model at a step needs no optimizer to be
+    """The part of a TrainState that an evaluation reads: a model at a step needs no optimizer to be
     evaluated."""
 
     @property
@@ -48,7 +53,7 @@ class EvaluatedState(Protocol):
 class Evaluator:
     """Evaluates a state on `held_out`. `source_weights`: see Trainer.
 
-    All ranks may agree to `stop` inside: StopAskedError says what was asked.
+    All ranks may agree to `stop` inside: StopRequestedError then names the signal.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class Evaluator:
         self._phases: Phases = state.model.phases
 
     def evaluate(self) -> Evaluation:
-        """Loss and metrics on the held-out batches.
+        """Compute loss and metrics on the held-out batches.
 
         Collective; training goes on as if it had not been.
         """
@@ -83,24 +88,27 @@ class Evaluator:
         total = sum(num_batches) if all(num_batches) else 0
         progress = ProgressTeller(self._emit, self._state.step, "evaluate", total)
         counted = itertools.count()
-        with self._phases("evaluate"), undisturbed(self._state.model, self._mesh, self._state.seed):
+        with (
+            self._phases("evaluate"),
+            evaluation_mode(self._state.model, self._mesh, self._state.seed),
+        ):
             for source, batches in self._held_out.items():
                 objective = MetricSums(self._objective, self._mesh)
-                told = _telling(self._until_stopped(batches), progress, counted)
-                sums = self._state.model.evaluate(told, objective)
+                watched = _report_progress(self._stop_when_asked(batches), progress, counted)
+                sums = self._state.model.evaluate(watched, objective)
                 loss, num_targets = self._state.model.reduce_sums(sums)
-                metrics_by_source[source] = objective.reduced()
+                metrics_by_source[source] = objective.reduce()
                 if num_targets:
                     loss_by_source[source], targets_by_source[source] = loss, num_targets
-        loss = over_sources(loss_by_source, self._source_weights or targets_by_source)
-        metrics = means(metrics_by_source, self._source_weights)
+        loss = average_over_sources(loss_by_source, self._source_weights or targets_by_source)
+        metrics = average_metrics(metrics_by_source, self._source_weights)
         return Evaluation(
             self._state.step, loss, sum(targets_by_source.values()), loss_by_source, metrics
         )
 
     def require_metric(self, metric: str) -> None:
-        """Refuse a metric that there is not (LayoutError), before training: the first held-out
-        batch shows it."""
+        """Raise LayoutError, before training, for a metric that the objective does not have: the
+        first held-out batch shows it."""
         if metric == LOSS:
             return
         objective = MetricSums(self._objective, self._mesh)
@@ -108,49 +116,49 @@ class Evaluator:
         with (
             self._phases.apart(),
             self._phases("evaluate"),
-            undisturbed(self._state.model, self._mesh, self._state.seed),
+            evaluation_mode(self._state.model, self._mesh, self._state.seed),
         ):
             self._state.model.evaluate(itertools.islice(batches, 1), objective)
-        require_metric(metric, list(objective.reduced()))
+        require_metric(metric, list(objective.reduce()))
 
-    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches; all ranks agree from time to time whether to go on: an evaluation may
+    def _stop_when_asked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches; all ranks agree from time to time whether to go on: an evaluation may
         outlast a grace period.
 
         A GPU is waited for then, and ranks for each other; so not before each batch, where batches
         are short. All of them learn the same mean of the time since they last agreed, and so count
         batches alike.
         """
-        wait, left, since = 1, 0, time.perf_counter()
+        wait, remaining, since = 1, 0, time.perf_counter()
         for batch in batches:
-            if left == 0:
+            if remaining == 0:
                 now = time.perf_counter()
                 wait = self._agree(wait, now - since)
-                left, since = wait, now
-            left -= 1
+                remaining, since = wait, now
+            remaining -= 1
             yield batch
 
     def _agree(self, waited: int, took_s: float) -> int:
-        """How many batches there may be before all ranks agree again, after `waited` that took
-        `took_s` on this one.
+        """The number of batches before all ranks agree again, after `waited` that took `took_s` on
+        this one.
 
-        Raises what they agree to end the evaluation with.
+        Raises the error with which they agree to end the evaluation.
         """
         is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
-        asked = map(float, (self._stop.sigterm, self._stop.sigint, is_fenced, took_s))
-        votes = filled(tuple(asked), self._mesh.device)
+        numbers = map(float, (self._stop.sigterm, self._stop.sigint, is_fenced, took_s))
+        flags = filled(tuple(numbers), self._mesh.device)
         with self._phases("collective", "all_reduce stop votes"):
-            sigterm, sigint, fenced, total_s = self._mesh.all_reduce_sum(votes).tolist()
+            sigterm, sigint, fenced, total_s = self._mesh.all_reduce_sum(flags).tolist()
         if fenced and self._fence is not None:
             raise self._fence.error()
         if sigterm or sigint:
-            raise StopAskedError("sigterm" if sigterm else "sigint")
+            raise StopRequestedError("sigterm" if sigterm else "sigint")
         if self._mesh.device.type == "cpu":  # a CPU is waited for anyway
             return 1
         return next_wait(waited, total_s / self._mesh.world_size)
 
 
-def _telling(
+def _report_progress(
     batches: Iterable[Batch], progress: ProgressTeller, counted: Iterator[int]
 ) -> Iterator[Batch]:
     for batch in batches:

@@ -1,5 +1,4 @@
-"""What came to the experts in a step, as an event: each rank that speaks for a stage says what
-it knows."""
+"""The loads of experts in a step as an event of each stage's first rank."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from phalanx.parallel.expert.router_load import ExpertLoad
 
 
 def is_logged(step: int, job: Job) -> bool:
-    """The first step, each observe.log_every-th and the last."""
+    """True for the first step, each observe.log_every-th and the last."""
     return step in (1, job.train.steps) or step % job.observe.log_every == 0
 
 
-def experts_loaded(step: int, load: Mapping[str, ExpertLoad]) -> ExpertsLoaded:
-    """`load`: by name of router, of this rank's stages, as reduced over the ranks that hold the
-    same."""
-    layers = {name.removesuffix(".router"): of for name, of in load.items()}
+def build_expert_event(step: int, load: Mapping[str, ExpertLoad]) -> ExpertsLoaded:
+    """The event of step `step`. `load`: by name of router, of this rank's stages, reduced over the
+    ranks that hold the same stages."""
+    layers = {name.removesuffix(".router"): router for name, router in load.items()}
     return ExpertsLoaded(
         step=step,
-        tokens_by_expert={name: list(of.counts) for name, of in layers.items()},
-        dropped={name: of.dropped for name, of in layers.items()},
+        tokens_by_expert={name: list(router.counts) for name, router in layers.items()},
+        dropped={name: router.dropped for name, router in layers.items()},
     )

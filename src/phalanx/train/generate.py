@@ -1,4 +1,4 @@
-"""Text from a causal model, so that a person can see what it has learned."""
+"""Generates tokens from a causal model, so that a person can see what it has learned."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx.parallel.model import ParallelModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """The rule by which a token is chosen.
 
-    `temperature` 0 takes the likeliest; `top_k` and `top_p` leave out the others before that.
+    `temperature` 0 takes the likeliest; `top_k` and `top_p` leave out unlikely ones before that.
 
     `num_choices`: ids from it on are never chosen, as rows of an embedding that no token has; None
     for all.
@@ -31,7 +31,7 @@ class Sampling:
 
 
 @torch.no_grad()
-def generate(
+def generate_tokens(
     model: ParallelModel,
     prompt: list[int],
     *,
@@ -41,43 +41,44 @@ def generate(
     sampling: Sampling | None = None,
     end: int | None = None,
     on_token: Callable[[int], None] = lambda token: None,
-    told: Callable[[int], None] = lambda num_done: None,
+    on_progress: Callable[[int], None] = lambda num_done: None,
 ) -> list[int]:
     """Continue `prompt` by sampling.
 
     Collective: every rank computes the same tokens (sharded models need all ranks).
 
     At most the last `context` tokens are read at each step, all of them anew: there is no key-value
-    cache. Stops after the token `end`, if it is given. `told` is called before each token with the
-    number of those that there are, `on_token` with each when it is chosen. Raises TypeError, on
+    cache. Stops after the token `end`, if it is given. `on_progress` is called before each token
+    with the number of tokens so far, `on_token` with each when it is chosen. Raises TypeError, on
     every rank, for models that are not causal, and NumericsError for logits that are not finite.
     """
-    others: list[str] = []
-    how = sampling or Sampling()
+    wrong_types: list[str] = []
+    sampling = sampling or Sampling()
 
     def last_logits(outputs: Any) -> torch.Tensor:
-        """Never raises for outputs of another kind: in a pipeline only the last stage sees that
-        they are."""
-        found = _last_logits(outputs)
-        if found is None:
-            others.append(type(outputs).__name__)
+        """The last logits, or an empty tensor for outputs of another type.
+
+        Never raises for those: in a pipeline only the last stage sees their type.
+        """
+        logits = _last_logits(outputs)
+        if logits is None:
+            wrong_types.append(type(outputs).__name__)
             return torch.empty(0, dtype=torch.float64)
-        return found
+        return logits
 
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     model.train(False)
     for num_done in range(num_tokens):
-        told(num_done)
+        on_progress(num_done)
         window = torch.tensor([tokens[-context:]], device=model.mesh.device)
         logits = model.call_then({"inputs": window}, last_logits)
         if not logits.numel():
-            raise TypeError(
-                f"cannot sample from {others[0] if others else 'what the last stage returns'}"
-            )
+            source = wrong_types[0] if wrong_types else "what the last stage returns"
+            raise TypeError(f"cannot sample from {source}")
         # A pipeline's are on the ranks' device; the generator, whose draws are the same everywhere,
         # is the CPU's.
-        tokens.append(_choose(logits.cpu(), how, generator))
+        tokens.append(_choose(logits.cpu(), sampling, generator))
         on_token(tokens[-1])
         if tokens[-1] == end:
             break
@@ -85,30 +86,32 @@ def generate(
     return tokens[len(prompt) :]
 
 
-def _choose(logits: torch.Tensor, how: Sampling, generator: torch.Generator) -> int:
-    """One id by `how`. `logits`: [vocab] fp64."""
+def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token id by `sampling`. `logits`: [vocab] fp64."""
     if not bool(logits.isfinite().any()) or bool(logits.isnan().any()):
         raise NumericsError(
             "the model's logits are not finite", fix="take a checkpoint from before it diverged"
         )
-    if how.num_choices is not None and how.num_choices < len(logits):
-        logits = logits[: how.num_choices]
-    if how.temperature == 0:
+    if sampling.num_choices is not None and sampling.num_choices < len(logits):
+        logits = logits[: sampling.num_choices]
+    if sampling.temperature == 0:
         return int(logits.argmax())
-    if how.top_k is not None and how.top_k < len(logits):
-        least = logits.topk(how.top_k).values[-1]
+    if sampling.top_k is not None and sampling.top_k < len(logits):
+        least = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    probabilities = (logits / how.temperature).softmax(-1)
-    if how.top_p is not None and how.top_p < 1:
+    probabilities = (logits / sampling.temperature).softmax(-1)
+    if sampling.top_p is not None and sampling.top_p < 1:
         ordered, ids = probabilities.sort(descending=True, stable=True)
-        left_out = ordered.cumsum(0) - ordered >= how.top_p  # the token that crosses top_p stays
+        left_out = (
+            ordered.cumsum(0) - ordered >= sampling.top_p
+        )  # the token that crosses top_p stays
         left_out[0] = False
         probabilities = probabilities.index_fill(0, ids[left_out], 0.0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def _last_logits(outputs: Any) -> torch.Tensor | None:
-    """[vocab] fp64, on the CPU: logits after the last token. None of outputs that have none."""
+    """Logits after the last token: [vocab] fp64, on the CPU. None for outputs without logits."""
     if isinstance(outputs, VocabularyLogits):
         outputs = outputs.gather_logits()
     if isinstance(outputs, torch.Tensor):

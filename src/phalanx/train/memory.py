@@ -1,4 +1,4 @@
-"""Measure what the plan predicted: the memory a rank uses on top of its runtime, at the worst
+"""Measures the memory that the plan predicts: what a rank uses on top of its runtime, at the worst
 moment of a run."""
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ SLACK_BYTES = 4 * MIB  # the kernel counts pages per core, and adds them up now 
 
 @dataclass(frozen=True)
 class MemorySoFar:
-    """Of this rank, in bytes.
+    """Memory of this rank until now, in bytes.
 
-    `peak_bytes`: the most in all, shared pages by their share; on a GPU, what its allocator gave
-    out. `reserved_bytes`: what a GPU's allocator held for that, at most. 0: nobody knows.
+    `peak_bytes`: the most in all, shared pages by their share; on a GPU, the most that its
+    allocator gave out. `reserved_bytes`: the most that a GPU's allocator reserved for that. 0: not
+    known.
     """
 
     rss_bytes: int
@@ -60,7 +61,7 @@ class MemoryMeter:
         self._num_steps = 0
 
     def start(self, device: torch.device) -> None:
-        """From here on memory counts as training's."""
+        """Count memory as training's from here on."""
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -70,7 +71,7 @@ class MemoryMeter:
             can_reset and now is not None and now.peak_bytes <= now.all_bytes + SLACK_BYTES
         )
         if not self._keeps_peak:
-            now = self._sampled()
+            now = self._sample()
             self._sampler = Sampler(self._look)
             self._sampler.start()
         assert now is not None
@@ -84,7 +85,7 @@ class MemoryMeter:
         self._elsewhere_bytes = self._process.shared_elsewhere_bytes()
 
     def stop(self) -> None:
-        """Keep what was measured, and measure no more."""
+        """Stop to measure; results so far stay."""
         if self._sampler is not None:
             self._sampler.stop()
             self._sampler = None
@@ -92,7 +93,7 @@ class MemoryMeter:
         self._process.close()
 
     def listen(self, step: int, phase: str) -> None:
-        """A phase listener: what was new until now belongs to the phase before."""
+        """Listen to a phase that begins: a new peak until now belongs to the phase before."""
         if self._keeps_peak:
             maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             if self._counts_all or maxrss > self._known_maxrss:
@@ -101,26 +102,25 @@ class MemoryMeter:
         self._moment = (step, phase)
 
     def _look(self) -> Resident | None:
-        now = self._process.read() if self._keeps_peak else self._sampled()
+        now = self._process.read() if self._keeps_peak else self._sample()
         if now is None:
             return None
         self._most_resident_bytes = max(self._most_resident_bytes, now.peak_bytes)
-        own = now.own_peak_bytes(self._file_bytes)
-        if own > self._peak_bytes:
-            self._peak_bytes, self._peak_moment = own, self._moment
-            self._in_all_bytes = own + now.file_bytes
+        own_bytes = now.own_peak_bytes(self._file_bytes)
+        if own_bytes > self._peak_bytes:
+            self._peak_bytes, self._peak_moment = own_bytes, self._moment
+            self._in_all_bytes = own_bytes + now.file_bytes
         # Once pages of files went, the mark no longer says how many of those at the peak were the
         # process's own.
         if self._keeps_peak and now.file_bytes < self._file_bytes - SLACK_BYTES:
             self._process.reset_peak()
-            self._known_maxrss = resource.getrusage(
-                resource.RUSAGE_SELF
-            ).ru_maxrss  # which may have fallen with it
+            # It may have fallen with the mark.
+            self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._file_bytes = now.file_bytes
         return now
 
-    def _sampled(self) -> Resident:
-        """What is there now, where the kernel keeps no peak or does not tell kinds of pages
+    def _sample(self) -> Resident:
+        """The resident memory now, where the kernel keeps no peak or does not tell kinds of pages
         apart."""
         now = self._process.read()
         if now is not None:
@@ -130,7 +130,7 @@ class MemoryMeter:
         return Resident(memory.rss, memory.rss - files, files, 0)
 
     def so_far(self) -> MemorySoFar:
-        """For the record of a step: the most until now."""
+        """The memory until now, for the record of a step."""
         if self._device is None:
             return MemorySoFar(self._psutil.memory_info().rss)
         if self._device.type == "cuda":
@@ -144,11 +144,11 @@ class MemoryMeter:
         if self._num_steps == 1:  # by now the pages that are written to are no longer shared
             self._elsewhere_bytes = self._process.shared_elsewhere_bytes()
         return MemorySoFar(
-            now.all_bytes if now is not None else 0, self._in_all(self._most_resident_bytes)
+            now.all_bytes if now is not None else 0, self._count_shared(self._most_resident_bytes)
         )
 
-    def _in_all(self, resident_bytes: int) -> int:
-        """Of these, those that count for this process: shared pages by their share."""
+    def _count_shared(self, resident_bytes: int) -> int:
+        """The part of `resident_bytes` that counts for this process: its share of shared pages."""
         return max(resident_bytes - (self._elsewhere_bytes or 0), 0)
 
     def peak_bytes(self) -> int | None:
@@ -161,12 +161,14 @@ class MemoryMeter:
 
     @property
     def runtime_bytes(self) -> int:
-        """What else there was at the worst moment: interpreter, torch and pages of files, by
-        this process's share."""
-        return max(0, self._in_all(self._in_all_bytes) - (self._peak_bytes - self._start_bytes))
+        """Other memory at the worst moment: interpreter, torch and pages of files, by this
+        process's share."""
+        return max(
+            0, self._count_shared(self._in_all_bytes) - (self._peak_bytes - self._start_bytes)
+        )
 
     def _device_bytes(self) -> dict[str, int]:
-        """Of a GPU: what all its processes use, of how much, and the peaks of this rank's
+        """Bytes of a GPU: used by all its processes, in total, and the peaks of this rank's
         allocator."""
         if self._device is None or self._device.type != "cuda":
             return {}
@@ -185,18 +187,20 @@ class MemoryMeter:
         predicted_bytes: Mapping[str, int],
         staging_bytes: int = 0,
     ) -> MemoryMeasured:
-        """States, activations and staging are counted from their tensors; "peak" is the whole
-        rank's."""
+        """Build the event of measured memory.
+
+        States, activations and staging are counted from their tensors; "peak" is the whole rank's.
+        """
         optimizer = {
             name: shard for name, shard in state_shards.items() if name.startswith(OPTIMIZER)
         }
         reduction = {
             name: shard for name, shard in state_shards.items() if name.startswith(REDUCTION)
         }
+        num_parameter_bytes = local_bytes(state_shards)
+        num_parameter_bytes -= local_bytes(optimizer) + local_bytes(reduction)
         measured = {
-            "parameters": local_bytes(state_shards)
-            - local_bytes(optimizer)
-            - local_bytes(reduction),
+            "parameters": num_parameter_bytes,
             "gradients": sum(
                 local_tensor(p).numel() * p.element_size()
                 for p in model.module.parameters()

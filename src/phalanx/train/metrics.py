@@ -1,5 +1,5 @@
-"""What an objective measures besides its loss: sums and counts over all ranks, so that every
-mean is exact."""
+"""Metrics of an objective besides its loss: sums and counts over all ranks, so that every mean is
+exact."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.transfer import filled
 from phalanx.parallel.model import Batch, Objective
-from phalanx.train.evaluation import LOSS, over_sources
+from phalanx.train.evaluation import LOSS, average_over_sources
 
 SumAndCount = tuple[float, float]
 FIX = (
@@ -23,7 +23,7 @@ FIX = (
 
 
 class MetricSums:
-    """An objective that also adds up what its `metrics(outputs, batch)` gives, if it has that.
+    """An objective that also adds up the results of its `metrics(outputs, batch)`, if it has that.
 
     For one evaluation.
 
@@ -40,49 +40,50 @@ class MetricSums:
     def __call__(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self._saw_outputs = True
         if self._measure is not None:
-            for name, pair in _checked(self._measure(outputs, batch)).items():
-                here = torch.stack([_as_scalar(number, self._mesh.device) for number in pair])
-                self._sums[name] = self._sums[name] + here if name in self._sums else here
+            for name, pair in _check_metrics(self._measure(outputs, batch)).items():
+                numbers = torch.stack([_to_scalar(number, self._mesh.device) for number in pair])
+                self._sums[name] = self._sums[name] + numbers if name in self._sums else numbers
         return self._objective(outputs, batch)
 
-    def reduced(self) -> dict[str, SumAndCount]:
+    def reduce(self) -> dict[str, SumAndCount]:
         """(sum, count) over all ranks, by name.
 
         Collective. Raises LayoutError if ranks have other names.
         """
         if self._measure is None:
             return {}
-        every = self._mesh.gather_json(list(self._sums) if self._saw_outputs else None)
-        told = [(rank, names) for rank, names in enumerate(every) if names is not None]
-        first, names = told[0] if told else (0, [])
-        for rank, others in told:
-            if others != names:
+        by_rank = self._mesh.gather_json(list(self._sums) if self._saw_outputs else None)
+        measuring = [(rank, names) for rank, names in enumerate(by_rank) if names is not None]
+        first, names = measuring[0] if measuring else (0, [])
+        for rank, other_names in measuring:
+            if other_names != names:
+                on_other = f"{_join_names(other_names)} on rank {rank}"
                 raise LayoutError(
                     "the objective's metrics have other names on other ranks",
-                    why=f"{_listed(names)} on rank {first}, {_listed(others)} on rank {rank}",
+                    why=f"{_join_names(names)} on rank {first}, {on_other}",
                     fix=(
                         "return the same names for every batch; of what a batch has none of, (0, 0)"
                     ),
                 )
         if not names:
             return {}
-        nothing = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        here = torch.cat([self._sums.get(name, nothing) for name in names])
-        flat = self._mesh.all_reduce_sum(
-            here if self._mesh.counts_samples else torch.zeros_like(here)
-        ).tolist()
+        zeros = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        sums = torch.cat([self._sums.get(name, zeros) for name in names])
+        if not self._mesh.counts_samples:  # tensor-parallel ranks have the same samples
+            sums = torch.zeros_like(sums)
+        flat = self._mesh.all_reduce_sum(sums).tolist()
         return {name: (flat[2 * number], flat[2 * number + 1]) for number, name in enumerate(names)}
 
 
-def means(
+def average_metrics(
     by_source: Mapping[str, Mapping[str, SumAndCount]], weights: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Each metric over all sources: by `weights` of the sources as the loss is, without them by
-    what they count.
+    """The mean of each metric over all sources: by `weights` of the sources as the loss is, without
+    them by their counts.
 
-    What was counted nowhere has no mean and is left out, and so is what is not finite.
+    A metric that was counted nowhere has no mean and is left out, and so is one that is not finite.
     """
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in by_source.values() for name in metrics):
         pairs = {
             source: metrics[name]
@@ -90,32 +91,32 @@ def means(
             if metrics.get(name, (0, 0))[1]
         }
         counts = {source: count for source, (_, count) in pairs.items()}
-        value = over_sources(
+        value = average_over_sources(
             {source: total / count for source, (total, count) in pairs.items()}, weights or counts
         )
         if math.isfinite(value):
-            found[name] = value
-    return found
+            means[name] = value
+    return means
 
 
-def require_metric(wanted: str, names: list[str]) -> None:
-    """Raises LayoutError (exit 3) if evaluations have no metric of the name in eval.metric."""
-    if wanted == LOSS or wanted in names:
+def require_metric(metric: str, names: list[str]) -> None:
+    """Raise LayoutError (exit 3) if evaluations have no metric of the name in eval.metric."""
+    if metric == LOSS or metric in names:
         return
-    fix = f"set eval.metric to one of {_listed([LOSS, *names])}"
+    fix = f"set eval.metric to one of {_join_names([LOSS, *names])}"
     if not names:
         fix = (
             "give model.objective a metrics(outputs, batch), see docs/own-code.md, or leave"
             " eval.metric out"
         )
-    raise LayoutError(f'evaluations have no metric "{wanted}"', where="eval.metric", fix=fix)
+    raise LayoutError(f'evaluations have no metric "{metric}"', where="eval.metric", fix=fix)
 
 
-def _checked(found: Any) -> dict[str, tuple[Any, Any]]:
-    """A user's metrics, or a LayoutError that says what they should be."""
-    if not isinstance(found, Mapping):
-        raise LayoutError(f"the objective's metrics returned a {type(found).__name__}", fix=FIX)
-    for name, pair in found.items():
+def _check_metrics(metrics: Any) -> dict[str, tuple[Any, Any]]:
+    """A user's metrics. Raises LayoutError if they are not pairs of numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise LayoutError(f"the objective's metrics returned a {type(metrics).__name__}", fix=FIX)
+    for name, pair in metrics.items():
         if not isinstance(name, str) or not name.strip() or name == LOSS:
             raise LayoutError(
                 f"the objective's metrics have a metric named {name!r}",
@@ -125,11 +126,12 @@ def _checked(found: Any) -> dict[str, tuple[Any, Any]]:
             raise LayoutError(
                 f'the objective\'s metric "{name}" is no pair of a sum and a count', fix=FIX
             )
-    return dict(found)
+    return dict(metrics)
 
 
-def _as_scalar(number: Any, device: torch.device) -> torch.Tensor:
-    """0-d fp64 on `device`; a number of the host is no copy that a GPU would be waited for."""
+def _to_scalar(number: Any, device: torch.device) -> torch.Tensor:
+    """`number` as a 0-d fp64 tensor on `device`; one of the host is not copied in a way that waits
+    for the GPU."""
     if isinstance(number, torch.Tensor) and number.device.type == device.type:
         return number.to(torch.float64)
     return filled((float(number),), device)[0]
@@ -139,5 +141,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.ndim == 0)
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(names) or "none"

@@ -1,5 +1,4 @@
-"""What a step of a pipeline looked like: the spans of its ranks, gathered at a few steps of a
-run."""
+"""Measured steps of a pipeline: the spans of its ranks, gathered at a few steps of a run."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def is_recorded(step: int, last_step: int) -> bool:
 
 
 def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -> None:
-    """After a step: gather its spans and say them, where there is a pipeline and the step is one
-    that is recorded.
+    """Gather the spans of a step and emit them, if there is a pipeline and the step is recorded.
 
     Collective at these steps. Spans are of the clock that phases are timed by: on a GPU that of its
     events.
@@ -40,27 +38,27 @@ def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -
     if model.plan.pipeline is None or not is_recorded(step, last_step):
         return
     with model.phases("collective", "gather the spans of the pipeline"):
-        told = model.mesh.gather_json(_of_this_rank(model))
-    spans = on_one_clock([mine for mine in told if mine is not None])
+        by_rank = model.mesh.gather_json(_collect_local_spans(model))
+    spans = align_clocks([rank_spans for rank_spans in by_rank if rank_spans is not None])
     if model.mesh.rank == 0 and all(spans):
-        bus.emit(measured_pipeline(step, model.plan.pipeline, spans))
+        bus.emit(build_pipeline_event(step, model.plan.pipeline, spans))
 
 
-def _of_this_rank(model: ParallelModel) -> dict[str, Any] | None:
-    """One rank speaks for all that compute the same stages: ranks are in the order of the
+def _collect_local_spans(model: ParallelModel) -> dict[str, Any] | None:
+    """This rank's spans; None unless it leads its stage: the gathered ones are in the order of the
     pipeline, then."""
-    if not speaks_for_stage(model.mesh):
+    if not is_stage_leader(model.mesh):
         return None
-    return spans_of_rank(
+    return collect_spans(
         model.phases.clock, model.finished_at, model.pipeline_spans or [], model.mesh.rank
     )
 
 
-def spans_of_rank(
+def collect_spans(
     clock: Clock, zero: Any, spans: Sequence[tuple[str, Any, Any]], rank: int
 ) -> dict[str, Any]:
-    """What a rank tells: its spans in seconds, the moment `zero` on the same scale, and whose clock
-    that is.
+    """A rank's spans in seconds as JSON, the moment `zero` on the same scale, and the name of the
+    clock.
 
     Events of a GPU have seconds only between each other: there `zero`, which comes after all spans,
     is 0.
@@ -68,26 +66,22 @@ def spans_of_rank(
     if not clock.is_late:
         return {"clock": clock_name() or platform.node(), "zero_s": zero, "spans": list(spans)}
     clock.wait(zero)
-    before = [
-        (action, clock.seconds(begin, zero), clock.seconds(end, zero))
-        for action, begin, end in spans
-    ]
-    told = [
-        (action, -begin, -end)
-        for action, begin, end in before
-        if begin is not None and end is not None
-    ]
-    assert len(told) == len(spans), "a step whose reduction is done has done its actions"
-    return {"clock": f"the device of rank {rank}", "zero_s": 0.0, "spans": told}
+    spans_s = []
+    for action, start, end in spans:
+        start_s, end_s = clock.seconds(start, zero), clock.seconds(end, zero)
+        assert start_s is not None, "a step whose reduction is done has done its actions"
+        assert end_s is not None, "a step whose reduction is done has done its actions"
+        spans_s.append((action, -start_s, -end_s))
+    return {"clock": f"the device of rank {rank}", "zero_s": 0.0, "spans": spans_s}
 
 
-def speaks_for_stage(mesh: Mesh) -> bool:
-    """True for the first of the ranks that hold the same stages of a pipeline; of all ranks,
-    where there is none."""
-    return all(place == 0 for axis, place in mesh.coordinates.items() if axis != "pp")
+def is_stage_leader(mesh: Mesh) -> bool:
+    """True for the first of the ranks that hold the same stages of a pipeline; for the first of
+    all ranks without a pipeline."""
+    return all(coordinate == 0 for axis, coordinate in mesh.coordinates.items() if axis != "pp")
 
 
-def on_one_clock(told: Sequence[dict[str, Any]]) -> list[list[tuple[str, float, float]]]:
+def align_clocks(by_rank: Sequence[dict[str, Any]]) -> list[list[tuple[str, float, float]]]:
     """Spans by rank, with one zero.
 
     On one machine `time.perf_counter` is one clock for all processes, and is taken as it is. Those
@@ -95,18 +89,20 @@ def on_one_clock(told: Sequence[dict[str, Any]]) -> list[list[tuple[str, float, 
     zero is when it left the reduction that ended the step, which all ranks leave at about the same
     time (within one trip of a message).
     """
-    is_one_clock = len({mine["clock"] for mine in told}) == 1
-    return [
-        [(action, begin - zero_s, end - zero_s) for action, begin, end in mine["spans"]]
-        for mine in told
-        for zero_s in [0.0 if is_one_clock else mine["zero_s"]]
-    ]
+    is_one_clock = len({rank_spans["clock"] for rank_spans in by_rank}) == 1
+    aligned = []
+    for rank_spans in by_rank:
+        zero_s = 0.0 if is_one_clock else rank_spans["zero_s"]
+        aligned.append(
+            [(action, start - zero_s, end - zero_s) for action, start, end in rank_spans["spans"]]
+        )
+    return aligned
 
 
-def measured_pipeline(
+def build_pipeline_event(
     step: int, pipeline: Pipeline, spans: Sequence[Sequence[tuple[str, float, float]]]
 ) -> PipelineMeasured:
-    """The fact. `spans` by pipeline rank, in seconds from any one zero.
+    """The event of a measured step. `spans` by pipeline rank, in seconds from any one zero.
 
     The bubble is predicted twice: from the plan's costs, as it was before the run, and from what
     stages really take, so that costs that were estimated wrong and a schedule that is not followed
@@ -133,11 +129,11 @@ def measured_pipeline(
 
 
 def _spans(timeline: Timeline) -> list[list[list[Any]]]:
-    """To the tenth of a microsecond: events are text."""
+    """The spans of each rank, rounded to a tenth of a microsecond: events are text."""
     return [
         [
-            [str(action), round(float(begin), 7), round(float(end), 7)]
-            for action, (begin, end) in zip(row, times, strict=True)
+            [str(action), round(float(start), 7), round(float(end), 7)]
+            for action, (start, end) in zip(row, times, strict=True)
         ]
         for row, times in zip(timeline.schedule.actions, timeline.spans_s, strict=True)
     ]

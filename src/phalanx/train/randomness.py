@@ -1,8 +1,8 @@
-"""What a user's code draws from the generators that belong to nobody is a function of the step, so
-that it repeats.
+"""Seeds of the global random generators: what a user's code draws from them is a function of the
+step, so that it repeats.
 
-Those of Python, of numpy (the old, global one) and of torch: a forward may use any of them. A
-generator of its own is state that nobody sees.
+These are the generators of Python, of numpy (the old, global one) and of torch: a forward may use
+any of them. A generator of the user's own is state that phalanx does not see.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx.core.digest import stable_hash64
 
 
 def seed_generators(*parts: object) -> None:
-    """Set all of them by `parts`."""
+    """Seed all global generators by a hash of `parts`."""
     number = stable_hash64(*parts)
     random.seed(number)
     np.random.seed(number % 2**32)
@@ -30,8 +30,8 @@ def seed_generators(*parts: object) -> None:
 
 
 @contextmanager
-def own_generators(*parts: object, device: torch.device) -> Iterator[None]:
-    """Inside they are set by `parts`; outside they go on as if nothing had been drawn."""
+def separate_generators(*parts: object, device: torch.device) -> Iterator[None]:
+    """Seed the global generators by `parts` inside; outside they go on as if nothing was drawn."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         seed_generators(*parts)

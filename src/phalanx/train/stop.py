@@ -1,4 +1,4 @@
-"""How a run is asked to stop: by signals to any rank, on which all ranks agree."""
+"""Requests to stop a run: signals to any rank, on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class StopFlags:
-    """What this rank was asked by signals. Ranks agree on it in the reduction of each step."""
+    """Signals that this rank has got. Ranks agree on them in the reduction of each step."""
 
     sigterm: bool = False
     sigint: bool = False
@@ -26,5 +26,5 @@ class StopFlags:
         signal.signal(signal.SIGINT, lambda *_: setattr(self, "sigint", True))
 
 
-class StopAskedError(Exception):
+class StopRequestedError(Exception):
     """All ranks agreed, inside an evaluation, to stop. Never leaves the trainer."""

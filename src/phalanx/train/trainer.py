@@ -1,4 +1,4 @@
-"""The step loop: one step at a time, facts out, decisions by all ranks together."""
+"""The trainer, the step loop: one step at a time, facts out, decisions by all ranks together."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from phalanx.optim.build import set_learning_rate
 from phalanx.optim.schedule import learning_rate
 from phalanx.parallel.model import Objective, StepFacts
 from phalanx.plan.plan import Plan
-from phalanx.train.best import Best, best_steps
+from phalanx.train.best import BestRecorder, best_steps
 from phalanx.train.checkpoint_schedule import CheckpointSchedule
 from phalanx.train.evaluation import (
     EvalRecord,
+    EvalScore,
     Evaluation,
     HeldOut,
-    Judged,
     read_record,
 )
 from phalanx.train.evaluator import Evaluator
-from phalanx.train.experts_record import experts_loaded, is_logged
+from phalanx.train.experts_record import build_expert_event, is_logged
 from phalanx.train.memory import MemoryMeter
-from phalanx.train.pipeline_record import record_pipeline, speaks_for_stage
+from phalanx.train.pipeline_record import is_stage_leader, record_pipeline
 from phalanx.train.randomness import seed_generators
 from phalanx.train.state import TrainState
-from phalanx.train.stop import StopAskedError, StopFlags
+from phalanx.train.stop import StopFlags, StopRequestedError
 
 
 class Microbatches(Protocol):
-    """Where a step's data comes from: a pure function of the step, so that resuming needs no
-    state."""
+    """The source of a step's data: a pure function of the step, so that resuming needs no state."""
 
     def step_microbatches(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]: ...
 
 
 class Guard(Protocol):
-    """Says why a step that could be applied must not be, or None; may raise to end the run.
+    """Returns the reason why a step that could be applied must not be, or None; may raise to end
+    the run.
 
     Sees only facts that are equal on all ranks. Steps without finite gradients or targets are never
     applied; a guard sees them, too, and may have had enough of them.
@@ -104,13 +104,13 @@ class Trainer:
         self.phases: Phases = state.model.phases
         self._memory = memory or MemoryMeter()
         self._schedule = self._open_schedule() if run_dir is not None else None
-        self._best = Best(job, mesh, bus, run_dir, fence)
+        self._best = BestRecorder(job, mesh, bus, run_dir, fence)
         self._evaluator = self._open_evaluator(held_out) if held_out is not None else None
         self._unrecorded: tuple[StepFacts, str | None] | None = None
         self._recorded_s = time.perf_counter()
         self._evals = EvalRecord()
         self._is_saveable = False
-        self._said_to_draw: set[str] = set()
+        self._warned_draws: set[str] = set()
         self._unused: frozenset[str] = frozenset()
 
     def run(self) -> str:
@@ -133,12 +133,11 @@ class Trainer:
         if self._evaluator is not None:
             self._evaluator.require_metric(self.job.eval.metric)
         self._evals = read_record(self.run_dir, self.state.step, self.mesh, self.job.eval.metric)
-        self._best.mend(self._evals, self.state.step)
+        self._best.record_missing(self._evals, self.state.step)
         self.phases.take()
         self._recorded_s = time.perf_counter()
-        reason = (
-            self._evaluate_if_due()
-        )  # of the step that is continued from, if a stop or a crash kept it from being
+        # Of the step that training continues from, if a stop or a crash came before it.
+        reason = self._evaluate_if_due()
         while reason is None and self.state.step < self.job.train.steps:
             facts, skipped = self._unrecorded = self.step()
             record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
@@ -151,7 +150,10 @@ class Trainer:
             if self._schedule is not None:
                 self._schedule.after_step(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
             self._record()
-            reason = "sigterm" if sigterm else "sigint" if sigint else self._evaluate_if_due()
+            if sigterm or sigint:
+                reason = "sigterm" if sigterm else "sigint"
+            else:
+                reason = self._evaluate_if_due()
         if self._schedule is not None:
             self._schedule.settle(skip_pruning=reason is not None)
         if reason is None:
@@ -187,13 +189,14 @@ class Trainer:
         return facts, skipped
 
     def _require_saveable(self) -> None:
-        """Many optimizers make their state at their first update: it is looked at once, then."""
+        """Raise CheckpointError, once, for state that no checkpoint holds: many optimizers make it
+        at their first update."""
         if self._schedule is not None and not self._is_saveable:
             self._schedule.require_saveable()
         self._is_saveable = True
 
     def _flags(self) -> tuple[float, ...]:
-        """What this rank adds to the reduction of a step: stops, a lost run, and saves."""
+        """This rank's flags in the reduction of a step: stops, a lost run, and saves."""
         save_flags = self._schedule.flags() if self._schedule is not None else (0.0, 0.0, 0.0)
         is_fenced = self.fence is not None and self.mesh.rank == 0 and self.fence.is_lost()
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
@@ -235,7 +238,7 @@ class Trainer:
             held_out=held_out,
             source_weights=self.source_weights,
             stop=self.stop,
-            emit=self.bus.emit if self.mesh.rank == 0 else _say_nothing,
+            emit=self.bus.emit if self.mesh.rank == 0 else _ignore_event,
             fence=self.fence,
         )
 
@@ -274,9 +277,9 @@ class Trainer:
         if (
             is_logged(step, self.job)
             and self.state.model.expert_load
-            and speaks_for_stage(self.mesh)
+            and is_stage_leader(self.mesh)
         ):
-            self.bus.emit(experts_loaded(step, self.state.model.expert_load))
+            self.bus.emit(build_expert_event(step, self.state.model.expert_load))
         self.bus.emit(
             StepFinished(
                 step=step,
@@ -299,19 +302,20 @@ class Trainer:
         )
         for event in self.records(step):
             self.bus.emit(event)
-        self._say_what_torch_draws()
+        self._warn_of_draws()
+        self._warn_of_unused()
 
-    def _say_what_torch_draws(self) -> None:
-        """Once for each module whose random numbers depend on the layout."""
-        news = {
+    def _warn_of_draws(self) -> None:
+        """Warn, once, of each module whose random numbers depend on the layout."""
+        new_reasons = {
             name: why
             for name, why in self.state.model.left_to_torch.items()
-            if name not in self._said_to_draw
+            if name not in self._warned_draws
         }
-        self._said_to_draw |= set(news)
-        for name, why in (
-            news.items() if self.plan.layout.world_size > 1 and speaks_for_stage(self.mesh) else ()
-        ):
+        self._warned_draws |= set(new_reasons)
+        if self.plan.layout.world_size == 1 or not is_stage_leader(self.mesh):
+            return
+        for name, why in new_reasons.items():
             text = (
                 f"{name or 'the model'}: {why}, which depend on the layout; a run repeats itself"
                 " all the same"
@@ -321,18 +325,17 @@ class Trainer:
             self.bus.emit(
                 Note("warning", {"warning": "draws_depend_on_layout", "text": text, "why": text})
             )
-        self._say_unused()
 
-    def _say_unused(self) -> None:
-        """Once of each parameter without part in the loss, where that is allowed: it may be a
-        mistake all the same."""
-        found = self.state.model.unused_parameters - self._unused
-        self._unused |= found
-        if found and speaks_for_stage(self.mesh):
-            names = ", ".join(sorted(found)[:3]) + (" ..." if len(found) > 3 else "")
+    def _warn_of_unused(self) -> None:
+        """Warn, once, of each parameter without part in the loss, where that is allowed: it may be
+        a mistake all the same."""
+        unused = self.state.model.unused_parameters - self._unused
+        self._unused |= unused
+        if unused and is_stage_leader(self.mesh):
+            names = ", ".join(sorted(unused)[:3]) + (" ..." if len(unused) > 3 else "")
             where = f"rank {self.mesh.rank}'s loss of step {self.state.step}"
-            text = f"{len(found)} parameters had no part in {where}: {names}"
-            self.bus.emit(Note("unused_parameters", {"why": text, "names": sorted(found)}))
+            text = f"{len(unused)} parameters had no part in {where}: {names}"
+            self.bus.emit(Note("unused_parameters", {"why": text, "names": sorted(unused)}))
 
     def _evaluate_if_due(self) -> str | None:
         """Evaluate between two steps, or after the last.
@@ -340,9 +343,9 @@ class Trainer:
         Returns "sigterm" or "sigint" if all agreed to stop instead: the step is saved then, and
         whoever continues begins with the evaluation.
         """
-        step, every = self.state.step, self.job.eval.every_steps
+        step, every_steps = self.state.step, self.job.eval.every_steps
         is_due = step == self.job.train.steps or (
-            every is not None and step % every == 0 and step > 0
+            every_steps is not None and step % every_steps == 0 and step > 0
         )
         if self._evaluator is None or not is_due or self._evals.has(step):
             return None
@@ -350,56 +353,60 @@ class Trainer:
         began = time.perf_counter()
         with self.phases.apart():
             try:
-                found = self.evaluate()
-            except StopAskedError as asked:
+                evaluation = self.evaluate()
+            except StopRequestedError as request:
                 if self._schedule is not None:
                     self._schedule.save(is_last_chance=True, prune=False)
-                return str(asked)
+                return str(request)
         wall_s = time.perf_counter() - began
         self._recorded_s += wall_s  # no step took this time
-        self._conclude(found, wall_s)
+        self._conclude(evaluation, wall_s)
         return None
 
     def evaluate(self) -> Evaluation:
-        """Loss and metrics on the held-out batches.
+        """Compute loss and metrics on the held-out batches.
 
         Collective; training goes on as if it had not been.
         """
         assert self._evaluator is not None, "there is nothing to evaluate"
         return self._evaluator.evaluate()
 
-    def _conclude(self, found: Evaluation, wall_s: float) -> None:
-        """Keep the step if it is the best and the job wants that, then say what was found.
+    def _conclude(self, evaluation: Evaluation, wall_s: float) -> None:
+        """Save the step if it is the best and the job asks for that, then emit the evaluation.
 
-        An evaluation that is on record is not done again. What the record says of the best, and a
-        crash kept from being done, `Best.mend` does.
+        An evaluation that is on record is not done again. A best step on record whose job crashed
+        before it was saved as such, `BestRecorder.record_missing` does.
         """
-        step = found.step
+        step = evaluation.step
         metric, mode = self.job.eval.metric, self.job.eval.mode or "min"
-        judged = Judged(found.loss, found.num_targets, found.value_of(metric))
-        self._evals.add(step, judged)
-        best_step, best = self._evals.best(found.num_targets, mode)
+        score = EvalScore(evaluation.loss, evaluation.num_targets, evaluation.value_of(metric))
+        self._evals.add(step, score)
+        best_step, best = self._evals.best(evaluation.num_targets, mode)
         if self.job.eval.keep_best and best_step == step and self._schedule is not None:
             self.save()
-            self._schedule.call_when_saved(partial(self._best.name, step, judged))
+            self._schedule.call_when_saved(partial(self._best.record, step, score))
         if self.mesh.rank != 0:
             return
-        several = {name: loss for name, loss in found.loss_by_source.items() if math.isfinite(loss)}
+        loss_by_source: dict[str, float] = {}
+        if len(evaluation.loss_by_source) > 1:
+            for name, loss in evaluation.loss_by_source.items():
+                if math.isfinite(loss):
+                    loss_by_source[name] = loss
         self.bus.emit(
             EvalFinished(
                 step=step,
-                loss=found.loss,
-                num_targets=found.num_targets,
+                loss=evaluation.loss,
+                num_targets=evaluation.num_targets,
                 wall_s=wall_s,
-                loss_by_source=several if len(found.loss_by_source) > 1 else {},
+                loss_by_source=loss_by_source,
                 best_step=best_step,
                 best_loss=best.loss,
-                metrics=dict(found.metrics),
+                metrics=dict(evaluation.metrics),
                 judged_by=metric,
                 best_value=best.value,
             )
         )
 
 
-def _say_nothing(event: Event) -> None:
-    """Where another rank says it."""
+def _ignore_event(event: Event) -> None:
+    """Ignore an event that rank 0 emits."""

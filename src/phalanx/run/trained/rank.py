@@ -35,7 +35,7 @@ from phalanx.run.trained.files import PROGRESS, RESULT, TOKENS
 from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, ModelPayload
 from phalanx.train.evaluation import HeldOut
 from phalanx.train.evaluator import Evaluator
-from phalanx.train.generate import Sampling, generate
+from phalanx.train.generate import Sampling, generate_tokens
 from phalanx.train.stop import StopFlags
 
 PROGRESS_S = 0.2
@@ -108,7 +108,7 @@ def continue_texts(document: JsonObject, link: RankLink) -> int:
         for number, prompt in enumerate(payload.prompts):
             began = time.monotonic()
             try:
-                tokens = generate(
+                tokens = generate_tokens(
                     opened.model,
                     list(prompt),
                     num_tokens=payload.num_tokens,
