@@ -117,7 +117,9 @@ def ours(options: argparse.Namespace, schedule: str) -> Step:
         microbatches = [
             dict(zip(parts, of_one, strict=True)) for of_one in zip(*parts.values(), strict=True)
         ]
-        facts = model.finish_step(model.forward_backward(microbatches, objective), max_norm=CLIP)
+        facts = model.reduce_and_clip(
+            model.forward_backward(microbatches, objective), max_norm=CLIP
+        )
         model.update(optimizer)
         optimizer.zero_grad(set_to_none=True)
         return facts.loss

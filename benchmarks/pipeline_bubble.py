@@ -250,7 +250,7 @@ def measure(case: Case, plan: Plan, clock: Clock, options: argparse.Namespace) -
                 [(str(action), begin, end) for action, begin, end in model.pipeline_spans]
             )
             found["peaks"].append(clock.peak)
-        assert model.finish_step(sums).grad_norm > 0
+        assert model.reduce_and_clip(sums).grad_norm > 0
         for parameter in model.parameters():
             parameter.grad = None
         found["left"] = max(found["left"], clock.num_alive)

@@ -97,7 +97,7 @@ def ours(options: argparse.Namespace, parallel: dict[str, int]) -> Step:
     update = getattr(model, "update", lambda optimizer: optimizer.step())
 
     def step(batch: Batch) -> float:
-        facts = model.finish_step(model.forward_backward([batch], objective), max_norm=CLIP)
+        facts = model.reduce_and_clip(model.forward_backward([batch], objective), max_norm=CLIP)
         update(optimizer)
         optimizer.zero_grad(set_to_none=True)
         return facts.loss

@@ -59,14 +59,14 @@ def main(overrides: list[str]) -> list[float]:
         mine = slice(mesh.data_parallel_rank * share, (mesh.data_parallel_rank + 1) * share)
         for step in range(1, job.train.steps + 1):
             x, y = global_batch(step)
-            sums = model.forward_backward([{"inputs": x[mine], "targets": y[mine]}], squared_error)
-            facts = model.finish_step(
-                sums, max_norm=1.0
-            )  # one reduction: exact loss, norm, clipping
-            if facts.usable:
+            microbatch = {"inputs": x[mine], "targets": y[mine]}
+            local_loss = model.forward_backward([microbatch], squared_error)
+            # One reduction: the exact loss and gradient norm over all ranks, and clipping.
+            stats = model.reduce_and_clip(local_loss, max_norm=1.0)
+            if stats.should_apply:
                 model.update(optimizer)  # optimizer.step(), and what ranks updated for each other
             optimizer.zero_grad(set_to_none=True)
-            losses.append(facts.loss)
+            losses.append(stats.loss)
         if mesh.rank == 0:
             print(f"{plan.layout}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
     return losses

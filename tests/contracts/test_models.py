@@ -116,7 +116,7 @@ def train(rank: int, kind: str) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(8):
-        facts = model.finish_step(model.forward_backward([batch], objective(kind)))
+        facts = model.reduce_and_clip(model.forward_backward([batch], objective(kind)))
         losses.append(facts.loss)
         missing = [
             name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()

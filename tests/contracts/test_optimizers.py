@@ -60,7 +60,7 @@ def take_steps(state: TrainState, batches: list[Tensors]) -> None:
     mesh = state.model.mesh
     for batch in batches:
         mine = share(batch, mesh.data_parallel_rank, mesh.world_size, 1)
-        state.model.finish_step(state.model.forward_backward(mine, OBJECTIVE), max_norm=1.0)
+        state.model.reduce_and_clip(state.model.forward_backward(mine, OBJECTIVE), max_norm=1.0)
         state.model.update(state.optimizer)
         state.optimizer.zero_grad()
         state.step += 1

@@ -19,9 +19,9 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.compute.fp8 import Float8
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize, transforms
-from phalanx.parallel.pipeline.tied_params import TiedStages
+from phalanx.parallel.pipeline.tied_params import TiedParams
 from phalanx.parallel.pipeline.transform import PipelineStages
-from phalanx.parallel.protocol import Order, Parallelism, Root, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext, Parallelism, Root
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from ranks import run_ranks
@@ -89,7 +89,7 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         names = frozenset(full_name(name) for name, _ in module.named_modules())
         blocks = find_blocks(module)
-        piece = Workpiece(
+        context = ParallelContext(
             root=root,
             plan=a_plan,
             mesh=mesh,
@@ -98,10 +98,10 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
             outer=root,
             names=names,
         )
-        if isinstance(transform, TiedStages):  # it is about what that one leaves on several ranks
-            PipelineStages().apply(piece)
-        transform.apply(piece)
-        model = ParallelModel(piece)
+        if isinstance(transform, TiedParams):  # it is about what that one leaves on several ranks
+            PipelineStages().apply(context)
+        transform.apply(context)
+        model = ParallelModel(context)
         found: dict[str, Any] = {
             "held": (held := [name for name in before if name in model.shards()]),
             "names": [full_name(name) for name, _ in model.named_parameters()] == held,
@@ -113,9 +113,11 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
         }
         if not a_plan.compile:
             batch = share(global_batches(1)[0], mesh.data_parallel_rank, 2, 1)
-            facts = model.finish_step(model.forward_backward(batch, causal_cross_entropy(16)))
+            facts = model.reduce_and_clip(model.forward_backward(batch, causal_cross_entropy(16)))
             found["phases closed"] = model.phases.current == ""
-            found["trains"] = facts.usable and all(p.grad is not None for p in model.parameters())
+            found["trains"] = facts.should_apply and all(
+                p.grad is not None for p in model.parameters()
+            )
     return found
 
 

@@ -243,7 +243,7 @@ def train_parallel(rank: int, num_ranks: int) -> dict[Any, Tensors]:
             for batch in conv_batches():
                 sgd.zero_grad()
                 mine = share(batch, rank, num_ranks, num_microbatches)
-                assert model.finish_step(model.forward_backward(mine, objective)).usable
+                assert model.reduce_and_clip(model.forward_backward(mine, objective)).should_apply
                 model.update(sgd)
             states = {name: tensor.detach() for name, tensor in model.module.state_dict().items()}
             found[layout, num_microbatches, recompute] = {
@@ -291,7 +291,7 @@ def in_bf16(rank: int, num_ranks: int) -> dict[Any, Any]:
             for batch in conv_batches():
                 sgd.zero_grad()
                 mine = share(batch, rank, num_ranks, 1)
-                losses.append(model.finish_step(model.forward_backward(mine, objective)).loss)
+                losses.append(model.reduce_and_clip(model.forward_backward(mine, objective)).loss)
                 model.update(sgd)
             model.train(False)
             sums = model.evaluate(share(conv_batches()[0], rank, num_ranks, 1), objective)
@@ -336,7 +336,7 @@ def resume_half_way(rank: int, num_ranks: int, root: Path) -> dict[str, tuple[Te
             def take(state: TrainState, some: list[Tensors]) -> None:
                 for batch in some:
                     mine = share(batch, rank, num_ranks, 1)
-                    state.model.finish_step(state.model.forward_backward(mine, objective))
+                    state.model.reduce_and_clip(state.model.forward_backward(mine, objective))
                     state.model.update(state.optimizer)
                     state.optimizer.zero_grad()
                     state.step += 1

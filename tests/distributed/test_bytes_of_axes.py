@@ -84,7 +84,7 @@ def sent_by_fsdp(
         batches = share(global_batches(1)[0], rank, num_ranks, num_microbatches)
         with CountCollectives() as moved:
             sums = model.forward_backward(batches, OBJECTIVE)
-        facts = model.finish_step(sums)
+        facts = model.reduce_and_clip(sums)
         return {
             "counts": dict(counts),
             "bytes": dict(num_bytes),
@@ -213,7 +213,7 @@ def sent_to_experts(rank: int, ep: int, recompute: str) -> tuple[int, int]:
         model.forward_backward(
             [example_batch(EXPERTS, ROWS // 2, TOKENS, seed=s) for s in range(2)], OBJECTIVE
         )
-        group = model._piece.expert_group
+        group = model._context.expert_group
         assert group is not None
         return group.num_exchanges, model.sent_ep_bytes
 

@@ -87,7 +87,7 @@ def take_step(state: TrainState, batch: Tensors) -> float:
     mesh = state.model.mesh
     num_microbatches = state.model.plan.num_microbatches if mesh.layout.pp > 1 else 1
     mine = share(batch, mesh.data_parallel_rank, mesh.layout.data_parallel_size, num_microbatches)
-    facts = state.model.finish_step(state.model.forward_backward(mine, OBJECTIVE), max_norm=1.0)
+    facts = state.model.reduce_and_clip(state.model.forward_backward(mine, OBJECTIVE), max_norm=1.0)
     state.model.update(state.optimizer)
     state.optimizer.zero_grad()
     state.step += 1

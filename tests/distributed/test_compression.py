@@ -83,7 +83,7 @@ def _learn(rank: int, kind: str, forgets: bool) -> tuple[float, list[str]]:
         for step in range(STEPS_TO_LEARN):
             optimizer.zero_grad()
             sums = model.forward_backward(share(batch(step), rank, 2, 2), causal_cross_entropy(16))
-            losses.append(model.finish_step(sums, max_norm=1.0).loss)
+            losses.append(model.reduce_and_clip(sums, max_norm=1.0).loss)
             for group in optimizer.param_groups:
                 group["lr"] = 1e-2 * min(1.0, (step + 1) / 5) * (1 - step / 80)
             optimizer.step()

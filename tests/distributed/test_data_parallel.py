@@ -110,9 +110,9 @@ def train_parallel(rank: int, num_ranks: int, copies: bool, root: Path) -> dict[
                 if step == 1:
                     restore_state(state, newest(root / name))
                 mine = share(batch, mesh.data_parallel_rank, num_ranks, 3)
-                assert model.finish_step(
+                assert model.reduce_and_clip(
                     model.forward_backward(mine, OBJECTIVE), max_norm=0.05
-                ).usable
+                ).should_apply
                 model.update(state.optimizer)
                 state.optimizer.zero_grad()
                 if step == 0:
@@ -219,7 +219,7 @@ def some_unused(rank: int) -> dict[str, Any]:
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             for batch in batches()[:2]:
                 sgd.zero_grad()
-                model.finish_step(model.forward_backward(share(batch, rank, 2, 1), OBJECTIVE))
+                model.reduce_and_clip(model.forward_backward(share(batch, rank, 2, 1), OBJECTIVE))
                 model.update(sgd)
             whole = {
                 n: p.full_tensor() if hasattr(p, "full_tensor") else p
@@ -258,7 +258,7 @@ def forget_the_update(rank: int) -> dict[str, str]:
             mine = share(global_batches(1)[0], rank, 2, 1)
             try:
                 for _ in range(2):
-                    model.finish_step(model.forward_backward(mine, OBJECTIVE))
+                    model.reduce_and_clip(model.forward_backward(mine, OBJECTIVE))
                     sgd.step()
                 found[name] = "ran"
             except LayoutError as error:
@@ -292,7 +292,7 @@ def bytes_sent(rank: int) -> dict[str, dict[str, int]]:
                 sums = model.forward_backward(
                     share(global_batches(1)[0], rank, 2, 1), causal_cross_entropy(16)
                 )
-            found[name] = counter.num_bytes | {"told": model.finish_step(sums).sent_bytes}
+            found[name] = counter.num_bytes | {"told": model.reduce_and_clip(sums).sent_bytes}
     return found
 
 

@@ -115,7 +115,7 @@ def train(model: ParallelModel, steps: range, num_microbatches: int) -> list[flo
             batches()[step], model.mesh.data_parallel_rank, model.mesh.world_size, num_microbatches
         )
         sums = model.forward_backward(mine, OBJECTIVE, step=step + 1)
-        losses.append(model.finish_step(sums).loss)
+        losses.append(model.reduce_and_clip(sums).loss)
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -216,7 +216,7 @@ def test_masks_are_of_the_step_and_the_seed() -> None:
     assert [what for what, holds in found.items() if not holds] == []
 
 
-class Draws(nn.Module):
+class DropoutRng(nn.Module):
     """Draws that no place says anything of."""
 
     def __init__(self, kind: str) -> None:
@@ -243,7 +243,9 @@ class Draws(nn.Module):
 def what_is_left(rank: int) -> dict[str, dict[str, str]]:
     found = {}
     for kind in ("rand", "other rows", "none"):
-        model = parallelize(Draws(kind), plan(1), Mesh(plan(1).layout, 0, 0, torch.device("cpu")))
+        model = parallelize(
+            DropoutRng(kind), plan(1), Mesh(plan(1).layout, 0, 0, torch.device("cpu"))
+        )
         model.forward_backward(share(batches()[0], 0, 1, 1), OBJECTIVE)
         found[kind] = dict(model.left_to_torch)
     return found
@@ -294,7 +296,7 @@ def test_a_run_on_several_ranks_says_what_depends_on_the_layout(tmp_path: Path) 
 def parts_of_a_layer(rank: int) -> list[bool]:
     """What a rank of tensor parallelism would say of its layers, beside the whole."""
     model = parallelize(dropped(), plan(1), Mesh(plan(1).layout, 0, 0, torch.device("cpu")))
-    draws = model._piece.draws
+    draws = model._context.draws
 
     def mask(name: str, shape: tuple[int, ...], *parts: Part | EqualPart) -> torch.Tensor:
         draws.parts = {name: parts}

@@ -184,7 +184,7 @@ def errors_of(
                 {k: v[i : i + size] for k, v in mine.items()}
                 for i in range(0, len(mine["inputs"]), size)
             ]
-            facts = model.finish_step(model.forward_backward(parts, causal_cross_entropy(7)))
+            facts = model.reduce_and_clip(model.forward_backward(parts, causal_cross_entropy(7)))
             note("loss", abs(facts.loss - step["loss"]))
             note("norm", abs(facts.grad_norm / step["norm"] - 1))
             if "blocks.0.moe.router" in model.expert_load:
@@ -258,9 +258,9 @@ def test_biases_move_with_an_update_and_not_with_a_step_that_is_skipped() -> Non
             torch.optim.SGD(list(model.parameters()), lr=0.0),
         )
         before = bias.clone()
-        assert model.finish_step(
+        assert model.reduce_and_clip(
             model.forward_backward(batches()[:1], causal_cross_entropy(7))
-        ).usable
+        ).should_apply
         assert torch.equal(bias, before)  # a guard may still skip it
         model.update(optimizer)
         assert sorted(set((bias - before).abs().tolist())) == pytest.approx([0.05])

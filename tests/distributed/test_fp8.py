@@ -132,11 +132,11 @@ def one_step(rank: int, name: str) -> dict[str, Any]:
                 num_ranks if "cp" not in layout else 1,
                 1,
             )
-            facts = model.finish_step(model.forward_backward(batch, causal_cross_entropy(16)))
+            facts = model.reduce_and_clip(model.forward_backward(batch, causal_cross_entropy(16)))
             kinds = {
                 type(part).__name__ for part in module.modules() if isinstance(part, nn.Linear)
             }
-            found[precision] = (facts.loss, facts.grad_norm, facts.usable, kinds)
+            found[precision] = (facts.loss, facts.grad_norm, facts.should_apply, kinds)
     return found
 
 

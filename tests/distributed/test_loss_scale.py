@@ -18,7 +18,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.loss_scale import FLOOR, LossScale, require_facts
-from phalanx.parallel.model import StepFacts
+from phalanx.parallel.model import StepStats
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.planner import make_plan
 from phalanx.resilience.guards import SkippedStepsGuard
@@ -58,8 +58,8 @@ def overflow_once(rank: int) -> dict[str, Any]:
                     optimizer.zero_grad()
                     before = [p.detach().clone() for p in model.parameters()]
                     sums = model.forward_backward(share(whole, rank, 2, 2), _times(large))
-                    facts = model.finish_step(sums, max_norm=1.0)
-                    if facts.usable and step != 1:
+                    facts = model.reduce_and_clip(sums, max_norm=1.0)
+                    if facts.should_apply and step != 1:
                         optimizer.step()
                     kept = all(
                         torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
@@ -201,8 +201,8 @@ def test_a_fixed_one_stays_and_its_skips_count() -> None:
     scale = LossScale(128.0, growth_steps=0)
     scale.after(finite=False)
     assert scale.scale == 128.0
-    overflow = StepFacts(1.0, 8, float("inf"), finite=False, loss_scale=128.0, scale_adapts=True)
-    fixed = StepFacts(1.0, 8, float("inf"), finite=False, loss_scale=128.0)
+    overflow = StepStats(1.0, 8, float("inf"), finite=False, loss_scale=128.0, scale_adapts=True)
+    fixed = StepStats(1.0, 8, float("inf"), finite=False, loss_scale=128.0)
     guard = SkippedStepsGuard(limit=2)
     assert [guard.reason_to_skip(step, overflow) for step in range(9)] == [None] * 9
     assert (overflow.reason_to_skip, fixed.reason_to_skip) == ("overflow", "nonfinite_gradients")

@@ -130,7 +130,7 @@ def start_and_round(rank: int, num_ranks: int) -> dict[str, Any]:
                     key: tensor[rows] for key, tensor in batches(name, torch.float32)[0].items()
                 }
                 sums = model.forward_backward([mine], causal_cross_entropy(5))
-                found[f"{name} {layout} loss"] = model.finish_step(sums).loss
+                found[f"{name} {layout} loss"] = model.reduce_and_clip(sums).loss
     return found
 
 

@@ -32,7 +32,7 @@ from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import ParallelModel, StepSums
+from phalanx.parallel.model import LocalLoss, ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
@@ -156,8 +156,8 @@ def follow(
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
         mine = share(batch, mesh.data_parallel_rank, mesh.world_size, model.plan.num_microbatches)
-        facts = model.finish_step(model.forward_backward(mine, OBJECTIVE), max_norm=max_norm)
-        assert facts.usable
+        facts = model.reduce_and_clip(model.forward_backward(mine, OBJECTIVE), max_norm=max_norm)
+        assert facts.should_apply
         assert facts.num_targets == int((batch["targets"] != -100).sum())
         errors[f"loss {step}"] = abs(facts.loss / reference.losses[step] - 1)
         errors[f"norm {step}"] = abs(facts.grad_norm / reference.norms[step] - 1)
@@ -325,7 +325,9 @@ def train_bf16(rank: int, num_ranks: int) -> dict[str, Any]:
                 optimizer.zero_grad()
                 mine = share(batch, rank, num_ranks, 1)
                 losses.append(
-                    model.finish_step(model.forward_backward(mine, OBJECTIVE), max_norm=0.5).loss
+                    model.reduce_and_clip(
+                        model.forward_backward(mine, OBJECTIVE), max_norm=0.5
+                    ).loss
                 )
                 model.update(optimizer)
             found[layout] = (
@@ -364,8 +366,10 @@ def hand_in_oddities(rank: int) -> dict[str, Any]:
 
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
-            facts = model.finish_step(model.forward_backward([mine], poisoned), votes=(rank, 1.0))
-            found[f"{layout} nan loss"] = (facts.finite, facts.usable, facts.votes)
+            facts = model.reduce_and_clip(
+                model.forward_backward([mine], poisoned), flags=(rank, 1.0)
+            )
+            found[f"{layout} nan loss"] = (facts.finite, facts.should_apply, facts.flags)
 
             model.module.zero_grad()
             sums = model.forward_backward([mine], OBJECTIVE)
@@ -373,18 +377,20 @@ def hand_in_oddities(rank: int) -> dict[str, Any]:
             if rank == 1:  # one element of one gradient of one rank
                 first = next(model.parameters()).grad
                 (first.to_local() if isinstance(first, DTensor) else first)[0, 0] = math.nan
-            facts = model.finish_step(sums, max_norm=1e-3)
+            facts = model.reduce_and_clip(sums, max_norm=1e-3)
             after = [local(p.grad) for p in model.parameters()]
             unscaled = all(torch.equal(a, b) for a, b in zip(after[1:], gradients[1:], strict=True))
-            found[f"{layout} nan gradient"] = (facts.finite, facts.usable, unscaled)
+            found[f"{layout} nan gradient"] = (facts.finite, facts.should_apply, unscaled)
 
             model.module.zero_grad()
-            facts = model.finish_step(model.forward_backward([empty], OBJECTIVE))
-            found[f"{layout} none"] = (facts.finite, facts.usable, facts.num_targets)
+            facts = model.reduce_and_clip(model.forward_backward([empty], OBJECTIVE))
+            found[f"{layout} none"] = (facts.finite, facts.should_apply, facts.num_targets)
 
             model.module.zero_grad()
-            facts = model.finish_step(model.forward_backward([mine if rank else empty], OBJECTIVE))
-            found[f"{layout} one"] = (facts.usable, facts.num_targets, facts.loss)
+            facts = model.reduce_and_clip(
+                model.forward_backward([mine if rank else empty], OBJECTIVE)
+            )
+            found[f"{layout} one"] = (facts.should_apply, facts.num_targets, facts.loss)
     return found
 
 
@@ -501,7 +507,7 @@ def norm_of_many(rank: int) -> tuple[float, float]:
     module.weight.grad = gradient.clone()
     constant = float(a_plan.targets_per_rank)
     one = torch.tensor(constant, dtype=torch.float64)
-    facts = model.finish_step(StepSums(one, one))
+    facts = model.reduce_and_clip(LocalLoss(one, one))
     return facts.grad_norm, gradient.double().norm().item()
 
 

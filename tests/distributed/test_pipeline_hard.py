@@ -423,7 +423,9 @@ def local_dropout(rank: int) -> list[float]:
             model = parallelize(filled(zoo.Dropped), a_plan, mesh)
             torch.manual_seed(seed)
             mine = own_microbatches(plain_batches()[0], a_plan, 0)
-            losses.append(model.finish_step(model.forward_backward(mine, token_cross_entropy)).loss)
+            losses.append(
+                model.reduce_and_clip(model.forward_backward(mine, token_cross_entropy)).loss
+            )
     return losses
 
 
@@ -579,10 +581,10 @@ def overflow(rank: int) -> list[Any]:
                 optimizer.zero_grad()
                 before = {name: shard.tensor.clone() for name, shard in model.shards().items()}
                 mine = own_microbatches(batch, a_plan, mesh.data_parallel_rank)
-                facts = model.finish_step(
+                facts = model.reduce_and_clip(
                     model.forward_backward(mine, _times(1e30 if is_large else 1.0)), max_norm=1.0
                 )
-                if facts.usable:
+                if facts.should_apply:
                     model.update(optimizer)
                 kept = all(
                     torch.equal(shard.tensor, before[name])
@@ -618,7 +620,7 @@ def frozen_stage(rank: int) -> list[float]:
         for _ in range(3):
             mine = own_microbatches(plain_batches()[0], a_plan, 0)
             losses.append(
-                model.finish_step(
+                model.reduce_and_clip(
                     model.forward_backward(mine, token_cross_entropy), max_norm=1.0
                 ).loss
             )
@@ -712,7 +714,7 @@ def walk(rank: int, num_ranks: int) -> list[Any]:
             for step in changing_steps():
                 optimizer.zero_grad()
                 losses.append(
-                    model.finish_step(model.forward_backward(step, token_cross_entropy)).loss
+                    model.reduce_and_clip(model.forward_backward(step, token_cross_entropy)).loss
                 )
                 model.update(optimizer)
                 model.train(False)

@@ -17,7 +17,7 @@ from models import fill
 from models import shape as small_shape
 from phalanx.nn.models.decoder import Decoder
 from phalanx.parallel.pipeline import transform as pp
-from phalanx.parallel.pipeline.p2p import Peers
+from phalanx.parallel.pipeline.p2p import StageGroup
 from pipelines import LAYERS, LR, SCHEDULES, Case, in_pipelines, token_batches, worst
 from ranks import run_ranks
 
@@ -27,7 +27,7 @@ class Done:
         pass
 
 
-class PeersInOneQueue(Peers):
+class PeersInOneQueue(StageGroup):
     """Nothing of this rank goes on beside a message: the strictest that a device can be."""
 
     is_one_queue = True
@@ -54,7 +54,7 @@ def compute_reference(rank: int) -> Trace:
 def train_in_one_queue(
     rank: int, num_ranks: int, cases: list[Case], references: dict[str, Trace]
 ) -> Any:
-    pp.Peers = PeersInOneQueue  # type: ignore[misc]
+    pp.StageGroup = PeersInOneQueue  # type: ignore[misc]
     return in_pipelines(rank, num_ranks, cases, references)
 
 

@@ -29,8 +29,8 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import PipelineMeasured
 from phalanx.observe.tail import recorded
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import ParallelModel, StepSums
-from phalanx.parallel.protocol import Root, Workpiece
+from phalanx.parallel.model import LocalLoss, ParallelModel
+from phalanx.parallel.protocol import ParallelContext, Root
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.pipeline_plan import named_pipeline
@@ -69,7 +69,7 @@ def model_of(module: nn.Module, mesh: Mesh) -> ParallelModel:
     plan = replace(plan, layout=mesh.layout, pipeline=pipeline)
     root = Root(module)
     return ParallelModel(
-        Workpiece(root=root, plan=plan, mesh=mesh, phases=Phases(), blocks=[], outer=root)
+        ParallelContext(root=root, plan=plan, mesh=mesh, phases=Phases(), blocks=[], outer=root)
     )
 
 
@@ -203,7 +203,7 @@ def evaluated(rank: int) -> dict[str, Any]:
         for _ in range(3 if is_last else 0):
             metrics(float(mesh.data_parallel_rank), {})
         number = float(1 + mesh.data_parallel_rank) if is_last else 0.0
-        sums = StepSums(*(torch.tensor(number * each, dtype=torch.float64) for each in (3, 1)))
+        sums = LocalLoss(*(torch.tensor(number * each, dtype=torch.float64) for each in (3, 1)))
         buffers = [buffer.add_(10 * rank) for buffer in model.module.buffers()]
         before = [buffer.tolist() for buffer in buffers]
         with evaluation_mode(model, mesh, seed=1):
@@ -264,7 +264,7 @@ def left(rank: int) -> float:
         model = model_of(Part(0, 1), mesh)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        model.finish_step(StepSums(*(torch.ones((), dtype=torch.float64) for _ in range(2))))
+        model.reduce_and_clip(LocalLoss(*(torch.ones((), dtype=torch.float64) for _ in range(2))))
         return model.finished_at
 
 

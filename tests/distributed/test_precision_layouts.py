@@ -132,12 +132,12 @@ def train_in_each(
                             *(t.split(plan.micro_batch_size) for t in mine.values()), strict=True
                         )
                         microbatches = [dict(zip(mine, part, strict=True)) for part in parts]
-                        facts = model.finish_step(
+                        facts = model.reduce_and_clip(
                             model.forward_backward(microbatches, causal_cross_entropy(16))
                         )
-                        if facts.usable:
+                        if facts.should_apply:
                             model.update(optimizer)
-                        seen.append((facts.loss, facts.usable))
+                        seen.append((facts.loss, facts.should_apply))
                     found[f"{kind} {name} {precision}"] = seen
     return found
 

@@ -220,13 +220,13 @@ def keep_nothing(rank: int) -> list[bool]:
     """Whether a pass through a segment is still there after its backward, and after a forward
     without one."""
     passes: list[weakref.ref[Any]] = []
-    make = stretch._Pass.__init__
+    make = stretch._SegmentForward.__init__
 
     def noting(self: Any) -> None:
         make(self)
         passes.append(weakref.ref(self))
 
-    stretch._Pass.__init__ = noting  # type: ignore[method-assign]
+    stretch._SegmentForward.__init__ = noting  # type: ignore[method-assign]
     gc.disable()
     mesh = Mesh(Layout(), 0, 0, torch.device("cpu"))
     model = parallelize(Dropping(), with_mode(plan(1), "sqrt"), mesh)
@@ -253,10 +253,13 @@ def park(rank: int) -> dict[str, Any]:
     keeps = parallelize(decoder(tied=True, dtype=torch.float32), plan(1), mesh)
     keeps.forward_backward(batch, causal_cross_entropy(16))
     trips: list[Any] = []
-    make = offload_activations.Trip.__init__
-    offload_activations.Trip.__init__ = lambda self, lane: (make(self, lane), trips.append(self))[0]  # type: ignore[method-assign, assignment]
+    make = offload_activations.OffloadPass.__init__
+    offload_activations.OffloadPass.__init__ = lambda self, lane: (
+        make(self, lane),
+        trips.append(self),
+    )[0]  # type: ignore[method-assign, assignment]
     weights: list[bool] = []
-    pack = offload_activations.Trip.pack
+    pack = offload_activations.OffloadPass.pack
 
     def noting(self: Any, tensor: torch.Tensor) -> Any:
         packed = pack(self, tensor)
@@ -264,7 +267,7 @@ def park(rank: int) -> dict[str, Any]:
             weights.append(offload_activations.is_weight(tensor))
         return packed
 
-    offload_activations.Trip.pack = noting  # type: ignore[method-assign]
+    offload_activations.OffloadPass.pack = noting  # type: ignore[method-assign]
     for precision in ("fp32", "bf16"):
         a_plan = replace(plan(1, precision=precision), offload_activations=True)
         model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)

@@ -26,7 +26,9 @@ def reasons(rank: int, where: int) -> list[str | None]:
             for parameter in (p for name, p in named if is_ill and f"blocks.{where}." in name):
                 parameter.data.fill_(torch.nan)
             batch = own_microbatches(token_batches(steps=1, seq_len=seq_len)[0], plan, 0)
-            found.append(model.finish_step(model.forward_backward(batch, OBJECTIVE)).reason_to_skip)
+            found.append(
+                model.reduce_and_clip(model.forward_backward(batch, OBJECTIVE)).reason_to_skip
+            )
     return found
 
 

@@ -46,12 +46,12 @@ def sent(rank: int) -> dict[str, Any]:
             mine = share(global_batches(1)[0], rank % parts, parts, MICROBATCHES)
             objective = causal_cross_entropy(4096)
             for _ in range(2):  # in its second backward DDP agrees on buckets
-                model.finish_step(model.forward_backward(mine, objective))
+                model.reduce_and_clip(model.forward_backward(mine, objective))
                 model.update(optimizer)
             with CountCollectives() as moved:
                 sums = model.forward_backward(mine, objective)
             with CountCollectives() as finished:
-                facts = model.finish_step(sums)
+                facts = model.reduce_and_clip(sums)
             with CountCollectives() as updated:
                 model.update(optimizer)
             of_step = Counter(moved.num_bytes) + Counter(finished.num_bytes)

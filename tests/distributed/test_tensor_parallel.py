@@ -62,7 +62,7 @@ def sums_of(rank: int, num_layers: int, cuts_sequence: bool, chunks: int) -> dic
     fill(module)
     with open_mesh(cases.layout, device="cpu") as mesh:
         model = parallelize(module, cases, mesh)
-        group = model._piece.tensor_group
+        group = model._context.tensor_group
         assert group is not None
         batch = global_batches(1)[0]
         found, seen = {}, []
@@ -99,10 +99,10 @@ def _require_told(model: ParallelModel, batch: Batch) -> None:
     objective = causal_cross_entropy(4096)
     with Heard() as heard:
         sums = model.forward_backward([batch], objective)
-        facts = model.finish_step(sums)
+        facts = model.reduce_and_clip(sums)
     model.evaluate([batch], objective)
     assert (
-        model.finish_step(model.forward_backward([batch], objective)).sent_tp_bytes
+        model.reduce_and_clip(model.forward_backward([batch], objective)).sent_tp_bytes
         == facts.sent_tp_bytes
     )
     made = heard.num_bytes

@@ -34,12 +34,12 @@ from phalanx.parallel.data_parallel import replicate as dp_replicate
 from phalanx.parallel.data_parallel import shard as dp_shard
 from phalanx.parallel.data_parallel import zero1
 from phalanx.parallel.data_parallel.compression import Compression
-from phalanx.parallel.dropout.rng import Draws
+from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.dropout.transform import Dropout
 from phalanx.parallel.hooks import int8
-from phalanx.parallel.model import ParallelModel, StepSums
+from phalanx.parallel.model import LocalLoss, ParallelModel
 from phalanx.parallel.offload import activations as offload_activations
-from phalanx.parallel.protocol import Workpiece
+from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.recompute import segment as stretch
 from phalanx.parallel.recompute import transform as recompute
 from phalanx.parallel.wire import Wire
@@ -188,13 +188,13 @@ def sum_instead_of_average() -> None:
 
     replicate, shard = dp_replicate.DpReplicate.apply, dp_shard.DpShard.apply
 
-    def apply_ddp(self: Any, piece: Workpiece) -> None:
-        replicate(self, piece)
-        piece.outer.register_comm_hook(None, summed)
+    def apply_ddp(self: Any, context: ParallelContext) -> None:
+        replicate(self, context)
+        context.outer.register_comm_hook(None, summed)
 
-    def apply_fsdp(self: Any, piece: Workpiece) -> None:
-        shard(self, piece)
-        for unit in piece.root.modules():
+    def apply_fsdp(self: Any, context: ParallelContext) -> None:
+        shard(self, context)
+        for unit in context.root.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)
 
@@ -221,9 +221,9 @@ def norm_of_shards() -> None:
 def mean_of_means() -> None:
     """The step's loss is the mean of the microbatches' means."""
     forward = ParallelModel.forward_backward
-    finish = ParallelModel.finish_step
+    finish = ParallelModel.reduce_and_clip
 
-    def noting(self: Any, microbatches: Any, objective: Any) -> StepSums:
+    def noting(self: Any, microbatches: Any, objective: Any) -> LocalLoss:
         self.means = []
 
         def noted(outputs: Any, batch: Any) -> Any:
@@ -233,26 +233,26 @@ def mean_of_means() -> None:
 
         return forward(self, microbatches, noted)
 
-    def averaged(self: Any, sums: StepSums, **options: Any) -> Any:
+    def averaged(self: Any, sums: LocalLoss, **options: Any) -> Any:
         facts = finish(self, sums, **options)
         mean = (
             self.mesh.all_reduce_sum(torch.stack(self.means).mean().reshape(1))
             / self.mesh.world_size
         )
         return type(facts)(
-            float(mean), facts.num_targets, facts.grad_norm, facts.finite, facts.votes
+            float(mean), facts.num_targets, facts.grad_norm, facts.finite, facts.flags
         )
 
     ParallelModel.forward_backward = noting  # type: ignore[method-assign]
-    ParallelModel.finish_step = averaged  # type: ignore[assignment, method-assign]
+    ParallelModel.reduce_and_clip = averaged  # type: ignore[assignment, method-assign]
 
 
 def clip_by_local_norms() -> None:
     """Each rank clips by the norm of what it holds."""
-    finish = ParallelModel.finish_step
+    finish = ParallelModel.reduce_and_clip
 
-    def local(self: Any, sums: StepSums, *, max_norm: float | None = None, votes: Any = ()) -> Any:
-        facts = finish(self, sums, votes=votes)
+    def local(self: Any, sums: LocalLoss, *, max_norm: float | None = None, flags: Any = ()) -> Any:
+        facts = finish(self, sums, flags=flags)
         if max_norm is None:
             return facts
         gradients = [
@@ -263,16 +263,16 @@ def clip_by_local_norms() -> None:
             gradient *= min(1.0, max_norm / float(norm))
         return facts
 
-    ParallelModel.finish_step = local  # type: ignore[assignment, method-assign]
+    ParallelModel.reduce_and_clip = local  # type: ignore[assignment, method-assign]
 
 
 def stale_copy_of_a_tied_weight() -> None:
     """A transform that makes two tensors of one: the head no longer follows the embedding."""
     apply = dp_replicate.DpReplicate.apply
 
-    def untie(self: Any, piece: Workpiece) -> None:
-        piece.materialize()
-        module: Any = piece.root.module
+    def untie(self: Any, context: ParallelContext) -> None:
+        context.materialize()
+        module: Any = context.root.module
         copy = nn.Linear(1, 1, bias=False)
         copy.weight = nn.Parameter(module.embed.weight.detach().clone())
         module.stale_head = copy
@@ -283,16 +283,16 @@ def stale_copy_of_a_tied_weight() -> None:
             return type(out)(out.hidden_BTD, module.stale_head.weight)
 
         module.forward = with_stale_head
-        apply(self, piece)
+        apply(self, context)
 
     dp_replicate.DpReplicate.apply = untie  # type: ignore[method-assign]
 
 
 def one_rank_misses_a_reduction() -> None:
     """After the reduction rank 1 puts its own gradient of one tensor back."""
-    after = ParallelModel.finish_step
+    after = ParallelModel.reduce_and_clip
 
-    def spoil(self: Any, sums: StepSums, **options: Any) -> Any:
+    def spoil(self: Any, sums: LocalLoss, **options: Any) -> Any:
         if self.mesh.rank == 1:
             named = dict(self.named_parameters())
             gradient = named["blocks.1.ffn.up.weight"].grad
@@ -302,7 +302,7 @@ def one_rank_misses_a_reduction() -> None:
             )
         return after(self, sums, **options)
 
-    ParallelModel.finish_step = spoil  # type: ignore[assignment, method-assign]
+    ParallelModel.reduce_and_clip = spoil  # type: ignore[assignment, method-assign]
 
 
 def same_share_on_every_rank() -> None:
@@ -362,28 +362,28 @@ def running_statistics_that_stay() -> None:
 
 def batchnorm_by_rank() -> None:
     """Each rank normalises over its own rows."""
-    sync_batchnorm.SyncBatchNorm.apply = lambda self, piece: None  # type: ignore[method-assign]
+    sync_batchnorm.SyncBatchNorm.apply = lambda self, context: None  # type: ignore[method-assign]
 
 
 def same_masks_on_every_rank() -> None:
     """Each rank drops as if its rows were those of rank 0."""
-    microbatch = Draws.microbatch
+    microbatch = DropoutRng.microbatch
 
-    def of_rank_0(self: Draws, step: int, first_row: int, num_rows: int) -> Any:
+    def of_rank_0(self: DropoutRng, step: int, first_row: int, num_rows: int) -> Any:
         return microbatch(self, step, first_row - dist.get_rank() * num_rows, num_rows)
 
-    Draws.microbatch = of_rank_0  # type: ignore[assignment, method-assign]
+    DropoutRng.microbatch = of_rank_0  # type: ignore[assignment, method-assign]
 
 
 def dropout_drawn_by_rank() -> None:
     """Dropout layers are left to torch, whose generator each rank has its own of."""
-    Dropout.apply = lambda self, piece: torch.manual_seed(piece.mesh.rank) and None  # type: ignore[method-assign]
-    Draws.mask = lambda self, *args, **options: None  # type: ignore[method-assign]
+    Dropout.apply = lambda self, context: torch.manual_seed(context.mesh.rank) and None  # type: ignore[method-assign]
+    DropoutRng.mask = lambda self, *args, **options: None  # type: ignore[method-assign]
 
 
 def recomputed_with_other_masks() -> None:
     """A recomputation goes on counting the calls of each layer."""
-    Draws.again = lambda self: (nullcontext(), nullcontext())  # type: ignore
+    DropoutRng.again = lambda self: (nullcontext(), nullcontext())  # type: ignore
 
 
 def gradients_reduced_in_bfloat16() -> None:
@@ -434,33 +434,33 @@ def other_draws_when_recomputed() -> None:
 
 def segments_that_detach() -> None:
     """What enters a segment is cut off from what came before it."""
-    call = stretch._Pass.call
+    call = stretch._SegmentForward.call
 
     def cut(self: Any, block: Any, forward: Any, contexts: Any, args: Any, kwargs: Any) -> Any:
         if not self._calls:
             args = (args[0].detach().requires_grad_(), *args[1:])
         return call(self, block, forward, contexts, args, kwargs)
 
-    stretch._Pass.call = cut  # type: ignore[method-assign]
+    stretch._SegmentForward.call = cut  # type: ignore[method-assign]
 
 
 def offload_that_mixes_up() -> None:
     """What comes back from host memory begins an element too late."""
-    fetch = offload_activations.Trip._fetch
+    fetch = offload_activations.OffloadPass._fetch
 
     def rolled(self: Any, parked: Any) -> None:
         fetch(self, parked)
         if parked.back.numel() > 4096:
             parked.back.copy_(parked.host.roll(-8))
 
-    offload_activations.Trip._fetch = rolled  # type: ignore[method-assign]
+    offload_activations.OffloadPass._fetch = rolled  # type: ignore[method-assign]
 
 
 def evaluation_of_something_else() -> None:
     """A forward without gradients does not give the loss of one with them."""
     evaluate = ParallelModel.evaluate
 
-    def stale(self: Any, microbatches: Any, objective: Any) -> StepSums:
+    def stale(self: Any, microbatches: Any, objective: Any) -> LocalLoss:
         sums = evaluate(self, microbatches, objective)
         return type(sums)(sums.loss_sum * 1.01, sums.num_targets)
 
@@ -483,7 +483,7 @@ def a_slice_updated_with_the_gradient_of_the_step_before() -> None:
     update = ParallelModel.update
 
     def stale(self: Any, optimizer: torch.optim.Optimizer) -> None:
-        part = next(iter(self._piece.trained.parts.values()), None)
+        part = next(iter(self._context.trained.parts.values()), None)
         if part is not None and self.mesh.rank == 1:
             gradient = part.trained.grad.to_local()
             before, self.kept = getattr(self, "kept", gradient.clone()), gradient.clone()

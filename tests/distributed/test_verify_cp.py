@@ -94,14 +94,14 @@ def window_dropped() -> None:
 
 def positions_restart_per_rank() -> None:
     """The tokens of each rank count from 0."""
-    cut = cp.Context.cut
+    cut = cp.SequenceSplit.cut
 
     def restarting(self: Any, batch: Any) -> Any:
         found = cut(self, batch)
         length = found["inputs"].shape[1]
         return found | {"positions": torch.arange(length).expand_as(found["inputs"])}
 
-    cp.Context.cut = restarting  # type: ignore[method-assign]
+    cp.SequenceSplit.cut = restarting  # type: ignore[method-assign]
 
 
 def merge_without_rescale() -> None:
@@ -128,7 +128,7 @@ def one_rank_of_cp_counts() -> None:
     """Loss and targets are those of the first rank's tokens."""
     from phalanx.mesh.mesh import Mesh
 
-    Mesh.counts_samples = property(  # type: ignore[assignment, method-assign]
+    Mesh.is_tp_leader = property(  # type: ignore[assignment, method-assign]
         lambda self: self.coordinates["cp"] == self.coordinates["tp"] == 0
     )
 

@@ -22,13 +22,13 @@ from phalanx.mesh.logical import Place
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.data_parallel import replicate as dp_replicate
 from phalanx.parallel.data_parallel import shard as dp_shard
-from phalanx.parallel.dropout.interceptor import Drawing
-from phalanx.parallel.model import ParallelModel, StepSums
+from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
+from phalanx.parallel.model import LocalLoss, ParallelModel
 from phalanx.parallel.pipeline import tied_params as pp_ties
 from phalanx.parallel.pipeline.executor import PipelineRun
-from phalanx.parallel.pipeline.p2p import Post
-from phalanx.parallel.pipeline.weight_grads import LaterWeights
-from phalanx.parallel.protocol import Workpiece
+from phalanx.parallel.pipeline.p2p import P2PQueue
+from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
+from phalanx.parallel.protocol import ParallelContext
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.verify.cases import shrink_job
 from plants import some
@@ -105,8 +105,8 @@ def gradients_reduced_before_the_last_w() -> None:
         row = self._schedule(len(microbatches)).actions[self.staged.peers.rank]
         if action == [other for other in row if other.kind in ("B", "I")][-1]:
             if not hasattr(self, "reduce"):
-                self.reduce, self.piece.trained.before_update[0] = (
-                    self.piece.trained.before_update[0],
+                self.reduce, self.context.trained.before_update[0] = (
+                    self.context.trained.before_update[0],
                     lambda: None,
                 )
             self.reduce()
@@ -119,10 +119,10 @@ def weights_freed_between_the_halves() -> None:
     after the first half."""
     keep = dp_shard.keep_for_pipeline
 
-    def left_to_fsdp(piece: Workpiece, units: Any) -> None:
-        keep(piece, units)
-        sync, root = piece.sync, cast(FSDPModule, piece.root)
-        piece.trained.before_update.pop()
+    def left_to_fsdp(context: ParallelContext, units: Any) -> None:
+        keep(context, units)
+        sync, root = context.sync, cast(FSDPModule, context.root)
+        context.trained.before_update.pop()
 
         @contextmanager
         def with_bug(on: bool) -> Iterator[None]:
@@ -132,35 +132,35 @@ def weights_freed_between_the_halves() -> None:
                 root.set_reshard_after_backward(True)
                 yield
 
-        piece.sync = with_bug
+        context.sync = with_bug
 
     dp_shard.keep_for_pipeline = left_to_fsdp
 
 
 def a_dropped_w() -> None:
-    do = LaterWeights.do
+    do = DeferredWeightGrads.do
 
-    def forgetful(self: LaterWeights, key: Any) -> None:
+    def forgetful(self: DeferredWeightGrads, key: Any) -> None:
         if key == (1, 2):  # stage, microbatch
             self._due[key].clear()
         do(self, key)
 
-    LaterWeights.do = forgetful  # type: ignore[method-assign]
+    DeferredWeightGrads.do = forgetful  # type: ignore[method-assign]
 
 
 def w_of_the_microbatch_before() -> None:
     """A W does the work of the one that its stage had before; the last one's is never done."""
-    do = LaterWeights.do
+    do = DeferredWeightGrads.do
     before: dict[int, Any] = {}
 
-    def late(self: LaterWeights, key: Any) -> None:
+    def late(self: DeferredWeightGrads, key: Any) -> None:
         own = list(self._due[key])
         if key[1] > 0:
             self._due[key] = before[key[0]]
         before[key[0]] = own
         do(self, key)
 
-    LaterWeights.do = late  # type: ignore[method-assign]
+    DeferredWeightGrads.do = late  # type: ignore[method-assign]
 
 
 def tied_gradients_not_added_up() -> None:
@@ -202,7 +202,7 @@ def tied_weight_counted_by_each_holder() -> None:
 
 def swap_parcels(*, on: int, are_gradients: bool) -> None:
     """On one rank of the pipeline the first two messages from another one are mixed up."""
-    init = Post.__init__
+    init = P2PQueue.__init__
 
     def swapped(self: Any, *args: Any) -> None:
         init(self, *args)
@@ -215,7 +215,7 @@ def swap_parcels(*, on: int, are_gradients: bool) -> None:
                 coming[first], coming[second] = coming[second], coming[first]
                 self._places |= {coming[at]: (source, at) for at in places}
 
-    Post.__init__ = swapped  # type: ignore[method-assign]
+    P2PQueue.__init__ = swapped  # type: ignore[method-assign]
 
 
 def activations_of_another_microbatch() -> None:
@@ -244,9 +244,9 @@ def a_stage_that_ends_a_block_early() -> None:
 
 def mean_of_means() -> None:
     """The step's loss is the mean of the microbatches' means, which the last stage's rank has."""
-    forward, finish = ParallelModel.forward_backward, ParallelModel.finish_step
+    forward, finish = ParallelModel.forward_backward, ParallelModel.reduce_and_clip
 
-    def noting(self: Any, microbatches: Any, objective: Any) -> StepSums:
+    def noting(self: Any, microbatches: Any, objective: Any) -> LocalLoss:
         self.means = []
 
         def noted(outputs: Any, batch: Any) -> Any:
@@ -257,14 +257,14 @@ def mean_of_means() -> None:
 
         return forward(self, microbatches, noted)
 
-    def averaged(self: Any, sums: StepSums, **options: Any) -> Any:
+    def averaged(self: Any, sums: LocalLoss, **options: Any) -> Any:
         facts = finish(self, sums, **options)
         own = torch.tensor([sum(map(float, self.means)), len(self.means)], dtype=torch.float64)
         total, count = self.mesh.all_reduce_sum(own).tolist()
         return replace(facts, loss=total / count)
 
     ParallelModel.forward_backward = noting  # type: ignore[method-assign]
-    ParallelModel.finish_step = averaged  # type: ignore[assignment, method-assign]
+    ParallelModel.reduce_and_clip = averaged  # type: ignore[assignment, method-assign]
 
 
 def replicas_of_a_stage_not_averaged() -> None:
@@ -436,14 +436,14 @@ def own(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **arguments: A
 def masks_in_the_order_of_the_schedule() -> None:
     """Microbatches draw by when a stage computes them in a step, counted by each rank over all
     of its stages."""
-    microbatch = Drawing.microbatch
+    microbatch = RandomOpInterceptor.microbatch
     counts: dict[int, int] = {}
 
     def counted(self: Any, step: int, index: int, batch: Any) -> Any:
         counts[step] = counts.get(step, -1) + 1
         return microbatch(self, step, counts[step] % 4, batch)
 
-    Drawing.microbatch = counted  # type: ignore[method-assign]
+    RandomOpInterceptor.microbatch = counted  # type: ignore[method-assign]
 
 
 @pytest.mark.long

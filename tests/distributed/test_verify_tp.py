@@ -22,7 +22,7 @@ from models import CPU
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.mesh import tensor_group
-from phalanx.parallel.dropout.rng import Draws
+from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.tensor import grad_sync as tp_sync
 from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor import transform as tp
@@ -138,12 +138,12 @@ def replicated_parameters_summed() -> None:
 
 def masks_by_rank_of_tp() -> None:
     """Ranks of tp drop for rows of their own, as if they saw other samples."""
-    microbatch = Draws.microbatch
+    microbatch = DropoutRng.microbatch
 
-    def by_rank(self: Draws, step: int, first_row: int, num_rows: int) -> Any:
+    def by_rank(self: DropoutRng, step: int, first_row: int, num_rows: int) -> Any:
         return microbatch(self, step, first_row + dist.get_rank() * num_rows, num_rows)
 
-    Draws.microbatch = by_rank  # type: ignore[assignment, method-assign]
+    DropoutRng.microbatch = by_rank  # type: ignore[assignment, method-assign]
 
 
 SMALL = {"num_kv_heads": 1, "qk_norm": True, "bias": "all", "tie_embeddings": True}

@@ -143,8 +143,8 @@ def waits_of(case: Case) -> tuple[Counter[str], Counter[str], int]:
         for microbatches in own(batches[:3], model):
             waits.take()
             sums = model.forward_backward(microbatches, OBJECTIVE)
-            facts = model.finish_step(sums, max_norm=1.0, votes=(0.0, 1.0))
-            assert facts.usable
+            facts = model.reduce_and_clip(sums, max_norm=1.0, flags=(0.0, 1.0))
+            assert facts.should_apply
             model.update(optimizer)
             optimizer.zero_grad(set_to_none=True)
         of_step = waits.take()
@@ -219,7 +219,7 @@ def used(
             return TrainState(model, build_optimizer(model, Optim(lr=1e-2)), 0)
 
         one = state()
-        one.model.finish_step(
+        one.model.reduce_and_clip(
             one.model.forward_backward(own(batches, one.model)[0], OBJECTIVE), max_norm=1.0
         )
         one.model.update(one.optimizer)

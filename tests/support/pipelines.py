@@ -128,8 +128,8 @@ def follow(
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
         mine = own_microbatches(batch, model.plan, model.mesh.data_parallel_rank, micro)
-        facts = model.finish_step(model.forward_backward(mine, objective), max_norm=max_norm)
-        assert facts.usable
+        facts = model.reduce_and_clip(model.forward_backward(mine, objective), max_norm=max_norm)
+        assert facts.should_apply
         assert facts.num_targets == int((batch["targets"] != -100).sum())
         errors[f"loss {step}"] = abs(facts.loss / reference.losses[step] - 1)
         errors[f"norm {step}"] = abs(facts.grad_norm / reference.norms[step] - 1)

@@ -81,7 +81,7 @@ def test_dropout_of_attention_is_drawn_where_it_can_be_seen_to(
             Attends(p), plan(1, dropout=dropout), Mesh(Layout(), 0, 0, CUDA), seed=1
         )
         for _ in range(2):
-            model.finish_step(model.forward_backward([batch], loss))
+            model.reduce_and_clip(model.forward_backward([batch], loss))
         assert len(fused) == num_fused
         assert not model.left_to_torch
 

@@ -68,6 +68,20 @@ def test_inputs_come_first_and_what_forward_names_by_name() -> None:
     assert kwargs == {"mask": BATCH["mask"]}
 
 
+def test_old_names_of_a_step_work_and_warn_until_0_2() -> None:
+    model = parallel(TwoInputs())
+    with pytest.warns(
+        DeprecationWarning, match=r"finish_step is now reduce_and_clip.*0\.2"
+    ) as warned:
+        stats = model.finish_step(
+            model.forward_backward([BATCH], cross_entropy), max_norm=1.0, votes=(2.0,)
+        )
+    assert warned[0].filename == __file__
+    assert stats.flags == (2.0,)
+    with pytest.warns(DeprecationWarning, match="usable is now should_apply"):
+        assert stats.usable is stats.should_apply is True
+
+
 def test_a_batch_without_inputs_goes_by_name() -> None:
     batch = {"pixels": BATCH["inputs"], "mask": BATCH["mask"], "targets": BATCH["labels"]}
     assert call_with_batch(Keywords(), batch) == (
@@ -81,9 +95,9 @@ def test_several_inputs_and_a_tuple_of_outputs_train() -> None:
     module = TwoInputs()
     wanted = F.cross_entropy(module.linear(BATCH["inputs"]), BATCH["labels"]).item()
     model = parallel(module)
-    assert model.finish_step(model.forward_backward([BATCH], cross_entropy)).loss == pytest.approx(
-        wanted, rel=1e-6
-    )
+    assert model.reduce_and_clip(
+        model.forward_backward([BATCH], cross_entropy)
+    ).loss == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.parallel.pipeline.p2p import Form, Post
+from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
 from phalanx.plan.pipeline.generate import generate
 from phalanx.plan.pipeline.messages import made_by, needed_by, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import placement_of
 from phalanx.plan.pipeline.schedule import Schedule
 from phalanx.plan.pipeline.simulate import in_flight
 
-FORM = Form((2,), torch.float32)
+FORM = TensorSpec((2,), torch.float32)
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclass
-class Peers:
+class StageGroup:
     rank: int
     ways: Ways
     device: str = "cpu"
@@ -83,7 +83,9 @@ def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
     forms = {(s, m): FORM for s in range(1, last + 1) for m in range(schedule.num_microbatches)}
     ranks = range(schedule.num_ranks)
     messages = [plan_messages(schedule, r, in_one_queue=in_one_queue) for r in ranks]
-    posts = [Post(Peers(r, ways), messages[r], schedule.rank_of_stage, forms) for r in ranks]  # type: ignore[arg-type]
+    posts = [
+        P2PQueue(StageGroup(r, ways), messages[r], schedule.rank_of_stage, forms) for r in ranks
+    ]  # type: ignore[arg-type]
     done, most, made_already = [0] * schedule.num_ranks, [0] * schedule.num_ranks, set()
     while any(done[r] < len(schedule.actions[r]) for r in ranks):
         before = list(done)

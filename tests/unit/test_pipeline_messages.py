@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.plan.pipeline.check import check
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run, generate
-from phalanx.plan.pipeline.messages import Messages, Parcel, made_by, needed_by, plan_messages
+from phalanx.plan.pipeline.messages import Messages, P2PMessage, made_by, needed_by, plan_messages
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
 Node = tuple[int, int]  # rank, place
@@ -82,7 +82,7 @@ def schedules() -> Iterator[Schedule]:
 ALL = list(schedules())
 
 
-def ask_places(messages: Messages) -> dict[Parcel, int]:
+def ask_places(messages: Messages) -> dict[P2PMessage, int]:
     """How many own actions are queued when each message is asked for; those of a source in the
     order of its row."""
     places, numbers = {}, dict.fromkeys(messages.coming, 0)
@@ -93,7 +93,7 @@ def ask_places(messages: Messages) -> dict[Parcel, int]:
     return places
 
 
-def makers_of(schedule: Schedule) -> dict[Parcel, Node]:
+def makers_of(schedule: Schedule) -> dict[P2PMessage, Node]:
     return {
         made: (rank, place)
         for rank, row in enumerate(schedule.actions)
@@ -103,7 +103,7 @@ def makers_of(schedule: Schedule) -> dict[Parcel, Node]:
 
 
 def add_ancestors(
-    found: set[Node], schedule: Schedule, makers: dict[Parcel, Node], node: Node
+    found: set[Node], schedule: Schedule, makers: dict[P2PMessage, Node], node: Node
 ) -> None:
     """Add to `found` what an action depends on, itself included: what came before on its rank, and
     what made what they need.

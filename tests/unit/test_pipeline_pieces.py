@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.pipeline.p2p import Form, Peers, Post
-from phalanx.parallel.pipeline.stage_forward import Door, StageEnd, StandIn
+from phalanx.parallel.pipeline.p2p import P2PQueue, StageGroup, TensorSpec
+from phalanx.parallel.pipeline.stage_forward import Placeholder, StageBoundary, StageForward
 from phalanx.parallel.pipeline.transform import Holding
-from phalanx.parallel.pipeline.weight_grads import LaterWeights, split_linears
+from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_linears
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import generate
-from phalanx.plan.pipeline.messages import AHEAD, Parcel, made_by, plan_messages
+from phalanx.plan.pipeline.messages import AHEAD, P2PMessage, made_by, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, named_pipeline
 
 CPU = torch.device("cpu")
@@ -28,13 +28,15 @@ CPU = torch.device("cpu")
 # Stand-ins
 
 
-def stand_in(door: Door, **options: Any) -> StandIn:
-    return StandIn.of(torch.ones(3, 4, dtype=torch.bfloat16), "embed.weight", door, CPU, **options)
+def stand_in(door: StageForward, **options: Any) -> Placeholder:
+    return Placeholder.of(
+        torch.ones(3, 4, dtype=torch.bfloat16), "embed.weight", door, CPU, **options
+    )
 
 
 def test_what_a_stand_in_says_of_itself_is_free() -> None:
     """Outside of any stage, too: shape, type and device are those of what it stands for."""
-    found = stand_in(Door(num_blocks=4, num_stages=2))
+    found = stand_in(StageForward(num_blocks=4, num_stages=2))
     assert (found.shape, found.dtype, found.device) == ((3, 4), torch.bfloat16, CPU)
     assert (found.size(1), found.dim(), found.numel(), len(found)) == (4, 2, 12, 3)
     assert found.is_floating_point()
@@ -42,7 +44,7 @@ def test_what_a_stand_in_says_of_itself_is_free() -> None:
 
 
 def test_a_stand_in_is_used_before_the_blocks_of_a_later_stage_alone() -> None:
-    door = Door(num_blocks=4, num_stages=2)
+    door = StageForward(num_blocks=4, num_stages=2)
     found, inside = stand_in(door), stand_in(door, in_block=True)
     with pytest.raises(LayoutError, match="no rank can call it alone"):
         found + 1
@@ -100,8 +102,8 @@ class Chain(nn.Module):
         return x + self.after
 
 
-def guarded(num_stages: int) -> tuple[Chain, Door]:
-    chain, door = Chain(), Door(4, num_stages)
+def guarded(num_stages: int) -> tuple[Chain, StageForward]:
+    chain, door = Chain(), StageForward(4, num_stages)
     for index, block in enumerate(chain.blocks):
         door.guard(block, index)
     return chain, door
@@ -132,7 +134,7 @@ def test_stages_one_after_the_other_are_the_whole_forward_and_its_gradients(cut:
             try:
                 made.append(chain(x, more))
                 assert stage == len(cut) - 1
-            except StageEnd as end:
+            except StageBoundary as end:
                 made.append(end.hidden)
         assert torch.is_grad_enabled()
         given.append(made[-1].detach().requires_grad_())
@@ -184,8 +186,8 @@ def test_a_rehearsal_shows_what_would_not_reach_the_first_stage() -> None:
 
 
 @dataclass
-class Recording(Peers):
-    """Peers whose messages are noted and arrive at once, filled with the number of their turn."""
+class Recording(StageGroup):
+    """StageGroup whose messages are noted and arrive at once, filled with the number of their turn."""
 
     asked: list[int] = field(default_factory=list)
     sent: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -222,25 +224,27 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
     schedule = generate(name, num_ranks, 8, per_rank)
     num_stages = schedule.num_stages
     forms = {
-        (s, m): Form((s, m + 1), torch.float32) for s in range(1, num_stages) for m in range(8)
+        (s, m): TensorSpec((s, m + 1), torch.float32)
+        for s in range(1, num_stages)
+        for m in range(8)
     }
     for rank in range(num_ranks):
         peers = recording(rank, num_ranks)
         messages = plan_messages(schedule, rank, in_one_queue=in_one_queue)
-        post = Post(peers, messages, schedule.rank_of_stage, forms)
+        post = P2PQueue(peers, messages, schedule.rank_of_stage, forms)
         num_taken: dict[int, int] = {}
-        coming: dict[int, list[Parcel]] = {}
+        coming: dict[int, list[P2PMessage]] = {}
         for source, row in enumerate(schedule.actions):
             made = [made_by(action, num_stages) for action in row]
             coming[source] = [
                 p for p in made if p is not None and schedule.rank_of_stage[p.stage] == rank
             ]
-        handed: dict[Parcel, torch.Tensor] = {}
+        handed: dict[P2PMessage, torch.Tensor] = {}
         for at, action in enumerate(schedule.actions[rank]):
             post.ask_before(at)
             edge = 0 if action.kind == "F" else num_stages - 1
             if action.kind != "W" and action.stage != edge:
-                parcel = Parcel(action.stage, action.microbatch, action.kind != "F")
+                parcel = P2PMessage(action.stage, action.microbatch, action.kind != "F")
                 before = action.stage - 1 if action.kind == "F" else action.stage + 1
                 source = schedule.rank_of_stage[before]
                 found = post.take(parcel)
@@ -328,7 +332,7 @@ def test_gradients_that_wait_are_those_of_autograd(
     for x in xs:
         WAYS[way](plain, x).square().sum().backward()
     wanted = [x.grad for x in xs]
-    later = LaterWeights()
+    later = DeferredWeightGrads()
     for x in xs:
         x.grad = None
     losses = [WAYS[way](split, x).square().sum() for x in xs]
@@ -370,7 +374,7 @@ def test_a_layer_without_a_bias_and_one_that_is_called_without_gradients() -> No
     x = torch.randn(4, 5, dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(module(x), mlp(bias=False)(x))
-    later = LaterWeights()
+    later = DeferredWeightGrads()
     with later.putting_off("a"):
         module(x).sum().backward()
     assert all(p.grad is None for p in module.parameters())

@@ -14,7 +14,7 @@ from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Event
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import StepFacts
+from phalanx.parallel.model import StepStats
 from phalanx.resilience.guards import SkippedStepsGuard
 
 
@@ -34,7 +34,7 @@ class Losses:
 
     found: list[float] = field(default_factory=list)
 
-    def reason_to_skip(self, step: int, facts: StepFacts) -> None:
+    def reason_to_skip(self, step: int, facts: StepStats) -> None:
         self.found.append(facts.loss)
 
 

@@ -151,7 +151,7 @@ def losses_of(case: Case, *keys: str, count: list[int] | None = None) -> list[fl
 
         def step(number: int) -> None:
             sums = model.forward_backward([batch], objective, step=number)
-            losses.append(model.finish_step(sums, max_norm=1.0).loss)
+            losses.append(model.reduce_and_clip(sums, max_norm=1.0).loss)
             model.update(optimizer)
             optimizer.zero_grad(set_to_none=True)
 

@@ -79,7 +79,7 @@ class Mesh:
         return self.layout.data_parallel_rank(self.rank)
 
     @property
-    def counts_samples(self) -> bool:
+    def is_tp_leader(self) -> bool:
         """False for a rank that has the same sums as another one, whose are the ones that count:
         those of tp see the same tokens, those of cp others of the same samples.
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from phalanx.core.batch import flat_entries
+from phalanx.core.deprecated import warn_renamed
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard, full_name
@@ -24,12 +25,12 @@ from phalanx.parallel.call.check_indices import (
     require_targets,
 )
 from phalanx.parallel.call.check_objective import require_sums
-from phalanx.parallel.dropout.interceptor import Drawing
+from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.expert.router_load import ExpertLoad, RouterLoads
 from phalanx.parallel.gradients import Held, held_by, own_squares
 from phalanx.parallel.loss_scale import loss_scale_of
 from phalanx.parallel.pipeline.executor import PipelineRun, Span
-from phalanx.parallel.protocol import Workpiece
+from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.saved_tensors import SavedBytes, is_counted
 from phalanx.plan.plan import Plan
 
@@ -38,7 +39,7 @@ Objective = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class StepSums:
+class LocalLoss:
     """This rank's sums over the microbatches of a step: 0-d fp64 tensors, not yet reduced."""
 
     loss_sum: torch.Tensor
@@ -46,11 +47,11 @@ class StepSums:
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class StepStats:
     """A step over all ranks. `loss` is per target; `grad_norm` is exact and before clipping.
 
     `finite`: loss and every gradient are. When it is False, or `num_targets` is 0, gradients were
-    left as they were and the step must not be applied. `votes` are the sums over ranks of what each
+    left as they were and the step must not be applied. `flags` are the sums over ranks of what each
     rank handed in.
     """
 
@@ -58,7 +59,7 @@ class StepFacts:
     num_targets: int
     grad_norm: float
     finite: bool
-    votes: tuple[float, ...] = ()
+    flags: tuple[float, ...] = ()
     sent_bytes: int = 0
     """Bytes that this rank sent to reduce gradients."""
     sent_tp_bytes: int = 0
@@ -81,8 +82,15 @@ class StepFacts:
         return "overflow" if self.scale_adapts else "nonfinite_gradients"
 
     @property
-    def usable(self) -> bool:
+    def should_apply(self) -> bool:
+        """True if the optimizer may apply the gradients of this step."""
         return self.reason_to_skip is None
+
+    @property
+    def usable(self) -> bool:
+        """The old name of `should_apply`."""
+        warn_renamed("usable", "should_apply")
+        return self.should_apply
 
 
 READS_PARTS = (  # what an objective has that can do with a part of the logits
@@ -107,17 +115,17 @@ class _Then:
 class ParallelModel:
     """This rank's part of a model, and the calls that train it."""
 
-    def __init__(self, piece: Workpiece, *, has_weights: bool = True) -> None:
-        self._piece = piece
+    def __init__(self, context: ParallelContext, *, has_weights: bool = True) -> None:
+        self._context = context
         self._has_weights = has_weights
-        self.plan: Plan = piece.plan
-        self.mesh: Mesh = piece.mesh
-        self.phases: Phases = piece.phases
-        self.module: nn.Module = piece.root.module
+        self.plan: Plan = context.plan
+        self.mesh: Mesh = context.mesh
+        self.phases: Phases = context.phases
+        self.module: nn.Module = context.root.module
         self.saved_bytes: int | None = None
         """Bytes autograd kept in the first microbatch; None before it, and where they are out of
         sight (is_counted)."""
-        self._count_saved = is_counted(piece.plan)
+        self._count_saved = is_counted(context.plan)
         self._held: dict[str, tuple[Held, ...]] | None = None
         self._has_run = False  # a forward
         self._sent_tp_bytes = 0.0  # of the step under way
@@ -128,21 +136,21 @@ class ParallelModel:
         self.finished_at: Any = 0.0
         """Mark of `phases.clock` when this rank left the reduction of the last step, as all do
         at about one time."""
-        self._drawing = Drawing(self.module, piece)
-        # Gradients are reduced after division by this constant; finish_step applies the exact token
-        # factor.
-        self._constant = float(piece.plan.targets_per_rank)
-        self.loss_scale = loss_scale_of(piece.plan)
-        if piece.compression is not None:
-            piece.compression.loss_scale = self.loss_scale
-        shape = piece.plan.model_shape
+        self._drawing = RandomOpInterceptor(self.module, context)
+        # Gradients are reduced after division by this constant; reduce_and_clip applies the exact
+        # token factor.
+        self._constant = float(context.plan.targets_per_rank)
+        self.loss_scale = loss_scale_of(context.plan)
+        if context.compression is not None:
+            context.compression.loss_scale = self.loss_scale
+        shape = context.plan.model_shape
         expected = shape.num_experts > 0 or not shape.is_known
-        self._loads = RouterLoads.of(self.module, piece.mesh, piece.phases, expected=expected)
-        piece.trained.watch(self.module.parameters() if self._loads.moves_biases else ())
+        self._loads = RouterLoads.of(self.module, context.mesh, context.phases, expected=expected)
+        context.trained.watch(self.module.parameters() if self._loads.moves_biases else ())
         self._run: PipelineRun | None = None
-        if piece.staged is not None:
+        if context.staged is not None:
             scaled = self._scaled_share
-            self._run = PipelineRun(piece, piece.staged, self._drawing, self._outcome, scaled)
+            self._run = PipelineRun(context, context.staged, self._drawing, self._outcome, scaled)
             self._run.counts_saved = self._count_saved
 
     @property
@@ -165,7 +173,7 @@ class ParallelModel:
     def stages_of(self) -> Mapping[str, tuple[int, ...]]:
         """By full name of this rank's parameters: the pipeline stages that hold each; empty
         without a pipeline."""
-        return {} if self._piece.staged is None else self._piece.staged.stages
+        return {} if self._context.staged is None else self._context.staged.stages
 
     @property
     def is_amid_schedule(self) -> bool:
@@ -177,13 +185,13 @@ class ParallelModel:
     def is_rehearsing(self) -> bool:
         """True while a pipeline learns what its stages hand on: what is computed then is thrown
         away."""
-        return self._piece.staged is not None and self._piece.staged.door.is_rehearsal
+        return self._context.staged is not None and self._context.staged.door.is_rehearsal
 
     @property
     def rows_under_way(self) -> tuple[int, int] | None:
         """(step, its first row of that step's batch) of the microbatch whose forward is under way;
         None outside of `forward_backward`."""
-        moment = self._piece.draws.moment
+        moment = self._context.draws.moment
         return None if moment is None else (moment.step, moment.first_row)
 
     @property
@@ -200,7 +208,7 @@ class ParallelModel:
     def sent_cp_bytes(self) -> int:
         """Bytes that this rank has sent to those with other tokens of its sequences, since it
         began."""
-        return 0 if self._piece.context is None else round(self._piece.context.group.sent_bytes)
+        return 0 if self._context.cp is None else round(self._context.cp.group.sent_bytes)
 
     @property
     def expert_load(self) -> Mapping[str, ExpertLoad]:
@@ -211,7 +219,7 @@ class ParallelModel:
     @property
     def sent_ep_bytes(self) -> int:
         """Bytes that this rank has sent to those with other experts, since it began."""
-        return 0 if self._piece.expert_group is None else self._piece.expert_group.sent_bytes
+        return 0 if self._context.expert_group is None else self._context.expert_group.sent_bytes
 
     @property
     def left_to_torch(self) -> Mapping[str, str]:
@@ -219,19 +227,19 @@ class ParallelModel:
 
         Known once a step was done.
         """
-        return self._piece.draws.left_to_torch
+        return self._context.draws.left_to_torch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on this rank's inputs.
 
         Raises LayoutError where it is cut into stages.
         """
-        if self._piece.context is not None:
+        if self._context.cp is not None:
             raise LayoutError(
                 "a model whose sequences are cut (parallel.cp) is called through call_then"
             )
         with self._autocast():
-            return self._piece.outer(args, kwargs, together)
+            return self._context.outer(args, kwargs, together)
 
     def call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         """`then(outputs)` of one forward, run while a sharded model's outermost weights are still
@@ -242,25 +250,23 @@ class ParallelModel:
         a tensor, what is made where the last token is the last one. A batch is then inputs alone,
         of any length.
         """
-        context = self._piece.context
-        if context is None:
+        cp = self._context.cp
+        if cp is None:
             return self._call_then(batch, then)
-        with context.padded(batch) as padded:
-            return context.group.from_last(self._call_then(padded, then))
+        with cp.padded(batch) as padded:
+            return cp.group.from_last(self._call_then(padded, then))
 
     def _call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         if self._run is not None:
             (found,) = self._run.only_forward([batch], _Then(then))
-            self._piece.rest()
+            self._context.rest()
             return self._run.on_all(found)
-        return self._call(
-            batch if self._piece.context is None else self._piece.context.cut(batch), then
-        )
+        return self._call(batch if self._context.cp is None else self._context.cp.cut(batch), then)
 
     def _call(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         args, kwargs = call_with_batch(self.module, batch)
         with self._autocast():
-            return self._piece.outer(args, kwargs, then)
+            return self._context.outer(args, kwargs, then)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters an optimizer updates: this rank's shards, as DTensors where they are
@@ -268,11 +274,11 @@ class ParallelModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        self._piece.rest()
-        return self._piece.trained.named(self.module)
+        self._context.rest()
+        return self._context.trained.named(self.module)
 
     def train(self, mode: bool = True) -> None:
-        self._piece.outer.train(mode)
+        self._context.outer.train(mode)
 
     def shards(self) -> dict[str, LogicalShard]:
         """Parameters and persistent buffers of this rank by full-model name; tied tensors appear
@@ -283,9 +289,9 @@ class ParallelModel:
         """Of what `named_parameters` gives, which may be less of each parameter than the rank
         holds."""
         found = self.shards()
-        for raw_name, part in self._piece.trained.named_parts(self.module):
+        for raw_name, part in self._context.trained.named_parts(self.module):
             name = full_name(raw_name)
-            found[name] = self._piece.place.shard(name, part)
+            found[name] = self._context.place.shard(name, part)
         return found
 
     def aliases(self) -> dict[str, str]:
@@ -295,44 +301,44 @@ class ParallelModel:
     @property
     def copies(self) -> Mapping[str, tuple[int, int]]:
         """Name -> (which, of how many) of parameters that several stages of a pipeline hold."""
-        return {} if self._piece.staged is None else self._piece.staged.copies
+        return {} if self._context.staged is None else self._context.staged.copies
 
     def reduction_shards(self) -> dict[str, LogicalShard]:
         """What compressing gradients keeps between steps, as `comm/<parameter>/<slot>`."""
         return (
             {}
-            if self._piece.compression is None
-            else self._piece.compression.shards(self.shards(), self.mesh)
+            if self._context.compression is None
+            else self._context.compression.shards(self.shards(), self.mesh)
         )
 
     def unsent_gradients(self) -> dict[str, torch.Tensor]:
         """What compressing has kept back on this rank, by name, in the units in which gradients
         are reduced."""
-        return {} if self._piece.compression is None else self._piece.compression.errors()
+        return {} if self._context.compression is None else self._context.compression.errors()
 
     @property
     def plain_bytes(self) -> int:
-        """What `StepFacts.sent_bytes` would be with uncompressed gradients in fp32; 0 where
+        """What `StepStats.sent_bytes` would be with uncompressed gradients in fp32; 0 where
         nobody knows."""
-        return self._piece.traffic.plain_bytes
+        return self._context.traffic.plain_bytes
 
     def _shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
-        self._piece.rest()
-        return self._piece.shards()
+        self._context.rest()
+        return self._context.shards()
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if not self._piece.autocast or self.plan.precision == "fp32":
+        if not self._context.autocast or self.plan.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.mesh.device.type, self._piece.compute_dtype)
+        return torch.autocast(self.mesh.device.type, self._context.compute_dtype)
 
     def forward_backward(
         self, microbatches: Sequence[Batch], objective: Objective, *, step: int | None = None
-    ) -> StepSums:
+    ) -> LocalLoss:
         """Accumulate gradients over `microbatches`; ranks communicate during the last one only.
 
-        Every rank must hand in the same number of microbatches. Returns local sums; `finish_step`
-        makes them a step. What dropout drops is a function of `step`, the last one's number plus
-        one if it is not given.
+        Every rank must hand in the same number of microbatches. Returns local sums;
+        `reduce_and_clip` makes them a step. What dropout drops is a function of `step`, the last
+        one's number plus one if it is not given.
         """
         assert microbatches, "a step needs at least one microbatch"
         assert self._has_weights, (
@@ -341,7 +347,7 @@ class ParallelModel:
         microbatches = [flat_entries(batch, of_tensors=True) for batch in microbatches]
         self.step = self.step + 1 if step is None else step
         self._drawing.begin_step()
-        self._piece.trained.require_published()
+        self._context.trained.require_published()
         self._weigh_balance()
         sent_before = self._sent_over_tp()
         device = self.mesh.device
@@ -359,19 +365,19 @@ class ParallelModel:
             self.saved_bytes = self._run.peak_bytes or None
         for index, batch in enumerate(microbatches):
             with (
-                self._piece.sync(index == len(microbatches) - 1),
+                self._context.sync(index == len(microbatches) - 1),
                 self._drawing.microbatch(self.step, index, batch),
             ):
                 with self.phases("forward"), self._counting_once(), self._drawing.forward():
                     loss, targets = self._loss(batch, objective)
                 with self.phases("backward"):
                     self._scaled_share(loss).backward()
-                    self._piece.after_backward()
+                    self._context.after_backward()
             add(loss.detach(), targets)
         self._sent_tp_bytes += self._sent_over_tp() - sent_before
         self._drawing.end_step()
-        self._piece.trained.hand_over()
-        return StepSums(loss_sum, num_targets)
+        self._context.trained.hand_over()
+        return LocalLoss(loss_sum, num_targets)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.step()`, after which every rank sees what all ranks updated, and biases of
@@ -379,25 +385,25 @@ class ParallelModel:
 
         Collective.
         """
-        self._piece.trained.require_parts(optimizer)
+        self._context.trained.require_parts(optimizer)
         optimizer.step()
-        self._piece.trained.publish()
+        self._context.trained.publish()
         self._loads.move_biases()
 
     def refresh(self) -> None:
         """After weights were written into `shards()`: what an optimizer has of them elsewhere
         follows."""
-        self._piece.trained.refresh()
+        self._context.trained.refresh()
         self._has_weights = True
 
     @property
     def unused_parameters(self) -> frozenset[str]:
         """Names of those that had no part in a loss of this rank so far, where
         parallel.unused_parameters allows it."""
-        return frozenset(self._piece.unused)
+        return frozenset(self._context.unused)
 
     def _sent_over_tp(self) -> float:
-        group = self._piece.tensor_group
+        group = self._context.tensor_group
         return 0.0 if group is None or self.plan.compile else group.sent_bytes
 
     def _weigh_balance(self) -> None:
@@ -435,7 +441,7 @@ class ParallelModel:
         self.saved_bytes = saved.num_bytes
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Iterable[Batch], objective: Objective) -> StepSums:
+    def evaluate(self, microbatches: Iterable[Batch], objective: Objective) -> LocalLoss:
         """Local sums without gradients. Every rank must hand in the same number of microbatches."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         num_targets = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -447,8 +453,8 @@ class ParallelModel:
                     loss_sum += found[0]
                     num_targets += found[1]
         finally:  # no backward follows that would free the weights
-            self._piece.rest()
-        return StepSums(loss_sum, num_targets)
+            self._context.rest()
+        return LocalLoss(loss_sum, num_targets)
 
     def _each(self, microbatches: Iterable[Batch], objective: Objective) -> Iterator[Any]:
         if self._run is not None:
@@ -461,12 +467,12 @@ class ParallelModel:
 
     def _outcome(self, batch: Batch, objective: Objective) -> Any:
         """(loss, targets); of a pipeline's stage that is not the last its hidden states."""
-        given, staged = batch, self._piece.staged
+        given, staged = batch, self._context.staged
         if self.plan.model_shape.is_known:
             require_ids(given, self.plan.vocab_size)
         batch = self._on_device(given)
-        if self._piece.context is not None:
-            batch = NamedTensors(self._piece.context.cut(batch))
+        if self._context.cp is not None:
+            batch = NamedTensors(self._context.cp.cut(batch))
 
         def loss_of(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             if staged is not None:
@@ -488,10 +494,10 @@ class ParallelModel:
         except Exception as error:
             if not isinstance(error, PhalanxError):
                 require_looked_up(given, error)
-                if not self._has_run and (refusal := self._piece.explain(error)) is not None:
+                if not self._has_run and (refusal := self._context.explain(error)) is not None:
                     raise refusal from error
                 error.add_note(f"the batch: {describe_batch(batch)}")
-                if self._piece.cuts:
+                if self._context.cuts:
                     error.add_note(
                         "tp has cut parameters by rules: a view that counts heads or features needs"
                         " divide="
@@ -518,30 +524,30 @@ class ParallelModel:
         return NamedTensors(copied)
 
     @torch.no_grad()
-    def finish_step(
-        self, sums: StepSums, *, max_norm: float | None = None, votes: Sequence[float] = ()
-    ) -> StepFacts:
-        """One reduction over all ranks: loss, targets, the exact global gradient norm and `votes`.
+    def reduce_and_clip(
+        self, local_loss: LocalLoss, *, max_norm: float | None = None, flags: Sequence[float] = ()
+    ) -> StepStats:
+        """One reduction over all ranks: loss, targets, the exact global gradient norm and `flags`.
 
         Then gradients become those of sum(loss) / sum(targets), scaled down to `max_norm` if their
         norm exceeds it.
         """
         sent_before = self._sent_over_tp()
-        self._piece.before_finish(self.named_parameters())
+        self._context.before_finish(self.named_parameters())
         sent_tp_bytes = round(self._sent_tp_bytes + self._sent_over_tp() - sent_before)
         self._sent_tp_bytes = 0.0
         self._loads.reduce()
         with self.phases("optimizer"):
             gradients, squares = self._gradients()
-            vector = torch.stack((*self._counted(sums), squares))
-            vector = torch.cat((vector, filled(votes, vector.device)))
+            vector = torch.stack((*self._counted(local_loss), squares))
+            vector = torch.cat((vector, filled(flags, vector.device)))
         with self.phases("collective", "all_reduce step facts"):
             self.mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced = vector.tolist()
             self.finished_at = self.phases.clock.mark()
-        sent_bytes, scale = self._piece.traffic.take(), self.loss_scale
+        sent_bytes, scale = self._context.traffic.take(), self.loss_scale
         if num_targets == 0:
-            return StepFacts(0.0, 0, 0.0, True, tuple(reduced), sent_bytes, sent_tp_bytes)
+            return StepStats(0.0, 0, 0.0, True, tuple(reduced), sent_bytes, sent_tp_bytes)
         factor = (
             self.plan.layout.reduced.data_parallel_size
             * self._constant
@@ -557,13 +563,20 @@ class ParallelModel:
             if factor != 1.0 and gradients:  # a stage may have none: all of it frozen
                 with self.phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
-        facts = StepFacts(
+        facts = StepStats(
             loss, int(num_targets), norm, finite, tuple(reduced), sent_bytes, sent_tp_bytes
         )
         if scale is not None:
             facts = replace(facts, loss_scale=scale.scale, scale_adapts=scale.is_dynamic)
             scale.after(finite=finite)
         return facts
+
+    def finish_step(
+        self, sums: LocalLoss, *, max_norm: float | None = None, votes: Sequence[float] = ()
+    ) -> StepStats:
+        """The old name of `reduce_and_clip`."""
+        warn_renamed("finish_step", "reduce_and_clip")
+        return self.reduce_and_clip(sums, max_norm=max_norm, flags=votes)
 
     def _gradients(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """(this rank's gradients, its part of the sum of their squares)."""
@@ -576,14 +589,14 @@ class ParallelModel:
             squares = filled((squares.item(),), self.mesh.device)[0]
         return gradients, squares
 
-    def _counted(self, sums: StepSums) -> tuple[torch.Tensor, torch.Tensor]:
+    def _counted(self, local_loss: LocalLoss) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks that read the same samples have the same sums: one of them counts."""
-        if self.mesh.counts_samples:
-            return sums.loss_sum, sums.num_targets
-        return torch.zeros_like(sums.loss_sum), torch.zeros_like(sums.num_targets)
+        if self.mesh.is_tp_leader:
+            return local_loss.loss_sum, local_loss.num_targets
+        return torch.zeros_like(local_loss.loss_sum), torch.zeros_like(local_loss.num_targets)
 
-    def reduce_sums(self, sums: StepSums) -> tuple[float, int]:
+    def reduce_sums(self, local_loss: LocalLoss) -> tuple[float, int]:
         """(loss per target, number of targets) over all ranks."""
-        vector = self.mesh.all_reduce_sum(torch.stack(self._counted(sums)))
+        vector = self.mesh.all_reduce_sum(torch.stack(self._counted(local_loss)))
         loss_sum, num_targets = vector.tolist()
         return (loss_sum / num_targets if num_targets else float("nan")), int(num_targets)

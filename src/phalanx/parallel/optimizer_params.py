@@ -23,7 +23,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class OptimizerShard:
     """Stands for a part of `parameter` before an optimizer, as `trained`.
 
     `take` finds the part in the parameter's storage on this rank, and in that of its gradient.
@@ -71,7 +71,7 @@ class Part:
 
 
 @dataclass(eq=False)
-class Trained:
+class OptimizerParams:
     """The parts of a model by the parameter they stand for.
 
     Parameters without one are updated as they are.
@@ -80,10 +80,10 @@ class Trained:
     gathers what the ranks updated.
     """
 
-    parts: dict[nn.Parameter, Part] = field(default_factory=dict)
+    parts: dict[nn.Parameter, OptimizerShard] = field(default_factory=dict)
     before_update: list[Callable[[], None]] = field(default_factory=list)
     after_update: list[Callable[[], None]] = field(default_factory=list)
-    _gradients: dict[Part, torch.Tensor | None] = field(
+    _gradients: dict[OptimizerShard, torch.Tensor | None] = field(
         default_factory=dict
     )  # page-locked, of parts on the host
     _is_behind: bool = False

@@ -18,10 +18,10 @@ from phalanx.core.registry import names
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel.dropout.rng import Draws
+from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline.shape_inference import agree
-from phalanx.parallel.protocol import Parallelism, Root, Workpiece
+from phalanx.parallel.protocol import ParallelContext, Parallelism, Root
 from phalanx.plan.plan import Plan
 
 
@@ -83,7 +83,7 @@ def parallelize(
             return
         done = True
         _allocate(root, mesh.device, parameters_on_host=plan.data_parallel.parameters_on_host)
-        shards, _ = piece.shards()
+        shards, _ = context.shards()
         with torch.no_grad():
             if (
                 not initialize
@@ -93,7 +93,7 @@ def parallelize(
                 return
             module.initialize(shards, plan.seed if seed is None else seed)  # type: ignore[operator]
 
-    piece = Workpiece(
+    context = ParallelContext(
         root=root,
         plan=plan,
         mesh=mesh,
@@ -102,27 +102,27 @@ def parallelize(
         outer=root,
         materialize=materialize,
         names=frozenset(full_name(name) for name, _ in module.named_modules()),
-        draws=Draws(plan.seed if seed is None else seed),
+        draws=DropoutRng(plan.seed if seed is None else seed),
     )
-    piece.block_numbers = tuple(range(len(piece.blocks)))
-    if not piece.blocks and (plan.recompute != "none" or plan.compile):
+    context.block_numbers = tuple(range(len(context.blocks)))
+    if not context.blocks and (plan.recompute != "none" or plan.compile):
         raise LayoutError(
             f"{type(module).__name__} shows no repeated blocks to recompute or compile",
             fix='keep them in an nn.ModuleList, or name them: block_pattern = "layers.*"',
         )
     for transform in transforms():
         if transform.wanted(plan):
-            with _in_all_stages(piece):
-                transform.apply(piece)
+            with _in_all_stages(context):
+                transform.apply(context)
     materialize()
-    return ParallelModel(piece, has_weights=initialize or not on_meta)
+    return ParallelModel(context, has_weights=initialize or not on_meta)
 
 
 @contextmanager
-def _in_all_stages(piece: Workpiece) -> Iterator[None]:
+def _in_all_stages(context: ParallelContext) -> Iterator[None]:
     """What one stage refuses, all of them refuse: they hold different parts of the module."""
     if (
-        piece.staged is None
+        context.staged is None
     ):  # before the stages are cut ranks have the same module, and refuse alike
         yield
         return
@@ -131,7 +131,7 @@ def _in_all_stages(piece: Workpiece) -> Iterator[None]:
         yield
     except PhalanxError as error:
         refusal = error
-    agree(piece.staged.peers, refusal)
+    agree(context.staged.peers, refusal)
 
 
 def _allocate(root: nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:

@@ -17,13 +17,13 @@ from phalanx.mesh.logical import Cut, LogicalShard, Place, module_shards
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.data_parallel.compression import Compression
-from phalanx.parallel.dropout.rng import Draws
-from phalanx.parallel.optimizer_params import Trained
+from phalanx.parallel.dropout.rng import DropoutRng
+from phalanx.parallel.optimizer_params import OptimizerParams
 from phalanx.parallel.wire import Traffic
 from phalanx.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from phalanx.parallel.context.transform import Context
+    from phalanx.parallel.context.transform import SequenceSplit
     from phalanx.parallel.expert.transform import ExpertGroup, SeparateExperts
     from phalanx.parallel.pipeline.transform import Staged
 
@@ -70,7 +70,7 @@ class Root(nn.Module):
 
 
 @dataclass(kw_only=True)
-class Workpiece:
+class ParallelContext:
     """A model under construction: transforms read the plan and the mesh and change or wrap
     `root`."""
 
@@ -82,7 +82,7 @@ class Workpiece:
     outer: nn.Module  # what is called; `root`, or a wrapper around it
     sync: Callable[[bool], AbstractContextManager[None]] = lambda on: nullcontext()
     after_backward: Callable[[], None] = lambda: None
-    draws: Draws = field(default_factory=lambda: Draws(seed=0))
+    draws: DropoutRng = field(default_factory=lambda: DropoutRng(seed=0))
     autocast: bool = True  # False where a transform itself casts parameters and inputs
     materialize: Callable[[], None] = lambda: None
     traffic: Traffic = field(default_factory=Traffic)
@@ -100,7 +100,7 @@ class Workpiece:
     explain: Callable[[Exception], PhalanxError | None] = lambda error: (
         None
     )  # an error of the first forward
-    trained: Trained = field(default_factory=Trained)
+    trained: OptimizerParams = field(default_factory=OptimizerParams)
     unused: set[str] = field(
         default_factory=set
     )  # parameters without part in a loss, where that is allowed
@@ -111,7 +111,7 @@ class Workpiece:
     )  # modules outside the blocks of which another stage holds parameters
     experts: SeparateExperts | None = None  # where ranks have parts of them
     expert_group: ExpertGroup | None = None
-    context: Context | None = None  # where ranks have parts of sequences
+    cp: SequenceSplit | None = None  # where ranks have parts of sequences
     staged: Staged | None = None  # the pipeline this rank is part of
     gather: Callable[[], None] = lambda: None  # weights are whole until `rest`
     after_weights: Callable[[], None] = lambda: (
@@ -144,7 +144,7 @@ class Workpiece:
 
 class Parallelism(Protocol):
     """One axis or transform: `order` places it, `wanted` reads the plan, `apply` changes the
-    workpiece.
+    model.
 
     Implementations are the modules of the folders here that define `parallelism`; the contract
     tests cover each.
@@ -154,4 +154,4 @@ class Parallelism(Protocol):
 
     def wanted(self, plan: Plan) -> bool: ...
 
-    def apply(self, piece: Workpiece) -> None: ...
+    def apply(self, context: ParallelContext) -> None: ...

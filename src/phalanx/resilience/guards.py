@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.core.errors import NumericsError
-from phalanx.parallel.model import StepFacts
+from phalanx.parallel.model import StepStats
 
 
 @dataclass
@@ -20,8 +20,8 @@ class SkippedStepsGuard:
     in_a_row: int = 0
     without_targets: int = 0
 
-    def reason_to_skip(self, step: int, facts: StepFacts) -> str | None:
-        if facts.usable:
+    def reason_to_skip(self, step: int, facts: StepStats) -> str | None:
+        if facts.should_apply:
             self.in_a_row = self.without_targets = 0
             return None
         if (

@@ -69,7 +69,7 @@ class MetricSums:
             return {}
         zeros = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         sums = torch.cat([self._sums.get(name, zeros) for name in names])
-        if not self._mesh.counts_samples:  # tensor-parallel ranks have the same samples
+        if not self._mesh.is_tp_leader:  # tensor-parallel ranks have the same samples
             sums = torch.zeros_like(sums)
         flat = self._mesh.all_reduce_sum(sums).tolist()
         return {name: (flat[2 * number], flat[2 * number + 1]) for number, name in enumerate(names)}

@@ -30,7 +30,7 @@ from phalanx.observe.events import (
 )
 from phalanx.optim.build import set_learning_rate
 from phalanx.optim.schedule import learning_rate
-from phalanx.parallel.model import Objective, StepFacts
+from phalanx.parallel.model import Objective, StepStats
 from phalanx.plan.plan import Plan
 from phalanx.train.best import BestRecorder, best_steps
 from phalanx.train.checkpoint_schedule import CheckpointSchedule
@@ -64,7 +64,7 @@ class Guard(Protocol):
     applied; a guard sees them, too, and may have had enough of them.
     """
 
-    def reason_to_skip(self, step: int, facts: StepFacts) -> str | None: ...
+    def reason_to_skip(self, step: int, facts: StepStats) -> str | None: ...
 
 
 class Trainer:
@@ -106,7 +106,7 @@ class Trainer:
         self._schedule = self._open_schedule() if run_dir is not None else None
         self._best = BestRecorder(job, mesh, bus, run_dir, fence)
         self._evaluator = self._open_evaluator(held_out) if held_out is not None else None
-        self._unrecorded: tuple[StepFacts, str | None] | None = None
+        self._unrecorded: tuple[StepStats, str | None] | None = None
         self._recorded_s = time.perf_counter()
         self._evals = EvalRecord()
         self._is_saveable = False
@@ -143,7 +143,7 @@ class Trainer:
             record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
             if skipped is None:
                 self._require_saveable()
-            sigterm, sigint, is_fenced, *save_flags = facts.votes
+            sigterm, sigint, is_fenced, *save_flags = facts.flags
             if is_fenced and self.fence is not None:
                 raise self.fence.error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
@@ -161,7 +161,7 @@ class Trainer:
         self.bus.emit(StopRequested(self.state.step, reason))
         return reason
 
-    def step(self) -> tuple[StepFacts, str | None]:
+    def step(self) -> tuple[StepStats, str | None]:
         """One optimizer update. Returns its facts, and why it was skipped if it was."""
         step = self.state.step + 1
         self.phases.step = step
@@ -172,7 +172,7 @@ class Trainer:
             microbatches = self.data.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.objective, step=step)
-        facts = model.finish_step(sums, max_norm=self.job.optim.clip_norm, votes=self._flags())
+        facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=self._flags())
         reasons = [
             facts.reason_to_skip,
             *(guard.reason_to_skip(step, facts) for guard in self.guards),
@@ -266,7 +266,7 @@ class Trainer:
         self._emit(facts, skipped, now - self._recorded_s)
         self._recorded_s = now
 
-    def _emit(self, facts: StepFacts, skipped: str | None, step_s: float) -> None:
+    def _emit(self, facts: StepStats, skipped: str | None, step_s: float) -> None:
         phases_s = self.phases.take()
         step, memory = self.state.step, self._memory.so_far()
         if skipped is not None and self.mesh.rank == 0:

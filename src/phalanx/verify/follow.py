@@ -89,7 +89,7 @@ def follow(
         if watch is not None:
             watch.begin_step(number + 1, microbatches)
         sums = model.forward_backward(microbatches, record_means(objective, means))
-        facts = model.finish_step(sums, max_norm=reference.max_norm)
+        facts = model.reduce_and_clip(sums, max_norm=reference.max_norm)
         observations.losses.append(facts.loss)
         observations.norms.append(facts.grad_norm)
         observations.num_targets.append(facts.num_targets)
@@ -136,7 +136,7 @@ def follow_optimizer(
     """
     for microbatches in steps:
         optimizer.zero_grad()
-        model.finish_step(model.forward_backward(microbatches, objective))
+        model.reduce_and_clip(model.forward_backward(microbatches, objective))
         model.update(optimizer)
     return compare_blocks(trace, UPDATED, model.shards())
 

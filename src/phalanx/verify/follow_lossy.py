@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from phalanx.mesh.logical import LogicalShard
-from phalanx.parallel.model import Batch, Objective, ParallelModel, StepFacts
+from phalanx.parallel.model import Batch, Objective, ParallelModel, StepStats
 from phalanx.verify.follow import (
     Dots,
     RankObservations,
@@ -42,7 +42,7 @@ def follow_lossy(
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
         optimizer.zero_grad()
         means: list[float] = []
-        facts = model.finish_step(
+        facts = model.reduce_and_clip(
             model.forward_backward(microbatches, record_means(objective, means)),
             max_norm=reference.max_norm,
         )
@@ -68,7 +68,7 @@ def digest_weights(model: ParallelModel) -> dict[str, str]:
 
 
 def _undo_clipping(
-    model: ParallelModel, facts: StepFacts, max_norm: float | None
+    model: ParallelModel, facts: StepStats, max_norm: float | None
 ) -> dict[str, LogicalShard]:
     clipped = 1.0 if max_norm is None or facts.grad_norm <= max_norm else max_norm / facts.grad_norm
     return {
@@ -78,7 +78,7 @@ def _undo_clipping(
 
 
 def _add_unsent(
-    model: ParallelModel, facts: StepFacts, sent: dict[str, LogicalShard]
+    model: ParallelModel, facts: StepStats, sent: dict[str, LogicalShard]
 ) -> dict[str, LogicalShard]:
     """The gradients that were sent, plus the mean over ranks of what each kept.
 

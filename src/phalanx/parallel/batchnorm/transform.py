@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.batchnorm.layer import AnyDimensions, Ranks, Synchronised
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
 DERIVE = "derive it from nn.BatchNorm1d, 2d or 3d: phalanx synchronises those"
@@ -33,13 +33,15 @@ class SyncBatchNorm:
         )
         return plan.layout.reduced.data_parallel_size > 1 and (plan.sync_batchnorm or casts)
 
-    def apply(self, piece: Workpiece) -> None:
+    def apply(self, context: ParallelContext) -> None:
         norms = [
-            item for item in piece.root.module.named_modules() if isinstance(item[1], _BatchNorm)
+            item for item in context.root.module.named_modules() if isinstance(item[1], _BatchNorm)
         ]
         if not norms:
             return
-        ranks = Ranks(piece.phases, piece.plan.sync_batchnorm, piece.mesh.data_parallel_group())
+        ranks = Ranks(
+            context.phases, context.plan.sync_batchnorm, context.mesh.data_parallel_group()
+        )
         for name, module in norms:
             _synchronise(name, module, ranks)
 

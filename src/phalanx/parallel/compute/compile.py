@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
 
@@ -12,8 +12,8 @@ class Compile:
     def wanted(self, plan: Plan) -> bool:
         return plan.compile
 
-    def apply(self, piece: Workpiece) -> None:
-        for block in piece.blocks:
+    def apply(self, context: ParallelContext) -> None:
+        for block in context.blocks:
             block.compile()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 from phalanx.plan.precision import FP8_CAPABILITY, FP8_FIX, FP8_MULTIPLE
 
@@ -28,14 +28,15 @@ class Float8:
     def wanted(self, plan: Plan) -> bool:
         return plan.precision == "fp8"
 
-    def apply(self, piece: Workpiece) -> None:
-        if piece.plan.layout.tp > 1 or piece.plan.layout.pp > 1:
+    def apply(self, context: ParallelContext) -> None:
+        if context.plan.layout.tp > 1 or context.plan.layout.pp > 1:
             raise LayoutError("precision.compute=fp8 is for layouts without tp and pp", fix=FP8_FIX)
         if not self.emulate:
-            require_device(piece.mesh.device)
-        if not sum(convert(block, emulate=self.emulate) for block in piece.blocks):
+            require_device(context.mesh.device)
+        name = type(context.root.module).__name__
+        if not sum(convert(block, emulate=self.emulate) for block in context.blocks):
             raise LayoutError(
-                f"precision.compute=fp8 finds nothing to do in {type(piece.root.module).__name__}",
+                f"precision.compute=fp8 finds nothing to do in {name}",
                 why=f"no block has an nn.Linear whose widths are multiples of {FP8_MULTIPLE}",
                 fix=FP8_FIX,
             )

@@ -5,9 +5,9 @@ of dl_t/dw, over N targets. A rank of cp sums over the targets of its own tokens
 backward brings it what the tokens of other ranks owe to its keys and values; so its gradient is
 that of its own tokens' activations, and G is the sum over the ranks of dp_replicate x dp_shard x
 cp. To data parallelism a rank of cp is one more with other data: DDP averages over all D of them,
-FSDP and ZeRO split over dp_shard x cp and average over D, and `finish_step` multiplies the mean by
-D x constant / N (see `Layout.reduced`). Loss and targets are summed over cp too
-(`Mesh.counts_samples`); no sum is a mean of means, whatever number of targets each rank has.
+FSDP and ZeRO split over dp_shard x cp and average over D, and `reduce_and_clip` multiplies the
+mean by D x constant / N (see `Layout.reduced`). Loss and targets are summed over cp too
+(`Mesh.is_tp_leader`); no sum is a mean of means, whatever number of targets each rank has.
 Samples are counted by data_parallel_rank, which ignores cp: its ranks read the same ones, and cut
 them here.
 """
@@ -29,7 +29,7 @@ from phalanx.mesh.seams import attention_cores, has_attention_seam
 from phalanx.parallel.context.attention import ATTEND
 from phalanx.parallel.context.chunks import Chunks
 from phalanx.parallel.context.group import ContextGroup
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.activations import QUERY_BLOCK
 from phalanx.plan.degrees import no_attention_seam
 from phalanx.plan.plan import Plan
@@ -44,13 +44,13 @@ class ContextParallel:
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.cp > 1
 
-    def apply(self, piece: Workpiece) -> None:
+    def apply(self, context: ParallelContext) -> None:
         """Puts another core into each attention, and another maker of masks into the model."""
-        module, plan = piece.root.module, piece.plan
+        module, plan = context.root.module, context.plan
         cores = attention_cores(module)
-        _require_seams(module, cores, is_stage=piece.staged is not None)
+        _require_seams(module, cores, is_stage=context.staged is not None)
         chunks = Chunks(plan.layout.cp, plan.cp_load_balance)
-        group = ContextGroup(piece.mesh.submesh("cp").get_group(), chunks, piece.phases)
+        group = ContextGroup(context.mesh.submesh("cp").get_group(), chunks, context.phases)
         masks = ContextMask(group, module.attention_mask, whole=plan.cp_attention == "ulysses")  # type: ignore[arg-type]
         sequences = ContextSequences(group)
         for part in module.modules():
@@ -59,7 +59,7 @@ class ContextParallel:
         for parent, core in cores:
             parent.core = ContextCore(core.window, masks, plan.cp_attention)
         module.attention_mask = masks  # type: ignore[assignment]
-        piece.context = Context(group, sequences)
+        context.cp = SequenceSplit(group, sequences)
 
 
 def _require_seams(
@@ -195,7 +195,7 @@ class ContextSequences:
 
 
 @dataclass(frozen=True)
-class Context:
+class SequenceSplit:
     """What ParallelModel does to batches of a model whose ranks have parts of sequences."""
 
     group: ContextGroup

@@ -19,7 +19,7 @@ from phalanx.parallel.wire import Wire, all_reduce_bytes
 from phalanx.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from phalanx.parallel.protocol import Workpiece
+    from phalanx.parallel.protocol import ParallelContext
 
 HOOKS = "phalanx.parallel.hooks"
 STATE = "comm/"  # what the names of its state begin with
@@ -127,17 +127,17 @@ class Compression:
         return found
 
 
-def reduce_by_hook(piece: Workpiece, ddp: DistributedDataParallel) -> Callable[[], None]:
+def reduce_by_hook(context: ParallelContext, ddp: DistributedDataParallel) -> Callable[[], None]:
     """Have `ddp` reduce as the plan says; what is returned counts the bytes of a step that torch
     reduces by itself."""
-    group = piece.mesh.data_parallel_group()
-    num_bytes = sum(p.nbytes for p in piece.root.parameters() if p.requires_grad)
-    piece.traffic.plain_bytes = round(all_reduce_bytes(num_bytes, group.size()))
-    wire = Wire(group, piece.traffic, piece.phases)
-    piece.compression = compression_of(piece.plan, piece.root.module, wire)
-    if piece.compression is None:
-        return lambda: piece.traffic.all_reduce(num_bytes, group.size())
-    piece.compression.attach(ddp)
+    group = context.mesh.data_parallel_group()
+    num_bytes = sum(p.nbytes for p in context.root.parameters() if p.requires_grad)
+    context.traffic.plain_bytes = round(all_reduce_bytes(num_bytes, group.size()))
+    wire = Wire(group, context.traffic, context.phases)
+    context.compression = compression_of(context.plan, context.root.module, wire)
+    if context.compression is None:
+        return lambda: context.traffic.all_reduce(num_bytes, group.size())
+    context.compression.attach(ddp)
     return lambda: None
 
 

@@ -19,7 +19,7 @@ from phalanx.parallel.batchnorm.layer import differing_buffers
 from phalanx.parallel.data_parallel.compression import reduce_by_hook
 from phalanx.parallel.data_parallel.unsharded_params import average_gradients
 from phalanx.parallel.expert.transform import SeparateExperts
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
 
@@ -29,20 +29,20 @@ class DpReplicate:
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.reduced.data_parallel_size > 1 and plan.zero_stage <= 1
 
-    def apply(self, piece: Workpiece) -> None:
-        piece.materialize()
-        if piece.staged is not None:
-            reduce_after_pipeline(piece)
+    def apply(self, context: ParallelContext) -> None:
+        context.materialize()
+        if context.staged is not None:
+            reduce_after_pipeline(context)
             return
-        options = piece.plan.data_parallel
-        if piece.experts is not None:
-            _reduce_experts(piece, piece.experts)
-        has_buffers = bool(differing_buffers(piece.root))
+        options = context.plan.data_parallel
+        if context.experts is not None:
+            _reduce_experts(context, context.experts)
+        has_buffers = bool(differing_buffers(context.root))
         ddp = DistributedDataParallel(
-            piece.root,
-            process_group=piece.mesh.data_parallel_group(),
+            context.root,
+            process_group=context.mesh.data_parallel_group(),
             gradient_as_bucket_view=True,
-            bucket_cap_mb=piece.plan.bucket_mb,
+            bucket_cap_mb=context.plan.bucket_mb,
             static_graph=options.static_graph,
             find_unused_parameters=options.unused_parameters == "allow"
             and not options.static_graph,
@@ -50,8 +50,8 @@ class DpReplicate:
             # equal already: initialised by name and index, or compared by `parallelize`
             init_sync=False,
         )
-        count_step = reduce_by_hook(piece, ddp)
-        watch = _ExposedWait(piece)
+        count_step = reduce_by_hook(context, ddp)
+        watch = _ExposedWait(context)
         is_learning = options.static_graph
 
         @contextmanager
@@ -69,51 +69,54 @@ class DpReplicate:
             count_step()
             yield
 
-        piece.outer, piece.sync, piece.after_backward = ddp, sync, watch.disarm
+        context.outer, context.sync, context.after_backward = ddp, sync, watch.disarm
 
 
-def _reduce_experts(piece: Workpiece, experts: SeparateExperts) -> None:
+def _reduce_experts(context: ParallelContext, experts: SeparateExperts) -> None:
     """They are on fewer ranks than the rest, which DDP does not know: averaged over these after
     the last backward."""
     names = [
         name
-        for name, _ in piece.root.named_parameters()
+        for name, _ in context.root.named_parameters()
         if full_name(name.removeprefix("module.")) in experts.names
     ]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(piece.root, names)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(context.root, names)
     if experts.num_holders == 1:
         return
     parameters = [p for p in experts.parameters() if p.requires_grad]
-    _reduce_in_buckets(piece, parameters, experts.group(), experts.num_holders)
+    _reduce_in_buckets(context, parameters, experts.group(), experts.num_holders)
 
 
 def _reduce_in_buckets(
-    piece: Workpiece, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, num_ranks: int
+    context: ParallelContext,
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup,
+    num_ranks: int,
 ) -> None:
     """After the last backward, from the last parameter on; never a copy of all gradients at
     once."""
-    buckets = list(_buckets(parameters[::-1], int(piece.plan.bucket_mb * 2**20)))
+    buckets = list(_buckets(parameters[::-1], int(context.plan.bucket_mb * 2**20)))
 
     def reduce() -> None:
         for bucket in buckets:
-            piece.traffic.all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
-            average_gradients(bucket, group, piece.phases)
+            context.traffic.all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
+            average_gradients(bucket, group, context.phases)
 
-    piece.trained.before_update.append(reduce)
+    context.trained.before_update.append(reduce)
 
 
-def reduce_after_pipeline(piece: Workpiece) -> None:
+def reduce_after_pipeline(context: ParallelContext) -> None:
     """DDP cannot follow forwards and backwards of several microbatches at once: gradients are
     averaged after all."""
-    group = piece.mesh.data_parallel_group()
-    separate = set() if piece.experts is None else set(piece.experts.parameters())
-    if piece.experts is not None:
-        _reduce_experts(piece, piece.experts)
+    group = context.mesh.data_parallel_group()
+    separate = set() if context.experts is None else set(context.experts.parameters())
+    if context.experts is not None:
+        _reduce_experts(context, context.experts)
     parameters = [
-        p for p in piece.root.module.parameters() if p.requires_grad and p not in separate
+        p for p in context.root.module.parameters() if p.requires_grad and p not in separate
     ]
-    _reduce_in_buckets(piece, parameters, group, piece.plan.layout.reduced.data_parallel_size)
-    buffers = differing_buffers(piece.root)
+    _reduce_in_buckets(context, parameters, group, context.plan.layout.reduced.data_parallel_size)
+    buffers = differing_buffers(context.root)
 
     @contextmanager
     def sync(on: bool) -> Iterator[None]:
@@ -122,7 +125,7 @@ def reduce_after_pipeline(piece: Workpiece) -> None:
             dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
         yield
 
-    piece.sync = sync
+    context.sync = sync
 
 
 def _buckets(parameters: Sequence[nn.Parameter], num_bytes: int) -> Iterator[list[nn.Parameter]]:
@@ -144,15 +147,15 @@ class _ExposedWait:
     end, inside C++.
     """
 
-    def __init__(self, piece: Workpiece) -> None:
-        self._phases = piece.phases
+    def __init__(self, context: ParallelContext) -> None:
+        self._phases = context.phases
         self._unused = (
-            piece.unused if piece.plan.data_parallel.unused_parameters == "allow" else None
+            context.unused if context.plan.data_parallel.unused_parameters == "allow" else None
         )
-        separate = set() if piece.experts is None else set(piece.experts.parameters())
+        separate = set() if context.experts is None else set(context.experts.parameters())
         self._trainable = {
             p: name
-            for name, p in piece.root.module.named_parameters()
+            for name, p in context.root.module.named_parameters()
             if p.requires_grad and p not in separate
         }
         self._missing: set[torch.Tensor] = set()

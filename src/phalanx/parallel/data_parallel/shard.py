@@ -29,7 +29,7 @@ from phalanx.mesh.compat import (
 from phalanx.mesh.exchange import gather_rows, scatter_sum
 from phalanx.parallel.batchnorm.layer import differing_buffers
 from phalanx.parallel.data_parallel.unsharded_params import kept_whole
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.layout import ALL_BLOCKS, split_dim
 from phalanx.plan.plan import Plan
 
@@ -40,34 +40,34 @@ class DpShard:
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2
 
-    def apply(self, piece: Workpiece) -> None:
-        layout, options = piece.plan.layout.reduced, piece.plan.data_parallel
+    def apply(self, context: ParallelContext) -> None:
+        layout, options = context.plan.layout.reduced, context.plan.data_parallel
         axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-        low = piece.compute_dtype is not torch.float32
-        experts = piece.experts
-        whole = kept_whole(piece.root.module, options.keep_whole_below)
+        low = context.compute_dtype is not torch.float32
+        experts = context.experts
+        whole = kept_whole(context.root.module, options.keep_whole_below)
         whole -= set(experts.parameters() if experts is not None else ())
-        groups = _units(_self_contained(piece), options.blocks_per_unit)
+        groups = _units(_self_contained(context), options.blocks_per_unit)
         # A model may say that its blocks get activations in the compute type already: casting what
         # is left would only round what must stay wide (rotary tables). Other modules keep autocast
         # as well, as under DDP. What stays whole is not cast by FSDP either, and meets cast
         # tensors: autocast makes them one type.
-        cast = bool(whole) or not getattr(piece.root.module, "block_inputs_are_cast", False)
-        mesh = piece.mesh.submesh(*axes)
+        cast = bool(whole) or not getattr(context.root.module, "block_inputs_are_cast", False)
+        mesh = context.mesh.submesh(*axes)
         # In a pipeline a unit is used again and again within a step, by microbatches that overlap:
         # it stays whole.
-        free = piece.plan.zero_stage == 3 and piece.staged is None
+        free = context.plan.zero_stage == 3 and context.staged is None
         more: dict[str, Any] = {
             "mesh": mesh,
             "ignored_params": whole,
             "shard_placement_fn": _evenly(layout.dp_shard),
         }
         if options.parameters_on_host:
-            more["offload_policy"] = CPUOffloadPolicy(pin_memory=piece.mesh.device.type == "cuda")
+            more["offload_policy"] = CPUOffloadPolicy(pin_memory=context.mesh.device.type == "cuda")
         for module in (
             experts.modules if experts is not None else ()
         ):  # units of their own, over other ranks
-            policy = _policy(piece.compute_dtype, low, cast_inputs=cast)
+            policy = _policy(context.compute_dtype, low, cast_inputs=cast)
             over = {
                 "mesh": experts.mesh,
                 "shard_placement_fn": _evenly(layout.dp_shard // experts.ep),
@@ -75,24 +75,26 @@ class DpShard:
             fully_shard(module, reshard_after_forward=free, mp_policy=policy, **more | over)
             hide_from_modes(module)
         for group in groups:
-            policy = _policy(piece.compute_dtype, low, cast_inputs=cast)
+            policy = _policy(context.compute_dtype, low, cast_inputs=cast)
             fully_shard(group, reshard_after_forward=free, mp_policy=policy, **more)
         # The root holds embedding and head, which the backward needs at once: freeing them would
         # gather them twice.
-        policy = _policy(piece.compute_dtype, low, cast_inputs=True)
-        fully_shard(piece.root, reshard_after_forward=free and not groups, mp_policy=policy, **more)
-        piece.autocast = cast
-        units = [module for module in piece.root.modules() if isinstance(module, FSDPModule)]
+        policy = _policy(context.compute_dtype, low, cast_inputs=True)
+        fully_shard(
+            context.root, reshard_after_forward=free and not groups, mp_policy=policy, **more
+        )
+        context.autocast = cast
+        units = [module for module in context.root.modules() if isinstance(module, FSDPModule)]
         for unit in units:
-            _time_communication(unit, piece)
+            _time_communication(unit, context)
             reduce_unused_parameters(unit)
         if options.prefetch is not None:
-            _prefetch([piece.root, *(group[0] for group in groups)], options.prefetch)
-        if piece.staged is not None:
-            keep_for_pipeline(piece, units)
+            _prefetch([context.root, *(group[0] for group in groups)], options.prefetch)
+        if context.staged is not None:
+            keep_for_pipeline(context, units)
             return
         each_time, is_hybrid = options.accumulate == "sharded", layout.dp_replicate > 1
-        root, buffers = piece.root, differing_buffers(piece.root)
+        root, buffers = context.root, differing_buffers(context.root)
 
         @contextmanager
         def sync(on: bool) -> Iterator[None]:
@@ -110,21 +112,21 @@ class DpShard:
             for unit in units:
                 unit.reshard()
 
-        piece.sync, piece.rest = sync, rest
+        context.sync, context.rest = sync, rest
 
 
 def _evenly(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
     return lambda parameter: Shard(split_dim(parameter.shape, num_ranks))
 
 
-def keep_for_pipeline(piece: Workpiece, units: list[FSDPModule]) -> None:
+def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None:
     """Weights are gathered once per step and stay whole until all of a schedule is done; gradients
     as well, and are reduced then: with a backward in two halves, FSDP's own hooks would reduce
     after the first."""
     root, buffers, group = (
-        piece.root,
-        differing_buffers(piece.root),
-        piece.mesh.data_parallel_group(),
+        context.root,
+        differing_buffers(context.root),
+        context.mesh.data_parallel_group(),
     )
 
     def gather() -> None:
@@ -151,9 +153,9 @@ def keep_for_pipeline(piece: Workpiece, units: list[FSDPModule]) -> None:
         for unit in units:
             unit.reshard()
 
-    piece.sync, piece.rest, piece.gather = sync, rest, gather
-    piece.after_weights = functools.partial(take_up_gradients, root)
-    piece.trained.before_update.append(reduce)
+    context.sync, context.rest, context.gather = sync, rest, gather
+    context.after_weights = functools.partial(take_up_gradients, root)
+    context.trained.before_update.append(reduce)
 
 
 def _units(blocks: list[nn.Module], per_unit: int) -> list[list[nn.Module]]:
@@ -174,19 +176,19 @@ def _prefetch(units: list[Any], depth: int) -> None:
         unit.set_modules_to_backward_prefetch(before[::-1])
 
 
-def _self_contained(piece: Workpiece) -> list[nn.Module]:
+def _self_contained(context: ParallelContext) -> list[nn.Module]:
     """The blocks that share no parameter with anything outside; the others stay in the root's unit.
 
     A unit gathers and frees its parameters alone, so a parameter can belong to one unit only.
     """
-    uses = Counter(p for _, p in piece.root.named_parameters(remove_duplicate=False))
+    uses = Counter(p for _, p in context.root.named_parameters(remove_duplicate=False))
     own = [
         Counter(p for _, p in block.named_parameters(remove_duplicate=False))
-        for block in piece.blocks
+        for block in context.blocks
     ]
     return [
         block
-        for block, counts in zip(piece.blocks, own, strict=True)
+        for block, counts in zip(context.blocks, own, strict=True)
         if all(uses[p] == counts[p] for p in counts)
     ]
 
@@ -199,7 +201,7 @@ def _policy(compute: torch.dtype, low: bool, *, cast_inputs: bool) -> MixedPreci
     )
 
 
-def _time_communication(unit: FSDPModule, piece: Workpiece) -> None:
+def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
     """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where
     they happen, and they go by what is quickest there.
 
@@ -207,7 +209,7 @@ def _time_communication(unit: FSDPModule, piece: Workpiece) -> None:
     part of their seconds.
     """
     gather_class, scatter_class = fsdp_comm_classes()
-    phases, traffic, layout = piece.phases, piece.traffic, piece.plan.layout.reduced
+    phases, traffic, layout = context.phases, context.traffic, context.plan.layout.reduced
 
     class Gather(gather_class):  # type: ignore[misc, valid-type]
         def __call__(

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from phalanx.core.phases import Phases
 from phalanx.mesh.compat import dtensor_of
-from phalanx.parallel.optimizer_params import Part
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.optimizer_params import OptimizerShard
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
 
@@ -27,29 +27,31 @@ def kept_whole(module: nn.Module, below: int) -> set[nn.Parameter]:
     }
 
 
-class WholeSmall:
+class UnshardedParams:
     order = Order.UNSHARDED_PARAMS
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2
 
-    def apply(self, piece: Workpiece) -> None:
-        piece.materialize()
+    def apply(self, context: ParallelContext) -> None:
+        context.materialize()
         whole = [
             p
-            for p in piece.root.module.parameters()
+            for p in context.root.module.parameters()
             if p.requires_grad and not isinstance(p, DTensor)
         ]
         if not whole:
             return
-        axes = ("dp_replicate", "dp_shard") if piece.plan.layout.dp_replicate > 1 else ("dp_shard",)
-        mesh = piece.mesh.submesh(*axes)
+        axes = (
+            ("dp_replicate", "dp_shard") if context.plan.layout.dp_replicate > 1 else ("dp_shard",)
+        )
+        mesh = context.mesh.submesh(*axes)
         for parameter in whole:
             # An optimizer's fused kernel takes DTensors or plain tensors, not both.
             local = dtensor_of(parameter.detach(), mesh, (Replicate(),) * len(axes), parameter)
-            piece.trained.parts[parameter] = Part(parameter, nn.Parameter(local))
-        group, phases = piece.mesh.data_parallel_group(), piece.phases
-        piece.trained.before_update.append(lambda: average_gradients(whole, group, phases))
+            context.trained.parts[parameter] = OptimizerShard(parameter, nn.Parameter(local))
+        group, phases = context.mesh.data_parallel_group(), context.phases
+        context.trained.before_update.append(lambda: average_gradients(whole, group, phases))
 
 
 @torch.no_grad()
@@ -77,4 +79,4 @@ def average_gradients(
             parameter.grad = torch.empty_like(parameter).copy_(mean.view_as(parameter))
 
 
-parallelism = WholeSmall()
+parallelism = UnshardedParams()

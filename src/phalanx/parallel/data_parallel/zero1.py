@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import Placement
 from phalanx.core.phases import Phases
 from phalanx.mesh.compat import dtensor_of
 from phalanx.mesh.exchange import gather_rows
-from phalanx.parallel.optimizer_params import Part
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.optimizer_params import OptimizerShard
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
 
@@ -31,12 +31,14 @@ class Zero1:
     def wanted(self, plan: Plan) -> bool:
         return plan.zero_stage == 1 and plan.layout.reduced.dp_shard > 1
 
-    def apply(self, piece: Workpiece) -> None:
-        piece.materialize()
-        axes = ("dp_replicate", "dp_shard") if piece.plan.layout.dp_replicate > 1 else ("dp_shard",)
-        mesh, group = piece.mesh.submesh(*axes), piece.mesh.submesh("dp_shard").get_group()
+    def apply(self, context: ParallelContext) -> None:
+        context.materialize()
+        axes = (
+            ("dp_replicate", "dp_shard") if context.plan.layout.dp_replicate > 1 else ("dp_shard",)
+        )
+        mesh, group = context.mesh.submesh(*axes), context.mesh.submesh("dp_shard").get_group()
         cut = []
-        for parameter in piece.root.module.parameters():
+        for parameter in context.root.module.parameters():
             if not parameter.requires_grad:
                 continue
             rows = rows_of(parameter, dist.get_rank(group), dist.get_world_size(group))
@@ -45,12 +47,12 @@ class Zero1:
             take = rows.take if rows is not None else _all
             local = take(parameter.detach())
             trained = nn.Parameter(dtensor_of(local, mesh, placements, parameter))
-            piece.trained.parts[parameter] = Part(parameter, trained, take)
+            context.trained.parts[parameter] = OptimizerShard(parameter, trained, take)
             if rows is not None:
                 cut.append((parameter, rows))
-        bucket_bytes = int(piece.plan.bucket_mb * 2**20)
-        gather = Gather(cut, group, bucket_bytes=bucket_bytes, phases=piece.phases)
-        piece.trained.after_update.append(gather.run)
+        bucket_bytes = int(context.plan.bucket_mb * 2**20)
+        gather = Gather(cut, group, bucket_bytes=bucket_bytes, phases=context.phases)
+        context.trained.after_update.append(gather.run)
 
 
 def _all(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.dropout.rng import Surroundings
 from phalanx.parallel.dropout.transform import rows_second
-from phalanx.parallel.protocol import Workpiece
+from phalanx.parallel.protocol import ParallelContext
 
 BERNOULLI = torch.ops.aten.bernoulli_.float
 NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
@@ -31,26 +31,26 @@ _DROPOUT_AT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward"
 """Which argument of these functions is the probability."""
 
 
-class Drawing:
+class RandomOpInterceptor:
     """Sees to what a module draws: for which rows, and what it draws besides its dropout layers."""
 
-    def __init__(self, module: nn.Module, piece: Workpiece) -> None:
-        self._module, self._draws, self._mesh = module, piece.draws, piece.mesh
-        self._is_global = piece.plan.dropout == "global"
+    def __init__(self, module: nn.Module, context: ParallelContext) -> None:
+        self._module, self._draws, self._mesh = module, context.draws, context.mesh
+        self._is_global = context.plan.dropout == "global"
         self._names = {part: full_name(name) for name, part in module.named_modules()}
         self._rows_second = rows_second(module)
-        self.mesh_device = piece.mesh.device
+        self.mesh_device = context.mesh.device
         self._calling: list[str | None] = [None]
         self._drawing: set[str] = set()
         self._mode = _ByPlace(self)
         self._can_look = (
-            self._is_global and not piece.plan.compile
+            self._is_global and not context.plan.compile
         )  # a compiled module is not looked into
         self._must_look, self._served = self._can_look, ExitStack()
         self._looked: set[int] = set()
         self._state: torch.Tensor | None = None
         self._draws.surroundings = self._surroundings
-        self._num_stages = 1 if piece.staged is None else len(piece.staged.own_stages)
+        self._num_stages = 1 if context.staged is None else len(context.staged.own_stages)
 
     def begin_step(self) -> None:
         known = not self._is_global or self._must_look or bool(self._draws.left_to_torch)
@@ -200,7 +200,7 @@ def _is_inside(name: str, other: str) -> bool:
 class _ByPlace(TorchDispatchMode):
     """Fills what torch would fill with draws of its generator."""
 
-    def __init__(self, drawing: Drawing) -> None:
+    def __init__(self, drawing: RandomOpInterceptor) -> None:
         super().__init__()
         self._drawing = drawing
         on_gpu = (

@@ -49,7 +49,7 @@ class EqualPart:
 
 
 @dataclass
-class Moment:
+class MicrobatchRng:
     """The forward of a microbatch: which rows of the step's batch this rank has, and how often
     each name has drawn."""
 
@@ -58,11 +58,11 @@ class Moment:
     num_rows: int
     calls: dict[str, int] = field(default_factory=dict)
 
-    def copy(self) -> Moment:
+    def copy(self) -> MicrobatchRng:
         return replace(self, calls=dict(self.calls))
 
 
-class Draws:
+class DropoutRng:
     """The dropout of a model on this rank.
 
     `parts`: name of a layer -> what part of its input this rank has.
@@ -79,17 +79,17 @@ class Draws:
         self.surroundings: Callable[[], Surroundings] = lambda: nullcontext
         """A recomputation begins inside a module: asked in the forward for what must be known
         there, too."""
-        self._moment: Moment | None = None
+        self._moment: MicrobatchRng | None = None
 
     @property
-    def moment(self) -> Moment | None:
+    def moment(self) -> MicrobatchRng | None:
         """The forward under way inside of `microbatch`."""
         return self._moment
 
     @contextmanager
     def microbatch(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
         """Inside, layers draw for these rows of the batch of `step`; outside of it, torch does."""
-        before, self._moment = self._moment, Moment(step, first_row, num_rows)
+        before, self._moment = self._moment, MicrobatchRng(step, first_row, num_rows)
         try:
             yield
         finally:
@@ -143,9 +143,9 @@ def fits(shape: Sequence[int], rows_dim: int, num_rows: int) -> bool:
 
 
 class _Noted:
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: DropoutRng) -> None:
         self._draws = draws
-        self.began: Moment | None = None
+        self.began: MicrobatchRng | None = None
         self.surroundings: Surroundings = nullcontext
 
     def __enter__(self) -> None:
@@ -160,9 +160,9 @@ class _Noted:
 
 
 class _Again:
-    def __init__(self, draws: Draws, noted: _Noted) -> None:
+    def __init__(self, draws: DropoutRng, noted: _Noted) -> None:
         self._draws, self._noted = draws, noted
-        self._before: Moment | None = None
+        self._before: MicrobatchRng | None = None
         self._inside = ExitStack()
 
     def __enter__(self) -> None:

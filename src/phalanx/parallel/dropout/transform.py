@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.dropout.rng import Draws
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.dropout.rng import DropoutRng
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
 SELU_ALPHA = (
@@ -32,15 +32,18 @@ class Dropout:
     def wanted(self, plan: Plan) -> bool:
         return plan.dropout == "global"
 
-    def apply(self, piece: Workpiece) -> None:
-        if piece.plan.compile and piece.plan.recompute != "none":
+    def apply(self, context: ParallelContext) -> None:
+        if context.plan.compile and context.plan.recompute != "none":
             return  # a compiled recomputation is the compiler's, and so is what it draws
-        module = piece.root.module
+        module = context.root.module
         time_first = rows_second(module)
         for name, part in module.named_modules():
             if isinstance(part, _DropoutNd) and any(isinstance(part, known) for known in _COUNTED):
                 _count(
-                    full_name(name), part, piece.draws, rows_dim=int(full_name(name) in time_first)
+                    full_name(name),
+                    part,
+                    context.draws,
+                    rows_dim=int(full_name(name) in time_first),
                 )
 
 
@@ -69,7 +72,7 @@ def _is_dropout(module: nn.Module) -> bool:
 class _Counted(_DropoutNd):
     """Stands between a user's class and torch's: a user's forward still comes first."""
 
-    _draws: Draws
+    _draws: DropoutRng
     _name: str
     _rows_dim: int = 0
 
@@ -154,7 +157,7 @@ _COUNTED: dict[type[_DropoutNd], type[_Counted]] = {
 }
 
 
-def _count(name: str, module: _DropoutNd, draws: Draws, *, rows_dim: int) -> None:
+def _count(name: str, module: _DropoutNd, draws: DropoutRng, *, rows_dim: int) -> None:
     """Change the class of `module` in place."""
     module.__class__ = _counted_class(type(module))
     assert isinstance(module, _Counted)

@@ -68,7 +68,7 @@ class RouterLoads:
         device = self.mesh.device
         parts = [router.load.take(router.num_experts, device) for router in self.routers.values()]  # type: ignore
         every = torch.cat(parts)
-        if not self.mesh.counts_samples:  # of ranks that see the same tokens one counts
+        if not self.mesh.is_tp_leader:  # of ranks that see the same tokens one counts
             every = torch.zeros_like(every)
         if self.group is not None:
             with self.phases("collective", "all_reduce loads of experts"):

@@ -6,7 +6,7 @@ and the experts e of [E / ep * r, E / ep * (r + 1)). A rank's gradient of its ex
 tokens of all ep ranks, whose gradients came through the second all-to-all of the backward. So the
 gradient G of a step is the sum over the D / ep ranks that hold the same experts, where D =
 dp_replicate x dp_shard x cp. Data parallelism averages over these D / ep; divided by ep this is the
-mean over D that it is for all other parameters, and `finish_step` does with both the same.
+mean over D that it is for all other parameters, and `reduce_and_clip` does with both the same.
 
 Shape suffixes: R rows (a token and an expert that it chose), D model width, E experts, P ranks of
 ep.
@@ -28,7 +28,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
 from phalanx.mesh.grouped import with_sizes
 from phalanx.mesh.logical import Box, Cut, full_name, local_tensor
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
 Rows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,40 +40,40 @@ class ExpertParallel:
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.ep > 1
 
-    def apply(self, piece: Workpiece) -> None:
+    def apply(self, context: ParallelContext) -> None:
         """Cuts the experts of each mixture, and has it dispatch between ranks."""
-        module, layout = piece.root.module, piece.plan.layout
-        _require_possible(piece.plan)
+        module, layout = context.root.module, context.plan.layout
+        _require_possible(context.plan)
         mixtures = {
             full_name(name): part for name, part in module.named_modules() if is_mixture(part)
         }
-        if not mixtures and piece.staged is None:
+        if not mixtures and context.staged is None:
             raise LayoutError(
                 "parallel.ep needs a model whose experts can be dispatched to, and"
                 f" {type(module).__name__} has none",
                 fix="leave parallel.ep out",
             )
-        mesh = piece.mesh.submesh("ep")
-        group = ExpertGroup(mesh.get_group(), layout.ep, piece.phases)
+        mesh = context.mesh.submesh("ep")
+        group = ExpertGroup(mesh.get_group(), layout.ep, context.phases)
         cuts: dict[str, Cut] = {}
         for name, part in mixtures.items():
             part.dispatch = BetweenRanks(group)
-            cuts |= _cut(part.experts, f"{name}.experts", group, piece.cuts, tp=layout.tp)
-        piece.cuts = {**piece.cuts, **cuts}
+            cuts |= _cut(part.experts, f"{name}.experts", group, context.cuts, tp=layout.tp)
+        context.cuts = {**context.cuts, **cuts}
         axes = ("dp_replicate", "expert_shard") if layout.dp_replicate > 1 else ("expert_shard",)
         modules = tuple(part.experts for part in mixtures.values())
-        piece.experts = SeparateExperts(
-            frozenset(cuts), modules, piece.mesh.submesh(*axes), layout.ep
+        context.experts = SeparateExperts(
+            frozenset(cuts), modules, context.mesh.submesh(*axes), layout.ep
         )
-        piece.expert_group = group
-        before = piece.before_finish
+        context.expert_group = group
+        before = context.before_finish
 
         def before_finish(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             named = list(named)
             share_gradients(named, cuts, layout.ep)
             before(named)
 
-        piece.before_finish = before_finish
+        context.before_finish = before_finish
 
 
 def is_mixture(part: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.saved_tensors import is_weight
 from phalanx.plan.plan import Plan
 
@@ -34,22 +34,22 @@ class OffloadActivations:
     def wanted(self, plan: Plan) -> bool:
         return plan.offload_activations
 
-    def apply(self, piece: Workpiece) -> None:
+    def apply(self, context: ParallelContext) -> None:
         """Around the whole forward; the hooks of recomputed blocks are inside, so of these their
         inputs go."""
-        lane = _Lane(piece.mesh.device)
-        piece.root.forward = functools.partial(_offloading, lane, piece.root.forward)  # type: ignore[method-assign]
+        lane = CopyStream(context.mesh.device)
+        context.root.forward = functools.partial(_offloading, lane, context.root.forward)  # type: ignore[method-assign]
 
 
-def _offloading(lane: _Lane, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _offloading(lane: CopyStream, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    trip = Trip(lane)
+    trip = OffloadPass(lane)
     with saved_tensors_hooks(trip.pack, trip.unpack):
         return forward(*args, **kwargs)
 
 
-class _Lane:
+class CopyStream:
     """Where copies run: on CUDA a stream beside the computation's."""
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class _Lane:
 
 
 @dataclass(eq=False)
-class Parked:
+class OffloadedStorage:
     """A storage in host memory.
 
     `num_left`: saved tensors of it that the backward has not asked for.
@@ -87,38 +87,40 @@ class Parked:
 
 
 @dataclass(frozen=True)
-class Ticket:
+class OffloadHandle:
     """A saved tensor: how it lies in its storage."""
 
-    parked: Parked
+    parked: OffloadedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class Trip:
+class OffloadPass:
     """One forward and its backward."""
 
-    def __init__(self, lane: _Lane) -> None:
+    def __init__(self, lane: CopyStream) -> None:
         self.num_bytes = 0
         """Bytes in host memory, over the whole trip."""
         self._lane = lane
-        self._order: list[weakref.ref[Parked]] = []
+        self._order: list[weakref.ref[OffloadedStorage]] = []
         self._known: dict[
-            int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[Parked]]
+            int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[OffloadedStorage]]
         ] = {}
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Ticket:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | OffloadHandle:
         if not self._goes(tensor):
             return tensor
         storage = tensor.untyped_storage()
         parked = self._already(storage, tensor._version) or self._park(storage, tensor._version)
         parked.num_left += 1
-        return Ticket(parked, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return OffloadHandle(
+            parked, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        )
 
-    def unpack(self, packed: torch.Tensor | Ticket) -> torch.Tensor:
-        if not isinstance(packed, Ticket):
+    def unpack(self, packed: torch.Tensor | OffloadHandle) -> torch.Tensor:
+        if not isinstance(packed, OffloadHandle):
             return packed
         parked = packed.parked
         self._fetch(parked)
@@ -143,13 +145,13 @@ class Trip:
             and not is_weight(tensor)
         )
 
-    def _already(self, storage: torch.UntypedStorage, version: int) -> Parked | None:
+    def _already(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage | None:
         owner, then, parked = self._known.get(storage.data_ptr(), (None, 0, None))
         if owner is None or parked is None or owner() is None or then != version:
             return None
         return parked()
 
-    def _park(self, storage: torch.UntypedStorage, version: int) -> Parked:
+    def _park(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
         self._lane.after_computation()
@@ -159,13 +161,13 @@ class Trip:
             flat.record_stream(
                 self._lane.stream
             )  # its memory is not given away before it has been read
-        parked = Parked(host, len(self._order))
+        parked = OffloadedStorage(host, len(self._order))
         self.num_bytes += host.numel()
         self._order.append(weakref.ref(parked))
         self._known[storage.data_ptr()] = (weakref.ref(storage), version, weakref.ref(parked))
         return parked
 
-    def _fetch(self, parked: Parked) -> None:
+    def _fetch(self, parked: OffloadedStorage) -> None:
         if parked.back is not None:
             return
         with self._lane.run():
@@ -177,7 +179,7 @@ class Trip:
         if self._lane.stream is not None:  # made on the lane, read by the computation
             parked.back.record_stream(torch.cuda.current_stream(self._lane.device))
 
-    def _fetch_before(self, parked: Parked) -> None:
+    def _fetch_before(self, parked: OffloadedStorage) -> None:
         """Those that were parked just before: the backward asks for them next."""
         if self._lane.stream is None:
             return

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.mesh.compat import dtensor_like
 from phalanx.mesh.logical import local_tensor
-from phalanx.parallel.optimizer_params import Part
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.optimizer_params import OptimizerShard
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
 
@@ -23,18 +23,20 @@ class OffloadOptimizer:
     def wanted(self, plan: Plan) -> bool:
         return plan.data_parallel.offload == "optimizer"
 
-    def apply(self, piece: Workpiece) -> None:
-        piece.materialize()
-        for parameter in piece.root.module.parameters():
+    def apply(self, context: ParallelContext) -> None:
+        context.materialize()
+        for parameter in context.root.module.parameters():
             if not parameter.requires_grad:
                 continue
-            part = piece.trained.parts.get(parameter, Part(parameter, parameter))
+            part = context.trained.parts.get(parameter, OptimizerShard(parameter, parameter))
             local = on_host(local_tensor(part.trained.detach()))
             like = part.trained
             trained = nn.Parameter(
                 dtensor_like(like, local) if isinstance(like, DTensor) else local
             )
-            piece.trained.parts[parameter] = Part(parameter, trained, part.take, on_host=True)
+            context.trained.parts[parameter] = OptimizerShard(
+                parameter, trained, part.take, on_host=True
+            )
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,14 @@ import torch
 
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.mesh.casts import shared_casts
-from phalanx.parallel.dropout.interceptor import Drawing
-from phalanx.parallel.pipeline.p2p import Form, Post
+from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
+from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
 from phalanx.parallel.pipeline.shape_inference import rehearse, share
 from phalanx.parallel.pipeline.transform import Staged
-from phalanx.parallel.pipeline.weight_grads import LaterWeights
-from phalanx.parallel.protocol import Workpiece
+from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
+from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.saved_tensors import SavedBytes
-from phalanx.plan.pipeline.messages import Messages, Parcel, made_by, plan_messages
+from phalanx.plan.pipeline.messages import Messages, P2PMessage, made_by, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
@@ -54,9 +54,9 @@ class PipelineRun:
     other ranks, of the last step.
     """
 
-    piece: Workpiece
+    context: ParallelContext
     staged: Staged
-    drawing: Drawing
+    drawing: RandomOpInterceptor
     forward: Forward
     scaled: Callable[[torch.Tensor], torch.Tensor]
     spans: list[Span] = field(default_factory=list)
@@ -67,9 +67,9 @@ class PipelineRun:
     counts_saved: bool = False
     is_under_way: bool = False
     """Stays true where an error left a schedule half done: other ranks then wait for this one."""
-    _weights: LaterWeights = field(default_factory=LaterWeights)
+    _weights: DeferredWeightGrads = field(default_factory=DeferredWeightGrads)
     _kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
-    _forms: dict[Any, dict[int, Form]] = field(default_factory=dict)
+    _forms: dict[Any, dict[int, TensorSpec]] = field(default_factory=dict)
     _num_tokens: dict[Any, int] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _messages: dict[tuple[str, int], Messages] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class PipelineRun:
         schedule = self._schedule(len(microbatches))
         self.spans, self.sent_bytes = [], 0
         self._kept.clear()
-        with self.piece.sync(True):
+        with self.context.sync(True):
             self._learn_forms(microbatches, objective)
             post = self._post(schedule, microbatches)
             self.is_under_way = True
@@ -97,7 +97,7 @@ class PipelineRun:
                 for place, action in enumerate(schedule.actions[self.staged.peers.rank]):
                     post.ask_before(place)
                     self._do(action, post, microbatches, objective, step, add)
-            with self.piece.phases("pipeline", "settle sends"):
+            with self.context.phases("pipeline", "settle sends"):
                 post.settle()
         self.is_under_way = False
         assert not self._kept, "a schedule that was checked leaves nothing"
@@ -133,7 +133,7 @@ class PipelineRun:
     def _do(
         self,
         action: Action,
-        post: Post,
+        post: P2PQueue,
         microbatches: Sequence[Batch],
         objective: Any,
         step: int,
@@ -149,7 +149,7 @@ class PipelineRun:
         elif action.kind == "W":
             with self._timed(action, "backward"):
                 self._weights.do((action.stage, action.microbatch))
-                self.piece.after_weights()
+                self.context.after_weights()
         else:
             gradient = self._receive(post, action, is_gradient=True)
             self._tell_tokens(microbatches[action.microbatch])  # a recomputation asks
@@ -160,21 +160,21 @@ class PipelineRun:
             assert made is not None
             self.sent_bytes += post.hand_on(parcel, made)
 
-    def _receive(self, post: Post, action: Action, *, is_gradient: bool) -> torch.Tensor | None:
+    def _receive(self, post: P2PQueue, action: Action, *, is_gradient: bool) -> torch.Tensor | None:
         edge = self.staged.pipeline.num_stages - 1 if is_gradient else 0
         if action.stage == edge:
             return None
-        parcel = Parcel(action.stage, action.microbatch, is_gradient)
+        parcel = P2PMessage(action.stage, action.microbatch, is_gradient)
         if post.is_here(parcel):
             return post.take(parcel)
-        with self.piece.phases("pipeline", f"receive for {action}"):
+        with self.context.phases("pipeline", f"receive for {action}"):
             return post.take(parcel)
 
     @contextmanager
     def _timed(self, action: Action, phase: str) -> Iterator[None]:
-        clock = self.piece.phases.clock
+        clock = self.context.phases.clock
         began = clock.mark()
-        with self.piece.phases(phase, str(action)):
+        with self.context.phases(phase, str(action)):
             yield
         self.spans.append((str(action), began, clock.mark()))
 
@@ -208,7 +208,7 @@ class PipelineRun:
                 self._backward(kept, gradient)
         else:
             self._backward(kept, gradient)
-        self.piece.after_backward()
+        self.context.after_backward()
         if kept.given is None:
             return None
         return torch.zeros_like(kept.given) if kept.given.grad is None else kept.given.grad
@@ -226,8 +226,8 @@ class PipelineRun:
 
     def _tell_tokens(self, batch: Batch) -> None:
         """How long its sequences are, which only the first stage's embedding sees."""
-        if self.piece.tensor_group is not None:
-            self.piece.tensor_group.num_tokens = self._num_tokens[self._form_key(batch)]
+        if self.context.tensor_group is not None:
+            self.context.tensor_group.num_tokens = self._num_tokens[self._form_key(batch)]
 
     # What is kept
 
@@ -254,7 +254,7 @@ class PipelineRun:
 
     def _form_key(self, batch: Batch) -> Any:
         shapes = tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items()))
-        return shapes, self.piece.root.module.training
+        return shapes, self.context.root.module.training
 
     def _learn_forms(self, microbatches: Iterable[Batch], objective: Any) -> None:
         for batch in microbatches:
@@ -268,17 +268,17 @@ class PipelineRun:
                 return self._compute(stage, given, batch, objective)
 
             try:
-                with self.piece.phases("pipeline", "rehearse a microbatch of a new form"):
+                with self.context.phases("pipeline", "rehearse a microbatch of a new form"):
                     pipeline = self.staged.pipeline
                     self._forms[key] = rehearse(
-                        self.piece.root,
+                        self.context.root,
                         self.staged.peers,
                         pipeline.rank_of_stage,
                         compute,
-                        self.piece.tensor_group,
+                        self.context.tensor_group,
                     )
-                if self.piece.tensor_group is not None:
-                    self._num_tokens[key] = self.piece.tensor_group.num_tokens
+                if self.context.tensor_group is not None:
+                    self._num_tokens[key] = self.context.tensor_group.num_tokens
                 self.is_under_way = False
             except PhalanxError:  # the same on every rank
                 self.is_under_way = False
@@ -286,7 +286,7 @@ class PipelineRun:
             finally:
                 door.is_rehearsal = False
 
-    def _post(self, schedule: Schedule, microbatches: Sequence[Batch]) -> Post:
+    def _post(self, schedule: Schedule, microbatches: Sequence[Batch]) -> P2PQueue:
         forms = {
             (stage, index): form
             for index, batch in enumerate(microbatches)
@@ -297,7 +297,7 @@ class PipelineRun:
             self._messages[key] = plan_messages(
                 schedule, peers.rank, in_one_queue=peers.is_one_queue
             )
-        return Post(peers, self._messages[key], self.staged.pipeline.rank_of_stage, forms)
+        return P2PQueue(peers, self._messages[key], self.staged.pipeline.rank_of_stage, forms)
 
     # Without gradients
 
@@ -312,7 +312,7 @@ class PipelineRun:
         pipeline = self.staged.pipeline
         batches = iter(microbatches)
         while some := list(itertools.islice(batches, pipeline.num_ranks)):
-            self.piece.gather()
+            self.context.gather()
             self._learn_forms(some, objective)
             schedule = _forwards(pipeline, len(some))
             post, found = self._post(schedule, some), [None] * len(some)

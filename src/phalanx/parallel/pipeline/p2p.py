@@ -15,18 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.plan.pipeline.messages import Messages, Parcel
+from phalanx.plan.pipeline.messages import Messages, P2PMessage
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorSpec:
     """Shape and type of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def empty(self, device: torch.device) -> torch.Tensor:
@@ -34,7 +34,7 @@ class Form:
 
 
 @dataclass
-class Peers:
+class StageGroup:
     """The ranks of a pipeline: their numbers among all, and the groups they talk through.
 
     `down` carries what goes to higher ranks and `up` what goes to lower ones: over NCCL the two
@@ -62,7 +62,7 @@ class Peers:
         return dist.irecv(tensor, self.numbers[source], group=self.group(source, self.rank))
 
 
-class Post:
+class P2PQueue:
     """The messages of one pass through a schedule, as one rank sends and receives them.
 
     `forms`: of a stage's input, by (stage, microbatch).
@@ -70,10 +70,10 @@ class Post:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: StageGroup,
         messages: Messages,
         rank_of_stage: Sequence[int],
-        forms: Mapping[tuple[int, int], Form],
+        forms: Mapping[tuple[int, int], TensorSpec],
     ) -> None:
         self._peers, self._messages, self._rank_of_stage, self._forms = (
             peers,
@@ -88,11 +88,11 @@ class Post:
             for at, parcel in enumerate(all_)
         }
         self._num_asked = dict.fromkeys(self._coming, 0)
-        self._asked: dict[Parcel, tuple[Any, torch.Tensor]] = {}
-        self._here: dict[Parcel, torch.Tensor] = {}
-        self._sent: dict[int, list[tuple[Parcel, Any, torch.Tensor]]] = {}
+        self._asked: dict[P2PMessage, tuple[Any, torch.Tensor]] = {}
+        self._here: dict[P2PMessage, torch.Tensor] = {}
+        self._sent: dict[int, list[tuple[P2PMessage, Any, torch.Tensor]]] = {}
 
-    def hand_on(self, parcel: Parcel, tensor: torch.Tensor) -> int:
+    def hand_on(self, parcel: P2PMessage, tensor: torch.Tensor) -> int:
         """To its stage; returns the bytes that left this rank. Within a rank nothing is copied."""
         target = self._rank_of_stage[parcel.stage]
         if target == self._peers.rank:
@@ -121,11 +121,11 @@ class Post:
         self._asked[wanted] = self._peers.receive(buffer, source), buffer
         self._num_asked[source] += 1
 
-    def is_here(self, parcel: Parcel) -> bool:
+    def is_here(self, parcel: P2PMessage) -> bool:
         """True for what comes from a stage of this rank."""
         return parcel in self._here
 
-    def take(self, parcel: Parcel) -> torch.Tensor:
+    def take(self, parcel: P2PMessage) -> torch.Tensor:
         """Wait until it has arrived."""
         if parcel in self._here:
             return self._here.pop(parcel)

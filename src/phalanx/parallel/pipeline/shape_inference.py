@@ -23,7 +23,7 @@ import phalanx.core.errors as errors
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.parallel.pipeline.p2p import Form, Peers
+from phalanx.parallel.pipeline.p2p import StageGroup, TensorSpec
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MAX_DIMS = 8
@@ -34,11 +34,11 @@ Compute = Callable[[int, torch.Tensor | None], Any]
 
 def rehearse(
     module: nn.Module,
-    peers: Peers,
+    peers: StageGroup,
     rank_of_stage: tuple[int, ...],
     compute: Compute,
     group: TensorGroup | None = None,
-) -> dict[int, Form]:
+) -> dict[int, TensorSpec]:
     """The form of the input of each stage but the first. Collective over the ranks of a pipeline.
 
     `group` learns how many tokens there are in all from the first stage, whose embedding knows.
@@ -88,7 +88,7 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def agree(peers: Peers, refusal: PhalanxError | None) -> None:
+def agree(peers: StageGroup, refusal: PhalanxError | None) -> None:
     """Collective over the ranks of a pipeline: raises the refusal of the first rank that has one
     on all of them."""
     refuses = torch.zeros(len(peers.numbers), dtype=torch.int64, device=peers.device)
@@ -111,9 +111,9 @@ def _same_draws_afterwards(device: torch.device) -> Iterator[None]:
 
 
 def _through(
-    peers: Peers, rank_of_stage: tuple[int, ...], compute: Compute, group: TensorGroup | None
-) -> dict[int, Form]:
-    forms: dict[int, Form] = {}
+    peers: StageGroup, rank_of_stage: tuple[int, ...], compute: Compute, group: TensorGroup | None
+) -> dict[int, TensorSpec]:
+    forms: dict[int, TensorSpec] = {}
     hidden: torch.Tensor | None = None
     for stage, owner in enumerate(rank_of_stage):
         refusal: PhalanxError | None = None
@@ -155,7 +155,7 @@ def _require_sendable(stage: int, made: Any, *, is_last: bool) -> None:
         )
 
 
-def _open_way_back(peers: Peers, owner: int, target: int) -> None:
+def _open_way_back(peers: StageGroup, owner: int, target: int) -> None:
     """NCCL opens a way between two ranks when it is first used, and both wait for each other then.
 
     In a schedule a rank asks for a gradient before it has done what the gradient is of; so ways
@@ -169,12 +169,12 @@ def _open_way_back(peers: Peers, owner: int, target: int) -> None:
 
 
 def _told(
-    peers: Peers,
+    peers: StageGroup,
     owner: int,
     hidden: torch.Tensor | None,
     refusal: PhalanxError | None = None,
     group: TensorGroup | None = None,
-) -> Form | None:
+) -> TensorSpec | None:
     """What `owner` has to say of a stage: the form of its output, None after the last one, or
     why it refuses."""
     fields = torch.zeros(4 + _MAX_DIMS, dtype=torch.int64, device=peers.device)
@@ -197,7 +197,7 @@ def _told(
             data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         dist.broadcast(data, source, group=peers.down)
         raise refusal or _as_told(json.loads(data.cpu().numpy().tobytes()))
-    return Form(tuple(shape[:num_dims]), _TYPES[kind - 1]) if kind else None
+    return TensorSpec(tuple(shape[:num_dims]), _TYPES[kind - 1]) if kind else None
 
 
 def _as_told(body: dict[str, Any]) -> PhalanxError:
@@ -207,7 +207,7 @@ def _as_told(body: dict[str, Any]) -> PhalanxError:
     return made
 
 
-def share(peers: Peers, owner: int, value: torch.Tensor | None) -> torch.Tensor:
+def share(peers: StageGroup, owner: int, value: torch.Tensor | None) -> torch.Tensor:
     """`value` of the rank `owner`, a tensor of floats, on every rank of the pipeline.
 
     Collective.

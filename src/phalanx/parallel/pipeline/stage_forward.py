@@ -31,7 +31,7 @@ BEFORE, INSIDE, AFTER = "before", "between", "after"
 _EMPTIED = "_phalanx_emptied"
 
 
-class StageEnd(BaseException):
+class StageBoundary(BaseException):
     """Leaves a user's forward where the next stage goes on.
 
     No Exception: `except Exception` must not catch it.
@@ -61,7 +61,7 @@ class Window:
 
 
 @dataclass
-class Door:
+class StageForward:
     """What blocks and stand-ins of one rank's module ask: which stage is being computed, and
     where it stands."""
 
@@ -146,7 +146,7 @@ class Door:
         hidden = args[0]
         if index >= window.end and not window.is_last:
             self._require_clean(hidden, f"what block {index} is given")
-            raise StageEnd(hidden)
+            raise StageBoundary(hidden)
         if (
             index == self.num_blocks - 1 and window.begin == self.num_blocks
         ):  # a stage of the head alone
@@ -170,7 +170,7 @@ class Door:
             window.place = AFTER
             if not window.is_last:  # the last stage is the head alone
                 self._require_clean(found, "the last block's output")
-                raise StageEnd(found)
+                raise StageBoundary(found)
         return found
 
     def _arrive(self, window: Window, hidden: torch.Tensor) -> torch.Tensor:
@@ -343,7 +343,7 @@ def _guarded(own: type[nn.Module]) -> type[nn.Module]:
 def empty(
     block: nn.Module,
     name: str,
-    door: Door,
+    door: StageForward,
     device: torch.device,
     *,
     kept: Collection[nn.Module] = frozenset(),
@@ -362,28 +362,35 @@ def empty(
             tensors.clear()
             for key, tensor in held:
                 full = ".".join(filter(None, (name, prefix, key)))
-                setattr(part, key, StandIn.of(tensor.detach(), full, door, device, in_block=True))
+                setattr(
+                    part, key, Placeholder.of(tensor.detach(), full, door, device, in_block=True)
+                )
     block.__dict__[_EMPTIED] = dict(block._modules)
     block._modules.clear()
 
 
-class StandIn(torch.Tensor):
+class Placeholder(torch.Tensor):
     """In place of a parameter of another stage: its shape and type, NaN, four bytes.
 
-    See `Door.require_stand_in`.
+    See `StageForward.require_stand_in`.
     """
 
-    _door: Door
+    _door: StageForward
     _name: str
     _in_block: bool
 
     @staticmethod
     def of(
-        tensor: torch.Tensor, name: str, door: Door, device: torch.device, *, in_block: bool = False
-    ) -> StandIn:
+        tensor: torch.Tensor,
+        name: str,
+        door: StageForward,
+        device: torch.device,
+        *,
+        in_block: bool = False,
+    ) -> Placeholder:
         nothing = math.nan if tensor.is_floating_point() else 0
         value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
-        made: StandIn = value.as_subclass(StandIn)
+        made: Placeholder = value.as_subclass(Placeholder)
         made._door, made._name, made._in_block = door, name, in_block
         return made
 
@@ -395,6 +402,6 @@ class StandIn(torch.Tensor):
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(found)):
                 return found  # shape, type and the like, which it shares with what it stands for
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, StandIn):
+                if isinstance(leaf, Placeholder):
                     leaf._door.require_stand_in(leaf._name, in_block=leaf._in_block)
-        return found.as_subclass(torch.Tensor) if isinstance(found, StandIn) else found
+        return found.as_subclass(torch.Tensor) if isinstance(found, Placeholder) else found

@@ -16,22 +16,22 @@ from torch import nn
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import full_name, local_tensor
 from phalanx.parallel.pipeline.transform import Staged
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
 
-class TiedStages:
+class TiedParams:
     order = Order.TIED_PARAMS
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.pp > 1
 
-    def apply(self, piece: Workpiece) -> None:
-        staged = piece.staged
+    def apply(self, context: ParallelContext) -> None:
+        staged = context.staged
         assert staged is not None
         if staged.copies:
-            module, phases = piece.root.module, piece.phases
-            piece.trained.before_update.append(lambda: add_up(staged, module, phases))
+            module, phases = context.root.module, context.phases
+            context.trained.before_update.append(lambda: add_up(staged, module, phases))
 
 
 @torch.no_grad()
@@ -88,4 +88,4 @@ def _wait(works: list[Any]) -> None:
         work.wait()
 
 
-parallelism = TiedStages()
+parallelism = TiedParams()

@@ -22,10 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.blocks import last_stage_names
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.pipeline.p2p import Peers
-from phalanx.parallel.pipeline.stage_forward import Door, StageEnd, StandIn, empty
+from phalanx.parallel.pipeline.p2p import StageGroup
+from phalanx.parallel.pipeline.stage_forward import Placeholder, StageBoundary, StageForward, empty
 from phalanx.parallel.pipeline.weight_grads import split_linears
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Plan
 
@@ -40,8 +40,8 @@ class Staged:
     """
 
     pipeline: Pipeline
-    peers: Peers
-    door: Door
+    peers: StageGroup
+    door: StageForward
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -62,17 +62,17 @@ class PipelineStages:
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.pp > 1
 
-    def apply(self, piece: Workpiece) -> None:
-        pipeline, module = piece.plan.pipeline, piece.root.module
+    def apply(self, context: ParallelContext) -> None:
+        pipeline, module = context.plan.pipeline, context.root.module
         assert pipeline is not None, "a plan with pp has a pipeline"
-        _require_blocks(module, piece.blocks, pipeline)
-        peers, door = _peers(piece), Door(len(piece.blocks), pipeline.num_stages)
-        door.can_look = not piece.plan.compile
-        held = Holding(module, piece.blocks, pipeline)
+        _require_blocks(module, context.blocks, pipeline)
+        peers, door = _peers(context), StageForward(len(context.blocks), pipeline.num_stages)
+        door.can_look = not context.plan.compile
+        held = Holding(module, context.blocks, pipeline)
         held.require_movable()
         here = peers.rank
         held.require_one_name()
-        piece.absent = held.strip(here, door, piece.mesh.device)
+        context.absent = held.strip(here, door, context.mesh.device)
         door.outside = held.outside()
         mine = held.by_name(here)
         holders = {name: ranks for name, ranks in mine.items() if len(ranks) > 1}
@@ -80,45 +80,45 @@ class PipelineStages:
         copies = {name: (ranks.index(here), len(ranks)) for name, ranks in holders.items()}
         ranges = pipeline.stages.ranges
         own = [index for stage in pipeline.stages_of(here) for index in range(*ranges[stage])]
-        blocks = piece.blocks
+        blocks = context.blocks
         kept = held.parts_of(own)
         for index, block in enumerate(blocks):
             door.guard(block, index)
             if index not in own:
-                empty(block, held.name_of_block(index), door, piece.mesh.device, kept=kept)
-        piece.blocks = [blocks[index] for index in own]
-        piece.block_numbers = tuple(own)
+                empty(block, held.name_of_block(index), door, context.mesh.device, kept=kept)
+        context.blocks = [blocks[index] for index in own]
+        context.block_numbers = tuple(own)
         if (
             any(action.kind == "W" for action in pipeline.schedule().actions[here])
-            and not piece.plan.compile
+            and not context.plan.compile
         ):
             split_linears(module)
-        piece.root.forward = functools.partial(_through_door, door, piece.root.forward)  # type: ignore[method-assign]
-        piece.staged = Staged(pipeline, peers, door, copies, holders, stages)
+        context.root.forward = functools.partial(_through_door, door, context.root.forward)  # type: ignore[method-assign]
+        context.staged = Staged(pipeline, peers, door, copies, holders, stages)
 
 
 def _through_door(
-    door: Door, forward: Callable[..., Any], args: Any, kwargs: Any, then: Any
+    door: StageForward, forward: Callable[..., Any], args: Any, kwargs: Any, then: Any
 ) -> Any:
     """What data parallelism wraps: a stage's forward ends where the next one goes on."""
     try:
         found = forward(args, kwargs, then)
-    except StageEnd as end:
+    except StageBoundary as end:
         return end.hidden if end.hidden._base is None else end.hidden.clone()  # FSDP hooks no views
     door.require_all_called()
     return found
 
 
-def _peers(piece: Workpiece) -> Peers:
-    mesh = piece.mesh.submesh("pp")
+def _peers(context: ParallelContext) -> StageGroup:
+    mesh = context.mesh.submesh("pp")
     group = mesh.get_group()
-    up = piece.mesh.second_group("pp") if piece.mesh.device.type == "cuda" else group
-    return Peers(
+    up = context.mesh.second_group("pp") if context.mesh.device.type == "cuda" else group
+    return StageGroup(
         mesh.get_local_rank(),
         tuple(dist.get_process_group_ranks(group)),
         group,
         up,
-        piece.mesh.device,
+        context.mesh.device,
     )
 
 
@@ -251,7 +251,7 @@ class Holding:
         """The holders of what `rank` has."""
         return {name: ranks for name in self._by_name if rank in (ranks := self.ranks_of(name))}
 
-    def strip(self, rank: int, door: Door, device: Any) -> frozenset[str]:
+    def strip(self, rank: int, door: StageForward, device: Any) -> frozenset[str]:
         """Put stand-ins where `rank` does not hold a parameter outside the blocks; names of
         modules that have some."""
         stripped: Counter[str] = Counter()
@@ -264,7 +264,7 @@ class Holding:
                 if parameter is None or rank in self.ranks_of(name):
                     continue
                 del part._parameters[key]
-                setattr(part, key, StandIn.of(parameter.detach(), name, door, device))
+                setattr(part, key, Placeholder.of(parameter.detach(), name, door, device))
                 stripped[owner] += 1
             if (
                 rank != self._pipeline.rank_of_stage[0]

@@ -29,7 +29,7 @@ SPLITS = "phalanx_splits_backward"  # attribute of a linear layer whose forward 
 
 
 @dataclass
-class LaterWeights:
+class DeferredWeightGrads:
     """What is due, by stage and microbatch."""
 
     _due: dict[Hashable, list[Work]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.batchnorm.layer import Synchronised, Tape
-from phalanx.parallel.dropout.rng import Draws
+from phalanx.parallel.dropout.rng import DropoutRng
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -26,7 +26,7 @@ MASKED_ATTENTION = "attend_by_blocks"  # ours, of long sequences
 COLLECTIVES = "_c10d_functional"
 
 
-def contexts_of(block: nn.Module, mode: str, draws: Draws) -> Contexts:
+def contexts_of(block: nn.Module, mode: str, draws: DropoutRng) -> Contexts:
     """A maker of (context of the forward, context of the recomputation): dropout drops the same
     again, too."""
     inner = _own_contexts(block, mode)

@@ -24,16 +24,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.dropout.rng import Draws
+from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.recompute.contexts import Contexts, contexts_of
 
 
-class Stretch:
+class RecomputeSegment:
     """Blocks in the order in which they are called."""
 
-    def __init__(self, blocks: Sequence[nn.Module], draws: Draws) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], draws: DropoutRng) -> None:
         self._blocks, self._draws = list(blocks), draws
-        self._pass: _Pass | None = None
+        self._pass: _SegmentForward | None = None
 
     def apply(self) -> None:
         """Replace the blocks' forwards."""
@@ -47,7 +47,7 @@ class Stretch:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if index == 0 or self._pass is None or self._pass.is_redone:
-            self._pass = _Pass()
+            self._pass = _SegmentForward()
         outputs = self._pass.call(self._blocks[index], forward, contexts(), args, kwargs)
         if index == len(self._blocks) - 1:
             self._pass.last_outputs.clear()
@@ -93,7 +93,7 @@ class _Call:
     surroundings: Callable[[], AbstractContextManager[None]]
 
 
-class _Pass:
+class _SegmentForward:
     """One forward through a stretch.
 
     The graph's places refer to it, and it to nothing of the graph.

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.recompute.contexts import contexts_of, selective_contexts
-from phalanx.parallel.recompute.segment import Stretch
+from phalanx.parallel.recompute.segment import RecomputeSegment
 from phalanx.plan.plan import Plan
 from phalanx.plan.segments import Segment, segments_of
 
@@ -25,32 +25,32 @@ class Recompute:
     def wanted(self, plan: Plan) -> bool:
         return plan.recompute != "none"
 
-    def apply(self, piece: Workpiece) -> None:
+    def apply(self, context: ParallelContext) -> None:
         """Replaces blocks' forwards; no wrapper module, so that names stay the user's own."""
-        for segment in own_segments(piece):
-            blocks = piece.blocks[segment.start : segment.stop]
-            if piece.plan.compile:
+        for segment in own_segments(context):
+            blocks = context.blocks[segment.start : segment.stop]
+            if context.plan.compile:
                 _refuse_uncompilable(blocks)
             if len(blocks) > 1:
-                Stretch(blocks, piece.draws).apply()
+                RecomputeSegment(blocks, context.draws).apply()
             else:
-                _recompute(blocks[0], segment, piece)
+                _recompute(blocks[0], segment, context)
 
 
-def own_segments(piece: Workpiece) -> Iterator[Segment]:
+def own_segments(context: ParallelContext) -> Iterator[Segment]:
     """Of the blocks that this rank has, counted among these. A stretch ends where a stage does."""
-    if piece.staged is None:
-        yield from planned_segments(piece.plan, len(piece.blocks))
+    if context.staged is None:
+        yield from planned_segments(context.plan, len(context.blocks))
         return
-    pipeline, numbers = piece.staged.pipeline, piece.block_numbers
-    planned = planned_segments(piece.plan, sum(pipeline.stages.num_blocks))
-    for stage in piece.staged.own_stages:
+    pipeline, numbers = context.staged.pipeline, context.block_numbers
+    planned = planned_segments(context.plan, sum(pipeline.stages.num_blocks))
+    for stage in context.staged.own_stages:
         begin, end = pipeline.stages.ranges[stage]
         if begin == end:
             continue
         first = numbers.index(begin)
-        here = segments_of("sqrt", end - begin) if piece.plan.recompute == "sqrt" else ()
-        for segment in planned if piece.plan.recompute != "sqrt" else ():
+        here = segments_of("sqrt", end - begin) if context.plan.recompute == "sqrt" else ()
+        for segment in planned if context.plan.recompute != "sqrt" else ():
             start, stop = max(segment.start, begin), min(segment.stop, end)
             if start < stop:
                 here = (*here, Segment(start - begin, stop - begin, segment.mode))
@@ -73,9 +73,9 @@ def planned_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
     return segments_of(plan.recompute, num_blocks, plan.recompute_every)
 
 
-def _recompute(block: nn.Module, segment: Segment, piece: Workpiece) -> None:
-    options: dict[str, Any] = {"context_fn": contexts_of(block, segment.mode, piece.draws)}
-    if piece.plan.compile:  # a compiler follows torch's own contexts, and no others
+def _recompute(block: nn.Module, segment: Segment, context: ParallelContext) -> None:
+    options: dict[str, Any] = {"context_fn": contexts_of(block, segment.mode, context.draws)}
+    if context.plan.compile:  # a compiler follows torch's own contexts, and no others
         options = {"context_fn": selective_contexts} if segment.mode == "selective" else {}
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 

@@ -1,9 +1,9 @@
 """tp: matrices are cut between ranks that work on the same tokens, by sharding rules, which are
 data.
 
-A cut parameter is a plain local tensor; `Workpiece.cuts` says which blocks of the full one it is.
-So data parallelism wraps what is left as if it were the whole model, and optimizers see ordinary
-tensors.
+A cut parameter is a plain local tensor; `ParallelContext.cuts` says which blocks of the full one it
+is. So data parallelism wraps what is left as if it were the whole model, and optimizers see
+ordinary tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from phalanx.mesh.linear import (
 )
 from phalanx.mesh.logical import Box, Cut, full_name
 from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
-from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor.dropout import WholeMasks, parts_dropped
 from phalanx.parallel.tensor.grad_sync import PartialGradients
@@ -44,28 +44,28 @@ class TensorParallel:
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.tp > 1
 
-    def apply(self, piece: Workpiece) -> None:
-        module, plan = piece.root.module, piece.plan
-        mesh = piece.mesh.submesh("tp")
+    def apply(self, context: ParallelContext) -> None:
+        module, plan = context.root.module, context.plan
+        mesh = context.mesh.submesh("tp")
         group = TensorGroup(
             name=mesh.get_group().group_name,
             rank=mesh.get_local_rank(),
             size=plan.layout.tp,
-            phases=piece.phases,
+            phases=context.phases,
             cuts_sequence=_cuts_sequence(module, plan),
             chunks=1 if plan.compile else plan.tp_chunks,
         )
-        rules = rules_for(module, plan.rules, piece.names)
+        rules = rules_for(module, plan.rules, context.names)
         surgery = _Surgery(
-            module, group, rules, absent=piece.absent, is_stage=piece.staged is not None
+            module, group, rules, absent=context.absent, is_stage=context.staged is not None
         )
         surgery.operate()
-        surgery.require_whole_masks(piece)
-        piece.cuts = surgery.cuts
+        surgery.require_whole_masks(context)
+        context.cuts = surgery.cuts
         partial = surgery.partial_parameters()
-        piece.before_finish = PartialGradients(group, partial, surgery.cuts).sum_over_ranks
-        piece.tensor_group = group
-        piece.explain = functools.partial(misfit, columns=surgery.open_columns())
+        context.before_finish = PartialGradients(group, partial, surgery.cuts).sum_over_ranks
+        context.tensor_group = group
+        context.explain = functools.partial(misfit, columns=surgery.open_columns())
 
 
 def rules_for(module: nn.Module, own: Mapping[str, str], names: Iterable[str]) -> tuple[Rule, ...]:
@@ -175,10 +175,10 @@ class _Surgery:
             tp_modules.Outputs(self.group, self._vocabularies, cut, last)
         )
 
-    def require_whole_masks(self, piece: Workpiece) -> None:
+    def require_whole_masks(self, context: ParallelContext) -> None:
         """Raises LayoutError for dropout of parts, now or in the first forward: masks by place
         are of the whole."""
-        plan, cuts_sequence = piece.plan, self.group.cuts_sequence
+        plan, cuts_sequence = context.plan, self.group.cuts_sequence
         for name, part in self._modules.items():
             if not isinstance(part, nn.modules.dropout._DropoutNd) or not part.p:
                 continue
@@ -193,7 +193,7 @@ class _Surgery:
             masks = WholeMasks(
                 self.module, self._modules, cut["column"], cut["row"], cuts_sequence=cuts_sequence
             )
-            piece.draws.require_whole = masks.require
+            context.draws.require_whole = masks.require
 
     def open_columns(self) -> list[OpenColumn]:
         """Columns whose features are not put together again by themselves."""

@@ -30,7 +30,7 @@ take."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class P2PMessage:
     """What reaches `stage` of a microbatch: its input, or with `is_gradient` the gradient of its
     output."""
 
@@ -44,21 +44,21 @@ class Parcel:
         return self.stage + (1 if self.is_gradient else -1)
 
 
-def made_by(action: Action, num_stages: int) -> Parcel | None:
+def made_by(action: Action, num_stages: int) -> P2PMessage | None:
     """What an action makes for another stage: F for the next one, B and I for the one before."""
     if action.kind == "F" and action.stage + 1 < num_stages:
-        return Parcel(action.stage + 1, action.microbatch, False)
+        return P2PMessage(action.stage + 1, action.microbatch, False)
     if action.kind in ("B", "I") and action.stage > 0:
-        return Parcel(action.stage - 1, action.microbatch, True)
+        return P2PMessage(action.stage - 1, action.microbatch, True)
     return None
 
 
-def needed_by(action: Action, num_stages: int) -> Parcel | None:
+def needed_by(action: Action, num_stages: int) -> P2PMessage | None:
     """What an action needs of another stage: F of the one before, B and I of the next one."""
     if action.kind == "F" and action.stage > 0:
-        return Parcel(action.stage, action.microbatch, False)
+        return P2PMessage(action.stage, action.microbatch, False)
     if action.kind in ("B", "I") and action.stage + 1 < num_stages:
-        return Parcel(action.stage, action.microbatch, True)
+        return P2PMessage(action.stage, action.microbatch, True)
     return None
 
 
@@ -72,10 +72,10 @@ class Messages:
     needed.
     """
 
-    coming: Mapping[int, tuple[Parcel, ...]]
+    coming: Mapping[int, tuple[P2PMessage, ...]]
     asks: tuple[tuple[int, ...], ...]
-    made_at: Mapping[Parcel, int]
-    needed_at: Mapping[Parcel, int]
+    made_at: Mapping[P2PMessage, int]
+    needed_at: Mapping[P2PMessage, int]
 
 
 def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messages:
@@ -83,9 +83,9 @@ def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messa
 
     `in_one_queue`: receives can keep other work back.
     """
-    coming: dict[int, list[Parcel]] = {}
-    made_at: dict[Parcel, int] = {}
-    needed_at: dict[Parcel, int] = {}
+    coming: dict[int, list[P2PMessage]] = {}
+    made_at: dict[P2PMessage, int] = {}
+    needed_at: dict[P2PMessage, int] = {}
     num_stages, owners = schedule.num_stages, schedule.rank_of_stage
     for other, row in enumerate(schedule.actions):
         for place, action in enumerate(row) if other != rank else ():
@@ -142,9 +142,9 @@ def _asks_in_order(
 
 def _own_actions_before(
     schedule: Schedule, rank: int, order: Sequence[tuple[int, int]]
-) -> dict[Parcel, int]:
+) -> dict[P2PMessage, int]:
     """How many own actions have to be queued before each message of another rank can be made."""
-    makers: dict[Parcel, int] = {}
+    makers: dict[P2PMessage, int] = {}
     before = [0] * schedule.num_ranks  # of the last action of each rank so far
     for other, place in order:
         action = schedule.actions[other][place]
@@ -162,8 +162,8 @@ def _own_actions_before(
 def _asks_ahead(
     schedule: Schedule,
     rank: int,
-    coming: Mapping[int, Sequence[Parcel]],
-    own_before: Mapping[Parcel, int],
+    coming: Mapping[int, Sequence[P2PMessage]],
+    own_before: Mapping[P2PMessage, int],
 ) -> tuple[tuple[int, ...], ...]:
     """What the next two actions need, and AHEAD more of the same rank, as soon as it depends on
     nothing to come."""
