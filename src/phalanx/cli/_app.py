@@ -64,8 +64,8 @@ class Verbs(TyperGroup):
         if args and args[0] not in names(PACKAGE):
             from phalanx.cli._spelling import suggest_verb
 
-            near = did_you_mean(args[0], names(PACKAGE)) or suggest_verb(args[0])
-            raise UsageMistake(f"no verb {args[0]!r}" + (f"; {near}" if near else ""))
+            suggestion = did_you_mean(args[0], names(PACKAGE)) or suggest_verb(args[0])
+            raise UsageMistake(f"no verb {args[0]!r}" + (f"; {suggestion}" if suggestion else ""))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -78,9 +78,10 @@ class SubVerbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
-            near = did_you_mean(args[0], list(self.commands))
+            suggestion = did_you_mean(args[0], list(self.commands))
             raise UsageMistake(
-                f"no verb {args[0]!r} of {ctx.info_name}" + (f"; {near}" if near else "")
+                f"no verb {args[0]!r} of {ctx.info_name}"
+                + (f"; {suggestion}" if suggestion else "")
             )
         return super().resolve_command(ctx, args)
 
@@ -122,8 +123,8 @@ def first_paragraph(docstring: str | None) -> str:
     return " ".join((docstring or "").split("\n\n")[0].split())
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
         from phalanx import __version__
 
         print(f"phalanx {__version__}")

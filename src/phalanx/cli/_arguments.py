@@ -27,8 +27,10 @@ def split_arguments(
         ending = Path(word).suffix
         is_misspelt = ending != ".toml" and difflib.get_close_matches(ending, [".toml"], cutoff=0.7)
         if is_misspelt and not os.path.exists(word):
-            near = did_you_mean(word, sorted(path.name for path in Path().glob("*.toml")))
-            raise UsageError(f"{word!r}: no such job file", fix=near or "phalanx init writes one")
+            suggestion = did_you_mean(word, sorted(path.name for path in Path().glob("*.toml")))
+            raise UsageError(
+                f"{word!r}: no such job file", fix=suggestion or "phalanx init writes one"
+            )
         if _KEY.fullmatch(word) and not os.path.exists(word):
             raise UsageError(
                 f"{word!r}: neither a job file nor an override", fix=f"an override is {word}=VALUE"

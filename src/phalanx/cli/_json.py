@@ -26,21 +26,21 @@ def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None
 
 
 @contextlib.contextmanager
-def printing_json(wanted: bool) -> Iterator[None]:
-    """Inside, an error is an object on standard output, too (phalanx.error/1), if JSON is
-    `wanted`."""
+def print_errors_as_json(as_json: bool) -> Iterator[None]:
+    """Inside, an error is an object on standard output, too (phalanx.error/1), if
+    `as_json`."""
     try:
         yield
     except PhalanxError as error:
-        if wanted:
+        if as_json:
             print_json("error", error.to_json())
         raise
 
 
 @contextlib.contextmanager
-def words_on_stderr(wanted: bool) -> Iterator[None]:
-    """Inside, what is meant for people goes to standard error if `wanted`."""
-    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+def send_words_to_stderr(as_json: bool) -> Iterator[None]:
+    """Inside, what is meant for people goes to standard error if `as_json`."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield
 
 

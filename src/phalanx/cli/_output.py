@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from phalanx.cli._json import printing_json
+from phalanx.cli._json import print_errors_as_json
 from phalanx.core.errors import PhalanxError
 from phalanx.core.printable import printable
 
@@ -22,7 +22,7 @@ def report_errors(as_json: bool) -> Iterator[None]:
     """Inside, the texts of a PhalanxError are made safe; with `as_json` it is printed as an
     object, too."""
     try:
-        with printing_json(as_json):
+        with print_errors_as_json(as_json):
             yield
     except PhalanxError as error:
         error.what = _safe(error.what)

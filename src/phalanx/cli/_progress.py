@@ -20,7 +20,7 @@ LINE_S = 5.0  # short work says nothing before its summary
 
 
 class ProgressLine:
-    """Bytes done of bytes in all, with what is said beside them. `kept_bytes` were done before this
+    """Bytes done of bytes in all, with words beside them. `kept_bytes` were done before this
     began.
     """
 
@@ -40,17 +40,19 @@ class ProgressLine:
         total_bytes: float,
         *,
         kept_bytes: float = 0.0,
-        said: str = "",
+        suffix: str = "",
         instead: str = "",
     ) -> None:
-        """`said` follows the numbers; `instead` is said instead of them, of work that has no
+        """`suffix` follows the numbers; `instead` is said instead of them, of work that has no
         measure.
         """
         now = time.monotonic()
         if now - self._told_s < (REDRAW_S if self._is_terminal else LINE_S):
             return
         self._told_s = now
-        words = instead or self._words(done_bytes, total_bytes, kept_bytes, now - self._began, said)
+        words = instead or self._words(
+            done_bytes, total_bytes, kept_bytes, now - self._began, suffix
+        )
         if self._is_terminal:
             self._draw(done_bytes, total_bytes, words)
         else:
@@ -72,11 +74,13 @@ class ProgressLine:
 
         return add
 
-    def _words(self, done: float, total: float, kept: float, elapsed_s: float, said: str) -> str:
-        rate = (done - kept) / elapsed_s if elapsed_s > 0 else 0.0
+    def _words(
+        self, done: float, total: float, skipped: float, elapsed_s: float, words: str
+    ) -> str:
+        rate = (done - skipped) / elapsed_s if elapsed_s > 0 else 0.0
         eta = format_seconds((total - done) / rate) if rate > 0 else "?"
         parts = [f"{done / 1e6:,.0f}/{total / 1e6:,.0f} MB", f"{rate / 1e6:.1f} MB/s"]
-        parts += [f"eta {eta}"] * (done < total) + [said]
+        parts += [f"eta {eta}"] * (done < total) + [words]
         return "  ".join(part for part in parts if part)
 
     def _draw(self, done: float, total: float, words: str) -> None:
@@ -92,7 +96,7 @@ class ProgressLine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """The bar goes: what is said afterwards says it all."""
+        """The bar goes: the lines after it say it all."""
         if self._bar is not None:
             self._bar.stop()
 

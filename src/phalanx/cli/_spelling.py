@@ -54,18 +54,18 @@ def sections_by_key() -> dict[str, tuple[str, ...]]:
 
 
 def suggest_option(
-    option: str, own: Sequence[str], arguments: Sequence[str], *, takes_keys: bool
+    option: str, options: Sequence[str], arguments: Sequence[str], *, takes_keys: bool
 ) -> str:
     """An option of the verb, or a key of the job with its value, instead of `--steps 100`."""
     name = option.lstrip("-").replace("-", "_").lower()
     if instead := OTHER_OPTIONS.get(name):
         return f"did you mean {instead}?"
-    near = did_you_mean(option, [text for text in own if text.startswith("--")])
+    suggestion = did_you_mean(option, [text for text in options if text.startswith("--")])
     if not takes_keys:
-        return near
+        return suggestion
     is_exact = name.rpartition(".")[2] in {*sections_by_key(), *OTHER_NAMES}
     keys = advice(option, sections_by_key(), _value_of(option, arguments))
-    return keys if keys and (is_exact or not near) else near or keys
+    return keys if keys and (is_exact or not suggestion) else suggestion or keys
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str:
@@ -95,20 +95,20 @@ def refuse_other_files(word: str) -> None:
     """Raise UsageError for what stands where a job file is expected and is plainly something
     else: what to write."""
     path = Path(word)
-    what, fix = "", ""
+    problem, fix = "", ""
     if path.is_dir():
-        what, fix = _describe_directory(path, word)
+        problem, fix = _describe_directory(path, word)
     elif path.is_file():
         if path.name.lower().endswith(SOURCE_ENDINGS):
-            what, fix = "is data, not a job file", f"write data.source={word}"
+            problem, fix = "is data, not a job file", f"write data.source={word}"
     elif word.startswith("hf:") or (
         ":" in word and "/" not in word and word.replace(":", "").replace(".", "").isidentifier()
     ):
-        what, fix = "is a model, not a job file", f"write model.kind={word}"
+        problem, fix = "is a model, not a job file", f"write model.kind={word}"
     elif os.sep not in word:
-        what, fix = _describe_name(word)
-    if what:
-        raise UsageError(f"{word!r} {what}", fix=fix)
+        problem, fix = _describe_name(word)
+    if problem:
+        raise UsageError(f"{word!r} {problem}", fix=fix)
 
 
 def _describe_directory(path: Path, word: str) -> tuple[str, str]:

@@ -70,7 +70,7 @@ def build(
     number of workers. A build that was stopped or killed goes on with the same command.
     """
     from phalanx.cli._data_build_output import BuildDisplay, print_build
-    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import ExitCode
     from phalanx.core.units import MIB
@@ -79,7 +79,7 @@ def build(
 
     display = BuildDisplay()
     try:
-        with printing_json(as_json), ProgressLine("building") as line:
+        with print_errors_as_json(as_json), ProgressLine("building") as line:
             dataset = build_dataset(
                 inputs,
                 Path(out),
@@ -116,13 +116,13 @@ def tokenizer(
 ) -> int:
     """Train a byte-level BPE on your corpus and write its tokenizer.json."""
     from phalanx.cli._data_build_output import print_tokenizer, show_training
-    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import ExitCode
     from phalanx.data.train_tokenizer import train_tokenizer
 
     try:
-        with printing_json(as_json), ProgressLine("training") as line:
+        with print_errors_as_json(as_json), ProgressLine("training") as line:
             trained = train_tokenizer(
                 inputs,
                 Path(out),
@@ -146,20 +146,20 @@ def verify(dataset: DatasetDir, as_json: JsonOption = False) -> int:
     import sys
 
     from phalanx.cli._data_stats_output import print_dataset_verdict
-    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import DataError
     from phalanx.core.units import plural
     from phalanx.data.verification import verify_with_progress
 
-    with printing_json(as_json), ProgressLine("verifying") as line:
+    with print_errors_as_json(as_json), ProgressLine("verifying") as line:
 
         def on_problem(problem: DataError) -> None:
             if not as_json:
                 print(f"phalanx: {problem}", file=sys.stderr)
 
         def on_progress(done: int, total: int, num_problems: int) -> None:
-            line.update(done, total, said=plural(num_problems, "problem") if num_problems else "")
+            line.update(done, total, suffix=plural(num_problems, "problem") if num_problems else "")
 
         result = verify_with_progress(dataset, on_problem=on_problem, on_progress=on_progress)
     if as_json:
@@ -178,13 +178,13 @@ def stats(
 ) -> int:
     """Documents, tokens, lengths and the most frequent tokens, with a picture."""
     from phalanx.cli._data_stats_output import print_stats
-    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.data.dataset import open_dataset
     from phalanx.data.stats import measure
     from phalanx.report.dataset_page import write_dataset_page
 
-    with printing_json(as_json):
+    with print_errors_as_json(as_json):
         opened = open_dataset(Path(dataset))
         with ProgressLine("reading") as line:
             measured = measure(opened, line.count_to(opened.num_token_bytes))
@@ -211,11 +211,11 @@ def ledger(
 ) -> int:
     """Prove from a run's records that no sample was repeated or left out; exit code 11 if one
     was."""
-    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.core.errors import ExitCode
     from phalanx.data.ledger import check_ledger
 
-    with printing_json(as_json):
+    with print_errors_as_json(as_json):
         report = check_ledger(Path(run))
     if as_json:
         print_json("data-ledger", report.to_json(), indent=1)

@@ -60,10 +60,10 @@ def command(
     nothing is written.
     """
     from phalanx.cli._arguments import split_arguments
-    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.core.errors import UsageError
 
-    with printing_json(as_json):
+    with print_errors_as_json(as_json):
         if models:
             _print_models(as_json)
             return 0

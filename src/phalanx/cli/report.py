@@ -24,10 +24,10 @@ def command(
     ] = False,
 ) -> int:
     """Write RUN/report.html: the run as one self-contained page."""
-    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.core.errors import UsageError
 
-    with printing_json(as_json):
+    with print_errors_as_json(as_json):
         run_dir = Path(run)
         if not (run_dir / "events").is_dir():
             raise UsageError(

@@ -68,7 +68,7 @@ def print_verification(
 ) -> int:
     """Load the job of these arguments, verify it and print its rows. Returns the exit code."""
     from phalanx.cli._arguments import override_model, split_arguments
-    from phalanx.cli._json import printing_json
+    from phalanx.cli._json import print_errors_as_json
     from phalanx.cli._launched import refuse_launcher
     from phalanx.cli._verify_table import RowPrinter
     from phalanx.job.load import load_job
@@ -77,7 +77,7 @@ def print_verification(
 
     refuse_launcher("verify")
     printer = RowPrinter(as_json=as_json)
-    with printing_json(as_json):
+    with print_errors_as_json(as_json):
         job_file, overrides = split_arguments(arguments)
         result = verify_job(
             load_job(job_file, override_model(model, overrides)),
