@@ -32,7 +32,10 @@ class BuildDisplay:
             " tokens"
         )
         line.update(
-            counts.read_bytes, progress.total_bytes, kept_bytes=progress.kept.read_bytes, said=text
+            counts.read_bytes,
+            progress.total_bytes,
+            kept_bytes=progress.kept.read_bytes,
+            suffix=text,
         )
 
     def print_interruption(self) -> None:
