@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from models import CPU
-from phalanx.job.foreign import foreign_shape
+from phalanx.job.module_probe import foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.mesh import logical

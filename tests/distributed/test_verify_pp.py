@@ -16,7 +16,7 @@ from test_verify import Plant, Rows, clip_by_local_norms, rows_of
 from torch.distributed.fsdp import FSDPModule
 
 from commands import run
-from phalanx.job.foreign import foreign_shape
+from phalanx.job.module_probe import foreign_shape
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import Place
 from phalanx.mesh.mesh import Mesh

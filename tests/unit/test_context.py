@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from models import CPU, shape
 from online_softmax import attention_by_blocks
 from phalanx.core.errors import LayoutError
-from phalanx.job.foreign import probe_foreign_shape
-from phalanx.job.rank_checks import context_parallel_keys_are_read
+from phalanx.job.checks.ranks import context_parallel_keys_are_read
+from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.mesh.attention_kernels import (
     CPU_FLASH,

@@ -21,10 +21,10 @@ from phalanx.checkpoint.exchange.translate import unstack_experts
 from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.model import preset_shape, shape_of
-from phalanx.job.model_toml import model_section
 from phalanx.job.presets import find_preset, list_presets
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import stored_shapes, tensor_shapes
+from phalanx.job.toml import model_section
 from phalanx.nn.models import decoder, vit
 
 KNOWN = [preset.name for preset in list_presets() if not preset_shape(preset).kv_rank]

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.cli import _app
 from phalanx.core.files import write_json_atomic
-from phalanx.job.explain import sections
+from phalanx.job.findings import sections
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 

@@ -13,8 +13,8 @@ import torch
 from hf_zoo import WIDTHS, ZOO, write_config
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.phases import Phases
-from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.load import load_job
+from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.linear import read_shard_rules

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import JobError
-from phalanx.job import check, fault_checks
-from phalanx.job.check import run_checks
-from phalanx.job.explain import sections
+from phalanx.job.checks import faults as fault_checks
+from phalanx.job.checks.run import CHECKS, run_checks
+from phalanx.job.findings import sections
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
 
@@ -36,7 +36,7 @@ def test_the_defaults_agree():
 
 def test_checks_read_keys_that_exist():
     every_key = {f"{section}.{key}" for section, keys in sections().items() for key in keys}
-    for one in check.CHECKS:
+    for one in CHECKS:
         assert set(one.asked_by) <= set(one.reads) <= every_key
 
 

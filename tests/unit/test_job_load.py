@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, JobError, Problem
-from phalanx.job.explain import sections
+from phalanx.job.findings import sections
 from phalanx.job.load import load_job, load_job_json, origins
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job

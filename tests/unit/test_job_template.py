@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from phalanx.cli import _app
 from phalanx.core.errors import JobError
 from phalanx.core.files import write_json_atomic
-from phalanx.job.explain import sections
+from phalanx.job.findings import sections
 from phalanx.job.json_schema import FILE, job_json_schema
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.job.foreign import _shape
+from phalanx.job.module_probe import _shape
 from phalanx.job.shape import ModelShape
 from phalanx.mesh.blocks import last_stage_names
 from phalanx.nn.probe import describe

@@ -16,7 +16,7 @@ from torch import nn
 
 from models import plan
 from phalanx.core.errors import DataError, LayoutError
-from phalanx.job.foreign import probe_foreign_shape
+from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe, refuse_silent_exits

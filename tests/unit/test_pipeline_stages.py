@@ -12,7 +12,7 @@ import pytest
 
 from commands import run
 from phalanx.core.errors import ExitCode, LayoutError
-from phalanx.job.foreign import probe_foreign_shape
+from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.observe.events import Envelope, PipelineMeasured

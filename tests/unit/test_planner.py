@@ -12,7 +12,7 @@ import pytest
 
 from models import CPU
 from phalanx.core.errors import DataError, ExitCode, LayoutError
-from phalanx.job.nearby import divisors, nearest
+from phalanx.job.nearest import divisors, nearest
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.cluster import CPU_HEADROOM, GPU_HEADROOM, Cluster, communicators_of

@@ -93,7 +93,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     [
         "plan.planner",
         "job.load",
-        "job.foreign",
+        "job.module_probe",
         "launch.supervisor",
         "report.page",
         "observe.console",

@@ -10,8 +10,8 @@ import torch
 
 from models import CPU
 from phalanx.core.errors import JobError
+from phalanx.job.learning_rate import PeakRate, peak_rate, reference_on_resume, resolved_optim
 from phalanx.job.load import load_job
-from phalanx.job.rate import PeakRate, peak_rate, reference_on_resume, resolved_optim
 from phalanx.job.schema import Job, Optim
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note

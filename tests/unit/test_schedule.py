@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from phalanx.job.rate import warmup_steps
+from phalanx.job.learning_rate import warmup_steps
 from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import ExitCode, LayoutError
-from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.load import load_job
 from phalanx.job.model import fixed_vocab_size, shape_of, what_follows
+from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.presets import list_presets
 from phalanx.job.presets.table import with_table
 from phalanx.job.shape import ModelShape, default_ffn_dim

@@ -13,9 +13,9 @@ from phalanx.cli import _app
 from phalanx.cli._spelling import OTHER_VERBS
 from phalanx.cli._spelling import sections_by_key as sections_of_the_file
 from phalanx.core.registry import names
-from phalanx.job.explain import leaves, sections
+from phalanx.job.findings import leaves, sections
+from phalanx.job.key_aliases import _ROWS, OTHER_NAMES, OTHER_OPTIONS, our_names
 from phalanx.job.load import load_job
-from phalanx.job.other_names import _ROWS, OTHER_NAMES, OTHER_OPTIONS, our_names
 
 
 def told(capsys: pytest.CaptureFixture[str], line: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from models import CPU
-from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.load import load_job
+from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.explain import describe

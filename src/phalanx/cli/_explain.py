@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.terminal import print_document, print_painted
-from phalanx.job.explain import printable
+from phalanx.job.findings import printable
 from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
 from phalanx.run.explain import Explained, explain, explain_json

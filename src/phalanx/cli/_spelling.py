@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.cli._complete import job_keys
 from phalanx.core.errors import UsageError, did_you_mean
-from phalanx.job.other_names import OTHER_NAMES, OTHER_OPTIONS, advice
+from phalanx.job.key_aliases import OTHER_NAMES, OTHER_OPTIONS, advice
 
 # Verbs of other tools, and words for what ours do.
 OTHER_VERBS: Mapping[str, str] = {

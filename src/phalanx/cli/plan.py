@@ -97,7 +97,7 @@ def command(
 
 
 def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
-    from phalanx.job.own_dataset import is_own_dataset
+    from phalanx.job.user_dataset import is_own_dataset
     from phalanx.plan.explain import describe
     from phalanx.run.next_command import suggest_after_planning
 

@@ -21,8 +21,8 @@ from phalanx.data.tokenizer import BYTES, load_tokenizer
 from phalanx.data.tokens import SPLITS, choose_split, split_tokens
 from phalanx.data.user_dataset import UserFacts
 from phalanx.data.workers import probe_user_dataset
-from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Data
+from phalanx.job.user_dataset import is_own_dataset
 
 
 @dataclass(frozen=True)

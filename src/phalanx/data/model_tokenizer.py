@@ -18,8 +18,8 @@ from phalanx.data.corpus import MANIFEST, Corpus, load_corpus
 from phalanx.data.dataset import TokenizerFacts, read_manifest
 from phalanx.data.token_sources import NO_TOKENIZER, find_kind
 from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, load_tokenizer
-from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Data
+from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.plan import EarlyWarning
 from phalanx.plan.warnings import NOTHING_MORE, MoreRemarks
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from phalanx.core.errors import JobError, Problem, did_you_mean
 from phalanx.core.files import read_regular
-from phalanx.job.check import run_checks
-from phalanx.job.explain import Finding, annotation, dotted, printable, sections
+from phalanx.job.checks.run import run_checks
+from phalanx.job.findings import Finding, annotation, dotted, printable, sections
 from phalanx.job.overrides import Override, overlay, parse_overrides
 from phalanx.job.positions import Path, Place, Spot, locate
 from phalanx.job.schema import Job

@@ -7,10 +7,10 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.hugging_face import is_hugging_face, told_vocab_size
-from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.presets import Preset, find_preset, preset_names
 from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape, default_ffn_dim
+from phalanx.job.user_dataset import is_own_dataset
 
 DEFAULT_PRESETS = {"decoder": "small", "vit": "small-vit"}
 SHAPE_KEYS = tuple(
@@ -57,7 +57,7 @@ def shape_of(job: Job, vocab_size: int) -> ModelShape:
 
     `vocab_size`: what the data needs, where the job does not fix it.
     """
-    assert not job.model.is_foreign, "a user's own model is measured: see phalanx.job.foreign"
+    assert not job.model.is_foreign, "a user's own model is measured: see phalanx.job.module_probe"
     return _shape(_resolved(job.model), vocab_size, job.data.seq_len)
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from phalanx.core.errors import did_you_mean
-from phalanx.job.explain import Finding, annotation, arms, leaves, printable, sections
-from phalanx.job.other_names import advice
+from phalanx.job.findings import Finding, annotation, arms, leaves, printable, sections
+from phalanx.job.key_aliases import advice
 from phalanx.job.positions import Path
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")

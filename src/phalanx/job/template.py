@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Collection
 from typing import Any
 
-from phalanx.job.explain import sections, wanted_at
+from phalanx.job.findings import sections, wanted_at
 from phalanx.job.json_schema import job_json_schema
 from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from phalanx.job.explain import Finding, annotation, arms, unknown, wrong_value
+from phalanx.job.findings import Finding, annotation, arms, unknown, wrong_value
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
 

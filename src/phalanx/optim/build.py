@@ -13,7 +13,7 @@ from torch import nn
 
 from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.core.registry import resolve
-from phalanx.job.rate import RANDOM_WEIGHTS_LR
+from phalanx.job.learning_rate import RANDOM_WEIGHTS_LR
 from phalanx.job.schema import Optim
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor, shard_of
 from phalanx.optim.groups import decay_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.job.rate import peak_rate, warmup_steps
+from phalanx.job.learning_rate import peak_rate, warmup_steps
 from phalanx.job.schema import Job
 
 

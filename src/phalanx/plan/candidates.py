@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
-from phalanx.job.expert_checks import experts_can_do_it, ranks_for_experts
-from phalanx.job.nearby import divisors
+from phalanx.job.checks.experts import experts_can_do_it, ranks_for_experts
+from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.communication import context_bytes, exchanged_bytes

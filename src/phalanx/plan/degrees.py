@@ -12,9 +12,9 @@ import math
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
-from phalanx.job.expert_checks import experts_can_do_it, misfit, not_divided, ranks_for_experts
+from phalanx.job.checks.experts import experts_can_do_it, misfit, not_divided, ranks_for_experts
 from phalanx.job.hugging_face import is_hugging_face
-from phalanx.job.nearby import divisors, divisors_near, multiples_near, nearest
+from phalanx.job.nearest import divisors, divisors_near, multiples_near, nearest
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.nearby import nearest_degrees
+from phalanx.job.nearest import nearest_degrees
 from phalanx.job.schema import Parallel
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from phalanx.core.units import format_bytes
 from phalanx.job import counts
-from phalanx.job.expert_checks import WHY
+from phalanx.job.checks.experts import WHY
+from phalanx.job.learning_rate import peak_rate
 from phalanx.job.model import what_follows
-from phalanx.job.rate import peak_rate
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import ModelShape
 from phalanx.plan.candidates import Weighing, degrees_for

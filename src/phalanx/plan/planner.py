@@ -8,9 +8,9 @@ from typing import Any
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import DataError, LayoutError
-from phalanx.job.foreign import foreign_shape
+from phalanx.job.learning_rate import peak_rate
 from phalanx.job.model import shape_of
-from phalanx.job.rate import peak_rate
+from phalanx.job.module_probe import foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.candidates import Weighing, candidates_of, choose, explained

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.core.units import format_count, plural
-from phalanx.job.rate import RANDOM_WEIGHTS_LR, TRAINED_WEIGHTS_LR, trained_weights, unscaled_rate
+from phalanx.job.learning_rate import (
+    RANDOM_WEIGHTS_LR,
+    TRAINED_WEIGHTS_LR,
+    trained_weights,
+    unscaled_rate,
+)
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.bubble import long_bubble, nothing_to_put_off
 from phalanx.plan.plan import EarlyWarning, Plan

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
 from phalanx.core.registry import told
-from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Job
 from phalanx.job.shape import Holder, Measured, ModelShape
+from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.layout import DataParallel
 from phalanx.plan.rule_checks import check_rules
 from phalanx.plan.rules import CUTS, Rule, rule_of

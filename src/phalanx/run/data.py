@@ -16,9 +16,9 @@ from phalanx.data.samples import SampleSpec
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.data.tokens import SPLITS, Split
 from phalanx.data.user_dataset import LOOKED_AT, UserFacts, digest_of_some, open_user_dataset
-from phalanx.job.own_dataset import num_workers
-from phalanx.job.rate import peak_rate
+from phalanx.job.learning_rate import peak_rate
 from phalanx.job.schema import Job
+from phalanx.job.user_dataset import num_workers
 from phalanx.launch.paths import rank_log
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus

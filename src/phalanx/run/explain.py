@@ -9,12 +9,12 @@ from typing import Any
 
 from phalanx.core.units import GIB, format_bytes, format_count
 from phalanx.data.tokenizer import BYTES
+from phalanx.job.learning_rate import MAX_DEFAULT_WARMUP, peak_rate, scaling_rule, warmup_steps
 from phalanx.job.load import Origin, told
 from phalanx.job.model import preset_of
-from phalanx.job.own_dataset import num_workers
-from phalanx.job.rate import MAX_DEFAULT_WARMUP, peak_rate, scaling_rule, warmup_steps
 from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
+from phalanx.job.user_dataset import num_workers
 from phalanx.observe.units import TEXT, Units, units_of
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.pipeline.pipeline_plan import Pipeline

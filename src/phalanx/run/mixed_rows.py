@@ -14,7 +14,7 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
-from phalanx.job.foreign import SHAPE_CACHE, ask_process, last_line, sources_of, states_of
+from phalanx.job.module_probe import SHAPE_CACHE, ask_process, last_line, sources_of, states_of
 from phalanx.job.schema import Job
 from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code, row_warnings
 from phalanx.plan.plan import EarlyWarning, Plan

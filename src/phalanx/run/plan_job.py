@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.data.look import look_at_data
 from phalanx.data.tokenizer import BYTES
-from phalanx.job.foreign import foreign_shape
 from phalanx.job.model import fixed_vocab_size, shape_of
-from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.module_probe import foreign_shape
 from phalanx.job.schema import Data, Job
+from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.data_counts import count_looked_data, describe_look

@@ -14,8 +14,8 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.files import open_run_directory
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
-from phalanx.job.foreign import foreign_shape
 from phalanx.job.model import fixed_vocab_size, refuse_other_data
+from phalanx.job.module_probe import foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.launch.paths import refuse_linked_folders

@@ -13,9 +13,9 @@ from phalanx.core.digest import differing_keys
 from phalanx.core.errors import JobError, LayoutError, Problem, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
-from phalanx.job.explain import given
+from phalanx.job.findings import given
+from phalanx.job.learning_rate import reference_on_resume
 from phalanx.job.load import load_job, load_job_json
-from phalanx.job.rate import reference_on_resume
 from phalanx.job.schema import Job, Parallel
 from phalanx.optim.schedule import learning_rate
 from phalanx.plan.cluster import detect_cluster

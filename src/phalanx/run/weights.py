@@ -16,7 +16,7 @@ from phalanx.checkpoint.reading.mismatch import MismatchError
 from phalanx.checkpoint.stores import Store, find_checkpoint
 from phalanx.core.errors import CheckpointError, RunLockedError
 from phalanx.core.phases import Phases
-from phalanx.job.rate import resolved_optim
+from phalanx.job.learning_rate import resolved_optim
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.build import build_model

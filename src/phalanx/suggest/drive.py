@@ -8,9 +8,9 @@ from pathlib import Path
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.files import read_json
 from phalanx.data.prepare import prepare_corpus
-from phalanx.job.foreign import foreign_shape
-from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.module_probe import foreign_shape
 from phalanx.job.schema import Job
+from phalanx.job.user_dataset import is_own_dataset
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus

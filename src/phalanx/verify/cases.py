@@ -9,9 +9,9 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import names
+from phalanx.job.checks.pipeline import pipelines_can_do_it
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import shape_of
-from phalanx.job.pipeline_checks import pipelines_can_do_it
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster

@@ -12,10 +12,10 @@ from typing import Any
 from phalanx.core.errors import LayoutError, UsageError, did_you_mean
 from phalanx.core.units import format_count, plural
 from phalanx.data.look import look_at_data
-from phalanx.job.foreign import foreign_shape
 from phalanx.job.model import shape_of
-from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.module_probe import foreign_shape
 from phalanx.job.schema import Data, Job
+from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.verify.cases import (

@@ -12,8 +12,8 @@ from pathlib import Path
 from phalanx.core.errors import PhalanxError, ResourceError, UsageError
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.hugging_face import preloaded
-from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Job
+from phalanx.job.user_dataset import is_own_dataset
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus

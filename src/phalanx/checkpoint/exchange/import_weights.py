@@ -18,9 +18,8 @@ from phalanx.checkpoint.exchange.sources import open_source
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.units import format_count
 from phalanx.job.load import load_job
-from phalanx.job.model_toml import model_section
 from phalanx.job.schema import Data
-from phalanx.job.toml import toml_value
+from phalanx.job.toml import model_section, toml_value
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.nearby import multiples_near
+from phalanx.job.nearest import multiples_near
 
 KEPT = 32  # index tensors: a training meets one length or two, a sample of text some more
 

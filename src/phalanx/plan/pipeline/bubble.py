@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
-from phalanx.job.nearby import divisors
+from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.costs import parts_of
 from phalanx.plan.pipeline.cut import LayerCosts, cut_for_ranks

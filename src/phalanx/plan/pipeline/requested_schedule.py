@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.nearby import divisors, nearest
+from phalanx.job.nearest import divisors, nearest
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.check import require_runnable
 from phalanx.plan.pipeline.generate import can_run, default_stages_per_rank, require_stages_per_rank

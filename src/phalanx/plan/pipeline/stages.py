@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.nearby import divisors
+from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.pipeline.bubble import LIMIT, enough_microbatches

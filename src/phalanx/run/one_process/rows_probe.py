@@ -24,8 +24,8 @@ from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import resolve
 from phalanx.data.user_dataset import UserSamples, open_user_dataset
-from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Job
+from phalanx.job.user_dataset import is_own_dataset
 from phalanx.nn.build import MODELS
 from phalanx.plan.mixed_rows import RowFacts
 from phalanx.plan.plan import Plan

@@ -17,8 +17,8 @@ from phalanx.data.prepare import prepare_corpus
 from phalanx.data.tokenizer import BYTES
 from phalanx.data.tokenizer_files import collect_tokenizer_files
 from phalanx.data.tokens import Split
-from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Eval, Job
+from phalanx.job.user_dataset import is_own_dataset
 from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import recorded
 from phalanx.observe.units import Units, units_of

@@ -20,11 +20,11 @@ from phalanx.core.units import plural
 from phalanx.data.corpus import MANIFEST as CORPUS
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.tokenizer import TOKENIZER_FILE
-from phalanx.job.foreign import foreign_shape
 from phalanx.job.hugging_face import CONFIG, PREFIX, weights_directory
 from phalanx.job.hugging_face import read_config as read_hugging_face
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.model import fixed_vocab_size
+from phalanx.job.module_probe import foreign_shape
 from phalanx.job.schema import Data, Job, Parallel
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import detect_cluster

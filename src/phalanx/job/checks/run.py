@@ -11,32 +11,24 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from phalanx.job import (
-    checkpoint_checks,
-    expert_checks,
-    fault_checks,
-    kind_checks,
-    pipeline_checks,
-    rank_checks,
-    train_checks,
-)
-from phalanx.job.data_checks import QUESTIONS as DATA_QUESTIONS
-from phalanx.job.explain import Finding
-from phalanx.job.model_checks import QUESTIONS as MODEL_QUESTIONS
-from phalanx.job.question import Check, path_of
+from phalanx.job.checks import checkpoint, experts, faults, names, pipeline, ranks, training
+from phalanx.job.checks.check import Check, path_of
+from phalanx.job.checks.data import QUESTIONS as DATA_QUESTIONS
+from phalanx.job.checks.model import QUESTIONS as MODEL_QUESTIONS
+from phalanx.job.checks.secrets import secrets_in
+from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
-from phalanx.job.secret_checks import secrets_in
 
 CHECKS: tuple[Check, ...] = (
     *(Check(question, keys, keys) for question, keys in MODEL_QUESTIONS),
-    *kind_checks.CHECKS,
+    *names.CHECKS,
     *(Check(question, keys, keys) for question, keys in DATA_QUESTIONS),
-    *rank_checks.CHECKS,
-    *pipeline_checks.CHECKS,
-    *expert_checks.CHECKS,
-    *train_checks.CHECKS,
-    *checkpoint_checks.CHECKS,
-    *fault_checks.CHECKS,
+    *ranks.CHECKS,
+    *pipeline.CHECKS,
+    *experts.CHECKS,
+    *training.CHECKS,
+    *checkpoint.CHECKS,
+    *faults.CHECKS,
 )
 
 

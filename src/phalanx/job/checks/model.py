@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable
 
 from phalanx.core.errors import did_you_mean
-from phalanx.job.explain import Finding
+from phalanx.job.findings import Finding
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import DEFAULT_PRESETS, SHAPE_KEYS, shape_of
-from phalanx.job.nearby import divisors_near, multiples_near
+from phalanx.job.nearest import divisors_near, multiples_near
 from phalanx.job.presets import find_preset, preset_names
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape

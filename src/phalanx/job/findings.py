@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from phalanx.core.errors import did_you_mean
-from phalanx.job.other_names import OTHER_NAMES, advice
+from phalanx.job.key_aliases import OTHER_NAMES, advice
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
 

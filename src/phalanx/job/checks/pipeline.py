@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.job.explain import Finding
-from phalanx.job.question import check, finding
+from phalanx.job.checks.check import check, finding
+from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
 
 KEYS = ("schedule", "schedule_file", "stages_per_rank", "stage_blocks", "first_stage", "last_stage")

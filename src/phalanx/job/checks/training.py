@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phalanx.core import registry
-from phalanx.job.explain import Finding, printable
-from phalanx.job.question import check, finding
-from phalanx.job.rate import warmup_steps
+from phalanx.job.checks.check import check, finding
+from phalanx.job.findings import Finding, printable
+from phalanx.job.learning_rate import warmup_steps
 from phalanx.job.schema import Job
 
 # Schedule and optimizer

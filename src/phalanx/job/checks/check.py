@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.job.explain import Finding
+from phalanx.job.findings import Finding
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phalanx.core.units import plural
-from phalanx.job.explain import Finding
-from phalanx.job.nearby import divisors, divisors_near, multiples_near, nearest_degrees
-from phalanx.job.question import check, finding
+from phalanx.job.checks.check import check, finding
+from phalanx.job.findings import Finding
+from phalanx.job.nearest import divisors, divisors_near, multiples_near, nearest_degrees
 from phalanx.job.schema import Job
 
 

@@ -8,10 +8,10 @@ import os
 
 from phalanx.core import registry
 from phalanx.core.errors import LayoutError, did_you_mean
-from phalanx.job.explain import Finding, printable
+from phalanx.job.checks.check import check, finding
+from phalanx.job.findings import Finding, printable
 from phalanx.job.hugging_face import CONFIG, is_hugging_face, read_config
 from phalanx.job.presets import preset_names
-from phalanx.job.question import check, finding
 from phalanx.job.schema import Job
 
 MODELS, SINKS = "phalanx.nn.models", "phalanx.observe.sinks"

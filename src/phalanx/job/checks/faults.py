@@ -7,10 +7,10 @@ from dataclasses import replace
 from phalanx.core import registry
 from phalanx.core.errors import did_you_mean
 from phalanx.core.phases import PHASES
-from phalanx.job.explain import Finding
-from phalanx.job.kind_checks import is_own_name, names_in
-from phalanx.job.question import check
-from phalanx.job.rank_checks import known_ranks
+from phalanx.job.checks.check import check
+from phalanx.job.checks.names import is_own_name, names_in
+from phalanx.job.checks.ranks import known_ranks
+from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
 
 FAULTS = "phalanx.resilience.faults"

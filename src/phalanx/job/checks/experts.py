@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 
-from phalanx.job.explain import Finding
-from phalanx.job.model_checks import shape_or_none
-from phalanx.job.nearby import divisors, nearest
-from phalanx.job.question import check, finding
+from phalanx.job.checks.check import check, finding
+from phalanx.job.checks.model import shape_or_none
+from phalanx.job.findings import Finding
+from phalanx.job.nearest import divisors, nearest
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 

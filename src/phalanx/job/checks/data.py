@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.explain import Finding
+from phalanx.job.findings import Finding
 from phalanx.job.model import fixed_vocab_size, shape_of
-from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Data, Job
+from phalanx.job.user_dataset import is_own_dataset
 
 Question = Callable[[Job], list[Finding]]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phalanx.core.store_urls import refusal
-from phalanx.job.explain import Finding, printable
-from phalanx.job.question import check, finding
+from phalanx.job.checks.check import check, finding
+from phalanx.job.findings import Finding, printable
 from phalanx.job.schema import Job
 
 

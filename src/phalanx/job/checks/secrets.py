@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.core.secrets import carried_secret
-from phalanx.job.explain import Finding
+from phalanx.job.findings import Finding
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
 
