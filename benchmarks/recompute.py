@@ -30,7 +30,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import kept_bytes
+from phalanx.plan.memory import bytes_at_forward_end
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload
@@ -133,7 +133,9 @@ def main() -> None:
     print("| mode | kept, predicted | kept, measured | step / none |\n|---|---|---|---|")
     for name, plan in plans.items():
         work = Workload(arguments.rows, arguments.seq_len, "fp32", plan.recompute, 2048)
-        predicted = kept_bytes(plan.model_shape, replace(work, segments=plan.recompute_segments))
+        predicted = bytes_at_forward_end(
+            plan.model_shape, replace(work, segments=plan.recompute_segments)
+        )
         ratio = min(seconds[name][1:]) / alone
         print(
             f"| {name} | {predicted / 2**20:.1f} MiB | {measured[name] / 2**20:.1f} MiB |"

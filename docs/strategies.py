@@ -13,15 +13,15 @@ from phalanx.core.units import GIB, format_bytes
 from phalanx.job.counts import ffn_params
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
-from phalanx.plan.cluster import Cluster, capacity_of
-from phalanx.plan.communication import cp_bytes_per_step, sent_per_step
+from phalanx.plan.cluster import Cluster, rank_capacity_bytes
+from phalanx.plan.communication import cp_bytes_per_step, pp_bytes_per_step
 from phalanx.plan.communication import ep_bytes_per_step as sent_over_ep
 from phalanx.plan.memory import MIXED_FP16_ADAM, state_bytes
 from phalanx.plan.pipeline.closed_forms import bubble, idle_s, peak_in_flight
 from phalanx.plan.pipeline.simulate import StageCosts, simulate
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.workload import Workload, of_one_rank, work_of
+from phalanx.plan.workload import Workload, build_workload, shard_shape
 
 GPUS = 8
 CARD = Cluster("cuda", GPUS, 80 * GIB)
@@ -116,13 +116,15 @@ def plan_of(job: Job) -> tuple[Plan, Workload]:
     plan = make_plan(job, cluster=ROOM)
     layout = plan.layout
     counts = {"micro_batch_size": plan.micro_batch_size, "num_microbatches": plan.num_microbatches}
-    return plan, work_of(job, plan.model_shape, **counts, tp=layout.tp, cp=layout.cp, ep=layout.ep)
+    return plan, build_workload(
+        job, plan.model_shape, **counts, tp=layout.tp, cp=layout.cp, ep=layout.ep
+    )
 
 
 def state_bytes_sent(plan: Plan) -> float:
     """Gradients and weights that one rank sends in a step."""
     layout, shape, staged = plan.layout, plan.model_shape, plan.layout.pp > 1
-    params = of_one_rank(shape, layout.tp).num_params / layout.pp
+    params = shard_shape(shape, layout.tp).num_params / layout.pp
     root = (shape.num_params - shape.blocks_params) / layout.tp
     shards = layout.dp_shard * layout.cp if plan.zero_stage else layout.data_parallel_size
     sent = data_parallel_bytes(
@@ -150,10 +152,10 @@ def activation_bytes_sent(plan: Plan, work: Workload) -> float:
         )
         sent += of_one * work.num_microbatches
     if layout.cp > 1:
-        sent += cp_bytes_per_step(of_one_rank(shape, layout.tp), work)
+        sent += cp_bytes_per_step(shard_shape(shape, layout.tp), work)
     if plan.pipeline is not None:
-        here = of_one_rank(shape, layout.tp)
-        sent += max(sent_per_step(here, work, plan.pipeline, rank) for rank in range(layout.pp))
+        here = shard_shape(shape, layout.tp)
+        sent += max(pp_bytes_per_step(here, work, plan.pipeline, rank) for rank in range(layout.pp))
     return sent
 
 
@@ -180,7 +182,7 @@ def layouts() -> list[Sequence[str]]:
         plan, work = plan_of(job)
         memory, total = plan.chosen.predicted_bytes, plan.chosen.total_bytes
         states = sum(memory[part] for part in ("parameters", "gradients", "optimizer"))
-        fits = "fits" if total <= capacity_of(job, CARD, GPUS) else "does not fit"
+        fits = "fits" if total <= rank_capacity_bytes(job, CARD, GPUS) else "does not fit"
         waits = (
             ""
             if plan.pipeline is None

@@ -14,7 +14,7 @@ from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
-from phalanx.plan.segments import segments_of
+from phalanx.plan.segments import list_segments
 from ranks import run_ranks
 
 pytestmark = [  # dynamo's own
@@ -28,7 +28,7 @@ pytestmark = [  # dynamo's own
 
 def recomputed(a_plan: Plan, mode: str) -> Plan:
     return replace(
-        a_plan, recompute=mode, recompute_every=2, recompute_segments=segments_of(mode, 2, 2)
+        a_plan, recompute=mode, recompute_every=2, recompute_segments=list_segments(mode, 2, 2)
     )
 
 

@@ -29,7 +29,7 @@ from phalanx.plan.communication import cp_bytes_per_step
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.workload import of_one_rank, work_of
+from phalanx.plan.workload import shard_shape, build_workload
 from phalanx.train.generate import generate_tokens
 from ranks import run_ranks
 
@@ -91,7 +91,7 @@ def count_sent(rank: int, num_ranks: int, parallel: dict[str, Any]) -> tuple[int
 def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
     num_ranks, parallel = LAYOUTS[name]
     a_plan, a_job = plan(num_ranks, **parallel), job(num_ranks, **parallel)
-    work = work_of(
+    work = build_workload(
         a_job,
         a_plan.model_shape,
         micro_batch_size=BATCH,
@@ -99,7 +99,7 @@ def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
         tp=a_plan.layout.tp,
         cp=a_plan.layout.cp,
     )
-    here = of_one_rank(a_plan.model_shape, work.tp)
+    here = shard_shape(a_plan.model_shape, work.tp)
     wanted = cp_bytes_per_step(here, work)
     c, size = a_plan.layout.cp, 2 if a_plan.precision == "bf16" else 4
     heads = (

@@ -23,9 +23,9 @@ from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.saved_tensors import SavedBytes
 from phalanx.plan.activations import QUERY_BLOCK
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import activation_bytes, kept_bytes
+from phalanx.plan.memory import activation_bytes, bytes_at_forward_end
 from phalanx.plan.planner import make_plan
-from phalanx.plan.segments import mixed, segments_of
+from phalanx.plan.segments import list_segments, mix_segments
 from phalanx.plan.workload import Workload
 from ranks import run_ranks
 
@@ -111,7 +111,9 @@ def test_masks_of_long_sequences_are_not_kept(documents: bool) -> None:
     changes, length = VARIANTS["gemma3"], QUERY_BLOCK + 100
     (num_bytes,) = run_ranks(1, saved_bytes, changes, "fp32", documents, 2, length)
     work = Workload(2, length, "fp32", "none", 1024, document_masks=documents)
-    assert num_bytes == pytest.approx(kept_bytes(replace(BASE, **changes), work), rel=0.003)
+    assert num_bytes == pytest.approx(
+        bytes_at_forward_end(replace(BASE, **changes), work), rel=0.003
+    )
 
 
 def saved_bytes(
@@ -170,7 +172,7 @@ def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
 def alive_with(mode: str, shape: ModelShape, precision: str) -> tuple[int, int, float, float]:
     """(bytes where the forward ends, at the worst moment of the backward, and what is predicted
     of both)."""
-    segments = segments_of(mode, shape.num_layers, 2)
+    segments = list_segments(mode, shape.num_layers, 2)
     job = Job.model_validate({"train": {"global_batch_size": 48}, "parallel": {"ranks": 1}})
     plan = replace(
         make_plan(job, cluster=CPU, shape=shape), recompute=mode, recompute_segments=segments
@@ -185,7 +187,7 @@ def alive_with(mode: str, shape: ModelShape, precision: str) -> tuple[int, int, 
         kept = alive.most = alive.now
         loss.backward()
     work = Workload(48, 64, precision, mode, 1024, segments=segments)
-    return kept, alive.most, kept_bytes(shape, work), activation_bytes(shape, work)
+    return kept, alive.most, bytes_at_forward_end(shape, work), activation_bytes(shape, work)
 
 
 RECOMPUTED = (
@@ -234,8 +236,10 @@ def test_more_blocks_recomputed_keep_less(changes: dict[str, Any]) -> None:
         replace(BASE, **changes | {"num_layers": 6}),
         Workload(4, 64, "bf16", "none", 1024),
     )
-    choices = [mixed(6, n, 0) for n in range(7)] + [mixed(6, 6, n) for n in range(1, 7)]
-    kept = [kept_bytes(shape, replace(work, segments=segments)) for segments in choices]
+    choices = [mix_segments(6, n, 0) for n in range(7)] + [
+        mix_segments(6, 6, n) for n in range(1, 7)
+    ]
+    kept = [bytes_at_forward_end(shape, replace(work, segments=segments)) for segments in choices]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == len(kept)
 

@@ -18,8 +18,8 @@ from phalanx.data.loader import Share, build_held_out_batches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate, digest_of_some
 from phalanx.job.schema import Data
-from phalanx.parallel.call.bind_batch import call_with_batch
 from phalanx.job.user_dataset import is_own_dataset, num_workers
+from phalanx.parallel.call.bind_batch import call_with_batch
 
 
 class Listed:

@@ -13,10 +13,10 @@ from phalanx.job.counts import experts_params, spread_params
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.communication import ep_bytes_per_step, exchanged_bytes
-from phalanx.plan.explain import describe
+from phalanx.plan.communication import ep_buffer_bytes, ep_bytes_per_step
+from phalanx.plan.explain import describe_plan
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import StateBytes, held_params, state_bytes, uneven_share
+from phalanx.plan.memory import StateBytes, rank_params, state_bytes, uneven_share
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload
@@ -49,7 +49,7 @@ def test_experts_are_held_in_parts_and_the_rest_whole() -> None:
     for kind, size in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
         saved = whole.chosen.predicted_bytes[kind] - spread.chosen.predicted_bytes[kind]
         assert saved == size * elsewhere, kind
-    assert held_params(whole.model_shape, 4) == whole.num_params - elsewhere
+    assert rank_params(whole.model_shape, 4) == whole.num_params - elsewhere
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_shards_are_as_large_and_gathered_ones_smaller() -> None:
 
 
 def test_mixtral_on_64_gpus_says_what_experts_take_and_send() -> None:
-    whole, spread = "\n".join(describe(mixtral())), "\n".join(describe(mixtral(ep=8)))
+    whole, spread = "\n".join(describe_plan(mixtral())), "\n".join(describe_plan(mixtral(ep=8)))
     assert "zero3 (dp_shard=64)" in whole
     assert "experts: each rank gathers all 8 of a block" in whole
     assert "parallel.ep=8 would save" in whole
@@ -127,7 +127,7 @@ def test_rows_are_sent_four_times_for_each_layer_and_microbatch() -> None:
     rows = 3 * 64 * 2 * 3 // 4  # of 2 experts per token 3 of 4 lie on other ranks
     assert ep_bytes_per_step(shape, work) == 4 * 3 * 5 * rows * 128 * 2
     assert ep_bytes_per_step(shape, replace(work, ep=1)) == 0
-    assert exchanged_bytes(shape, work) == 2 * 3 * 64 * 2 * 128 * 2
+    assert ep_buffer_bytes(shape, work) == 2 * 3 * 64 * 2 * 128 * 2
 
 
 def test_stages_of_a_pipeline_hold_parts_of_their_experts() -> None:

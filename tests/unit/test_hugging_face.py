@@ -28,8 +28,8 @@ from phalanx.parallel.tensor.transform import cut
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.costs import part_params
 from phalanx.plan.planner import make_plan
-from phalanx.plan.rule_checks import check_rules, whole_by_default
-from phalanx.plan.workload import of_one_rank
+from phalanx.plan.rule_checks import check_rules, describe_replicated
+from phalanx.plan.workload import shard_shape
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -155,7 +155,7 @@ def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> No
     assert (shape.num_layers, shape.vocab_size, shape.max_positions) == (2, 100, 64)
     with torch.device("meta"):
         assert shape.num_params == sum(p.numel() for p in build(kind, vocab_size=100).parameters())
-    line = whole_by_default(check_rules({}, shape, 2), shape)
+    line = describe_replicated(check_rules({}, shape, 2), shape)
     assert "no rule covers" in line
     assert "model.layers.*.mlp.shared_expert.gate_proj" in line
     assert "mlp.experts" not in line
@@ -286,7 +286,7 @@ def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path, name: st
     kind = f"hf:{write_config(tmp_path, name, vocab_size=97)}"
     shape = probe_foreign_shape(kind, {}, tmp_path / "cache")
     rules = check_rules({}, shape, 2)
-    here = of_one_rank(shape, 2, rules)
+    here = shard_shape(shape, 2, rules)
     with torch.device("meta"):
         modules = [build(kind) for _ in range(2)]
     for rank, module in enumerate(modules):

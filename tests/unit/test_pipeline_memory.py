@@ -17,14 +17,14 @@ from phalanx.job.schema import Job
 from phalanx.nn.models.decoder import Decoder
 from phalanx.plan import activations
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.memory import activation_bytes, kept_bytes, rank_memory
+from phalanx.plan.memory import activation_bytes, bytes_at_forward_end, rank_memory
 from phalanx.plan.pipeline.costs import part_params
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.plan.pipeline.memory import pipeline_memory, rank_activations, sent_bytes, stage_bytes
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, named_pipeline
 from phalanx.plan.planner import make_plan
-from phalanx.plan.segments import segments_of
+from phalanx.plan.segments import list_segments
 from phalanx.plan.workload import Workload
 
 FOUR = Stages((2, 2, 2, 2))
@@ -104,7 +104,11 @@ def test_stages_keep_what_the_model_keeps() -> None:
     tables = 3 * WORK.tokens * activations.table_bytes(EIGHT_BLOCKS)
     loss = WORK.tokens * 32 * 4 + 37 * 32 * 4
     assert (
-        kept == kept_bytes(EIGHT_BLOCKS, WORK) + 3 * sent_bytes(EIGHT_BLOCKS, WORK) + tables + loss
+        kept
+        == bytes_at_forward_end(EIGHT_BLOCKS, WORK)
+        + 3 * sent_bytes(EIGHT_BLOCKS, WORK)
+        + tables
+        + loss
     )
     assert sent_bytes(EIGHT_BLOCKS, WORK) == 2 * 16 * 32 * 4
 
@@ -127,7 +131,7 @@ def test_one_stage_less_is_one_microbatch_less_of_1f1b() -> None:
 def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> None:
     stages = FOUR if name in ("gpipe", "1f1b") else Stages((1,) * 8)
     pipeline = named_pipeline(name, 4, 8, stages)
-    full = replace(WORK, segments=segments_of("full", 8))
+    full = replace(WORK, segments=list_segments("full", 8))
     for stage in range(pipeline.num_stages):
         plain, again = (stage_bytes(EIGHT_BLOCKS, work, pipeline, stage) for work in (WORK, full))
         block = WORK.tokens * activations.block_bytes(EIGHT_BLOCKS, 4, experts=False)
@@ -137,8 +141,10 @@ def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> 
         # The last block is redone beside the inputs of all: together as activation_bytes has it of
         # a model so deep.
         alone = replace(EIGHT_BLOCKS, num_layers=num_blocks)
-        of_model = replace(full, segments=segments_of("full", num_blocks))
-        assert again.redone == activation_bytes(alone, of_model) - kept_bytes(alone, of_model)
+        of_model = replace(full, segments=list_segments("full", num_blocks))
+        assert again.redone == activation_bytes(alone, of_model) - bytes_at_forward_end(
+            alone, of_model
+        )
     assert max(rank_activations(EIGHT_BLOCKS, full, pipeline)) < max(
         rank_activations(EIGHT_BLOCKS, WORK, pipeline)
     )

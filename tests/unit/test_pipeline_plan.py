@@ -12,7 +12,7 @@ import pytest
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.explain import describe, listed
+from phalanx.plan.explain import describe_plan, format_counts
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.bubble import LIMIT, bubble_of
 from phalanx.plan.pipeline.closed_forms import bubble as closed_form
@@ -384,7 +384,7 @@ def test_a_schedule_that_is_not_for_the_job_is_refused(tmp_path: Path) -> None:
 
 def test_the_plan_says_why() -> None:
     found = plan(layers=12)
-    text = "\n".join(describe(found))
+    text = "\n".join(describe_plan(found))
     for line in (
         "plan    2.44 M parameters",
         "4 cpu ranks: pp (pp=4)",
@@ -520,7 +520,7 @@ def test_uneven_stages_are_named() -> None:
     [((10,) * 8, "10"), ((3, 3, 2), "3, 3, 2"), ((10,) * 63 + (9,), "63 times 10, 9"), ((1,), "1")],
 )
 def test_lists_are_short(counts: tuple[int, ...], text: str) -> None:
-    assert listed(counts) == text
+    assert format_counts(counts) == text
 
 
 def test_bubbles_are_those_of_the_literature() -> None:

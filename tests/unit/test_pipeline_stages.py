@@ -23,7 +23,7 @@ from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.pipeline.stages import recomputed_blocks, within_stages
 from phalanx.plan.pipeline.trace import recut
 from phalanx.plan.planner import make_plan
-from phalanx.plan.segments import Segment, segments_of
+from phalanx.plan.segments import Segment, list_segments
 from pipeline_plans import CORES, GIB, UNIFORM, pipeline_of, plan, refusal
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -104,14 +104,14 @@ def test_one_stage_per_rank_is_the_plain_cut() -> None:
 
 
 def test_segments_of_recompute_end_where_stages_do() -> None:
-    segments = segments_of("sqrt", 9)
+    segments = list_segments("sqrt", 9)
     assert [(s.start, s.stop) for s in segments] == [(0, 3), (3, 6), (6, 9)]
     found = within_stages(segments, Stages((4, 4, 1)))
     assert [(s.start, s.stop) for s in found] == [(0, 3), (3, 4), (4, 6), (6, 8), (8, 9)]
     assert {s.mode for s in found} == {"full"}
     assert within_stages(segments, Stages((0, 9, 0))) == segments
     assert recomputed_blocks((Segment(1, 3, "full"), Segment(3, 4, "selective"))) == {1, 2}
-    assert plan(recompute={"recompute": "full"}).recompute_segments == segments_of("full", 8)
+    assert plan(recompute={"recompute": "full"}).recompute_segments == list_segments("full", 8)
 
 
 def test_recomputed_blocks_take_a_forward_more_in_the_backward() -> None:

@@ -15,8 +15,8 @@ from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.job.nearest import divisors, nearest
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import Measured, measured_shape
-from phalanx.plan.cluster import CPU_HEADROOM, GPU_HEADROOM, Cluster, communicators_of
-from phalanx.plan.explain import describe
+from phalanx.plan.cluster import CPU_HEADROOM, GPU_HEADROOM, Cluster, count_communicators
+from phalanx.plan.explain import describe_plan
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -257,13 +257,13 @@ def test_experts_are_planned_with_all_their_weights_and_the_work_of_a_few() -> N
     )
     assert found.flops_per_token is not None
     assert found.flops_per_token < 6 * 14e9
-    assert "12.9 B of them active" in describe(found)[0]
+    assert "12.9 B of them active" in describe_plan(found)[0]
 
 
 def test_images_have_their_own_length_and_one_target() -> None:
     found = plan(model={"preset": "vit-b16"}, parallel={"ranks": 2}, train={"micro_batch_size": 2})
     assert (found.seq_len, found.vocab_size, found.targets_per_rank) == (197, 0, 8)
-    assert "16 images x 197 tokens per step" in describe(found)[1]
+    assert "16 images x 197 tokens per step" in describe_plan(found)[1]
 
 
 def test_document_masks_cost_memory() -> None:
@@ -447,7 +447,7 @@ COMMUNICATORS = {
 @pytest.mark.parametrize("name", COMMUNICATORS)
 def test_communicators_of_a_rank_are_counted(name: str) -> None:
     ranks, parallel, count = COMMUNICATORS[name]
-    assert communicators_of(Parallel(ranks=ranks, **parallel), ranks) == count
+    assert count_communicators(Parallel(ranks=ranks, **parallel), ranks) == count
 
 
 def test_a_plan_for_gpus_leaves_room_for_communicators_and_says_so() -> None:

@@ -18,7 +18,7 @@ from phalanx.core.files import read_json, write_json_atomic
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.explain import describe
+from phalanx.plan.explain import describe_plan
 from phalanx.plan.nvidia import Gpu
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -69,7 +69,7 @@ def test_gpus_compute_in_bf16_where_they_have_it(
 ) -> None:
     plan = planned(cluster)
     assert (plan.precision, plan.precision_is_auto) == (precision, True)
-    assert f", {precision} on 8 cuda ranks" in describe(plan)[0]
+    assert f", {precision} on 8 cuda ranks" in describe_plan(plan)[0]
     assert [reason for reason in plan.reasons if reason.startswith(why)]
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert ("fp16" in " ".join(plan.reasons)) is (cluster.capability == (7, 5)), (
@@ -202,7 +202,7 @@ def test_a_run_keeps_its_numbers_on_another_machine(
         assert said.startswith(
             f"{compute}, as the run began: precision.compute=auto is {here} on this machine"
         )
-        assert f"why     {said}" in describe(found.plan)
+        assert f"why     {said}" in describe_plan(found.plan)
     changed = machine.resume(f"precision.compute={here}")
     assert changed.plan.precision == here
     assert not [reason for reason in changed.plan.reasons if "as the run began" in reason]

@@ -17,7 +17,7 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
 from phalanx.observe.tail import recorded
 from phalanx.optim.build import build_optimizer
-from phalanx.plan.explain import describe
+from phalanx.plan.explain import describe_plan
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.data import say_batch_change
@@ -68,7 +68,7 @@ def test_the_plan_has_the_rate_and_the_reason() -> None:
     scaled = job(64, lr_scaling="auto", reference_batch_size=16)
     plan = make_plan(scaled, cluster=CPU)
     assert PeakRate(plan.peak_lr, plan.reasons[-1]) == peak_rate(scaled)
-    assert f"why     {peak_rate(scaled).why}" in describe(plan)
+    assert f"why     {peak_rate(scaled).why}" in describe_plan(plan)
     assert Plan.from_json(plan.to_json()).peak_lr == plan.peak_lr
 
 

@@ -27,8 +27,8 @@ from phalanx.nn.models.decoder import build
 from phalanx.parallel.tensor.transform import _cut_of
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
-from phalanx.plan.rule_checks import check_rules, whole_by_default
-from phalanx.plan.rules import Rule, legal_degrees, parse_rules, rule_of
+from phalanx.plan.rule_checks import check_rules, describe_replicated
+from phalanx.plan.rules import Rule, find_rule, legal_degrees, parse_rules
 
 HOLDERS = (
     Holder("embed", "embedding", 251 * 16, 251, 16),
@@ -135,7 +135,7 @@ def test_columns_whose_features_may_be_taken_are_left_to_the_ranks(rules: dict[s
 
 def test_what_no_rule_covers_is_named_with_its_size() -> None:
     rules = check_rules(FUSED, SHAPE, 2)
-    line = whole_by_default(rules, SHAPE)
+    line = describe_replicated(rules, SHAPE)
     assert line.startswith(
         "tp: no rule covers `embed`, 4.02 K parameters, `layers.*.conv`, 2.30 K parameters, "
     )
@@ -144,15 +144,15 @@ def test_what_no_rule_covers_is_named_with_its_size() -> None:
     every = FUSED | dict.fromkeys(
         ("embed", "layers.*.mixer.in_proj", "layers.*.conv", "layers.*.mha"), "replicate"
     )
-    assert whole_by_default(check_rules(every, SHAPE, 2), SHAPE) == ""
+    assert describe_replicated(check_rules(every, SHAPE, 2), SHAPE) == ""
 
 
 def test_rules_of_the_module_stand_behind_those_of_the_job() -> None:
     brought = replace(MEASURED, shard_rules=tuple(FUSED.items()))
     shape = measured_shape("mine:build", 1, brought)
-    assert rule_of(check_rules({}, shape, 2), "layers.0.attn.out") == parse_rules(FUSED)[1]
+    assert find_rule(check_rules({}, shape, 2), "layers.0.attn.out") == parse_rules(FUSED)[1]
     own = {"layers.0.attn.qkv": "replicate"}
-    found = rule_of(check_rules(own, shape, 2), "layers.0.attn.qkv")
+    found = find_rule(check_rules(own, shape, 2), "layers.0.attn.qkv")
     assert found is not None
     assert found.kind == "replicate"
     assert ModelShape.from_json(shape.to_json()) == shape

@@ -184,4 +184,4 @@ def test_a_wrong_option_imports_nothing_heavy() -> None:
         [sys.executable, "-c", ask], capture_output=True, text=True, check=True
     ).stdout
     assert not {"torch", "numpy", "phalanx.job.schema"} & set(out.split())
-    assert re.search(r"\bphalanx\.job\.other_names\b", out)
+    assert re.search(r"\bphalanx\.job\.key_aliases\b", out)

@@ -12,7 +12,7 @@ from phalanx.job.load import load_job
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.explain import describe
+from phalanx.plan.explain import describe_plan
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.warnings import RULES, DataFacts, SourceFacts
@@ -351,7 +351,7 @@ def test_every_rule_is_tried_both_ways() -> None:
 
 def test_the_plan_says_and_keeps_them() -> None:
     plan = make_plan(load_job(None, ["optim.warmup_steps=0"]), cluster=CPU)
-    assert [line for line in describe(plan) if line.startswith("warn    no warm-up")]
+    assert [line for line in describe_plan(plan) if line.startswith("warn    no warm-up")]
     assert Plan.from_json(plan.to_json()).warnings == plan.warnings
     assert replace(plan, warnings=()).to_json()["warnings"] == []
 

@@ -98,12 +98,12 @@ def command(
 
 def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
     from phalanx.job.user_dataset import is_own_dataset
-    from phalanx.plan.explain import describe
+    from phalanx.plan.explain import describe_plan
     from phalanx.run.next_command import suggest_after_planning
 
     lines = [
         *planned.data_lines,
-        *describe(planned.plan, of_samples=is_own_dataset(planned.job.data.source)),
+        *describe_plan(planned.plan, of_samples=is_own_dataset(planned.job.data.source)),
     ]
     if planned.initial is not None:
         lines += planned.initial.lines()

@@ -16,20 +16,20 @@ from phalanx.job.checks.experts import experts_can_do_it, ranks_for_experts
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.communication import context_bytes, exchanged_bytes
+from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
 from phalanx.plan.layout import DataParallel, Layout
 from phalanx.plan.memory import activation_bytes, rank_memory, staging_bytes
 from phalanx.plan.pipeline.memory import pipeline_memory, rank_activations, rank_staging
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Candidate
-from phalanx.plan.recompute import proposed
-from phalanx.plan.workload import Workload, of_one_rank
+from phalanx.plan.recompute import suggest_recompute
+from phalanx.plan.workload import Workload, shard_shape
 
 
 @dataclass(frozen=True)
-class Weighing:
-    """What every layout is weighed by: a model, a rank's work, and ranks that may fill so much
-    memory each."""
+class CandidateEvaluator:
+    """Evaluates candidate layouts: the memory each takes for a model and a rank's work, on ranks
+    that may fill `capacity_bytes` each."""
 
     shape: ModelShape
     work: Workload
@@ -53,46 +53,46 @@ class Weighing:
         return self.num_ranks // self._model_ranks
 
     def staging_bytes(self) -> int:
-        """Of the copy that a rank's saves are written from."""
-        here = of_one_rank(self.shape, self.work.tp, self.work.rules)
+        """Bytes of the copy that a rank's saves are written from."""
+        shape = shard_shape(self.shape, self.work.tp, self.work.rules)
         if self.pipeline is not None:
-            return max(rank_staging(here, self.work, self.pipeline, self.num_shares))
-        return staging_bytes(here, self.work, self.num_shares)
+            return max(rank_staging(shape, self.work, self.pipeline, self.num_shares))
+        return staging_bytes(shape, self.work, self.num_shares)
 
     def memory(self, zero_stage: int, shards: int) -> dict[str, int]:
-        """Bytes of one rank by category: of a pipeline, of the one that needs most."""
+        """Bytes of one rank by category; of a pipeline, those of the rank that needs most."""
         if self.pipeline is not None:
             return max(
-                self.memory_of_ranks(zero_stage, shards), key=lambda memory: sum(memory.values())
+                self.memory_by_rank(zero_stage, shards), key=lambda memory: sum(memory.values())
             )
         memory = rank_memory(self.shape, self.work, zero_stage, shards, self.device, self.num_ranks)
-        return self._with_exchanges(memory)
+        return self._add_buffers(memory)
 
-    def _with_exchanges(self, memory: dict[str, int]) -> dict[str, int]:
-        here = of_one_rank(self.shape, self.work.tp, self.work.rules)
-        under_way = round(context_bytes(here, self.work) + exchanged_bytes(here, self.work))
-        return (
-            memory | {"communication": memory["communication"] + under_way} if under_way else memory
-        )
+    def _add_buffers(self, memory: dict[str, int]) -> dict[str, int]:
+        """`memory` with the buffers of cp and ep in its communication."""
+        shape = shard_shape(self.shape, self.work.tp, self.work.rules)
+        buffers = round(cp_buffer_bytes(shape, self.work) + ep_buffer_bytes(shape, self.work))
+        return memory | {"communication": memory["communication"] + buffers} if buffers else memory
 
-    def memory_of_ranks(self, zero_stage: int, shards: int) -> tuple[dict[str, int], ...]:
-        """Of each rank of a pipeline."""
+    def memory_by_rank(self, zero_stage: int, shards: int) -> tuple[dict[str, int], ...]:
+        """Bytes by category of each rank of a pipeline."""
         assert self.pipeline is not None
-        found = pipeline_memory(
+        memories = pipeline_memory(
             self.shape, self.work, self.pipeline, zero_stage, shards, self.device, self.num_shares
         )
-        return tuple(self._with_exchanges(memory) for memory in found)
+        return tuple(self._add_buffers(memory) for memory in memories)
 
     def pipeline_of(self, candidate: Candidate) -> Pipeline | None:
-        """With what its ranks need under a candidate."""
+        """The pipeline with the memory that its ranks need under `candidate`; None if pp is 1."""
         if self.pipeline is None:
             return None
-        memory = self.memory_of_ranks(candidate.zero_stage, candidate.layout.reduced.dp_shard)
+        memory = self.memory_by_rank(candidate.zero_stage, candidate.layout.reduced.dp_shard)
         return replace(self.pipeline, rank_memory=memory)
 
     def activations(self, work: Workload) -> float:
-        """Bytes of one rank, if it worked so: of a pipeline, of the one that has most."""
-        shape = of_one_rank(self.shape, work.tp, work.rules)
+        """Bytes of activations of one rank that does `work`; of a pipeline, those of the rank that
+        has most."""
+        shape = shard_shape(self.shape, work.tp, work.rules)
         if self.pipeline is not None:
             return max(rank_activations(shape, work, self.pipeline))
         return activation_bytes(shape, work)
@@ -105,19 +105,19 @@ class Weighing:
         return Candidate(name, zero_stage, layout, memory, self.has_room_for(memory))
 
 
-def candidates_of(job: Job, weighing: Weighing) -> list[Candidate]:
-    """From the simplest to the one that shards most."""
-    tp, cp = weighing.work.tp, weighing.work.cp
-    pp = weighing.model_parallel_size // (cp * tp)
-    shares = weighing.num_ranks // (pp * cp * tp)
+def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candidate]:
+    """The candidate layouts of a job, from the simplest to the one that shards most."""
+    tp, cp = evaluator.work.tp, evaluator.work.cp
+    pp = evaluator.model_parallel_size // (cp * tp)
+    shares = evaluator.num_ranks // (pp * cp * tp)
     if shares == 1 and cp == 1:
         name = "pp" if pp > 1 else "tp" if tp > 1 else "one"
-        return [weighing.candidate(name, 0, Layout(pp=pp, tp=tp))]
+        return [evaluator.candidate(name, 0, Layout(pp=pp, tp=tp))]
     shard = job.parallel.dp_shard or shares // (job.parallel.dp_replicate or 1)
     if shard == 1 and cp == 1:
         shard = shares
     candidates = []
-    ep = weighing.work.ep
+    ep = evaluator.work.ep
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
         if stage == 1 and ep > 1:
             continue  # experts are reduced over other ranks than the rest
@@ -125,14 +125,14 @@ def candidates_of(job: Job, weighing: Weighing) -> list[Candidate]:
             ep // math.gcd(ep, cp) if stage == 0 else shard
         )  # of whole copies dp_shard is what ep folds over
         layout = Layout(pp=pp, dp_replicate=shares // split, dp_shard=split, cp=cp, tp=tp, ep=ep)
-        candidates.append(weighing.candidate(name, stage, layout))
+        candidates.append(evaluator.candidate(name, stage, layout))
     return candidates
 
 
-def explained(
+def explain_candidate(
     candidate: Candidate, chosen: Candidate, capacity_bytes: int, reason: str
 ) -> Candidate:
-    """The candidate with the reason why it was chosen, which is `reason`, or why it was not."""
+    """`candidate` with the reason why it was chosen, which is `reason`, or why it was not."""
     if candidate is chosen:
         return replace(candidate, chosen=True, why=reason)
     if not candidate.fits:
@@ -151,28 +151,28 @@ def explained(
     return replace(candidate, why="the job asks for another")
 
 
-def choose(
-    job: Job, candidates: Sequence[Candidate], weighing: Weighing
+def choose_candidate(
+    job: Job, candidates: Sequence[Candidate], evaluator: CandidateEvaluator
 ) -> tuple[Candidate, list[str]]:
-    """What the job fixes, else the first that fits in the order one, ddp, zero1, zero2, zero3; and
-    the reasons.
+    """The layout that the job fixes, else the first that fits in the order one, ddp, zero1, zero2,
+    zero3; and the reasons.
 
     Raises LayoutError where nothing does that the job allows.
     """
-    allowed, reasons = _allowed(job, candidates)
+    allowed, reasons = _list_allowed(job, candidates)
     for candidate in allowed:
         if candidate.fits:
             if len(allowed) > 1:
                 reasons.append(
                     f"{candidate.name}: the simplest that fits"
                     f" ({format_bytes(candidate.total_bytes)} of the"
-                    f" {format_bytes(weighing.capacity_bytes)} per rank that a plan may fill)"
+                    f" {format_bytes(evaluator.capacity_bytes)} per rank that a plan may fill)"
                 )
             return candidate, reasons
-    raise _refusal(job, allowed, candidates, weighing)
+    raise _no_fit_error(job, allowed, candidates, evaluator)
 
 
-def _allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
+def _list_allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
     """The candidates that the job leaves, and what is to be said where it leaves one."""
     options = DataParallel.of(job.parallel)
     shard, replicate, stage = (
@@ -200,64 +200,69 @@ def _allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candidate]
     return [only], [why]
 
 
-def _refusal(
-    job: Job, allowed: Sequence[Candidate], candidates: Sequence[Candidate], weighing: Weighing
+def _no_fit_error(
+    job: Job,
+    allowed: Sequence[Candidate],
+    candidates: Sequence[Candidate],
+    evaluator: CandidateEvaluator,
 ) -> LayoutError:
-    """Nothing fits that is allowed: what is missing, for what, and what would fit."""
+    """The error when no allowed candidate fits: what is missing, for what, and what would fit."""
     least = min(allowed, key=lambda c: c.total_bytes)
     largest = max(least.predicted_bytes, key=lambda k: least.predicted_bytes[k])
-    others = [c for c in candidates if c.fits]
-    if weighing.capacity_bytes == 0:
+    fitting = [c for c in candidates if c.fits]
+    if evaluator.capacity_bytes == 0:
         fix = "use fewer ranks: interpreter and torch alone fill what each of them has"
-    elif others:
-        fix = f"{others[0].name} would fit"
+    elif fitting:
+        fix = f"{fitting[0].name} would fit"
     else:
-        fix = _recompute_that_fits(least, weighing) or proposed_degree(job, weighing, least)
-        fix = fix or _how_to_shrink(largest) or _more_ranks(weighing)
+        fix = _suggest_recompute_that_fits(least, evaluator) or suggest_ep_degree(
+            job, evaluator, least
+        )
+        fix = fix or _suggest_shrinking(largest) or _suggest_more_ranks(evaluator)
     return LayoutError(
         f"{least.name} needs {format_bytes(least.total_bytes)} per rank and"
-        f" {format_bytes(weighing.capacity_bytes)} are there",
+        f" {format_bytes(evaluator.capacity_bytes)} are there",
         why=f"the largest part is {largest}, {format_bytes(least.predicted_bytes[largest])}",
         fix=fix,
     )
 
 
-def _recompute_that_fits(candidate: Candidate, weighing: Weighing) -> str:
+def _suggest_recompute_that_fits(candidate: Candidate, evaluator: CandidateEvaluator) -> str:
     """The mode of recompute that would make a candidate fit, or ""."""
 
     def fits(work: Workload) -> bool:
-        return weighing.has_room_for(
-            replace(weighing, work=work).memory(
+        return evaluator.has_room_for(
+            replace(evaluator, work=work).memory(
                 candidate.zero_stage, candidate.layout.reduced.dp_shard
             )
         )
 
-    return proposed(weighing.shape, weighing.work, fits, weighing.activations)
+    return suggest_recompute(evaluator.shape, evaluator.work, fits, evaluator.activations)
 
 
-def _more_ranks(weighing: Weighing) -> str:
-    """Over how many ranks, doubling, zero3 fits if each has as much memory as these have, or
-    what stays too large."""
+def _suggest_more_ranks(evaluator: CandidateEvaluator) -> str:
+    """The number of ranks, doubled until zero3 fits if each has as much memory as these have, as a
+    fix; or what stays too large."""
     memory: dict[str, int] = {}
     for doubled in range(1, 16):
-        more = weighing.num_ranks * 2**doubled
-        memory = replace(weighing, num_ranks=more).memory(
-            3, more // weighing.model_parallel_size * weighing.work.cp
+        more = evaluator.num_ranks * 2**doubled
+        memory = replace(evaluator, num_ranks=more).memory(
+            3, more // evaluator.model_parallel_size * evaluator.work.cp
         )
-        if weighing.has_room_for(memory):
+        if evaluator.has_room_for(memory):
             return (
                 f"use more ranks ({more:,} with as much memory each: zero3 fits there) or a smaller"
                 " model"
             )
     largest = max(memory, key=lambda part: memory[part])
-    remedy = _how_to_shrink(largest) or "use a smaller model or ranks with more memory"
+    remedy = _suggest_shrinking(largest) or "use a smaller model or ranks with more memory"
     return (
         f"{remedy}: more ranks do not help, over {more:,} of them {largest} alone take"
         f" {format_bytes(memory[largest])}"
     )
 
 
-def _how_to_shrink(largest: str) -> str:
+def _suggest_shrinking(largest: str) -> str:
     return {
         "activations": "use a smaller train.micro_batch_size or train.recompute=full",
         "loss": "use a smaller train.loss_chunk_tokens",
@@ -265,31 +270,31 @@ def _how_to_shrink(largest: str) -> str:
     }.get(largest, "")
 
 
-def degrees_for(job: Job, weighing: Weighing, candidate: Candidate) -> Iterator[int]:
+def list_ep_degrees(job: Job, evaluator: CandidateEvaluator, candidate: Candidate) -> Iterator[int]:
     """The degrees of ep above 1 that a candidate could have, in ascending order."""
-    shape = weighing.shape
-    if weighing.work.ep > 1 or not shape.num_expert_layers or candidate.zero_stage == 1:
+    shape = evaluator.shape
+    if evaluator.work.ep > 1 or not shape.num_expert_layers or candidate.zero_stage == 1:
         return
     if experts_can_do_it.run(
         job.model_copy(update={"parallel": job.parallel.model_copy(update={"ep": 2})})
     ):
         return
-    ranks = ranks_for_experts(job, weighing.num_ranks)
+    ranks = ranks_for_experts(job, evaluator.num_ranks)
     if ranks is not None:
         yield from (
             degree for degree in divisors(math.gcd(ranks[0], shape.num_experts)) if degree > 1
         )
 
 
-def proposed_degree(job: Job, weighing: Weighing, candidate: Candidate) -> str:
+def suggest_ep_degree(job: Job, evaluator: CandidateEvaluator, candidate: Candidate) -> str:
     """The smallest ep that would make a candidate fit, as a fix; "" if none does."""
-    for degree in degrees_for(job, weighing, candidate):
-        spread = replace(weighing, work=replace(weighing.work, ep=degree))
-        if weighing.has_room_for(
+    for degree in list_ep_degrees(job, evaluator, candidate):
+        spread = replace(evaluator, work=replace(evaluator.work, ep=degree))
+        if evaluator.has_room_for(
             spread.memory(candidate.zero_stage, candidate.layout.reduced.dp_shard)
         ):
             return (
                 f"set parallel.ep={degree}: each rank then has"
-                f" {weighing.shape.num_experts // degree} of the experts"
+                f" {evaluator.shape.num_experts // degree} of the experts"
             )
     return ""

@@ -82,62 +82,68 @@ def _host_memory() -> int:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Of the least able GPU here; None where nobody says."""
+    """The compute capability of the least able GPU here; None if it is unknown."""
     return _least_capability(visible_gpus())
 
 
 def _least_capability(gpus: Sequence[Gpu]) -> tuple[int, int] | None:
-    found = [gpu.capability for gpu in gpus]
-    return min(found) if found and (0, 0) not in found else None
+    capabilities = [gpu.capability for gpu in gpus]
+    return min(capabilities) if capabilities and (0, 0) not in capabilities else None
 
 
 @dataclass(frozen=True)
 class Headroom:
-    """What of a rank's memory a plan leaves alone: all but `share`, `runtime_bytes`, and so much
-    per communicator.
+    """The memory of a rank that a plan does not fill: all but `share`, `runtime_bytes`, and
+    `communicator_bytes` for each communicator.
 
-    Of a CPU: interpreter and torch. Of a GPU, where nothing was measured yet: what fragments and
-    libraries' workspaces take is in the share, the context and its kernels in the runtime, and
-    buffers of NCCL in its communicators.
+    On a CPU this is for the interpreter and torch. On a GPU, where nothing was measured yet, the
+    share is for fragments and libraries' workspaces, the runtime for the context and its kernels,
+    and NCCL's buffers count per communicator.
     """
 
     share: float
     runtime_bytes: int
     communicator_bytes: int = 0
 
-    def capacity(self, whole_bytes: int, communicators: int) -> int:
-        left = (
-            round(whole_bytes * self.share)
+    def capacity(self, memory_bytes: int, communicators: int) -> int:
+        usable = (
+            round(memory_bytes * self.share)
             - self.runtime_bytes
             - self.communicator_bytes * communicators
         )
-        return max(0, left)
+        return max(0, usable)
 
 
 CPU_HEADROOM = Headroom(0.94, 450 * MIB)
 GPU_HEADROOM = Headroom(0.90, 614 * MIB, 200 * MIB)
 
 
-def headroom_of(device: str) -> Headroom:
+def headroom_for(device: str) -> Headroom:
     return CPU_HEADROOM if device == "cpu" else GPU_HEADROOM
 
 
-def whole_of(job: Job, cluster: Cluster, num_ranks: int) -> int:
-    """Bytes of a rank's memory, whatever it is filled with."""
-    asked = job.cluster.memory_gib
-    return cluster.memory_per_rank(num_ranks) if asked is None else round(asked * 2**30)
+def rank_memory_bytes(job: Job, cluster: Cluster, num_ranks: int) -> int:
+    """Bytes of all of a rank's memory, whatever it is filled with."""
+    requested_gib = job.cluster.memory_gib
+    return (
+        cluster.memory_per_rank(num_ranks)
+        if requested_gib is None
+        else round(requested_gib * 2**30)
+    )
 
 
-def capacity_of(job: Job, cluster: Cluster, num_ranks: int) -> int:
-    """Bytes a rank may fill beyond its runtime."""
-    whole = whole_of(job, cluster, num_ranks)
-    return headroom_of(cluster.device).capacity(whole, communicators_of(job.parallel, num_ranks))
+def rank_capacity_bytes(job: Job, cluster: Cluster, num_ranks: int) -> int:
+    """Bytes that a rank may fill beyond its runtime."""
+    memory_bytes = rank_memory_bytes(job, cluster, num_ranks)
+    return headroom_for(cluster.device).capacity(
+        memory_bytes, count_communicators(job.parallel, num_ranks)
+    )
 
 
-def communicators_of(parallel: Parallel, num_ranks: int) -> int:
-    """How many process groups a rank sends through: all ranks, and those of each axis.
+def count_communicators(parallel: Parallel, num_ranks: int) -> int:
+    """The number of process groups that a rank sends through: all ranks, and those of each axis.
 
-    Of a pipeline each pair of neighbours and each direction is one of its own.
+    A pipeline has one for each pair of neighbours and each direction.
     """
     if num_ranks == 1:
         return 0

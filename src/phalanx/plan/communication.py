@@ -13,10 +13,10 @@ from phalanx.plan.workload import Workload
 ROW_EXCHANGES = 4  # of a block and microbatch: to the experts and back, and so the gradients
 
 
-def context_bytes(shape: ModelShape, work: Workload) -> float:
-    """Of what is under way in one attention, at the worst moment of its backward: of ring two
-    blocks of keys and values, and of their gradients in fp32, twice; of all-gather all of them; of
-    ulysses queries, keys, values and outputs with their gradients, before and after.
+def cp_buffer_bytes(shape: ModelShape, work: Workload) -> float:
+    """Bytes of buffers of one attention at the worst moment of its backward. ring: two blocks of
+    keys and values and of their gradients in fp32; all-gather: those of all ranks; ulysses:
+    queries, keys, values and outputs with their gradients, before and after the exchange.
 
     `shape`: of one rank of tp.
     """
@@ -32,7 +32,7 @@ def context_bytes(shape: ModelShape, work: Workload) -> float:
 
 
 def cp_bytes_per_step(shape: ModelShape, work: Workload) -> float:
-    """What a rank sends to the others of cp in a step without recomputation.
+    """Bytes that a rank sends to the others of cp in a step without recomputation.
 
     `shape`: of one rank of tp.
 
@@ -40,19 +40,19 @@ def cp_bytes_per_step(shape: ModelShape, work: Workload) -> float:
     and as many of gradients in at least fp32. Ulysses: (cp - 1)/cp of queries, keys, values and
     outputs, forward and backward.
     """
-    others, c = work.cp - 1, work.compute_bytes
+    num_other_ranks, c = work.cp - 1, work.compute_bytes
     kv, q = (
         2 * work.tokens * heads * shape.head_dim for heads in (shape.num_kv_heads, shape.num_heads)
     )
     num_products = shape.num_layers * work.num_microbatches
     if work.cp_attention == "ulysses":
-        return num_products * 2 * (kv + q) * c * others / work.cp
-    return num_products * others * kv * (2 * c + max(4, c))
+        return num_products * 2 * (kv + q) * c * num_other_ranks / work.cp
+    return num_products * num_other_ranks * kv * (2 * c + max(4, c))
 
 
-def exchanged_bytes(shape: ModelShape, work: Workload) -> float:
-    """Of rows on their way to experts of other ranks, at even load: those that leave and those
-    that come."""
+def ep_buffer_bytes(shape: ModelShape, work: Workload) -> float:
+    """Bytes of rows on their way to experts of other ranks, at even load: those that leave and
+    those that come."""
     return (
         2 * work.tokens * shape.experts_per_token * shape.dim * work.compute_bytes
         if work.ep > 1
@@ -61,8 +61,8 @@ def exchanged_bytes(shape: ModelShape, work: Workload) -> float:
 
 
 def ep_bytes_per_step(shape: ModelShape, work: Workload) -> float:
-    """What a rank sends to the others of ep in a step without recomputation, where all experts get
-    equally many rows.
+    """Bytes that a rank sends to the others of ep in a step without recomputation, where all
+    experts get equally many rows.
 
     `shape`: of one rank of tp.
     """
@@ -71,12 +71,12 @@ def ep_bytes_per_step(shape: ModelShape, work: Workload) -> float:
     return num_exchanges * rows * shape.dim * work.compute_bytes
 
 
-def sent_per_step(here: ModelShape, work: Workload, pipeline: Pipeline, rank: int) -> int:
-    """Bytes that pipeline rank `rank` sends: what its stages hand on, and gradients back.
+def pp_bytes_per_step(shape: ModelShape, work: Workload, pipeline: Pipeline, rank: int) -> int:
+    """Bytes that pipeline rank `rank` sends in a step: outputs of its stages, and gradients back.
 
-    `here`: `of_one_rank`.
+    `shape`: of one rank of tp.
     """
     owners = pipeline.rank_of_stage
     neighbours = [stage + d for stage in pipeline.stages_of(rank) for d in (-1, 1)]
-    others = sum(0 <= stage < len(owners) and owners[stage] != rank for stage in neighbours)
-    return others * work.num_microbatches * sent_bytes(here, work)
+    num_sends = sum(0 <= stage < len(owners) and owners[stage] != rank for stage in neighbours)
+    return num_sends * work.num_microbatches * sent_bytes(shape, work)

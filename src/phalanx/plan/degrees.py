@@ -20,36 +20,36 @@ from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import fill_layout
 from phalanx.plan.pipeline.requested_schedule import Asked, split_share
-from phalanx.plan.rule_checks import check_rules, require_fitting
-from phalanx.plan.rules import heads_of, legal_degrees
+from phalanx.plan.rule_checks import check_overrides, check_rules
+from phalanx.plan.rules import describe_heads, legal_degrees
 from phalanx.plan.workload import cuts_sequence
 
 MAX_CPU_RANKS = 8
 
 
 def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, str]:
-    """How many ranks, and why. `running`: how many there are already, if there are any."""
-    asked = _asked(job)
+    """The number of ranks, and why. `running`: the number of those that run already, if any do."""
+    requested = _find_requested_ranks(job)
     if running is not None:
-        if asked is not None and asked != running:
+        if requested is not None and requested != running:
             raise LayoutError(
-                f"the job asks for {asked} ranks and {running} are running",
+                f"the job asks for {requested} ranks and {running} are running",
                 fix=f"set parallel.ranks={running}",
             )
         ranks, why = running, f"{running} ranks are running"
-    elif asked is not None:
-        ranks, why = asked, f"{asked} ranks, as the job says"
+    elif requested is not None:
+        ranks, why = requested, f"{requested} ranks, as the job says"
     else:
-        ranks = _most_that_share_the_batch(job, cluster)
+        ranks = _find_max_ranks(job, cluster)
         unit = "GPUs" if cluster.device == "cuda" else "CPU cores"
-        if ranks == _degrees(job) > 1:
+        if ranks == _multiply_degrees(job) > 1:
             axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-            given = [
+            named = [
                 f"{axis}={degree}"
                 for axis in axes
                 if (degree := getattr(job.parallel, axis) or 1) > 1
             ]
-            why = f"{ranks} ranks: as many as {' x '.join(given)} takes"
+            why = f"{ranks} ranks: as many as {' x '.join(named)} takes"
         else:
             why = (
                 f"{ranks} ranks: the most that divide the batch of"
@@ -62,39 +62,40 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
     return ranks, why
 
 
-def _degrees(job: Job) -> int:
-    """The product of those that the job gives."""
+def _multiply_degrees(job: Job) -> int:
+    """The product of the degrees that the job gives."""
     of = job.parallel
     for_experts = (of.ep or 1) // math.gcd(of.ep or 1, of.cp or 1)  # ep folds over dp_shard x cp
     return (of.dp_replicate or 1) * (of.dp_shard or for_experts) * of.model_parallel_size
 
 
-def _asked(job: Job) -> int | None:
-    """How many ranks the job asks for, by their number or by degrees that make one."""
-    asked, degrees = job.parallel.ranks, _degrees(job)
+def _find_requested_ranks(job: Job) -> int | None:
+    """The number of ranks that the job asks for, by `ranks` or by degrees that make it; None if it
+    is open."""
+    requested, degrees = job.parallel.ranks, _multiply_degrees(job)
     if not (job.parallel.dp_replicate and job.parallel.dp_shard):
-        return asked
-    if asked and asked != degrees:
+        return requested
+    if requested and requested != degrees:
         shared = {
             "pp": job.parallel.pp or 1,
             "cp": job.parallel.cp or 1,
             "tp": job.parallel.tp or 1,
         }
-        others = "".join(f" x {axis} {degree}" for axis, degree in shared.items() if degree > 1)
+        model_axes = "".join(f" x {axis} {degree}" for axis, degree in shared.items() if degree > 1)
         raise LayoutError(
             f"parallel.dp_replicate {job.parallel.dp_replicate} x dp_shard"
-            f" {job.parallel.dp_shard}{others} makes {degrees} ranks, and parallel.ranks is"
-            f" {asked}",
+            f" {job.parallel.dp_shard}{model_axes} makes {degrees} ranks, and parallel.ranks is"
+            f" {requested}",
             fix=f"set parallel.ranks={degrees}",
         )
     return degrees
 
 
-def _most_that_share_the_batch(job: Job, cluster: Cluster) -> int:
-    """On a GPU each; on a CPU no more than there are cores, but two of them to be distributed at
-    all."""
+def _find_max_ranks(job: Job, cluster: Cluster) -> int:
+    """The most ranks that share the batch evenly: on GPUs one each; on a CPU no more than there are
+    cores, but two, to be distributed at all."""
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size
-    shared, degrees = job.parallel.model_parallel_size, _degrees(job)
+    shared, degrees = job.parallel.model_parallel_size, _multiply_degrees(job)
     limit = (
         cluster.num_devices
         if cluster.device == "cuda"
@@ -117,29 +118,32 @@ def _most_that_share_the_batch(job: Job, cluster: Cluster) -> int:
 
 def _require_degrees_divide(job: Job, ranks: int) -> None:
     if max(job.parallel.pp or 1, job.parallel.cp or 1) > 1:
-        asked = {axis: getattr(job.parallel, axis) or 1 for axis in ("pp", "cp", "tp")}
+        model_axes = {axis: getattr(job.parallel, axis) or 1 for axis in ("pp", "cp", "tp")}
         fill_layout(
-            ranks, dp_replicate=job.parallel.dp_replicate, dp_shard=job.parallel.dp_shard, **asked
+            ranks,
+            dp_replicate=job.parallel.dp_replicate,
+            dp_shard=job.parallel.dp_shard,
+            **model_axes,
         )
         return
     tp = job.parallel.tp or 1
     if ranks % tp:
-        near = (
+        nearest_tp = (
             [f"nearest: {nearest(tp, legal)}"]
             if (legal := [d for d in divisors(ranks) if d > 1])
             else []
         )
-        fix = ", or ".join([*near, f"parallel.ranks={multiples_near(ranks, tp)}"])
+        fix = ", or ".join([*nearest_tp, f"parallel.ranks={multiples_near(ranks, tp)}"])
         raise LayoutError(f"parallel.tp {tp} does not divide the {plural(ranks, 'rank')}", fix=fix)
     for name, degree in (
         ("dp_replicate", job.parallel.dp_replicate),
         ("dp_shard", job.parallel.dp_shard),
     ):
         if degree and ranks // tp % degree:
-            left = plural(ranks // tp, "rank")
+            remaining = plural(ranks // tp, "rank")
             raise LayoutError(
                 f"parallel.{name} {degree} does not divide the"
-                f" {left}{f', what tp leaves of {ranks}' * (tp > 1)}",
+                f" {remaining}{f', what tp leaves of {ranks}' * (tp > 1)}",
                 fix=(
                     f"nearest: {divisors_near(ranks // tp, degree)}, or "
                     f"parallel.ranks={multiples_near(ranks, tp * degree)}"
@@ -159,7 +163,8 @@ def tensor_parallel_degree(job: Job, shape: ModelShape) -> int:
     legal = legal_degrees(shape.num_heads, shape.num_kv_heads)
     if tp not in legal:
         raise LayoutError(
-            f"parallel.tp {tp} does not divide {heads_of(shape.num_heads, shape.num_kv_heads)}",
+            f"parallel.tp {tp} does not divide"
+            f" {describe_heads(shape.num_heads, shape.num_kv_heads)}",
             fix=f"nearest: {nearest(tp, legal)}",
         )
     if job.parallel.sequence_parallel and shape.reads_images:
@@ -169,28 +174,28 @@ def tensor_parallel_degree(job: Job, shape: ModelShape) -> int:
         )
     rules = check_rules(job.parallel.rules, shape, tp)
     if job.parallel.rules:
-        require_fitting(rules, shape, tp, cuts_sequence=cuts_sequence(job, shape))
+        check_overrides(rules, shape, tp, cuts_sequence=cuts_sequence(job, shape))
     return tp
 
 
-def split_batch(job: Job, shares: int, asked: Asked | None = None) -> tuple[int, int]:
+def split_batch(job: Job, shares: int, requested: Asked | None = None) -> tuple[int, int]:
     """(micro_batch_size, microbatches per step) of each of `shares` ranks, or pipelines, that
     read other samples."""
     batch = job.train.global_batch_size
     if batch % shares:
         multiples = [batch // shares * shares, (batch // shares + 1) * shares]
         raise LayoutError(
-            f"{shares} {'ranks' if asked is None else 'pipelines'} do not divide"
+            f"{shares} {'ranks' if requested is None else 'pipelines'} do not divide"
             f" train.global_batch_size {batch}",
             fix=(
                 f"nearest batch: {nearest(batch, [m for m in multiples if m])}; "
                 f"nearest ranks: {divisors_near(batch, shares)}"
             )
-            + (f" x {job.parallel.model_parallel_size}" if asked is not None else ""),
+            + (f" x {job.parallel.model_parallel_size}" if requested is not None else ""),
         )
     share = batch // shares
-    if asked is not None:
-        return split_share(job, asked, share, shares)
+    if requested is not None:
+        return split_share(job, requested, share, shares)
     micro = job.train.micro_batch_size or share
     if share % micro:
         raise LayoutError(
@@ -201,8 +206,8 @@ def split_batch(job: Job, shares: int, asked: Asked | None = None) -> tuple[int,
     return micro, share // micro
 
 
-def load_balance(job: Job) -> str:
-    """How sequences are cut.
+def resolve_load_balance(job: Job) -> str:
+    """The way in which sequences are cut between the ranks of cp.
 
     Ulysses computes on whole ones: cutting them in a better order would win nothing.
     """
@@ -229,7 +234,7 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
             fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
         )
     if shape.measured is not None and not shape.measured.has_attention_seam:
-        raise no_attention_seam(shape.kind)
+        raise no_attention_seam_error(shape.kind)
     if job.model.objective is not None:
         raise LayoutError(
             f"parallel.cp {cp} gives an objective a part of each sequence, and nobody knows if"
@@ -248,7 +253,7 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
             " parallelism",
             fix="set parallel.cp=1, or parallel.compress=none",
         )
-    chunks = cp * (2 if load_balance(job) == "zigzag" else 1)
+    chunks = cp * (2 if resolve_load_balance(job) == "zigzag" else 1)
     if job.data.seq_len % chunks:
         raise LayoutError(
             f"parallel.cp {cp} cuts a sequence into {chunks} chunks, which do not divide"
@@ -260,9 +265,9 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
     return cp
 
 
-def no_attention_seam(what: str) -> LayoutError:
+def no_attention_seam_error(model: str) -> LayoutError:
     return LayoutError(
-        f"parallel.cp needs a model whose attention can be swapped, and {what} has no such seam",
+        f"parallel.cp needs a model whose attention can be swapped, and {model} has no such seam",
         fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
     )
 
@@ -274,7 +279,7 @@ def _require_heads(cp: int, shape: ModelShape, tp: int) -> None:
     of = f" on each of the {tp} ranks of tp" if tp > 1 else ""
     legal = [d for d in divisors(kv_heads) if d > 1]
     raise LayoutError(
-        f"parallel.cp {cp} does not divide {heads_of(heads, kv_heads)}{of}, as ulysses needs",
+        f"parallel.cp {cp} does not divide {describe_heads(heads, kv_heads)}{of}, as ulysses needs",
         fix=(f"nearest: {nearest(cp, legal)}, or " if legal else "set ")
         + "parallel.cp_attention=ring",
     )
@@ -288,19 +293,19 @@ def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
     ep = job.parallel.ep or 1
     if ep == 1:
         return 1
-    size, called = ranks_for_experts(job, num_ranks) or (num_ranks, f"the {num_ranks} ranks")
+    size, description = ranks_for_experts(job, num_ranks) or (num_ranks, f"the {num_ranks} ranks")
     wrong = misfit(ep, shape, size)
     if wrong is not None:
         raise LayoutError(f"parallel.{wrong[0]}", fix=wrong[1])
-    for found in experts_can_do_it.run(job):
-        raise LayoutError(f"{'.'.join(map(str, found.path))}: {found.what}", fix=found.fix)
+    for finding in experts_can_do_it.run(job):
+        raise LayoutError(f"{'.'.join(map(str, finding.path))}: {finding.what}", fix=finding.fix)
     if size % ep:
-        what, fix = not_divided(job, shape, size, called)
-        raise LayoutError(f"parallel.{what}", fix=fix)
+        problem, fix = not_divided(job, shape, size, description)
+        raise LayoutError(f"parallel.{problem}", fix=fix)
     return ep
 
 
-def require_whole_copies(job: Job, ranks: int) -> None:
+def require_unsharded(job: Job, ranks: int) -> None:
     """Raises LayoutError where gradients are to be compressed that DDP does not reduce."""
     parallel = job.parallel
     if parallel.compress != "none" and (parallel.tp or 1) > 1:

@@ -9,32 +9,32 @@ from itertools import groupby
 from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.communication import sent_per_step
+from phalanx.plan.communication import pp_bytes_per_step
 from phalanx.plan.pipeline.bubble import busiest
 from phalanx.plan.pipeline.costs import parts_of
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import in_flight
 from phalanx.plan.pipeline.stages import weighed
 from phalanx.plan.plan import Plan
-from phalanx.plan.workload import Workload, of_one_rank
+from phalanx.plan.workload import Workload, shard_shape
 
 MAX_LISTED = 16
 EVEN = 1.005  # times the mean
 
 
-def describe(plan: Plan, *, of_samples: bool = False) -> list[str]:
+def describe_plan(plan: Plan, *, of_samples: bool = False) -> list[str]:
     """The plan in a few lines of text for a terminal or a log.
 
     `of_samples`: of the user's own data, no sequences.
     """
     chosen, shape = plan.chosen, plan.model_shape
-    what = (
+    samples = (
         f"images x {plan.seq_len} tokens"
         if shape.reads_images
         else f"sequences x {plan.seq_len} tokens"
     )
     if plan.seq_len == 1 or (of_samples and not shape.reads_images):
-        what = "samples"
+        samples = "samples"
     active = (
         f", {format_count(shape.num_active_params)} of them active" if shape.num_experts else ""
     )
@@ -46,8 +46,9 @@ def describe(plan: Plan, *, of_samples: bool = False) -> list[str]:
             f" {chosen.name} ({plan.layout})"
         ),
         (
-            f"        {plan.global_batch_size} {what} per step = {plan.layout.data_parallel_size} "
-            f"{_others(plan)}ranks x {plan.num_microbatches} x {plan.micro_batch_size}"
+            f"        {plan.global_batch_size} {samples} per step ="
+            f" {plan.layout.data_parallel_size} "
+            f"{_describe_model_axes(plan)}ranks x {plan.num_microbatches} x {plan.micro_batch_size}"
         ),
     ]
     lines += [f"why     {reason}" for reason in plan.reasons]
@@ -71,21 +72,23 @@ def describe(plan: Plan, *, of_samples: bool = False) -> list[str]:
     return lines
 
 
-def _others(plan: Plan) -> str:
-    """What a share of the batch has besides data parallelism: "x pp 4 x tp 2 "."""
+def _describe_model_axes(plan: Plan) -> str:
+    """The axes besides data parallelism that share a part of the batch: "x pp 4 x tp 2 "."""
     degrees = {"pp": plan.layout.pp, "cp": plan.layout.cp, "tp": plan.layout.tp}
     return "".join(f"x {axis} {degree} " for axis, degree in degrees.items() if degree > 1)
 
 
-def pipeline_reasons(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> list[str]:
+def explain_pipeline(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> list[str]:
+    """Lines on why a pipeline is as it is: stages, schedule and bubble, microbatches in flight,
+    bytes sent."""
     lines = [
-        _of_stages(job, shape, work, pipeline),
-        _of_the_schedule(job, work, pipeline),
-        _in_flight(pipeline),
+        _explain_stages(job, shape, work, pipeline),
+        _explain_schedule(job, work, pipeline),
+        _explain_in_flight(pipeline),
     ]
     if shape.is_known:
         of_rank = [
-            sent_per_step(of_one_rank(shape, work.tp, work.rules), work, pipeline, r)
+            pp_bytes_per_step(shard_shape(shape, work.tp, work.rules), work, pipeline, r)
             for r in range(pipeline.num_ranks)
         ]
         lines.append(
@@ -94,11 +97,11 @@ def pipeline_reasons(job: Job, shape: ModelShape, work: Workload, pipeline: Pipe
     return [f"pp: {line}" if not line.startswith("pp: ") else line for line in lines]
 
 
-def _of_stages(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> str:
+def _explain_stages(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> str:
     layers = weighed(parts_of(job, shape).layer_costs, work.segments or ())
     rank, ratio = busiest(layers.of_stages(pipeline.stages), pipeline.rank_of_stage)
     counts = pipeline.stages.num_blocks
-    line = f"stages of {listed(counts)} blocks"
+    line = f"stages of {format_counts(counts)} blocks"
     if len(set(counts)) == 1:
         line = f"{len(counts)} stages of {plural(counts[0], 'block')}"
     if job.parallel.stage_blocks:
@@ -116,13 +119,15 @@ def _of_stages(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) 
     )
 
 
-def _of_the_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
+def _explain_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
     timeline = pipeline.timeline()
     name, number = pipeline.schedule_name, work.num_microbatches
-    what = f"schedule {name}" if not pipeline.rows else f"schedule {job.parallel.schedule_file}"
+    schedule = f"schedule {name}" if not pipeline.rows else f"schedule {job.parallel.schedule_file}"
     if job.parallel.schedule is None and not pipeline.rows:
-        what += ", the default,"
-    line = f"{what} with {plural(number, 'microbatch', 'microbatches')} of {work.micro_batch_size}"
+        schedule += ", the default,"
+    line = (
+        f"{schedule} with {plural(number, 'microbatch', 'microbatches')} of {work.micro_batch_size}"
+    )
     if timeline is not None:
         line += (
             f": predicted bubble {float(timeline.bubble):.1%} (of a step, ranks wait for each"
@@ -131,32 +136,36 @@ def _of_the_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
     return line
 
 
-def _in_flight(pipeline: Pipeline) -> str:
-    held = in_flight(pipeline.schedule()).per_rank
-    where = "on each rank" if len(set(held)) == 1 else "by rank"
-    noun = "microbatch" if max(held) == 1 else "microbatches"
-    return f"{listed(held)} {noun} of a stage in flight {where}; {needs_most(pipeline, held)}"
+def _explain_in_flight(pipeline: Pipeline) -> str:
+    in_flight_by_rank = in_flight(pipeline.schedule()).per_rank
+    where = "on each rank" if len(set(in_flight_by_rank)) == 1 else "by rank"
+    noun = "microbatch" if max(in_flight_by_rank) == 1 else "microbatches"
+    peak = describe_peak_rank(pipeline, in_flight_by_rank)
+    return f"{format_counts(in_flight_by_rank)} {noun} of a stage in flight {where}; {peak}"
 
 
-def needs_most(pipeline: Pipeline, held: Sequence[int]) -> str:
-    """'rank 0 (stage 0) needs most memory, with 4 microbatches in flight'."""
+def describe_peak_rank(pipeline: Pipeline, in_flight_by_rank: Sequence[int]) -> str:
+    """The rank that needs most memory, in words: 'rank 0 (stage 0) needs most memory, with 4 in
+    flight'."""
     totals = pipeline.rank_bytes
     if not totals:
         return "memory is not predicted"
     rank = max(range(len(totals)), key=totals.__getitem__)
-    return f"{named(pipeline, rank)} needs most memory, with {held[rank]} in flight"
+    return (
+        f"{name_rank(pipeline, rank)} needs most memory, with {in_flight_by_rank[rank]} in flight"
+    )
 
 
-def named(pipeline: Pipeline, rank: int) -> str:
-    """'rank 0 (stages 0 and 7)'."""
+def name_rank(pipeline: Pipeline, rank: int) -> str:
+    """A rank and its stages in words: 'rank 0 (stages 0 and 7)'."""
     stages = [str(stage) for stage in pipeline.stages_of(rank)]
     if len(stages) == 1:
         return f"rank {rank} (stage {stages[0]})"
     return f"rank {rank} (stages {', '.join(stages[:-1])} and {stages[-1]})"
 
 
-def listed(counts: Sequence[int]) -> str:
-    """'10' of equal ones, '3, 3, 3, 2', or of many '63 times 10, 9'."""
+def format_counts(counts: Sequence[int]) -> str:
+    """Counts in words: '10' for equal ones, '3, 3, 3, 2', or for many '63 times 10, 9'."""
     if len(set(counts)) == 1:
         return str(counts[0])
     if len(counts) <= MAX_LISTED:

@@ -52,24 +52,25 @@ class Layout:
 
     @property
     def reduced(self) -> Layout:
-        """As those see it who reduce gradients: ranks of cp have other tokens, and count as more
-        of dp_shard."""
+        """The layout of the ranks that reduce gradients together: ranks of cp have other tokens,
+        and count as more of dp_shard."""
         return replace(self, dp_shard=self.dp_shard * self.cp, cp=1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis. Raises LayoutError for a rank outside the layout."""
+        """The coordinate of `rank` on each axis. Raises LayoutError for a rank outside the
+        layout."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
-        place: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for axis in reversed(AXES):
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return {axis: place[axis] for axis in AXES}
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return {axis: coordinates[axis] for axis in AXES}
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Which share of the global batch `rank` reads; equal for ranks that differ only in pp,
-        cp or tp."""
-        place = self.coordinates(rank)
-        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+        """The index of the share of the global batch that `rank` reads; equal for ranks that differ
+        only in pp, cp or tp."""
+        coordinates = self.coordinates(rank)
+        return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
@@ -98,15 +99,15 @@ def fill_layout(
     Where both are open it is dp_replicate. Raises LayoutError for a product that does not divide
     the ranks (or, with nothing open, is not their number), with the nearest degrees that do.
     """
-    given = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-    asked = {axis: degree for axis, degree in given.items() if degree is not None}
-    product = Layout(**asked).world_size
-    open_axis = next((axis for axis in ("dp_replicate", "dp_shard") if given[axis] is None), None)
+    degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    fixed = {axis: degree for axis, degree in degrees.items() if degree is not None}
+    product = Layout(**fixed).world_size
+    open_axis = next((axis for axis in ("dp_replicate", "dp_shard") if degrees[axis] is None), None)
     if open_axis is not None and num_ranks % product == 0:
-        return Layout(**asked, **{open_axis: num_ranks // product})
+        return Layout(**fixed, **{open_axis: num_ranks // product})
     if product == num_ranks:
-        return Layout(**asked)
-    named = {axis: degree for axis, degree in asked.items() if degree > 1}
+        return Layout(**fixed)
+    named = {axis: degree for axis, degree in fixed.items() if degree > 1}
     if not named:
         raise LayoutError(
             f"all degrees are 1, and there are {num_ranks} ranks",

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
-from phalanx.plan.activations import kept_mask_bytes, passing_mask_bytes
+from phalanx.plan.activations import block_mask_bytes, shared_mask_bytes
 from phalanx.plan.layout import ALL_BLOCKS, DataParallel, split_dim
-from phalanx.plan.segments import Segment, segments_of
-from phalanx.plan.workload import Workload, of_one_rank
+from phalanx.plan.segments import Segment, list_segments
+from phalanx.plan.workload import Workload, shard_shape
 
 CATEGORIES = (
     "parameters",
@@ -86,44 +86,45 @@ def activation_bytes(shape: ModelShape, work: Workload) -> float:
     there, and what the redone ones would have kept is alive.
     """
     c = work.compute_bytes
-    in_blocks = work.tokens * worst_moment(*stretches(shape, work))
-    return in_blocks + _outside_blocks(shape, work, c) + passing_mask_bytes(shape, work)
+    in_blocks = work.tokens * peak_of_segments(*count_segment_bytes(shape, work))
+    return in_blocks + _outside_blocks(shape, work, c) + block_mask_bytes(shape, work)
 
 
-def worst_moment(kept: Sequence[int], redone: Sequence[int]) -> int:
-    """Of what stretches keep and make again, as `stretches` says: the most that is there at
-    once."""
-    worst, before = sum(kept), 0
-    for kept_here, redone_here in zip(kept, redone, strict=True):
+def peak_of_segments(saved: Sequence[int], redone: Sequence[int]) -> int:
+    """The largest number of bytes that segments save and recompute at one time; arguments as
+    `count_segment_bytes` returns them."""
+    worst, before = sum(saved), 0
+    for kept_here, redone_here in zip(saved, redone, strict=True):
         before += kept_here
         worst = max(worst, before + redone_here)
     return worst
 
 
-def kept_bytes(shape: ModelShape, work: Workload) -> float:
-    """Bytes that are there where the forward ends."""
-    kept, _ = stretches(shape, work)
-    return work.tokens * sum(kept) + _outside_blocks(shape, work, work.compute_bytes)
+def bytes_at_forward_end(shape: ModelShape, work: Workload) -> float:
+    """Bytes of activations that exist when the forward ends."""
+    saved, _ = count_segment_bytes(shape, work)
+    return work.tokens * sum(saved) + _outside_blocks(shape, work, work.compute_bytes)
 
 
 def activation_bytes_on_device(shape: ModelShape, work: Workload) -> float:
-    """With activations in host memory: of the stretch that is computed and of the next, which is
-    on its way."""
-    kept, redone = stretches(shape, work)
+    """Bytes of activations that stay on the device when activations wait in host memory: those of
+    the segment that is computed and of the next one, which is being copied."""
+    saved, redone = count_segment_bytes(shape, work)
     pairs = (
-        now + after + again for now, after, again in zip(kept, [*kept[1:], 0], redone, strict=True)
+        now + after + recomputed
+        for now, after, recomputed in zip(saved, [*saved[1:], 0], redone, strict=True)
     )
     outside = _outside_blocks(shape, work, work.compute_bytes)
-    return work.tokens * max(pairs) + outside + passing_mask_bytes(shape, work)
+    return work.tokens * max(pairs) + outside + block_mask_bytes(shape, work)
 
 
-def stretches(
-    shape: ModelShape, work: Workload, begin: int = 0, end: int | None = None
+def count_segment_bytes(
+    shape: ModelShape, work: Workload, start: int = 0, stop: int | None = None
 ) -> tuple[list[int], list[int]]:
-    """Of one token, in forward order: what each segment (or block outside one) keeps, and what
-    redoing it makes.
+    """Bytes per token of each segment (or block outside one), in forward order: what it saves for
+    the backward, and what its recomputation makes again.
 
-    Of the blocks from `begin` to before `end`, where segments must begin and end, too.
+    Counts the blocks from `start` to before `stop`, where segments must begin and end, too.
     """
     c = work.compute_bytes
     blocks = [
@@ -137,31 +138,31 @@ def stretches(
     ]
     segments = work.segments
     if segments is None:
-        segments = segments_of(work.recompute, shape.num_layers)
+        segments = list_segments(work.recompute, shape.num_layers)
     starts = {segment.start: segment for segment in segments}
-    kept, redone, layer = [], [], begin
-    while layer < (shape.num_layers if end is None else end):
+    saved, redone, layer = [], [], start
+    while layer < (shape.num_layers if stop is None else stop):
         segment = starts.get(layer, Segment(layer, layer + 1, "none"))
-        whole = sum(blocks[layer : segment.stop])
+        total = sum(blocks[layer : segment.stop])
         if segment.mode == "none":
-            kept.append(whole)
+            saved.append(total)
             redone.append(0)
         elif segment.mode == "selective":
             experts = layer >= shape.num_layers - shape.num_expert_layers
-            kept.append(
+            saved.append(
                 shape.dim * c // work.sequence_parts
                 + activations.product_bytes(shape, c, experts=experts)
             )
-            redone.append(whole - activations.shared_product_bytes(shape, c, experts=experts))
+            redone.append(total - activations.product_bytes_in_both(shape, c, experts=experts))
         else:
-            kept.append(shape.dim * c // work.sequence_parts)
-            redone.append(whole)
+            saved.append(shape.dim * c // work.sequence_parts)
+            redone.append(total)
         layer = segment.stop
-    return kept, redone
+    return saved, redone
 
 
 def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
-    masks = kept_mask_bytes(shape, work)
+    masks = shared_mask_bytes(shape, work)
     if shape.reads_images:  # the last norm and the head see one token of each image
         return work.micro_batch_size * activations.image_bytes(shape, c)
     last = activations.norm_bytes(shape, shape.dim, c, work.sequence_parts)
@@ -185,15 +186,15 @@ def loss_bytes(shape: ModelShape, work: Workload) -> float:
     return logits + work.tokens * shape.dim * work.compute_bytes + shape.vocab_size * shape.dim * 4
 
 
-def freed_gradient_bytes(
+def allocator_gradient_bytes(
     shape: ModelShape, work: Workload, zero_stage: int, *, accumulates: bool
 ) -> float:
-    """What glibc keeps of gradients that were added to others: on a CPU, beside what is alive.
+    """Bytes of freed gradients that glibc keeps on a CPU, beside what is alive.
 
-    The gradient of the embedding always: it is as large as the table, and added to the head's or to
-    a bucket. Where gradients `accumulate` (over microbatches, or in the buckets of DDP), each of a
-    block's is made anew, in bf16 first in the compute type, and freed: of one block they lie
-    between what stays. FSDP's are a part of communication.
+    The gradient of the embedding always counts: it is as large as the table, and is added to the
+    head's or to a bucket. Where gradients accumulate (`accumulates`: over microbatches, or in the
+    buckets of DDP), each gradient of a block is made anew, in bf16 first in the compute type, and
+    freed: those of one block lie between what stays. FSDP's gradients are a part of communication.
     """
     if zero_stage >= 2 or shape.reads_images:
         return 0
@@ -214,39 +215,43 @@ def communication_bytes(
     DDP reduces in its buckets, which are the gradients' own storage unless microbatches accumulate
     beside them. Under autocast it keeps cast weights.
     """
-    held = held_params(shape, work.ep)
+    params = rank_params(shape, work.ep)
     if zero_stage <= 1:
-        accumulated = held * 4 if work.num_microbatches > 1 and num_ranks > 1 else 0
-        cast = held - (fp8_params(shape) if work.precision == "fp8" else 0)
+        accumulated = params * 4 if work.num_microbatches > 1 and num_ranks > 1 else 0
+        cast = params - (fp8_params(shape) if work.precision == "fp8" else 0)
         return accumulated + (cast * 2 if work.compute_bytes == 2 else 0)
     # Between microbatches gradients are not reduced, and stay whole.
     stay_whole = work.num_microbatches > 1 and work.options.accumulate == "unsharded"
-    accumulated = held * 4 if stay_whole else 0
+    accumulated = params * 4 if stay_whole else 0
     unit, rest = unit_params(shape, work.options, work.ep)
     if zero_stage == 3:
         # The root unit (embedding, head) stays whole through the forward; a unit of blocks is
         # gathered beside it, and those that are fetched ahead. A segment that is redone has all of
         # its blocks gathered.
         block = shape.block_params if work.ep == 1 else counts.block_params(shape, work.ep)
-        together = max((segment.num_blocks for segment in work.segments or ()), default=1) * block
-        alive = min(max(unit * (1 + (work.options.prefetch or 0)), together), held - rest)
+        recomputed_params = (
+            max((segment.num_blocks for segment in work.segments or ()), default=1) * block
+        )
+        alive = min(
+            max(unit * (1 + (work.options.prefetch or 0)), recomputed_params), params - rest
+        )
         return (rest + alive) * work.compute_bytes + max(rest, unit) * 4 + accumulated
-    return held * work.compute_bytes + max(rest, unit) * 4 + accumulated
+    return params * work.compute_bytes + max(rest, unit) * 4 + accumulated
 
 
 def unit_params(shape: ModelShape, options: DataParallel, ep: int = 1) -> tuple[int, int]:
-    """(parameters of a unit of blocks, parameters of the root's unit); of experts those that a
-    rank of ep has."""
+    """(parameters of a unit of blocks, parameters of the root's unit). Of the experts only those of
+    one rank of ep count."""
     if options.blocks_per_unit == ALL_BLOCKS:
-        return 0, held_params(shape, ep)
+        return 0, rank_params(shape, ep)
     block = shape.block_params if ep == 1 else counts.block_params(shape, ep)
     blocks = shape.blocks_params if ep == 1 else counts.blocks_params(shape, ep)
     return min(block * options.blocks_per_unit, blocks), shape.num_params - shape.blocks_params
 
 
-def held_params(shape: ModelShape, ep: int) -> int:
-    """What a rank has of the parameters that data parallelism does not split: of experts those
-    of its place in ep."""
+def rank_params(shape: ModelShape, ep: int) -> int:
+    """Parameters of one rank before data parallelism splits them: of the experts those of its
+    coordinate in ep."""
     return (
         shape.num_params
         if ep == 1
@@ -255,8 +260,8 @@ def held_params(shape: ModelShape, ep: int) -> int:
 
 
 def uneven_share(shape: ModelShape, zero_stage: int, dp_size: int, ep: int) -> float:
-    """Of the experts' parameters, what the rank that has most of them has beyond an even part,
-    where they are split.
+    """The fraction of the experts' parameters that the rank with most of them holds beyond an even
+    part, where they are split.
 
     zero1 cuts a stack of experts between experts; zero2 and zero3 elsewhere, where that makes even
     parts.
@@ -270,8 +275,8 @@ def uneven_share(shape: ModelShape, zero_stage: int, dp_size: int, ep: int) -> f
 
 
 def staging_bytes(shape: ModelShape, work: Workload, num_ranks: int) -> int:
-    """Host memory of one rank for the copy that asynchronous saves are written from: its part of
-    weights and optimizer state, which is an equal one in every layout, because no block is written
+    """Bytes of host memory of one rank for the copy that asynchronous saves are written from: its
+    part of weights and optimizer state, which is equal in every layout, because no block is written
     twice."""
     split = shape.num_params * (StateBytes().parameters + work.optimizer_bytes) / num_ranks
     return round(split + shape.num_params * work.error_bytes)
@@ -286,13 +291,13 @@ def rank_memory(
     Of a user's own module only the states are known: activations, loss and communication count
     zero.
     """
-    shape = of_one_rank(shape, work.tp, work.rules)
+    shape = shard_shape(shape, work.tp, work.rules)
     # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size /
     # ep.
-    held = held_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
+    params = rank_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
     uneven = counts.spread_params(shape) * uneven_share(shape, zero_stage, dp_size, work.ep)
     memory = state_bytes(
-        held, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes), uneven
+        params, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes), uneven
     )
     memory["compression"] = (
         shape.num_params * work.error_bytes if zero_stage == 0 and num_ranks > 1 else 0
@@ -317,14 +322,14 @@ def rank_memory(
     freed = 0.0
     if shape.is_known:
         accumulates = work.num_microbatches > 1 or num_ranks > 1
-        freed = freed_gradient_bytes(shape, work, zero_stage, accumulates=accumulates)
-    return on_device(memory, work, device, freed)
+        freed = allocator_gradient_bytes(shape, work, zero_stage, accumulates=accumulates)
+    return place_on_device(memory, work, device, freed)
 
 
-def on_device(
+def place_on_device(
     memory: dict[str, float], work: Workload, device: str, freed: float
 ) -> dict[str, int]:
-    """By category, with what a device has besides and without what waits on the host.
+    """Bytes by category, with what a device needs besides and without what waits on the host.
 
     `freed`: gradients that a CPU's allocator keeps.
     """
@@ -349,8 +354,8 @@ def on_device(
 
 
 def fp8_params(shape: ModelShape) -> int:
-    """Of the layers that multiply in fp8: of blocks, without the experts that tokens are sent
-    to."""
+    """Parameters of the layers that multiply in fp8: those of blocks, without the experts that
+    tokens are sent to."""
     routed = shape.num_experts * counts.ffn_params(shape, shape.expert_ffn_dim)
     return shape.blocks_params - shape.num_expert_layers * routed
 

@@ -14,7 +14,8 @@ from phalanx.plan.plan import EarlyWarning, Plan
 
 MAX_PARAMS = 10**8  # of a module that is built whole, in fp32, to try it: 400 MB
 MIXED = (
-    "{who} lets the rows of a batch see each other: the loss of a batch is not that of its parts."
+    "{subject} lets the rows of a batch see each other: the loss of a batch is not that of its"
+    " parts."
     " Of {batch} rows each part of {part} is computed by itself, so {ranks} data-parallel ranks x"
     " {parts} microbatches change the loss, and another number of either changes it again; keep"
     " both (train.micro_batch_size) where losses are to be compared, or take one rank and one"
@@ -50,11 +51,12 @@ class RowFacts:
 
 
 def row_warnings(facts: RowFacts, job: Job, plan: Plan) -> tuple[EarlyWarning, ...]:
-    """What is said of them. Nothing of mixed rows where one rank sees the whole batch at once."""
+    """The warnings that follow from `facts`. Mixed rows are no problem where one rank sees the
+    whole batch at once."""
     warnings = []
     ranks, parts = plan.layout.data_parallel_size, plan.num_microbatches
     if facts.mixes and ranks * parts > 1:
-        who = (
+        subject = (
             f"the model {job.model.kind}"
             if facts.mixes == "model"
             else f"the objective {job.model.objective}"
@@ -65,7 +67,7 @@ def row_warnings(facts: RowFacts, job: Job, plan: Plan) -> tuple[EarlyWarning, .
             "ranks": ranks,
             "parts": parts,
         }
-        warnings.append(EarlyWarning("rows_are_mixed", MIXED.format(who=who, **numbers)))
+        warnings.append(EarlyWarning("rows_are_mixed", MIXED.format(who=subject, **numbers)))
     if facts.collective:
         warnings.append(
             EarlyWarning("collective_in_the_loss", COLLECTIVE.format(call=facts.collective))

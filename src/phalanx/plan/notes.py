@@ -15,18 +15,18 @@ from phalanx.job.learning_rate import peak_rate
 from phalanx.job.model import what_follows
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import ModelShape
-from phalanx.plan.candidates import Weighing, degrees_for
-from phalanx.plan.cluster import Cluster, communicators_of, headroom_of, whole_of
+from phalanx.plan.candidates import CandidateEvaluator, list_ep_degrees
+from phalanx.plan.cluster import Cluster, count_communicators, headroom_for, rank_memory_bytes
 from phalanx.plan.communication import (
     cp_bytes_per_step,
     ep_bytes_per_step,
 )
-from phalanx.plan.degrees import load_balance
-from phalanx.plan.explain import pipeline_reasons
+from phalanx.plan.degrees import resolve_load_balance
+from phalanx.plan.explain import explain_pipeline
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.plan import Candidate
-from phalanx.plan.rule_checks import check_rules, whole_by_default
-from phalanx.plan.workload import Workload, keeps_error, of_one_rank
+from phalanx.plan.rule_checks import check_rules, describe_replicated
+from phalanx.plan.workload import Workload, keeps_error, shard_shape
 
 SHARDED_KEYS = ("accumulate", "blocks_per_unit", "keep_whole_below", "prefetch")  # ZeRO 2 and 3
 DDP_KEYS = ("static_graph",)
@@ -37,38 +37,38 @@ MOST_PROPOSED = 8  # ranks of one node: rows of every token travel in every bloc
 WORTH_SHARE = 0.05  # of a rank's memory: what spreading experts must save to be worth a line
 
 
-def remarks(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]:
-    """One line each."""
-    shape, work = weighing.shape, weighing.work
-    said = [*what_follows(job.model), *without_effect(job, chosen)]
+def list_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list[str]:
+    """The notes of a plan, one line each."""
+    shape, work = evaluator.shape, evaluator.work
+    notes = [*what_follows(job.model), *note_ignored_keys(job, chosen)]
     if work.tp > 1:
-        said += _of_tensor_parallelism(job, weighing)
-    said += context_reasons(job, shape, work)
-    said += expert_reasons(job, weighing, chosen)
-    pipeline = weighing.pipeline_of(chosen)
+        notes += _tp_notes(job, evaluator)
+    notes += cp_notes(job, shape, work)
+    notes += ep_notes(job, evaluator, chosen)
+    pipeline = evaluator.pipeline_of(chosen)
     if pipeline is not None:
-        said += pipeline_reasons(job, shape, work, pipeline)
+        notes += explain_pipeline(job, shape, work, pipeline)
     if not shape.is_known:
         cut = ", as sharding rules cut them" if work.tp > 1 else ""
-        said.append(
+        notes.append(
             f"memory of your own model counts weights, gradients and optimizer{cut}; activations,"
             " logits and what is gathered are not predicted"
         )
-    said.append(_of_the_copy(weighing))
-    said += lossy_reasons(job, shape, weighing.num_ranks)
-    if work.offloads_activations and shape.is_known and weighing.device == "cuda":
-        size = format_bytes(activation_bytes(of_one_rank(shape, work.tp, work.rules), work))
-        said.append(f"activations wait for the backward in pinned host memory, {size} per rank")
-    said.append(peak_rate(job).why or "")
-    return [line for line in said if line]
+    notes.append(_staging_note(evaluator))
+    notes += compression_notes(job, shape, evaluator.num_ranks)
+    if work.offloads_activations and shape.is_known and evaluator.device == "cuda":
+        size = format_bytes(activation_bytes(shard_shape(shape, work.tp, work.rules), work))
+        notes.append(f"activations wait for the backward in pinned host memory, {size} per rank")
+    notes.append(peak_rate(job).why or "")
+    return [line for line in notes if line]
 
 
-def _of_tensor_parallelism(job: Job, weighing: Weighing) -> list[str]:
-    shape, work, asked = weighing.shape, weighing.work, job.parallel.sequence_parallel
-    lines = [whole_by_default(check_rules(job.parallel.rules, shape, work.tp), shape)]
+def _tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:
+    shape, work, requested = evaluator.shape, evaluator.work, job.parallel.sequence_parallel
+    lines = [describe_replicated(check_rules(job.parallel.rules, shape, work.tp), shape)]
     if work.cuts_sequence:
         how = "cut between regions (sequence parallelism)"
-    elif asked is False:
+    elif requested is False:
         how = "whole on every rank, as the job says"
     elif shape.is_known:
         how = f"whole on every rank: a {shape.kind} cannot do with a part of it"
@@ -86,18 +86,18 @@ def _of_tensor_parallelism(job: Job, weighing: Weighing) -> list[str]:
     return lines
 
 
-def _of_the_copy(weighing: Weighing) -> str:
-    if not weighing.work.copies_state:
+def _staging_note(evaluator: CandidateEvaluator) -> str:
+    if not evaluator.work.copies_state:
         return ""
-    size = weighing.staging_bytes()
-    where = "pinned host memory" if weighing.device == "cuda" else "memory"
+    size = evaluator.staging_bytes()
+    where = "pinned host memory" if evaluator.device == "cuda" else "memory"
     return (
         f"training goes on while it is saved, from a copy of the state: {format_bytes(size)} of"
         f" {where} per rank; checkpoint.asynchronous=false does without"
     )
 
 
-def without_effect(job: Job, chosen: Candidate) -> list[str]:
+def note_ignored_keys(job: Job, chosen: Candidate) -> list[str]:
     """A line for the keys that were set for another layout than `chosen`, one for those that
     compile rules out."""
     stage = chosen.zero_stage
@@ -105,42 +105,45 @@ def without_effect(job: Job, chosen: Candidate) -> list[str]:
     layout = (
         "one rank" if chosen.name == "one" else {"tp": "tp alone"}.get(chosen.name, chosen.name)
     )
-    unread = [*(SHARDED_KEYS if stage < 2 else ()), *(() if is_ddp else DDP_KEYS)]
+    ignored = [*(SHARDED_KEYS if stage < 2 else ()), *(() if is_ddp else DDP_KEYS)]
     if chosen.layout.pp > 1:
         layout = "pp" if chosen.name == "pp" else f"{layout} with pp"
-        unread = list(dict.fromkeys((*unread, *PIPELINE_KEYS)))
-    lines = [line for line in (_line(job, unread, f"under {layout}"),) if line]
+        ignored = list(dict.fromkeys((*ignored, *PIPELINE_KEYS)))
+    lines = [line for line in (_ignored_line(job, ignored, f"under {layout}"),) if line]
     if (
         job.parallel.zero_stage
         and chosen.layout.reduced.dp_shard == 1
         and chosen.layout.world_size > 1
     ):
-        said = f"parallel.zero_stage={job.parallel.zero_stage} shards nothing"
-        lines.append(f"{said}: {layout} leaves no ranks to shard over")
+        problem = f"parallel.zero_stage={job.parallel.zero_stage} shards nothing"
+        lines.append(f"{problem}: {layout} leaves no ranks to shard over")
     if chosen.layout.tp == 1:
-        lines += [line for line in (_line(job, ("rules",), "without parallel.tp"),) if line]
+        lines += [line for line in (_ignored_line(job, ("rules",), "without parallel.tp"),) if line]
     elif job.train.compile:
-        lines += [line for line in (_line(job, ("tp_chunks",), "under train.compile"),) if line]
+        lines += [
+            line for line in (_ignored_line(job, ("tp_chunks",), "under train.compile"),) if line
+        ]
     return lines
 
 
-def _line(job: Job, keys: tuple[str, ...] | list[str], where: str) -> str:
+def _ignored_line(job: Job, keys: tuple[str, ...] | list[str], where: str) -> str:
     fields = Parallel.model_fields
-    found = [
+    changed = [
         key
         for key in keys
         if getattr(job.parallel, key) != fields[key].get_default(call_default_factory=True)
     ]
-    if not found:
+    if not changed:
         return ""
     return (
-        f"{', '.join(f'parallel.{key}' for key in found)} {'has' if len(found) == 1 else 'have'} no"
+        f"{', '.join(f'parallel.{key}' for key in changed)}"
+        f" {'has' if len(changed) == 1 else 'have'} no"
         f" effect {where}"
     )
 
 
-def context_reasons(job: Job, shape: ModelShape, work: Workload) -> list[str]:
-    """Lines of a plan."""
+def cp_notes(job: Job, shape: ModelShape, work: Workload) -> list[str]:
+    """Lines of a plan about context parallelism."""
     if work.cp == 1:
         return []
     how = {
@@ -149,26 +152,30 @@ def context_reasons(job: Job, shape: ModelShape, work: Workload) -> list[str]:
     }
     lines = [
         f"cp: {work.cp} ranks have {job.data.seq_len // work.cp} of each sequence's"
-        f" {job.data.seq_len} tokens, {how[load_balance(job)]}; {work.cp_attention} attention"
+        f" {job.data.seq_len} tokens, {how[resolve_load_balance(job)]}; {work.cp_attention}"
+        " attention"
     ]
     if shape.is_known:
-        sent = format_bytes(cp_bytes_per_step(of_one_rank(shape, work.tp, work.rules), work))
+        sent = format_bytes(cp_bytes_per_step(shard_shape(shape, work.tp, work.rules), work))
         lines[0] += f" sends {sent} per rank and step"
-    if job.parallel.cp_attention == "ulysses" and job.parallel.cp_load_balance != load_balance(job):
+    if (
+        job.parallel.cp_attention == "ulysses"
+        and job.parallel.cp_load_balance != resolve_load_balance(job)
+    ):
         lines.append(
             "cp_load_balance is left to ulysses, which has equal work with one run of tokens each"
         )
     return lines
 
 
-def expert_reasons(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]:
-    """Lines of a plan."""
-    shape, work = weighing.shape, weighing.work
-    if not shape.num_expert_layers or weighing.num_ranks == 1:
+def ep_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list[str]:
+    """Lines of a plan about experts."""
+    shape, work = evaluator.shape, evaluator.work
+    if not shape.num_expert_layers or evaluator.num_ranks == 1:
         return []
     if work.ep == 1:
-        return [line for line in (_if_spread(job, weighing, chosen),) if line]
-    here = of_one_rank(shape, work.tp, work.rules)
+        return [line for line in (_suggest_ep(job, evaluator, chosen),) if line]
+    shard = shard_shape(shape, work.tp, work.rules)
     rest = chosen.layout.reduced.dp_shard // work.ep
     lies = (
         "whole"
@@ -177,7 +184,7 @@ def expert_reasons(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]
         if rest > 1
         else "not split further"
     )
-    sent = format_bytes(ep_bytes_per_step(here, work))
+    sent = format_bytes(ep_bytes_per_step(shard, work))
     return [
         (
             f"ep: each of {work.ep} ranks has {shape.num_experts // work.ep} of a block's"
@@ -188,35 +195,36 @@ def expert_reasons(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]
     ]
 
 
-def _if_spread(job: Job, weighing: Weighing, chosen: Candidate) -> str:
-    """What parallel.ep would save, where it can be set and is worth a line."""
+def _suggest_ep(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> str:
+    """A line on what parallel.ep would save, if it can be set and is worth a line; else ""."""
     degree = max(
-        (ep for ep in degrees_for(job, weighing, chosen) if ep <= MOST_PROPOSED), default=1
+        (ep for ep in list_ep_degrees(job, evaluator, chosen) if ep <= MOST_PROPOSED), default=1
     )
     if degree == 1:
         return ""
-    work = replace(weighing.work, ep=degree)
+    work = replace(evaluator.work, ep=degree)
     shards = chosen.layout.reduced.dp_shard
     saved = chosen.total_bytes - sum(
-        replace(weighing, work=work).memory(chosen.zero_stage, shards).values()
+        replace(evaluator, work=work).memory(chosen.zero_stage, shards).values()
     )
     if saved < WORTH_SHARE * chosen.total_bytes:
         return ""
-    whole = counts.experts_params(of_one_rank(weighing.shape, work.tp, work.rules))
-    what = "holds" if chosen.zero_stage < 2 else "gathers"
-    sent = format_bytes(ep_bytes_per_step(of_one_rank(weighing.shape, work.tp, work.rules), work))
+    num_params = counts.experts_params(shard_shape(evaluator.shape, work.tp, work.rules))
+    verb = "holds" if chosen.zero_stage < 2 else "gathers"
+    sent = format_bytes(ep_bytes_per_step(shard_shape(evaluator.shape, work.tp, work.rules), work))
     return (
-        f"experts: each rank {what} all {weighing.shape.num_experts} of a block,"
-        f" {format_bytes(whole * 4)} in fp32; parallel.ep={degree} would save {format_bytes(saved)}"
+        f"experts: each rank {verb} all {evaluator.shape.num_experts} of a block,"
+        f" {format_bytes(num_params * 4)} in fp32; parallel.ep={degree} would save"
+        f" {format_bytes(saved)}"
         f" per rank and send {sent} per rank and step"
     )
 
 
-def lossy_reasons(job: Job, shape: ModelShape, ranks: int) -> list[str]:
+def compression_notes(job: Job, shape: ModelShape, ranks: int) -> list[str]:
     reasons = []
     compress = job.parallel.compress
     if compress != "none" and ranks > 1:
-        line = f"gradients travel as {_in_words(job)}: not what one process computes"
+        line = f"gradients travel as {_describe_compression(job)}: not what one process computes"
         if keeps_error(compress):
             size = format_bytes(4 * shape.num_params)
             line += (
@@ -237,7 +245,7 @@ def lossy_reasons(job: Job, shape: ModelShape, ranks: int) -> list[str]:
     return reasons
 
 
-def _in_words(job: Job) -> str:
+def _describe_compression(job: Job) -> str:
     parallel = job.parallel
     return {
         "int8": "int8 with a scale for each 256",
@@ -246,16 +254,16 @@ def _in_words(job: Job) -> str:
     }.get(parallel.compress, parallel.compress)
 
 
-def headroom_reasons(job: Job, cluster: Cluster, num_ranks: int) -> list[str]:
-    """A line of a plan for GPUs."""
+def headroom_notes(job: Job, cluster: Cluster, num_ranks: int) -> list[str]:
+    """A line of a plan for GPUs on the memory that is not planned with."""
     if cluster.device == "cpu":
         return []
-    room, count = headroom_of(cluster.device), communicators_of(job.parallel, num_ranks)
+    room, count = headroom_for(cluster.device), count_communicators(job.parallel, num_ranks)
     of_groups = (
         f" and {count} x {format_bytes(room.communicator_bytes)} of communicators" if count else ""
     )
-    whole = format_bytes(whole_of(job, cluster, num_ranks))
+    memory = format_bytes(rank_memory_bytes(job, cluster, num_ranks))
     return [
-        f"memory: {room.share:.0%} of a GPU's {whole}, less {format_bytes(room.runtime_bytes)} of"
+        f"memory: {room.share:.0%} of a GPU's {memory}, less {format_bytes(room.runtime_bytes)} of"
         f" its context{of_groups}, is planned with; this has not been measured on a GPU"
     ]

@@ -23,7 +23,7 @@ PATIENCE_S = 60.0  # eight GPUs without persistence mode are woken one after the
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, or one MIG slice. `capability` is (0, 0) where nobody said."""
+    """One GPU, or one MIG slice. `capability` is (0, 0) if it is unknown."""
 
     name: str
     memory_bytes: int
@@ -32,7 +32,8 @@ class Gpu:
 
 
 class _NoAnswer(Exception):
-    """Why somebody who may know of GPUs says nothing. `is_absent`: nothing there can be asked."""
+    """The reason why a source (NVML, nvidia-smi) tells nothing of GPUs. `is_absent`: the source is
+    not there."""
 
     def __init__(self, why: str, *, is_absent: bool = False) -> None:
         super().__init__(why)
@@ -51,7 +52,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
     gpus = _all_gpus(os.environ.get("PATH", ""))
     if visible is None or not gpus:
         return gpus
-    chosen = _chosen(gpus, visible.split(","))
+    chosen = _select_gpus(gpus, visible.split(","))
     if not chosen:
         raise EnvironmentProblem(
             f"CUDA_VISIBLE_DEVICES is {visible!r}, which names none of the {len(gpus)} GPUs here",
@@ -129,13 +130,13 @@ def _parts(nvml: Any, handle: Any) -> list[Any]:
         return [handle]
     if not is_cut:
         return [handle]
-    found = []
+    slices = []
     for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
-            found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+            slices.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
         except nvml.NVMLError:  # no slice has this number
             continue
-    return found
+    return slices
 
 
 def _gpu_of(nvml: Any, handle: Any, capability: tuple[int, int]) -> Gpu:
@@ -148,8 +149,8 @@ def _gpu_of(nvml: Any, handle: Any, capability: tuple[int, int]) -> Gpu:
     return Gpu(_text(name), int(usable), _text(uuid), capability)
 
 
-def _text(found: Any) -> str:
-    return found.decode() if isinstance(found, bytes) else str(found)
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _ask_nvidia_smi() -> tuple[Gpu, ...]:
@@ -165,17 +166,17 @@ def _ask_nvidia_smi() -> tuple[Gpu, ...]:
         raise _NoAnswer(f"nvidia-smi cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise _NoAnswer(f"nvidia-smi did not answer in {PATIENCE_S:g} s") from None
-    said = " ".join((done.stdout + done.stderr).split())[:120]
-    if "no devices were found" in said.lower():
+    output = " ".join((done.stdout + done.stderr).split())[:120]
+    if "no devices were found" in output.lower():
         return ()
     if done.returncode != 0:  # an image that has it, on a machine without a driver
         raise _NoAnswer(
-            f"nvidia-smi says: {said or f'exit code {done.returncode}'}", is_absent=True
+            f"nvidia-smi says: {output or f'exit code {done.returncode}'}", is_absent=True
         )
-    return tuple(_from_line(line) for line in done.stdout.splitlines() if line.strip())
+    return tuple(_parse_line(line) for line in done.stdout.splitlines() if line.strip())
 
 
-def _from_line(line: str) -> Gpu:
+def _parse_line(line: str) -> Gpu:
     parts = [part.strip() for part in line.rsplit(",", 4)]
     if len(parts) != 5 or not parts[1].isdigit():
         raise _NoAnswer(f"nvidia-smi says {line.strip()[:80]!r} of a GPU")
@@ -187,15 +188,16 @@ def _from_line(line: str) -> Gpu:
     return Gpu(name, int(mebibytes) * 2**20, uuid, known)
 
 
-def _chosen(gpus: Sequence[Gpu], names: Sequence[str]) -> tuple[Gpu, ...]:
-    """As CUDA reads the list: numbers or beginnings of UUIDs, up to the first that is nobody's."""
-    found: list[Gpu] = []
+def _select_gpus(gpus: Sequence[Gpu], names: Sequence[str]) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA shows for such a list: numbers or beginnings of UUIDs, up to the first
+    that names no GPU."""
+    selected: list[Gpu] = []
     for name in map(str.strip, names):
         if name.isdigit():
             gpu = gpus[int(name)] if int(name) < len(gpus) else None
         else:
             gpu = next((gpu for gpu in gpus if name and gpu.uuid.startswith(name)), None)
-        if gpu is None or any(gpu is one for one in found):
+        if gpu is None or any(gpu is one for one in selected):
             break
-        found.append(gpu)
-    return tuple(found)
+        selected.append(gpu)
+    return tuple(selected)

@@ -27,7 +27,7 @@ class EarlyWarning:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout that was weighed. `predicted_bytes` by category, on top of the runtime."""
+    """One layout that was evaluated. `predicted_bytes` by category, on top of the runtime."""
 
     name: str  # ddp, zero1, zero2, zero3, or one (a single rank)
     zero_stage: int
@@ -47,7 +47,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from a job on a cluster. Frozen; `to_json` and `from_json` are inverses."""
+    """The decisions that follow from a job on a cluster. Frozen; `to_json` and `from_json` are
+    inverses."""
 
     job_digest: str
     layout: Layout
@@ -107,14 +108,14 @@ class Plan:
 
     @property
     def model_shape(self) -> ModelShape:
-        """What the plan knows of the model."""
+        """The shape of the model, as far as the plan knows it."""
         return ModelShape.from_json(self.shape)
 
     @property
     def chosen(self) -> Candidate:
         return next(candidate for candidate in self.alternatives if candidate.chosen)
 
-    def predicted_of(self, rank: int) -> dict[str, int]:
+    def memory_of_rank(self, rank: int) -> dict[str, int]:
         """Bytes of `rank` by category: of a pipeline its stages', else what every rank needs."""
         if self.pipeline is None or not self.pipeline.rank_memory:
             return self.chosen.predicted_bytes
@@ -162,7 +163,7 @@ class Plan:
 
 
 def job_digest(job: Job) -> str:
-    """What a run is known by: the job, wherever it runs."""
+    """The digest that a run is known by: that of its job, wherever it runs."""
     body = job.to_json()
     del body["run"]["dir"]
     return digest(body)

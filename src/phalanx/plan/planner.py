@@ -13,25 +13,30 @@ from phalanx.job.model import shape_of
 from phalanx.job.module_probe import foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.candidates import Weighing, candidates_of, choose, explained
-from phalanx.plan.cluster import Cluster, capacity_of, detect_cluster
+from phalanx.plan.candidates import (
+    CandidateEvaluator,
+    choose_candidate,
+    evaluate_candidates,
+    explain_candidate,
+)
+from phalanx.plan.cluster import Cluster, detect_cluster, rank_capacity_bytes
 from phalanx.plan.degrees import (
     choose_ranks,
     context_parallel_degree,
     expert_parallel_degree,
-    load_balance,
-    require_whole_copies,
+    require_unsharded,
+    resolve_load_balance,
     split_batch,
     tensor_parallel_degree,
 )
-from phalanx.plan.notes import headroom_reasons, remarks
+from phalanx.plan.notes import headroom_notes, list_notes
 from phalanx.plan.pipeline.requested_schedule import asked_schedule
 from phalanx.plan.pipeline.stages import sized_pipeline
 from phalanx.plan.plan import Candidate, Plan, job_digest
 from phalanx.plan.precision import require_fp8, resolve_precision
-from phalanx.plan.recompute import with_recompute
+from phalanx.plan.recompute import plan_recompute
 from phalanx.plan.warnings import NOTHING_MORE, DataFacts, MoreRemarks, early_warnings, epoch_ends
-from phalanx.plan.workload import work_of
+from phalanx.plan.workload import build_workload
 
 
 def make_plan(
@@ -62,36 +67,38 @@ def make_plan(
     _require_positions(shape, job.data.seq_len)
     _require_masks(job, shape)
     ranks, why = choose_ranks(job, cluster, num_ranks)
-    require_whole_copies(job, ranks)
+    require_unsharded(job, ranks)
     tp = tensor_parallel_degree(job, shape)
     cp = context_parallel_degree(job, shape, tp)
     ep = expert_parallel_degree(job, shape, ranks)
-    asked = asked_schedule(job)
-    micro, num_microbatches = split_batch(job, ranks // job.parallel.model_parallel_size, asked)
-    work = work_of(
+    requested = asked_schedule(job)
+    micro, num_microbatches = split_batch(job, ranks // job.parallel.model_parallel_size, requested)
+    work = build_workload(
         job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp, ep=ep
     )
     require_fp8(work, cluster.device, is_known=shape.is_known)
     reasons = [why]
     pipeline = None
-    if asked is not None:
-        work, pipeline = sized_pipeline(job, shape, asked, work, ranks, reasons)
+    if requested is not None:
+        work, pipeline = sized_pipeline(job, shape, requested, work, ranks, reasons)
     else:
-        work = with_recompute(job, shape, work, reasons)
-    weighing = Weighing(
-        shape, work, ranks, capacity_of(job, cluster, ranks), cluster.device, pipeline
+        work = plan_recompute(job, shape, work, reasons)
+    evaluator = CandidateEvaluator(
+        shape, work, ranks, rank_capacity_bytes(job, cluster, ranks), cluster.device, pipeline
     )
-    candidates = candidates_of(job, weighing)
-    chosen, of_choice = choose(job, candidates, weighing)
-    reasons += of_choice
-    alternatives = [explained(c, chosen, weighing.capacity_bytes, reasons[-1]) for c in candidates]
+    candidates = evaluate_candidates(job, evaluator)
+    chosen, why_chosen = choose_candidate(job, candidates, evaluator)
+    reasons += why_chosen
+    alternatives = [
+        explain_candidate(c, chosen, evaluator.capacity_bytes, reasons[-1]) for c in candidates
+    ]
     reasons += [
         *filter(None, [why_precision]),
-        *remarks(job, weighing, chosen),
+        *list_notes(job, evaluator, chosen),
         *more.reasons,
-        *headroom_reasons(job, cluster, ranks),
+        *headroom_notes(job, cluster, ranks),
     ]
-    plan = _plan(job, weighing, alternatives, reasons, vocab_size)
+    plan = _build_plan(job, evaluator, alternatives, reasons, vocab_size)
     plan = replace(plan, precision_is_auto=precision_is_auto)
     ends = epoch_ends(job, plan, data)
     return replace(
@@ -102,7 +109,8 @@ def make_plan(
 
 
 def _require_positions(shape: ModelShape, seq_len: int) -> None:
-    """Of what is measured; the shapes of our own are asked while loading."""
+    """Raises LayoutError for sequences longer than the positions of a measured module; the shapes
+    of built-in models are checked while loading."""
     if shape.measured is not None and not shape.reads_images and 0 < shape.max_positions < seq_len:
         raise LayoutError(
             f"sequences of {seq_len} tokens, and the model has {shape.max_positions} positions",
@@ -111,15 +119,16 @@ def _require_positions(shape: ModelShape, seq_len: int) -> None:
 
 
 def _require_masks(job: Job, shape: ModelShape) -> None:
-    """What every rank would refuse: data.document_masks for a module that cannot honour them."""
-    taken = shape.measured.takes_document_ids if shape.measured is not None else "by name"
-    if job.data.document_masks and taken != "by name":
+    """Raises LayoutError for data.document_masks with a module that cannot honour them, which every
+    rank would refuse."""
+    acceptance = shape.measured.takes_document_ids if shape.measured is not None else "by name"
+    if job.data.document_masks and acceptance != "by name":
         raise LayoutError(
             f"model {job.model.kind!r} cannot keep documents apart: its forward names no"
             " document_ids",
             why=(
                 "it takes any keyword, which does not say that it masks attention by this one"
-                if taken != "no"
+                if acceptance != "no"
                 else None
             ),
             fix="add the argument and mask attention with it, or leave data.document_masks out",
@@ -135,20 +144,20 @@ def _require_vocabulary(shape: ModelShape, vocab_size: int | None) -> None:
         )
 
 
-def _plan(
+def _build_plan(
     job: Job,
-    weighing: Weighing,
+    evaluator: CandidateEvaluator,
     alternatives: Sequence[Candidate],
     reasons: Sequence[str],
     vocab_size: int | None,
 ) -> Plan:
-    """All of it but the warnings, which look at the rest."""
-    shape, work = weighing.shape, weighing.work
+    """The plan without its warnings, which look at the rest."""
+    shape, work = evaluator.shape, evaluator.work
     chosen = next(candidate for candidate in alternatives if candidate.chosen)
     return Plan(
         job_digest=job_digest(job),
         layout=chosen.layout,
-        device=weighing.device,
+        device=evaluator.device,
         precision=job.precision.compute,
         recompute=job.train.recompute,
         recompute_every=job.train.recompute_every or 1,
@@ -164,7 +173,7 @@ def _plan(
         sequence_parallel=job.parallel.sequence_parallel,
         tp_chunks=job.parallel.tp_chunks,
         cp_attention=job.parallel.cp_attention,
-        cp_load_balance=load_balance(job),
+        cp_load_balance=resolve_load_balance(job),
         rules=job.parallel.rules,
         global_batch_size=job.train.global_batch_size,
         micro_batch_size=work.micro_batch_size,
@@ -176,29 +185,29 @@ def _plan(
         flops_per_token=(
             shape.flops_per_token(job.data.seq_len)["training"] if shape.is_known else None
         ),
-        capacity_bytes=weighing.capacity_bytes,
+        capacity_bytes=evaluator.capacity_bytes,
         alternatives=tuple(alternatives),
         reasons=tuple(reasons),
         shape=shape.to_json(),
-        pipeline=weighing.pipeline_of(chosen),
-        **lossy_choices(job),
+        pipeline=evaluator.pipeline_of(chosen),
+        **compression_fields(job),
     )
 
 
-def lossy_choices(job: Job) -> dict[str, Any]:
-    """Fields of a plan."""
+def compression_fields(job: Job) -> dict[str, Any]:
+    """Fields of a plan: how gradients travel, and how the loss is scaled."""
     parallel, precision = job.parallel, job.precision
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "compress": parallel.compress,
         "compress_rank": parallel.compress_rank,
         "compress_fraction": parallel.compress_fraction,
     }
     if precision.compute != "fp16":
-        return found
+        return values
     if precision.loss_scale == "dynamic":
         growth = precision.loss_scale_growth_steps
-        return found | {
+        return values | {
             "loss_scale": precision.loss_scale_initial,
             "loss_scale_growth_steps": growth,
         }
-    return found | {"loss_scale": precision.loss_scale}
+    return values | {"loss_scale": precision.loss_scale}

@@ -27,10 +27,10 @@ def resolve_precision(job: Job, cluster: Cluster) -> tuple[Job, str]:
     if job.precision.compute != "auto":
         return job, ""
     compute, why = _default_precision(cluster)
-    return with_precision(job, compute), why
+    return replace_precision(job, compute), why
 
 
-def precision_here(job: Job) -> str:
+def detect_precision(job: Job) -> str:
     """The type of numbers that `job` trains in on this machine; fp32 where the machine does not
     say what it has."""
     try:
@@ -39,7 +39,7 @@ def precision_here(job: Job) -> str:
         return "fp32"
 
 
-def with_precision(job: Job, compute: str) -> Job:
+def replace_precision(job: Job, compute: str) -> Job:
     """`job` with `compute` as its precision.compute."""
     return job.model_copy(
         update={"precision": job.precision.model_copy(update={"compute": compute})}
@@ -59,11 +59,11 @@ def keep_precision(plan: Plan, before: Plan | None, cluster: Cluster) -> Plan:
     compute, _ = _default_precision(cluster)
     if compute == plan.precision:
         return plan
-    kept = (
+    reason = (
         f"{plan.precision}, as the run began: precision.compute=auto is {compute} on this machine,"
         f" and a run keeps what it has; --resume with precision.compute={compute} changes it"
     )
-    return replace(plan, reasons=(*plan.reasons, kept))
+    return replace(plan, reasons=(*plan.reasons, reason))
 
 
 def _default_precision(cluster: Cluster) -> tuple[str, str]:

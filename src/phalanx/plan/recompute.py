@@ -15,54 +15,56 @@ from phalanx.core.units import format_bytes
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.memory import activation_bytes
-from phalanx.plan.segments import Segment, mixed, segments_of
-from phalanx.plan.workload import Workload, of_one_rank
+from phalanx.plan.segments import Segment, list_segments, mix_segments
+from phalanx.plan.workload import Workload, shard_shape
 
 
-def with_recompute(job: Job, shape: ModelShape, work: Workload, reasons: list[str]) -> Workload:
+def plan_recompute(job: Job, shape: ModelShape, work: Workload, reasons: list[str]) -> Workload:
     """`work` with the blocks that are recomputed; adds what must be said of them to `reasons`.
 
     Raises LayoutError for a budget that nothing keeps to, or of a module whose activations nobody
     can predict.
     """
-    shape = of_one_rank(shape, work.tp, work.rules)
+    shape = shard_shape(shape, work.tp, work.rules)
     if job.train.recompute == "budget":
 
         def activations(segments: tuple[Segment, ...]) -> float:
             return activation_bytes(shape, replace(work, segments=segments))
 
-        segments = within_budget(job, shape, work, range(shape.num_layers), activations)
+        segments = fit_budget(job, shape, work, range(shape.num_layers), activations)
     else:
         segments = job_segments(job, shape)
     work = replace(work, segments=segments)
-    reasons += said(job, shape, segments, activation_bytes(shape, work) if shape.is_known else 0)
+    reasons += recompute_notes(
+        job, shape, segments, activation_bytes(shape, work) if shape.is_known else 0
+    )
     return work
 
 
 def job_segments(job: Job, shape: ModelShape) -> tuple[Segment, ...]:
-    """What a mode other than budget means for the model."""
-    mode, every = job.train.recompute, job.train.recompute_every or 1
-    return segments_of(mode, shape.num_layers, every) if shape.num_layers else ()
+    """The segments of a mode other than budget for the model."""
+    mode, interval = job.train.recompute, job.train.recompute_every or 1
+    return list_segments(mode, shape.num_layers, interval) if shape.num_layers else ()
 
 
-def within_budget(
+def fit_budget(
     job: Job,
     shape: ModelShape,
     work: Workload,
     blocks: Sequence[int],
     activations: Callable[[tuple[Segment, ...]], float],
 ) -> tuple[Segment, ...]:
-    """The first of `_from_cheap_to_dear` for `blocks`, those of one rank, with which its
-    `activations` fit."""
+    """The first segments of `_list_by_cost` with which `activations` of one rank, whose blocks are
+    `blocks`, fit its budget."""
     if not shape.is_known:
         raise LayoutError(
             "train.recompute=budget needs activations that can be predicted, and those of your own"
             " module cannot",
             fix="set train.recompute to selective, full, every-k or sqrt",
         )
-    budget_bytes = budget_of(job)
+    budget_bytes = budget_bytes_of(job)
     least: tuple[Segment, ...] = ()
-    for counted in _from_cheap_to_dear(len(blocks)):
+    for counted in _list_by_cost(len(blocks)):
         least = tuple(Segment(blocks[s.start], blocks[s.start] + 1, s.mode) for s in counted)
         if activations(least) <= budget_bytes:
             return least
@@ -70,45 +72,51 @@ def within_budget(
     raise LayoutError(
         f"with every block recomputed activations take {format_bytes(needed)} per rank, and "
         f"train.recompute_budget_gib allows {format_bytes(budget_bytes)}",
-        fix=f"allow {_rounded_up(needed / 2**30)} GiB"
+        fix=f"allow {_round_up(needed / 2**30)} GiB"
         + (" or use a smaller train.micro_batch_size" * (work.micro_batch_size > 1)),
     )
 
 
-def budget_of(job: Job) -> int:
+def budget_bytes_of(job: Job) -> int:
     return round((job.train.recompute_budget_gib or 0) * 2**30)
 
 
-def _rounded_up(value: float) -> str:
-    """In three digits, and enough."""
+def _round_up(value: float) -> str:
+    """`value` rounded up to three digits."""
     digits = 2 - math.floor(math.log10(value))
     return f"{math.ceil(value * 10**digits) / 10**digits:.{max(0, digits)}f}"
 
 
-def _from_cheap_to_dear(num_blocks: int) -> Iterator[tuple[Segment, ...]]:
-    """More and more blocks selectively, which costs little; then more and more of them in full."""
+def _list_by_cost(num_blocks: int) -> Iterator[tuple[Segment, ...]]:
+    """Choices of segments from cheap to dear: more and more blocks selectively, which costs little;
+    then more and more of them in full."""
     for num_selective in range(num_blocks + 1):
-        yield mixed(num_blocks, num_selective, 0)
+        yield mix_segments(num_blocks, num_selective, 0)
     for num_full in range(1, num_blocks + 1):
-        yield mixed(num_blocks, num_blocks, num_full)
+        yield mix_segments(num_blocks, num_blocks, num_full)
 
 
-def said(job: Job, shape: ModelShape, segments: Sequence[Segment], size: float) -> list[str]:
-    """What is recomputed, where the job's own word does not say it.
+def recompute_notes(
+    job: Job, shape: ModelShape, segments: Sequence[Segment], size: float
+) -> list[str]:
+    """A line about what is recomputed, where the job's own word does not say it.
 
     `size`: bytes of activations of a rank.
     """
     mode = job.train.recompute
     if mode in ("none", "full"):
         return []
+    line = f"recompute: {describe_segments(segments, shape.num_layers)}"
     if not shape.is_known:
-        return [f"recompute: {described(segments, shape.num_layers)}"]
-    line = f"recompute: {described(segments, shape.num_layers)}, activations {format_bytes(size)}"
-    return [f"{line} of the {format_bytes(budget_of(job))} asked" if mode == "budget" else line]
+        return [line]
+    line += f", activations {format_bytes(size)}"
+    if mode == "budget":
+        line += f" of the {format_bytes(budget_bytes_of(job))} asked"
+    return [line]
 
 
-def described(segments: Sequence[Segment], num_blocks: int) -> str:
-    """5 of 12 blocks selectively."""
+def describe_segments(segments: Sequence[Segment], num_blocks: int) -> str:
+    """Segments in words: 5 of 12 blocks selectively."""
     if not segments:
         return f"none of {num_blocks} blocks"
     longest = max(segment.num_blocks for segment in segments)
@@ -126,19 +134,19 @@ def described(segments: Sequence[Segment], num_blocks: int) -> str:
     return f"{len(segments)} of {num_blocks} blocks, {' and '.join(words)}"
 
 
-def proposed(
+def suggest_recompute(
     shape: ModelShape,
     work: Workload,
     fits: Callable[[Workload], bool],
     activations: Callable[[Workload], float],
 ) -> str:
-    """The cheapest mode that would make the plan fit, as a fix; "" if none does, or nobody can
-    say."""
+    """The cheapest mode that would make the plan fit, as a fix; "" if none does, or nothing can be
+    predicted."""
     if not shape.is_known:
         return ""
     now = activations(work)
     for mode in ("selective", "full"):
-        other = replace(work, segments=segments_of(mode, shape.num_layers))
+        other = replace(work, segments=list_segments(mode, shape.num_layers))
         then = activations(other)
         if then < now and fits(other):
             return (

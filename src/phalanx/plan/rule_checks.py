@@ -14,7 +14,7 @@ from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.core.units import format_count
 from phalanx.job.shape import Holder, ModelShape
 from phalanx.job.tensors import holders_of, module_names
-from phalanx.plan.rules import CUTS, Rule, Span, matches, parse_rules, rule_of, rules_of
+from phalanx.plan.rules import CUTS, Rule, Span, built_in_rules, find_rule, matches, parse_rules
 
 NUM_NAMED = 3
 CUTTABLE = {
@@ -24,24 +24,26 @@ CUTTABLE = {
 SHARE_WORTH_A_WORD = 0.01  # of all parameters
 
 
-def check_rules(own: Mapping[str, str], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
+def check_rules(overrides: Mapping[str, str], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
     """The job's rules, then the model's own.
 
     Raises LayoutError for what cannot be: text, names, kinds of modules, degrees. With one rank
     only the text is looked at.
     """
-    rules = parse_rules(own)
+    rules = parse_rules(overrides)
     if tp > 1 and shape.is_known:
         return _check_built_in(rules, shape, tp)
     if shape.measured is None or tp == 1 or not shape.measured.names:
         return rules
-    brought = {pattern: text for pattern, text in shape.measured.shard_rules if pattern not in own}
+    brought = {
+        pattern: text for pattern, text in shape.measured.shard_rules if pattern not in overrides
+    }
     rules += parse_rules(brought)
     require_matches(rules, shape.measured.names)
     if not any(rule.kind in CUTS for rule in rules):
-        raise no_rules(shape.kind)
+        raise missing_rules_error(shape.kind)
     for holder in shape.measured.holders:
-        rule = rule_of(rules, holder.name)
+        rule = find_rule(rules, holder.name)
         if rule is not None and rule.kind in CUTS:
             _check(rule, holder, tp)
     _require_rows(rules, shape.measured.holders)
@@ -51,40 +53,42 @@ def check_rules(own: Mapping[str, str], shape: ModelShape, tp: int) -> tuple[Rul
 def _require_rows(rules: Sequence[Rule], holders: Sequence[Holder]) -> None:
     """Raises LayoutError for columns where nothing takes parts of features: no row anywhere, and
     no sum."""
-    cut = [rule for holder in holders if (rule := rule_of(rules, holder.name)) is not None]
+    cut = [rule for holder in holders if (rule := find_rule(rules, holder.name)) is not None]
     column = next((rule for rule in cut if rule.kind == "column" and not rule.gather), None)
     takes_parts = any(rule.kind == "row" for rule in cut) or any(rule.summed for rule in rules)
     if column is not None and not takes_parts:
-        raise no_row(column, "no row takes them")
+        raise missing_row_error(column, "no row takes them")
 
 
-def no_row(column: Rule, what: str) -> LayoutError:
+def missing_row_error(column: Rule, problem: str) -> LayoutError:
     return LayoutError(
-        f"a rank has a part of the features that it puts out, and {what}",
+        f"a rank has a part of the features that it puts out, and {problem}",
         where=f'sharding rule "{column.pattern}" = "{column.text}"',
         fix='give the layer that takes them "row", or put them together with "column gather"',
     )
 
 
-def _check_built_in(own: tuple[Rule, ...], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
-    """Its own rules are right: only the job's are looked at."""
-    replaced = {rule.pattern for rule in own}
-    rules = own + parse_rules({p: text for p, text in rules_of(shape).items() if p not in replaced})
-    if not own:
+def _check_built_in(overrides: tuple[Rule, ...], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
+    """The job's rules, checked, then those of the built-in model, which are right."""
+    replaced = {rule.pattern for rule in overrides}
+    rules = overrides + parse_rules(
+        {p: text for p, text in built_in_rules(shape).items() if p not in replaced}
+    )
+    if not overrides:
         return rules
-    require_matches(own, module_names(shape))
+    require_matches(overrides, module_names(shape))
     if not any(rule.kind in CUTS for rule in rules):
-        raise no_rules(f"a {shape.kind} with these rules")
+        raise missing_rules_error(f"a {shape.kind} with these rules")
     for holder in holders_of(shape).values():
-        rule = rule_of(own, holder.name)
+        rule = find_rule(overrides, holder.name)
         if rule is not None and rule.kind in CUTS:
             _check(rule, holder, tp)
     return rules
 
 
-def no_rules(what: str) -> LayoutError:
+def missing_rules_error(model: str) -> LayoutError:
     return LayoutError(
-        f"{what} has no sharding rules, and tp cannot cut it",
+        f"{model} has no sharding rules, and tp cannot cut it",
         fix="phalanx plan --suggest-rules proposes some for [parallel.rules], or set parallel.tp=1",
     )
 
@@ -93,12 +97,14 @@ def require_matches(rules: Iterable[Rule], names: Sequence[str]) -> None:
     """Raises LayoutError for a rule that is for no module."""
     for rule in rules:
         if not any(matches(rule.pattern, name) for name in names):
-            near = did_you_mean(rule.pattern, sorted({pattern_of(name) for name in names if name}))
+            suggestion = did_you_mean(
+                rule.pattern, sorted({pattern_of(name) for name in names if name})
+            )
             known = list(dict.fromkeys(pattern_of(name) for name in names if name))[:5]
             raise LayoutError(
                 "no module of the model is named so",
                 where=f'sharding rule "{rule.pattern}" = "{rule.text}"',
-                fix=near or f"its modules are {', '.join(known)} ...",
+                fix=suggestion or f"its modules are {', '.join(known)} ...",
             )
 
 
@@ -114,11 +120,11 @@ def require_cuttable(rule: Rule, name: str, kind: str) -> None:
                 " k, v and o"
             ),
         )
-    kinds, wanted = CUTTABLE.get(rule.kind, (("linear", "grouped"), "linear layers"))
+    kinds, layers = CUTTABLE.get(rule.kind, (("linear", "grouped"), "linear layers"))
     if kind not in kinds:
         raise LayoutError(
             f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}, and {rule.kind} cuts"
-            f" {wanted}",
+            f" {layers}",
             where=where,
             fix="leave it out, and it stays whole on every rank",
         )
@@ -126,13 +132,13 @@ def require_cuttable(rule: Rule, name: str, kind: str) -> None:
 
 def require_parts(rule: Rule, name: str, kind: str) -> None:
     """Raises LayoutError for experts whose first matrices hold other parts than the rule says."""
-    wanted = 2 if kind == "stacked with gates" else 1
-    if rule.kind == "experts" and len(rule.parts) != wanted:
+    num_parts = 2 if kind == "stacked with gates" else 1
+    if rule.kind == "experts" and len(rule.parts) != num_parts:
         raise LayoutError(
             f"the first matrices of {name} are"
-            f" {'gate and up in one' if wanted == 2 else 'up alone'}",
+            f" {'gate and up in one' if num_parts == 2 else 'up alone'}",
             where=f'sharding rule "{rule.pattern}" = "{rule.text}"',
-            fix=f'write "{"experts parts=2" if wanted == 2 else "experts"}"',
+            fix=f'write "{"experts parts=2" if num_parts == 2 else "experts"}"',
         )
 
 
@@ -143,9 +149,9 @@ def _check(rule: Rule, holder: Holder, tp: int) -> None:
     rule.spans(size, tp, 0, name=holder.name)
 
 
-def whole_by_default(rules: Sequence[Rule], shape: ModelShape) -> str:
-    """A line about matrices that no rule names, which stay whole on every rank; nothing, if
-    there are none to name."""
+def describe_replicated(rules: Sequence[Rule], shape: ModelShape) -> str:
+    """A line about matrices that no rule names, which stay whole on every rank; "" if there are
+    none to name."""
     if shape.measured is None:
         return ""
     sizes: dict[str, list[int]] = defaultdict(list)
@@ -153,7 +159,7 @@ def whole_by_default(rules: Sequence[Rule], shape: ModelShape) -> str:
         is_matrix = (
             holder.num_params > holder.num_outputs + holder.num_inputs or holder.kind == "linear"
         )
-        if is_matrix and rule_of(rules, holder.name) is None:
+        if is_matrix and find_rule(rules, holder.name) is None:
             sizes[pattern_of(holder.name)].append(holder.num_params)
     total = max(1, shape.num_params)
     named = sorted(sizes.items(), key=lambda item: -sum(item[1]))
@@ -169,14 +175,14 @@ def whole_by_default(rules: Sequence[Rule], shape: ModelShape) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """blocks.3.ffn.up -> blocks.*.ffn.up."""
+    """The pattern that matches a name in every block: blocks.3.ffn.up -> blocks.*.ffn.up."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
 TOGETHER = {"attention": ("q", "q_up", "k", "v", "kv_up", "o"), "ffn": ("gate", "up", "down")}
 
 
-def require_fitting(
+def check_overrides(
     rules: Sequence[Rule], shape: ModelShape, tp: int, *, cuts_sequence: bool
 ) -> None:
     """Raises LayoutError for rules (the job's, then the model's) that each can be and together
@@ -185,95 +191,105 @@ def require_fitting(
     for layer in range(shape.num_layers):
         for part, members in TOGETHER.items():
             region = f"blocks.{layer}.{part}"
-            found = [
+            cut_together = [
                 holders[name] for name in (f"{region}.{m}" for m in members) if name in holders
             ]
-            if found:
-                _require_one_cut(rules, region, found, shape, tp, cuts_sequence=cuts_sequence)
-                is_cut = any(_cut_by(rule_of(rules, holder.name), holder, tp) for holder in found)
-                others = [
+            if cut_together:
+                _require_same_cut(
+                    rules, region, cut_together, shape, tp, cuts_sequence=cuts_sequence
+                )
+                is_cut = any(
+                    _find_cuts(find_rule(rules, holder.name), holder, tp) for holder in cut_together
+                )
+                uncut = [
                     name
                     for name in holders
-                    if name.startswith(f"{region}.") and holders[name] not in found
+                    if name.startswith(f"{region}.") and holders[name] not in cut_together
                 ]
-                _require_summed(rules, region, others, is_cut=is_cut)
+                _require_gradient_sums(rules, region, uncut, is_cut=is_cut)
     if shape.reads_images:
-        _require_whole_classes(rule_of(rules, "head"))
+        _require_whole_classes(find_rule(rules, "head"))
     else:
         _require_ends(rules, shape, cuts_sequence=cuts_sequence)
 
 
-def _require_one_cut(
+def _require_same_cut(
     rules: Sequence[Rule],
     region: str,
-    found: Sequence[Holder],
+    holders: Sequence[Holder],
     shape: ModelShape,
     tp: int,
     *,
     cuts_sequence: bool,
 ) -> None:
-    """What works on the same heads or features is cut alike or stays whole on every rank."""
-    made = {holder.name: _cut_by(rule_of(rules, holder.name), holder, tp) for holder in found}
-    words = ", ".join(name.rpartition(".")[2] for name in made)
+    """Raises LayoutError unless all that works on the same heads or features is cut alike, or stays
+    whole on every rank."""
+    cuts = {
+        holder.name: _find_cuts(find_rule(rules, holder.name), holder, tp) for holder in holders
+    }
+    words = ", ".join(name.rpartition(".")[2] for name in cuts)
     fix = f"leave the rules of {words} to the model, or give all of them, and {region}, replicate"
-    if not any(made.values()):
-        rule = rule_of(rules, region)
+    if not any(cuts.values()):
+        rule = find_rule(rules, region)
         if rule is not None and rule.kind == "region":
             raise LayoutError(
-                f"{region} is a region, and nothing of it is cut", where=_where(rule), fix=fix
+                f"{region} is a region, and nothing of it is cut", where=_name_rule(rule), fix=fix
             )
         if cuts_sequence and region.endswith("attention"):
-            what = f"{region} would stay whole, and see a part of the sequence"
+            problem = f"{region} would stay whole, and see a part of the sequence"
             raise LayoutError(
-                what, fix="set parallel.sequence_parallel=false, or leave its rules to the model"
+                problem, fix="set parallel.sequence_parallel=false, or leave its rules to the model"
             )
         return
-    wanted = (
-        _own_cuts(shape, found, tp)
+    expected = (
+        _find_model_cuts(shape, holders, tp)
         if region.endswith("attention")
-        else dict.fromkeys(made, _first(made))
+        else dict.fromkeys(cuts, _first_cut(cuts))
     )
-    wrong = next((name for name, cut in made.items() if cut != wanted[name]), None)
+    wrong = next((name for name, cut in cuts.items() if cut != expected[name]), None)
     if wrong is not None:
-        rule = rule_of(rules, wrong)
-        where = _where(rule) if rule is not None else None
+        rule = find_rule(rules, wrong)
+        where = _name_rule(rule) if rule is not None else None
         raise LayoutError(
             f"{wrong} would not be cut as what it works with is", where=where, fix=fix
         )
 
 
-def _require_summed(
-    rules: Sequence[Rule], region: str, others: Sequence[str], *, is_cut: bool
+def _require_gradient_sums(
+    rules: Sequence[Rule], region: str, names: Sequence[str], *, is_cut: bool
 ) -> None:
-    """What is whole among what is cut (norms of heads, latents) sees a part on each rank; among
-    what is whole, all."""
-    for name in others:
-        rule = rule_of(rules, name)
+    """Raises LayoutError where gradients of modules between cut ones (norms of heads, latents) are
+    not summed over ranks, or are summed although nothing around them is cut."""
+    for name in names:
+        rule = find_rule(rules, name)
         if rule is None or (rule.kind == "partial") == is_cut:
             continue
-        what = (
+        problem = (
             f"{name} sees {'a part' if is_cut else 'all'} of {region} on each rank, and its"
             " gradient is"
         )
-        what += f" {'not added up' if is_cut else 'added up'}"
+        problem += f" {'not added up' if is_cut else 'added up'}"
         fix = f"leave its rule to the model, or give all of {region}, and this, replicate"
-        raise LayoutError(what, where=_where(rule), fix="partial" if is_cut else fix)
+        raise LayoutError(problem, where=_name_rule(rule), fix="partial" if is_cut else fix)
 
 
-def _own_cuts(shape: ModelShape, found: Sequence[Holder], tp: int) -> dict[str, Cuts]:
-    own = parse_rules(rules_of(shape))
-    return {holder.name: _cut_by(rule_of(own, holder.name), holder, tp) for holder in found}
+def _find_model_cuts(shape: ModelShape, holders: Sequence[Holder], tp: int) -> dict[str, Cuts]:
+    rules = parse_rules(built_in_rules(shape))
+    return {
+        holder.name: _find_cuts(find_rule(rules, holder.name), holder, tp) for holder in holders
+    }
 
 
 Cuts = tuple[tuple[Span, ...], ...]
 
 
-def _first(made: Mapping[str, Cuts]) -> Cuts:
-    return next(cut for cut in made.values() if cut)
+def _first_cut(cuts: Mapping[str, Cuts]) -> Cuts:
+    return next(cut for cut in cuts.values() if cut)
 
 
-def _cut_by(rule: Rule | None, holder: Holder, tp: int) -> Cuts:
-    """What each rank holds of the features that are cut; nothing, where all ranks have them all."""
+def _find_cuts(rule: Rule | None, holder: Holder, tp: int) -> Cuts:
+    """The features that each rank holds of those that are cut; empty if all ranks have all of
+    them."""
     is_last = holder.name.rpartition(".")[2] in ("o", "down")
     if rule is None or rule.kind != ("row" if is_last else "column") or rule.gather:
         return ()
@@ -282,21 +298,24 @@ def _cut_by(rule: Rule | None, holder: Holder, tp: int) -> Cuts:
 
 
 def _require_ends(rules: Sequence[Rule], shape: ModelShape, *, cuts_sequence: bool) -> None:
-    """The embedding, where a sequence is cut, and the head, whose rows the loss is taken of."""
+    """Raises LayoutError for rules of embedding or head that do not go with a cut sequence, or with
+    a loss by tokens."""
     first, head = (
-        rule_of(rules, "embed"),
-        rule_of(rules, "embed" if shape.tie_embeddings else "head"),
+        find_rule(rules, "embed"),
+        find_rule(rules, "embed" if shape.tie_embeddings else "head"),
     )
     if head is not None and head.kind in CUTS and head.kind != "vocab":
         raise LayoutError(
-            "a head is cut by tokens", where=_where(head), fix="vocab, or replicate: it stays whole"
+            "a head is cut by tokens",
+            where=_name_rule(head),
+            fix="vocab, or replicate: it stays whole",
         )
     if not cuts_sequence:
         return
     for name, rule, legal in (
         ("embed", first, ("vocab", "sequence")),
         *(
-            (("embed_positions", rule_of(rules, "embed_positions"), ("vocab", "sequence")),)
+            (("embed_positions", find_rule(rules, "embed_positions"), ("vocab", "sequence")),)
             * (shape.positions == "learned")
         ),
         ("embed" if shape.tie_embeddings else "head", head, ("vocab",)),
@@ -304,18 +323,18 @@ def _require_ends(rules: Sequence[Rule], shape: ModelShape, *, cuts_sequence: bo
         if rule is None or rule.kind not in legal:
             raise LayoutError(
                 f"{name} needs {' or '.join(legal)}, where the sequence is cut between regions",
-                where=None if rule is None else _where(rule),
+                where=None if rule is None else _name_rule(rule),
                 fix="set parallel.sequence_parallel=false, or leave the rule out",
             )
 
 
 def _require_whole_classes(head: Rule | None) -> None:
     if head is not None and (head.kind == "row" or (head.kind == "column" and not head.gather)):
-        what = "a head over classes needs all features and all classes"
+        problem = "a head over classes needs all features and all classes"
         raise LayoutError(
-            what, where=_where(head), fix='"column gather", or replicate: it stays whole'
+            problem, where=_name_rule(head), fix='"column gather", or replicate: it stays whole'
         )
 
 
-def _where(rule: Rule) -> str:
+def _name_rule(rule: Rule) -> str:
     return f'sharding rule "{rule.pattern}" = "{rule.text}"'

@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Span:
-    """What one rank holds of a dimension: elements [start, start + size) of the whole.
+    """The part of a dimension that one rank holds: elements [start, start + size) of the whole.
 
     `copies` ranks hold them alike, and this is number `copy` of those.
     """
@@ -83,7 +83,7 @@ class Count:
     heads: int = 0
 
     def share(self, value: int, tp: int) -> int | None:
-        """What it is on one rank; None where tp does not divide it."""
+        """The value of the attribute on one rank; None if tp does not divide it."""
         heads = self.heads or value
         if value % heads or (heads % tp and tp % heads):
             return None
@@ -107,16 +107,16 @@ class Rule:
     """Of a row: what ranks put out is left as it is, for the region around."""
 
     def spans(self, size: int, tp: int, rank: int, *, name: str) -> list[Span]:
-        """What `rank` of `tp` holds of a dimension of `size`.
+        """The parts of a dimension of `size` that `rank` of `tp` holds.
 
         Raises LayoutError where it cannot be cut.
         """
         spans, start = [], 0
         heads = sum(part.heads for part in self.parts)
         if size % (heads or len(self.parts)):
-            what = f"{heads} heads" if heads else f"{len(self.parts)} parts"
+            divisor = f"{heads} heads" if heads else f"{len(self.parts)} parts"
             raise LayoutError(
-                f"{name} has {size} features, which are not {what}", where=self._where
+                f"{name} has {size} features, which are not {divisor}", where=self._where
             )
         unit = size // (heads or len(self.parts))
         for part in self.parts:
@@ -136,8 +136,8 @@ class Rule:
 
 def _head_span(part: Part, unit: int, tp: int, rank: int, name: str) -> Span:
     if part.heads % tp == 0:
-        mine = part.heads // tp
-        return Span(rank * mine * unit, mine * unit)
+        num_heads = part.heads // tp
+        return Span(rank * num_heads * unit, num_heads * unit)
     if part.heads < part.queries and part.queries % tp == 0 and tp % part.heads == 0:
         copies = tp // part.heads
         return Span(rank // copies * unit, unit, rank % copies, copies)
@@ -148,7 +148,8 @@ def _head_span(part: Part, unit: int, tp: int, rank: int, name: str) -> Span:
 
 
 def _feature_span(width: int, tp: int, rank: int, name: str) -> Span:
-    """As even as it goes: no two ranks differ by more than one."""
+    """The part of `width` features that one rank holds. No two ranks differ by more than one
+    feature."""
     if width < tp:
         raise LayoutError(f"{name} has {width} features, too few for tp {tp}")
     start = width * rank // tp
@@ -161,13 +162,13 @@ def legal_degrees(num_heads: int, num_kv_heads: int) -> list[int]:
     return [tp for tp in degrees if num_kv_heads % tp == 0 or tp % num_kv_heads == 0]
 
 
-def heads_of(num_heads: int, num_kv_heads: int) -> str:
-    """What attention has, for messages: '4 heads with 2 key-value heads'."""
+def describe_heads(num_heads: int, num_kv_heads: int) -> str:
+    """The heads of attention, for messages: '4 heads with 2 key-value heads'."""
     return f"{plural(num_heads, 'head')} with {plural(num_kv_heads, 'key-value head')}"
 
 
-def _nearest(wanted: int, legal: list[int]) -> str:
-    below, above = [d for d in legal if d < wanted][-1:], [d for d in legal if d > wanted][:1]
+def _nearest(degree: int, legal: list[int]) -> str:
+    below, above = [d for d in legal if d < degree][-1:], [d for d in legal if d > degree][:1]
     return " or ".join(map(str, below + above))
 
 
@@ -214,13 +215,13 @@ def _parse(pattern: str, text: str) -> Rule:
 
 def _parts(values: Mapping[str, str]) -> tuple[Part, ...]:
     if "heads" in values:
-        found = []
+        parts = []
         for word in values["heads"].split("+"):
             heads, _, queries = word.partition("/")
-            found.append(Part(int(heads), int(queries or heads)))
-        if min(min(part.heads, part.queries) for part in found) < 1:
+            parts.append(Part(int(heads), int(queries or heads)))
+        if min(min(part.heads, part.queries) for part in parts) < 1:
             raise ValueError(values["heads"])
-        return tuple(found)
+        return tuple(parts)
     count = int(values.get("parts", "1"))
     if count < 1:
         raise ValueError(count)
@@ -228,27 +229,28 @@ def _parts(values: Mapping[str, str]) -> tuple[Part, ...]:
 
 
 def _counts(text: str) -> tuple[Count, ...]:
-    found = []
+    counts = []
     for word in filter(None, text.split(",")):
         attribute, slash, heads = word.partition("/")
         if slash and int(heads) < 1:
             raise ValueError(word)
-        found.append(Count(attribute, int(heads or 0)))
-    return tuple(found)
+        counts.append(Count(attribute, int(heads or 0)))
+    return tuple(counts)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """A `*` stands for one part of a dotted name, or a piece of it."""
+    """True if `pattern` matches `name`. A `*` stands for one part of a dotted name, or a piece of
+    it."""
     return pattern.count(".") == name.count(".") and fnmatch.fnmatchcase(name, pattern)
 
 
-def rule_of(rules: Iterable[Rule], name: str) -> Rule | None:
-    """The first that matches a module's name."""
+def find_rule(rules: Iterable[Rule], name: str) -> Rule | None:
+    """The first rule that matches a module's name; None if none does."""
     return next((rule for rule in rules if matches(rule.pattern, name)), None)
 
 
-def rules_of(shape: ModelShape) -> dict[str, str]:
-    """The rules of a built-in model."""
+def built_in_rules(shape: ModelShape) -> dict[str, str]:
+    """The sharding rules of a built-in model, by pattern."""
     rules = {
         "blocks.*.attention": "region",
         **(_latent_attention_rules if shape.kv_rank else _attention_rules)(shape),
@@ -286,8 +288,8 @@ def _attention_rules(shape: ModelShape) -> dict[str, str]:
 
 
 def _latent_attention_rules(shape: ModelShape) -> dict[str, str]:
-    """Every rank makes whole latents, and what its heads owe to them is a part of their
-    gradient."""
+    """The rules of latent attention. Every rank makes whole latents, and the part of their gradient
+    that its heads cause is a part of a sum."""
     heads = shape.num_heads
     latents = ("q_down", "q_norm") if shape.query_rank else ()
     return {

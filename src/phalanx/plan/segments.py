@@ -38,8 +38,8 @@ class Segment:
         return cls(body["start"], body["stop"], body["mode"])
 
 
-def segments_of(recompute: str, num_blocks: int, every: int = 1) -> tuple[Segment, ...]:
-    """What a mode of `train.recompute` means for a model of so many blocks.
+def list_segments(recompute: str, num_blocks: int, interval: int = 1) -> tuple[Segment, ...]:
+    """The segments that a mode of `train.recompute` means for a model of `num_blocks` blocks.
 
     full and selective: each block by itself. every-k: the blocks k, 2k, ..., counted from 1. sqrt:
     stretches of ceil(sqrt(num_blocks)) blocks (Chen et al. 2016, arXiv 1604.06174). Raises
@@ -48,14 +48,14 @@ def segments_of(recompute: str, num_blocks: int, every: int = 1) -> tuple[Segmen
     if recompute in ("full", "selective"):
         return tuple(Segment(block, block + 1, recompute) for block in range(num_blocks))
     if recompute == "every-k":
-        if every > num_blocks:
+        if interval > num_blocks:
             raise LayoutError(
-                f"train.recompute_every {every} recomputes nothing: the model has {num_blocks}"
+                f"train.recompute_every {interval} recomputes nothing: the model has {num_blocks}"
                 " blocks",
                 fix=f"set train.recompute_every to {num_blocks} at most",
             )
         return tuple(
-            Segment(block, block + 1, "full") for block in range(every - 1, num_blocks, every)
+            Segment(block, block + 1, "full") for block in range(interval - 1, num_blocks, interval)
         )
     if recompute == "sqrt":
         length = math.isqrt(num_blocks - 1) + 1 if num_blocks else 1
@@ -65,7 +65,7 @@ def segments_of(recompute: str, num_blocks: int, every: int = 1) -> tuple[Segmen
     return ()
 
 
-def mixed(num_blocks: int, num_selective: int, num_full: int) -> tuple[Segment, ...]:
+def mix_segments(num_blocks: int, num_selective: int, num_full: int) -> tuple[Segment, ...]:
     """The first `num_full` blocks in full, the next `num_selective` selectively, the rest kept.
 
     The first ones, because what the last blocks keep is freed before these are recomputed.

@@ -38,8 +38,8 @@ BF16_PAYS_PARAMS = 10_000_000
 
 @dataclass(frozen=True)
 class MoreRemarks:
-    """What is said of a job by others than the planner, who know its files: reasons, and what
-    its owner may regret."""
+    """Reasons and warnings about a job from modules that know its files, which the planner does
+    not."""
 
     reasons: tuple[str, ...] = ()
     warnings: tuple[EarlyWarning, ...] = ()
@@ -59,7 +59,7 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What the warnings need of the data: tokens, or samples of the user's own dataset."""
+    """Facts of the data that the warnings need: tokens, or samples of the user's own dataset."""
 
     unit: Literal["tokens", "samples"]
     num_train: int
@@ -72,9 +72,9 @@ Rule = Callable[["Job", "Plan", "DataFacts | None"], str | None]
 
 
 def early_warnings(job: Job, plan: Plan, data: DataFacts | None = None) -> tuple[EarlyWarning, ...]:
-    """All that is known now. Without `data`, rules about data are silent."""
-    found = ((code, rule(job, plan, data)) for code, rule in RULES)
-    return tuple(EarlyWarning(code, text) for code, text in found if text is not None)
+    """All warnings that can be given now. Without `data`, rules about data are silent."""
+    texts = ((code, rule(job, plan, data)) for code, rule in RULES)
+    return tuple(EarlyWarning(code, text) for code, text in texts if text is not None)
 
 
 def _no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
@@ -124,7 +124,7 @@ def _high_lr_of_trained_weights(job: Job, plan: Plan, data: DataFacts | None) ->
 
 
 def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    norms, ranks = _measured(plan, "num_batchnorms"), plan.layout.data_parallel_size
+    norms, ranks = _count_layers(plan, "num_batchnorms"), plan.layout.data_parallel_size
     micro = plan.micro_batch_size
     if not norms:
         return None
@@ -144,7 +144,7 @@ def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str 
 
 
 def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    layers, ranks = _measured(plan, "num_dropouts"), plan.layout.data_parallel_size
+    layers, ranks = _count_layers(plan, "num_dropouts"), plan.layout.data_parallel_size
     is_compiled = plan.compile and plan.recompute != "none"
     if not layers or ranks == 1 or (plan.dropout == "global" and not is_compiled):
         return None
@@ -174,7 +174,7 @@ def _dataset_below_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | 
 
 
 def _many_epochs(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    """Of the source that is repeated most often."""
+    """The warning for the source that is repeated most often."""
     if data is None or not data.sources:
         return None
     step_tokens = plan.global_batch_size * plan.seq_len
@@ -206,39 +206,41 @@ def _small_held_out(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     return f"{judged:,} held-out {data.unit} are few to judge by: {error}; {remedy}"
 
 
-def _saved_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    steps, kept = job.train.steps, job.checkpoint
-    if steps < LONG_RUN_STEPS or kept.has_interval or job.eval.keep_best:
+def _saves_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    steps, checkpoint = job.train.steps, job.checkpoint
+    if steps < LONG_RUN_STEPS or checkpoint.has_interval or job.eval.keep_best:
         return None
-    when = "only after the last of" if kept.at_end else "never in"
+    when = "only after the last of" if checkpoint.at_end else "never in"
     return (
         f"a checkpoint is saved {when} {steps:,} steps: a crash begins again; set"
         " checkpoint.every_minutes=10"
     )
 
 
-def _evaluated_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    """A short trial of a long job's file: nothing to refuse."""
-    every, steps = job.eval.every_steps, job.train.steps
-    if every is None or every <= steps:
+def _evaluates_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    """The warning for an interval longer than the run: a short trial of a long job's file is no
+    mistake to refuse."""
+    interval, steps = job.eval.every_steps, job.train.steps
+    if interval is None or interval <= steps:
         return None
     return (
-        f"eval.every_steps={every} never comes in {plural(steps, 'step')}: only the end is"
+        f"eval.every_steps={interval} never comes in {plural(steps, 'step')}: only the end is"
         " evaluated"
     )
 
 
 def _saves_never_come(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    """As above. Where nothing is saved at the end either, nothing is kept at all."""
-    every, steps = job.checkpoint.every_steps, job.train.steps
-    if every is None or every <= steps:
+    """The warning for an interval longer than the run; if nothing is saved at the end either,
+    nothing is saved at all."""
+    interval, steps = job.checkpoint.every_steps, job.train.steps
+    if interval is None or interval <= steps:
         return None
-    what = (
+    outcome = (
         "only the end is saved"
         if job.checkpoint.at_end
         else "nothing is saved, checkpoint.at_end being false"
     )
-    return f"checkpoint.every_steps={every} never comes in {plural(steps, 'step')}: {what}"
+    return f"checkpoint.every_steps={interval} never comes in {plural(steps, 'step')}: {outcome}"
 
 
 def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
@@ -256,7 +258,7 @@ def _pipeline_bubble(job: Job, plan: Plan, data: DataFacts | None) -> str | None
     return long_bubble(job, plan)
 
 
-def _pipeline_compiled(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _compiled_pipeline(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     return nothing_to_put_off(job, plan)
 
 
@@ -269,21 +271,21 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("dataset_below_batch", _dataset_below_batch),
     ("many_epochs", _many_epochs),
     ("small_held_out", _small_held_out),
-    ("saved_at_the_end_only", _saved_at_the_end_only),
-    ("evaluated_at_the_end_only", _evaluated_at_the_end_only),
+    ("saved_at_the_end_only", _saves_at_the_end_only),
+    ("evaluated_at_the_end_only", _evaluates_at_the_end_only),
     ("saves_never_come", _saves_never_come),
     ("fp32_on_gpu", _fp32_on_gpu),
     ("pipeline_bubble", _pipeline_bubble),
-    ("pipeline_compiled", _pipeline_compiled),
+    ("pipeline_compiled", _compiled_pipeline),
 )
 
 
 def epoch_ends(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    """What happens to samples that do not fill a batch, which elsewhere are dropped.
+    """A line on samples that do not fill a batch, which other trainers drop; None where there are
+    none.
 
-    Of text nobody counts sequences.
-
-    Nothing to regret, and so no warning: a reason of the plan.
+    Text is not counted in sequences. This is nothing to regret, and so no warning but a reason of
+    the plan.
     """
     if data is None or data.unit == "tokens":
         return None
@@ -305,8 +307,8 @@ def _num_samples(plan: Plan, data: DataFacts) -> int:
     return data.num_train // plan.seq_len if data.unit == "tokens" else data.num_train
 
 
-def _measured(plan: Plan, what: str) -> int:
+def _count_layers(plan: Plan, kind: str) -> int:
     """A count from the user's own module; 0 for models of phalanx, which have neither BatchNorm
     nor dropout."""
     measured = plan.shape.get("measured") or {}
-    return int(measured.get(what, 0))
+    return int(measured.get(kind, 0))

@@ -15,7 +15,7 @@ from phalanx.job.shape import Holder, Measured, ModelShape
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.layout import DataParallel
 from phalanx.plan.rule_checks import check_rules
-from phalanx.plan.rules import CUTS, Rule, rule_of
+from phalanx.plan.rules import CUTS, Rule, find_rule
 from phalanx.plan.segments import Segment
 
 HOOKS = "phalanx.parallel.hooks"
@@ -23,7 +23,7 @@ HOOKS = "phalanx.parallel.hooks"
 
 @dataclass(frozen=True)
 class Workload:
-    """What one rank does with the model in one microbatch."""
+    """The work of one rank in one microbatch."""
 
     micro_batch_size: int
     seq_len: int  # of an image: its patches (and class token)
@@ -57,17 +57,18 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of this rank."""
+        """Tokens of one microbatch on this rank."""
         return self.micro_batch_size * self.seq_len // self.cp
 
     @property
     def compute_bytes(self) -> int:
-        """Of activations: in fp8 they are kept in bf16, and cast anew for each product."""
+        """Bytes of one element of activations. In fp8 they are kept in bf16, and cast anew for each
+        product."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def error_bytes(self) -> int:
-        """Per parameter, of what compression has not sent yet. Each rank has its own."""
+        """Bytes per parameter that compression has not sent yet. Each rank has its own."""
         return 4 if keeps_error(self.compress) else 0
 
 
@@ -77,7 +78,7 @@ def keeps_error(compress: str) -> bool:
     return compress != "none" and bool(told(compress, HOOKS, "KEEPS_ERROR", False))
 
 
-def work_of(
+def build_workload(
     job: Job,
     shape: ModelShape,
     *,
@@ -87,7 +88,8 @@ def work_of(
     cp: int = 1,
     ep: int = 1,
 ) -> Workload:
-    """Without the blocks that are recomputed (see `plan.recompute`)."""
+    """The workload of one rank of a job, without the blocks that are recomputed (see
+    `plan.recompute`)."""
     return Workload(
         micro_batch_size,
         _seq_len(job, shape),
@@ -112,14 +114,15 @@ def work_of(
 
 
 def _seq_len(job: Job, shape: ModelShape) -> int:
-    """What an own module makes of an own sample, nobody knows: a sample is one thing then."""
+    """Tokens of one sample. A sample of a user's own dataset for a user's own module counts as one:
+    their number is unknown."""
     has_own_samples = is_own_dataset(job.data.source) and not job.data.mixture
     return shape.tokens_of(job.data.seq_len) if shape.is_known or not has_own_samples else 1
 
 
 def _optimizer_bytes(job: Job) -> int:
-    """Per parameter: two fp32 moments of AdamW, one of SGD with momentum; of an own optimizer as
-    many as AdamW."""
+    """Bytes of optimizer state per parameter: two fp32 moments of AdamW, one of SGD with momentum.
+    An own optimizer counts as AdamW."""
     if job.optim.kind == "sgd":
         return 4 if job.optim.momentum else 0
     return 8
@@ -132,21 +135,22 @@ def _copies_state(job: Job) -> bool:
 
 
 def cuts_sequence(job: Job, shape: ModelShape) -> bool:
-    """Of a user's own module, which is not asked here, only what the job says."""
-    asked = job.parallel.sequence_parallel
-    return shape.is_known and not shape.reads_images if asked is None else asked
+    """True if tp cuts the sequence between the cut matrices. Of a user's own module only what the
+    job says counts: the module is not asked here."""
+    requested = job.parallel.sequence_parallel
+    return shape.is_known and not shape.reads_images if requested is None else requested
 
 
-def of_one_rank(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> ModelShape:
-    """What tensor parallelism leaves of a model on one rank, as a shape: fewer heads, features and
-    rows, as wide.
+def shard_shape(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> ModelShape:
+    """The part of a model that one rank of `tp` holds, as a shape: fewer heads, features and rows
+    of the same width.
 
-    Of a user's own module what `rules` cut; without any, all of it.
+    A user's own module keeps what `rules` do not cut; without rules, all of it.
     """
     if tp == 1:
         return shape
     if shape.measured is not None:
-        return replace(shape, measured=measured_of_one_rank(shape.measured, rules, tp))
+        return replace(shape, measured=shard_measured(shape.measured, rules, tp))
     return replace(
         shape,
         num_heads=shape.num_heads // tp,
@@ -158,19 +162,19 @@ def of_one_rank(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> Mod
 
 
 @lru_cache(maxsize=4)
-def measured_of_one_rank(measured: Measured, rules: tuple[Rule, ...], tp: int) -> Measured:
-    """What `rules` leave of a user's own module on one rank.
+def shard_measured(measured: Measured, rules: tuple[Rule, ...], tp: int) -> Measured:
+    """The part of a user's own module that one rank of `tp` holds under `rules`.
 
     Widths that do not divide: of the rank that has most.
     """
     holders = tuple(
-        _of_one_rank(holder, rule_of(rules, holder.name), tp) for holder in measured.holders
+        _shard_holder(holder, find_rule(rules, holder.name), tp) for holder in measured.holders
     )
     saved: dict[str, int] = defaultdict(int)  # by module, of all that is inside
-    for whole, own in zip(measured.holders, holders, strict=True):
-        parts = whole.name.split(".")
+    for unsharded, sharded in zip(measured.holders, holders, strict=True):
+        parts = unsharded.name.split(".")
         for count in range(len(parts) + 1):
-            saved[".".join(parts[:count])] += whole.num_params - own.num_params
+            saved[".".join(parts[:count])] += unsharded.num_params - sharded.num_params
     blocks = tuple((block, size - saved[block]) for block, size in measured.blocks)
     num_params, sizes = measured.num_params - saved[""], [size for _, size in blocks]
     return replace(
@@ -183,21 +187,26 @@ def measured_of_one_rank(measured: Measured, rules: tuple[Rule, ...], tp: int) -
     )
 
 
-def _of_one_rank(holder: Holder, rule: Rule | None, tp: int) -> Holder:
-    """A column, or a vocabulary, has a part of its bias, too; a row all of it.
+def _shard_holder(holder: Holder, rule: Rule | None, tp: int) -> Holder:
+    """The part of `holder` on one rank. A column, or a vocabulary, has a part of its bias, too; a
+    row all of it.
 
     A tied weight counts elsewhere.
     """
     if rule is None or rule.kind not in CUTS or not holder.num_outputs:
         return holder
-    whole = holder.num_inputs if rule.kind == "row" else holder.num_outputs
-    own = max(
-        sum(span.size for span in rule.spans(whole, tp, rank, name=holder.name))
+    width = holder.num_inputs if rule.kind == "row" else holder.num_outputs
+    rank_width = max(
+        sum(span.size for span in rule.spans(width, tp, rank, name=holder.name))
         for rank in range(tp)
     )
     if rule.kind != "row":
-        return replace(holder, num_params=holder.num_params // whole * own, num_outputs=own)
+        return replace(
+            holder, num_params=holder.num_params // width * rank_width, num_outputs=rank_width
+        )
     bias = holder.num_params % (holder.num_outputs * holder.num_inputs)
     return replace(
-        holder, num_params=(holder.num_params - bias) // whole * own + bias, num_inputs=own
+        holder,
+        num_params=(holder.num_params - bias) // width * rank_width + bias,
+        num_inputs=rank_width,
     )

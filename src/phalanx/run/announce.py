@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.data.corpus import Component, Corpus
-from phalanx.plan.explain import describe
+from phalanx.plan.explain import describe_plan
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.resume import Resumed
 
@@ -22,7 +22,7 @@ def announcement(run: PreparedRun, *, ranks: str = "", resumed: Resumed | None =
         *rank_lines,
         *data_lines,
         *run.init_lines,
-        *describe(run.plan, of_samples=run.corpus.user is not None),
+        *describe_plan(run.plan, of_samples=run.corpus.user is not None),
         *(resumed.lines() if resumed is not None else ()),
     ]
 

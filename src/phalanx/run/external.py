@@ -24,7 +24,7 @@ from phalanx.launch.paths import next_attempt
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.supervisor import Outcome
 from phalanx.observe.events import RESUMED, Note
-from phalanx.plan.precision import with_precision
+from phalanx.plan.precision import replace_precision
 from phalanx.run.announce import announcement
 from phalanx.run.conclude import RunEnd, finish_run, score_baselines
 from phalanx.run.decision import Decision
@@ -160,7 +160,7 @@ def _follow(
             refusal,
             ranks.rank,
         )
-    job = with_precision(job, plan.precision)  # what it leaves open, rank 0 has decided for all
+    job = replace_precision(job, plan.precision)  # what it leaves open, rank 0 has decided for all
     run = RankRun(job, plan, run_dir, ranks.rank, decision.attempt, began_s, Claim(decision.epoch))
     try:
         code = store.run_rank(run)

@@ -22,7 +22,7 @@ from phalanx.launch.paths import refuse_linked_folders
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.precision import keep_precision, with_precision
+from phalanx.plan.precision import keep_precision, replace_precision
 from phalanx.run.data_counts import count_data
 from phalanx.run.directory import (
     JOB_FILE,
@@ -81,7 +81,7 @@ def prepare_run(
     cluster = detect_cluster(job.cluster.device)
     earlier_plan = plan_of_run(run_dir) if resume else None
     if earlier_plan is not None and job.precision.compute == "auto":
-        job = with_precision(
+        job = replace_precision(
             job, earlier_plan.precision
         )  # started again with the job file: the run has begun
     shape = foreign_shape(job)
@@ -112,7 +112,7 @@ def prepare_run(
         )
         _refuse_images(corpus, plan.model_shape)
         plan = keep_precision(plan, earlier_plan, cluster)
-        job = with_precision(job, plan.precision)  # a run is known by it, wherever it goes on
+        job = replace_precision(job, plan.precision)  # a run is known by it, wherever it goes on
         plan = replace(
             plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan, ask=not resume))
         )

@@ -220,7 +220,7 @@ def _train(
             run.link.report_done()
             mesh.barrier()
         has_all_ranks = ended != "finished" or sample_text(job, plan, mesh, corpus, trainer, meter)
-        predicted = plan.predicted_of(mesh.rank)
+        predicted = plan.memory_of_rank(mesh.rank)
         bus.emit(meter.measure(state.shards(), state.model, predicted, trainer.staging_bytes))
         meter.stop()
         if has_all_ranks:

@@ -19,7 +19,7 @@ def check_gpu_room(mesh: Mesh, plan: Plan) -> str:
         return ""
     free, total = torch.cuda.mem_get_info(mesh.device)
     room_by_rank = mesh.gather_json([free, total])
-    needed = [sum(plan.predicted_of(rank).values()) for rank in range(mesh.world_size)]
+    needed = [sum(plan.memory_of_rank(rank).values()) for rank in range(mesh.world_size)]
     return describe_missing_room([(free, total) for free, total in room_by_rank], needed)
 
 

@@ -18,7 +18,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import KEYS
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.precision import precision_here
+from phalanx.plan.precision import detect_precision
 from phalanx.verify import contexts, pipelines, products
 
 NUM_MICROBATCHES = 2
@@ -70,7 +70,7 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
 
 def list_not_judged(job: Job) -> list[str]:
     """A line for each setting of a job that `make_verified_job` leaves out."""
-    compute = precision_here(job)
+    compute = detect_precision(job)
     line = f"not judged: precision.compute={compute}: layouts are judged in float64 and float32"
     return [] if compute == "fp32" else [line]
 

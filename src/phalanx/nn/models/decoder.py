@@ -22,7 +22,7 @@ from phalanx.nn.norms import build_norm
 from phalanx.nn.objective import CausalOutput, Objective, causal_cross_entropy
 from phalanx.nn.rotary import rotary_table
 from phalanx.nn.routing import Balance
-from phalanx.plan.rules import rules_of
+from phalanx.plan.rules import built_in_rules
 
 
 class Decoder(nn.Module):
@@ -41,7 +41,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
-        self.shard_rules = rules_of(shape)
+        self.shard_rules = built_in_rules(shape)
         self.embed = nn.Embedding(shape.vocab_size, shape.dim)
         learned = shape.positions == "learned"
         self.embed_positions = nn.Embedding(shape.max_positions, shape.dim) if learned else None

@@ -18,7 +18,7 @@ from phalanx.nn.block import Block, init_rules
 from phalanx.nn.init import initialize_shards
 from phalanx.nn.norms import build_norm
 from phalanx.nn.objective import Objective, classification_cross_entropy
-from phalanx.plan.rules import rules_of
+from phalanx.plan.rules import built_in_rules
 
 
 class VisionTransformer(nn.Module):
@@ -31,7 +31,7 @@ class VisionTransformer(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
-        self.shard_rules = rules_of(shape)
+        self.shard_rules = built_in_rules(shape)
         self.patch = nn.Conv2d(
             shape.num_channels, shape.dim, shape.patch_size, stride=shape.patch_size
         )

@@ -31,7 +31,7 @@ from phalanx.parallel.context.chunks import Chunks
 from phalanx.parallel.context.group import ContextGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.activations import QUERY_BLOCK
-from phalanx.plan.degrees import no_attention_seam
+from phalanx.plan.degrees import no_attention_seam_error
 from phalanx.plan.plan import Plan
 
 PER_TOKEN = ("inputs", "targets", "positions")
@@ -67,7 +67,7 @@ def _require_seams(
 ) -> None:
     name = type(module).__name__
     if not has_attention_seam(module, is_stage=is_stage):
-        raise no_attention_seam(name)
+        raise no_attention_seam_error(name)
     for parent, core in cores:
         if not getattr(core, "causal", False) or not hasattr(core, "window"):
             raise LayoutError(

@@ -16,7 +16,7 @@ from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.recompute.contexts import contexts_of, selective_contexts
 from phalanx.parallel.recompute.segment import RecomputeSegment
 from phalanx.plan.plan import Plan
-from phalanx.plan.segments import Segment, segments_of
+from phalanx.plan.segments import Segment, list_segments
 
 
 class Recompute:
@@ -49,7 +49,7 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
         if begin == end:
             continue
         first = numbers.index(begin)
-        here = segments_of("sqrt", end - begin) if context.plan.recompute == "sqrt" else ()
+        here = list_segments("sqrt", end - begin) if context.plan.recompute == "sqrt" else ()
         for segment in planned if context.plan.recompute != "sqrt" else ():
             start, stop = max(segment.start, begin), min(segment.stop, end)
             if start < stop:
@@ -70,7 +70,7 @@ def planned_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
             f" {num_blocks}",
             fix="set train.recompute to selective, full, every-k or sqrt",
         )
-    return segments_of(plan.recompute, num_blocks, plan.recompute_every)
+    return list_segments(plan.recompute, num_blocks, plan.recompute_every)
 
 
 def _recompute(block: nn.Module, segment: Segment, context: ParallelContext) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.rule_checks import no_row
+from phalanx.plan.rule_checks import missing_row_error
 from phalanx.plan.rules import Rule
 
 MISFITS = (
@@ -54,7 +54,7 @@ def misfit(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | Non
     column = next((column for column in met if not column.has_row), met[0] if met else None)
     if column is None:
         return None
-    return no_row(
+    return missing_row_error(
         column.rule,
         f"those of {column.name}, {column.own} of {column.whole}, meet what is whole: {told}",
     )

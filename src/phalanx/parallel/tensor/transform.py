@@ -34,8 +34,13 @@ from phalanx.parallel.tensor.grad_sync import PartialGradients
 from phalanx.parallel.tensor.overlap import overlap_columns
 from phalanx.parallel.tensor.shape_errors import OpenColumn, misfit
 from phalanx.plan.plan import Plan
-from phalanx.plan.rule_checks import no_rules, require_cuttable, require_matches, require_parts
-from phalanx.plan.rules import CUTS, Rule, Span, parse_rules, rule_of
+from phalanx.plan.rule_checks import (
+    missing_rules_error,
+    require_cuttable,
+    require_matches,
+    require_parts,
+)
+from phalanx.plan.rules import CUTS, Rule, Span, find_rule, parse_rules
 
 
 class TensorParallel:
@@ -80,7 +85,7 @@ def rules_for(module: nn.Module, own: Mapping[str, str], names: Iterable[str]) -
     }
     rules = parse_rules({**own, **brought})
     if not any(rule.kind in CUTS for rule in rules):
-        raise no_rules(type(module).__name__)
+        raise missing_rules_error(type(module).__name__)
     require_matches(rules, list(names))
     return rules
 
@@ -123,7 +128,7 @@ class _Surgery:
         self._modules = {full_name(name): part for name, part in self.module.named_modules()}
         here = (name for name in self._modules if name not in self.absent)
         self._rules = {
-            name: rule for name in here if (rule := rule_of(self.rules, name)) is not None
+            name: rule for name in here if (rule := find_rule(self.rules, name)) is not None
         }
 
     def operate(self) -> None:

@@ -9,23 +9,23 @@ from functools import lru_cache
 from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
-from phalanx.plan.activations import kept_mask_bytes, passing_mask_bytes
+from phalanx.plan.activations import block_mask_bytes, shared_mask_bytes
 from phalanx.plan.memory import (
     LOOKED_UP_BYTES,
     StateBytes,
-    freed_gradient_bytes,
+    allocator_gradient_bytes,
+    count_segment_bytes,
     loss_bytes,
-    on_device,
+    peak_of_segments,
+    place_on_device,
     state_bytes,
-    stretches,
     uneven_share,
-    worst_moment,
 )
 from phalanx.plan.pipeline.costs import part_params
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.schedule import Schedule
 from phalanx.plan.pipeline.simulate import peak_bytes
-from phalanx.plan.workload import Workload, of_one_rank
+from phalanx.plan.workload import Workload, shard_shape
 
 ASKED_FOR = 2  # messages that a rank has room for before it needs them
 
@@ -59,7 +59,7 @@ def pipeline_memory(
     `dp_size`: ranks that share one copy of a stage; `num_shares`: all that hold the same stages,
     and save them.
     """
-    shape = of_one_rank(shape, work.tp, work.rules)
+    shape = shard_shape(shape, work.tp, work.rules)
     params = part_params(shape, pipeline.first_stage, pipeline.last_stage)
     here = part_params(shape, pipeline.first_stage, pipeline.last_stage, work.ep)
     schedule = pipeline.schedule()
@@ -78,8 +78,8 @@ def pipeline_memory(
             memory["communication"] += _messages(schedule, rank, sent_bytes(shape, work))
         if device == "cpu" and work.copies_state:
             memory["staging"] = staging[rank]
-        freed = freed_gradient_bytes(shape, work, zero_stage, accumulates=True) if kept else 0.0
-        found.append(on_device(memory, work, device, freed))
+        freed = allocator_gradient_bytes(shape, work, zero_stage, accumulates=True) if kept else 0.0
+        found.append(place_on_device(memory, work, device, freed))
     return tuple(found)
 
 
@@ -104,15 +104,15 @@ def sent_bytes(shape: ModelShape, work: Workload) -> int:
 
 
 def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: int) -> StageBytes:
-    """Of one rank's part of a built-in model (`of_one_rank`).
+    """Of one rank's part of a built-in model (`shard_shape`).
 
     Segments of recompute end where stages do.
     """
     c, tokens, last = work.compute_bytes, work.tokens, pipeline.num_stages - 1
     begin, end = pipeline.stages.ranges[stage]
-    kept, redone = stretches(shape, work, begin, end)
+    kept, redone = count_segment_bytes(shape, work, begin, end)
     # Masks and tables of angles are made in every stage: a user's forward begins in each of them.
-    outside = kept_mask_bytes(shape, work)
+    outside = shared_mask_bytes(shape, work)
     outside += tokens * activations.table_bytes(shape)
     if stage == 0:
         outside += (
@@ -128,7 +128,7 @@ def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: in
     if work.is_compiled:
         for_weights = 0  # the half of the input does both
     whole = tokens * sum(kept) + outside
-    passing = tokens * (worst_moment(kept, redone) - sum(kept)) + passing_mask_bytes(shape, work)
+    passing = tokens * (peak_of_segments(kept, redone) - sum(kept)) + block_mask_bytes(shape, work)
     return StageBytes(whole, passing, tokens * for_weights)
 
 
@@ -175,7 +175,7 @@ def rank_staging(
 ) -> tuple[int, ...]:
     """As `plan.memory.staging_bytes`, of each pipeline rank: its part of its stages.
 
-    `here`: `of_one_rank`.
+    `here`: `shard_shape`.
     """
     params = part_params(here, pipeline.first_stage, pipeline.last_stage)
     held = (

@@ -18,9 +18,9 @@ from phalanx.plan.pipeline.generate import can_have
 from phalanx.plan.pipeline.memory import rank_activations
 from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline, named_pipeline
 from phalanx.plan.pipeline.requested_schedule import DEFAULT_SCHEDULE, Asked
-from phalanx.plan.recompute import job_segments, said, within_budget
+from phalanx.plan.recompute import fit_budget, job_segments, recompute_notes
 from phalanx.plan.segments import Segment
-from phalanx.plan.workload import Workload, of_one_rank
+from phalanx.plan.workload import Workload, shard_shape
 
 
 def with_pipeline(
@@ -52,9 +52,9 @@ def with_pipeline(
     seconds = costs_of(parts, pipeline.stages, samples=samples, recomputed=recomputed, tp=work.tp)
     if job.train.compile:
         seconds = tuple(cost.unsplit for cost in seconds)
-    here = of_one_rank(shape, work.tp, work.rules)
+    here = shard_shape(shape, work.tp, work.rules)
     size = max(rank_activations(here, work, pipeline)) if shape.is_known else 0
-    reasons += said(job, shape, work.segments or (), size)
+    reasons += recompute_notes(job, shape, work.segments or (), size)
     return work, replace(pipeline, costs=seconds)
 
 
@@ -95,7 +95,7 @@ def _within_budget(
     job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline
 ) -> tuple[Segment, ...]:
     """Each rank recomputes as few of its blocks as it must."""
-    here = of_one_rank(shape, work.tp, work.rules)
+    here = shard_shape(shape, work.tp, work.rules)
     found: list[Segment] = []
     for rank in range(pipeline.num_ranks):
         ranges = [pipeline.stages.ranges[stage] for stage in pipeline.stages_of(rank)]
@@ -104,7 +104,7 @@ def _within_budget(
         def activations(segments: tuple[Segment, ...], rank: int = rank) -> float:
             return rank_activations(here, replace(work, segments=segments), pipeline)[rank]
 
-        found += within_budget(job, shape, work, blocks, activations)
+        found += fit_budget(job, shape, work, blocks, activations)
     return tuple(sorted(found, key=lambda segment: segment.start))
 
 
