@@ -47,7 +47,7 @@ from phalanx.parallel.pipeline.weight_grads import later
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, in_flight, simulate
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, count_in_flight, simulate
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 
@@ -311,7 +311,7 @@ def row_of(
         "measured_bubbles": [float(timeline.bubble) for timeline in measured],
         "predicted_step_s": float(predicted.step_s),
         "measured_step_s": [float(timeline.step_s) for timeline in measured],
-        "predicted_in_flight": list(in_flight(pipeline.schedule()).per_rank),
+        "predicted_in_flight": list(count_in_flight(pipeline.schedule()).per_rank),
         "measured_in_flight": [max(rank["peaks"]) for rank in ranks],
         "left_in_flight": [rank["left"] for rank in ranks],
     }

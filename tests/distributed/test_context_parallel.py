@@ -29,7 +29,7 @@ from phalanx.plan.communication import cp_bytes_per_step
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.workload import shard_shape, build_workload
+from phalanx.plan.workload import build_workload, shard_shape
 from phalanx.train.generate import generate_tokens
 from ranks import run_ranks
 

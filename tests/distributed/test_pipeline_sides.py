@@ -33,7 +33,7 @@ from phalanx.parallel.model import LocalLoss, ParallelModel
 from phalanx.parallel.protocol import ParallelContext, Root
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.cut import Stages
-from phalanx.plan.pipeline.pipeline_plan import named_pipeline
+from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, simulate
 from phalanx.plan.planner import make_plan
 from phalanx.train.evaluation import evaluation_mode
@@ -44,7 +44,7 @@ from phalanx.train.state import TrainState
 from ranks import run_ranks
 
 NUM_STAGES = 2
-PIPELINE = named_pipeline(
+PIPELINE = build_named_pipeline(
     "1f1b", NUM_STAGES, 4, Stages((1, 1)), costs=(StageCosts(1.0, 1.0, 1.0),) * NUM_STAGES
 )
 

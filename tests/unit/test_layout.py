@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.plan.layout import AXES, Layout, fill_layout
 from phalanx.plan.pipeline.closed_forms import bubble
-from phalanx.plan.pipeline.cut import LayerCosts, cut
-from phalanx.plan.pipeline.generate import generate
+from phalanx.plan.pipeline.cut import LayerCosts, cut_stages
+from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.simulate import StageCosts
 
 
@@ -199,11 +199,11 @@ def test_stages_of_three_layouts_of_64_ranks() -> None:
         (four, range(16), range(48, 64)),
         (two, range(32), range(32, 64)),
     ):
-        schedule = generate("1f1b", layout.pp, 16)
+        schedule = generate_schedule("1f1b", layout.pp, 16)
         held = [schedule.stages_of(layout.coordinates(rank)["pp"]) for rank in range(64)]
         assert [rank for rank in range(64) if held[rank] == (0,)] == list(of_first)
         assert [rank for rank in range(64) if held[rank] == (layout.pp - 1,)] == list(of_last)
-    v = generate("zb-v", eight.pp, 16)
+    v = generate_schedule("zb-v", eight.pp, 16)
     assert [rank for rank in range(64) if 15 in v.stages_of(eight.coordinates(rank)["pp"])] == list(
         range(8)
     )
@@ -214,5 +214,5 @@ def test_70b_on_64_ranks_as_tp8_x_pp8() -> None:
     bubble of 0.7 %."""
     layout = fill_layout(64, pp=8, tp=8)
     assert (layout.data_parallel_size, layout) == (1, Layout(pp=8, tp=8))
-    assert cut(LayerCosts(0, (1,) * 80, 0), layout.pp).num_blocks == (10,) * 8
+    assert cut_stages(LayerCosts(0, (1,) * 80, 0), layout.pp).num_blocks == (10,) * 8
     assert bubble("1f1b", layout.pp, 1024, 1, StageCosts(1.0, 1.0, 1.0)) == pytest.approx(7 / 1031)

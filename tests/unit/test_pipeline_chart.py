@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate_schedule
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
 from phalanx.report.pipeline_chart import draw_timeline_chart
 
@@ -17,7 +17,7 @@ COSTS = StageCosts(0.010, 0.012, 0.008)
 def timeline(
     name: str, num_ranks: int, num_microbatches: int, costs: StageCosts = COSTS
 ) -> Timeline:
-    schedule = generate(name, num_ranks, num_microbatches)
+    schedule = generate_schedule(name, num_ranks, num_microbatches)
     return simulate(schedule, [costs] * schedule.num_stages, 0.001)
 
 

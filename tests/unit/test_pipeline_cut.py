@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.shape import Measured, ModelShape
 from phalanx.plan.pipeline.costs import model_flops, stage_costs
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut_stages
 
 AMOUNTS = st.one_of(st.integers(1, 9), st.floats(0.01, 9), st.sampled_from([0.1, 0.2, 0.3]))
 
@@ -43,7 +43,7 @@ def test_no_cut_has_a_cheaper_costliest_stage(
 ) -> None:
     exact = LayerCosts(Fraction(embedding), tuple(map(Fraction, blocks)), Fraction(head))
     num_stages = data.draw(st.integers(1, len(blocks) + (embedding > 0) + (head > 0)))
-    found = cut(LayerCosts(embedding, tuple(blocks), head), num_stages)
+    found = cut_stages(LayerCosts(embedding, tuple(blocks), head), num_stages)
 
     def rank(stages: Stages) -> tuple[Fraction, Fraction, tuple[int, ...]]:
         costs = [Fraction(cost) for cost in exact.of_stages(stages)]
@@ -54,15 +54,15 @@ def test_no_cut_has_a_cheaper_costliest_stage(
 
 
 def test_equal_blocks_that_do_not_divide_leave_less_to_early_stages() -> None:
-    assert cut(LayerCosts(0, (1,) * 10, 0), 4).num_blocks == (2, 2, 3, 3)
-    assert cut(LayerCosts(0, (0.1,) * 10, 0), 4).num_blocks == (2, 2, 3, 3)
-    assert cut(LayerCosts(0, (1,) * 8, 0), 4).num_blocks == (2, 2, 2, 2)
+    assert cut_stages(LayerCosts(0, (1,) * 10, 0), 4).num_blocks == (2, 2, 3, 3)
+    assert cut_stages(LayerCosts(0, (0.1,) * 10, 0), 4).num_blocks == (2, 2, 3, 3)
+    assert cut_stages(LayerCosts(0, (1,) * 8, 0), 4).num_blocks == (2, 2, 2, 2)
 
 
 def test_a_large_head_takes_blocks_from_the_last_stage() -> None:
-    assert cut(LayerCosts(0, (1,) * 10, 2), 4).num_blocks == (3, 3, 3, 1)
-    assert cut(LayerCosts(0, (1,) * 6, 5), 3).num_blocks == (3, 3, 0)
-    assert cut(LayerCosts(2, (1,) * 10, 0), 4).num_blocks == (1, 3, 3, 3)
+    assert cut_stages(LayerCosts(0, (1,) * 10, 2), 4).num_blocks == (3, 3, 3, 1)
+    assert cut_stages(LayerCosts(0, (1,) * 6, 5), 3).num_blocks == (3, 3, 0)
+    assert cut_stages(LayerCosts(2, (1,) * 10, 0), 4).num_blocks == (1, 3, 3, 3)
 
 
 def test_stages_know_their_blocks() -> None:
@@ -84,7 +84,7 @@ def test_stages_know_their_blocks() -> None:
 )
 def test_more_stages_than_work(costs: LayerCosts, num_stages: int, nearest: int) -> None:
     with pytest.raises(LayoutError) as caught:
-        cut(costs, num_stages)
+        cut_stages(costs, num_stages)
     assert (
         str(caught.value) == f"4 blocks cannot be cut into {num_stages} stages; nearest: {nearest}"
     )
@@ -186,7 +186,7 @@ def test_parts_sum_to_the_model(name: str) -> None:
     assert sum(part.matmul for part in parts) == whole["matmul"]
     assert sum(part.attention for part in parts) == whole["attention"]
     for num_stages in (1, 2, 3):
-        stages = cut(flops.layer_costs, num_stages)
+        stages = cut_stages(flops.layer_costs, num_stages)
         costs = stage_costs(flops, stages, samples=2, flops_per_s=Fraction(10**9))
         at_once = (
             0 if shape.reads_images else 2 * flops.head.matmul
@@ -232,7 +232,7 @@ def test_llama_3_8b_gives_its_head_room() -> None:
     stages has fewer."""
     shape = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, False)
     flops = model_flops(shape, 8192)
-    stages = cut(flops.layer_costs, 4)
+    stages = cut_stages(flops.layer_costs, 4)
     assert sum(stages.num_blocks) == 32
     assert stages.num_blocks[-1] < min(stages.num_blocks[:-1])
     even = max(flops.layer_costs.of_stages(Stages((8, 8, 8, 8))))

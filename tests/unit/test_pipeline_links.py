@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
-from phalanx.plan.pipeline.generate import generate
-from phalanx.plan.pipeline.messages import made_by, needed_by, plan_messages
-from phalanx.plan.pipeline.pipeline_plan import placement_of
+from phalanx.plan.pipeline.generate import generate_schedule
+from phalanx.plan.pipeline.messages import input_of, output_of, plan_messages
+from phalanx.plan.pipeline.pipeline_plan import place_stages
 from phalanx.plan.pipeline.schedule import Schedule
-from phalanx.plan.pipeline.simulate import in_flight
+from phalanx.plan.pipeline.simulate import count_in_flight
 
 FORM = TensorSpec((2,), torch.float32)
 
@@ -93,8 +93,8 @@ def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
             while done[r] < len(schedule.actions[r]):
                 action = schedule.actions[r][done[r]]
                 needed, made = (
-                    needed_by(action, schedule.num_stages),
-                    made_by(action, schedule.num_stages),
+                    input_of(action, schedule.num_stages),
+                    output_of(action, schedule.num_stages),
                 )
                 if needed is not None and needed not in made_already:
                     break
@@ -132,10 +132,11 @@ def test_what_was_sent_is_held_no_longer_than_microbatches_are(
     name: str, per_rank: int, num_ranks: int, in_one_queue: bool
 ) -> None:
     few, many = (
-        generate(name, num_ranks, count, per_rank) for count in (4 * num_ranks, 16 * num_ranks)
+        generate_schedule(name, num_ranks, count, per_rank)
+        for count in (4 * num_ranks, 16 * num_ranks)
     )
-    assert many.rank_of_stage == placement_of(name, num_ranks, per_rank)
-    held = in_flight(many).per_rank
+    assert many.rank_of_stage == place_stages(name, num_ranks, per_rank)
+    held = count_in_flight(many).per_rank
     for rank, count in enumerate(most_sent(many, in_one_queue)):
         assert count <= 2 * held[rank] + 2, (rank, count)
     if name != "gpipe":

@@ -20,14 +20,14 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
-from phalanx.plan.pipeline.pipeline_plan import Pipeline, named_pipeline
+from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
 from phalanx.plan.pipeline.trace import (
-    measured_costs,
-    measured_timeline,
-    planned_at,
+    build_timeline,
+    mean_stage_costs,
+    scale_to_measured,
     splits_backward,
-    total_s,
+    total_seconds,
 )
 from phalanx.plan.planner import make_plan
 from phalanx.report.bubble import MeasuredPipeline, read_pipeline
@@ -55,7 +55,9 @@ def pipeline(
 ) -> Pipeline:
     num_stages = num_ranks * default_stages_per_rank(name)
     given = tuple(costs if costs is not None else [EVEN] * num_stages)
-    return named_pipeline(name, num_ranks, num_microbatches, Stages((2,) * num_stages), costs=given)
+    return build_named_pipeline(
+        name, num_ranks, num_microbatches, Stages((2,) * num_stages), costs=given
+    )
 
 
 def measured(
@@ -113,18 +115,18 @@ def test_a_stage_that_splits_some_backwards_keeps_all_their_seconds() -> None:
             ("0W1", 4.0, 7.0),
         ]
     ]
-    timeline = measured_timeline("own", spans)
+    timeline = build_timeline("own", spans)
     assert splits_backward(timeline.schedule)
-    (cost,) = measured_costs(timeline)
+    (cost,) = mean_stage_costs(timeline)
     assert (cost.forward_s, cost.backward_input_s, cost.backward_weight_s) == pytest.approx(
         (1.0, 0.625, 1.875)
     )
-    assert total_s(cost) * 2 == pytest.approx(7.0)
+    assert total_seconds(cost) * 2 == pytest.approx(7.0)
 
 
 def test_zero_is_the_first_action_of_any_rank() -> None:
     spans: Spans = [[("0F0", 105.0, 106.0)], [("1F0", 104.0, 107.5)]]
-    assert measured_timeline("own", spans).spans_s == (((1.0, 2.0),), ((0.0, 3.5),))
+    assert build_timeline("own", spans).spans_s == (((1.0, 2.0),), ((0.0, 3.5),))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_zero_is_the_first_action_of_any_rank() -> None:
 )  # fmt: skip
 def test_what_is_no_step_is_refused(spans: Any) -> None:
     with pytest.raises(LayoutError):
-        measured_timeline("own", spans)
+        build_timeline("own", spans)
 
 
 def test_the_plan_is_shown_at_the_speed_that_was_measured() -> None:
@@ -145,13 +147,13 @@ def test_the_plan_is_shown_at_the_speed_that_was_measured() -> None:
     bubble stays the plan's."""
     costs = [StageCosts(1, 1, 1), StageCosts(2, 2, 2), StageCosts(1, 1, 1), StageCosts(1, 1, 1)]
     planned = pipeline(costs=costs)
-    found = planned_at(planned, [StageCosts(0.01, 0.02, 0.0)] * 4)
+    found = scale_to_measured(planned, [StageCosts(0.01, 0.02, 0.0)] * 4)
     assert found is not None
-    assert sum(map(total_s, measured_costs(found))) == pytest.approx(4 * 0.03)
+    assert sum(map(total_seconds, mean_stage_costs(found))) == pytest.approx(4 * 0.03)
     assert float(found.bubble) == pytest.approx(float(planned.timeline().bubble))  # type: ignore[union-attr]
-    assert planned_at(pipeline(costs=()), [EVEN] * 4) is None
+    assert scale_to_measured(pipeline(costs=()), [EVEN] * 4) is None
     with pytest.raises(LayoutError, match="3 stages were measured"):
-        planned_at(planned, [EVEN] * 3)
+        scale_to_measured(planned, [EVEN] * 3)
 
 
 def test_steps_that_are_recorded() -> None:
@@ -179,7 +181,7 @@ def test_the_event_survives_its_file() -> None:
     assert back is not None
     assert isinstance(back.event, PipelineMeasured)
     assert math.isnan(back.event.bubble_planned), "a plan without costs said nothing"
-    assert measured_timeline("zb-v", back.event.spans) == measured_timeline("zb-v", event.spans)
+    assert build_timeline("zb-v", back.event.spans) == build_timeline("zb-v", event.spans)
     assert back.event.stage_seconds == event.stage_seconds
     assert back.event.in_flight == event.in_flight
 

@@ -21,8 +21,13 @@ from phalanx.plan.memory import activation_bytes, bytes_at_forward_end, rank_mem
 from phalanx.plan.pipeline.costs import part_params
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
-from phalanx.plan.pipeline.memory import pipeline_memory, rank_activations, sent_bytes, stage_bytes
-from phalanx.plan.pipeline.pipeline_plan import Pipeline, named_pipeline
+from phalanx.plan.pipeline.memory import (
+    message_bytes,
+    pipeline_memory,
+    rank_activations,
+    stage_bytes,
+)
+from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
 from phalanx.plan.planner import make_plan
 from phalanx.plan.segments import list_segments
 from phalanx.plan.workload import Workload
@@ -51,7 +56,7 @@ def test_ranks_hold_the_whole_model_together(name: str, tied: bool) -> None:
     """A tied embedding is on the first and the last stage: twice, unless one rank has both."""
     model = shape(num_layers=8, tied=tied)
     stages = FOUR if name == "1f1b" else Stages((1,) * 8)
-    pipeline = named_pipeline(name, 4, 8, stages)
+    pipeline = build_named_pipeline(name, 4, 8, stages)
     found = pipeline_memory(model, WORK, pipeline, 0, 1, "cuda", 1)
     again = model.vocab_size * model.dim if tied and name == "1f1b" else 0
     assert sum(rank["parameters"] for rank in found) == 4 * (model.num_params + again)
@@ -68,7 +73,7 @@ def test_embedding_head_and_blocks_by_rank() -> None:
     parts = part_params(model)
     assert (parts.before, parts.after, parts.blocks) == (37 * 32, 37 * 32 + 32, (block,) * 8)
     found = pipeline_memory(
-        model, WORK, named_pipeline("1f1b", 4, 4, Stages((1, 3, 3, 1))), 0, 1, "cuda", 1
+        model, WORK, build_named_pipeline("1f1b", 4, 4, Stages((1, 3, 3, 1))), 0, 1, "cuda", 1
     )
     assert [rank["parameters"] // 4 for rank in found] == [
         block + 1184,
@@ -79,7 +84,7 @@ def test_embedding_head_and_blocks_by_rank() -> None:
 
 
 def test_sharding_splits_states_and_gathers_stages_whole() -> None:
-    pipeline = named_pipeline("1f1b", 4, 4, FOUR)
+    pipeline = build_named_pipeline("1f1b", 4, 4, FOUR)
     whole = memory(pipeline)
     for stage in (1, 2, 3):
         split = memory(pipeline, stage, 2)
@@ -99,45 +104,45 @@ def test_sharding_splits_states_and_gathers_stages_whole() -> None:
 def test_stages_keep_what_the_model_keeps() -> None:
     """Of one microbatch: all stages together what one rank keeps, and besides what a stage hands
     on, tables of angles in each stage, and the gradients that the loss has computed."""
-    pipeline = named_pipeline("gpipe", 4, 1, FOUR)
-    kept = sum(stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).kept for stage in range(4))
+    pipeline = build_named_pipeline("gpipe", 4, 1, FOUR)
+    kept = sum(stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).saved for stage in range(4))
     tables = 3 * WORK.tokens * activations.table_bytes(EIGHT_BLOCKS)
     loss = WORK.tokens * 32 * 4 + 37 * 32 * 4
     assert (
         kept
         == bytes_at_forward_end(EIGHT_BLOCKS, WORK)
-        + 3 * sent_bytes(EIGHT_BLOCKS, WORK)
+        + 3 * message_bytes(EIGHT_BLOCKS, WORK)
         + tables
         + loss
     )
-    assert sent_bytes(EIGHT_BLOCKS, WORK) == 2 * 16 * 32 * 4
+    assert message_bytes(EIGHT_BLOCKS, WORK) == 2 * 16 * 32 * 4
 
 
 def test_one_stage_less_is_one_microbatch_less_of_1f1b() -> None:
     """Stages of equal blocks hold 4, 3, 2 and 1 microbatches; those of GPipe all 8."""
-    pipeline = named_pipeline("1f1b", 4, 8, FOUR)
-    one = [stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).kept for stage in range(4)]
+    pipeline = build_named_pipeline("1f1b", 4, 8, FOUR)
+    one = [stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).saved for stage in range(4)]
     assert list(rank_activations(EIGHT_BLOCKS, WORK, pipeline)) == [
         4 * one[0],
         3 * one[1],
         2 * one[2],
         one[3],
     ]
-    every = rank_activations(EIGHT_BLOCKS, WORK, named_pipeline("gpipe", 4, 8, FOUR))
+    every = rank_activations(EIGHT_BLOCKS, WORK, build_named_pipeline("gpipe", 4, 8, FOUR))
     assert list(every) == [8 * size for size in one]
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> None:
     stages = FOUR if name in ("gpipe", "1f1b") else Stages((1,) * 8)
-    pipeline = named_pipeline(name, 4, 8, stages)
+    pipeline = build_named_pipeline(name, 4, 8, stages)
     full = replace(WORK, segments=list_segments("full", 8))
     for stage in range(pipeline.num_stages):
         plain, again = (stage_bytes(EIGHT_BLOCKS, work, pipeline, stage) for work in (WORK, full))
         block = WORK.tokens * activations.block_bytes(EIGHT_BLOCKS, 4, experts=False)
         num_blocks = stages.num_blocks[stage]
         assert plain.redone == 0
-        assert plain.kept - again.kept == num_blocks * (block - WORK.tokens * 32 * 4)
+        assert plain.saved - again.saved == num_blocks * (block - WORK.tokens * 32 * 4)
         # The last block is redone beside the inputs of all: together as activation_bytes has it of
         # a model so deep.
         alone = replace(EIGHT_BLOCKS, num_layers=num_blocks)
@@ -151,10 +156,10 @@ def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> 
 
 
 def test_only_the_last_stage_has_a_loss_and_ends_get_no_messages_alone() -> None:
-    found = memory(named_pipeline("1f1b", 4, 4, FOUR))
+    found = memory(build_named_pipeline("1f1b", 4, 4, FOUR))
     assert [rank["loss"] > 0 for rank in found] == [False, False, False, True]
-    assert {rank["communication"] for rank in found} == {2 * sent_bytes(EIGHT_BLOCKS, WORK)}
-    v = memory(named_pipeline("zb-v", 4, 8, Stages((1,) * 8)))
+    assert {rank["communication"] for rank in found} == {2 * message_bytes(EIGHT_BLOCKS, WORK)}
+    v = memory(build_named_pipeline("zb-v", 4, 8, Stages((1,) * 8)))
     assert [rank["loss"] > 0 for rank in v] == [True, False, False, False]
 
 
@@ -252,7 +257,7 @@ def test_memory_that_is_too_little_for_one_rank_is_refused_with_its_own_remedy()
 def test_one_stage_is_as_one_rank() -> None:
     """Parameters, optimizer and activations of a rank with all stages differ from those of no
     pipeline by what stages hand on, and by what the loss is counted as."""
-    pipeline = named_pipeline("1f1b", 1, 1, Stages((8,)))
+    pipeline = build_named_pipeline("1f1b", 1, 1, Stages((8,)))
     work = replace(WORK, num_microbatches=1)
     (one,) = pipeline_memory(EIGHT_BLOCKS, work, pipeline, 0, 1, "cuda", 1)
     plain = rank_memory(EIGHT_BLOCKS, work, 0, 1, "cuda", 1)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.plan.pipeline.check import check
-from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run, generate
-from phalanx.plan.pipeline.messages import Messages, P2PMessage, made_by, needed_by, plan_messages
+from phalanx.plan.pipeline.check import find_problems
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run_microbatches, generate_schedule
+from phalanx.plan.pipeline.messages import Messages, P2PMessage, input_of, output_of, plan_messages
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
 Node = tuple[int, int]  # rank, place
@@ -71,10 +71,10 @@ def schedules() -> Iterator[Schedule]:
     for name in SCHEDULE_NAMES:
         for num_ranks in (2, 3, 4, 8):
             for count in (1, 2, 3, 4, 8, 16):
-                if can_run(name, num_ranks, count):
-                    yield generate(name, num_ranks, count)
-    yield generate("interleaved", 4, 8, 3)
-    yield generate("interleaved-zero-bubble", 4, 8, 1)
+                if can_run_microbatches(name, num_ranks, count):
+                    yield generate_schedule(name, num_ranks, count)
+    yield generate_schedule("interleaved", 4, 8, 3)
+    yield generate_schedule("interleaved-zero-bubble", 4, 8, 1)
     yield from (forwards(p, turns, p) for p in (2, 4) for turns in (1, 2, 3))
     yield from map(own_schedule, range(60))
 
@@ -98,7 +98,7 @@ def makers_of(schedule: Schedule) -> dict[P2PMessage, Node]:
         made: (rank, place)
         for rank, row in enumerate(schedule.actions)
         for place, action in enumerate(row)
-        if (made := made_by(action, schedule.num_stages)) is not None
+        if (made := output_of(action, schedule.num_stages)) is not None
     }
 
 
@@ -118,7 +118,7 @@ def add_ancestors(
         found.add((rank, place))
         if place:
             todo.append((rank, place - 1))
-        needed = needed_by(schedule.actions[rank][place], schedule.num_stages)
+        needed = input_of(schedule.actions[rank][place], schedule.num_stages)
         if needed is not None:
             todo.append(makers[needed])
 
@@ -137,7 +137,7 @@ def test_no_receive_is_asked_for_before_an_own_action_that_it_depends_on(
             asked = ask_places(messages)
             num_needed = 0
             for place, action in enumerate(row):
-                needed = needed_by(action, schedule.num_stages)
+                needed = input_of(action, schedule.num_stages)
                 if needed is None or schedule.rank_of_stage[needed.maker] == rank:
                     continue
                 num_needed += 1
@@ -165,7 +165,7 @@ def queues(schedule: Schedule, *, in_one_queue: bool) -> list[list[tuple[str, in
         for sources, action in zip(asks, row, strict=True):
             queue += [("receive", source) for source in sources]
             queue.append(("compute", rank))
-            made = made_by(action, schedule.num_stages)
+            made = output_of(action, schedule.num_stages)
             if made is not None and schedule.rank_of_stage[made.stage] != rank:
                 queue.append(("send", schedule.rank_of_stage[made.stage]))
         found.append(queue)
@@ -216,7 +216,9 @@ def test_ranks_whose_receives_block_all_later_work_never_wait_for_each_other(
 def test_that_own_actions_come_first_is_not_enough_where_receives_block() -> None:
     """Two ranks each ask for what the other one makes next: this is why there is a rule for one
     queue."""
-    assert not can_end(queues(generate("1f1b", 4, 8), in_one_queue=False), sends_wait=False)
+    assert not can_end(
+        queues(generate_schedule("1f1b", 4, 8), in_one_queue=False), sends_wait=False
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-v"])
@@ -224,12 +226,12 @@ def test_that_own_actions_come_first_is_not_enough_where_receives_block() -> Non
 def test_most_messages_travel_beside_an_action(name: str, in_one_queue: bool) -> None:
     """Asked for before an action that is not the one that needs them, so that they can arrive
     while it computes."""
-    schedule = generate(name, 4, 16)
+    schedule = generate_schedule(name, 4, 16)
     ahead = total = 0
     for rank, row in enumerate(schedule.actions):
         asked = ask_places(plan_messages(schedule, rank, in_one_queue=in_one_queue))
         for place, action in enumerate(row):
-            needed = needed_by(action, schedule.num_stages)
+            needed = input_of(action, schedule.num_stages)
             if needed in asked:
                 total += 1
                 ahead += asked[needed] < place
@@ -237,4 +239,4 @@ def test_most_messages_travel_beside_an_action(name: str, in_one_queue: bool) ->
 
 
 def test_own_schedules_here_can_run() -> None:
-    assert [check(own_schedule(seed)) for seed in range(60)] == [()] * 60
+    assert [find_problems(own_schedule(seed)) for seed in range(60)] == [()] * 60

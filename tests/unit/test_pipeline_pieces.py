@@ -19,9 +19,9 @@ from phalanx.parallel.pipeline.stage_forward import Placeholder, StageBoundary, 
 from phalanx.parallel.pipeline.transform import Holding
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_linears
 from phalanx.plan.pipeline.cut import Stages
-from phalanx.plan.pipeline.generate import generate
-from phalanx.plan.pipeline.messages import AHEAD, P2PMessage, made_by, plan_messages
-from phalanx.plan.pipeline.pipeline_plan import Pipeline, named_pipeline
+from phalanx.plan.pipeline.generate import generate_schedule
+from phalanx.plan.pipeline.messages import AHEAD, P2PMessage, output_of, plan_messages
+from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
 
 CPU = torch.device("cpu")
 
@@ -221,7 +221,7 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
 ) -> None:
     """Between each two ranks; each as it is needed, and a few ahead. Shapes tell them apart."""
     per_rank = 1 if name in ("gpipe", "1f1b") else 2
-    schedule = generate(name, num_ranks, 8, per_rank)
+    schedule = generate_schedule(name, num_ranks, 8, per_rank)
     num_stages = schedule.num_stages
     forms = {
         (s, m): TensorSpec((s, m + 1), torch.float32)
@@ -235,7 +235,7 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
         num_taken: dict[int, int] = {}
         coming: dict[int, list[P2PMessage]] = {}
         for source, row in enumerate(schedule.actions):
-            made = [made_by(action, num_stages) for action in row]
+            made = [output_of(action, num_stages) for action in row]
             coming[source] = [
                 p for p in made if p is not None and schedule.rank_of_stage[p.stage] == rank
             ]
@@ -259,7 +259,7 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
                         assert found.flatten()[0] == turns[place]
                     num_taken[source] = max(num_taken.get(source, 0), place + 1)
                     assert len(turns) <= num_taken[source] + AHEAD + 1 or in_one_queue
-            made_here = made_by(action, num_stages)
+            made_here = output_of(action, num_stages)
             if made_here is not None:
                 handed[made_here] = torch.ones(2)
                 num_bytes = post.hand_on(made_here, handed[made_here])
@@ -395,7 +395,7 @@ class Model(nn.Module):
 
 
 def pipeline(name: str, blocks: tuple[int, ...], **more: Any) -> Pipeline:
-    return named_pipeline(name, 2, 4, Stages(blocks), **more)
+    return build_named_pipeline(name, 2, 4, Stages(blocks), **more)
 
 
 def held(module: nn.Module, how: Pipeline) -> list[set[str]]:

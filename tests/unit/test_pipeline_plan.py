@@ -16,7 +16,7 @@ from phalanx.plan.explain import describe_plan, format_counts
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.bubble import LIMIT, bubble_of
 from phalanx.plan.pipeline.closed_forms import bubble as closed_form
-from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run, generate
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run_microbatches, generate_schedule
 from phalanx.plan.pipeline.schedule import write_schedule
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -72,7 +72,9 @@ def test_microbatches_where_the_job_is_silent(
 ) -> None:
     found = plan(pp, batch=batch, schedule=schedule)
     assert (found.num_microbatches, found.micro_batch_size) == (wanted, batch // wanted)
-    legal = [m for m in range(1, batch + 1) if batch % m == 0 and can_run(schedule, pp, m)]
+    legal = [
+        m for m in range(1, batch + 1) if batch % m == 0 and can_run_microbatches(schedule, pp, m)
+    ]
 
     def waits(count: int) -> float:
         timeline = pipeline_of(
@@ -95,11 +97,11 @@ def test_what_can_run_is_what_is_generated(name: str) -> None:
     for num_ranks in (2, 3, 4):
         for num_microbatches in range(1, 20):
             try:
-                generate(name, num_ranks, num_microbatches)
+                generate_schedule(name, num_ranks, num_microbatches)
                 is_there = True
             except LayoutError:
                 is_there = False
-            assert can_run(name, num_ranks, num_microbatches) == is_there
+            assert can_run_microbatches(name, num_ranks, num_microbatches) == is_there
 
 
 def test_data_parallel_ranks_have_pipelines_of_their_own() -> None:
@@ -332,7 +334,7 @@ def test_a_batch_with_no_legal_split_names_one_that_has() -> None:
 
 
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:
-    written = generate("zb-v", 4, 8)
+    written = generate_schedule("zb-v", 4, 8)
     file = tmp_path / "mine.csv"
     write_schedule(written, file)
     found = plan(layers=12, batch=16, schedule_file=str(file))
@@ -358,7 +360,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
 
 def test_a_schedule_that_is_not_for_the_job_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
-    write_schedule(generate("1f1b", 2, 8), file)
+    write_schedule(generate_schedule("1f1b", 2, 8), file)
     assert "the schedule is for 2 ranks, and parallel.pp is 4; set parallel.pp=2" in refusal(
         schedule_file=str(file)
     )
@@ -492,7 +494,7 @@ def test_a_better_schedule_than_one_that_has_nothing_to_put_off_is_named() -> No
 def test_a_file_of_few_microbatches_is_told_to_have_more(tmp_path: Path) -> None:
     """Fewer ranks are not what helps: nothing but the file says how many microbatches there are."""
     file = tmp_path / "two.csv"
-    write_schedule(generate("1f1b", 2, 2), file)
+    write_schedule(generate_schedule("1f1b", 2, 2), file)
     (text,) = (
         w.text
         for w in plan(2, layers=12, schedule_file=str(file)).warnings

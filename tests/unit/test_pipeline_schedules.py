@@ -1,4 +1,4 @@
-"""Schedules as data: which sizes are legal, what `check` finds, files, and the microbatches that
+"""Schedules as data: which sizes are legal, what `find_problems` finds, files, and the microbatches that
 are held."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, LayoutError
-from phalanx.plan.pipeline.check import check, require_runnable
+from phalanx.plan.pipeline.check import find_problems, require_runnable
 from phalanx.plan.pipeline.closed_forms import peak_in_flight
-from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate_schedule
 from phalanx.plan.pipeline.schedule import (
     Action,
     Schedule,
@@ -23,17 +23,17 @@ from phalanx.plan.pipeline.schedule import (
     v_placement,
     write_schedule,
 )
-from phalanx.plan.pipeline.simulate import in_flight, peak_bytes
+from phalanx.plan.pipeline.simulate import count_in_flight, peak_bytes
 
 
 def legal() -> st.SearchStrategy[Schedule]:
-    """Any schedule that `generate` makes of sizes like these."""
+    """Any schedule that `generate_schedule` makes of sizes like these."""
 
     def made(
         name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
     ) -> Schedule | None:
         try:
-            return generate(name, num_ranks, num_microbatches, stages_per_rank)
+            return generate_schedule(name, num_ranks, num_microbatches, stages_per_rank)
         except LayoutError:
             return None
 
@@ -51,13 +51,13 @@ def own(
 
 
 def lines(schedule: Schedule, **limits: int) -> list[str]:
-    return [str(problem) for problem in check(schedule, **limits)]
+    return [str(problem) for problem in find_problems(schedule, **limits)]
 
 
 @settings(max_examples=80, deadline=None)
 @given(legal())
 def test_every_legal_size_runs(schedule: Schedule) -> None:
-    assert check(schedule) == ()
+    assert find_problems(schedule) == ()
     assert (
         schedule.placement == ("v" if schedule.name in ("zb-v", "dualpipe-v") else "loop")
         or schedule.num_ranks == 1
@@ -86,7 +86,7 @@ def test_whatever_is_taken_away_or_swapped_within_a_microbatch_is_found(
         tuple(row[:gone] + row[gone + 1 :]),
         *schedule.actions[rank + 1 :],
     )
-    assert check(replace(schedule, actions=less))
+    assert find_problems(replace(schedule, actions=less))
     forward = next(action for action in row if action.kind == "F")
     back = next(
         a
@@ -102,14 +102,14 @@ def test_whatever_is_taken_away_or_swapped_within_a_microbatch_is_found(
 def test_placements() -> None:
     assert loop_placement(3, 2) == (0, 1, 2, 0, 1, 2)
     assert v_placement(3) == (0, 1, 2, 2, 1, 0)
-    assert generate("zb-v", 3, 6).stages_of(1) == (1, 4)
-    assert generate("interleaved", 3, 6).stages_of(1) == (1, 4)
-    assert generate("interleaved", 3, 6, 3).stages_of(0) == (0, 3, 6)
+    assert generate_schedule("zb-v", 3, 6).stages_of(1) == (1, 4)
+    assert generate_schedule("interleaved", 3, 6).stages_of(1) == (1, 4)
+    assert generate_schedule("interleaved", 3, 6, 3).stages_of(0) == (0, 3, 6)
     assert own("0F0 0B0", "1F0 2F0 2B0 1B0", rank_of_stage=(0, 1, 1)).placement == "own"
 
 
 def test_one_walk_of_1f1b() -> None:
-    schedule = generate("1f1b", 2, 3)
+    schedule = generate_schedule("1f1b", 2, 3)
     assert [" ".join(map(str, row)) for row in schedule.actions] == [
         "0F0 0F1 0B0 0F2 0B1 0B2",
         "1F0 1B0 1F1 1B1 1F2 1B2",
@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(
     size: tuple[str, int, int], wanted: str
 ) -> None:
     with pytest.raises(LayoutError) as caught:
-        generate(*size)
+        generate_schedule(*size)
     assert str(caught.value) == wanted
     assert caught.value.exit_code == ExitCode.JOB
 
@@ -244,12 +244,12 @@ def test_the_first_fault_refuses() -> None:
     ) as caught:
         require_runnable(own("0B0", "1B0"))
     assert "\n" not in str(caught.value)
-    require_runnable(generate("zb-v", 4, 8))
+    require_runnable(generate_schedule("zb-v", 4, 8))
 
 
 def test_memory_in_flight_is_limited_on_demand() -> None:
-    assert lines(generate("1f1b", 4, 8), max_in_flight=4) == []
-    assert lines(generate("1f1b", 4, 8), max_in_flight=3) == [
+    assert lines(generate_schedule("1f1b", 4, 8), max_in_flight=4) == []
+    assert lines(generate_schedule("1f1b", 4, 8), max_in_flight=3) == [
         "rank 0: holds up to 4 microbatches at once, and 3 may be"
     ]
 
@@ -257,7 +257,7 @@ def test_memory_in_flight_is_limited_on_demand() -> None:
 @settings(max_examples=80, deadline=None)
 @given(legal())
 def test_peaks_are_those_of_the_literature(schedule: Schedule) -> None:
-    held, known = in_flight(schedule), 0
+    held, known = count_in_flight(schedule), 0
     per_rank = schedule.num_stages // schedule.num_ranks
     for rank in range(schedule.num_ranks):
         said = peak_in_flight(
@@ -277,18 +277,23 @@ def test_peaks_are_those_of_the_literature(schedule: Schedule) -> None:
 def test_what_is_only_kept_for_weights_is_counted_apart() -> None:
     """ZB-H1: every rank holds p, of which rank r keeps r for their W alone, and the one whose I
     it has just done."""
-    held = in_flight(generate("interleaved-zero-bubble", 4, 12, 1))
+    held = count_in_flight(generate_schedule("interleaved-zero-bubble", 4, 12, 1))
     assert held.per_rank == (4, 4, 4, 4)
     assert held.per_stage == (4, 4, 4, 4)
     assert held.only_for_weights_per_rank == (1, 2, 3, 4)
-    assert in_flight(generate("1f1b", 4, 12)).only_for_weights_per_rank == (0, 0, 0, 0)
+    assert count_in_flight(generate_schedule("1f1b", 4, 12)).only_for_weights_per_rank == (
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 def test_bytes_at_the_peak() -> None:
     """Rank 0 holds two whole microbatches; rank 1 one whole and one that waits for its W."""
-    schedule = generate("interleaved-zero-bubble", 2, 4, 1)
+    schedule = generate_schedule("interleaved-zero-bubble", 2, 4, 1)
     assert peak_bytes(schedule, [10, 100], [3, 30]) == (20, 130)
-    assert peak_bytes(generate("gpipe", 2, 4), [10, 100], [3, 30]) == (40, 400)
+    assert peak_bytes(generate_schedule("gpipe", 2, 4), [10, 100], [3, 30]) == (40, 400)
 
 
 @pytest.mark.parametrize(
@@ -346,4 +351,4 @@ def test_a_hand_written_file_of_any_placement(tmp_path: Path) -> None:
         (0, 1, 1, 0),
         "v",
     )
-    assert check(schedule) == ()
+    assert find_problems(schedule) == ()

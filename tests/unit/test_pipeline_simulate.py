@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.closed_forms import bubble, idle_s
-from phalanx.plan.pipeline.generate import generate
+from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.schedule import Action, Schedule
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
 
@@ -24,7 +24,7 @@ UNIT = StageCosts(Fraction(1), Fraction(1), Fraction(1))
 def simulated(
     name: str, ranks: int, microbatches: int, per_rank: int, costs: StageCosts
 ) -> Timeline:
-    schedule = generate(name, ranks, microbatches, per_rank)
+    schedule = generate_schedule(name, ranks, microbatches, per_rank)
     return simulate(schedule, [costs] * schedule.num_stages)
 
 
@@ -86,7 +86,7 @@ def test_uneven_stages_of_gpipe_by_hand(costs: list[StageCosts], more: int, send
     """Forwards are a flow shop in which nobody waits twice: the sum over stages once, and the
     slowest stage again."""
     m = more + 1
-    timeline = simulate(generate("gpipe", len(costs), m), costs)
+    timeline = simulate(generate_schedule("gpipe", len(costs), m), costs)
     forwards = [cost.forward_s for cost in costs]
     backwards = [cost.backward_input_s + cost.backward_weight_s for cost in costs]
     one_way = sum(forwards) + (m - 1) * max(forwards)
@@ -94,7 +94,7 @@ def test_uneven_stages_of_gpipe_by_hand(costs: list[StageCosts], more: int, send
     # The way back of the first microbatch can begin when the last rank is through with all
     # forwards.
     assert timeline.step_s == one_way + sum(backwards) + (m - 1) * max(backwards)
-    with_sends = simulate(generate("gpipe", len(costs), 1), costs, send)
+    with_sends = simulate(generate_schedule("gpipe", len(costs), 1), costs, send)
     assert with_sends.step_s == sum(forwards) + sum(backwards) + 2 * (len(costs) - 1) * send
 
 
@@ -102,7 +102,7 @@ def test_sends_go_beside_computation_and_one_after_the_other() -> None:
     """Three forwards of 1 s on rank 0; a send takes 2 s, so that the link is what rank 1 waits
     for."""
     costs = [UNIT, UNIT]
-    timeline = simulate(generate("gpipe", 2, 3), costs, Fraction(2))
+    timeline = simulate(generate_schedule("gpipe", 2, 3), costs, Fraction(2))
     assert timeline.spans_s[0][:3] == ((0, 1), (1, 2), (2, 3))
     assert timeline.spans_s[1][:3] == ((3, 4), (5, 6), (7, 8))
     assert timeline.spans_s[1][3:] == ((8, 10), (10, 12), (12, 14))
@@ -111,7 +111,7 @@ def test_sends_go_beside_computation_and_one_after_the_other() -> None:
 
 
 def test_nothing_is_sent_within_a_rank() -> None:
-    schedule = generate("zb-v", 1, 4)
+    schedule = generate_schedule("zb-v", 1, 4)
     costs = [UNIT] * 2
     assert simulate(schedule, costs, Fraction(5)) == simulate(schedule, costs)
 
@@ -121,7 +121,7 @@ def test_nothing_is_sent_within_a_rank() -> None:
 def test_no_schedule_beats_what_it_must_do(name: str, ranks: int, data: st.DataObject) -> None:
     """Spans of a rank do not overlap, keep the order, are as long as they cost, and begin after
     their inputs."""
-    schedule = generate(name, ranks, 2 * ranks)
+    schedule = generate_schedule(name, ranks, 2 * ranks)
     costs = data.draw(st.lists(COSTS, min_size=schedule.num_stages, max_size=schedule.num_stages))
     send = data.draw(SECONDS)
     timeline = simulate(schedule, costs, send)

@@ -17,10 +17,10 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.observe.events import Envelope, PipelineMeasured
 from phalanx.plan.pipeline.costs import part_params
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut, cut_for_ranks
-from phalanx.plan.pipeline.pipeline_plan import named_pipeline, placement_of
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_for_ranks, cut_stages
+from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline, place_stages
 from phalanx.plan.pipeline.simulate import StageCosts
-from phalanx.plan.pipeline.stages import recomputed_blocks, within_stages
+from phalanx.plan.pipeline.stages import blocks_in_full, split_at_stages
 from phalanx.plan.pipeline.trace import recut
 from phalanx.plan.planner import make_plan
 from phalanx.plan.segments import Segment, list_segments
@@ -74,9 +74,9 @@ def test_cuts_and_modules_as_the_user_says() -> None:
     ],
 )
 def test_ranks_with_several_stages_are_even(name: str, costs: LayerCosts) -> None:
-    """Against every cut there is: no rank has less to do at most; `cut` alone looks at stages
+    """Against every cut there is: no rank has less to do at most; `cut_stages` alone looks at stages
     only."""
-    placement = placement_of(name, 3, 2)
+    placement = place_stages(name, 3, 2)
 
     def busiest(stages: Stages) -> float:
         work = [0.0] * 3
@@ -95,22 +95,22 @@ def test_ranks_with_several_stages_are_even(name: str, costs: LayerCosts) -> Non
             every.append(Stages(tuple(counts)))
     assert found in every
     assert busiest(found) == pytest.approx(min(map(busiest, every)))
-    assert busiest(found) <= busiest(cut(costs, 6)) + 1e-9
+    assert busiest(found) <= busiest(cut_stages(costs, 6)) + 1e-9
 
 
 def test_one_stage_per_rank_is_the_plain_cut() -> None:
     costs = LayerCosts(0, (1, 1, 2, 3, 1, 1, 2, 1, 1), 2.5)
-    assert cut_for_ranks(costs, (0, 1, 2)) == cut(costs, 3)
+    assert cut_for_ranks(costs, (0, 1, 2)) == cut_stages(costs, 3)
 
 
 def test_segments_of_recompute_end_where_stages_do() -> None:
     segments = list_segments("sqrt", 9)
     assert [(s.start, s.stop) for s in segments] == [(0, 3), (3, 6), (6, 9)]
-    found = within_stages(segments, Stages((4, 4, 1)))
+    found = split_at_stages(segments, Stages((4, 4, 1)))
     assert [(s.start, s.stop) for s in found] == [(0, 3), (3, 4), (4, 6), (6, 8), (8, 9)]
     assert {s.mode for s in found} == {"full"}
-    assert within_stages(segments, Stages((0, 9, 0))) == segments
-    assert recomputed_blocks((Segment(1, 3, "full"), Segment(3, 4, "selective"))) == {1, 2}
+    assert split_at_stages(segments, Stages((0, 9, 0))) == segments
+    assert blocks_in_full((Segment(1, 3, "full"), Segment(3, 4, "selective"))) == {1, 2}
     assert plan(recompute={"recompute": "full"}).recompute_segments == list_segments("full", 8)
 
 
@@ -226,11 +226,11 @@ def test_a_cut_by_what_was_measured() -> None:
     """Twelve equal blocks, of which the last three really take twice as long: 15 instead of 12
     in all."""
     weights = LayerCosts(0, (1,) * 12, 0)
-    pipeline = named_pipeline("1f1b", 4, 8, Stages((3, 3, 3, 3)))
+    pipeline = build_named_pipeline("1f1b", 4, 8, Stages((3, 3, 3, 3)))
     seconds = [StageCosts(1.0, 1.0, 1.0)] * 3 + [StageCosts(2.0, 2.0, 2.0)]
     found = recut(pipeline, pipeline.stages, seconds, weights)
     true = LayerCosts(0, (1.0,) * 9 + (2.0,) * 3, 0)
-    assert found.stages == cut(true, 4)
+    assert found.stages == cut_stages(true, 4)
     assert max(true.of_stages(found.stages)) == 4.0
     assert found.is_worth_it
     # A step is bound by the slowest stage: 6 seconds a microbatch before, 4 now.
@@ -240,7 +240,7 @@ def test_a_cut_by_what_was_measured() -> None:
 
 def test_head_and_embedding_take_their_share_of_what_was_measured() -> None:
     """The last stage's 6 seconds are a block's 3 and as much of a head that weighs the same."""
-    pipeline = named_pipeline("1f1b", 2, 8, Stages((3, 1)))
+    pipeline = build_named_pipeline("1f1b", 2, 8, Stages((3, 1)))
     seconds = [StageCosts(3.0, 3.0, 3.0), StageCosts(2.0, 2.0, 2.0)]
     found = recut(pipeline, pipeline.stages, seconds, LayerCosts(0, (1,) * 4, 1))
     assert (
@@ -257,7 +257,7 @@ def test_head_and_embedding_take_their_share_of_what_was_measured() -> None:
 
 
 def test_a_measurement_of_another_pipeline_is_refused() -> None:
-    pipeline = named_pipeline("1f1b", 2, 8, Stages((3, 1)))
+    pipeline = build_named_pipeline("1f1b", 2, 8, Stages((3, 1)))
     with pytest.raises(LayoutError, match="3 stages were measured, and the job has 2"):
         recut(pipeline, Stages((1, 1, 2)), [UNIFORM] * 3, LayerCosts(0, (1,) * 4, 1))
     with pytest.raises(LayoutError, match="stages of 5 blocks were measured, and the model has 4"):

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.generate import generate
+from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.schedule import Schedule, read_schedule, write_schedule
 
 SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
@@ -76,7 +76,7 @@ def test_one_stage_per_rank(name: str, num_ranks: int, num_microbatches: int) ->
 
     What 1F1B lists for the last rank begins at F1; it is not run.
     """
-    ours = rows(generate(name, num_ranks, num_microbatches))
+    ours = rows(generate_schedule(name, num_ranks, num_microbatches))
     for rank in range(num_ranks):
         stage = RecordingStage(rank, num_ranks)
         schedule = getattr(torch_schedules, SINGLE[name])(stage, num_microbatches)
@@ -98,9 +98,9 @@ def test_several_stages_per_rank(name: str) -> None:
                     theirs = getattr(torch_schedules, kind)(stages, num_microbatches)
                 except ValueError:
                     with pytest.raises(LayoutError, match="nearest"):
-                        generate(name, num_ranks, num_microbatches, stages_per_rank)
+                        generate_schedule(name, num_ranks, num_microbatches, stages_per_rank)
                     continue
-                ours = generate(name, num_ranks, num_microbatches, stages_per_rank)
+                ours = generate_schedule(name, num_ranks, num_microbatches, stages_per_rank)
                 listed = [list(flat(theirs.pipeline_order[rank])) for rank in range(num_ranks)]
                 assert rows(ours) == listed, (stages_per_rank, num_ranks, num_microbatches)
                 assert dict(enumerate(ours.rank_of_stage)) == theirs.stage_index_to_group_rank
@@ -131,7 +131,7 @@ def test_torchs_runtime_reads_our_files(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, tmp_path: Path
 ) -> None:
     """It adds sends and receives to them, and its own simulation of those ends."""
-    ours = generate(name, num_ranks, num_microbatches, stages_per_rank)
+    ours = generate_schedule(name, num_ranks, num_microbatches, stages_per_rank)
     path = tmp_path / "own.csv"
     write_schedule(ours, path)
     stages = stages_of(num_ranks, stages_per_rank, 0)
@@ -156,9 +156,9 @@ def test_we_read_torchs_files(tmp_path: Path) -> None:
     theirs._dump_csv(str(path), format="compute_only")
     assert "OVERLAP_F_B" in path.read_text()
     ours = read_schedule(path)
-    assert rows(ours) == rows(generate("dualpipe-v", 2, 5))
+    assert rows(ours) == rows(generate_schedule("dualpipe-v", 2, 5))
     assert (ours.placement, ours.num_microbatches) == ("v", 5)
     theirs = torch_schedules.ScheduleInterleaved1F1B(stages_of(2, 2, 0), 4)
     theirs._dump_csv(str(path), format="compute_only")
     assert ",," in path.read_text()
-    assert read_schedule(path).actions == generate("interleaved", 2, 4, 2).actions
+    assert read_schedule(path).actions == generate_schedule("interleaved", 2, 4, 2).actions

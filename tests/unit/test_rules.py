@@ -27,7 +27,7 @@ from phalanx.nn.models.decoder import build
 from phalanx.parallel.tensor.transform import _cut_of
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
-from phalanx.plan.rule_checks import check_rules, describe_replicated
+from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.plan.rules import Rule, find_rule, legal_degrees, parse_rules
 
 HOLDERS = (
@@ -135,7 +135,7 @@ def test_columns_whose_features_may_be_taken_are_left_to_the_ranks(rules: dict[s
 
 def test_what_no_rule_covers_is_named_with_its_size() -> None:
     rules = check_rules(FUSED, SHAPE, 2)
-    line = describe_replicated(rules, SHAPE)
+    line = describe_whole_matrices(rules, SHAPE)
     assert line.startswith(
         "tp: no rule covers `embed`, 4.02 K parameters, `layers.*.conv`, 2.30 K parameters, "
     )
@@ -144,7 +144,7 @@ def test_what_no_rule_covers_is_named_with_its_size() -> None:
     every = FUSED | dict.fromkeys(
         ("embed", "layers.*.mixer.in_proj", "layers.*.conv", "layers.*.mha"), "replicate"
     )
-    assert describe_replicated(check_rules(every, SHAPE, 2), SHAPE) == ""
+    assert describe_whole_matrices(check_rules(every, SHAPE, 2), SHAPE) == ""
 
 
 def test_rules_of_the_module_stand_behind_those_of_the_job() -> None:

@@ -210,7 +210,7 @@ QUERY_BLOCK = (
 )
 
 
-def shared_mask_bytes(shape: ModelShape, work: Workload) -> int:
+def common_mask_bytes(shape: ModelShape, work: Workload) -> int:
     """Bytes of the masks of a microbatch that all blocks share, where one mask has all queries: one
     for each kind of block that needs one; of documents, one for every sequence.
 

@@ -6,7 +6,7 @@ Torch-free.
 from __future__ import annotations
 
 from phalanx.job.shape import ModelShape
-from phalanx.plan.pipeline.memory import sent_bytes
+from phalanx.plan.pipeline.memory import message_bytes
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.workload import Workload
 
@@ -79,4 +79,4 @@ def pp_bytes_per_step(shape: ModelShape, work: Workload, pipeline: Pipeline, ran
     owners = pipeline.rank_of_stage
     neighbours = [stage + d for stage in pipeline.stages_of(rank) for d in (-1, 1)]
     num_sends = sum(0 <= stage < len(owners) and owners[stage] != rank for stage in neighbours)
-    return num_sends * work.num_microbatches * sent_bytes(shape, work)
+    return num_sends * work.num_microbatches * message_bytes(shape, work)

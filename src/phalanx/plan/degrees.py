@@ -19,7 +19,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import fill_layout
-from phalanx.plan.pipeline.requested_schedule import Asked, split_share
+from phalanx.plan.pipeline.requested_schedule import RequestedSchedule, split_pipeline_batch
 from phalanx.plan.rule_checks import check_overrides, check_rules
 from phalanx.plan.rules import describe_heads, legal_degrees
 from phalanx.plan.workload import cuts_sequence
@@ -178,7 +178,9 @@ def tensor_parallel_degree(job: Job, shape: ModelShape) -> int:
     return tp
 
 
-def split_batch(job: Job, shares: int, requested: Asked | None = None) -> tuple[int, int]:
+def split_batch(
+    job: Job, shares: int, requested: RequestedSchedule | None = None
+) -> tuple[int, int]:
     """(micro_batch_size, microbatches per step) of each of `shares` ranks, or pipelines, that
     read other samples."""
     batch = job.train.global_batch_size
@@ -195,7 +197,7 @@ def split_batch(job: Job, shares: int, requested: Asked | None = None) -> tuple[
         )
     share = batch // shares
     if requested is not None:
-        return split_share(job, requested, share, shares)
+        return split_pipeline_batch(job, requested, share, shares)
     micro = job.train.micro_batch_size or share
     if share % micro:
         raise LayoutError(
@@ -305,7 +307,7 @@ def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
     return ep
 
 
-def require_unsharded(job: Job, ranks: int) -> None:
+def require_whole_model(job: Job, ranks: int) -> None:
     """Raises LayoutError where gradients are to be compressed that DDP does not reduce."""
     parallel = job.parallel
     if parallel.compress != "none" and (parallel.tp or 1) > 1:

@@ -10,11 +10,11 @@ from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.communication import pp_bytes_per_step
-from phalanx.plan.pipeline.bubble import busiest
-from phalanx.plan.pipeline.costs import parts_of
+from phalanx.plan.pipeline.bubble import find_busiest_rank
+from phalanx.plan.pipeline.costs import model_parts
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.simulate import in_flight
-from phalanx.plan.pipeline.stages import weighed
+from phalanx.plan.pipeline.simulate import count_in_flight
+from phalanx.plan.pipeline.stages import add_recompute_costs
 from phalanx.plan.plan import Plan
 from phalanx.plan.workload import Workload, shard_shape
 
@@ -98,8 +98,8 @@ def explain_pipeline(job: Job, shape: ModelShape, work: Workload, pipeline: Pipe
 
 
 def _explain_stages(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> str:
-    layers = weighed(parts_of(job, shape).layer_costs, work.segments or ())
-    rank, ratio = busiest(layers.of_stages(pipeline.stages), pipeline.rank_of_stage)
+    layers = add_recompute_costs(model_parts(job, shape).layer_costs, work.segments or ())
+    rank, ratio = find_busiest_rank(layers.of_stages(pipeline.stages), pipeline.rank_of_stage)
     counts = pipeline.stages.num_blocks
     line = f"stages of {format_counts(counts)} blocks"
     if len(set(counts)) == 1:
@@ -137,7 +137,7 @@ def _explain_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
 
 
 def _explain_in_flight(pipeline: Pipeline) -> str:
-    in_flight_by_rank = in_flight(pipeline.schedule()).per_rank
+    in_flight_by_rank = count_in_flight(pipeline.schedule()).per_rank
     where = "on each rank" if len(set(in_flight_by_rank)) == 1 else "by rank"
     noun = "microbatch" if max(in_flight_by_rank) == 1 else "microbatches"
     peak = describe_peak_rank(pipeline, in_flight_by_rank)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
-from phalanx.plan.activations import block_mask_bytes, shared_mask_bytes
+from phalanx.plan.activations import block_mask_bytes, common_mask_bytes
 from phalanx.plan.layout import ALL_BLOCKS, DataParallel, split_dim
 from phalanx.plan.segments import Segment, list_segments
 from phalanx.plan.workload import Workload, shard_shape
@@ -162,7 +162,7 @@ def count_segment_bytes(
 
 
 def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
-    masks = shared_mask_bytes(shape, work)
+    masks = common_mask_bytes(shape, work)
     if shape.reads_images:  # the last norm and the head see one token of each image
         return work.micro_batch_size * activations.image_bytes(shape, c)
     last = activations.norm_bytes(shape, shape.dim, c, work.sequence_parts)

@@ -67,7 +67,7 @@ def row_warnings(facts: RowFacts, job: Job, plan: Plan) -> tuple[EarlyWarning, .
             "ranks": ranks,
             "parts": parts,
         }
-        warnings.append(EarlyWarning("rows_are_mixed", MIXED.format(who=subject, **numbers)))
+        warnings.append(EarlyWarning("rows_are_mixed", MIXED.format(subject=subject, **numbers)))
     if facts.collective:
         warnings.append(
             EarlyWarning("collective_in_the_loss", COLLECTIVE.format(call=facts.collective))

@@ -25,7 +25,7 @@ from phalanx.plan.degrees import resolve_load_balance
 from phalanx.plan.explain import explain_pipeline
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.plan import Candidate
-from phalanx.plan.rule_checks import check_rules, describe_replicated
+from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.plan.workload import Workload, keeps_error, shard_shape
 
 SHARDED_KEYS = ("accumulate", "blocks_per_unit", "keep_whole_below", "prefetch")  # ZeRO 2 and 3
@@ -65,7 +65,7 @@ def list_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> li
 
 def _tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:
     shape, work, requested = evaluator.shape, evaluator.work, job.parallel.sequence_parallel
-    lines = [describe_replicated(check_rules(job.parallel.rules, shape, work.tp), shape)]
+    lines = [describe_whole_matrices(check_rules(job.parallel.rules, shape, work.tp), shape)]
     if work.cuts_sequence:
         how = "cut between regions (sequence parallelism)"
     elif requested is False:
@@ -109,7 +109,7 @@ def note_ignored_keys(job: Job, chosen: Candidate) -> list[str]:
     if chosen.layout.pp > 1:
         layout = "pp" if chosen.name == "pp" else f"{layout} with pp"
         ignored = list(dict.fromkeys((*ignored, *PIPELINE_KEYS)))
-    lines = [line for line in (_ignored_line(job, ignored, f"under {layout}"),) if line]
+    lines = [line for line in (_line_of_ignored(job, ignored, f"under {layout}"),) if line]
     if (
         job.parallel.zero_stage
         and chosen.layout.reduced.dp_shard == 1
@@ -118,15 +118,17 @@ def note_ignored_keys(job: Job, chosen: Candidate) -> list[str]:
         problem = f"parallel.zero_stage={job.parallel.zero_stage} shards nothing"
         lines.append(f"{problem}: {layout} leaves no ranks to shard over")
     if chosen.layout.tp == 1:
-        lines += [line for line in (_ignored_line(job, ("rules",), "without parallel.tp"),) if line]
+        lines += [
+            line for line in (_line_of_ignored(job, ("rules",), "without parallel.tp"),) if line
+        ]
     elif job.train.compile:
         lines += [
-            line for line in (_ignored_line(job, ("tp_chunks",), "under train.compile"),) if line
+            line for line in (_line_of_ignored(job, ("tp_chunks",), "under train.compile"),) if line
         ]
     return lines
 
 
-def _ignored_line(job: Job, keys: tuple[str, ...] | list[str], where: str) -> str:
+def _line_of_ignored(job: Job, keys: tuple[str, ...] | list[str], where: str) -> str:
     fields = Parallel.model_fields
     changed = [
         key

@@ -24,14 +24,14 @@ from phalanx.plan.degrees import (
     choose_ranks,
     context_parallel_degree,
     expert_parallel_degree,
-    require_unsharded,
+    require_whole_model,
     resolve_load_balance,
     split_batch,
     tensor_parallel_degree,
 )
 from phalanx.plan.notes import headroom_notes, list_notes
-from phalanx.plan.pipeline.requested_schedule import asked_schedule
-from phalanx.plan.pipeline.stages import sized_pipeline
+from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
+from phalanx.plan.pipeline.stages import plan_sized_pipeline
 from phalanx.plan.plan import Candidate, Plan, job_digest
 from phalanx.plan.precision import require_fp8, resolve_precision
 from phalanx.plan.recompute import plan_recompute
@@ -67,11 +67,11 @@ def make_plan(
     _require_positions(shape, job.data.seq_len)
     _require_masks(job, shape)
     ranks, why = choose_ranks(job, cluster, num_ranks)
-    require_unsharded(job, ranks)
+    require_whole_model(job, ranks)
     tp = tensor_parallel_degree(job, shape)
     cp = context_parallel_degree(job, shape, tp)
     ep = expert_parallel_degree(job, shape, ranks)
-    requested = asked_schedule(job)
+    requested = find_requested_schedule(job)
     micro, num_microbatches = split_batch(job, ranks // job.parallel.model_parallel_size, requested)
     work = build_workload(
         job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp, ep=ep
@@ -80,7 +80,7 @@ def make_plan(
     reasons = [why]
     pipeline = None
     if requested is not None:
-        work, pipeline = sized_pipeline(job, shape, requested, work, ranks, reasons)
+        work, pipeline = plan_sized_pipeline(job, shape, requested, work, ranks, reasons)
     else:
         work = plan_recompute(job, shape, work, reasons)
     evaluator = CandidateEvaluator(

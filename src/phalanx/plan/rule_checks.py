@@ -149,7 +149,7 @@ def _check(rule: Rule, holder: Holder, tp: int) -> None:
     rule.spans(size, tp, 0, name=holder.name)
 
 
-def describe_replicated(rules: Sequence[Rule], shape: ModelShape) -> str:
+def describe_whole_matrices(rules: Sequence[Rule], shape: ModelShape) -> str:
     """A line about matrices that no rule names, which stay whole on every rank; "" if there are
     none to name."""
     if shape.measured is None:
@@ -195,7 +195,7 @@ def check_overrides(
                 holders[name] for name in (f"{region}.{m}" for m in members) if name in holders
             ]
             if cut_together:
-                _require_same_cut(
+                _require_equal_cuts(
                     rules, region, cut_together, shape, tp, cuts_sequence=cuts_sequence
                 )
                 is_cut = any(
@@ -213,7 +213,7 @@ def check_overrides(
         _require_ends(rules, shape, cuts_sequence=cuts_sequence)
 
 
-def _require_same_cut(
+def _require_equal_cuts(
     rules: Sequence[Rule],
     region: str,
     holders: Sequence[Holder],
@@ -244,7 +244,7 @@ def _require_same_cut(
     expected = (
         _find_model_cuts(shape, holders, tp)
         if region.endswith("attention")
-        else dict.fromkeys(cuts, _first_cut(cuts))
+        else dict.fromkeys(cuts, _first_of_cuts(cuts))
     )
     wrong = next((name for name, cut in cuts.items() if cut != expected[name]), None)
     if wrong is not None:
@@ -283,7 +283,7 @@ def _find_model_cuts(shape: ModelShape, holders: Sequence[Holder], tp: int) -> d
 Cuts = tuple[tuple[Span, ...], ...]
 
 
-def _first_cut(cuts: Mapping[str, Cuts]) -> Cuts:
+def _first_of_cuts(cuts: Mapping[str, Cuts]) -> Cuts:
     return next(cut for cut in cuts.values() if cut)
 
 

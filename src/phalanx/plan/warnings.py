@@ -21,7 +21,7 @@ from phalanx.job.learning_rate import (
     unscaled_rate,
 )
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.bubble import long_bubble, nothing_to_put_off
+from phalanx.plan.pipeline.bubble import warn_of_compiled_halves, warn_of_long_bubble
 from phalanx.plan.plan import EarlyWarning, Plan
 
 LARGE_BATCH_TOKENS = 2**18
@@ -255,11 +255,11 @@ def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
 
 
 def _pipeline_bubble(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    return long_bubble(job, plan)
+    return warn_of_long_bubble(job, plan)
 
 
 def _compiled_pipeline(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    return nothing_to_put_off(job, plan)
+    return warn_of_compiled_halves(job, plan)
 
 
 RULES: tuple[tuple[str, Rule], ...] = (

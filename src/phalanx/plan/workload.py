@@ -150,7 +150,7 @@ def shard_shape(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> Mod
     if tp == 1:
         return shape
     if shape.measured is not None:
-        return replace(shape, measured=shard_measured(shape.measured, rules, tp))
+        return replace(shape, measured=shard_module(shape.measured, rules, tp))
     return replace(
         shape,
         num_heads=shape.num_heads // tp,
@@ -162,7 +162,7 @@ def shard_shape(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> Mod
 
 
 @lru_cache(maxsize=4)
-def shard_measured(measured: Measured, rules: tuple[Rule, ...], tp: int) -> Measured:
+def shard_module(measured: Measured, rules: tuple[Rule, ...], tp: int) -> Measured:
     """The part of a user's own module that one rank of `tp` holds under `rules`.
 
     Widths that do not divide: of the rank that has most.

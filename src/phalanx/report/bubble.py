@@ -14,12 +14,18 @@ from phalanx.core.files import read_regular
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.observe.events import PipelineMeasured
-from phalanx.plan.pipeline.bubble import LIMIT, MAX_ACTIONS, UNEVEN, enough_microbatches, halved
-from phalanx.plan.pipeline.costs import parts_of
+from phalanx.plan.pipeline.bubble import (
+    LIMIT,
+    MAX_ACTIONS,
+    UNEVEN,
+    bubble_with_half_stages,
+    find_enough_microbatches,
+)
+from phalanx.plan.pipeline.costs import model_parts
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline
-from phalanx.plan.pipeline.trace import Recut, planned_at, recut, total_s
+from phalanx.plan.pipeline.trace import Recut, recut, scale_to_measured, total_seconds
 from phalanx.report import formats
 from phalanx.report.formats import number_or_nan
 
@@ -53,7 +59,7 @@ class MeasuredPipeline:
         try:
             costs = tuple(StageCosts(*map(float, row)) for row in event.stage_seconds)
             in_flight = [int(count) for count in event.in_flight]
-            is_whole = all(math.isfinite(total_s(cost)) for cost in costs)
+            is_whole = all(math.isfinite(total_seconds(cost)) for cost in costs)
         except (TypeError, ValueError):
             return None
         if (
@@ -73,7 +79,7 @@ class MeasuredPipeline:
     @property
     def slowest(self) -> tuple[int, float]:
         """The slowest stage, and how many times the mean it takes."""
-        totals = [total_s(cost) for cost in self.costs]
+        totals = [total_seconds(cost) for cost in self.costs]
         mean = sum(totals) / len(totals)
         slowest = max(range(len(totals)), key=totals.__getitem__)
         return slowest, totals[slowest] / mean if mean else 1.0
@@ -106,7 +112,7 @@ class MeasuredPipeline:
     def plan_timeline(self) -> Timeline | None:
         """The plan's timeline on the scale of what was measured; None where the plan has no
         costs."""
-        return planned_at(self.pipeline, self.costs)
+        return scale_to_measured(self.pipeline, self.costs)
 
     def describe_wait(self) -> str:
         """ "ranks wait 23.1 % of the step for other stages (predicted 21.0 %)"."""
@@ -170,7 +176,7 @@ class MeasuredPipeline:
 
     def _suggest_microbatches(self) -> list[str]:
         """The least number with which the schedule keeps to the limit."""
-        remedy = enough_microbatches(self.pipeline, self.samples_per_rank, self._even_costs)
+        remedy = find_enough_microbatches(self.pipeline, self.samples_per_rank, self._even_costs)
         if remedy is None:
             return []
         count, is_divided, bubble = remedy
@@ -185,7 +191,7 @@ class MeasuredPipeline:
 
     def _suggest_interleaving(self) -> list[str]:
         """Two stages on each rank instead of one, if blocks can be cut so."""
-        bubble = halved(self.pipeline, self._even_costs)
+        bubble = bubble_with_half_stages(self.pipeline, self._even_costs)
         if bubble is None or bubble > 0.9 * self.event.bubble_predicted:
             return []
         share = formats.percent(bubble, 1.0)
@@ -200,7 +206,7 @@ def _weights(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
     do not fit together."""
     try:
         job = Job.model_validate_json(read_regular(run_dir / "job.json"))
-        return parts_of(job, ModelShape.from_json(plan["shape"])).layer_costs
+        return model_parts(job, ModelShape.from_json(plan["shape"])).layer_costs
     except (OSError, ValueError, TypeError, KeyError, LayoutError):
         return None
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.plan.pipeline.schedule import KIND_NAMES, Action, Kind
-from phalanx.plan.pipeline.simulate import Timeline, in_flight
+from phalanx.plan.pipeline.simulate import Timeline, count_in_flight
 from phalanx.report import formats
 from phalanx.report.charts import draw_legend
 from phalanx.report.markup import Html, table, tag
@@ -248,7 +248,7 @@ def _note(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bool) -> str
 
 def _table(lanes: dict[str, Timeline], whole_s: float, in_seconds: bool) -> Html:
     schedule = lanes["planned"].schedule
-    in_flight_per_rank = in_flight(schedule).per_rank
+    in_flight_per_rank = count_in_flight(schedule).per_rank
     rows = []
     for rank in _choose_ranks(schedule.num_ranks):
         idle = [formats.percent(float(lane.bubble_of(rank)), 1.0) for lane in lanes.values()]

@@ -13,8 +13,8 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import PipelineMeasured
 from phalanx.parallel.model import ParallelModel
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.simulate import Timeline, in_flight, simulate
-from phalanx.plan.pipeline.trace import measured_costs, measured_timeline, splits_backward
+from phalanx.plan.pipeline.simulate import Timeline, count_in_flight, simulate
+from phalanx.plan.pipeline.trace import build_timeline, mean_stage_costs, splits_backward
 
 FIRST = 5  # allocators and caches have settled by then
 
@@ -108,8 +108,8 @@ def build_pipeline_event(
     stages really take, so that costs that were estimated wrong and a schedule that is not followed
     can be told apart.
     """
-    measured = measured_timeline(pipeline.schedule_name, spans)
-    costs = measured_costs(measured)
+    measured = build_timeline(pipeline.schedule_name, spans)
+    costs = mean_stage_costs(measured)
     planned = pipeline.timeline()
     return PipelineMeasured(
         step=step,
@@ -124,7 +124,7 @@ def build_pipeline_event(
         bubble_measured=float(measured.bubble),
         bubble_predicted=float(simulate(measured.schedule, costs).bubble),
         bubble_planned=float("nan") if planned is None else float(planned.bubble),
-        in_flight=list(in_flight(measured.schedule).per_rank),
+        in_flight=list(count_in_flight(measured.schedule).per_rank),
     )
 
 

@@ -18,7 +18,7 @@ from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.parallelize import transforms
 from phalanx.plan.layout import Layout
-from phalanx.plan.rule_checks import check_rules, describe_replicated
+from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.verify.batches import cast_steps, make_global_steps, take_share
 from phalanx.verify.layout_run import LayoutRun, keep_compared_part
 from phalanx.verify.lossy import describe_compression, find_tolerance, find_unequal_ranks
@@ -103,7 +103,7 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
     )
     if plan.layout.tp > 1:
         rules = check_rules(plan.rules, plan.model_shape, plan.layout.tp)
-        notes += tuple(filter(None, [describe_replicated(rules, plan.model_shape)]))
+        notes += tuple(filter(None, [describe_whole_matrices(rules, plan.model_shape)]))
     if trace.narrows and trace.dtype == "float64":
         notes += (
             "the module computes in fewer digits than float64 on its way, and is judged by those",

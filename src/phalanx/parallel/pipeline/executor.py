@@ -25,7 +25,7 @@ from phalanx.parallel.pipeline.transform import Staged
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.saved_tensors import SavedBytes
-from phalanx.plan.pipeline.messages import Messages, P2PMessage, made_by, plan_messages
+from phalanx.plan.pipeline.messages import Messages, P2PMessage, output_of, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
@@ -123,7 +123,7 @@ class PipelineRun:
                     f"the schedule is of {pipeline.num_microbatches} microbatches, and a step has"
                     f" {num_microbatches}"
                 )
-            self._schedules[num_microbatches] = pipeline.with_microbatches(
+            self._schedules[num_microbatches] = pipeline.replace_microbatches(
                 num_microbatches
             ).schedule()
         return self._schedules[num_microbatches]
@@ -155,7 +155,7 @@ class PipelineRun:
             self._tell_tokens(microbatches[action.microbatch])  # a recomputation asks
             with self._timed(action, "backward"):
                 made = self._do_backward(action, gradient)
-        parcel = made_by(action, self.staged.pipeline.num_stages)
+        parcel = output_of(action, self.staged.pipeline.num_stages)
         if parcel is not None:
             assert made is not None
             self.sent_bytes += post.hand_on(parcel, made)
@@ -321,7 +321,7 @@ class PipelineRun:
                 post.ask_before(place)
                 given = self._receive(post, action, is_gradient=False)
                 made = self._compute(action.stage, given, some[action.microbatch], objective)
-                parcel = made_by(action, pipeline.num_stages)
+                parcel = output_of(action, pipeline.num_stages)
                 if parcel is None:
                     found[action.microbatch] = made
                 else:

@@ -4,20 +4,21 @@ Torch-free.
 
 The types, one walk of the data:
 
-    ModelShape ─► costs.layer_costs ─► cut.cut ─► Stages ─► costs.stage_costs ─► StageCosts
-                                                                                     │
-    name, ranks, microbatches ─► generate.generate ─┐                                ▼
-    a CSV file ─► schedule.read_schedule ───────────┴─► Schedule ─► check.check, simulate.simulate
-                                               (problems, one line each) (spans, bubble, in flight)
+    ModelShape ─► costs.model_parts ─► cut.cut_stages ─► Stages ─► costs.cost_stages ─► StageCosts
+                                                                                             │
+    name, ranks, microbatches ─► generate.generate_schedule ─┐                               ▼
+    a CSV file ─► schedule.read_schedule ────────────────────┴─► Schedule ─► simulate.simulate
+                                                                    │        (spans, bubble)
+                                        (problems, one line each) check.find_problems
 
 1. `Action(kind, stage, microbatch)` is one piece of work, written 3F0: stage 3 forwards microbatch
    0. Kinds are F (forward), B (whole backward), or its halves I (gradient of the input, which the
    stage before waits for) and W (gradient of the weights, which nobody waits for, so that it can
    fill what would be a bubble).
 2. `Schedule` says which rank holds which stage, and what each rank does in which order. When is not
-   said: an action begins once its rank is free and its input is there (`simulate.run`), which is
-   all that `check` and `simulate` know of running one. Sends and receives are not listed; they
-   follow from the actions.
+   said: an action begins once its rank is free and its input is there (`simulate.run_on_paper`),
+   which is all that `check` and `simulate` know of running one. Sends and receives are not listed;
+   they follow from the actions.
 3. Named schedules come from `generate`, in the order in which torch's own classes run them; a
    schedule of one's own comes from a CSV file in the format that torch's pipeline runtime reads.
    Both go through `check`.

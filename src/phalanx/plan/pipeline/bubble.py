@@ -13,12 +13,12 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.costs import parts_of
+from phalanx.plan.pipeline.costs import model_parts
 from phalanx.plan.pipeline.cut import LayerCosts, cut_for_ranks
-from phalanx.plan.pipeline.generate import default_stages_per_rank, generate
-from phalanx.plan.pipeline.pipeline_plan import Pipeline, placement_of
+from phalanx.plan.pipeline.generate import default_stages_per_rank, generate_schedule
+from phalanx.plan.pipeline.pipeline_plan import Pipeline, place_stages
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts, simulate
-from phalanx.plan.pipeline.trace import splits_backward, times, total_s
+from phalanx.plan.pipeline.trace import scale_costs, splits_backward, total_seconds
 from phalanx.plan.plan import Plan
 
 LIMIT = 0.2  # of the ranks' time; waiting more than that is worth a change
@@ -39,13 +39,13 @@ def bubble_of(
     if 3 * num_ranks * stages_per_rank * num_microbatches > MAX_ACTIONS:
         return None
     try:
-        schedule = generate(name, num_ranks, num_microbatches, stages_per_rank)
+        schedule = generate_schedule(name, num_ranks, num_microbatches, stages_per_rank)
     except LayoutError:
         return None
     return float(simulate(schedule, costs).bubble)
 
 
-def enough_microbatches(
+def find_enough_microbatches(
     pipeline: Pipeline, share: int, costs: Sequence[StageCosts] | None = None
 ) -> tuple[int, bool, float] | None:
     """(how many microbatches bring the bubble to the limit, whether the `share` of samples divides
@@ -73,39 +73,37 @@ def _counts(now: int, share: int) -> Iterator[tuple[int, bool]]:
     yield from ((factor * now, False) for factor in range(2, MAX_MICROBATCHES + 1))
 
 
-def interleaved_instead(pipeline: Pipeline, layers: LayerCosts) -> float | None:
-    """The bubble with two stages on each rank; None where that cannot be, or a rank has more
-    now."""
+def bubble_if_interleaved(pipeline: Pipeline, layers: LayerCosts) -> float | None:
+    """The bubble with two stages on each rank; None if that cannot be, or a rank has more now."""
     return (
-        instead(pipeline, layers, "interleaved")
+        bubble_with_schedule(pipeline, layers, "interleaved")
         if pipeline.schedule_name in ("gpipe", "1f1b")
         else None
     )
 
 
-def instead(pipeline: Pipeline, layers: LayerCosts, name: str) -> float | None:
-    """The bubble of a named schedule in place of the pipeline's, `layers` cut anew; None where
-    that cannot be."""
+def bubble_with_schedule(pipeline: Pipeline, layers: LayerCosts, name: str) -> float | None:
+    """The bubble of a named schedule in place of the pipeline's, `layers` cut anew; None if that
+    cannot be."""
     per_rank = default_stages_per_rank(name)
     if len(layers.blocks) < per_rank * pipeline.num_ranks:
         return None
-    placement = placement_of(name, pipeline.num_ranks, per_rank)
+    placement = place_stages(name, pipeline.num_ranks, per_rank)
     costs = [
         StageCosts(cost, cost, cost) for cost in layers.of_stages(cut_for_ranks(layers, placement))
     ]
     return bubble_of(name, pipeline.num_ranks, pipeline.num_microbatches, per_rank, costs)
 
 
-def halved(pipeline: Pipeline, costs: Sequence[StageCosts]) -> float | None:
-    """The bubble with two stages on each rank, each half of one of now; None where that cannot
-    be."""
+def bubble_with_half_stages(pipeline: Pipeline, costs: Sequence[StageCosts]) -> float | None:
+    """The bubble with two stages on each rank, each half of one of now; None if that cannot be."""
     if pipeline.schedule_name not in ("gpipe", "1f1b") or min(pipeline.stages.num_blocks) < 2:
         return None
-    halves = [times(cost, 0.5) for cost in costs for _ in range(2)]
+    halves = [scale_costs(cost, 0.5) for cost in costs for _ in range(2)]
     return bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, halves)
 
 
-def busiest(work: Sequence[Seconds], rank_of_stage: Sequence[int]) -> tuple[int, float]:
+def find_busiest_rank(work: Sequence[Seconds], rank_of_stage: Sequence[int]) -> tuple[int, float]:
     """The rank whose stages have most work, and how many times the mean of all ranks that is."""
     of_ranks: list[Seconds] = [0] * len(set(rank_of_stage))
     for rank, cost in zip(rank_of_stage, work, strict=True):
@@ -118,14 +116,15 @@ def busiest(work: Sequence[Seconds], rank_of_stage: Sequence[int]) -> tuple[int,
 WORTH = 0.95  # of a bubble: one that another schedule makes no smaller than this is left as it is
 
 
-def long_bubble(job: Job, plan: Plan) -> str | None:
-    """A fifth is where ranks that wait become worth a change of the batch or of the schedule."""
+def warn_of_long_bubble(job: Job, plan: Plan) -> str | None:
+    """The warning for a bubble above a fifth, where ranks that wait become worth a change of the
+    batch or of the schedule."""
     timeline = plan.pipeline.timeline() if plan.pipeline is not None else None
     if plan.pipeline is None or timeline is None or timeline.bubble <= LIMIT:
         return None
     share = plan.num_microbatches * plan.micro_batch_size
     fixes = []
-    if (enough := enough_microbatches(plan.pipeline, share)) is not None:
+    if (enough := find_enough_microbatches(plan.pipeline, share)) is not None:
         count, is_divided, bubble = enough
         how = f"train.micro_batch_size={share // count}"
         if not is_divided:
@@ -135,17 +134,19 @@ def long_bubble(job: Job, plan: Plan) -> str | None:
                 f" train.micro_batch_size={plan.micro_batch_size}"
             )
         fixes.append(f"{how} ({count} microbatches: {bubble:.0%})")
-    interleaved = interleaved_instead(plan.pipeline, parts_of(job, plan.model_shape).layer_costs)
+    interleaved = bubble_if_interleaved(
+        plan.pipeline, model_parts(job, plan.model_shape).layer_costs
+    )
     if interleaved is not None and interleaved < 0.9 * timeline.bubble:
         fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
     remedy = f"set {' or '.join(fixes)}" if fixes else "use fewer pipeline ranks (parallel.pp)"
     if plan.pipeline.rows:
         remedy = (
             "write more microbatches into"
-            f" {job.parallel.schedule_file}{_as_named(plan.pipeline, share)}"
+            f" {job.parallel.schedule_file}{_suggest_named(plan.pipeline, share)}"
         )
-    rank, ratio = busiest(
-        [total_s(cost) for cost in plan.pipeline.costs], plan.pipeline.rank_of_stage
+    rank, ratio = find_busiest_rank(
+        [total_seconds(cost) for cost in plan.pipeline.costs], plan.pipeline.rank_of_stage
     )
     if ratio > UNEVEN:
         remedy += f"; rank {rank} has {ratio:.2f} times the mean work"
@@ -157,43 +158,47 @@ def long_bubble(job: Job, plan: Plan) -> str | None:
     )
 
 
-def _as_named(pipeline: Pipeline, share: int) -> str:
-    """How many a schedule needs that is known by name and has the stages where the file has
-    them."""
+def _suggest_named(pipeline: Pipeline, share: int) -> str:
+    """The microbatches that a named schedule needs which has the stages where the file has them,
+    in brackets; "" if none has."""
     for name in ("1f1b", "interleaved"):
-        if pipeline.rank_of_stage != placement_of(
+        if pipeline.rank_of_stage != place_stages(
             name, pipeline.num_ranks, pipeline.stages_per_rank
         ):
             continue
-        enough = enough_microbatches(replace(pipeline, schedule_name=name, rows=()), share)
+        enough = find_enough_microbatches(replace(pipeline, schedule_name=name, rows=()), share)
         if enough is not None:
             return f" ({name} with {enough[0]} would wait {enough[2]:.0%})"
     return ""
 
 
-def nothing_to_put_off(job: Job, plan: Plan) -> str | None:
-    """A compiled block does its backward at once: what a schedule puts off is empty."""
+def warn_of_compiled_halves(job: Job, plan: Plan) -> str | None:
+    """The warning for a schedule that puts off gradients of weights with compiled blocks, which
+    do their backward at once."""
     if plan.pipeline is None or not plan.compile or not splits_backward(plan.pipeline.schedule()):
         return None
     name = plan.pipeline.schedule_name
-    what = (
+    message = (
         f"schedule {job.parallel.schedule_file if plan.pipeline.rows else name} puts off gradients"
         " of weights (W), "
     )
-    what += (
+    message += (
         "and train.compile leaves nothing to put off: compiled blocks do both halves of a backward"
         " at once"
     )
-    timeline, layers = plan.pipeline.timeline(), parts_of(job, plan.model_shape).layer_costs
+    timeline, layers = plan.pipeline.timeline(), model_parts(job, plan.model_shape).layer_costs
     if timeline is None:
-        return what
+        return message
     now = float(timeline.bubble)
-    others = ((instead(plan.pipeline, layers, other), other) for other in ("1f1b", "interleaved"))
-    bubble, best = min(
-        ((bubble, other) for bubble, other in others if bubble is not None), default=(now, name)
+    bubbles = (
+        (bubble_with_schedule(plan.pipeline, layers, other), other)
+        for other in ("1f1b", "interleaved")
     )
-    what += f"; ranks wait {now:.0%} of each step"
+    bubble, best = min(
+        ((bubble, other) for bubble, other in bubbles if bubble is not None), default=(now, name)
+    )
+    message += f"; ranks wait {now:.0%} of each step"
     if bubble > WORTH * now:
-        return f"{what}, and neither 1f1b nor interleaved has them wait less"
-    place = " in place of parallel.schedule_file" if plan.pipeline.rows else ""
-    return f"{what}; set parallel.schedule={best}{place} ({bubble:.0%})"
+        return f"{message}, and neither 1f1b nor interleaved has them wait less"
+    replaced = " in place of parallel.schedule_file" if plan.pipeline.rows else ""
+    return f"{message}; set parallel.schedule={best}{replaced} ({bubble:.0%})"

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 from phalanx.core.errors import LayoutError, Problem
 from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
-from phalanx.plan.pipeline.simulate import Results, Seconds, in_flight, run
+from phalanx.plan.pipeline.simulate import ActionResults, Seconds, count_in_flight, run_on_paper
 
 _Place = tuple[int, int]  # rank, position
 
 
-def check(schedule: Schedule, *, max_in_flight: int | None = None) -> tuple[Problem, ...]:
+def find_problems(schedule: Schedule, *, max_in_flight: int | None = None) -> tuple[Problem, ...]:
     """Problems by rank and position, both as they stand in the file: ranks count from 0 and
     positions from 1.
 
@@ -23,17 +23,18 @@ def check(schedule: Schedule, *, max_in_flight: int | None = None) -> tuple[Prob
     is not told again.
     """
     places = _places(schedule)
-    problems = [*_misplaced(schedule), *_miscounted(schedule, places)]
+    problems = [*_find_misplaced(schedule), *_find_miscounted(schedule, places)]
     if not problems:
-        problems = list(_waits_for_ever(schedule))
+        problems = list(_find_endless_waits(schedule))
     if not problems and max_in_flight is not None:
-        problems = list(_too_many_held(schedule, max_in_flight))
+        problems = list(_find_too_many_in_flight(schedule, max_in_flight))
     return tuple(problems)
 
 
 def require_runnable(schedule: Schedule, *, max_in_flight: int | None = None) -> None:
-    """Raises LayoutError with the first problem that `check` finds, and how many more there are."""
-    problems = check(schedule, max_in_flight=max_in_flight)
+    """Raises LayoutError with the first problem that `find_problems` finds, and how many more
+    there are."""
+    problems = find_problems(schedule, max_in_flight=max_in_flight)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise LayoutError(f"schedule {schedule.name} cannot run: {problems[0]}{more}")
@@ -51,9 +52,9 @@ def _places(schedule: Schedule) -> dict[Action, list[_Place]]:
     return places
 
 
-def _misplaced(schedule: Schedule) -> Iterator[Problem]:
-    """Actions of stages or microbatches that there are not, or on a rank that does not hold the
-    stage."""
+def _find_misplaced(schedule: Schedule) -> Iterator[Problem]:
+    """A problem for each action of a stage or microbatch that does not exist, or on a rank that
+    does not hold the stage."""
     for rank, row in enumerate(schedule.actions):
         if not row:
             yield Problem(f"rank {rank}", "has nothing to do")
@@ -72,37 +73,37 @@ def _misplaced(schedule: Schedule) -> Iterator[Problem]:
                 yield Problem(str(action), f"stage {action.stage} is on rank {owner}", where)
 
 
-def _miscounted(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[Problem]:
-    """What is done twice, or never."""
-    for action, found in places.items():
-        for rank, position in found[1:]:
+def _find_miscounted(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[Problem]:
+    """A problem for each action that is done twice, or never."""
+    for action, occurrences in places.items():
+        for rank, position in occurrences[1:]:
             yield Problem(
                 str(action),
-                f"comes a second time; the first is at {_at(*found[0])}",
+                f"comes a second time; the first is at {_at(*occurrences[0])}",
                 _at(rank, position),
             )
     for stage, owner in enumerate(schedule.rank_of_stage):
         for microbatch in range(schedule.num_microbatches):
-            yield from _miscounted_microbatch(stage, microbatch, owner, places)
+            yield from _find_miscounted_microbatch(stage, microbatch, owner, places)
 
 
-def _miscounted_microbatch(
+def _find_miscounted_microbatch(
     stage: int, microbatch: int, owner: int, places: dict[Action, list[_Place]]
 ) -> Iterator[Problem]:
-    forward, whole, inputs, weights = (
+    forward, backward, inputs, weights = (
         Action(kind, stage, microbatch) for kind in ("F", "B", "I", "W")
     )
     missing = f"is missing on rank {owner}"
     if forward not in places:
         yield Problem(str(forward), missing)
     halves = [half for half in (inputs, weights) if half in places]
-    if whole in places:
+    if backward in places:
         for half in halves:
             yield Problem(
-                str(half), f"is part of {whole}, which is there too", _at(*places[half][0])
+                str(half), f"is part of {backward}, which is there too", _at(*places[half][0])
             )
     elif not halves:
-        yield Problem(str(whole), f"{missing}, and so are {inputs} and {weights}")
+        yield Problem(str(backward), f"{missing}, and so are {inputs} and {weights}")
     elif len(halves) == 1:
         other = weights if halves == [inputs] else inputs
         yield Problem(
@@ -110,31 +111,39 @@ def _miscounted_microbatch(
         )
 
 
-def _waits_for_ever(schedule: Schedule) -> Iterator[Problem]:
-    """Each rank that never ends: where it stands, and where what it waits for would be made."""
+def _find_endless_waits(schedule: Schedule) -> Iterator[Problem]:
+    """A problem for each rank that never ends: where it stands, and where what it waits for
+    would be made."""
     costs: dict[Kind, Seconds] = {"F": 1, "B": 1, "I": 1, "W": 1}
-    found = run(schedule, [costs] * schedule.num_stages)
-    if not found.stuck:
+    paper_run = run_on_paper(schedule, [costs] * schedule.num_stages)
+    if not paper_run.stuck:
         return
-    results = Results(schedule.num_stages, schedule.num_microbatches)
+    results = ActionResults(schedule.num_stages, schedule.num_microbatches)
     makers: dict[int, _Place] = {}
     for rank, row in enumerate(schedule.actions):
-        makers |= {results.made_by(action): (rank, position) for position, action in enumerate(row)}
-    standing = {rank: len(found.spans_s[rank]) for rank in found.stuck}
-    for rank, needed in found.stuck.items():
-        there, position = makers[results.made_by(needed)]
-        maker = schedule.actions[there][position]
-        what = f"waits for {maker}, which comes later, at position {position + 1}"
-        if there != rank:
-            what = (
-                f"waits for {maker} of {_at(there, position)}, and rank {there} stands at position "
+        makers |= {
+            results.output_of(action): (rank, position) for position, action in enumerate(row)
+        }
+    standing = {rank: len(paper_run.spans_s[rank]) for rank in paper_run.stuck}
+    for rank, needed in paper_run.stuck.items():
+        maker_rank, position = makers[results.output_of(needed)]
+        maker = schedule.actions[maker_rank][position]
+        problem = f"waits for {maker}, which comes later, at position {position + 1}"
+        if maker_rank != rank:
+            problem = (
+                f"waits for {maker} of {_at(maker_rank, position)}, and rank {maker_rank} stands at"
+                " position "
             )
-            what += f"{standing[there] + 1}, {schedule.actions[there][standing[there]]}"
-        yield Problem(str(schedule.actions[rank][standing[rank]]), what, _at(rank, standing[rank]))
+            problem += (
+                f"{standing[maker_rank] + 1}, {schedule.actions[maker_rank][standing[maker_rank]]}"
+            )
+        yield Problem(
+            str(schedule.actions[rank][standing[rank]]), problem, _at(rank, standing[rank])
+        )
 
 
-def _too_many_held(schedule: Schedule, limit: int) -> Iterator[Problem]:
-    for rank, peak in enumerate(in_flight(schedule).per_rank):
+def _find_too_many_in_flight(schedule: Schedule, limit: int) -> Iterator[Problem]:
+    for rank, peak in enumerate(count_in_flight(schedule).per_rank):
         if peak > limit:
             yield Problem(
                 f"rank {rank}", f"holds up to {peak} microbatches at once, and {limit} may be"

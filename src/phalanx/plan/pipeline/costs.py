@@ -30,14 +30,15 @@ class ModelFlops:
 
     @property
     def layer_costs(self) -> LayerCosts:
-        """Forward and backward together, to cut by."""
+        """The costs to cut by: forward and backward together."""
         return LayerCosts(
             _training(self.embedding), tuple(map(_training, self.blocks)), _training(self.head)
         )
 
 
 def model_flops(shape: ModelShape, seq_len: int) -> ModelFlops:
-    """Raises LayoutError for a user's own module, of which only parameters are known."""
+    """The FLOPs of a model's parts. Raises LayoutError for a user's own module, of which only
+    parameters are known."""
     if not shape.is_known:
         raise LayoutError(
             "the blocks of your own model cannot be weighed by FLOPs",
@@ -64,24 +65,24 @@ def stage_costs(
     weights. Attention scores have no weights, and two gradients of inputs. `recomputed`: blocks
     whose forward is done again before their backward.
     """
-    found = []
-    for stage, (begin, end) in enumerate(stages.ranges):
-        blocks = flops.blocks[begin:end]
+    costs = []
+    for stage, (first, end) in enumerate(stages.ranges):
+        blocks = flops.blocks[first:end]
         outer = [flops.embedding] if stage == 0 else []
         is_last = stage == len(stages.num_blocks) - 1
         at_once = _training(flops.head) if is_last and flops.head_is_done_at_once else 0
         outer += [flops.head] if is_last and not at_once else []
         parts = [*blocks, *outer]
-        again = sum(
-            flops.blocks[block].forward for block in range(begin, end) if block in recomputed
+        recomputed_flops = sum(
+            flops.blocks[block].forward for block in range(first, end) if block in recomputed
         )
         amounts = (
             sum(part.forward for part in parts) + at_once,
-            sum(part.matmul + 2 * part.attention for part in parts) + again,
+            sum(part.matmul + 2 * part.attention for part in parts) + recomputed_flops,
             sum(part.matmul for part in parts),
         )
-        found.append(StageCosts(*(amount * samples / flops_per_s for amount in amounts)))
-    return tuple(found)
+        costs.append(StageCosts(*(amount * samples / flops_per_s for amount in amounts)))
+    return tuple(costs)
 
 
 def _training(flops: Flops) -> int:
@@ -93,7 +94,7 @@ FLOPS_PER_S = 1e12  # a scale: what a plan says of a pipeline are parts of a ste
 
 @dataclass(frozen=True)
 class PartParams:
-    """Parameters by place.
+    """Parameters of a model before, in and after its blocks.
 
     `looked_up`: those of `before` that are rows of a table. `both`: how many of `after` are the
     same as some of `before`, which a rank with both has once.
@@ -107,34 +108,34 @@ class PartParams:
 
     @property
     def layer_costs(self) -> LayerCosts:
-        """A parameter costs what any other does; rows are looked up for nothing."""
+        """The costs to cut by: one for each parameter; rows are looked up for nothing."""
         return LayerCosts(self.before - self.looked_up, self.blocks, self.after)
 
-    def of_stages(self, stages: Stages, held: Collection[int]) -> int:
-        """Of a rank that holds the stages `held`."""
+    def of_stages(self, stages: Stages, stages_held: Collection[int]) -> int:
+        """Parameters of a rank that holds the stages `stages_held`."""
         last = len(stages.num_blocks) - 1
-        found = sum(sum(self.blocks[slice(*stages.ranges[stage])]) for stage in held)
-        found += self.before * (0 in held) + self.after * (last in held)
-        return found - (self.both if {0, last} <= set(held) else 0)
+        num_params = sum(sum(self.blocks[slice(*stages.ranges[stage])]) for stage in stages_held)
+        num_params += self.before * (0 in stages_held) + self.after * (last in stages_held)
+        return num_params - (self.both if {0, last} <= set(stages_held) else 0)
 
 
 def part_params(
     shape: ModelShape, first_stage: Sequence[str] = (), last_stage: Sequence[str] = (), ep: int = 1
 ) -> PartParams:
-    """Of experts those that a rank of `ep` has.
+    """Parameters of a model's parts; of experts those that a rank of `ep` has.
 
     Of a user's own module: what is registered before the first block is before, and what
     `first_stage` names.
     """
     if shape.measured is not None:
-        return _of_own(shape.measured, first_stage, last_stage)
+        return _user_part_params(shape.measured, first_stage, last_stage)
     blocks = tuple(counts.params_of_block(shape, layer, ep) for layer in range(shape.num_layers))
     tied = shape.vocab_size * shape.dim if shape.tie_embeddings and not shape.reads_images else 0
     after = counts.norm_params(shape) + counts.head_params(shape) + tied
     return PartParams(counts.embedding_params(shape), blocks, after, both=tied)
 
 
-def _of_own(
+def _user_part_params(
     measured: Measured, first_stage: Sequence[str], last_stage: Sequence[str]
 ) -> PartParams:
     before: list[Holder] = []
@@ -154,16 +155,17 @@ def _of_own(
         tuple(size for _, size in measured.blocks),
         sum(map(_size, after)),
         looked_up=sum(_size(holder) for holder in before if holder.kind == "embedding"),
-        both=sum(_size(holder) for holder in before if holder in after) + _tied(after),
+        both=sum(_size(holder) for holder in before if holder in after) + _tied_params(after),
     )
 
 
 def _size(holder: Holder) -> int:
-    """A tied weight counts where it is met first, and another rank has it, too."""
+    """Elements of a module's parameters. A tied weight counts where it is met first, and another
+    rank has it, too."""
     return max(holder.num_params, holder.num_outputs * holder.num_inputs)
 
 
-def _tied(holders: Collection[Holder]) -> int:
+def _tied_params(holders: Collection[Holder]) -> int:
     return sum(_size(holder) - holder.num_params for holder in holders)
 
 
@@ -172,7 +174,7 @@ def _is_in(name: str, parts: Collection[str]) -> bool:
 
 
 def _is_part(name: str, patterns: Collection[str]) -> bool:
-    """True for the thing itself, and for what is inside of it."""
+    """True if `name` matches one of `patterns`, or lies inside of what does."""
     parts = name.split(".")
     heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(fnmatch.fnmatchcase(head, pattern) for head in heads for pattern in patterns)
@@ -192,19 +194,20 @@ def require_modules(job: Job, shape: ModelShape) -> None:
     if of is not None:
         blocks = [name for name, _ in of.blocks]
     for key in ("first_stage", "last_stage"):
-        for wanted in getattr(job.parallel, key):
+        for requested in getattr(job.parallel, key):
             # It may name a parameter. What those are called is not known here, and who has some is.
-            is_known = wanted.rpartition(".")[0] in holders or any(
-                _is_part(name, [wanted]) for name in known
+            is_known = requested.rpartition(".")[0] in holders or any(
+                _is_part(name, [requested]) for name in known
             )
             if not is_known:
                 raise LayoutError(
-                    f"parallel.{key}: the model has no {wanted!r}",
-                    fix=did_you_mean(wanted, known) or "check the name",
+                    f"parallel.{key}: the model has no {requested!r}",
+                    fix=did_you_mean(requested, known) or "check the name",
                 )
-            if any(_is_part(block, [wanted]) for block in blocks) or _is_in(wanted, blocks):
+            if any(_is_part(block, [requested]) for block in blocks) or _is_in(requested, blocks):
                 raise LayoutError(
-                    f"parallel.{key}: {wanted!r} is a part of the blocks, which lie where the cut"
+                    f"parallel.{key}: {requested!r} is a part of the blocks, which lie where the"
+                    " cut"
                     " puts them",
                     fix="set parallel.stage_blocks to move a cut",
                 )
@@ -223,14 +226,14 @@ class Parts:
         return self.params.layer_costs if self.flops is None else self.flops.layer_costs
 
 
-def parts_of(job: Job, shape: ModelShape) -> Parts:
-    """Raises LayoutError like `require_modules`."""
+def model_parts(job: Job, shape: ModelShape) -> Parts:
+    """The parts of the job's model. Raises LayoutError like `require_modules`."""
     require_modules(job, shape)
     params = part_params(shape, job.parallel.first_stage, job.parallel.last_stage)
     return Parts(params, model_flops(shape, job.data.seq_len) if shape.is_known else None)
 
 
-def costs_of(
+def cost_stages(
     parts: Parts, stages: Stages, *, samples: int, recomputed: Collection[int], tp: int
 ) -> tuple[StageCosts, ...]:
     """Seconds of each stage for one microbatch at `FLOPS_PER_S`; of a user's own module only in
@@ -244,13 +247,13 @@ def costs_of(
             recomputed=recomputed,
         )
     blocks = parts.params.blocks
-    again = LayerCosts(
+    recomputed_costs = LayerCosts(
         0, tuple(size if block in recomputed else 0 for block, size in enumerate(blocks)), 0
     )
     scale = samples / (FLOPS_PER_S * tp)
     return tuple(
         StageCosts(once * scale, (once + more) * scale, once * scale)
         for once, more in zip(
-            parts.layer_costs.of_stages(stages), again.of_stages(stages), strict=True
+            parts.layer_costs.of_stages(stages), recomputed_costs.of_stages(stages), strict=True
         )
     )

@@ -16,7 +16,7 @@ from phalanx.plan.pipeline.simulate import Seconds
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What each part of a model costs, in any one unit.
+    """The cost of each part of a model, in any one unit.
 
     The first stage has the embedding too, the last the head.
     """
@@ -26,15 +26,15 @@ class LayerCosts:
     head: Seconds
 
     def of_stages(self, stages: Stages) -> tuple[Seconds, ...]:
-        found = [sum(self.blocks[begin:end]) for begin, end in stages.ranges]
-        found[0] += self.embedding
-        found[-1] += self.head
-        return tuple(found)
+        costs = [sum(self.blocks[first:end]) for first, end in stages.ranges]
+        costs[0] += self.embedding
+        costs[-1] += self.head
+        return tuple(costs)
 
 
 @dataclass(frozen=True)
 class Stages:
-    """How many blocks each stage has, from first to last."""
+    """The number of blocks of each stage, from first to last."""
 
     num_blocks: tuple[int, ...]
 
@@ -45,7 +45,7 @@ class Stages:
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
     def stage_of(self, block: int) -> int:
-        return next(stage for stage, (begin, end) in enumerate(self.ranges) if begin <= block < end)
+        return next(stage for stage, (first, end) in enumerate(self.ranges) if first <= block < end)
 
     def to_json(self) -> dict[str, Any]:
         return {"num_blocks": list(self.num_blocks)}
@@ -55,9 +55,9 @@ class Stages:
         return cls(tuple(body["num_blocks"]))
 
 
-def cut(costs: LayerCosts, num_stages: int) -> Stages:
-    """The cut whose costliest stage is cheapest; of several such, the most even one (least sum of
-    squares).
+def cut_stages(costs: LayerCosts, num_stages: int) -> Stages:
+    """The cut whose costliest stage is cheapest; of several such, the most even one (least sum
+    of squares).
 
     Stages are runs of neighbouring blocks, at least one each; only the first and the last may have
     none, if embedding or head alone is their work. Where that leaves a choice, earlier stages have
@@ -71,18 +71,18 @@ def cut(costs: LayerCosts, num_stages: int) -> Stages:
         raise LayoutError(
             f"{num_blocks} blocks cannot be cut into {num_stages} stages", fix=f"nearest: {nearest}"
         )
-    work = _Work.of(costs, num_stages)
-    largest, _ = _best(work, lambda cost, rest: max(cost, rest), limit=None)
-    _, num_blocks_of = _best(work, lambda cost, rest: cost**2 + rest, limit=largest)
+    work = _WholeCosts.of(costs, num_stages)
+    largest, _ = _find_best(work, lambda cost, rest: max(cost, rest), limit=None)
+    _, num_blocks_of = _find_best(work, lambda cost, rest: cost**2 + rest, limit=largest)
     return Stages(num_blocks_of)
 
 
 def check_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> Stages:
-    """Stages as the user wants them.
+    """The stages as the user wants them.
 
     Raises LayoutError if they do not add up, naming the nearest that do.
     """
-    given = ", ".join(map(str, num_blocks))
+    listed = ", ".join(map(str, num_blocks))
     least = [int(stage not in (0, num_stages - 1)) for stage in range(num_stages)]
     if sum(least) > num_layers:
         raise LayoutError(
@@ -91,25 +91,26 @@ def check_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> St
         )
     if len(num_blocks) != num_stages:
         raise LayoutError(
-            f"blocks are given for {len(num_blocks)} stages ({given}), and there are {num_stages}",
-            fix=f"give {num_stages} numbers, such as {_mended(least, least, num_layers)}",
+            f"blocks are given for {len(num_blocks)} stages ({listed}), and there are {num_stages}",
+            fix=f"give {num_stages} numbers, such as {_mend(least, least, num_layers)}",
         )
     if empty := [stage for stage, count in enumerate(num_blocks) if count < least[stage]]:
         raise LayoutError(
-            f"stage {empty[0]} of {given} blocks would have {num_blocks[empty[0]]}",
+            f"stage {empty[0]} of {listed} blocks would have {num_blocks[empty[0]]}",
             why="only the first and the last stage have work without a block: embedding and head",
-            fix=f"such as {_mended(least, least, num_layers)}",
+            fix=f"such as {_mend(least, least, num_layers)}",
         )
     if sum(num_blocks) != num_layers:
         raise LayoutError(
-            f"stages of {given} blocks make {sum(num_blocks)}, and the model has {num_layers}",
-            fix=f"nearest: {_mended(num_blocks, least, num_layers)}",
+            f"stages of {listed} blocks make {sum(num_blocks)}, and the model has {num_layers}",
+            fix=f"nearest: {_mend(num_blocks, least, num_layers)}",
         )
     return Stages(tuple(num_blocks))
 
 
-def _mended(num_blocks: Sequence[int], least: Sequence[int], num_layers: int) -> str:
-    """What is missing is given to the smallest stages, what is too much taken from the largest."""
+def _mend(num_blocks: Sequence[int], least: Sequence[int], num_layers: int) -> str:
+    """The nearest numbers of blocks that add up: what is missing goes to the smallest stages,
+    what is too much is taken from the largest."""
     mended = list(num_blocks)
     while (missing := num_layers - sum(mended)) != 0:
         if missing > 0:
@@ -121,7 +122,7 @@ def _mended(num_blocks: Sequence[int], least: Sequence[int], num_layers: int) ->
 
 
 @dataclass(frozen=True)
-class _Work:
+class _WholeCosts:
     """Costs as whole numbers, so that equal stages are equal: sums of floats are not."""
 
     sums: tuple[int, ...]  # of the blocks before each
@@ -130,7 +131,7 @@ class _Work:
     num_stages: int
 
     @classmethod
-    def of(cls, costs: LayerCosts, num_stages: int) -> _Work:
+    def of(cls, costs: LayerCosts, num_stages: int) -> _WholeCosts:
         exact = [Fraction(cost) for cost in (costs.embedding, *costs.blocks, costs.head)]
         scale = math.lcm(*(cost.denominator for cost in exact))
         embedding, *blocks, head = (int(cost * scale) for cost in exact)
@@ -140,24 +141,24 @@ class _Work:
     def num_blocks(self) -> int:
         return len(self.sums) - 1
 
-    def cost(self, stage: int, begin: int, end: int) -> int:
-        found = self.sums[end] - self.sums[begin]
-        found += self.embedding if stage == 0 else 0
-        return found + (self.head if stage == self.num_stages - 1 else 0)
+    def cost(self, stage: int, first: int, end: int) -> int:
+        cost = self.sums[end] - self.sums[first]
+        cost += self.embedding if stage == 0 else 0
+        return cost + (self.head if stage == self.num_stages - 1 else 0)
 
-    def ends(self, stage: int, begin: int) -> range:
-        """Where a stage that begins at block `begin` may end, so that it and those after it have
-        work."""
+    def ends(self, stage: int, first_block: int) -> range:
+        """The blocks before which a stage that begins at `first_block` may end, so that it and
+        those after it have work."""
         after = self.num_stages - 1 - stage
         may_be_empty = (stage == 0 and self.embedding > 0) or (after == 0 and self.head > 0)
-        first = begin + (not may_be_empty)
+        first = first_block + (not may_be_empty)
         if after == 0:
             return range(max(first, self.num_blocks), self.num_blocks + 1)
         return range(first, self.num_blocks - (after - (self.head > 0)) + 1)
 
 
-def _best(
-    work: _Work, join: Callable[[int, int], int], limit: int | None
+def _find_best(
+    work: _WholeCosts, join: Callable[[int, int], int], limit: int | None
 ) -> tuple[int, tuple[int, ...]]:
     """The least value of `join(cost of a stage, value of those after it)`, and the blocks of each
     stage that has it.
@@ -168,16 +169,16 @@ def _best(
         work.num_blocks: (0, ())
     }  # by where a stage begins
     for stage in reversed(range(work.num_stages)):
-        here: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for begin in range(work.num_blocks + 1) if stage else (0,):
-            for end in work.ends(stage, begin):
-                cost = work.cost(stage, begin, end)
+        best: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for first in range(work.num_blocks + 1) if stage else (0,):
+            for end in work.ends(stage, first):
+                cost = work.cost(stage, first, end)
                 if end not in after or (limit is not None and cost > limit):
                     continue
                 value = join(cost, after[end][0])
-                if begin not in here or value < here[begin][0]:
-                    here[begin] = value, (end - begin, *after[end][1])
-        after = here
+                if first not in best or value < best[first][0]:
+                    best[first] = value, (end - first, *after[end][1])
+        after = best
     return after[0]
 
 
@@ -185,14 +186,14 @@ _Value = tuple[Seconds, Seconds, Seconds]
 
 
 def cut_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
-    """`cut` into as many stages; where ranks have several, blocks move between stages as long as
-    that lowers the work of the busiest rank, or at the same work that of the slowest stage, or
-    makes stages more even.
+    """The cut of `cut_stages`; where ranks have several stages, blocks move between stages as
+    long as that lowers the work of the busiest rank, or at the same work that of the slowest
+    stage, or makes stages more even.
 
     Each step is the best single move; what it ends with need not be the best of all cuts. Raises
     LayoutError for more stages than there is work for.
     """
-    best = cut(costs, len(rank_of_stage))
+    best = cut_stages(costs, len(rank_of_stage))
     if len(set(rank_of_stage)) == len(rank_of_stage):
         return best
     value = _value(costs, best, rank_of_stage)
@@ -209,7 +210,8 @@ def cut_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
 
 
 def _moves(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
-    """One block less here, one more there: those between shift along."""
+    """The cuts with one block less in one stage and one more in another: blocks between them
+    shift along."""
     counts, last = stages.num_blocks, len(stages.num_blocks) - 1
     has_work = {0: costs.embedding > 0, last: costs.head > 0}  # without a block
     for giver, count in enumerate(counts):
@@ -224,7 +226,8 @@ def _moves(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
 
 
 def _value(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _Value:
-    """Rounded: sums of floats in another order are not equal."""
+    """The work of the busiest rank, that of the slowest stage, and unevenness, to compare cuts
+    by. Rounded: sums of floats in another order are not equal."""
     of_stages = costs.of_stages(stages)
     of_ranks: dict[int, Seconds] = {}
     for rank, cost in zip(rank_of_stage, of_stages, strict=True):

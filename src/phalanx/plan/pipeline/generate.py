@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.plan.pipeline.schedule import Action, Kind, Schedule, loop_placement
-from phalanx.plan.pipeline.v_shaped import dualpipe_v, zb_v
+from phalanx.plan.pipeline.v_shaped import generate_dualpipe_v, generate_zb_v
 
 
-def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
+def generate_gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
     rows = (
         tuple(
             Action(kind, rank, microbatch)
@@ -29,38 +29,38 @@ def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Sc
     return Schedule("gpipe", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
 
 
-def one_forward_one_backward(
-    num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
-) -> Schedule:
-    """A rank holds at most as many microbatches as there are stages from it to the end (arXiv
-    2006.09503)."""
+def generate_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """1F1B: a rank holds at most as many microbatches as there are stages from it to the end
+    (arXiv 2006.09503)."""
     rows = []
     for rank in range(num_ranks):
         forwards = [Action("F", rank, microbatch) for microbatch in range(num_microbatches)]
         backwards = [Action("B", rank, microbatch) for microbatch in range(num_microbatches)]
-        rows.append(tuple(_in_turn(forwards, backwards, num_ranks - 1 - rank)))
+        rows.append(tuple(_alternate(forwards, backwards, num_ranks - 1 - rank)))
     return Schedule("1f1b", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
 
 
-def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
-    """Several stages per rank make the bubble smaller, for more sends (Narayanan et al. 2021,
-    arXiv 2104.04473)."""
+def generate_interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+    """Interleaved 1F1B: several stages per rank make the bubble smaller, for more sends
+    (Narayanan et al. 2021, arXiv 2104.04473)."""
     rows = []
     for rank in range(num_ranks):
         forwards = list(_passes("F", rank, num_ranks, num_microbatches, stages_per_rank))
         backwards = list(_passes("B", rank, num_ranks, num_microbatches, stages_per_rank))
-        ahead = _ahead(num_ranks, num_microbatches, stages_per_rank) + 2 * (num_ranks - 1 - rank)
-        rows.append(tuple(_in_turn(forwards, backwards, ahead)))
+        ahead = _num_ahead(num_ranks, num_microbatches, stages_per_rank) + 2 * (
+            num_ranks - 1 - rank
+        )
+        rows.append(tuple(_alternate(forwards, backwards, ahead)))
     return Schedule(
         "interleaved", num_microbatches, loop_placement(num_ranks, stages_per_rank), tuple(rows)
     )
 
 
-def interleaved_zero_bubble(
+def generate_interleaved_zero_bubble(
     num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> Schedule:
-    """Gradients of weights wait until there is nothing else to do (ZB1P: Qi et al. 2023, arXiv
-    2401.10241).
+    """Interleaved zero-bubble: gradients of weights wait until there is nothing else to do
+    (ZB1P: Qi et al. 2023, arXiv 2401.10241).
 
     With one stage per rank this is the paper's ZB-H1.
     """
@@ -68,38 +68,38 @@ def interleaved_zero_bubble(
     for rank in range(num_ranks):
         forwards = list(_passes("F", rank, num_ranks, num_microbatches, stages_per_rank))
         inputs = list(_passes("I", rank, num_ranks, num_microbatches, stages_per_rank))
-        ahead = _ahead(num_ranks, num_microbatches, stages_per_rank) + num_ranks - 1 - rank
-        rows.append(tuple(_with_weights(_in_turn(forwards, inputs, ahead), lag=rank)))
+        ahead = _num_ahead(num_ranks, num_microbatches, stages_per_rank) + num_ranks - 1 - rank
+        rows.append(tuple(_insert_weight_actions(_alternate(forwards, inputs, ahead), lag=rank)))
     placement = loop_placement(num_ranks, stages_per_rank)
     return Schedule("interleaved-zero-bubble", num_microbatches, placement, tuple(rows))
 
 
 def num_rounds(num_ranks: int, num_microbatches: int) -> int:
-    """Interleaved schedules take microbatches through all stages of a rank in rounds of about
-    `num_ranks`."""
+    """The number of rounds of about `num_ranks` microbatches that interleaved schedules take
+    through all stages of a rank."""
     return max(1, num_microbatches // num_ranks)
 
 
-def _ahead(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
-    """Forwards that the last rank does before its first backward: all of a round, but in its
-    last stage."""
+def _num_ahead(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
+    """The number of forwards that the last rank does before its first backward: all of a round,
+    but in its last stage."""
     return (stages_per_rank - 1) * (num_microbatches // num_rounds(num_ranks, num_microbatches))
 
 
 def _passes(
     kind: Kind, rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> Iterator[Action]:
-    """A round of microbatches through one stage, then through the next; backwards meet the last
-    stage first."""
+    """The actions of one kind on a rank: a round of microbatches goes through one stage, then
+    through the next; backwards meet the last stage first."""
     stages = range(rank, num_ranks * stages_per_rank, num_ranks)
     size = num_microbatches // num_rounds(num_ranks, num_microbatches)
-    for begin in range(0, num_microbatches, size):
+    for first in range(0, num_microbatches, size):
         for stage in stages if kind == "F" else reversed(stages):
-            for microbatch in range(begin, begin + size):
+            for microbatch in range(first, first + size):
                 yield Action(kind, stage, microbatch)
 
 
-def _in_turn(
+def _alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
 ) -> Iterator[Action]:
     ahead = min(ahead, len(forwards))
@@ -110,9 +110,9 @@ def _in_turn(
     yield from backwards[len(forwards) - ahead :]
 
 
-def _with_weights(actions: Iterator[Action], lag: int) -> Iterator[Action]:
-    """After each I from the `lag`-th on, the oldest W that is due; at the end those that are
-    left."""
+def _insert_weight_actions(actions: Iterator[Action], lag: int) -> Iterator[Action]:
+    """`actions` with the oldest W that is due after each I from the `lag`-th on; the other W
+    come at the end."""
     due: list[Action] = []
     for action in actions:
         yield action
@@ -124,7 +124,7 @@ def _with_weights(actions: Iterator[Action], lag: int) -> Iterator[Action]:
 
 
 @dataclass(frozen=True)
-class _Named:
+class _NamedSchedule:
     make: Callable[[int, int, int], Schedule]
     stages_per_rank: int  # unless asked for otherwise
     least_stages_per_rank: int
@@ -134,24 +134,26 @@ class _Named:
 
 
 _SCHEDULES = {
-    "gpipe": _Named(gpipe, 1, 1, 1),
-    "1f1b": _Named(one_forward_one_backward, 1, 1, 1),
-    "interleaved": _Named(interleaved, 2, 2, in_rounds=True),
-    "interleaved-zero-bubble": _Named(interleaved_zero_bubble, 2, 1, in_rounds=True),
-    "zb-v": _Named(zb_v, 2, 2, 2),
-    "dualpipe-v": _Named(dualpipe_v, 2, 2, 2, least_microbatches_per_rank=2),
+    "gpipe": _NamedSchedule(generate_gpipe, 1, 1, 1),
+    "1f1b": _NamedSchedule(generate_1f1b, 1, 1, 1),
+    "interleaved": _NamedSchedule(generate_interleaved, 2, 2, in_rounds=True),
+    "interleaved-zero-bubble": _NamedSchedule(
+        generate_interleaved_zero_bubble, 2, 1, in_rounds=True
+    ),
+    "zb-v": _NamedSchedule(generate_zb_v, 2, 2, 2),
+    "dualpipe-v": _NamedSchedule(generate_dualpipe_v, 2, 2, 2, least_microbatches_per_rank=2),
 }
 SCHEDULE_NAMES = tuple(_SCHEDULES)
 
 
-def generate(
+def generate_schedule(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> Schedule:
     """The actions of a named schedule.
 
     Raises LayoutError, with the nearest legal size, for one that it has not.
     """
-    named = _named(name)
+    named = _find_named(name)
     if num_ranks < 1 or num_microbatches < 1:
         raise LayoutError(
             f"a pipeline of {num_ranks} ranks and {num_microbatches} microbatches",
@@ -163,19 +165,19 @@ def generate(
     return named.make(num_ranks, num_microbatches, per_rank)
 
 
-def can_run(name: str, num_ranks: int, num_microbatches: int) -> bool:
-    """Whether a named schedule has that many microbatches."""
-    named = _named(name)
+def can_run_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bool:
+    """True if a named schedule can run `num_microbatches`."""
+    named = _find_named(name)
     if num_microbatches < max(1, named.least_microbatches_per_rank * num_ranks):
         return False
     return not named.in_rounds or _fills_rounds(num_ranks, num_microbatches)
 
 
 def default_stages_per_rank(name: str) -> int:
-    return _named(name).stages_per_rank
+    return _find_named(name).stages_per_rank
 
 
-def _named(name: str) -> _Named:
+def _find_named(name: str) -> _NamedSchedule:
     if name not in _SCHEDULES:
         known = f"there are {', '.join(SCHEDULE_NAMES)}"
         raise LayoutError(
@@ -184,9 +186,9 @@ def _named(name: str) -> _Named:
     return _SCHEDULES[name]
 
 
-def can_have(name: str, stages_per_rank: int) -> bool:
-    """Whether a named schedule has that many stages on each rank."""
-    named = _named(name)
+def can_have_stages(name: str, stages_per_rank: int) -> bool:
+    """True if a named schedule can have `stages_per_rank`."""
+    named = _find_named(name)
     return (
         named.least_stages_per_rank
         <= stages_per_rank
@@ -195,10 +197,11 @@ def can_have(name: str, stages_per_rank: int) -> bool:
 
 
 def require_stages_per_rank(name: str, wish: int) -> None:
-    """Raises LayoutError, naming the nearest number that the schedule can have."""
-    named = _named(name)
+    """Raises LayoutError for a number of stages per rank that the schedule cannot have, naming
+    the nearest that it can."""
+    named = _find_named(name)
     least, most = named.least_stages_per_rank, named.most_stages_per_rank
-    if can_have(name, wish):
+    if can_have_stages(name, wish):
         return
     fix = f"nearest: {most if most and wish > most else least}"
     if wish == 1:
@@ -208,7 +211,7 @@ def require_stages_per_rank(name: str, wish: int) -> None:
     raise LayoutError(f"schedule {name} cannot have {wish} stages per rank", fix=fix)
 
 
-def _require_microbatches(name: str, named: _Named, num_ranks: int, wish: int) -> None:
+def _require_microbatches(name: str, named: _NamedSchedule, num_ranks: int, wish: int) -> None:
     least = named.least_microbatches_per_rank * num_ranks
     if wish < least:
         raise LayoutError(

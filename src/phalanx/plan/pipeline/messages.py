@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
-from phalanx.plan.pipeline.simulate import run
+from phalanx.plan.pipeline.simulate import run_on_paper
 
 AHEAD = 2  # messages of a rank that are asked for beyond those that the next two actions need
 _COSTS: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -31,8 +31,8 @@ take."""
 
 @dataclass(frozen=True, slots=True)
 class P2PMessage:
-    """What reaches `stage` of a microbatch: its input, or with `is_gradient` the gradient of its
-    output."""
+    """A message to `stage` for a microbatch: its input, or with `is_gradient` the gradient of
+    its output."""
 
     stage: int
     microbatch: int
@@ -40,12 +40,13 @@ class P2PMessage:
 
     @property
     def maker(self) -> int:
-        """The stage it comes from."""
+        """The stage that the message comes from."""
         return self.stage + (1 if self.is_gradient else -1)
 
 
-def made_by(action: Action, num_stages: int) -> P2PMessage | None:
-    """What an action makes for another stage: F for the next one, B and I for the one before."""
+def output_of(action: Action, num_stages: int) -> P2PMessage | None:
+    """The message that an action makes for another stage: F for the next one, B and I for the
+    one before; None if it makes none."""
     if action.kind == "F" and action.stage + 1 < num_stages:
         return P2PMessage(action.stage + 1, action.microbatch, False)
     if action.kind in ("B", "I") and action.stage > 0:
@@ -53,8 +54,9 @@ def made_by(action: Action, num_stages: int) -> P2PMessage | None:
     return None
 
 
-def needed_by(action: Action, num_stages: int) -> P2PMessage | None:
-    """What an action needs of another stage: F of the one before, B and I of the next one."""
+def input_of(action: Action, num_stages: int) -> P2PMessage | None:
+    """The message that an action needs of another stage: F of the one before, B and I of the
+    next one; None if it needs none."""
     if action.kind == "F" and action.stage > 0:
         return P2PMessage(action.stage, action.microbatch, False)
     if action.kind in ("B", "I") and action.stage + 1 < num_stages:
@@ -88,20 +90,20 @@ def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messa
     needed_at: dict[P2PMessage, int] = {}
     num_stages, owners = schedule.num_stages, schedule.rank_of_stage
     for other, row in enumerate(schedule.actions):
-        for place, action in enumerate(row) if other != rank else ():
-            made, needed = made_by(action, num_stages), needed_by(action, num_stages)
-            if made is not None and owners[made.stage] == rank:
-                coming.setdefault(other, []).append(made)
-                made_at[made] = place
+        for position, action in enumerate(row) if other != rank else ():
+            output, needed = output_of(action, num_stages), input_of(action, num_stages)
+            if output is not None and owners[output.stage] == rank:
+                coming.setdefault(other, []).append(output)
+                made_at[output] = position
             if needed is not None and owners[needed.maker] == rank:
-                needed_at[needed] = place
+                needed_at[needed] = position
     order = _common_order(schedule)
     if in_one_queue:
         asks = _asks_in_order(schedule, rank, order)
     else:
         asks = _asks_ahead(schedule, rank, coming, _own_actions_before(schedule, rank, order))
     return Messages(
-        {source: tuple(parcels) for source, parcels in coming.items()}, asks, made_at, needed_at
+        {source: tuple(messages) for source, messages in coming.items()}, asks, made_at, needed_at
     )
 
 
@@ -111,31 +113,32 @@ def _common_order(schedule: Schedule) -> list[tuple[int, int]]:
     What begins at once is independent; of that, what goes on to another rank first: each message is
     then asked for beside the action that it is made in.
     """
-    spans = run(schedule, [_COSTS] * schedule.num_stages).spans_s
+    spans = run_on_paper(schedule, [_COSTS] * schedule.num_stages).spans_s
     keys = []
     for rank, (row, times) in enumerate(zip(schedule.actions, spans, strict=True)):
-        for place, (action, (begin, _)) in enumerate(zip(row, times, strict=True)):
+        for position, (action, (start, _)) in enumerate(zip(row, times, strict=True)):
             turn = (
                 (0, action.stage)
                 if action.kind == "F"
                 else (1 if action.kind == "W" else -1, -action.stage)
             )
-            keys.append((begin, turn, rank, place))
-    return [(rank, place) for _, _, rank, place in sorted(keys)]
+            keys.append((start, turn, rank, position))
+    return [(rank, position) for _, _, rank, position in sorted(keys)]
 
 
 def _asks_in_order(
     schedule: Schedule, rank: int, order: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Each message between the own actions that its maker stands between."""
+    """The messages to ask for before each own action: each between the own actions that its
+    maker stands between."""
     asks: list[list[int]] = [[] for _ in schedule.actions[rank]]
     num_queued = 0
-    for other, place in order:
+    for other, position in order:
         if other == rank:
             num_queued += 1
             continue
-        made = made_by(schedule.actions[other][place], schedule.num_stages)
-        if made is not None and schedule.rank_of_stage[made.stage] == rank:
+        output = output_of(schedule.actions[other][position], schedule.num_stages)
+        if output is not None and schedule.rank_of_stage[output.stage] == rank:
             asks[num_queued].append(other)
     return tuple(map(tuple, asks))
 
@@ -143,19 +146,20 @@ def _asks_in_order(
 def _own_actions_before(
     schedule: Schedule, rank: int, order: Sequence[tuple[int, int]]
 ) -> dict[P2PMessage, int]:
-    """How many own actions have to be queued before each message of another rank can be made."""
+    """The number of own actions that have to be queued before each message of another rank can
+    be made."""
     makers: dict[P2PMessage, int] = {}
     before = [0] * schedule.num_ranks  # of the last action of each rank so far
-    for other, place in order:
-        action = schedule.actions[other][place]
-        needed = needed_by(action, schedule.num_stages)
+    for other, position in order:
+        action = schedule.actions[other][position]
+        needed = input_of(action, schedule.num_stages)
         if other == rank:
-            before[other] = place + 1
+            before[other] = position + 1
         elif needed is not None:
             before[other] = max(before[other], makers[needed])
-        made = made_by(action, schedule.num_stages)
-        if made is not None:
-            makers[made] = before[other]
+        output = output_of(action, schedule.num_stages)
+        if output is not None:
+            makers[output] = before[other]
     return makers
 
 
@@ -165,23 +169,23 @@ def _asks_ahead(
     coming: Mapping[int, Sequence[P2PMessage]],
     own_before: Mapping[P2PMessage, int],
 ) -> tuple[tuple[int, ...], ...]:
-    """What the next two actions need, and AHEAD more of the same rank, as soon as it depends on
-    nothing to come."""
+    """The messages to ask for before each own action: those that the next two actions need, and
+    AHEAD more of the same rank, as soon as they depend on nothing to come."""
     places = {
-        parcel: (source, at)
-        for source, parcels in coming.items()
-        for at, parcel in enumerate(parcels)
+        message: (source, at)
+        for source, messages in coming.items()
+        for at, message in enumerate(messages)
     }
     num_asked, row, asks = dict.fromkeys(coming, 0), schedule.actions[rank], []
-    for place in range(len(row)):
+    for position in range(len(row)):
         now: list[int] = []
-        for action in row[place : place + 2]:
-            needed = needed_by(action, schedule.num_stages)
+        for action in row[position : position + 2]:
+            needed = input_of(action, schedule.num_stages)
             if needed not in places:
                 continue
             source, at = places[needed]
-            for wanted in coming[source][num_asked[source] : at + 1 + AHEAD]:
-                if own_before[wanted] > place:
+            for message in coming[source][num_asked[source] : at + 1 + AHEAD]:
+                if own_before[message] > position:
                     break
                 num_asked[source] += 1
                 now.append(source)

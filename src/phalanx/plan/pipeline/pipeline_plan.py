@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from phalanx.plan.pipeline.cut import Stages
-from phalanx.plan.pipeline.generate import generate
+from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.schedule import Action, Schedule, loop_placement, v_placement
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
 
@@ -21,8 +21,10 @@ FROM_FILE = "file"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`schedule_name` is one of SCHEDULE_NAMES, or "file": then `rows` are its actions, rank by
-    rank ("0F0,0F1,0B0").
+    """The pipeline of a plan.
+
+    `schedule_name` is one of SCHEDULE_NAMES, or "file": then `rows` are its actions, rank by rank
+    ("0F0,0F1,0B0").
 
     `costs`: predicted seconds of each stage for one microbatch, on any one scale; empty where
     nobody can say. `first_stage` and `last_stage`: modules outside the blocks that these hold
@@ -54,7 +56,7 @@ class Pipeline:
 
     @property
     def stages_per_rank(self) -> int:
-        """Of a named schedule."""
+        """Stages on each rank of a named schedule."""
         return self.num_stages // self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -62,17 +64,17 @@ class Pipeline:
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def schedule(self) -> Schedule:
-        """What each rank does, in order."""
+        """The actions of each rank, in order."""
         if self.rows:
             rows = tuple(
                 tuple(Action.from_text(cell) for cell in row.split(",")) for row in self.rows
             )
             return Schedule(self.schedule_name, self.num_microbatches, self.rank_of_stage, rows)
-        return _generated(
+        return _generate_once(
             self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank
         )
 
-    def with_microbatches(self, num_microbatches: int) -> Pipeline:
+    def replace_microbatches(self, num_microbatches: int) -> Pipeline:
         """The same stages for a step of another number of microbatches.
 
         Not for a schedule from a file.
@@ -84,8 +86,8 @@ class Pipeline:
         )
 
     def timeline(self) -> Timeline | None:
-        """One step as it is predicted, on the scale of `costs`; None where these are not known."""
-        return _simulated(replace(self, rank_memory=())) if self.costs else None
+        """One step as it is predicted, on the scale of `costs`; None if these are not known."""
+        return _simulate_once(replace(self, rank_memory=())) if self.costs else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -123,23 +125,23 @@ class Pipeline:
 
 # A plan asks for one schedule and its timeline again and again, and they may have a hundred
 # thousand actions.
-_generated = lru_cache(maxsize=4)(generate)
+_generate_once = lru_cache(maxsize=4)(generate_schedule)
 
 
 @lru_cache(maxsize=4)
-def _simulated(pipeline: Pipeline) -> Timeline:
+def _simulate_once(pipeline: Pipeline) -> Timeline:
     return simulate(pipeline.schedule(), pipeline.costs)
 
 
-def placement_of(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Which rank has each stage of a named schedule."""
+def place_stages(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The rank of each stage of a named schedule."""
     return (v_placement if name in V_SHAPED else loop_placement)(num_ranks, stages_per_rank)
 
 
-def named_pipeline(
+def build_named_pipeline(
     name: str, num_ranks: int, num_microbatches: int, stages: Stages, **more: Any
 ) -> Pipeline:
     """A pipeline with one of the named schedules and as many stages as are given."""
     num_stages = len(stages.num_blocks)
-    placement = placement_of(name, num_ranks, num_stages // num_ranks)
+    placement = place_stages(name, num_ranks, num_stages // num_ranks)
     return Pipeline(name, num_ranks, num_microbatches, stages, placement, **more)

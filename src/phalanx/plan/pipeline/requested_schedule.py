@@ -9,8 +9,12 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.nearest import divisors, nearest
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.check import require_runnable
-from phalanx.plan.pipeline.generate import can_run, default_stages_per_rank, require_stages_per_rank
-from phalanx.plan.pipeline.pipeline_plan import placement_of
+from phalanx.plan.pipeline.generate import (
+    can_run_microbatches,
+    default_stages_per_rank,
+    require_stages_per_rank,
+)
+from phalanx.plan.pipeline.pipeline_plan import place_stages
 from phalanx.plan.pipeline.schedule import Schedule, read_schedule
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -18,7 +22,7 @@ MICROBATCHES_PER_HOP = 4  # (p - 1) / (m + p - 1) is a fifth where m is 4 (p - 1
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedSchedule:
     """A schedule whose microbatches are not counted yet; or one from a file (`written`), where
     they are."""
 
@@ -31,16 +35,16 @@ class Asked:
     def rank_of_stage(self) -> tuple[int, ...]:
         if self.written is not None:
             return self.written.rank_of_stage
-        return placement_of(self.name, self.num_ranks, self.num_stages // self.num_ranks)
+        return place_stages(self.name, self.num_ranks, self.num_stages // self.num_ranks)
 
     def can_run(self, num_microbatches: int) -> bool:
         if self.written is not None:
             return num_microbatches == self.written.num_microbatches
-        return can_run(self.name, self.num_ranks, num_microbatches)
+        return can_run_microbatches(self.name, self.num_ranks, num_microbatches)
 
 
-def asked_schedule(job: Job) -> Asked | None:
-    """None where pp is 1.
+def find_requested_schedule(job: Job) -> RequestedSchedule | None:
+    """The schedule that a job asks for; None if pp is 1.
 
     Raises LayoutError for a file that cannot be read or run, or is for other ranks, and for stages
     per rank that a schedule cannot have.
@@ -61,14 +65,16 @@ def asked_schedule(job: Job) -> Asked | None:
                     else "write a line for each rank"
                 ),
             )
-        return Asked(written.name, num_ranks, written.num_stages, written)
+        return RequestedSchedule(written.name, num_ranks, written.num_stages, written)
     name = job.parallel.schedule or DEFAULT_SCHEDULE
     per_rank = job.parallel.stages_per_rank or default_stages_per_rank(name)
     require_stages_per_rank(name, per_rank)
-    return Asked(name, num_ranks, num_ranks * per_rank)
+    return RequestedSchedule(name, num_ranks, num_ranks * per_rank)
 
 
-def split_share(job: Job, asked: Asked, share: int, shares: int) -> tuple[int, int]:
+def split_pipeline_batch(
+    job: Job, requested: RequestedSchedule, share: int, shares: int
+) -> tuple[int, int]:
     """(micro_batch_size, microbatches per step) of a share of the batch, one of `shares`, that a
     pipeline works on.
 
@@ -76,48 +82,52 @@ def split_share(job: Job, asked: Asked, share: int, shares: int) -> tuple[int, i
     fifth, or as many as there can be. Raises LayoutError for a number that the schedule cannot run,
     with the nearest that it can.
     """
-    legal = [number for number in divisors(share) if asked.can_run(number)]
+    legal = [number for number in divisors(share) if requested.can_run(number)]
     if not legal:
-        raise _no_microbatches(asked, share, shares)
+        raise _no_microbatches_error(requested, share, shares)
     micro = job.train.micro_batch_size
     if micro is None:
         enough = [
-            number for number in legal if number >= MICROBATCHES_PER_HOP * (asked.num_ranks - 1)
+            number for number in legal if number >= MICROBATCHES_PER_HOP * (requested.num_ranks - 1)
         ]
         chosen = enough[0] if enough else legal[-1]
         return share // chosen, chosen
     sizes = sorted(share // number for number in legal)
     if micro not in sizes:
-        what = (
+        problem = (
             f"train.micro_batch_size {micro} does not divide the {share} sequences of each of"
             f" {shares} pipelines"
         )
         if share % micro == 0:
-            what = (
+            problem = (
                 f"train.micro_batch_size {micro} makes {share // micro} microbatches of the {share}"
                 " sequences of a "
             )
-            what += f"pipeline, which schedule {asked.name} on {asked.num_ranks} ranks cannot run"
-        raise LayoutError(what, fix=f"nearest: {nearest(micro, sizes)}")
+            problem += (
+                f"pipeline, which schedule {requested.name} on {requested.num_ranks} ranks cannot"
+                " run"
+            )
+        raise LayoutError(problem, fix=f"nearest: {nearest(micro, sizes)}")
     return micro, share // micro
 
 
-def _no_microbatches(asked: Asked, share: int, shares: int) -> LayoutError:
-    if asked.written is not None:
-        needed = asked.written.num_microbatches
-        what = (
-            f"schedule {asked.name} has {needed} microbatches, which do not divide the {share}"
+def _no_microbatches_error(requested: RequestedSchedule, share: int, shares: int) -> LayoutError:
+    if requested.written is not None:
+        needed = requested.written.num_microbatches
+        problem = (
+            f"schedule {requested.name} has {needed} microbatches, which do not divide the {share}"
             " sequences of a pipeline"
         )
     else:
-        needed = next(number for number in range(1, 2**31) if asked.can_run(number))
-        what = (
-            f"schedule {asked.name} on {asked.num_ranks} ranks needs {needed} microbatches, and a"
+        needed = next(number for number in range(1, 2**31) if requested.can_run(number))
+        problem = (
+            f"schedule {requested.name} on {requested.num_ranks} ranks needs {needed} microbatches,"
+            " and a"
             f" pipeline has {share} "
         )
-        what += "sequences"
+        problem += "sequences"
     below = share // needed * needed
     batches = [number * shares for number in (below, below + needed) if number]
     return LayoutError(
-        what, fix=f"nearest train.global_batch_size: {' or '.join(map(str, batches))}"
+        problem, fix=f"nearest train.global_batch_size: {' or '.join(map(str, batches))}"
     )

@@ -47,14 +47,15 @@ class Action:
 
     @classmethod
     def from_text(cls, text: str) -> Action:
-        """Raises LayoutError for anything but stage, one of F B I W, microbatch."""
-        found = _ACTION.fullmatch(text.strip())
-        if found is None:
+        """The action that `text` names. Raises LayoutError for anything but stage, one of F B I
+        W, microbatch."""
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
             raise LayoutError(
                 f"{text.strip()[:40]!r} is no action",
                 fix="an action is stage, F, B, I or W, microbatch: 3F0",
             )
-        stage, kind, microbatch = found.groups()
+        stage, kind, microbatch = match.groups()
         return cls(kind, int(stage), int(microbatch))  # type: ignore[arg-type]
 
 
@@ -77,15 +78,17 @@ class Schedule:
 
     @property
     def placement(self) -> str:
-        """How stages lie on ranks: "loop", "v", or "own" for any other way."""
+        """The way in which stages lie on ranks: "loop", "v", or "own" for any other."""
         if self.num_stages % self.num_ranks == 0:
-            for name, place in (("loop", loop_placement), ("v", v_placement)):
-                if self.rank_of_stage == place(self.num_ranks, self.num_stages // self.num_ranks):
+            for name, placement in (("loop", loop_placement), ("v", v_placement)):
+                if self.rank_of_stage == placement(
+                    self.num_ranks, self.num_stages // self.num_ranks
+                ):
                     return name
         return "own"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """In ascending order."""
+        """The stages of `rank`, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def to_json(self) -> dict[str, Any]:
@@ -111,9 +114,9 @@ def loop_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 def v_placement(num_ranks: int, stages_per_rank: int = 2) -> tuple[int, ...]:
     """Rank r holds stages r and 2p - 1 - r: there and back, so that first and last stage share a
     rank."""
-    there = tuple(range(num_ranks))
+    forth = tuple(range(num_ranks))
     turns: Iterable[tuple[int, ...]] = (
-        there[::-1] if turn % 2 else there for turn in range(stages_per_rank)
+        forth[::-1] if turn % 2 else forth for turn in range(stages_per_rank)
     )
     return tuple(rank for turn in turns for rank in turn)
 
@@ -123,7 +126,7 @@ _SENDS = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_
 
 
 def read_schedule(path: Path) -> Schedule:
-    """What the file says; whether it can run is for `check` to say.
+    """The schedule that a CSV file holds; whether it can run is for `find_problems` to say.
 
     A stage belongs to the rank that names it first. Raises LayoutError with line and cell for what
     is no action.
@@ -135,24 +138,24 @@ def read_schedule(path: Path) -> Schedule:
         raise LayoutError("the schedule cannot be read", where=str(path), why=reason) from None
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
-    actions = tuple(tuple(_row(path, line, cells)) for line, cells in enumerate(rows, 1))
+    actions = tuple(tuple(_parse_row(path, line, cells)) for line, cells in enumerate(rows, 1))
     if not actions:
         raise LayoutError(
             "the schedule is empty", where=str(path), fix="write one line per rank: 0F0,0F1,0B0,0B1"
         )
-    return _schedule(path, actions)
+    return _build_schedule(path, actions)
 
 
 def write_schedule(schedule: Schedule, path: Path) -> None:
-    """Raises OSError."""
-    write_bytes_atomic(path, to_csv(schedule).encode())
+    """Writes a schedule as CSV. Raises OSError."""
+    write_bytes_atomic(path, schedule_to_csv(schedule).encode())
 
 
-def to_csv(schedule: Schedule) -> str:
+def schedule_to_csv(schedule: Schedule) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
 
-def _row(path: Path, line: int, cells: list[str]) -> Iterator[Action]:
+def _parse_row(path: Path, line: int, cells: list[str]) -> Iterator[Action]:
     for number, cell in enumerate(cells, 1):
         text = cell.strip()
         pair = _OVERLAP.fullmatch(text)
@@ -170,17 +173,19 @@ def _row(path: Path, line: int, cells: list[str]) -> Iterator[Action]:
                 raise LayoutError(error.what, where=where, fix=error.fix) from None
 
 
-def _schedule(path: Path, actions: tuple[tuple[Action, ...], ...]) -> Schedule:
+def _build_schedule(path: Path, actions: tuple[tuple[Action, ...], ...]) -> Schedule:
     owners: dict[int, int] = {}
     for rank, row in enumerate(actions):
         for action in row:
             owners.setdefault(action.stage, rank)
     microbatches = {action.microbatch for row in actions for action in row}
-    for noun, found in (("stage", set(owners)), ("microbatch", microbatches)):
-        if len(found) <= max(found):
-            gap = next(number for number in range(len(found) + 1) if number not in found)
+    for noun, numbers in (("stage", set(owners)), ("microbatch", microbatches)):
+        if len(numbers) <= max(numbers):
+            gap = next(number for number in range(len(numbers) + 1) if number not in numbers)
             raise LayoutError(
-                f"no rank has {noun} {gap}", where=str(path), why=f"there is a {noun} {max(found)}"
+                f"no rank has {noun} {gap}",
+                where=str(path),
+                why=f"there is a {noun} {max(numbers)}",
             )
     rank_of_stage = tuple(owners[stage] for stage in range(len(owners)))
     return Schedule(path.stem, len(microbatches), rank_of_stage, actions)

@@ -21,8 +21,8 @@ NOTHING = -1
 
 
 @dataclass(frozen=True)
-class Results:
-    """What actions make and need, as numbers: a schedule has a hundred thousand of them.
+class ActionResults:
+    """The inputs and outputs of actions as numbers: a schedule has a hundred thousand of them.
 
     F makes the input of the next stage. B and I make the gradient that the stage before needs: the
     same one, whether its W came along or not. W makes nothing that anybody waits for.
@@ -34,14 +34,16 @@ class Results:
     def __len__(self) -> int:
         return 2 * self.num_stages * self.num_microbatches
 
-    def made_by(self, action: Action) -> int:
+    def output_of(self, action: Action) -> int:
+        """The number of the result that an action makes; NOTHING for W."""
         number = action.stage * self.num_microbatches + action.microbatch
         if action.kind == "W":
             return NOTHING
         return number if action.kind == "F" else number + len(self) // 2
 
-    def needed_by(self, action: Action) -> tuple[int, int]:
-        """What its own stage, and what a neighbouring one, must have made before."""
+    def inputs_of(self, action: Action) -> tuple[int, int]:
+        """The results that an action needs: of its own stage, and of a neighbouring one; NOTHING
+        where it needs none."""
         forward = action.stage * self.num_microbatches + action.microbatch
         gradient = forward + len(self) // 2
         if action.kind == "W":
@@ -52,37 +54,40 @@ class Results:
         return forward, NOTHING if is_last else gradient + self.num_microbatches
 
     def name(self, number: int) -> Action:
-        """F or I of the stage that makes it."""
+        """The action, F or I, that makes result `number`."""
         half = len(self) // 2
         return Action("F" if number < half else "I", *divmod(number % half, self.num_microbatches))
 
 
 @dataclass(frozen=True)
-class Run:
-    """`spans_s`: (begin, end) of each action that could run, by rank.
+class PaperRun:
+    """The outcome of running a schedule on paper.
 
-    `stuck`: rank -> what it waits for, for ever.
+    `spans_s`: (begin, end) of each action that could run, by rank. `stuck`: rank -> the result it
+    waits for, for ever.
     """
 
     spans_s: tuple[tuple[tuple[Seconds, Seconds], ...], ...]
     stuck: dict[int, Action]
 
 
-def run(schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds = 0) -> Run:
-    """Let every rank go on as soon as it is free and its inputs have arrived, until all are done or
-    none can move.
+def run_on_paper(
+    schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds = 0
+) -> PaperRun:
+    """Runs a schedule on paper: every rank goes on as soon as it is free and its inputs have
+    arrived, until all are done or none can move.
 
     `seconds` by stage and kind. Expects that `check` found every action once, where it belongs.
     """
-    return _Runner(schedule, seconds, send_s).run()
+    return _PaperRunner(schedule, seconds, send_s).run()
 
 
-class _Runner:
+class _PaperRunner:
     def __init__(
         self, schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds
     ) -> None:
         self.schedule, self.seconds, self.send_s = schedule, seconds, send_s
-        self.results = Results(schedule.num_stages, schedule.num_microbatches)
+        self.results = ActionResults(schedule.num_stages, schedule.num_microbatches)
         self.arrived: list[Seconds | None] = [None] * len(
             self.results
         )  # at the neighbour that needs it
@@ -90,7 +95,7 @@ class _Runner:
         self.link_free: dict[tuple[int, int], Seconds] = {}
         self.spans: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
 
-    def run(self) -> Run:
+    def run(self) -> PaperRun:
         ready = deque(range(self.schedule.num_ranks))
         while ready:
             rank = ready.popleft()
@@ -102,10 +107,10 @@ class _Runner:
             for number, ranks in self.waiting.items()
             for rank in ranks
         }
-        return Run(tuple(map(tuple, self.spans)), dict(sorted(stuck.items())))
+        return PaperRun(tuple(map(tuple, self.spans)), dict(sorted(stuck.items())))
 
     def _advance(self, rank: int, ready: deque[int]) -> int:
-        """Do what can be done; the result that `rank` misses then.
+        """Does the actions that `rank` can do; returns the result that it misses then.
 
         Ranks that waited for something become `ready`.
         """
@@ -113,21 +118,21 @@ class _Runner:
         clock = spans[-1][1] if spans else 0
         while len(spans) < len(row):
             action = row[len(spans)]
-            own, other = self.results.needed_by(action)
-            begin = clock
-            if other != NOTHING:
-                arrival = arrived[other]
+            own_input, received_input = self.results.inputs_of(action)
+            start = clock
+            if received_input != NOTHING:
+                arrival = arrived[received_input]
                 if arrival is None:
-                    return other
-                begin = max(begin, arrival)
-            if own != NOTHING and arrived[own] is None:
-                return own
-            clock = begin + self.seconds[action.stage][action.kind]
-            spans.append((begin, clock))
-            made = self.results.made_by(action)
-            if made != NOTHING:
-                arrived[made] = self._arrival(rank, action, clock)
-                ready += self.waiting.pop(made, ())
+                    return received_input
+                start = max(start, arrival)
+            if own_input != NOTHING and arrived[own_input] is None:
+                return own_input
+            clock = start + self.seconds[action.stage][action.kind]
+            spans.append((start, clock))
+            output = self.results.output_of(action)
+            if output != NOTHING:
+                arrived[output] = self._arrival(rank, action, clock)
+                ready += self.waiting.pop(output, ())
         return NOTHING
 
     def _arrival(self, rank: int, action: Action, end: Seconds) -> Seconds:
@@ -153,17 +158,18 @@ class StageCosts:
 
     @property
     def by_kind_s(self) -> dict[Kind, Seconds]:
-        whole = self.backward_input_s + self.backward_weight_s
+        backward_s = self.backward_input_s + self.backward_weight_s
         return {
             "F": self.forward_s,
-            "B": whole,
+            "B": backward_s,
             "I": self.backward_input_s,
             "W": self.backward_weight_s,
         }
 
     @property
     def unsplit(self) -> StageCosts:
-        """Where the half of the input does both, as in compiled blocks: W takes nothing."""
+        """The costs where the half of the input does both, as in compiled blocks: W takes
+        nothing."""
         return StageCosts(self.forward_s, self.backward_input_s + self.backward_weight_s, 0)
 
 
@@ -177,29 +183,30 @@ class Timeline:
 
     @property
     def step_s(self) -> Seconds:
-        """From zero to the end of the last action."""
+        """Seconds from zero to the end of the last action."""
         return max((end for row in self.spans_s for _, end in row), default=0.0)
 
     def busy_s(self, rank: int) -> Seconds:
-        return sum((end - begin for begin, end in self.spans_s[rank]), start=Fraction(0))
+        """Seconds in which `rank` computes."""
+        return sum((end - start for start, end in self.spans_s[rank]), start=Fraction(0))
 
     def bubble_of(self, rank: int) -> Seconds:
-        """Which part of the step `rank` computes nothing, 0 to 1."""
+        """The part of the step in which `rank` computes nothing, 0 to 1."""
         return 1 - self.busy_s(rank) / self.step_s if self.step_s else Fraction(0)
 
     @property
     def bubble(self) -> Seconds:
-        """Which part of all ranks' time is idle: the mean over ranks."""
+        """The part of all ranks' time that is idle, 0 to 1: the mean over ranks."""
         shares = [self.bubble_of(rank) for rank in range(self.schedule.num_ranks)]
         return sum(shares, start=Fraction(0)) / len(shares)
 
     def to_json(self) -> dict[str, Any]:
-        spans = [[[float(begin), float(end)] for begin, end in row] for row in self.spans_s]
+        spans = [[[float(start), float(end)] for start, end in row] for row in self.spans_s]
         return {"schedule": self.schedule.to_json(), "spans_s": spans}
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Timeline:
-        spans = tuple(tuple((begin, end) for begin, end in row) for row in body["spans_s"])
+        spans = tuple(tuple((start, end) for start, end in row) for row in body["spans_s"])
         return cls(Schedule.from_json(body["schedule"]), spans)
 
 
@@ -212,11 +219,11 @@ def simulate(schedule: Schedule, costs: Sequence[StageCosts], send_s: Seconds = 
     raises LayoutError for one that never ends.
     """
     assert len(costs) == schedule.num_stages, "one StageCosts per stage"
-    found = run(schedule, [cost.by_kind_s for cost in costs], send_s)
-    if found.stuck:
-        rank, needed = next(iter(found.stuck.items()))
+    paper_run = run_on_paper(schedule, [cost.by_kind_s for cost in costs], send_s)
+    if paper_run.stuck:
+        rank, needed = next(iter(paper_run.stuck.items()))
         raise LayoutError(f"schedule {schedule.name} never ends: rank {rank} waits for {needed}")
-    return Timeline(schedule, found.spans_s)
+    return Timeline(schedule, paper_run.spans_s)
 
 
 @dataclass(frozen=True)
@@ -232,34 +239,37 @@ class InFlight:
 
 
 @dataclass
-class _Holding:
-    """One rank at one moment, by stage."""
+class _Holdings:
+    """The microbatches that one rank holds at one moment, by stage: those whose activations are
+    all kept, and those of which only a W is left."""
 
-    whole: dict[int, int]
+    before_backward: dict[int, int]
     for_weights: dict[int, int]
 
-    def after(self, action: Action) -> None:
+    def apply(self, action: Action) -> None:
+        """Counts what `action` takes up or releases."""
         stage = action.stage
         if action.kind == "F":
-            self.whole[stage] += 1
+            self.before_backward[stage] += 1
         elif action.kind == "B":
-            self.whole[stage] -= 1
+            self.before_backward[stage] -= 1
         elif action.kind == "I":
-            self.whole[stage] -= 1
+            self.before_backward[stage] -= 1
             self.for_weights[stage] += 1
         else:
             self.for_weights[stage] -= 1
 
 
-def in_flight(schedule: Schedule) -> InFlight:
+def count_in_flight(schedule: Schedule) -> InFlight:
+    """The peaks of microbatches in flight in a schedule."""
     per_stage = [0] * schedule.num_stages
     per_rank, for_weights = [0] * schedule.num_ranks, [0] * schedule.num_ranks
     for rank in range(schedule.num_ranks):
         for holding in _moments(schedule, rank):
-            for stage, count in holding.whole.items():
+            for stage, count in holding.before_backward.items():
                 per_stage[stage] = max(per_stage[stage], count + holding.for_weights[stage])
             waiting = sum(holding.for_weights.values())
-            per_rank[rank] = max(per_rank[rank], sum(holding.whole.values()) + waiting)
+            per_rank[rank] = max(per_rank[rank], sum(holding.before_backward.values()) + waiting)
             for_weights[rank] = max(for_weights[rank], waiting)
     return InFlight(tuple(per_stage), tuple(per_rank), tuple(for_weights))
 
@@ -267,14 +277,17 @@ def in_flight(schedule: Schedule) -> InFlight:
 def peak_bytes(
     schedule: Schedule, activation_bytes: Sequence[int], weight_input_bytes: Sequence[int]
 ) -> tuple[int, ...]:
-    """Of each rank: what its stages keep of a microbatch, all of it until B or I, and what W
+    """Peak bytes of each rank: activations of its stages' microbatches until B or I, and what W
     reads between I and W."""
     peaks = []
     for rank in range(schedule.num_ranks):
         peaks.append(
             max(
                 (
-                    sum(count * activation_bytes[stage] for stage, count in holding.whole.items())
+                    sum(
+                        count * activation_bytes[stage]
+                        for stage, count in holding.before_backward.items()
+                    )
                     + sum(
                         count * weight_input_bytes[stage]
                         for stage, count in holding.for_weights.items()
@@ -287,10 +300,10 @@ def peak_bytes(
     return tuple(peaks)
 
 
-def _moments(schedule: Schedule, rank: int) -> Iterator[_Holding]:
-    """After each action of `rank`; always the same object."""
+def _moments(schedule: Schedule, rank: int) -> Iterator[_Holdings]:
+    """The holdings of `rank` after each of its actions; always the same object."""
     stages = {action.stage for action in schedule.actions[rank]}
-    holding = _Holding(dict.fromkeys(stages, 0), dict.fromkeys(stages, 0))
+    holding = _Holdings(dict.fromkeys(stages, 0), dict.fromkeys(stages, 0))
     for action in schedule.actions[rank]:
-        holding.after(action)
+        holding.apply(action)
         yield holding

@@ -11,23 +11,28 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.pipeline.bubble import LIMIT, enough_microbatches
-from phalanx.plan.pipeline.costs import costs_of, parts_of
+from phalanx.plan.pipeline.bubble import LIMIT, find_enough_microbatches
+from phalanx.plan.pipeline.costs import cost_stages, model_parts
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut_for_ranks
-from phalanx.plan.pipeline.generate import can_have
+from phalanx.plan.pipeline.generate import can_have_stages
 from phalanx.plan.pipeline.memory import rank_activations
-from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline, named_pipeline
-from phalanx.plan.pipeline.requested_schedule import DEFAULT_SCHEDULE, Asked
+from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline, build_named_pipeline
+from phalanx.plan.pipeline.requested_schedule import DEFAULT_SCHEDULE, RequestedSchedule
 from phalanx.plan.recompute import fit_budget, job_segments, recompute_notes
 from phalanx.plan.segments import Segment
 from phalanx.plan.workload import Workload, shard_shape
 
 
-def with_pipeline(
-    job: Job, shape: ModelShape, asked: Asked, work: Workload, num_ranks: int, reasons: list[str]
+def plan_pipeline(
+    job: Job,
+    shape: ModelShape,
+    requested: RequestedSchedule,
+    work: Workload,
+    num_ranks: int,
+    reasons: list[str],
 ) -> tuple[Workload, Pipeline]:
-    """`work` with the blocks that are recomputed, and its pipeline; adds what must be said of them
-    to `reasons`.
+    """`work` with the blocks that are recomputed, and its pipeline; adds what must be said of
+    them to `reasons`.
 
     Raises LayoutError for a model that cannot be cut so often, or not as the job says, and for a
     budget of recompute that a rank cannot keep to.
@@ -40,129 +45,151 @@ def with_pipeline(
                 ' "layers.*"'
             ),
         )
-    parts = parts_of(job, shape)
+    parts = model_parts(job, shape)
     has_budget = job.train.recompute == "budget"
     segments = () if has_budget else job_segments(job, shape)
-    costs = weighed(parts.layer_costs, segments)
-    pipeline = _uncosted(job, asked, work, _stages(job, shape, asked, costs, num_ranks))
+    costs = add_recompute_costs(parts.layer_costs, segments)
+    pipeline = _build_pipeline(
+        job, requested, work, _cut_stages(job, shape, requested, costs, num_ranks)
+    )
     if has_budget:
-        segments = _within_budget(job, shape, work, pipeline)
-    work = replace(work, segments=within_stages(segments, pipeline.stages))
-    recomputed, samples = recomputed_blocks(segments), work.micro_batch_size
-    seconds = costs_of(parts, pipeline.stages, samples=samples, recomputed=recomputed, tp=work.tp)
+        segments = _fit_budget_by_rank(job, shape, work, pipeline)
+    work = replace(work, segments=split_at_stages(segments, pipeline.stages))
+    recomputed, samples = blocks_in_full(segments), work.micro_batch_size
+    seconds = cost_stages(
+        parts, pipeline.stages, samples=samples, recomputed=recomputed, tp=work.tp
+    )
     if job.train.compile:
         seconds = tuple(cost.unsplit for cost in seconds)
-    here = shard_shape(shape, work.tp, work.rules)
-    size = max(rank_activations(here, work, pipeline)) if shape.is_known else 0
+    shard = shard_shape(shape, work.tp, work.rules)
+    size = max(rank_activations(shard, work, pipeline)) if shape.is_known else 0
     reasons += recompute_notes(job, shape, work.segments or (), size)
     return work, replace(pipeline, costs=seconds)
 
 
-def sized_pipeline(
-    job: Job, shape: ModelShape, asked: Asked, work: Workload, num_ranks: int, reasons: list[str]
+def plan_sized_pipeline(
+    job: Job,
+    shape: ModelShape,
+    requested: RequestedSchedule,
+    work: Workload,
+    num_ranks: int,
+    reasons: list[str],
 ) -> tuple[Workload, Pipeline]:
-    """`with_pipeline`; with more and smaller microbatches where the job leaves their size open, the
-    stages as they were cut would wait too long, and that helps."""
+    """The result of `plan_pipeline`; with more and smaller microbatches where the job leaves
+    their size open, the stages as they were cut would wait too long, and that helps."""
     of_first: list[str] = []
-    found, pipeline = with_pipeline(job, shape, asked, work, num_ranks, of_first)
+    first_work, pipeline = plan_pipeline(job, shape, requested, work, num_ranks, of_first)
     timeline = pipeline.timeline()
     if job.train.micro_batch_size is None and timeline is not None and timeline.bubble > LIMIT:
         share = work.micro_batch_size * work.num_microbatches
-        enough = enough_microbatches(pipeline, share)
+        enough = find_enough_microbatches(pipeline, share)
         if enough is not None and enough[1]:
             count = enough[0]
             more = replace(work, micro_batch_size=share // count, num_microbatches=count)
-            return with_pipeline(job, shape, asked, more, num_ranks, reasons)
+            return plan_pipeline(job, shape, requested, more, num_ranks, reasons)
     reasons += of_first
-    return found, pipeline
+    return first_work, pipeline
 
 
-def _uncosted(job: Job, asked: Asked, work: Workload, stages: Stages) -> Pipeline:
-    held: dict[str, Any] = {
+def _build_pipeline(
+    job: Job, requested: RequestedSchedule, work: Workload, stages: Stages
+) -> Pipeline:
+    extra_modules: dict[str, Any] = {
         "first_stage": job.parallel.first_stage,
         "last_stage": job.parallel.last_stage,
     }
-    if asked.written is None:
-        return named_pipeline(asked.name, asked.num_ranks, work.num_microbatches, stages, **held)
-    rows = tuple(",".join(map(str, row)) for row in asked.written.actions)
-    placement = asked.written.rank_of_stage
+    if requested.written is None:
+        return build_named_pipeline(
+            requested.name, requested.num_ranks, work.num_microbatches, stages, **extra_modules
+        )
+    rows = tuple(",".join(map(str, row)) for row in requested.written.actions)
+    placement = requested.written.rank_of_stage
     return Pipeline(
-        FROM_FILE, asked.num_ranks, work.num_microbatches, stages, placement, rows=rows, **held
+        FROM_FILE,
+        requested.num_ranks,
+        work.num_microbatches,
+        stages,
+        placement,
+        rows=rows,
+        **extra_modules,
     )
 
 
-def _within_budget(
+def _fit_budget_by_rank(
     job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline
 ) -> tuple[Segment, ...]:
-    """Each rank recomputes as few of its blocks as it must."""
-    here = shard_shape(shape, work.tp, work.rules)
-    found: list[Segment] = []
+    """The segments with which each rank recomputes as few of its blocks as it must."""
+    shard = shard_shape(shape, work.tp, work.rules)
+    segments_of_all: list[Segment] = []
     for rank in range(pipeline.num_ranks):
         ranges = [pipeline.stages.ranges[stage] for stage in pipeline.stages_of(rank)]
-        blocks = [block for begin, end in ranges for block in range(begin, end)]
+        blocks = [block for first, end in ranges for block in range(first, end)]
 
         def activations(segments: tuple[Segment, ...], rank: int = rank) -> float:
-            return rank_activations(here, replace(work, segments=segments), pipeline)[rank]
+            return rank_activations(shard, replace(work, segments=segments), pipeline)[rank]
 
-        found += fit_budget(job, shape, work, blocks, activations)
-    return tuple(sorted(found, key=lambda segment: segment.start))
+        segments_of_all += fit_budget(job, shape, work, blocks, activations)
+    return tuple(sorted(segments_of_all, key=lambda segment: segment.start))
 
 
-def recomputed_blocks(segments: Collection[Segment]) -> frozenset[int]:
-    """Blocks whose matrix products are done again."""
+def blocks_in_full(segments: Collection[Segment]) -> frozenset[int]:
+    """The blocks that are recomputed in full, matrix products and all."""
     return frozenset(
         block for s in segments if s.mode == "full" for block in range(s.start, s.stop)
     )
 
 
-def within_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segment, ...]:
-    """Segments that end where a stage does."""
-    starts = [begin for begin, _ in stages.ranges]
-    found = []
+def split_at_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segment, ...]:
+    """`segments`, split so that they end where a stage does."""
+    starts = [first for first, _ in stages.ranges]
+    parts = []
     for segment in segments:
         inner = [start for start in dict.fromkeys(starts) if segment.start < start < segment.stop]
         borders = [segment.start, *inner, segment.stop]
-        found += [replace(segment, start=a, stop=b) for a, b in pairwise(borders)]
-    return tuple(found)
+        parts += [replace(segment, start=a, stop=b) for a, b in pairwise(borders)]
+    return tuple(parts)
 
 
-def weighed(costs: LayerCosts, segments: Collection[Segment]) -> LayerCosts:
-    """A forward is a third of a block's cost, and done again it is a third more."""
-    recomputed = recomputed_blocks(segments)
+def add_recompute_costs(costs: LayerCosts, segments: Collection[Segment]) -> LayerCosts:
+    """`costs` with recomputation: a forward is a third of a block's cost, and done again it is a
+    third more."""
+    recomputed = blocks_in_full(segments)
     blocks = tuple(
         cost * 4 / 3 if block in recomputed else cost for block, cost in enumerate(costs.blocks)
     )
     return replace(costs, blocks=blocks) if recomputed else costs
 
 
-def _stages(job: Job, shape: ModelShape, asked: Asked, costs: LayerCosts, num_ranks: int) -> Stages:
-    num_blocks, num_stages = shape.num_layers, asked.num_stages
+def _cut_stages(
+    job: Job, shape: ModelShape, requested: RequestedSchedule, costs: LayerCosts, num_ranks: int
+) -> Stages:
+    num_blocks, num_stages = shape.num_layers, requested.num_stages
     if job.parallel.stage_blocks:
         return check_cut(job.parallel.stage_blocks, num_blocks, num_stages)
     most = num_blocks + (costs.embedding > 0) + (costs.head > 0)
     if num_stages > most:
-        per_rank = num_stages // asked.num_ranks
-        over = f"parallel.pp {asked.num_ranks}" + (
+        per_rank = num_stages // requested.num_ranks
+        over = f"parallel.pp {requested.num_ranks}" + (
             f" x {per_rank} stages per rank" if per_rank > 1 else ""
         )
         raise LayoutError(
             f"{num_blocks} blocks cannot be cut into the {num_stages} stages of {over}",
-            fix=_fewer_stages(job, asked, most, num_ranks)
+            fix=_fewer_stages(job, requested, most, num_ranks)
             or "leave parallel.pp out, or use a deeper model",
         )
-    return cut_for_ranks(costs, asked.rank_of_stage)
+    return cut_for_ranks(costs, requested.rank_of_stage)
 
 
-def _fewer_stages(job: Job, asked: Asked, most: int, num_ranks: int) -> str:
-    """What the job could say to have `most` stages, or less: fewer on each rank, fewer ranks,
-    one on each rank."""
-    if asked.written is not None:
+def _fewer_stages(job: Job, requested: RequestedSchedule, most: int, num_ranks: int) -> str:
+    """The fix of a job that asks for more than `most` stages: fewer on each rank, fewer ranks,
+    or one on each rank."""
+    if requested.written is not None:
         return ""
-    per_rank, pp = asked.num_stages // asked.num_ranks, asked.num_ranks
+    per_rank, pp = requested.num_stages // requested.num_ranks, requested.num_ranks
     degrees = divisors(num_ranks // ((job.parallel.tp or 1) * (job.parallel.cp or 1)))
     if job.parallel.ranks is None:  # as many as the degrees make
         degrees = list(range(1, pp))
-    fewer = [d for d in range(1, per_rank) if d * pp <= most and can_have(asked.name, d)]
+    fewer = [d for d in range(1, per_rank) if d * pp <= most and can_have_stages(requested.name, d)]
     narrower = [d for d in degrees if 1 < d < pp and d * per_rank <= most]
     fixes = [f"parallel.stages_per_rank={fewer[-1]}"] if fewer else []
     fixes += [f"parallel.pp={narrower[-1]}"] if narrower else []

@@ -19,41 +19,41 @@ from phalanx.plan.pipeline.simulate import Seconds, StageCosts, Timeline, simula
 RankSpans = Sequence[Sequence[Any]]
 
 
-def measured_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
-    """The step that ranks did, rank by rank, in which schedule `name` is what they really did in
-    which order.
+def build_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
+    """The timeline of a measured step, rank by rank. Its schedule `name` has the actions in the
+    order in which they were really done.
 
     `spans` have one zero, whichever; that of the timeline is the begin of the first action on any
     rank. Raises LayoutError for what is no step of a pipeline.
     """
     try:
         actions = tuple(tuple(Action.from_text(action) for action, _, _ in row) for row in spans)
-        times = [[(float(begin), float(end)) for _, begin, end in row] for row in spans]
+        times = [[(float(start), float(end)) for _, start, end in row] for row in spans]
     except (TypeError, ValueError, AttributeError):
         raise LayoutError("a span is an action, when it began and when it ended") from None
     flat = [time for row in times for time in row]
-    if not flat or not all(math.isfinite(begin) and begin <= end for begin, end in flat):
+    if not flat or not all(math.isfinite(start) and start <= end for start, end in flat):
         raise LayoutError("spans of a pipeline begin before they end, and there is at least one")
     owner = {action.stage: rank for rank, row in enumerate(actions) for action in row}
     if sorted(owner) != list(range(len(owner))):
         raise LayoutError(
             f"spans of stages {sorted(owner)}, which are not all stages of a pipeline"
         )
-    zero = min(begin for begin, _ in flat)
+    zero = min(start for start, _ in flat)
     num_microbatches = 1 + max(action.microbatch for row in actions for action in row)
     rank_of_stage = tuple(owner[stage] for stage in range(len(owner)))
     return Timeline(
         Schedule(name, num_microbatches, rank_of_stage, actions),
-        tuple(tuple((begin - zero, end - zero) for begin, end in row) for row in times),
+        tuple(tuple((start - zero, end - zero) for start, end in row) for row in times),
     )
 
 
 def splits_backward(schedule: Schedule) -> bool:
-    """Whether some backward is done in halves."""
+    """True if some backward is done in halves."""
     return any(action.kind in "IW" for row in schedule.actions for action in row)
 
 
-def measured_costs(timeline: Timeline) -> tuple[StageCosts, ...]:
+def mean_stage_costs(timeline: Timeline) -> tuple[StageCosts, ...]:
     """Mean seconds of a microbatch in each stage.
 
     A stage that only does whole backwards has them as `backward_input_s`, and no
@@ -63,25 +63,25 @@ def measured_costs(timeline: Timeline) -> tuple[StageCosts, ...]:
     seconds = [dict.fromkeys("FBIW", 0.0) for _ in timeline.schedule.rank_of_stage]
     counts = [dict.fromkeys("FBIW", 0) for _ in timeline.schedule.rank_of_stage]
     for actions, spans in zip(timeline.schedule.actions, timeline.spans_s, strict=True):
-        for action, (begin, end) in zip(actions, spans, strict=True):
-            seconds[action.stage][action.kind] += float(end - begin)
+        for action, (start, end) in zip(actions, spans, strict=True):
+            seconds[action.stage][action.kind] += float(end - start)
             counts[action.stage][action.kind] += 1
-    found = []
+    costs = []
     for took, count in zip(seconds, counts, strict=True):
         mean = {kind: took[kind] / max(1, count[kind]) for kind in took}
         halves = mean["I"] + mean["W"]
         backward_s = (took["B"] + took["I"] + took["W"]) / max(1, count["F"])
         weight_s = backward_s * mean["W"] / halves if halves else 0.0
-        found.append(StageCosts(mean["F"], backward_s - weight_s, weight_s))
-    return tuple(found)
+        costs.append(StageCosts(mean["F"], backward_s - weight_s, weight_s))
+    return tuple(costs)
 
 
-def total_s(cost: StageCosts) -> float:
-    """Forward and backward."""
+def total_seconds(cost: StageCosts) -> float:
+    """Seconds of forward and backward of one microbatch in a stage."""
     return float(cost.forward_s + cost.backward_input_s + cost.backward_weight_s)
 
 
-def planned_at(pipeline: Pipeline, measured: Sequence[StageCosts]) -> Timeline | None:
+def scale_to_measured(pipeline: Pipeline, measured: Sequence[StageCosts]) -> Timeline | None:
     """The plan's timeline in seconds: its costs, scaled so that their mean over stages is the
     measured one.
 
@@ -93,12 +93,12 @@ def planned_at(pipeline: Pipeline, measured: Sequence[StageCosts]) -> Timeline |
         raise LayoutError(
             f"{len(measured)} stages were measured, and {len(pipeline.costs)} planned"
         )
-    planned_s = sum(map(total_s, pipeline.costs))
-    scale = sum(map(total_s, measured)) / planned_s if planned_s else 0.0
-    return simulate(pipeline.schedule(), [times(cost, scale) for cost in pipeline.costs])
+    planned_s = sum(map(total_seconds, pipeline.costs))
+    scale = sum(map(total_seconds, measured)) / planned_s if planned_s else 0.0
+    return simulate(pipeline.schedule(), [scale_costs(cost, scale) for cost in pipeline.costs])
 
 
-def times(cost: StageCosts, factor: float) -> StageCosts:
+def scale_costs(cost: StageCosts, factor: float) -> StageCosts:
     return StageCosts(
         float(cost.forward_s) * factor,
         float(cost.backward_input_s) * factor,
@@ -111,7 +111,7 @@ WORTH_S = 0.005  # of a step: what a cut must gain to be worth the change
 
 @dataclass(frozen=True)
 class Recut:
-    """`stages` with which a step would take `step_s`, as the schedule goes, where it takes
+    """A cut with which a step would take `step_s`, as the schedule goes, where it takes
     `measured_step_s` now."""
 
     measured: Stages
@@ -150,11 +150,13 @@ def recut(
             f" {len(weights.blocks)}",
             fix="give a run of this model",
         )
-    forward = _shared_out([cost.forward_s for cost in seconds], measured, weights)
-    inputs = _shared_out([cost.backward_input_s for cost in seconds], measured, weights)
-    of_weights = _shared_out([cost.backward_weight_s for cost in seconds], measured, weights)
-    whole = _shared_out([total_s(cost) for cost in seconds], measured, weights)
-    stages = cut_for_ranks(whole, pipeline.rank_of_stage)
+    forward = _distribute_seconds([cost.forward_s for cost in seconds], measured, weights)
+    inputs = _distribute_seconds([cost.backward_input_s for cost in seconds], measured, weights)
+    of_weights = _distribute_seconds(
+        [cost.backward_weight_s for cost in seconds], measured, weights
+    )
+    totals = _distribute_seconds([total_seconds(cost) for cost in seconds], measured, weights)
+    stages = cut_for_ranks(totals, pipeline.rank_of_stage)
     kinds = [kind.of_stages(stages) for kind in (forward, inputs, of_weights)]
     costs = [StageCosts(*of_stage) for of_stage in zip(*kinds, strict=True)]
     schedule = replace(pipeline, stages=stages).schedule()
@@ -162,8 +164,10 @@ def recut(
     return Recut(measured, stages, now_s, then_s)
 
 
-def _shared_out(seconds: Sequence[Seconds], stages: Stages, weights: LayerCosts) -> LayerCosts:
-    """Seconds of each part, from those of stages.
+def _distribute_seconds(
+    seconds: Sequence[Seconds], stages: Stages, weights: LayerCosts
+) -> LayerCosts:
+    """Seconds of each part of the model, from those of stages.
 
     Where parts are said to cost nothing, blocks share them alike.
     """
@@ -171,14 +175,14 @@ def _shared_out(seconds: Sequence[Seconds], stages: Stages, weights: LayerCosts)
     embedding: Seconds = 0
     head: Seconds = 0
     last = len(stages.num_blocks) - 1
-    for stage, ((begin, end), took) in enumerate(zip(stages.ranges, seconds, strict=True)):
+    for stage, ((first, end), took) in enumerate(zip(stages.ranges, seconds, strict=True)):
         before = weights.embedding if stage == 0 else 0
         after = weights.head if stage == last else 0
-        here = list(weights.blocks[begin:end])
-        if not before + sum(here) + after:
-            here = [1] * len(here)
-        total = before + sum(here) + after
-        blocks += [took * part / total for part in here]
+        weights_of_blocks = list(weights.blocks[first:end])
+        if not before + sum(weights_of_blocks) + after:
+            weights_of_blocks = [1] * len(weights_of_blocks)
+        total = before + sum(weights_of_blocks) + after
+        blocks += [took * part / total for part in weights_of_blocks]
         embedding += took * before / total if total else 0
         head += took * after / total if total else 0
     return LayerCosts(embedding, tuple(blocks), head)

@@ -12,8 +12,8 @@ from collections import Counter, deque
 from phalanx.plan.pipeline.schedule import Action, Kind, Schedule, v_placement
 
 
-class _Tape:
-    """A rank's actions as they are decided.
+class _ActionTape:
+    """The actions of a rank in the order in which they are decided.
 
     Each stage takes its microbatches in order, so the next one is a count.
     """
@@ -24,7 +24,7 @@ class _Tape:
         self._weights_due: deque[Action] = deque()
 
     def do(self, kind: Kind, stage: int) -> None:
-        """The next F, I or B of `stage`. The W of an I is put off until `weights`."""
+        """Adds the next F, I or B of `stage`. The W of an I is put off until `weights`."""
         counted: Kind = (
             "F" if kind == "F" else "I"
         )  # B and I are the same count: a microbatch has one or the other
@@ -35,21 +35,21 @@ class _Tape:
             self._weights_due.append(Action("W", stage, action.microbatch))
 
     def weights(self, stage: int | None = None) -> None:
-        """The oldest W that was put off (of `stage`), if there is one."""
+        """Adds the oldest W that was put off (of `stage`), if there is one."""
         due = next((action for action in self._weights_due if stage in (None, action.stage)), None)
         if due is not None:
             self._weights_due.remove(due)
             self.actions.append(due)
 
-    def num_left(self, kind: Kind, stage: int, num_microbatches: int) -> int:
+    def num_remaining(self, kind: Kind, stage: int, num_microbatches: int) -> int:
         return num_microbatches - self._next[kind, stage]
 
     def num_due(self, stage: int) -> int:
         return sum(action.stage == stage for action in self._weights_due)
 
 
-def zb_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """No bubble once all ranks run, where F, I and W take equally long (arXiv 2401.10241,
+def generate_zb_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """ZB-V: no bubble once all ranks run, where F, I and W take equally long (arXiv 2401.10241,
     section 6)."""
     # Fewer microbatches than fill the V: plan for as many, and leave out those that do not exist.
     planned = max(num_microbatches, 2 * num_ranks - 1)
@@ -65,8 +65,8 @@ def zb_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Sch
 
 
 def _zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    near, far, to_turn = rank, 2 * num_ranks - 1 - rank, num_ranks - rank
-    tape = _Tape()
+    down_stage, up_stage, to_turn = rank, 2 * num_ranks - 1 - rank, num_ranks - rank
+    tape = _ActionTape()
 
     def forward_and_back(stage: int) -> None:
         tape.do("F", stage)
@@ -77,32 +77,34 @@ def _zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
         tape.weights(stage)
 
     for _ in range(2 * to_turn - 1):
-        tape.do("F", near)
+        tape.do("F", down_stage)
     for _ in range(rank):
-        tape.do("F", far)
-        tape.do("F", near)
+        tape.do("F", up_stage)
+        tape.do("F", down_stage)
     for _ in range(to_turn):
-        forward_and_back(far)
-    while tape.num_left("F", far, num_microbatches):
-        if tape.num_left("F", near, num_microbatches):
-            tape.do("F", near)
-        back(near)
-        forward_and_back(far)
+        forward_and_back(up_stage)
+    while tape.num_remaining("F", up_stage, num_microbatches):
+        if tape.num_remaining("F", down_stage, num_microbatches):
+            tape.do("F", down_stage)
+        back(down_stage)
+        forward_and_back(up_stage)
     for _ in range(rank):
-        tape.do("I", near)
-        tape.do("I", far)
+        tape.do("I", down_stage)
+        tape.do("I", up_stage)
     for _ in range(to_turn):
-        tape.do("I", near)
-        tape.weights(near)
-    for stage in (far, near):
+        tape.do("I", down_stage)
+        tape.weights(down_stage)
+    for stage in (up_stage, down_stage):
         for _ in range(tape.num_due(stage)):
             tape.weights(stage)
     return tape.actions
 
 
-def dualpipe_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """A forward beside a backward of the other stage (DeepSeek-V3, arXiv 2412.19437; cut in half to
-    a V).
+def generate_dualpipe_v(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int = 2
+) -> Schedule:
+    """DualPipe-V: a forward beside a backward of the other stage (DeepSeek-V3, arXiv 2412.19437;
+    cut in half to a V).
 
     Where the original overlaps such a pair in time, these are two actions, forward first: the order
     of execution that torch's runtime gives them too unless it is told how to overlap.
@@ -112,35 +114,35 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) 
 
 
 def _dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    near, far, beyond = rank, 2 * num_ranks - 1 - rank, num_ranks - 1 - rank
-    tape = _Tape()
+    down_stage, up_stage, beyond = rank, 2 * num_ranks - 1 - rank, num_ranks - 1 - rank
+    tape = _ActionTape()
     for _ in range(2 * beyond):
-        tape.do("F", near)
+        tape.do("F", down_stage)
     for _ in range(rank + 1):
-        tape.do("F", near)
-        tape.do("F", far)
+        tape.do("F", down_stage)
+        tape.do("F", up_stage)
     for _ in range(beyond):
-        tape.do("I", far)
+        tape.do("I", up_stage)
         tape.weights()
-        tape.do("F", far)
+        tape.do("F", up_stage)
     for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
-        tape.do("F", near)
-        tape.do("B", far)
-        tape.do("F", far)
-        tape.do("B", near)
+        tape.do("F", down_stage)
+        tape.do("B", up_stage)
+        tape.do("F", up_stage)
+        tape.do("B", down_stage)
     for _ in range(beyond):
-        tape.do("B", far)
-        tape.do("F", far)
-        tape.do("B", near)
+        tape.do("B", up_stage)
+        tape.do("F", up_stage)
+        tape.do("B", down_stage)
     # Of the last backwards the second half is split: their W fill the gaps that the end of the
     # pipeline leaves.
-    drained: list[int] = [far, near] * (rank + 1)
+    drained: list[int] = [up_stage, down_stage] * (rank + 1)
     num_whole = 2 * ((rank + 1) // 2) + (1 if rank % 2 == 0 else 0)
     for position, stage in enumerate(drained):
         tape.do("B" if position < num_whole else "I", stage)
     for _ in range(beyond):
         tape.weights()
-        tape.do("I", near)
+        tape.do("I", down_stage)
     for _ in range(rank + 1):
         tape.weights()
     return tape.actions

@@ -8,8 +8,8 @@ import math
 from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, in_flight, simulate
-from phalanx.plan.pipeline.trace import measured_timeline, total_s
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, count_in_flight, simulate
+from phalanx.plan.pipeline.trace import build_timeline, total_seconds
 from phalanx.report import formats
 from phalanx.report.bubble import MeasuredPipeline, read_pipeline
 from phalanx.report.facts import RunFacts
@@ -52,7 +52,7 @@ def _timeline(measured: MeasuredPipeline | None) -> Timeline | None:
     if measured is None:
         return None
     try:
-        timeline = measured_timeline(measured.pipeline.schedule_name, measured.event.spans)
+        timeline = build_timeline(measured.pipeline.schedule_name, measured.event.spans)
     except LayoutError:
         return None
     return timeline if timeline.schedule.rank_of_stage == measured.pipeline.rank_of_stage else None
@@ -126,11 +126,14 @@ def _stages(pipeline: Pipeline, measured: MeasuredPipeline | None, timeline: Tim
     """A row per stage: its blocks, what it takes, and the microbatches whose activations it
     holds."""
     costs = measured.costs if measured is not None else pipeline.costs
-    planned, now = in_flight(pipeline.schedule()).per_stage, in_flight(timeline.schedule).per_stage
+    planned, now = (
+        count_in_flight(pipeline.schedule()).per_stage,
+        count_in_flight(timeline.schedule).per_stage,
+    )
     is_split = any(cost.backward_weight_s for cost in costs) and (
         measured is None or measured.event.splits_backward
     )
-    mean_s = sum(map(total_s, costs)) / len(costs)
+    mean_s = sum(map(total_seconds, costs)) / len(costs)
     rows: list[list[str]] = []
     for stage, cost in enumerate(costs):
         row = [
@@ -140,7 +143,7 @@ def _stages(pipeline: Pipeline, measured: MeasuredPipeline | None, timeline: Tim
         ]
         if measured is not None:
             row += _times(cost, is_split)
-        row.append(f"{total_s(cost) / mean_s:.2f}" if mean_s else "–")
+        row.append(f"{total_seconds(cost) / mean_s:.2f}" if mean_s else "–")
         row.append(str(planned[stage]))
         rows.append(row + ([str(now[stage])] if measured is not None else []))
     backward = ["backward, inputs", "backward, weights"] if is_split else ["backward"]
@@ -180,5 +183,6 @@ def _times(cost: StageCosts, is_split: bool) -> list[str]:
         else [cost.backward_input_s + cost.backward_weight_s]
     )
     return [
-        formats.milliseconds(float(value)) for value in (cost.forward_s, *backward, total_s(cost))
+        formats.milliseconds(float(value))
+        for value in (cost.forward_s, *backward, total_seconds(cost))
     ]
