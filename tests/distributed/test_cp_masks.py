@@ -10,7 +10,7 @@ import torch
 from allocated import most_allocated
 from phalanx.core.phases import Phases
 from phalanx.mesh.attend import attend
-from phalanx.mesh.attend_blocks import Seen
+from phalanx.mesh.attend_blocks import VisibleKeys
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn import attention
 from phalanx.nn.attention import attention_mask, shared_mask
@@ -64,7 +64,7 @@ def part(
     leaves = [tensor.requires_grad_() for tensor in qkv]
     make = ContextMask(group, shared_mask, whole=kind == "ulysses")
     mask = make(len(places), window, ids, grad.dtype, CPU)
-    assert isinstance(mask, Seen)
+    assert isinstance(mask, VisibleKeys)
     return results(ATTEND[kind](*leaves, mask, window, group), leaves, grad)
 
 

@@ -171,7 +171,7 @@ def count(rank: int) -> dict[str, dict[str, int]]:
 
 def per_rank(counts: dict[str, int], name: str) -> int:
     """Over gloo a gather is a broadcast from each rank, and a scatter a reduction to each
-    (phalanx.mesh.exchange)."""
+    (phalanx.mesh.gloo_collectives)."""
     assert counts.get(name, 0) % 2 == 0
     return counts.get(name, 0) // 2
 

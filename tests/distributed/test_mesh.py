@@ -318,7 +318,7 @@ def timeouts(rank: int, port: int) -> dict[str, float]:
             ) as mesh:  # of a group that was open: whoever opens more
                 mesh.stage_group(), mesh.data_parallel_group()
                 if layout.pp > 1:
-                    mesh.second_group("pp")
+                    mesh.open_second_group("pp")
                 if layout.ep > 1:
                     mesh.submesh("dp_replicate", "expert_shard")._flatten("experts_dp")
                 found |= {
@@ -331,7 +331,7 @@ def timeouts(rank: int, port: int) -> dict[str, float]:
                 f"again {axis}": timeout_of(mesh.submesh(axis).get_group())
                 for axis in ("cp", "dp_shard")
             }
-        beside = mesh.open_beside(timeout_s=5)
+        beside = mesh.open_cpu_mesh(timeout_s=5)
         assert beside.group is not None
         found["beside"] = timeout_of(beside.group)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -617,7 +617,7 @@ def groups_in_order(rank: int, world_size: int, layouts: list[Layout]) -> list[l
             with open_mesh(layout, device="cpu") as mesh:
                 mesh.stage_group(), mesh.data_parallel_group()
                 for axis in ("pp", "cp") if layout.pp > 1 else ():
-                    mesh.second_group(axis)
+                    mesh.open_second_group(axis)
                 if layout.ep > 1:
                     experts = mesh.submesh("dp_replicate", "expert_shard")
                     experts._flatten("experts_dp")

@@ -485,7 +485,7 @@ def test_gradients_are_reduced_once_per_step() -> None:
     for found in run_ranks(2, count_collectives):
         assert found["ddp"] == found["zero1"] == {"allreduce_": 1}
         # Over gloo a scatter is a reduction to each rank, and a gather a broadcast from each
-        # (phalanx.mesh.exchange).
+        # (phalanx.mesh.gloo_collectives).
         for layout in ("zero2", "zero3"):
             assert found[layout]["reduce_"] == 2 * 3
         assert found["zero3"]["broadcast_"] == 2 * 3 * (

@@ -15,7 +15,7 @@ class CountCollectives(TorchDispatchMode):
 
     `num_bytes`: what they make, which for a reduction to one rank, a send and an all-to-all is as
     much as they take. gloo's gather is a broadcast from each rank, and its scatter a reduction to
-    each (phalanx.mesh.exchange).
+    each (phalanx.mesh.gloo_collectives).
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from allocated import most_allocated
 from models import fill, shape
 from phalanx.mesh.attend import attend
-from phalanx.mesh.attend_blocks import Seen, attend_by_blocks
+from phalanx.mesh.attend_blocks import VisibleKeys, attend_by_blocks
 from phalanx.nn.attention import AttentionCore, attention_mask, shared_mask
 from phalanx.nn.models.decoder import Decoder
 from phalanx.parallel.recompute.contexts import selective_contexts
@@ -107,7 +107,7 @@ def test_masks_of_blocks_are_parts_of_the_whole_mask(
             if is_causal
             else mask
         )
-    seen = Seen(ids, window, is_causal)
+    seen = VisibleKeys(ids, window, is_causal)
     for first, last in ((0, 8), (8, 16), (5, 6), (16, 24)):
         begin, end = seen.reach(first, last, whole)
         outside = torch.cat((mask[:, :, first:last, :begin], mask[:, :, first:last, end:]), dim=-1)

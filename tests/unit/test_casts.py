@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.mesh.attend_blocks import attend_by_blocks
-from phalanx.mesh.casts import shared_casts
+from phalanx.mesh.casts import share_casts
 
 WEIGHT = nn.Parameter(torch.ones(8, 8))
 
@@ -48,7 +48,7 @@ def test_a_backward_in_another_thread_forgets_no_shared_cast(region: Any, is_sha
     """Else a pipeline holds a copy of its weights for each microbatch in flight."""
     with Casts() as casts:
         for _ in range(2):  # what is shared ends with the step: weights change after it
-            with shared_casts() if is_shared else nullcontext():
+            with share_casts() if is_shared else nullcontext():
                 for _ in range(3):
                     with torch.autocast("cpu", torch.bfloat16):
                         other = region().float().sum()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.mesh import counter
-from phalanx.mesh.counter import keep_mask
+from phalanx.mesh import counter_rng
+from phalanx.mesh.counter_rng import keep_mask
 from ranks import run_ranks
 
 GOLDEN, WORD = 0x9E3779B97F4A7C15, 2**64 - 1
@@ -58,7 +58,7 @@ CASES = [
 
 
 def masks_of(rank: int, chunk: int) -> list[list[bool]]:
-    counter._CHUNK["cpu"] = chunk
+    counter_rng._CHUNK["cpu"] = chunk
     return [
         keep_mask(key, 0.6, sizes, offsets=offsets, global_sizes=whole).flatten().tolist()
         for (sizes, offsets, whole), key in itertools.product(CASES, (5, WORD - 3))

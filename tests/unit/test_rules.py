@@ -21,8 +21,8 @@ from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
 from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
 from phalanx.job.tensors import holders_of, module_names
-from phalanx.mesh.linear import holders
-from phalanx.mesh.logical import Box, Cut, LogicalShard, within
+from phalanx.mesh.linear import find_holders
+from phalanx.mesh.logical import Box, Cut, LogicalShard, compose_cut
 from phalanx.nn.models.decoder import build
 from phalanx.parallel.tensor.transform import _cut_of
 from phalanx.plan.cluster import Cluster
@@ -247,7 +247,7 @@ def test_what_ranks_hold_makes_the_whole(
         assert cut.global_shape == shape
         local = _local_shape(cut)
         storage = _fsdp_rows(local, shard, fsdp)
-        found = within(cut, LogicalShard("w", local, "float32", storage, None))  # type: ignore[arg-type]
+        found = compose_cut(cut, LogicalShard("w", local, "float32", storage, None))  # type: ignore[arg-type]
         assert found.global_shape == shape
         stored: Counter[tuple[int, ...]] = Counter()
         for box in found.boxes:
@@ -387,4 +387,4 @@ def test_module_names_are_those_of_the_model() -> None:
         with torch.device("meta"):
             module = build(shape)
         assert set(module_names(shape)) == {name for name, _ in module.named_modules()}
-        assert {h.name: h for h in holders(module)} == holders_of(shape)
+        assert {h.name: h for h in find_holders(module)} == holders_of(shape)

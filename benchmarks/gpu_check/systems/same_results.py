@@ -18,7 +18,7 @@ import phalanx
 from gpu_check.cases import Case
 from gpu_check.training import Say, cluster_of
 from phalanx.core.errors import PhalanxError
-from phalanx.mesh.counter import keep_mask
+from phalanx.mesh.counter_rng import keep_mask
 from phalanx.nn.build import build_model, build_objective
 from phalanx.optim.build import build_optimizer
 

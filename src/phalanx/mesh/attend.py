@@ -28,7 +28,7 @@ def attend(
     groups = q_BHTE.shape[1] // k_BKSE.shape[1]
     is_grouped = groups > 1 and takes_groups(q_BHTE, mask)
     if groups > 1 and not is_grouped:
-        k_BKSE, v_BKSE = repeated(k_BKSE, groups), repeated(v_BKSE, groups)
+        k_BKSE, v_BKSE = repeat_heads(k_BKSE, groups), repeat_heads(v_BKSE, groups)
     return F.scaled_dot_product_attention(
         q_BHTE,
         k_BKSE,
@@ -40,7 +40,7 @@ def attend(
 
 
 def takes_groups(q_BHTE: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether a kernel that keeps no scores takes fewer heads of keys than of queries.
+    """True if a kernel that keeps no scores takes fewer heads of keys than of queries.
 
     On CUDA flash attention does; the one that takes masks and fp32 does not, and torch would fall
     back to products that keep T x S scores.
@@ -51,6 +51,6 @@ def takes_groups(q_BHTE: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return mask is None and q_BHTE.dtype in HALVES and width % 8 == 0 and width <= FLASH_WIDTH
 
 
-def repeated(x_BKSE: torch.Tensor, groups: int) -> torch.Tensor:
+def repeat_heads(x_BKSE: torch.Tensor, groups: int) -> torch.Tensor:
     """[B, H, S, E]: each head of keys or values for all queries of its group."""
     return x_BKSE.repeat_interleave(groups, dim=1)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from phalanx.mesh.attend import repeated
+from phalanx.mesh.attend import repeat_heads
 from phalanx.mesh.attention_kernels import Kernel, kernel_of
 from phalanx.plan.activations import QUERY_BLOCK
 
@@ -50,13 +50,13 @@ def attend_by_blocks(
 
 
 def is_masked(num_tokens: int, window: int, document_ids_BT: torch.Tensor | None) -> bool:
-    """Whether a token does not see all tokens, or all before it, of a sequence of so many."""
+    """True if a token of a sequence of `num_tokens` sees fewer than all tokens (before it)."""
     return document_ids_BT is not None or 0 < window < num_tokens
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Which keys a query of the same sequence sees: a window of w holds w tokens, itself among
+class VisibleKeys:
+    """The keys that a query of the same sequence sees: a window of w holds w tokens, itself among
     them."""
 
     document_ids_BT: torch.Tensor | None
@@ -70,14 +70,14 @@ class Seen:
         return max(0, first - back), last if self.is_causal else min(num_tokens, last + back)
 
     def mask(
-        self, first: int, last: int, begin: int, end: int, dtype: torch.dtype, device: torch.device
+        self, first: int, last: int, start: int, end: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """[B or 1, 1, last - first, end - begin]: 0 where a query sees a key, -inf where not."""
-        ids, shape, ahead = self.document_ids_BT, (1, last - first, end - begin), first - begin
+        ids, shape, ahead = self.document_ids_BT, (1, last - first, end - start), first - start
         if ids is None:
             is_hidden = torch.zeros(shape, dtype=torch.bool, device=device)
         else:
-            is_hidden = ids[:, first:last, None] != ids[:, None, begin:end]
+            is_hidden = ids[:, first:last, None] != ids[:, None, start:end]
         # Query r and key c of the block are c - r - ahead tokens apart. Only the columns concerned
         # are gone through.
         if self.is_causal:
@@ -112,17 +112,20 @@ class _Block:
     mask: torch.Tensor
 
 
-def _blocks(q_BHTE: torch.Tensor, seen: Seen, block: int) -> Iterator[_Block]:
+def _blocks(q_BHTE: torch.Tensor, visible: VisibleKeys, block: int) -> Iterator[_Block]:
     """The blocks of a sequence. Without documents most have the same mask, which is made once."""
-    num_tokens, made, mask = q_BHTE.shape[2], None, torch.empty(0)
+    num_tokens, last_shape, mask = q_BHTE.shape[2], None, torch.empty(0)
     for first in range(0, num_tokens, block):
         last = min(num_tokens, first + block)
-        begin, end = seen.reach(first, last, num_tokens)
-        asked = (last - first, first - begin, end - begin)
-        if seen.document_ids_BT is not None or asked != made:
-            mask, made = torch.empty(0), asked  # the one before goes before the next is made
-            mask = seen.mask(first, last, begin, end, q_BHTE.dtype, q_BHTE.device)
-        yield _Block(slice(first, last), slice(begin, end), mask)
+        start, end = visible.reach(first, last, num_tokens)
+        mask_shape = (last - first, first - start, end - start)
+        if visible.document_ids_BT is not None or mask_shape != last_shape:
+            mask, last_shape = (
+                torch.empty(0),
+                mask_shape,
+            )  # the one before goes before the next is made
+            mask = visible.mask(first, last, start, end, q_BHTE.dtype, q_BHTE.device)
+        yield _Block(slice(first, last), slice(start, end), mask)
 
 
 def _kernel_and_keys(
@@ -133,7 +136,7 @@ def _kernel_and_keys(
     kernel, groups = kernel_of(q_BHTE, q_BHTE), q_BHTE.shape[1] // k_BKTE.shape[1]
     if groups == 1 or kernel.takes_groups:
         return kernel, k_BKTE, v_BKTE
-    return kernel, repeated(k_BKTE, groups), repeated(v_BKTE, groups)
+    return kernel, repeat_heads(k_BKTE, groups), repeat_heads(v_BKTE, groups)
 
 
 def _by_rows(x: torch.Tensor) -> torch.Tensor:
@@ -164,12 +167,12 @@ def _attend(
     out, lse = _empty_results(q)
     with torch.autocast(q.device.type, enabled=False):
         kernel, k, v = _kernel_and_keys(q, k, v)
-        for part in _blocks(q, Seen(document_ids, window, is_causal), block):
+        for part in _blocks(q, VisibleKeys(document_ids, window, is_causal), block):
             rows, columns = part.rows, part.columns
-            found = kernel.forward(
+            outputs = kernel.forward(
                 q[:, :, rows], k[:, :, columns], v[:, :, columns], part.mask, False
             )
-            out[:, :, rows], lse[:, :, rows] = found
+            out[:, :, rows], lse[:, :, rows] = outputs
             del part  # its mask goes before the next is made
     return out, lse
 
@@ -200,20 +203,20 @@ def _attend_backward(
     sums = torch.zeros(2, batch, heads, tokens, width, dtype=lse.dtype, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
         kernel, all_k, all_v = _kernel_and_keys(q, k, v)
-        for part in _blocks(q, Seen(document_ids, window, is_causal), block):
+        for part in _blocks(q, VisibleKeys(document_ids, window, is_causal), block):
             rows, columns = part.rows, part.columns
-            of_rows = (x[:, :, rows] for x in (out, lse))
-            mine, *of_keys = kernel.backward(
+            outputs = (x[:, :, rows] for x in (out, lse))
+            grad_rows, *grads_of_keys = kernel.backward(
                 grad[:, :, rows],
                 q[:, :, rows],
                 all_k[:, :, columns],
                 all_v[:, :, columns],
-                *of_rows,
+                *outputs,
                 part.mask,
                 False,
             )
-            grad_q[:, :, rows] = mine
-            for into, each in zip(sums, of_keys, strict=True):
+            grad_q[:, :, rows] = grad_rows
+            for into, each in zip(sums, grads_of_keys, strict=True):
                 into[:, :, columns] += each.unflatten(1, (heads, -1)).sum(2, dtype=lse.dtype)
             del part
     grad_k, grad_v = (each.to(k.dtype, copy=True) for each in sums)
@@ -221,13 +224,13 @@ def _attend_backward(
 
 
 @_attend.register_fake
-def _(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_results(_by_rows(q))
 
 
 @_attend_backward.register_fake
 def _(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any
 ) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(_by_rows(q)), k.new_empty(k.shape), v.new_empty(v.shape)
 

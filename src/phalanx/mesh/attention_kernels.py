@@ -124,11 +124,11 @@ class CudaEfficient:
             lse, (0, -lse.shape[-1] % 32), value=torch.inf
         )  # its rows are aligned
         none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
-        wanted = [True, True, True, False]
-        found = op(
-            grad, q, k, v, _bias(mask, q, k), out, padded, none, none, 0.0, wanted, is_causal
+        needs_grad = [True, True, True, False]
+        grads = op(
+            grad, q, k, v, _bias(mask, q, k), out, padded, none, none, 0.0, needs_grad, is_causal
         )
-        return found[:3]
+        return grads[:3]
 
 
 def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
@@ -147,7 +147,7 @@ PLAIN, CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT = Plain(), CpuFlash(), CudaFlash(),
 
 
 def kernel_of(q: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
-    """What computes a block of these queries. The one place that knows devices."""
+    """The kernel that computes a block of these queries. The one place that knows devices."""
     width = q.shape[-1]
     table: tuple[tuple[bool, Kernel], ...] = (
         (q.device.type == "cpu", CPU_FLASH),

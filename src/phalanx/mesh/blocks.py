@@ -13,10 +13,10 @@ LAST_STAGE = "last_stage"
 
 
 def last_stage_names(module: nn.Module) -> tuple[str, ...]:
-    """What `module.last_stage` names, a name or several; nothing where that is anything else (a
-    layer, say)."""
-    found = getattr(module, LAST_STAGE, ())
-    names = (found,) if isinstance(found, str) else found
+    """The names in `module.last_stage`, one or several; none if that attribute is anything else
+    (a layer, say)."""
+    attribute = getattr(module, LAST_STAGE, ())
+    names = (attribute,) if isinstance(attribute, str) else attribute
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
         return tuple(names)
     return ()

@@ -18,7 +18,7 @@ _SHARED: list[dict[tuple[torch.Tensor, torch.dtype], torch.Tensor]] = []
 
 
 @contextmanager
-def shared_casts() -> Iterator[None]:
+def share_casts() -> Iterator[None]:
     """Inside, regions of autocast share their casts; weights must not change.
 
     Autocast is not enabled by it: a backward inside computes as it does outside. The gradient of a
@@ -40,11 +40,11 @@ def shared_casts() -> Iterator[None]:
 
 
 def _forget_nothing() -> None:
-    """In place of torch.clear_autocast_cache while casts are shared."""
+    """Replaces torch.clear_autocast_cache while casts are shared."""
 
 
 @contextmanager
-def unshared_casts(is_wanted: bool = True) -> Iterator[None]:
+def cast_for_each_use(is_wanted: bool = True) -> Iterator[None]:
     """Inside, weights are cast for each use.
 
     For what runs without gradients beside something that needs them: a cast that is made there has

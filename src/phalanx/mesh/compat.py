@@ -109,7 +109,7 @@ def finish_backward(root: torch.nn.Module) -> None:
     state._root_post_backward_final_callback()
 
 
-def take_up_gradients(root: torch.nn.Module) -> None:
+def accumulate_gradients(root: torch.nn.Module) -> None:
     """Add gradients that were written by hand to those that FSDP2 accumulates, in the type it
     reduces in."""
     for group in _fsdp_groups(_fsdp_state(root)):
@@ -149,8 +149,8 @@ def dtensor_like(like: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def hide_from_modes(unit: FSDPModule) -> None:
-    """For a unit inside of a block that is recomputed in part: what FSDP does before and after its
-    forward is none of the operations that the recomputation counts.
+    """Hide FSDP's hooks of a unit from torch's modes, inside of a block that is recomputed in part:
+    the recomputation then does not count their operations.
 
     Hooks in a module's own tables, which torch fills (2.11 to 2.13).
     """
@@ -158,10 +158,10 @@ def hide_from_modes(unit: FSDPModule) -> None:
     for table in (unit._forward_pre_hooks, unit._forward_hooks):
         for key, hook in table.items():
             if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
-                table[key] = _without_modes(hook)
+                table[key] = _hide_modes(hook)
 
 
-def _without_modes(hook: Any) -> Any:
+def _hide_modes(hook: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return hook(*args, **kwargs)

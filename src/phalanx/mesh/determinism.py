@@ -23,21 +23,22 @@ _REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")  # 
 
 @contextlib.contextmanager
 def deterministic_algorithms(
-    wanted: bool, *, device: str = "cpu", compiles: bool = False
+    enabled: bool, *, device: str = "cpu", compiles: bool = False
 ) -> Iterator[None]:
-    """In the body, if `wanted`, equal inputs give equal bits on one machine; else nothing changes.
+    """Make torch deterministic in the body, if `enabled`: equal inputs give equal bits on one
+    machine.
 
     To be entered before CUDA starts in this process. Raises EnvironmentProblem for a
     CUBLAS_WORKSPACE_CONFIG of the user's own with which cuBLAS varies, and LayoutError for an
     operation without a deterministic implementation.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
-    own = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
-    if device == "cuda" and own not in CUBLAS_VALUES:
+    workspace = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
+    if device == "cuda" and workspace not in CUBLAS_VALUES:
         raise EnvironmentProblem(
-            f"{CUBLAS_VARIABLE} is {own!r}, with which cuBLAS is not deterministic, and"
+            f"{CUBLAS_VARIABLE} is {workspace!r}, with which cuBLAS is not deterministic, and"
             " train.deterministic is true",
             fix=f"unset it, or set it to {' or '.join(CUBLAS_VALUES)}",
         )
@@ -51,7 +52,7 @@ def deterministic_algorithms(
     if compiles:
         _compile_without_timing()
     try:
-        with explained_refusals(wanted):
+        with explain_refusals(enabled):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -59,13 +60,13 @@ def deterministic_algorithms(
 
 
 @contextlib.contextmanager
-def explained_refusals(wanted: bool) -> Iterator[None]:
-    """What torch refuses in the body for want of a deterministic implementation is a
-    LayoutError, if `wanted`."""
+def explain_refusals(enabled: bool) -> Iterator[None]:
+    """Raise a LayoutError, if `enabled`, for what torch refuses in the body for want of a
+    deterministic implementation."""
     try:
         yield
     except Exception as error:
-        refusal = _refusal_of(error) if wanted else None
+        refusal = _refusal_of(error) if enabled else None
         if refusal is None:
             raise
         raise refusal from error
@@ -85,9 +86,9 @@ def _refusal_of(error: BaseException) -> LayoutError | None:
     for _ in range(10):
         if link is None:
             return None
-        if found := _REFUSAL.search(str(link)):
+        if match := _REFUSAL.search(str(link)):
             return LayoutError(
-                f"torch has no deterministic implementation of {found[1]}, and train.deterministic"
+                f"torch has no deterministic implementation of {match[1]}, and train.deterministic"
                 " is true",
                 where=user_place(link.__traceback__) or None,  # a backward has none
                 fix=(

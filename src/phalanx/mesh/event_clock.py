@@ -12,7 +12,7 @@ from phalanx.core.phases import Clock, HostClock
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What phases of work on `device` are timed by."""
+    """The clock that times phases of work on `device`."""
     return EventClock.on_stream(device) if device.type == "cuda" else HostClock()
 
 
@@ -32,7 +32,7 @@ class EventClock:
 
     @classmethod
     def on_stream(cls, device: torch.device) -> EventClock:
-        """For the stream that is current on `device` now."""
+        """The clock of the stream that is current on `device` now."""
         stream = torch.cuda.current_stream(device)
 
         def record() -> torch.cuda.Event:
@@ -45,8 +45,8 @@ class EventClock:
     def mark(self) -> Any:
         return self._record()
 
-    def seconds(self, begin: Any, end: Any) -> float | None:
-        return begin.elapsed_time(end) / 1000 if end.query() else None
+    def seconds(self, start: Any, end: Any) -> float | None:
+        return start.elapsed_time(end) / 1000 if end.query() else None
 
     def wait(self, mark: Any) -> None:
         mark.synchronize()

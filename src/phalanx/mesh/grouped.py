@@ -34,7 +34,7 @@ def grouped_linear(
 
 
 def autocast_type(x: torch.Tensor) -> torch.dtype:
-    """What products of `x` are computed in."""
+    """The type in which products of `x` are computed."""
     kind = x.device.type
     is_cast = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
     return torch.get_autocast_dtype(kind) if is_cast else x.dtype
@@ -48,11 +48,11 @@ def sizes_of(counts_E: torch.Tensor) -> list[int]:
     sizes: list[int] | None = getattr(counts_E, _SIZES, None)
     if sizes is None:
         sizes = counts_E.tolist()
-        with_sizes(counts_E, sizes)
+        remember_sizes(counts_E, sizes)
     return sizes
 
 
-def with_sizes(counts_E: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+def remember_sizes(counts_E: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """`counts_E`, whose numbers the host knows already: nobody waits for a GPU to learn them."""
     setattr(counts_E, _SIZES, sizes)
     return counts_E
@@ -97,13 +97,13 @@ def rows_times(
 def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """[E, O, I]: of each expert the product of its rows of a and b, summed over rows."""
     if _has_kernel(a_RO, b_RI.shape[1]):
-        made = F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
+        product = F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
         # On some GPUs the kernel writes nothing for a group without rows (pytorch #172439): what
         # was in memory stays.
         return (
-            made
-            if made.device.type == "cpu"
-            else made.masked_fill_((counts_E == 0)[:, None, None], 0)
+            product
+            if product.device.type == "cpu"
+            else product.masked_fill_((counts_E == 0)[:, None, None], 0)
         )
     sizes = sizes_of(counts_E)
     return torch.stack(

@@ -35,18 +35,18 @@ def is_stacked(part: nn.Module) -> bool:
     up, and down."""
     if getattr(part, "has_bias", True) or getattr(part, "is_transposed", True):
         return False
-    own = part._parameters
-    matrices = [own.get(first_of_stack(part)), own.get("down_proj")]
+    parameters = part._parameters
+    matrices = [parameters.get(first_of_stack(part)), parameters.get("down_proj")]
     is_whole = getattr(part, "is_concatenated", False) or not has_gate(part)
     return (
         is_whole
-        and len(own) == 2
+        and len(parameters) == 2
         and all(matrix is not None and matrix.ndim == 3 for matrix in matrices)
     )
 
 
 def has_gate(part: nn.Module) -> bool:
-    """Of transformers' experts."""
+    """True for transformers' experts that have a gate."""
     return bool(getattr(part, "has_gate", True))
 
 
@@ -56,7 +56,7 @@ def first_of_stack(part: nn.Module) -> str:
 
 
 def output_dim(part: nn.Module) -> int:
-    """Of the weight of a linear layer."""
+    """The dimension of a linear layer's weight that holds its outputs."""
     return 1 if is_conv1d(part) or is_grouped(part) else 0
 
 
@@ -64,9 +64,9 @@ def input_dim(part: nn.Module) -> int:
     return 2 if is_grouped(part) else 1 - output_dim(part)
 
 
-def holders(module: nn.Module) -> Iterator[Holder]:
+def find_holders(module: nn.Module) -> Iterator[Holder]:
     """Every module that holds parameters itself; a tied one counts where it is met first."""
-    seen: set[int] = set()
+    counted: set[int] = set()
     inside = {
         id(inner)
         for part in module.modules()
@@ -74,12 +74,12 @@ def holders(module: nn.Module) -> Iterator[Holder]:
         for inner in part.modules()
     }
     for name, part in module.named_modules():
-        own = list(part.parameters(recurse=False))
-        if not own:
+        parameters = list(part.parameters(recurse=False))
+        if not parameters:
             continue
-        num_params = sum(p.numel() for p in own if id(p) not in seen)
-        seen |= {id(p) for p in own}
-        kind = kind_of(part, is_attention=id(part) in inside)
+        num_params = sum(p.numel() for p in parameters if id(p) not in counted)
+        counted |= {id(p) for p in parameters}
+        kind = classify_module(part, is_attention=id(part) in inside)
         outputs = inputs = 0
         if is_linear(part) or is_grouped(part):
             outputs, inputs = (
@@ -93,8 +93,8 @@ def holders(module: nn.Module) -> Iterator[Holder]:
         yield Holder(full_name(name), kind, num_params, int(outputs), int(inputs))
 
 
-def kind_of(part: nn.Module, *, is_attention: bool) -> str:
-    """As in `Holder`."""
+def classify_module(part: nn.Module, *, is_attention: bool) -> str:
+    """The kind of `part` as in `Holder.kind`."""
     if is_attention:
         return "attention"
     if is_linear(part) or is_grouped(part):
@@ -105,10 +105,10 @@ def kind_of(part: nn.Module, *, is_attention: bool) -> str:
 
 
 def read_shard_rules(module: nn.Module) -> dict[str, str]:
-    """What the module and the parts of it say of themselves, an outer one first; names of parts
-    are within the part."""
-    found: dict[str, str] = {}
+    """The sharding rules that the module and its parts bring, an outer part's first; in a part's
+    rules names are relative to it, in the result to the module."""
+    rules: dict[str, str] = {}
     for name, part in module.named_modules():
         for pattern, text in (getattr(part, ATTRIBUTE, None) or {}).items():
-            found.setdefault(".".join(filter(None, (full_name(name), pattern))), text)
-    return found
+            rules.setdefault(".".join(filter(None, (full_name(name), pattern))), text)
+    return rules

@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which blocks of a full tensor the local one of a tensor-parallel rank is.
+    """The blocks of a full tensor that a tensor-parallel rank's local tensor consists of.
 
     Local offsets are in that local tensor.
 
@@ -127,46 +127,46 @@ def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int
     num_replicas = 1
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is outside the tensor's mesh"
-    for placement, place, degree in zip(placements, coordinate, mesh.shape, strict=True):
+    for placement, position, degree in zip(placements, coordinate, mesh.shape, strict=True):
         if placement.is_replicate():
-            replica, num_replicas = replica * degree + place, num_replicas * degree
+            replica, num_replicas = replica * degree + position, num_replicas * degree
     return LogicalShard(name, tuple(tensor.shape), dtype, boxes, local, replica, num_replicas)
 
 
-def within(cut: Cut, shard: LogicalShard) -> LogicalShard:
+def compose_cut(cut: Cut, shard: LogicalShard) -> LogicalShard:
     """`shard` says what this rank holds of a local tensor, and `cut` what that is of the full
     one: both together."""
     boxes = tuple(
         box
         for part in cut.boxes
-        for held in shard.boxes
-        if (box := _composed(part, held)) is not None
+        for box_of_shard in shard.boxes
+        if (box := _intersect_boxes(part, box_of_shard)) is not None
     )
     return replace(shard, global_shape=cut.global_shape, boxes=boxes)
 
 
-def _composed(part: Box, held: Box) -> Box | None:
-    """The elements that `part` (local -> full) and `held` (stored -> local) have in common
+def _intersect_boxes(part: Box, stored: Box) -> Box | None:
+    """The elements that `part` (local -> full) and `stored` (stored -> local) have in common
     (stored -> full)."""
-    spans = list(zip(part.local_offset, part.size, held.global_offset, held.size, strict=True))
+    spans = list(zip(part.local_offset, part.size, stored.global_offset, stored.size, strict=True))
     starts = tuple(max(p, h) for p, _, h, _ in spans)
     size = tuple(
         min(p + n, h + m) - start for (p, n, h, m), start in zip(spans, starts, strict=True)
     )
     if any(length <= 0 for length in size):
         return None
-    there = tuple(
+    global_offset = tuple(
         g + s - p for g, s, p in zip(part.global_offset, starts, part.local_offset, strict=True)
     )
-    here = tuple(
-        o + s - h for o, s, h in zip(held.local_offset, starts, held.global_offset, strict=True)
+    local_offset = tuple(
+        o + s - h for o, s, h in zip(stored.local_offset, starts, stored.global_offset, strict=True)
     )
-    return Box(there, here, size, part.replica, part.num_replicas)
+    return Box(global_offset, local_offset, size, part.replica, part.num_replicas)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among those that hold the same: `rank` of the `num_ranks` that hold what
+    """A rank's position among those that hold the same: `rank` of the `num_ranks` that hold what
     is not cut at all, of which the `tp` of one tensor-parallel group are neighbours.
 
     `cuts` says by full name what those have cut.
@@ -182,24 +182,24 @@ class Place:
     many times."""
 
     def shard(self, name: str, tensor: torch.Tensor, *, is_alike: bool = True) -> LogicalShard:
-        """What this rank holds of the full-model tensor `name`.
+        """This rank's shard of the full-model tensor `name`.
 
         `is_alike` False: only rank 0's counts.
         """
-        found = self._in_stage(name, tensor, is_alike=is_alike)
+        shard = self._shard_in_stage(name, tensor, is_alike=is_alike)
         which, how_many = self.copies.get(name, (0, 1))
         replica, num_replicas = (
-            which * found.num_replicas + found.replica,
-            how_many * found.num_replicas,
+            which * shard.num_replicas + shard.replica,
+            how_many * shard.num_replicas,
         )
-        return replace(found, replica=replica, num_replicas=num_replicas)
+        return replace(shard, replica=replica, num_replicas=num_replicas)
 
-    def _in_stage(self, name: str, tensor: torch.Tensor, *, is_alike: bool) -> LogicalShard:
+    def _shard_in_stage(self, name: str, tensor: torch.Tensor, *, is_alike: bool) -> LogicalShard:
         cut = self.cuts.get(name)
         if cut is not None:
             share = self.tp * cut.ep
-            others = {"replica": self.rank // share, "num_replicas": self.num_ranks // share}
-            return within(cut, shard_of(name, tensor, **others))
+            replicas = {"replica": self.rank // share, "num_replicas": self.num_ranks // share}
+            return compose_cut(cut, shard_of(name, tensor, **replicas))
         shard = shard_of(
             name, tensor, replica=self.rank, num_replicas=self.num_ranks if is_alike else 1
         )
@@ -217,16 +217,16 @@ def module_shards(
     place = place or Place()
     shards: dict[str, LogicalShard] = {}
     aliases: dict[str, str] = {}
-    seen: dict[int, str] = {}
+    stored_names: dict[int, str] = {}
     tensors: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
     persistent = set(module.state_dict(keep_vars=True))
     tensors += [item for item in module.named_buffers() if item[0] in persistent]
     for raw_name, tensor in tensors:
         name = full_name(raw_name)
-        if id(tensor) in seen:
-            aliases[name] = seen[id(tensor)]
+        if id(tensor) in stored_names:
+            aliases[name] = stored_names[id(tensor)]
             continue
-        seen[id(tensor)] = name
+        stored_names[id(tensor)] = name
         # Buffers (running statistics) may differ between ranks; rank 0's are the model's: only
         # replica 0 writes them.
         shards[name] = place.shard(

@@ -25,9 +25,9 @@ CHOSEN_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def return_large_blocks() -> None:
-    """For the rest of this process.
+    """Have malloc return large freed blocks to the system, for the rest of this process.
 
-    Nothing where the environment says otherwise, or there is no glibc.
+    Does nothing if the environment sets its threshold, or without glibc.
     """
     if sys.platform != "linux" or any(name in os.environ for name in CHOSEN_BY_USER):
         return

@@ -36,8 +36,8 @@ either; these keep it from being slow.
 
 
 def running_ranks() -> int:
-    """How many ranks there are: those of the open process group, or WORLD_SIZE (or what Slurm or
-    MPI call it), or 1."""
+    """The number of ranks: of the open process group, or WORLD_SIZE (or what Slurm or MPI call it),
+    or 1."""
     if dist.is_initialized():
         return dist.get_world_size()
     adopt_launched_rank(os.environ)
@@ -88,7 +88,7 @@ class Mesh:
         return self.coordinates["tp"] == 0
 
     @property
-    def place_in_stage(self) -> tuple[int, int]:
+    def stage_rank_and_size(self) -> tuple[int, int]:
         """This rank's number among those that hold the same stages of a pipeline, and how many
         these are."""
         count = self.layout.world_size // self.layout.pp
@@ -133,26 +133,26 @@ class Mesh:
             self.device_mesh["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage").get_group()
         )
 
-    def second_group(self, axis: str) -> dist.ProcessGroup:
+    def open_second_group(self, axis: str) -> dist.ProcessGroup:
         """Another process group of the same ranks as that of `axis` through this rank.
 
         Collective over all ranks.
         """
-        found = None
+        own_group = None
         for ranks in self._rows(axis):
             group = dist.new_group(list(ranks))
             if self.rank in ranks:
-                found = group
-        assert found is not None
-        return found
+                own_group = group
+        assert own_group is not None
+        return own_group
 
     def _rows(self, axis: str) -> list[tuple[int, ...]]:
         """All ranks, by the others of `axis` through them; in the same order on every rank."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            place = self.layout.coordinates(rank)
+            coordinates = self.layout.coordinates(rank)
             rows.setdefault(
-                tuple(degree for name, degree in place.items() if name != axis), []
+                tuple(degree for name, degree in coordinates.items() if name != axis), []
             ).append(rank)
         return [tuple(row) for row in rows.values()]
 
@@ -189,7 +189,7 @@ class Mesh:
             for g, s in zip(gathered, sizes, strict=True)
         ]
 
-    def open_beside(self, *, timeout_s: float) -> Mesh:
+    def open_cpu_mesh(self, *, timeout_s: float) -> Mesh:
         """The same ranks on the CPU, with a process group of their own: for one other thread of
         each rank, whose collectives then never meet those of training.
 
@@ -206,12 +206,12 @@ class Mesh:
         digests = self.gather_json(digest(facts))
         if len(set(digests)) == 1:
             return
-        every = self.gather_json(dict(facts))
+        all_facts = self.gather_json(dict(facts))
         majority = max(set(digests), key=lambda d: (digests.count(d), d == digests[0]))
-        reference = every[digests.index(majority)]
+        reference = all_facts[digests.index(majority)]
         differences = []
-        for rank, (theirs, value) in enumerate(zip(digests, every, strict=True)):
-            if theirs != majority:
+        for rank, (rank_digest, value) in enumerate(zip(digests, all_facts, strict=True)):
+            if rank_digest != majority:
                 keys = differing_keys(reference, value)
                 shown = ", ".join(
                     f"{k} = {_pick(value, k)!r}, not {_pick(reference, k)!r}" for k in keys[:4]
@@ -234,9 +234,9 @@ def _pick(value: Any, path: str) -> Any:
 
 def threads_per_rank(local_world_size: int) -> int:
     """OMP_NUM_THREADS, or this rank's part of the cores."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if requested.isdigit() and int(requested) > 0:
+        return int(requested)
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -295,7 +295,7 @@ def open_mesh(
     adopt_launched_rank(os.environ)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
-    ours = False
+    opens_groups = False
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size != layout.world_size:
@@ -306,52 +306,63 @@ def open_mesh(
     if layout.pp > 1 and device != "cpu":  # before anything asks the driver, which reads them once
         for name, value in PIPELINE_VARIABLES.items():
             os.environ.setdefault(name, value)
-    where = choose_device(device, local_rank)
+    torch_device = choose_device(device, local_rank)
     threads_before = torch.get_num_threads()
     if not dist.is_initialized() and world_size > 1:
-        ours = True
+        opens_groups = True
         store = store or open_store(rendezvous_s=rendezvous_s)
         # Before the device: making its context takes seconds, one after another on a machine with
         # several GPUs.
         wait_for_all(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
-        if where.type == "cuda":
-            refuse_shared_gpus(store, rank, world_size, name_gpu(where))
+        if torch_device.type == "cuda":
+            refuse_shared_gpus(store, rank, world_size, name_gpu(torch_device))
     # Ranks with a GPU compute on the CPU, too: an offloaded optimizer, initial weights, norms. The
     # server that forks them has one thread, and what OMP_NUM_THREADS says afterwards torch no
     # longer reads by itself.
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
-    if where.type == "cpu":
+    if torch_device.type == "cpu":
         if layout.reduced.dp_shard > 1:
             return_large_blocks()
     else:
-        torch.cuda.set_device(where)
+        torch.cuda.set_device(torch_device)
     if world_size == 1 and not dist.is_initialized():
-        yield Mesh(layout, 0, local_rank, where)
+        yield Mesh(layout, 0, local_rank, torch_device)
         torch.set_num_threads(threads_before)
         return
     try:
         with default_group_timeout(datetime.timedelta(seconds=timeout_s)):
-            if ours:
+            if opens_groups:
                 assert store is not None
-                join(store, rank, world_size, where, timeout_s=timeout_s)
-            device_mesh = _device_mesh(where, layout, timeout_s)
-            reducing = _device_mesh(where, layout.reduced, timeout_s) if layout.cp > 1 else None
+                join(store, rank, world_size, torch_device, timeout_s=timeout_s)
+            device_mesh = _device_mesh(torch_device, layout, timeout_s)
+            reducing = (
+                _device_mesh(torch_device, layout.reduced, timeout_s) if layout.cp > 1 else None
+            )
             # Where ranks go on, groups stay open, for DTensor keeps what it knows of a mesh for
             # another one like it; the next mesh with the same axes gets them again, as each group
             # of gloo has three threads that never rest.
-            experts = _expert_mesh(where, layout, timeout_s)
+            experts = _expert_mesh(torch_device, layout, timeout_s)
             yield Mesh(
-                layout, rank, local_rank, where, device_mesh, reducing, experts, is_ours=ours
+                layout,
+                rank,
+                local_rank,
+                torch_device,
+                device_mesh,
+                reducing,
+                experts,
+                is_ours=opens_groups,
             )
-            if ours and where.type == "cuda" and dist.is_initialized():  # or they were abandoned
+            if (
+                opens_groups and torch_device.type == "cuda" and dist.is_initialized()
+            ):  # or they were abandoned
                 torch.cuda.synchronize()
     except BaseException:
-        if ours and dist.is_initialized():
-            _abandon_groups(where)
+        if opens_groups and dist.is_initialized():
+            _abandon_groups(torch_device)
         raise
     finally:
         torch.set_num_threads(threads_before)
-    if ours and dist.is_initialized():
+    if opens_groups and dist.is_initialized():
         _meshes.clear()
         dist.destroy_process_group()
 
@@ -382,7 +393,9 @@ def _abandon_groups(device: torch.device) -> None:
 
 
 def _device_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh:
-    return _opened(device.type, tuple(getattr(layout, axis) for axis in AXES), AXES, timeout_s)
+    return _open_device_mesh(
+        device.type, tuple(getattr(layout, axis) for axis in AXES), AXES, timeout_s
+    )
 
 
 def _expert_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh | None:
@@ -390,12 +403,12 @@ def _expert_mesh(device: torch.device, layout: Layout, timeout_s: float) -> Devi
         return None
     shard = layout.reduced.dp_shard // layout.ep
     shape = (layout.pp, layout.dp_replicate, shard, layout.ep, layout.tp)
-    return _opened(
+    return _open_device_mesh(
         device.type, shape, ("pp", "dp_replicate", "expert_shard", "ep", "tp"), timeout_s
     )
 
 
-def _opened(
+def _open_device_mesh(
     device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout_s: float
 ) -> DeviceMesh:
     """The mesh of all ranks with these axes; of one process group there is one, however often it

@@ -60,7 +60,9 @@ def refuse_shared_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) 
     store.set(f"gpu/{rank}", json.dumps([socket.gethostname(), gpu]))
     keys = [f"gpu/{r}" for r in range(world_size)]
     store.wait(keys)
-    problem = find_shared_gpu([tuple(json.loads(place)) for place in store.multi_get(keys)])
+    problem = find_shared_gpu(
+        [tuple(json.loads(host_and_gpu)) for host_and_gpu in store.multi_get(keys)]
+    )
     if problem is None:
         return
     store.set(f"gpu_read/{rank}", "1")
@@ -73,13 +75,14 @@ def refuse_shared_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) 
     raise problem
 
 
-def find_shared_gpu(places: Sequence[tuple[str, str]]) -> EnvironmentProblem | None:
-    """What is wrong with the GPUs of all ranks, each given as its host and its UUID: two ranks
-    have the same one."""
+def find_shared_gpu(gpus_of_ranks: Sequence[tuple[str, str]]) -> EnvironmentProblem | None:
+    """The error if two ranks have the same GPU, else None; a GPU is its host and its UUID."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
-    for rank, place in enumerate(places):
-        ranks_of.setdefault(place, []).append(rank)
-    shared = next(((place, ranks) for place, ranks in ranks_of.items() if len(ranks) > 1), None)
+    for rank, gpu_of_rank in enumerate(gpus_of_ranks):
+        ranks_of.setdefault(gpu_of_rank, []).append(rank)
+    shared = next(
+        ((gpu_of_rank, ranks) for gpu_of_rank, ranks in ranks_of.items() if len(ranks) > 1), None
+    )
     if shared is None:
         return None
     (host, gpu), ranks = shared
@@ -98,7 +101,7 @@ def join(
     """Open the default process group of ranks that have all arrived.
 
     On GPUs it is NCCL's alone: gloo beside it would connect all ranks of every subgroup by TCP, for
-    nobody's use (what needs tensors on the CPU opens its own group, see `Mesh.open_beside`).
+    nobody's use (what needs tensors on the CPU opens its own group, see `Mesh.open_cpu_mesh`).
     """
     choose_interface(os.environ)
     # No device_id: with it NCCL opens one communicator at once, whose one stream all unbatched
@@ -144,17 +147,17 @@ def interface_towards(host: str) -> str | None:
     Nothing is sent: connecting a datagram socket only asks the routing table.
     """
     try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
-                own = probe.getsockname()[0]
+                own_address = probe.getsockname()[0]
         except OSError:
             continue
-        name = _interface_with(own)
+        name = _interface_with(own_address)
         if name is not None:
             return name
     return None

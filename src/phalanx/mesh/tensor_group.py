@@ -46,13 +46,13 @@ class TensorGroup:
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank has sent so far by ring algorithms, outside compiled code: of what an
-        all-reduce or an all-gather makes (w - 1) / w twice or once, of a reduce-scatter's part w -
-        1 times as much."""
-        others, made = self.size - 1, self.num_bytes
-        return (2 * made["all_reduce"] + made["all_gather"]) * others / self.size + made[
-            "reduce_scatter"
-        ] * others
+        """Bytes that this rank has sent so far by ring algorithms, outside compiled code: of an
+        all-reduce's result (w - 1) / w twice, of an all-gather's once, of a reduce-scatter's part
+        w - 1 times as much."""
+        num_others, output_bytes = self.size - 1, self.num_bytes
+        return (
+            2 * output_bytes["all_reduce"] + output_bytes["all_gather"]
+        ) * num_others / self.size + output_bytes["reduce_scatter"] * num_others
 
     # Between autograd and the rest
 
@@ -63,15 +63,15 @@ class TensorGroup:
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Out of a region: the sum over ranks of what each has made."""
-        left: torch.Tensor = (_Scatter if self.cuts_sequence else _Sum).apply(x, self)
-        return left
+        output: torch.Tensor = (_Scatter if self.cuts_sequence else _Sum).apply(x, self)
+        return output
 
     def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence of what all ranks hold alike; all of it where it is
         not cut."""
         if not self.cuts_sequence:
             return x
-        padded = self._padded(x)
+        padded = self._pad(x)
         length = padded.shape[SEQUENCE] // self.size
         return padded.narrow(SEQUENCE, self.rank * length, length)
 
@@ -90,18 +90,18 @@ class TensorGroup:
             return self.wait(self.start_all_reduce(x, op))
 
     def start_all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return self._counted("all_reduce", _ops.all_reduce(x.contiguous(), op, self.name))
+        return self._count("all_reduce", _ops.all_reduce(x.contiguous(), op, self.name))
 
     def start_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks * x.shape[0], ...]: what each rank has, one after another."""
-        return self._counted(
+        return self._count(
             "all_gather", _ops.all_gather_into_tensor(x.contiguous(), self.size, self.name)
         )
 
     def start_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[x.shape[0] / ranks, ...]: this rank's part of the sum."""
-        made = _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name)
-        return self._counted("reduce_scatter", made)
+        started = _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name)
+        return self._count("reduce_scatter", started)
 
     def wait(self, started: torch.Tensor) -> torch.Tensor:
         done: torch.Tensor = _ops.wait_tensor(started)
@@ -110,28 +110,28 @@ class TensorGroup:
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T / ranks, ...] of each rank -> [B, T, ...]."""
         with self.timed("all_gather", "all_gather sequence"):
-            every = self.wait(self.start_gather(x))
-        whole = every.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
-        return whole.narrow(SEQUENCE, 0, self.num_tokens)
+            parts = self.wait(self.start_gather(x))
+        tokens = parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
+        return tokens.narrow(SEQUENCE, 0, self.num_tokens)
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] of each rank -> its part [B, T / ranks, ...] of their sum."""
-        parts = self._padded(x).unflatten(SEQUENCE, (self.size, -1)).transpose(0, 1).flatten(0, 1)
+        parts = self._pad(x).unflatten(SEQUENCE, (self.size, -1)).transpose(0, 1).flatten(0, 1)
         with self.timed("reduce_scatter", "reduce_scatter sequence"):
             return self.wait(self.start_reduce_scatter(parts))
 
     def timed(self, kind: str, words: str) -> AbstractContextManager[None]:
         return nullcontext() if torch.compiler.is_compiling() else self.phases("collective", words)
 
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+    def _pad(self, x: torch.Tensor) -> torch.Tensor:
         missing = -x.shape[SEQUENCE] % self.size
         return F.pad(x, (0, 0) * (x.ndim - SEQUENCE - 1) + (0, missing)) if missing else x
 
-    def _counted(self, kind: str, made: torch.Tensor) -> torch.Tensor:
+    def _count(self, kind: str, output: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self.counts[kind] += 1
-            self.num_bytes[kind] += made.numel() * made.element_size()
-        return made
+            self.num_bytes[kind] += output.numel() * output.element_size()
+        return output
 
 
 class _Copy(torch.autograd.Function):
@@ -186,13 +186,13 @@ class _GatherFeatures(torch.autograd.Function):
         longest = max(sizes)
         padded = F.pad(x, (0, longest - x.shape[-1])) if x.shape[-1] < longest else x
         with group.timed("all_gather", "all_gather features"):
-            every = (
+            parts = (
                 group.wait(group.start_gather(padded[None]))
                 .unflatten(0, (group.size, -1))
                 .squeeze(1)
             )
         return torch.cat(
-            [part[..., :size] for part, size in zip(every, sizes, strict=True)], dim=-1
+            [part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1
         )
 
     @staticmethod
@@ -202,7 +202,7 @@ class _GatherFeatures(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which tokens' rows of an embedding or a head this rank holds: [start, start + sizes[rank])
+    """The tokens whose rows of an embedding or a head this rank holds: [start, start + sizes[rank])
     of all."""
 
     group: TensorGroup

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 
-def filled(values: Sequence[float], device: torch.device) -> torch.Tensor:
+def fill_on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
     """`values` as fp64 on `device`, written there by kernels."""
-    made = torch.zeros(len(values), dtype=torch.float64, device=device)
-    for place, value in zip(made, values, strict=True):
+    fill_on_device = torch.zeros(len(values), dtype=torch.float64, device=device)
+    for element, value in zip(fill_on_device, values, strict=True):
         if value:  # most are votes for nothing
-            place.fill_(value)
-    return made
+            element.fill_(value)
+    return fill_on_device
 
 
 def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
@@ -27,7 +27,7 @@ def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
     return host.tolist
 
 
-def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def pin_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor` in page-locked memory, from which a copy to `device` does not wait for the
     device's work."""
     if device.type != "cuda" or tensor.device.type != "cpu" or tensor.is_pinned():

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 import phalanx
 from phalanx.core.errors import PhalanxError
 from phalanx.mesh.blocks import find_blocks, last_stage_names
-from phalanx.mesh.linear import holders, read_shard_rules
+from phalanx.mesh.linear import find_holders, read_shard_rules
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import has_attention_seam
 from phalanx.nn.hugging_face.adapter import FACTS, factory_of
@@ -61,7 +61,7 @@ def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
         "num_dropouts": sum(_drops(part) for part in module.modules()),
         "takes_document_ids": _takes_document_ids(module),
         "names": [full_name(name) for name, _ in module.named_modules()],
-        "holders": [vars(holder) for holder in holders(module)],
+        "holders": [vars(holder) for holder in find_holders(module)],
         "shard_rules": read_shard_rules(module),
         "blocks": [full_name(name) for name, part in module.named_modules() if id(part) in blocks],
         "last_stage": list(last_stage_names(module)),

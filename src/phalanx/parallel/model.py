@@ -16,7 +16,7 @@ from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard, full_name
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.transfer import filled, pinned
+from phalanx.mesh.transfer import fill_on_device, pin_memory
 from phalanx.parallel.call.bind_batch import NamedTensors, call_with_batch, describe_batch
 from phalanx.parallel.call.check_indices import (
     TAKES_CLASSES,
@@ -518,7 +518,9 @@ class ParallelModel:
         device = self.mesh.device
         if id(given) in self._copied:
             return NamedTensors(self._copied[id(given)])
-        copied = {key: pinned(t, device).to(device, non_blocking=True) for key, t in given.items()}
+        copied = {
+            key: pin_memory(t, device).to(device, non_blocking=True) for key, t in given.items()
+        }
         if self._keeps_copies:
             self._copied[id(given)] = copied
         return NamedTensors(copied)
@@ -540,7 +542,7 @@ class ParallelModel:
         with self.phases("optimizer"):
             gradients, squares = self._gradients()
             vector = torch.stack((*self._counted(local_loss), squares))
-            vector = torch.cat((vector, filled(flags, vector.device)))
+            vector = torch.cat((vector, fill_on_device(flags, vector.device)))
         with self.phases("collective", "all_reduce step facts"):
             self.mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced = vector.tolist()
@@ -586,7 +588,7 @@ class ParallelModel:
         if (
             squares.device != self.mesh.device
         ):  # gradients in host memory: a number that the host has costs a kernel
-            squares = filled((squares.item(),), self.mesh.device)[0]
+            squares = fill_on_device((squares.item(),), self.mesh.device)[0]
         return gradients, squares
 
     def _counted(self, local_loss: LocalLoss) -> tuple[torch.Tensor, torch.Tensor]:

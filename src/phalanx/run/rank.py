@@ -27,7 +27,7 @@ from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.launch.rank_link import RankLink
-from phalanx.mesh.determinism import deterministic_algorithms, explained_refusals
+from phalanx.mesh.determinism import deterministic_algorithms, explain_refusals
 from phalanx.mesh.event_clock import clock_of
 from phalanx.mesh.mesh import Mesh, leave_at_once, open_mesh
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
@@ -121,7 +121,7 @@ def _forward_event(run: RankRun, envelope: Envelope) -> None:
 def _report_errors(run: RankRun) -> Iterator[None]:
     """Report an error of the body at once: what encloses it may block on the way out."""
     try:
-        with explained_refusals(run.job.train.deterministic):
+        with explain_refusals(run.job.train.deterministic):
             yield
     except BaseException as error:
         run.link.report_error(error)

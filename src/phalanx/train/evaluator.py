@@ -11,7 +11,7 @@ from typing import Protocol
 from phalanx.checkpoint.ownership.fence import Fence
 from phalanx.core.phases import Phases
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.transfer import filled
+from phalanx.mesh.transfer import fill_on_device
 from phalanx.observe.events import Event
 from phalanx.observe.progress import ProgressTeller
 from phalanx.parallel.model import Batch, Objective, ParallelModel
@@ -146,7 +146,7 @@ class Evaluator:
         """
         is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
         numbers = map(float, (self._stop.sigterm, self._stop.sigint, is_fenced, took_s))
-        flags = filled(tuple(numbers), self._mesh.device)
+        flags = fill_on_device(tuple(numbers), self._mesh.device)
         with self._phases("collective", "all_reduce stop votes"):
             sigterm, sigint, fenced, total_s = self._mesh.all_reduce_sum(flags).tolist()
         if fenced and self._fence is not None:

@@ -69,7 +69,7 @@ class TrainState:
         model = self.model.shards()
         mesh = self.model.mesh
         named = list(self.model.named_parameters())
-        rank, num_ranks = mesh.place_in_stage
+        rank, num_ranks = mesh.stage_rank_and_size
         slots = optimizer_shards(
             self.optimizer,
             named,

@@ -271,7 +271,7 @@ class AsyncCheckpointer:
         All ranks agree that each can make the copy before it begins.
         """
         if self._thread_mesh is None:
-            self._thread_mesh = self._mesh.open_beside(timeout_s=self._timeout_s)
+            self._thread_mesh = self._mesh.open_cpu_mesh(timeout_s=self._timeout_s)
         snapshot: Snapshot | None = None
         blocks: dict[str, LogicalShard] = {}
         problem: CheckpointError | MemoryError | None = None

@@ -17,13 +17,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from phalanx.mesh.attend import attend
-from phalanx.mesh.attend_blocks import Seen, attend_by_blocks
+from phalanx.mesh.attend_blocks import VisibleKeys, attend_by_blocks
 from phalanx.parallel.context.block_attention import Block, Products, Running
 from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
 from phalanx.plan.activations import QUERY_BLOCK
 
 Attend = Callable[..., torch.Tensor]
-MaskOrSeen: TypeAlias = torch.Tensor | Seen | None
+MaskOrSeen: TypeAlias = torch.Tensor | VisibleKeys | None
 
 
 def ring(
@@ -69,7 +69,7 @@ def ulysses(
     `mask`: [B or 1, 1, all tokens, all tokens] in the sequence's order; else as of `ring`.
     """
     q, k, v = (_ToHeads.apply(x, group) for x in (q, k, v))
-    if isinstance(mask, Seen):
+    if isinstance(mask, VisibleKeys):
         out = attend_by_blocks(
             q,
             k,
@@ -115,7 +115,7 @@ class _Blockwise(torch.autograd.Function):
         ctx.save_for_backward(
             q, kv, out, running.lse, *((mask,) if isinstance(mask, torch.Tensor) else ())
         )
-        ctx.seen = mask if isinstance(mask, Seen) else None
+        ctx.seen = mask if isinstance(mask, VisibleKeys) else None
         ctx.window, ctx.group, ctx.carrier = window, group, carrier
         return out
 
@@ -161,17 +161,21 @@ def _blocks(
 
 
 def _blocks_of_chunks(
-    kv: torch.Tensor, lies_at: tuple[int, int], starts: tuple[int, int], length: int, seen: Seen
+    kv: torch.Tensor,
+    lies_at: tuple[int, int],
+    starts: tuple[int, int],
+    length: int,
+    visible: VisibleKeys,
 ) -> Iterator[Block]:
     """The same of one chunk of queries and one of keys: where they lie among their ranks' tokens,
     and where they start in the sequence."""
     row, column = (lies - start for lies, start in zip(lies_at, starts, strict=True))
     for first in range(starts[0], starts[0] + length, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, starts[0] + length)
-        begin, end = seen.reach(first, last)
+        begin, end = visible.reach(first, last)
         begin, end = max(begin, starts[1]), min(end, starts[1] + length)
         if begin < end:
-            mask = seen.mask(first, last, begin, end, kv.dtype, kv.device)
+            mask = visible.mask(first, last, begin, end, kv.dtype, kv.device)
             if not _hides_all(mask):
                 rows, columns = slice(first + row, last + row), slice(begin + column, end + column)
                 yield Block(kv, rows, columns, mask, is_causal=False)

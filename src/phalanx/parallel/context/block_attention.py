@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.mesh.attend import repeated
+from phalanx.mesh.attend import repeat_heads
 from phalanx.mesh.attention_kernels import Kernel, kernel_of
 
 
@@ -85,7 +85,7 @@ class Products:
         return (
             (k, v)
             if groups == 1 or kernel.takes_groups
-            else (repeated(k, groups), repeated(v, groups))
+            else (repeat_heads(k, groups), repeat_heads(v, groups))
         )
 
 

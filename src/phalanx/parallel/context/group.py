@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.phases import Phases
-from phalanx.mesh.exchange import gather_rows, scatter_sum
+from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
 from phalanx.parallel.context.chunks import Chunks
 
 KEYS, GRADIENTS = 1, 2  # tags: both kinds are under way together

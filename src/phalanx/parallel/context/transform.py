@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.attend_blocks import Seen, is_masked
+from phalanx.mesh.attend_blocks import VisibleKeys, is_masked
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import attention_cores, has_attention_seam
 from phalanx.parallel.context.attention import ATTEND
@@ -106,7 +106,7 @@ class ContextMask:
         document_ids_BT: torch.Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> torch.Tensor | Seen | None:
+    ) -> torch.Tensor | VisibleKeys | None:
         total, size = num_tokens * self.group.size, self.group.size
         if document_ids_BT is not None and document_ids_BT.shape[1] != total:
             raise LayoutError(
@@ -116,7 +116,7 @@ class ContextMask:
         if made is not None or not is_masked(total, window, document_ids_BT):
             return made
         if self.whole or num_tokens > QUERY_BLOCK:
-            return Seen(document_ids_BT, window, is_causal=True)
+            return VisibleKeys(document_ids_BT, window, is_causal=True)
         places = [self.group.chunks.places(rank, total, device) for rank in range(size)]
         queries, keys = places[self.group.rank], torch.cat(places)
         back = queries[:, None] - keys[None, :]
@@ -146,7 +146,7 @@ class ContextCore(nn.Module):
         v_BKTE: torch.Tensor,
         positions_BT: torch.Tensor | None,
         document_ids_BT: torch.Tensor | None = None,
-        mask: torch.Tensor | Seen | None = None,
+        mask: torch.Tensor | VisibleKeys | None = None,
     ) -> torch.Tensor:
         if mask is None:
             mask = self._masks(

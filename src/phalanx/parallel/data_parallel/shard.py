@@ -20,13 +20,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from phalanx.mesh.compat import (
+    accumulate_gradients,
     finish_backward,
     fsdp_comm_classes,
     hide_from_modes,
     reduce_unused_parameters,
-    take_up_gradients,
 )
-from phalanx.mesh.exchange import gather_rows, scatter_sum
+from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
 from phalanx.parallel.batchnorm.layer import differing_buffers
 from phalanx.parallel.data_parallel.unsharded_params import kept_whole
 from phalanx.parallel.protocol import Order, ParallelContext
@@ -154,7 +154,7 @@ def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None
             unit.reshard()
 
     context.sync, context.rest, context.gather = sync, rest, gather
-    context.after_weights = functools.partial(take_up_gradients, root)
+    context.after_weights = functools.partial(accumulate_gradients, root)
     context.trained.before_update.append(reduce)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.core.phases import Phases
 from phalanx.mesh.compat import dtensor_of
-from phalanx.mesh.exchange import gather_rows
+from phalanx.mesh.gloo_collectives import gather_rows
 from phalanx.parallel.optimizer_params import OptimizerShard
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from phalanx.core.digest import stable_hash64
-from phalanx.mesh.counter import keep_mask
+from phalanx.mesh.counter_rng import keep_mask
 
 Surroundings = Callable[[], AbstractContextManager[None]]
 

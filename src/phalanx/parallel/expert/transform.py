@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
-from phalanx.mesh.grouped import with_sizes
+from phalanx.mesh.grouped import remember_sizes
 from phalanx.mesh.logical import Box, Cut, full_name, local_tensor
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
@@ -231,7 +231,7 @@ class BetweenRanks:
         order = numbers.repeat_interleave(arrived_PE.flatten(), output_size=sum(received)).argsort(
             stable=True
         )
-        counts_here = with_sizes(
+        counts_here = remember_sizes(
             arrived_PE.sum(0), [sum(column) for column in zip(*there, strict=True)]
         )
         made = experts(rows.index_select(0, order), counts_here)

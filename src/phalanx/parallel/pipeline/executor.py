@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from phalanx.core.errors import LayoutError, PhalanxError
-from phalanx.mesh.casts import shared_casts
+from phalanx.mesh.casts import share_casts
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
 from phalanx.parallel.pipeline.shape_inference import rehearse, share
@@ -93,7 +93,7 @@ class PipelineRun:
             self._learn_forms(microbatches, objective)
             post = self._post(schedule, microbatches)
             self.is_under_way = True
-            with shared_casts():
+            with share_casts():
                 for place, action in enumerate(schedule.actions[self.staged.peers.rank]):
                     post.ask_before(place)
                     self._do(action, post, microbatches, objective, step, add)

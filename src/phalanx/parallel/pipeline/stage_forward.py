@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.casts import unshared_casts
+from phalanx.mesh.casts import cast_for_each_use
 from phalanx.mesh.logical import local_tensor
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
@@ -96,7 +96,10 @@ class StageForward:
         # What leads to the blocks has no gradient but in the first stage.
         looks = self.is_rehearsal and arrived is not None and self.can_look
         without = arrived is not None
-        with torch.set_grad_enabled(window.enables_grad and not without), unshared_casts(without):
+        with (
+            torch.set_grad_enabled(window.enables_grad and not without),
+            cast_for_each_use(without),
+        ):
             try:
                 with _NoDecisions(window) if looks else nullcontext():
                     yield

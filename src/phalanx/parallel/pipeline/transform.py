@@ -112,7 +112,7 @@ def _through_door(
 def _peers(context: ParallelContext) -> StageGroup:
     mesh = context.mesh.submesh("pp")
     group = mesh.get_group()
-    up = context.mesh.second_group("pp") if context.mesh.device.type == "cuda" else group
+    up = context.mesh.open_second_group("pp") if context.mesh.device.type == "cuda" else group
     return StageGroup(
         mesh.get_local_rank(),
         tuple(dist.get_process_group_ranks(group)),

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from phalanx.mesh.casts import unshared_casts
+from phalanx.mesh.casts import cast_for_each_use
 from phalanx.mesh.grouped import autocast_type, grouped_linear, rows_by_rows, rows_times
 from phalanx.mesh.linear import is_grouped
 
@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
         # The parameter itself: what a recomputation saves of it would be another tensor, without
         # its gradient.
         ctx.weight, ctx.bias = weight, bias
-        with unshared_casts():
+        with cast_for_each_use():
             return F.linear(used, weight, bias)
 
     @staticmethod

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from phalanx.mesh.logical import Cut, full_name, local_tensor, shard_of, within
+from phalanx.mesh.logical import Cut, compose_cut, full_name, local_tensor, shard_of
 from phalanx.mesh.tensor_group import TensorGroup
 
 
@@ -60,7 +60,7 @@ class PartialGradients:
         gradient = local_tensor(parameter.grad)
         if name in self._whole:
             return [(gradient, 0, 1)]
-        held = within(self._cuts[name], shard_of(name, parameter, replica=0, num_replicas=1))
+        held = compose_cut(self._cuts[name], shard_of(name, parameter, replica=0, num_replicas=1))
         return [
             (
                 gradient[

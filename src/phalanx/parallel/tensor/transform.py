@@ -18,10 +18,10 @@ from torch import nn
 
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.linear import (
+    classify_module,
     first_of_stack,
     input_dim,
     is_conv1d,
-    kind_of,
     output_dim,
     read_shard_rules,
 )
@@ -139,7 +139,9 @@ class _Surgery:
             for count in rule.divide:
                 tp_modules.divide(part, name, count, self.group.size)
             if rule.kind in CUTS:
-                require_cuttable(rule, name, kind_of(part, is_attention=self._is_attention(name)))
+                require_cuttable(
+                    rule, name, classify_module(part, is_attention=self._is_attention(name))
+                )
             if rule.kind == "column":
                 self._column(name, part, rule)
             elif rule.kind == "row":
@@ -290,7 +292,7 @@ class _Surgery:
                 fix="parallel.sequence_parallel=false",
             )
         first, hidden = first_of_stack(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
-        require_parts(rule, name, kind_of(part, is_attention=False))
+        require_parts(rule, name, classify_module(part, is_attention=False))
         self._cut(name, part, first, 1, self._spans(rule, getattr(part, first).shape[1], name))
         self._cut(
             name,

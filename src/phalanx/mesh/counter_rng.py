@@ -36,8 +36,8 @@ def keep_mask(
     global_sizes: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Which elements of a box of a tensor are kept, each with probability `keep` (to 2^-32): bool
-    of shape `sizes`.
+    """Bool of shape `sizes`: True for the elements of a box of a tensor that are kept, each with
+    probability `keep` (to 2^-32).
 
     Dimension 0 are the rows; an element's number in its row counts over the other dimensions of the
     whole tensor. The box begins at `offsets` of a tensor of `global_sizes` (of dimension 0 it does
@@ -87,20 +87,23 @@ class _Runs:
     maxsize=64
 )  # every step asks for the same few boxes, and a copy to a GPU would wait for it
 def _runs(
-    sizes: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int, ...], device: torch.device
+    sizes: tuple[int, ...],
+    offsets: tuple[int, ...],
+    full_sizes: tuple[int, ...],
+    device: torch.device,
 ) -> _Runs:
-    cut = max((d for d in range(len(sizes)) if sizes[d] != whole[d]), default=0)
-    strides = [math.prod(whole[d + 1 :]) for d in range(len(sizes))]
+    cut = max((d for d in range(len(sizes)) if sizes[d] != full_sizes[d]), default=0)
+    strides = [math.prod(full_sizes[d + 1 :]) for d in range(len(sizes))]
     start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     starts = torch.full((1,), start, dtype=torch.int64)
     for size, stride in zip(sizes[:cut], strides, strict=False):
         starts = (starts[:, None] + torch.arange(0, size * stride, stride)).view(-1)
-    found: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+    by_parity: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
     for odd in (0, 1):
         numbers = (starts % 2 == odd).nonzero().view(-1)
         pairs = (starts[numbers] // 2).mul_(_GOLDEN).to(device) if len(numbers) else None
-        found.append((numbers.to(device) if 0 < len(numbers) < len(starts) else None, pairs))
-    return _Runs(len(starts), math.prod(sizes[cut:]), tuple(found))
+        by_parity.append((numbers.to(device) if 0 < len(numbers) < len(starts) else None, pairs))
+    return _Runs(len(starts), math.prod(sizes[cut:]), tuple(by_parity))
 
 
 def _fill(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 
 def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """In place: of `rows` [ranks, ...], contiguous, each rank has filled its own; afterwards all
-    of them are there."""
+    """Gather the rows of all ranks in place: of `rows` [ranks, ...], contiguous, each rank has
+    filled its own row before."""
     if rows.device.type != "cpu":
         dist.all_gather_into_tensor(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
         return
