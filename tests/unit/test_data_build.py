@@ -24,7 +24,7 @@ import phalanx.data.build as module
 from commands import write_text
 from phalanx.core.errors import DataError, PhalanxError, ResourceError, RunLockedError
 from phalanx.data.build import STATE, BuildProgress, build_dataset
-from phalanx.data.dataset import Dataset, is_dataset, open_dataset, verify_dataset, with_checksum
+from phalanx.data.dataset import Dataset, add_checksum, is_dataset, open_dataset, verify_dataset
 from phalanx.data.shards import PAYLOAD_AT, ShardWriter
 from phalanx.data.spans import default_shard_bytes
 from phalanx.data.tokenizer import load_tokenizer
@@ -700,7 +700,7 @@ def edit_manifest(directory: Path, changed: dict[str, Any]) -> None:
     """dataset.json with other values and the checksum of those."""
     manifest = json.loads((directory / "dataset.json").read_text()) | changed
     del manifest["checksum"]
-    (directory / "dataset.json").write_text(json.dumps(with_checksum(manifest)))
+    (directory / "dataset.json").write_text(json.dumps(add_checksum(manifest)))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import DataError, EnvironmentProblem
 from phalanx.data import cuts
 from phalanx.data.cuts import cutter_for
-from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, without_surrogates
+from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, replace_surrogates
 
 CORPUS = [
     (
@@ -120,7 +120,7 @@ def tokenizer(request: pytest.FixtureRequest, loaded: dict[str, Tokenizer]) -> T
 @given(st.text())
 def test_bytes_come_back_as_they_were(text: str) -> None:
     tokenizer = ByteTokenizer()
-    text = without_surrogates(text)
+    text = replace_surrogates(text)
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode_batch([text, ""])[0].tolist() == tokenizer.encode(text)

@@ -89,7 +89,7 @@ def test_a_split_by_position_is_a_cut(lengths: list[list[int]], fraction: float)
 
 
 def test_gather_takes_starts_of_any_shape() -> None:
-    sequence = split_tokens([PlainArray.of(np.arange(50))], 0.0, "position").train
+    sequence = split_tokens([PlainArray.from_tokens(np.arange(50))], 0.0, "position").train
     starts = np.array([[0, 7], [40, 47]])
     assert sequence.gather(starts, 3).tolist() == (starts[..., None] + np.arange(3)).tolist()
     assert sequence.gather(np.zeros((0,), np.int64), 3).shape == (0, 3)

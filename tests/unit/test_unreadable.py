@@ -42,7 +42,9 @@ def failing(path: Path) -> Path:
 READERS: dict[str, Callable[[Path], Any]] = {
     "a text": lambda folder: find_files([str(failing(folder / "a.txt"))]),
     "a tokenizer": lambda folder: load_tokenizer(str(failing(folder / "tokenizer.json"))),
-    "a dataset": lambda folder: dataset.read_manifest(failing(folder / dataset.MANIFEST).parent),
+    "a dataset": lambda folder: dataset.read_dataset_manifest(
+        failing(folder / dataset.MANIFEST).parent
+    ),
     "a shard": lambda folder: open_shard(failing(folder / "shard-00000.bin")),
     "prepared data": lambda folder: corpus.load_corpus(failing(folder / corpus.MANIFEST).parent),
     "tokens": lambda folder: _checksum(failing(folder / "tokens.npy")),

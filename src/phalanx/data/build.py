@@ -34,16 +34,16 @@ from phalanx.data.dataset import (
     FORMAT,
     MANIFEST,
     Dataset,
-    Manifest,
+    DatasetManifest,
     TokenizerFacts,
     is_dataset,
     open_dataset,
 )
-from phalanx.data.encode import Counts, Outcome, sum_counts
+from phalanx.data.encode import Counts, ShardOutcome, sum_counts
 from phalanx.data.listing import dataset_around
-from phalanx.data.readers import parts_of
+from phalanx.data.readers import plan_parts
 from phalanx.data.shards import dtype_for, open_shard
-from phalanx.data.sources import Found, find_files
+from phalanx.data.sources import SourceListing, find_files
 from phalanx.data.spans import Task, default_shard_bytes, plan_tasks
 from phalanx.data.tokenizer import (
     CONFIG_FILE,
@@ -52,7 +52,7 @@ from phalanx.data.tokenizer import (
     load_tokenizer,
     tokenizer_path,
 )
-from phalanx.data.unchanged import check_inputs_unchanged, find_changed, times_of
+from phalanx.data.unchanged import check_inputs_unchanged, file_times, find_changed
 
 STATE = ".build"
 OPTIONS, LOCK = "options.json", "lock"
@@ -87,7 +87,7 @@ class _Build:
     """One build as it goes on."""
 
     tasks: list[Task]
-    outcomes: dict[int, Outcome]
+    outcomes: dict[int, ShardOutcome]
     num_workers: int
     began: float = field(default_factory=time.monotonic)
     kept: tuple[int, ...] = ()
@@ -134,27 +134,29 @@ def build_dataset(
     at it.
     """
     encoder = load_tokenizer(tokenizer)
-    found = find_files(inputs, named, out)
+    sources = find_files(inputs, named, out)
     cutter = cutter_for(encoder)
-    total_bytes = sum(file.num_bytes for one in found for file in one.files)
+    total_bytes = sum(file.num_bytes for one in sources for file in one.files)
     shard_bytes = shard_bytes or default_shard_bytes(total_bytes)
     step_bytes = min(_STEP_BYTES, shard_bytes)
     parts = [
-        parts_of(file, column, step_bytes, cutter.can_cut) for one in found for file in one.files
+        plan_parts(file, column, step_bytes, cutter.can_cut)
+        for one in sources
+        for file in one.files
     ]
     tasks = plan_tasks(parts, shard_bytes)
-    options = _options(found, encoder, column, shard_bytes)
+    options = _options(sources, encoder, column, shard_bytes)
     _check_place(out)
     if is_dataset(out):
-        return _finished(out, options, tasks, times_of(found))
+        return _reuse_finished(out, options, tasks, file_times(sources))
     is_new = not out.exists()
     try:
-        with _locked(out):
+        with _lock_output(out):
             if is_dataset(out):  # another build has finished since we looked
-                return _finished(out, options, tasks, times_of(found))
+                return _reuse_finished(out, options, tasks, file_times(sources))
             try:
                 workers = num_workers or _useful_workers(encoder, total_bytes)
-                return _build(tasks, found, encoder, tokenizer, options, out, workers, progress)
+                return _build(tasks, sources, encoder, tokenizer, options, out, workers, progress)
             except BaseException:
                 if not keep_unfinished:
                     _remove(out, tasks, is_new)
@@ -170,7 +172,7 @@ def _useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
 
 
 def _options(
-    found: list[Found], encoder: Tokenizer, column: str, shard_bytes: int
+    sources: list[SourceListing], encoder: Tokenizer, column: str, shard_bytes: int
 ) -> dict[str, Any]:
     """The options that decide about every byte of the dataset."""
     return {
@@ -179,16 +181,16 @@ def _options(
         "end_of_document": encoder.end_of_document,
         "column": column,
         "shard_bytes": shard_bytes,
-        "inputs": [_input_facts(one) for one in found],
+        "inputs": [_input_facts(one) for one in sources],
     }
 
 
-def _input_facts(found: Found) -> dict[str, Any]:
+def _input_facts(listing: SourceListing) -> dict[str, Any]:
     return {
-        "source": found.source,
-        "num_files": len(found.files),
-        "num_bytes": sum(file.num_bytes for file in found.files),
-        "digest": digest([[file.name, file.num_bytes] for file in found.files]),
+        "source": listing.source,
+        "num_files": len(listing.files),
+        "num_bytes": sum(file.num_bytes for file in listing.files),
+        "digest": digest([[file.name, file.num_bytes] for file in listing.files]),
     }
 
 
@@ -223,13 +225,13 @@ def _check_place(out: Path) -> None:
         )
 
 
-def _finished(
+def _reuse_finished(
     out: Path, options: dict[str, Any], tasks: list[Task], changed_ns: dict[str, int]
 ) -> Dataset:
     """The dataset that is already there, if it is the one that is wanted."""
     dataset = open_dataset(out)
-    was = _wanted(dataset.manifest.to_json())
-    differing = differing_keys(was, _wanted(options))
+    was = _select_compared(dataset.manifest.to_json())
+    differing = differing_keys(was, _select_compared(options))
     if differing:
         raise _another(out, f"other {', '.join(differing)}")
     contents = dict(enumerate(dataset.manifest.contents))
@@ -238,10 +240,10 @@ def _finished(
             task, contents.get(task.number), options["column"], changed_ns, out / MANIFEST
         )
         if paths:
-            others = (
+            changed_keys = (
                 f" (or another of {len(paths)} that were written lately)" if len(paths) > 1 else ""
             )
-            raise _another(out, f"{paths[0]} had another content when it was built{others}")
+            raise _another(out, f"{paths[0]} had another content when it was built{changed_keys}")
     with contextlib.suppress(OSError):
         shutil.rmtree(out / STATE)  # a build that was killed on its very last step
     return dataset
@@ -252,7 +254,7 @@ def _another(out: Path, why: str) -> DataError:
     return DataError("another dataset is there", where=str(out), why=why, fix=fix)
 
 
-def _wanted(options: dict[str, Any]) -> dict[str, Any]:
+def _select_compared(options: dict[str, Any]) -> dict[str, Any]:
     return {
         key: options.get(key)
         for key in ("tokenizer", "end_of_document", "column", "shard_bytes", "inputs")
@@ -260,7 +262,7 @@ def _wanted(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def _lock_output(out: Path) -> Iterator[None]:
     """Hold OUT/.build for this process: the lock goes with it, however it ends."""
     handle = _lock(out)
     try:
@@ -293,7 +295,7 @@ def _lock(out: Path) -> int:
 
 def _build(
     tasks: list[Task],
-    found: list[Found],
+    sources: list[SourceListing],
     encoder: Tokenizer,
     tokenizer: str,
     options: dict[str, Any],
@@ -302,11 +304,13 @@ def _build(
     progress: Progress | None,
 ) -> Dataset:
     _same_options(out, options)
-    for left in out.glob(".*.partial"):
-        left.unlink(missing_ok=True)
-    kept = _kept(tasks, times_of(found), options["column"], out)
-    build = _Build(tasks, kept, min(num_workers, max(1, len(tasks) - len(kept))), kept=tuple(kept))
-    todo = [task for task in tasks if task.number not in kept]
+    for partial_file in out.glob(".*.partial"):
+        partial_file.unlink(missing_ok=True)
+    finished = _read_finished_shards(tasks, file_times(sources), options["column"], out)
+    build = _Build(
+        tasks, finished, min(num_workers, max(1, len(tasks) - len(finished))), kept=tuple(finished)
+    )
+    todo = [task for task in tasks if task.number not in finished]
     _check_room(todo, encoder, out)
 
     def tell() -> None:
@@ -317,7 +321,7 @@ def _build(
         build.running[number] = counts
         tell()
 
-    def done(task: Task, outcome: Outcome) -> None:
+    def done(task: Task, outcome: ShardOutcome) -> None:
         _note(out, task, outcome)
         build.running.pop(task.number, None)
         build.outcomes[task.number] = outcome
@@ -325,7 +329,7 @@ def _build(
 
     tell()
     run_tasks(todo, out, encoder, tokenizer, options["column"], build.num_workers, running, done)
-    return _finish(build, found, encoder, tokenizer, options, out)
+    return _finish(build, sources, encoder, tokenizer, options, out)
 
 
 def _same_options(out: Path, options: dict[str, Any]) -> None:
@@ -333,13 +337,13 @@ def _same_options(out: Path, options: dict[str, Any]) -> None:
     went into it.
     """
     path = out / STATE / OPTIONS
-    mine = {key: value for key, value in options.items() if key != "inputs"}
+    compared = {key: value for key, value in options.items() if key != "inputs"}
     if path.exists() and any((out / STATE).glob("[0-9]*.json")):
         try:
             was = read_json(path)
         except ValueError:
             was = {}
-        differing = differing_keys(was, mine)
+        differing = differing_keys(was, compared)
         if differing:
             raise DataError(
                 "an unfinished build with other options is there",
@@ -347,10 +351,10 @@ def _same_options(out: Path, options: dict[str, Any]) -> None:
                 why=f"other {', '.join(differing)}",
                 fix="give the same options to finish it, another --out, or remove that folder",
             )
-    write_json_atomic(path, mine)
+    write_json_atomic(path, compared)
 
 
-def _note(out: Path, task: Task, outcome: Outcome) -> None:
+def _note(out: Path, task: Task, outcome: ShardOutcome) -> None:
     """Written when the shard is durable under its name; a note that a power cut takes costs one
     shard.
     """
@@ -358,18 +362,18 @@ def _note(out: Path, task: Task, outcome: Outcome) -> None:
     write_json_atomic(path, {"task": task.digest, "outcome": outcome.to_json()}, durable=False)
 
 
-def _kept(
+def _read_finished_shards(
     tasks: list[Task], changed_ns: dict[str, int], column: str, out: Path
-) -> dict[int, Outcome]:
+) -> dict[int, ShardOutcome]:
     """Outcomes of an interrupted build that still hold: same inputs, and the shard is the one of
     the note.
     """
-    kept: dict[int, Outcome] = {}
+    outcomes: dict[int, ShardOutcome] = {}
     for task in tasks:
         path = out / STATE / f"{task.number:05d}.json"
         try:
             note = read_json(path)
-            outcome = Outcome.from_json(note["outcome"])
+            outcome = ShardOutcome.from_json(note["outcome"])
             if note["task"] != task.digest:
                 continue
             if find_changed(task, outcome.content, column, changed_ns, path):
@@ -378,8 +382,8 @@ def _kept(
                 continue
         except (OSError, ValueError, KeyError, TypeError, DataError):
             continue
-        kept[task.number] = outcome
-    return kept
+        outcomes[task.number] = outcome
+    return outcomes
 
 
 def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
@@ -404,7 +408,7 @@ def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
 
 def _finish(
     build: _Build,
-    found: list[Found],
+    sources: list[SourceListing],
     encoder: Tokenizer,
     tokenizer: str,
     options: dict[str, Any],
@@ -416,12 +420,12 @@ def _finish(
     if not shards:
         why = f"{total.num_null_rows} null rows" if total.num_null_rows else "no row has any text"
         raise DataError(
-            "there is no text in it", where=", ".join(one.source for one in found), why=why
+            "there is no text in it", where=", ".join(one.source for one in sources), why=why
         )
-    check_inputs_unchanged(build.tasks, build.outcomes, found, options["column"])
+    check_inputs_unchanged(build.tasks, build.outcomes, sources, options["column"])
     if encoder.kind == "tokenizer.json":
         _copy_tokenizer(encoder, tokenizer, out)
-    manifest = Manifest(
+    manifest = DatasetManifest(
         tokenizer=TokenizerFacts(encoder.kind, encoder.digest),
         vocab_size=encoder.vocab_size,
         dtype=dtype_for(encoder.vocab_size),
@@ -429,21 +433,21 @@ def _finish(
         column=options["column"],
         shard_bytes=options["shard_bytes"],
         source_bytes=total.text_bytes,
-        num_skipped_files=sum(one.num_skipped for one in found),
+        num_skipped_files=sum(one.num_skipped for one in sources),
         num_skipped_rows=total.num_null_rows,
         num_not_utf8=total.num_not_utf8,
         inputs=tuple(options["inputs"]),
         shards=shards,
-        num_skipped_folders=sum(one.num_skipped_folders for one in found),
-        num_repeated_files=sum(one.num_repeated for one in found),
-        num_not_files=sum(one.num_not_files for one in found),
-        num_empty_files=sum(one.num_empty for one in found),
-        num_json_as_text=sum(one.num_json_text for one in found),
+        num_skipped_folders=sum(one.num_skipped_folders for one in sources),
+        num_repeated_files=sum(one.num_repeated for one in sources),
+        num_not_files=sum(one.num_not_files for one in sources),
+        num_empty_files=sum(one.num_empty for one in sources),
+        num_json_as_text=sum(one.num_json_text for one in sources),
         num_ends_in_text=total.num_ends_in_text,
         contents=tuple(outcome.content for outcome in outcomes),
     )
-    for left in set(out.glob("shard-*.tokens")) - {out / shard.file for shard in shards}:
-        left.unlink()  # of inputs that are not there any more
+    for stale in set(out.glob("shard-*.tokens")) - {out / shard.file for shard in shards}:
+        stale.unlink()  # of inputs that are not there any more
     write_json_atomic(out / MANIFEST, manifest.to_json())
     dataset = open_dataset(out)
     shutil.rmtree(out / STATE, ignore_errors=True)

@@ -23,14 +23,14 @@ from typing import IO, Any, cast
 from phalanx.core import errors
 from phalanx.core.errors import DataError, PhalanxError, ResourceError
 from phalanx.core.files import resource_error
-from phalanx.data.encode import Counts, Outcome, build_shard
+from phalanx.data.encode import Counts, ShardOutcome, build_shard
 from phalanx.data.spans import Task
 from phalanx.data.tokenizer import Tokenizer
 
 _HOME = str(Path(__file__).parents[2])
 
 Running = Callable[[int, Counts], None]
-Done = Callable[[Task, Outcome], None]
+Done = Callable[[Task, ShardOutcome], None]
 
 
 def run_tasks(
@@ -46,7 +46,7 @@ def run_tasks(
     """Build every task. The first error stops the others and is raised."""
     if num_workers > 1 and len(tasks) > 1:
         hello = {"out": str(out.resolve()), "tokenizer": tokenizer, "column": column}
-        _in_workers(tasks, hello, num_workers, running, done)
+        _build_in_workers(tasks, hello, num_workers, running, done)
         return
     for task in tasks:
         done(task, build_shard(task, out, encoder, column, partial(running, task.number)))
@@ -88,11 +88,11 @@ class _Worker:
             fix = "memory may have run out: try fewer --workers; the same command goes on from here"
         else:
             why, fix = f"exit code {code}", "what it said is above"
-        what = f"a worker died while building {self.task.file}" if self.task else "a worker died"
-        return ResourceError(what, why=why, fix=fix)
+        summary = f"a worker died while building {self.task.file}" if self.task else "a worker died"
+        return ResourceError(summary, why=why, fix=fix)
 
 
-def _in_workers(
+def _build_in_workers(
     tasks: list[Task], hello: dict[str, Any], num_workers: int, running: Running, done: Done
 ) -> None:
     waiting = list(reversed(tasks))
@@ -114,7 +114,7 @@ def _in_workers(
                     if "running" in message:
                         running(worker.task.number, Counts(**message["running"]))
                         continue
-                    done(worker.task, Outcome.from_json(message["done"]))
+                    done(worker.task, ShardOutcome.from_json(message["done"]))
                     num_left -= 1
                     worker.task = None
                     if waiting:
@@ -157,20 +157,20 @@ def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Wor
 
 
 def _remove_partials(out: Path) -> None:
-    for left in out.glob(".shard-*.partial"):
-        left.unlink(missing_ok=True)
+    for partial_file in out.glob(".shard-*.partial"):
+        partial_file.unlink(missing_ok=True)
 
 
 def error_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
     """An error of a worker as a message; an OSError is one of writing, since readers raise
     DataError.
     """
-    told = (
+    known = (
         error
         if isinstance(error, PhalanxError)
         else resource_error(error, "writing the token shards", out, place="folder")
     )
-    return told.to_json()
+    return known.to_json()
 
 
 def _error_of(message: dict[str, Any]) -> PhalanxError:

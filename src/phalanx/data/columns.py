@@ -26,10 +26,10 @@ def no_column(column: str, known: list[str], where: str, noun: str, they: str) -
     shown = ", ".join(known[:MOST_NAMES]) + (
         f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
     )
-    near = did_you_mean(column, known)
+    suggestion = did_you_mean(column, known)
     return DataError(
         f"there is no {noun} {column!r}",
         where=where,
         why=f"{they}: {shown}" if known else f"{they} none",
-        fix=near or "choose with --column, or data.column in a job",
+        fix=suggestion or "choose with --column, or data.column in a job",
     )

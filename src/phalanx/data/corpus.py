@@ -21,11 +21,11 @@ from phalanx.data.dataset import TokenizerFacts, open_dataset
 from phalanx.data.token_sources import (
     FileFacts,
     Kind,
-    Opened,
+    OpenSource,
     check_source_unchanged,
     num_bytes_of,
     open_arrays,
-    verify,
+    verify_source,
 )
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.data.tokens import SPLITS, Split, SplitBy, Splits, TokenSequence, split_tokens
@@ -140,7 +140,8 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int | None:
-        """What the data needs; a model may have more. None for a user's own dataset."""
+        """The vocabulary size that the data needs; a model may have more. None for a user's own
+        dataset."""
         return max((component.vocab_size for component in self.components), default=None)
 
     @property
@@ -178,7 +179,7 @@ class Corpus:
     def path_of(self, component: Component) -> Path:
         return self.directory / component.path  # an absolute one stays what it is
 
-    def open_component(self, component: Component) -> tuple[Opened, Splits]:
+    def open_component(self, component: Component) -> tuple[OpenSource, Splits]:
         """Map the tokens of a source and tell its sides apart.
 
         DataError if it is not what it was.
@@ -194,14 +195,15 @@ class Corpus:
         return [self.open_component(component)[1][split] for component in self.components]
 
     def tokenizer(self) -> Tokenizer | None:
-        """What the text went through; None where there is no text. DataError if it is another one
-        by now.
+        """The tokenizer that encoded the text; None without text.
+
+        DataError if it has changed since.
         """
         if not self.is_text:
             return None
         first = self.components[0]
         if first.tokenizer_path:
-            return _named_tokenizer(first.tokenizer_path, first.tokenizer.digest)
+            return _load_unchanged_tokenizer(first.tokenizer_path, first.tokenizer.digest)
         return open_dataset(self.path_of(first)).load_tokenizer()
 
 
@@ -239,7 +241,7 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
         fix = "".join(f"; phalanx data verify {path} reads it whole" for path in shards)
         return [f"{format_bytes(num_bytes)} of tokens were not compared with their checksums{fix}"]
     for component in old:
-        wrong = list(verify(component.kind, corpus.path_of(component), component.files))
+        wrong = list(verify_source(component.kind, corpus.path_of(component), component.files))
         if wrong:
             first, more = wrong[0], f" and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
             raise type(first)(first.what + more, where=first.where, why=first.why, fix=first.fix)
@@ -251,7 +253,7 @@ def _is_foreign(component: Component) -> bool:
     return os.path.isabs(component.path)
 
 
-def _named_tokenizer(name: str, digest: str) -> Tokenizer:
+def _load_unchanged_tokenizer(name: str, digest: str) -> Tokenizer:
     tokenizer = load_tokenizer(name)
     if tokenizer.digest != digest:
         fix = "put it back as it was, or start a new run"

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from phalanx.core.errors import DataError
 from phalanx.core.units import MIB
-from phalanx.data.tokenizer import Tokenizer, without_surrogates
+from phalanx.data.tokenizer import Tokenizer, replace_surrogates
 
 PIECE_CHARS = MIB // 4
 MAX_ROW_BYTES = (
@@ -41,15 +41,15 @@ class Cutter:
     def holds(self, text: str, at: int) -> bool:
         """True if `text` has the same tokens when it is cut at `at`."""
         before, after = text[max(0, at - _CONTEXT_CHARS) : at], text[at : at + _CONTEXT_CHARS]
-        return self._same(without_surrogates(before), without_surrogates(after))
+        return self._same(replace_surrogates(before), replace_surrogates(after))
 
     def first_cut(self, text: str, start: int) -> int | None:
         """The first good place at or after `start`, or None in this text."""
         at = text.find("\n", start)
         while at >= 0:
-            for place in _places(text, at):
-                if place >= start and self.holds(text, place):
-                    return place
+            for position in _places(text, at):
+                if position >= start and self.holds(text, position):
+                    return position
             at = text.find("\n", at + 1)
         return None
 
@@ -62,32 +62,32 @@ class Cutter:
         if offset <= 0 or self._anywhere:
             return max(0, min(offset, num_bytes))
         while self.can_cut and offset < num_bytes:
-            begin = max(0, offset - _MARGIN_BYTES)
-            file.seek(begin)
-            data = file.read(offset - begin + _WINDOW_BYTES + _MARGIN_BYTES)
+            window_start = max(0, offset - _MARGIN_BYTES)
+            file.seek(window_start)
+            data = file.read(offset - window_start + _WINDOW_BYTES + _MARGIN_BYTES)
             until = offset + _WINDOW_BYTES
             text = data.decode(
                 "utf-8", "surrogateescape"
             )  # one letter for each odd byte, so that places can be told
-            start = len(data[: offset - begin].decode("utf-8", "surrogateescape"))
+            start = len(data[: offset - window_start].decode("utf-8", "surrogateescape"))
             cut = self.first_cut(text, start)
             if cut is not None:
-                at = begin + len(text[:cut].encode("utf-8", "surrogateescape"))
-                if at < until or begin + len(data) >= num_bytes:
+                at = window_start + len(text[:cut].encode("utf-8", "surrogateescape"))
+                if at < until or window_start + len(data) >= num_bytes:
                     return at
             offset = until
         return num_bytes
 
     def pieces(self, text: str, where: str) -> Iterator[str]:
         """`text` in parts of about PIECE_CHARS. DataError if it is huge and cannot be cut."""
-        begin = 0
-        while len(text) - begin > 2 * PIECE_CHARS and self.can_cut:
-            cut = self.first_cut(text, begin + PIECE_CHARS)
+        start = 0
+        while len(text) - start > 2 * PIECE_CHARS and self.can_cut:
+            cut = self.first_cut(text, start + PIECE_CHARS)
             if cut is None:
                 break
-            yield text[begin:cut]
-            begin = cut
-        rest = text[begin:] if begin else text
+            yield text[start:cut]
+            start = cut
+        rest = text[start:] if start else text
         if len(rest) > MAX_WHOLE_CHARS:
             raise too_long(len(rest), where)
         yield rest
@@ -97,15 +97,15 @@ def cutter_for(tokenizer: Tokenizer) -> Cutter:
     """Cuts that keep the tokens of one tokenizer."""
 
     def same(before: str, after: str) -> bool:
-        whole, *parts = tokenizer.encode_batch([before + after, before, after])
-        return list(whole) == [*parts[0], *parts[1]]
+        together, *parts = tokenizer.encode_batch([before + after, before, after])
+        return list(together) == [*parts[0], *parts[1]]
 
     return Cutter(same, anywhere=tokenizer.kind == "bytes")
 
 
-def row_too_long(where: str, what: str) -> DataError:
+def row_too_long(where: str, summary: str) -> DataError:
     fix = "cut the text into several rows, or give it as a text file"
-    return DataError(what, where=where, why="a row is read whole, and is one document", fix=fix)
+    return DataError(summary, where=where, why="a row is read whole, and is one document", fix=fix)
 
 
 def too_long(num_chars: int, where: str) -> DataError:
@@ -122,11 +122,11 @@ def too_long(num_chars: int, where: str) -> DataError:
 
 def _places(text: str, line_end: int) -> Iterator[int]:
     """Behind a line's end, and before the white space it stands in, if that is short."""
-    begin, end = line_end, line_end + 1
-    while begin > 0 and text[begin - 1].isspace() and end - begin < _MAX_SPACE_CHARS:
-        begin -= 1
-    while end < len(text) and text[end].isspace() and end - begin < _MAX_SPACE_CHARS:
+    start, end = line_end, line_end + 1
+    while start > 0 and text[start - 1].isspace() and end - start < _MAX_SPACE_CHARS:
+        start -= 1
+    while end < len(text) and text[end].isspace() and end - start < _MAX_SPACE_CHARS:
         end += 1
-    if begin > 0 and end < len(text) and end - begin < _MAX_SPACE_CHARS:
+    if start > 0 and end < len(text) and end - start < _MAX_SPACE_CHARS:
         yield line_end + 1
-        yield begin
+        yield start

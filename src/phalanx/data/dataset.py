@@ -35,7 +35,7 @@ class TokenizerFacts:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """The contents of dataset.json."""
 
     tokenizer: TokenizerFacts
@@ -61,13 +61,13 @@ class Manifest:
     ] = ()  # of each part of the inputs, in their order: a digest of what it held
 
     def to_json(self) -> dict[str, Any]:
-        return with_checksum({"format": FORMAT, **asdict(self)})
+        return add_checksum({"format": FORMAT, **asdict(self)})
 
     @classmethod
-    def from_json(cls, value: Any, where: Path) -> Manifest:
+    def from_json(cls, value: Any, where: Path) -> DatasetManifest:
         """Raises DataError if `value` is not what `to_json` gives."""
         try:
-            fields = _checked(value)
+            fields = _check_checksum(value)
             if fields.pop("format") != FORMAT or fields["dtype"] not in DTYPES:
                 raise ValueError("another release wrote it")
             fields["tokenizer"] = TokenizerFacts(**fields["tokenizer"])
@@ -113,23 +113,25 @@ class Manifest:
             _require(isinstance(text, str), name, text)
 
 
-def with_checksum(body: Mapping[str, Any]) -> dict[str, Any]:
+def add_checksum(body: Mapping[str, Any]) -> dict[str, Any]:
     """`body` as dataset.json holds it: what is said of the shards is covered as the shards are."""
     return {**body, "checksum": digest(body)}
 
 
-def _checked(value: Any) -> dict[str, Any]:
-    """What `with_checksum` was given. Raises ValueError if that is not what this is, or not any
-    more.
+def _check_checksum(value: Any) -> dict[str, Any]:
+    """The body that was given to `add_checksum`. Raises ValueError if the checksum is missing or
+    wrong.
     """
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     fields = dict(value)
     if "checksum" not in fields:
         raise ValueError("it has no checksum")
-    said = fields.pop("checksum")
-    if said != digest(fields):
-        raise ValueError(f"it was changed: its checksum is {digest(fields)}, and it says {said!r}")
+    checksum = fields.pop("checksum")
+    if checksum != digest(fields):
+        raise ValueError(
+            f"it was changed: its checksum is {digest(fields)}, and it says {checksum!r}"
+        )
     return fields
 
 
@@ -145,7 +147,7 @@ class Dataset:
     """
 
     directory: Path
-    manifest: Manifest
+    manifest: DatasetManifest
     shards: tuple[Shard, ...]
     digest: str
 
@@ -215,7 +217,7 @@ def open_dataset(directory: Path) -> Dataset:
 
     Raises DataError (exit 4); all bad shards are named at once.
     """
-    manifest, manifest_digest = read_manifest(directory)
+    manifest, manifest_digest = read_dataset_manifest(directory)
     _allow_open_files(len(manifest.shards))
     shards: list[Shard] = []
     problems: list[DataError] = []
@@ -237,13 +239,13 @@ def open_dataset(directory: Path) -> Dataset:
 def _allow_open_files(num_shards: int) -> None:
     """Raise this process's own limit where the shards would not fit, as far as it may be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_shards + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = num_shards + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
-def read_manifest(directory: Path) -> tuple[Manifest, str]:
+def read_dataset_manifest(directory: Path) -> tuple[DatasetManifest, str]:
     """dataset.json and the digest of its bytes. Raises DataError."""
     path = directory / MANIFEST
     try:
@@ -265,7 +267,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
         ) from None
     except ValueError as error:
         raise _unusable(path, f"not JSON: {error}") from None
-    return Manifest.from_json(value, path), hashlib.sha256(content).hexdigest()[:16]
+    return DatasetManifest.from_json(value, path), hashlib.sha256(content).hexdigest()[:16]
 
 
 def verify_dataset(directory: Path, progress: Progress | None = None) -> Iterator[DataError]:
@@ -273,7 +275,7 @@ def verify_dataset(directory: Path, progress: Progress | None = None) -> Iterato
     compared.
     """
     try:
-        manifest, manifest_digest = read_manifest(directory)
+        manifest, manifest_digest = read_dataset_manifest(directory)
     except DataError as error:
         yield error
         return
@@ -290,17 +292,17 @@ def verify_dataset(directory: Path, progress: Progress | None = None) -> Iterato
         yield error
 
 
-def _open_listed(directory: Path, manifest: Manifest, facts: ShardFacts) -> Shard:
+def _open_listed(directory: Path, manifest: DatasetManifest, facts: ShardFacts) -> Shard:
     """Open a shard and hold it to what dataset.json says of it."""
     shard = open_shard(directory / facts.file)
     if shard.tokenizer_digest != manifest.tokenizer.digest:
-        raise _swapped(
+        raise _swapped_error(
             shard,
             f"made with tokenizer {shard.tokenizer_digest}, the dataset with"
             f" {manifest.tokenizer.digest}",
         )
     if shard.facts.max_token_id >= manifest.vocab_size:
-        raise _swapped(
+        raise _swapped_error(
             shard,
             f"token {shard.facts.max_token_id}, the dataset's vocabulary has {manifest.vocab_size}",
         )
@@ -309,34 +311,34 @@ def _open_listed(directory: Path, manifest: Manifest, facts: ShardFacts) -> Shar
         or shard.dtype != manifest.dtype
         or shard.vocab_size != manifest.vocab_size
     ):
-        raise _swapped(shard, _difference(shard, manifest, facts))
+        raise _swapped_error(shard, _difference(shard, manifest, facts))
     return shard
 
 
-def _difference(shard: Shard, manifest: Manifest, facts: ShardFacts) -> str:
+def _difference(shard: Shard, manifest: DatasetManifest, facts: ShardFacts) -> str:
     """The first of what tells two shards apart, their checksum above all."""
-    here = {
+    observed = {
         "checksum": shard.facts.xxh3,
         **vars(shard.facts),
         "dtype": shard.dtype,
         "vocab_size": shard.vocab_size,
     }
-    wanted = {
+    listed = {
         "checksum": facts.xxh3,
         **vars(facts),
         "dtype": manifest.dtype,
         "vocab_size": manifest.vocab_size,
     }
-    name = next(name for name in here if here[name] != wanted[name])
-    return f"{name} {here[name]}, dataset.json says {wanted[name]}"
+    name = next(name for name in observed if observed[name] != listed[name])
+    return f"{name} {observed[name]}, dataset.json says {listed[name]}"
 
 
-def _swapped(shard: Shard, why: str) -> DataError:
+def _swapped_error(shard: Shard, why: str) -> DataError:
     fix = "put the shard of this dataset back, or build it again"
     return DataError("the shard is not of this dataset", where=str(shard.path), why=why, fix=fix)
 
 
-def _several(directory: Path, manifest: Manifest, problems: list[DataError]) -> DataError:
+def _several(directory: Path, manifest: DatasetManifest, problems: list[DataError]) -> DataError:
     shown = "; ".join(f"{Path(str(p.where)).name}: {p.what} ({p.why})" for p in problems[:8])
     more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
     return DataError(

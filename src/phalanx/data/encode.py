@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from phalanx.core.units import MIB
 from phalanx.data.columns import Reading
 from phalanx.data.cuts import cutter_for
-from phalanx.data.readers import Piece, read_content, read_pieces
+from phalanx.data.readers import TextPiece, read_content, read_pieces
 from phalanx.data.shards import ShardFacts, ShardWriter, dtype_for
-from phalanx.data.spans import Span, Task
+from phalanx.data.spans import FileSpan, Task
 from phalanx.data.tokenizer import Tokenizer
 
 BATCH_BYTES = 2 * MIB
@@ -53,7 +53,7 @@ def sum_counts(parts: Iterable[Counts]) -> Counts:
 
 
 @dataclass
-class Outcome:
+class ShardOutcome:
     """The result of a task; without facts if it held no token."""
 
     facts: ShardFacts | None
@@ -64,7 +64,7 @@ class Outcome:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Outcome:
+    def from_json(cls, value: dict[str, Any]) -> ShardOutcome:
         return cls(
             value["facts"] and ShardFacts(**value["facts"]),
             Counts(**value["counts"]),
@@ -83,7 +83,7 @@ class Content:
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
 
-    def add(self, span: Span, column: str) -> None:
+    def add(self, span: FileSpan, column: str) -> None:
         self._hash.update(
             f"{span.name}\x1f{span.format}\x1f{span.begin}\x1f{span.end}\x1f".encode()
         )
@@ -94,8 +94,9 @@ class Content:
         return self._hash.hexdigest()
 
 
-def content_of(task: Task, column: str) -> str:
-    """What `build_shard` says of the content. Raises DataError for a file that cannot be read."""
+def digest_content(task: Task, column: str) -> str:
+    """The digest that `build_shard` gives the content of `task`. Raises DataError for a file that
+    cannot be read."""
     content = Content()
     for span in task.spans:
         content.add(span, column)
@@ -104,7 +105,7 @@ def content_of(task: Task, column: str) -> str:
 
 def build_shard(
     task: Task, out: Path, tokenizer: Tokenizer, column: str, report: Report
-) -> Outcome:
+) -> ShardOutcome:
     """Write the shard of `task` in `out`: whole or absent. Raises DataError, and OSError where
     writing fails.
     """
@@ -135,20 +136,20 @@ def build_shard(
         )  # where the last rows are null, no batch follows
         facts = writer.commit() if writer.num_tokens else None
     counts.read_bytes, counts.wall_s = task.weight, time.monotonic() - began
-    return Outcome(facts, counts, str(content))
+    return ShardOutcome(facts, counts, str(content))
 
 
 def _pieces(
     task: Task, column: str, tokenizer: Tokenizer, reading: Reading, content: Content
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     cutter = cutter_for(tokenizer)
     for span in task.spans:
         content.add(span, column)  # one pass before the other: the second finds the bytes in memory
         yield from read_pieces(span, column, cutter, tokenizer.kind == "bytes", reading)
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
     num_bytes = 0
     for piece in pieces:
         batch.append(piece)
@@ -167,7 +168,7 @@ class Encoded(NamedTuple):
     sizes: NDArray[np.int64]
 
 
-def _encode_bytes(batch: list[Piece], tokenizer: Tokenizer) -> Encoded:
+def _encode_bytes(batch: list[TextPiece], tokenizer: Tokenizer) -> Encoded:
     """A byte is a token."""
     joined = b"".join(piece.text for piece in batch)  # type: ignore[misc]
     return Encoded(
@@ -175,9 +176,9 @@ def _encode_bytes(batch: list[Piece], tokenizer: Tokenizer) -> Encoded:
     )
 
 
-def _encode_text(batch: list[Piece], tokenizer: Tokenizer) -> Encoded:
-    found = tokenizer.encode_batch([piece.text for piece in batch])  # type: ignore[misc]
-    return Encoded(np.concatenate(found), np.array([ids.size for ids in found], np.int64))
+def _encode_text(batch: list[TextPiece], tokenizer: Tokenizer) -> Encoded:
+    encodings = tokenizer.encode_batch([piece.text for piece in batch])  # type: ignore[misc]
+    return Encoded(np.concatenate(encodings), np.array([ids.size for ids in encodings], np.int64))
 
 
 def _ends_in_text(encoded: Encoded, tokenizer: Tokenizer) -> int:
@@ -187,7 +188,7 @@ def _ends_in_text(encoded: Encoded, tokenizer: Tokenizer) -> int:
 
 
 def _write(
-    writer: ShardWriter, batch: list[Piece], encoded: Encoded, end_of_document: int | None
+    writer: ShardWriter, batch: list[TextPiece], encoded: Encoded, end_of_document: int | None
 ) -> None:
     """Put the ends of documents into a batch and write it in one go."""
     ends = np.array([piece.ends for piece in batch]) & (end_of_document is not None)
@@ -215,7 +216,7 @@ def _write(
         writer.begin_document(begun)
 
 
-def _count(counts: Counts, batch: list[Piece], reading: Reading) -> None:
+def _count(counts: Counts, batch: list[TextPiece], reading: Reading) -> None:
     counts.text_bytes += sum(piece.num_bytes for piece in batch)
     counts.num_documents += sum(piece.ends for piece in batch)
     counts.num_not_utf8 += sum(not piece.is_utf8 for piece in batch)

@@ -91,8 +91,8 @@ def check_ledger(run_dir: Path) -> LedgerReport:
     """
     if not run_dir.is_dir():
         raise DataError("no such directory", where=str(run_dir), fix="give the directory of a run")
-    found, starts = _read_events(run_dir)
-    if not found:
+    events, starts = _read_events(run_dir)
+    if not events:
         raise DataError(
             "the run has no record of its samples",
             where=str(run_dir),
@@ -100,7 +100,7 @@ def check_ledger(run_dir: Path) -> LedgerReport:
         )
     readings: list[StepReading] = []
     problems: list[str] = []
-    for reading in found:
+    for reading in events:
         if damage := _damage(reading.event, starts.get(reading.attempt)):
             event = reading.event
             problems.append(
@@ -173,11 +173,13 @@ def _last_attempts(
     """
     counted: dict[int, list[StepReading]] = {}
     for attempt in sorted({reading.attempt for reading in readings} | set(starts)):
-        mine = [reading for reading in readings if reading.attempt == attempt]
-        first = min((reading.event.step for reading in mine), default=1) - 1
+        own_readings = [reading for reading in readings if reading.attempt == attempt]
+        first = min((reading.event.step for reading in own_readings), default=1) - 1
         first = starts[attempt].step if attempt in starts else first
-        counted = {step: found for step, found in counted.items() if step <= first}
-        for reading in mine:
+        counted = {
+            step: readings_of_step for step, readings_of_step in counted.items() if step <= first
+        }
+        for reading in own_readings:
             counted.setdefault(int(reading.event.step), []).append(reading)
     return dict(sorted(counted.items()))
 
@@ -202,16 +204,16 @@ def _complete_steps(
             if rank in by_rank and by_rank[rank].event.ranges != reading.event.ranges:
                 problems.append(f"step {step}: rank {rank} has two records that differ")
             by_rank[rank] = reading
-        wanted = max(
+        num_expected = max(
             (int(reading.event.data_parallel_size) for reading in by_rank.values()), default=0
         )
-        missing = [rank for rank in range(wanted) if rank not in by_rank]
+        missing = [rank for rank in range(num_expected) if rank not in by_rank]
         if not missing:
             done[step] = list(by_rank.values())
         elif step < newest:
-            others = f" and {len(missing) - MAX_SHOWN:,} more" if len(missing) > MAX_SHOWN else ""
-            who = ", ".join(map(str, missing[:MAX_SHOWN])) + others
-            problems.append(f"step {step}: rank {who} has no record")
+            more = f" and {len(missing) - MAX_SHOWN:,} more" if len(missing) > MAX_SHOWN else ""
+            missing_ranks = ", ".join(map(str, missing[:MAX_SHOWN])) + more
+            problems.append(f"step {step}: rank {missing_ranks} has no record")
     return done, problems
 
 
@@ -224,25 +226,28 @@ def _not_in_order(done: dict[int, list[StepReading]]) -> Iterator[str]:
         ranges = sorted(edge for reading in readings for edge in _ranges(reading.event))
         for first, beyond in ranges:
             if first > expected:
-                yield f"step {step}: {_named(expected, first)} missing"
+                yield f"step {step}: {_name_samples(expected, first)} missing"
             elif first < expected:
-                yield f"step {step}: {_named(first, min(beyond, expected))} repeated"
+                yield f"step {step}: {_name_samples(first, min(beyond, expected))} repeated"
             expected = max(expected, beyond)
 
 
-def _named(first: int, beyond: int) -> str:
+def _name_samples(first: int, beyond: int) -> str:
     return f"sample {first} is" if beyond - first == 1 else f"samples {first} to {beyond - 1} are"
 
 
 def _differing_again(readings: Sequence[StepReading]) -> Iterator[str]:
     """Samples that were read again after a restart, with another content."""
-    seen: dict[tuple[int, ...], StepReading] = {}
+    first_readings: dict[tuple[int, ...], StepReading] = {}
     for reading in readings:
         key = tuple(int(edge) for edge in reading.event.ranges)
-        first = seen.setdefault(key, reading)
+        first = first_readings.setdefault(key, reading)
         if first.event.xxh3 != reading.event.xxh3:
-            what = f"attempt {first.attempt} and attempt {reading.attempt} read other content"
-            yield f"step {reading.event.step}: {what} as {_named(key[0], key[1])[:-3].strip()}"
+            summary = f"attempt {first.attempt} and attempt {reading.attempt} read other content"
+            yield (
+                f"step {reading.event.step}: {summary} as"
+                f" {_name_samples(key[0], key[1])[:-3].strip()}"
+            )
 
 
 def _wrong_content(readings: Sequence[StepReading], samples: Samples) -> Iterator[str]:

@@ -52,7 +52,7 @@ def list_files(source: str, out: Path | None) -> Listed:
         if matches:
             _refuse_dataset(root, source)
         names = sorted({Path(match).as_posix() for match in matches if (root / match).is_file()})
-        listed = _without_datasets(root, names, out)
+        listed = _leave_out_datasets(root, names, out)
         odd = [
             root / match
             for match in matches
@@ -74,42 +74,46 @@ def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> List
     names: list[str] = []
     num_datasets = num_not_files = 0
     for folder, subfolders, files in os.walk(root, onerror=stop):
-        if Path(folder) != root and (what := _left_out(Path(folder), files, out)):
+        if Path(folder) != root and (reason := _reason_to_skip(Path(folder), files, out)):
             subfolders.clear()
-            num_datasets += what == "dataset"
+            num_datasets += reason == "dataset"
             continue
         subfolders[:] = [
             name for name in subfolders if name not in ignored_folders and not name.startswith(".")
         ]
         paths = [Path(folder, name) for name in files if not name.startswith(".")]
-        found = [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+        files_here = [path.relative_to(root).as_posix() for path in paths if path.is_file()]
         num_not_files += (
-            len(paths) - len(found) + sum(os.path.islink(Path(folder, name)) for name in subfolders)
+            len(paths)
+            - len(files_here)
+            + sum(os.path.islink(Path(folder, name)) for name in subfolders)
         )
-        names += found
+        names += files_here
     return Listed(root, sorted(names), num_datasets, num_not_files)
 
 
-def _without_datasets(root: Path, names: list[str], out: Path | None) -> Listed:
+def _leave_out_datasets(root: Path, names: list[str], out: Path | None) -> Listed:
     folders = {folder for name in names for folder in Path(name).parents if folder != Path(".")}
     left_out = {
-        folder: _left_out(root / folder, _names_in(root / folder), out) for folder in folders
+        folder: _reason_to_skip(root / folder, _names_in(root / folder), out) for folder in folders
     }
-    kept = [
+    text_paths = [
         name for name in names if not any(left_out.get(folder) for folder in Path(name).parents)
     ]
     return Listed(
         root,
-        kept,
-        len({os.path.realpath(root / at) for at, what in left_out.items() if what == "dataset"}),
+        text_paths,
+        len(
+            {os.path.realpath(root / at) for at, reason in left_out.items() if reason == "dataset"}
+        ),
     )
 
 
-def _left_out(
+def _reason_to_skip(
     folder: Path, names: Sequence[str], out: Path | None
 ) -> Literal["out", "dataset", ""]:
-    """Whether a folder inside an input is the one that is being written, or a dataset, finished
-    or not, or a run."""
+    """The reason to leave out a folder inside an input: "out" for the one that is being written,
+    "dataset" for a dataset, finished or not, or a run; else ""."""
     with contextlib.suppress(OSError):
         if out is not None and os.path.samefile(folder, out):
             return "out"
@@ -130,8 +134,8 @@ def _holds_dataset(folder: Path, names: Sequence[str]) -> bool:
     with contextlib.suppress(
         OSError, ValueError, RecursionError
     ):  # many things are called dataset.json
-        said = read_json(folder / _DATASET)
-        return isinstance(said, dict) and {"format", "shards", "tokenizer"} <= said.keys()
+        manifest = read_json(folder / _DATASET)
+        return isinstance(manifest, dict) and {"format", "shards", "tokenizer"} <= manifest.keys()
     return False
 
 

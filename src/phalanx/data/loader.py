@@ -131,7 +131,7 @@ class TrainBatches:
         if isinstance(self._reader, _Prefetch):
             loaded = self._reader.get(step)
         else:
-            loaded = self._loaded(self._reader.get(step) if self._reader else self._build(step))
+            loaded = self._to_tensors(self._reader.get(step) if self._reader else self._build(step))
         if self._keep_record:
             self._digests[step] = digest_of(loaded.arrays)
         size, tensors = self.share.micro_batch_size, loaded.tensors
@@ -141,8 +141,9 @@ class TrainBatches:
         ]
 
     def record(self, step: int) -> list[Event]:
-        """What was read for `step`, to be said when the step is done. Nothing without
-        `keep_record`.
+        """Events about the samples that were read for `step`, to be emitted when the step is done.
+
+        Empty without `keep_record`.
         """
         if step not in self._digests:
             return []
@@ -166,9 +167,9 @@ class TrainBatches:
         return self._samples.take(self.share.sample_indices(step).ravel())
 
     def _load(self, step: int) -> _Loaded:
-        return self._loaded(self._build(step))
+        return self._to_tensors(self._build(step))
 
-    def _loaded(self, arrays: Arrays) -> _Loaded:
+    def _to_tensors(self, arrays: Arrays) -> _Loaded:
         tensors = {
             name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
         }
@@ -181,7 +182,7 @@ class TrainBatches:
 
 
 class _Loaded(NamedTuple):
-    """What was read for a step, and as tensors."""
+    """The arrays that were read for a step, and the same as tensors."""
 
     arrays: Arrays
     tensors: Batch
@@ -311,7 +312,7 @@ def build_held_out_batches(
     document_masks: bool = False,
     split: Split = "held_out",
 ) -> dict[str, Iterable[Batch]]:
-    """What is evaluated, by source ("" where there is only one); empty for nothing.
+    """The batches to evaluate, by source ("" if there is only one); empty if nothing is evaluated.
 
     `split` "train" evaluates the other side of tokens: all of them, where nothing is held out.
 
@@ -321,14 +322,16 @@ def build_held_out_batches(
     if corpus.user is not None:
         return _own_held_out(corpus.user, share, max_tokens, seed)
     budgets = shares(max_tokens, corpus.weights)
-    found: dict[str, Iterable[Batch]] = {}
+    batches_by_source: dict[str, Iterable[Batch]] = {}
     for number, sequence in enumerate(corpus.sequences(split)):
         ends_are_marked = corpus.components[number].end_of_document is not None
         windows = Windows(seq_len, document_masks, ends_are_marked)
         if len(sequence) > 1 and budgets[number]:
             name = corpus.names[number] if len(budgets) > 1 else ""
-            found[name] = HeldOutBatches(sequence, windows, *share.place, budgets[number])
-    return found
+            batches_by_source[name] = HeldOutBatches(
+                sequence, windows, *share.place, budgets[number]
+            )
+    return batches_by_source
 
 
 def _own_held_out(

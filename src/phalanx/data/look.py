@@ -14,9 +14,14 @@ from dataclasses import dataclass
 from phalanx.core.errors import DataError
 from phalanx.core.units import format_bytes, plural
 from phalanx.data.dataset import TokenizerFacts
-from phalanx.data.prepare import check_end_fits, named_tokenizer, other_tokenizer, too_short
+from phalanx.data.prepare import (
+    build_named_tokenizer,
+    check_end_fits,
+    other_tokenizer_error,
+    too_short,
+)
 from phalanx.data.sources import find_files
-from phalanx.data.token_sources import check_ids, describe, find_kind, open_arrays
+from phalanx.data.token_sources import check_ids, describe_source, find_kind, open_arrays
 from phalanx.data.tokenizer import BYTES, load_tokenizer
 from phalanx.data.tokens import SPLITS, choose_split, split_tokens
 from phalanx.data.user_dataset import UserFacts
@@ -50,7 +55,7 @@ class DataLook:
 
     @property
     def vocab_size(self) -> int | None:
-        """What the data needs; None of a user's own dataset, which does not say."""
+        """The vocabulary size that the data needs; None if a user's own dataset does not say."""
         return max((source.vocab_size for source in self.sources), default=None)
 
     @property
@@ -76,7 +81,7 @@ def look_at_data(data: Data, *, vocab_size: int | None, default_tokenizer: str =
     )
     for other in looked[1:]:
         if other.tokenizer != looked[0].tokenizer:
-            raise other_tokenizer(
+            raise other_tokenizer_error(
                 looked[0].source, looked[0].tokenizer, other.source, other.tokenizer
             )
     return DataLook(looked)
@@ -94,10 +99,10 @@ def _look(source: str, weight: float, data: Data, vocab_size: int | None, defaul
 def _look_at_text(source: str, weight: float, name: str, vocab_size: int | None) -> LookedAt:
     check_end_fits(name, vocab_size, source)
     tokenizer = load_tokenizer(name)
-    (found,) = find_files([source])
-    size = format_bytes(sum(file.num_bytes for file in found.files))
+    (listing,) = find_files([source])
+    size = format_bytes(sum(file.num_bytes for file in listing.files))
     words = (
-        f"{plural(len(found.files), 'file')} of text, {size}; vocabulary {tokenizer.vocab_size:,}"
+        f"{plural(len(listing.files), 'file')} of text, {size}; vocabulary {tokenizer.vocab_size:,}"
         f" ({name})"
     )
     facts = TokenizerFacts(tokenizer.kind, tokenizer.digest)
@@ -105,9 +110,9 @@ def _look_at_text(source: str, weight: float, name: str, vocab_size: int | None)
 
 
 def _look_at_ids(source: str, weight: float, data: Data, vocab_size: int | None) -> LookedAt:
-    found = find_kind(source)
-    assert found is not None, "of token ids"
-    described = describe(*found, with_checksums=False)
+    kind_and_path = find_kind(source)
+    assert kind_and_path is not None, "of token ids"
+    described = describe_source(*kind_and_path, with_checksums=False)
     if data.document_masks and described.kind == "npy":
         fix = "build shards from text, or use a Megatron dataset, which know theirs"
         raise DataError(
@@ -115,7 +120,7 @@ def _look_at_ids(source: str, weight: float, data: Data, vocab_size: int | None)
         )
     tokenizer, needed = described.tokenizer, described.vocab_size
     if data.tokenizer is not None:
-        tokenizer, _, needed = named_tokenizer(data.tokenizer, described, source)
+        tokenizer, _, needed = build_named_tokenizer(data.tokenizer, described, source)
     opened = open_arrays(described.kind, described.path)
     if vocab_size is not None and needed > vocab_size:
         check_ids(opened, vocab_size)

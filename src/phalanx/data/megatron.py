@@ -60,7 +60,7 @@ def megatron_paths(source: str) -> tuple[Path, Path] | None:
 def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
     """Map both files after checking that one describes the other. Raises DataError (exit 4)."""
     try:
-        index, tokens = _mapped(idx_path), _mapped(bin_path)
+        index, tokens = _map_file(idx_path), _map_file(bin_path)
     except OSError as error:
         fix = "a Megatron dataset is a .bin with its .idx"
         raise unreadable(error, error.filename or idx_path, fix=fix) from None
@@ -83,7 +83,7 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
     )
 
 
-def _mapped(path: Path) -> NDArray[np.uint8]:
+def _map_file(path: Path) -> NDArray[np.uint8]:
     """The bytes of a regular file, memory-mapped. Raises OSError."""
     with open_regular(path) as file:
         return (
@@ -116,12 +116,12 @@ def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int6
         raise _wrong(
             path, f"it has {len(index)} bytes, and {num_sequences} sequences need {expected}"
         )
-    found, at = [], _HEAD.size
+    sections, at = [], _HEAD.size
     for dtype, count in columns:
         size = np.dtype(dtype).itemsize * count
-        found.append(np.frombuffer(index[at : at + size].tobytes(), dtype).astype(np.int64))
+        sections.append(np.frombuffer(index[at : at + size].tobytes(), dtype).astype(np.int64))
         at += size
-    lengths, pointers, boundaries = found
+    lengths, pointers, boundaries = sections
     if (lengths < 0).any() or not lengths.any():
         raise _wrong(path, "its sequences hold no tokens")
     if (boundaries < 0).any() or (boundaries > num_sequences).any():

@@ -25,9 +25,7 @@ _SPREAD = 0x9E3779B97F4A7C15  # an odd number: distinct runs get distinct keys
 
 
 class Turn(NamedTuple):
-    """For each sample: the number of its source, and which sample of that source it is, counted
-    from 0.
-    """
+    """The source of each sample, by number, and the sample's index in that source, from 0."""
 
     source: Int64s
     sample: Int64s
@@ -54,9 +52,9 @@ class Mixture:
         flat = np.asarray(indices, np.int64).ravel()
         runs, within = np.divmod(flat, SHUFFLED)
         keys = (runs.astype(np.uint64) * np.uint64(_SPREAD)) ^ np.uint64(self._key)
-        tables, place = np.divmod(runs * SHUFFLED + permute(within, SHUFFLED, keys), TABLE)
-        source = self._source[place]
-        sample = self._rank[place] + tables * self.quotas[source]
+        tables, slot = np.divmod(runs * SHUFFLED + permute(within, SHUFFLED, keys), TABLE)
+        source = self._source[slot]
+        sample = self._rank[slot] + tables * self.quotas[source]
         return Turn(source.reshape(np.shape(indices)), sample.reshape(np.shape(indices)))
 
 
@@ -65,7 +63,7 @@ def quotas(weights: Sequence[float]) -> Int64s:
     (largest remainders).
     """
     shares = np.asarray(weights, np.float64) / sum(weights) * TABLE
-    whole = np.floor(shares).astype(np.int64)
-    by_remainder = np.argsort(whole - shares, kind="stable")
-    whole[by_remainder[: TABLE - int(whole.sum())]] += 1
-    return whole
+    floors = np.floor(shares).astype(np.int64)
+    by_remainder = np.argsort(floors - shares, kind="stable")
+    floors[by_remainder[: TABLE - int(floors.sum())]] += 1
+    return floors

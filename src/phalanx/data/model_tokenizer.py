@@ -15,7 +15,7 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
 from phalanx.core.files import TOKENIZER_BYTES, read_json
 from phalanx.data.corpus import MANIFEST, Corpus, load_corpus
-from phalanx.data.dataset import TokenizerFacts, read_manifest
+from phalanx.data.dataset import TokenizerFacts, read_dataset_manifest
 from phalanx.data.token_sources import NO_TOKENIZER, find_kind
 from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, load_tokenizer
 from phalanx.job.schema import Data
@@ -53,21 +53,22 @@ class ModelTokenizer:
 
 
 def find_directory_tokenizer(directory: Path, owner: str, *, is_trained: bool) -> ModelTokenizer:
-    """That of a Hugging Face directory, or of what `phalanx checkpoint import` made of one."""
+    """The tokenizer of a Hugging Face directory, or of an import that `phalanx checkpoint import`
+    made of one."""
     path = directory / TOKENIZER_FILE
     if path.is_file():
         return ModelTokenizer(owner, str(path), _facts_of_file(path), directory, is_trained)
-    others = [name for name in OTHER_FORMS if (directory / name).is_file()]
+    other_forms = [name for name in OTHER_FORMS if (directory / name).is_file()]
     why = (
-        f"{directory} has {' and '.join(others)}, and no {TOKENIZER_FILE}"
-        if others
+        f"{directory} has {' and '.join(other_forms)}, and no {TOKENIZER_FILE}"
+        if other_forms
         else f"{directory} has none"
     )
-    return ModelTokenizer(owner, None, None, directory, is_trained, why, is_missing=not others)
+    return ModelTokenizer(owner, None, None, directory, is_trained, why, is_missing=not other_forms)
 
 
 def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
-    """That of a run, or of an import: what its weights were trained on."""
+    """The tokenizer of a run, or of an import: the one its weights were trained on."""
     if not (run_dir / "data" / MANIFEST).is_file():
         return find_directory_tokenizer(run_dir, owner, is_trained=True)
     try:
@@ -86,7 +87,7 @@ def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
 
 
 def _facts_of_file(path: Path) -> TokenizerFacts | None:
-    """None for a file that is none; loading it says what is wrong."""
+    """The facts of a tokenizer file; None if it is no tokenizer: loading it says what is wrong."""
     try:
         return TokenizerFacts("tokenizer.json", digest(read_json(path, TOKENIZER_BYTES)))
     except (OSError, ValueError):
@@ -95,8 +96,8 @@ def _facts_of_file(path: Path) -> TokenizerFacts | None:
 
 @dataclass(frozen=True)
 class SourceTokens:
-    """What makes, or made, the tokens of one source. `name` is the tokenizer's; `is_default`: the
-    job names none.
+    """The tokenizer that makes, or made, the tokens of one source, by `name`. `is_default`: the job
+    names none.
     """
 
     source: str
@@ -108,8 +109,7 @@ class SourceTokens:
 
 
 def default_tokenizer(data: Data, brought: ModelTokenizer | None) -> str:
-    """What text becomes tokens by where data.tokenizer says nothing: the model's tokenizer, or
-    bytes.
+    """The tokenizer of text if data.tokenizer is not set: the model's tokenizer, or bytes.
 
     Raises DataError where the model has a tokenizer that is not read: bytes in its place would
     train something else.
@@ -133,13 +133,14 @@ def default_tokenizer(data: Data, brought: ModelTokenizer | None) -> str:
 
 
 def find_source_tokens(data: Data, brought: ModelTokenizer | None) -> list[SourceTokens]:
-    """What the sources of [data] will be, as far as that shows without reading them. Raises
-    DataError.
+    """The tokens of the sources of [data], as far as they are known without reading the sources.
+
+    Raises DataError.
     """
     sources = [part.source for part in data.mixture] or [data.source]
     if is_own_dataset(data.source) and not data.mixture:
         return []
-    found = []
+    tokens_by_source = []
     for source in sources:
         kind = find_kind(source)
         is_default = data.tokenizer is None
@@ -147,22 +148,22 @@ def find_source_tokens(data: Data, brought: ModelTokenizer | None) -> list[Sourc
             name = data.tokenizer or default_tokenizer(data, brought)
             tokenizer = load_tokenizer(name)
             facts, size = TokenizerFacts(tokenizer.kind, tokenizer.digest), tokenizer.vocab_size
-            found.append(SourceTokens(source, facts, size, name, True, is_default))
+            tokens_by_source.append(SourceTokens(source, facts, size, name, True, is_default))
         elif kind[0] == "dataset":
-            manifest, _ = read_manifest(kind[1])
-            found.append(
+            manifest, _ = read_dataset_manifest(kind[1])
+            tokens_by_source.append(
                 SourceTokens(source, manifest.tokenizer, manifest.vocab_size, "", False, is_default)
             )
         else:
-            found.append(SourceTokens(source, NO_TOKENIZER, 0, "", False, is_default))
-    return found
+            tokens_by_source.append(SourceTokens(source, NO_TOKENIZER, 0, "", False, is_default))
+    return tokens_by_source
 
 
 def find_corpus_tokens(
     corpus: Corpus, tokens: Sequence[SourceTokens], data: Data
 ) -> list[SourceTokens]:
-    """As above, of what was prepared: a run that goes on reads what it was begun with, whatever
-    lies there by now.
+    """The tokens of the sources of a prepared corpus: a resumed run reads the data that it began
+    with, whatever the sources are by now.
     """
     names = {one.source: one for one in tokens}
     return [
@@ -204,8 +205,9 @@ def require_rows(tokens: Sequence[SourceTokens], vocab_size: int | None) -> None
 def describe_tokenizers(
     brought: ModelTokenizer | None, tokens: Sequence[SourceTokens], vocab_size: int | None
 ) -> MoreRemarks:
-    """What a plan says of what makes the tokens, and what of it its owner may regret. Nothing where
-    the model brings no tokenizer and none is expected of it.
+    """A plan's remarks and warnings about the tokenizers.
+
+    Empty if the model brings no tokenizer and none is expected of it.
     """
     if brought is None:
         return NOTHING_MORE
@@ -214,7 +216,7 @@ def describe_tokenizers(
         if one.facts.kind == "none":
             continue
         if brought.facts is None or brought.name is None:
-            text = _without_one(brought, one)
+            text = _describe_missing_tokenizer(brought, one)
             if not one.is_text or not one.is_default or one.facts.kind != BYTES:
                 continue  # of a run that goes on: it was begun when there was one
             if brought.is_trained:
@@ -231,7 +233,7 @@ def describe_tokenizers(
     return MoreRemarks(tuple(dict.fromkeys(reasons)), tuple(dict.fromkeys(warnings)))
 
 
-def _without_one(brought: ModelTokenizer, one: SourceTokens) -> str:
+def _describe_missing_tokenizer(brought: ModelTokenizer, one: SourceTokens) -> str:
     if not brought.is_trained:
         return f"text becomes bytes: {brought.owner} brings no tokenizer"
     return (
@@ -241,7 +243,7 @@ def _without_one(brought: ModelTokenizer, one: SourceTokens) -> str:
 
 
 def _another(brought: ModelTokenizer, one: SourceTokens, vocab_size: int | None) -> str:
-    theirs = one.name or (
+    tokenizer_name = one.name or (
         "bytes" if one.facts.kind == BYTES else f"another {one.facts.kind} ({one.facts.digest})"
     )
     rows = f" of the model's {vocab_size:,} rows" if vocab_size else ""
@@ -256,6 +258,6 @@ def _another(brought: ModelTokenizer, one: SourceTokens, vocab_size: int | None)
         else f"build the shards with --tokenizer {brought.name}"
     )
     return (
-        f"{one.source}: its tokens are those of {theirs}, {one.vocab_size:,}{rows}, and"
+        f"{one.source}: its tokens are those of {tokenizer_name}, {one.vocab_size:,}{rows}, and"
         f" {brought.owner} brings {brought.name}: {meaning}; {fix} unless you mean it"
     )

@@ -113,8 +113,8 @@ class NgramCounts:
 
     def of(self, keys: Int64s) -> Int64s:
         """The count of each of `keys`, 0 where it was not seen."""
-        at, found = _find(keys, self.keys)
-        return np.where(found, self.counts[at], 0) if self.keys.size else np.zeros_like(keys)
+        at, is_known = _find(keys, self.keys)
+        return np.where(is_known, self.counts[at], 0) if self.keys.size else np.zeros_like(keys)
 
 
 def count_grams(tokens: Tokens, order: int, vocab_size: int) -> NgramCounts:
@@ -165,14 +165,14 @@ class Level:
         its first token."""
         if self.contexts.size == 0:
             return shorter
-        at, seen = _find(grams, self.grams)
+        at, is_known = _find(grams, self.grams)
         context_at, context_seen = _find(grams // vocab_size, self.contexts)
-        interpolated = np.where(seen, self.shares[at], 0.0) + self.weights[context_at] * shorter
+        interpolated = np.where(is_known, self.shares[at], 0.0) + self.weights[context_at] * shorter
         return np.where(context_seen, interpolated, shorter)
 
 
 def _discounts(counts: Int64s) -> Floats:
-    """What is taken off a count of 0, 1, 2 and 3 or more [4]: Chen & Goodman's estimate from counts
+    """The discounts of counts of 0, 1, 2 and 3 or more [4]: Chen & Goodman's estimate from counts
     of counts.
 
     Few grams leave it undefined; then the plain Kneser-Ney estimate, and 0.5 where that is
@@ -180,10 +180,10 @@ def _discounts(counts: Int64s) -> Floats:
     """
     n1, n2, n3, n4 = (int((counts == number).sum()) for number in (1, 2, 3, 4))
     plain = n1 / (n1 + 2 * n2) if n1 and n2 else 0.5
-    taken = [plain, plain, plain]
+    discounts = [plain, plain, plain]
     if n1 and n2 and n3 and n4:
-        taken = [1 - 2 * plain * n2 / n1, 2 - 3 * plain * n3 / n2, 3 - 4 * plain * n4 / n3]
-    return np.array([0.0, *(max(value, _LEAST_DISCOUNT) for value in taken)])
+        discounts = [1 - 2 * plain * n2 / n1, 2 - 3 * plain * n3 / n2, 3 - 4 * plain * n4 / n3]
+    return np.array([0.0, *(max(value, _LEAST_DISCOUNT) for value in discounts)])
 
 
 def _sum_by_key(keys: Int64s, counts: Int64s) -> NgramCounts:
@@ -196,8 +196,8 @@ def _sum_by_key(keys: Int64s, counts: Int64s) -> NgramCounts:
     return NgramCounts(keys[first], np.add.reduceat(counts[order], first))
 
 
-def _find(wanted: Int64s, ascending: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
-    """Where each of `wanted` is in `ascending`, and whether it is there (else the place is any
-    valid one)."""
-    at = np.minimum(np.searchsorted(ascending, wanted), max(0, ascending.size - 1))
-    return at, (ascending[at] == wanted) if ascending.size else np.zeros(wanted.shape, np.bool_)
+def _find(keys: Int64s, ascending: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
+    """Each key's index in `ascending`, and True if it is there (else the index is any valid
+    one)."""
+    at = np.minimum(np.searchsorted(ascending, keys), max(0, ascending.size - 1))
+    return at, (ascending[at] == keys) if ascending.size else np.zeros(keys.shape, np.bool_)

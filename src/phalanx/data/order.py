@@ -23,8 +23,8 @@ _MASK64 = 2**64 - 1
 
 
 def permute(index: NDArray[np.integer], n: int, key: int | Uint64s) -> NDArray[np.int64]:
-    """Where a keyed permutation of [0, n) takes each of `index`: a bijection for every key and
-    every n >= 1.
+    """Apply a keyed permutation of [0, n) to each of `index`: a bijection for every key and every
+    n >= 1.
 
     `key` is one number, or one per index. A Feistel network over the next power of two from n on,
     and again for what falls outside [0, n) (cycle-walking; fewer than half of the values do): O(1)
@@ -71,7 +71,7 @@ def mix(values: Uint64s) -> Uint64s:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Which tokens sample `i` of a run reads: seq_len + 1 of them from `starts([i])` on.
+    """The tokens that sample `i` of a run reads: seq_len + 1 of them from `starts([i])` on.
 
     An epoch reads every window of seq_len that fits, each once, in a permuted order. What does not
     fill a window is left out: fewer than seq_len tokens, before the first window and after the
@@ -116,9 +116,8 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class ShuffledOrder:
-    """Which of `num_samples` ready-made samples is sample `i` of a run: a new keyed permutation in
-    each epoch.
-    """
+    """The order of `num_samples` ready-made samples in a run: a new keyed permutation in each
+    epoch."""
 
     num_samples: int
     seed: int

@@ -15,9 +15,9 @@ from phalanx.data.build import build_dataset
 from phalanx.data.corpus import MANIFEST, Component, Corpus, SplitFacts, load_corpus
 from phalanx.data.dataset import TokenizerFacts
 from phalanx.data.token_sources import (
-    Described,
+    SourceDescription,
     check_ids,
-    describe,
+    describe_source,
     find_kind,
     open_arrays,
     outside,
@@ -59,10 +59,10 @@ def prepare_corpus(
 
 
 def _prepare(data: Data, out_dir: Path, vocab_size: int | None, default: str) -> Corpus:
-    wanted = _request(data)
+    request = _request(data)
     if is_own_dataset(data.source) and not data.mixture:
         return Corpus(
-            out_dir, wanted, (), probe_user_dataset(data.source, data.args, data.worker_timeout_s)
+            out_dir, request, (), probe_user_dataset(data.source, data.args, data.worker_timeout_s)
         )
     sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
     components = tuple(
@@ -70,7 +70,7 @@ def _prepare(data: Data, out_dir: Path, vocab_size: int | None, default: str) ->
         for number, (source, weight) in enumerate(sources)
     )
     _check_one_tokenizer(components)
-    return Corpus(out_dir, wanted, components)
+    return Corpus(out_dir, request, components)
 
 
 def _request(data: Data) -> dict[str, Any]:
@@ -93,7 +93,9 @@ def _prepare_component(
         )
     tokenizer, tokenizer_path, needed_size = described.tokenizer, "", described.vocab_size
     if data.tokenizer is not None and path != own_dir.name:
-        tokenizer, tokenizer_path, needed_size = named_tokenizer(data.tokenizer, described, source)
+        tokenizer, tokenizer_path, needed_size = build_named_tokenizer(
+            data.tokenizer, described, source
+        )
     opened = open_arrays(described.kind, described.path)
     split_by, held_out_keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
     splits = split_tokens(opened.arrays, data.held_out_fraction, split_by, held_out_keys)
@@ -120,18 +122,19 @@ def _prepare_component(
 
 def _find(
     source: str, data: Data, own_dir: Path, vocab_size: int | None, default: str
-) -> tuple[Described, str]:
-    """What a source holds, and the path that the fact sheet gives for it. Text is built first."""
+) -> tuple[SourceDescription, str]:
+    """The description of a source, and the path that the fact sheet gives for it. Text is built
+    first."""
     if is_own_dataset(source):
         fix = "a mixture takes text and token ids; mix them inside your dataset"
         raise DataError("your own dataset cannot be a part of a mixture", where=source, fix=fix)
-    found = find_kind(source)
-    if found is not None:
-        return describe(*found), str(found[1])
+    kind = find_kind(source)
+    if kind is not None:
+        return describe_source(*kind), str(kind[1])
     tokenizer = data.tokenizer or default
     check_end_fits(tokenizer, vocab_size, source)
     build_dataset([source], own_dir, tokenizer=tokenizer, column=data.column, keep_unfinished=False)
-    return describe("dataset", own_dir), own_dir.name
+    return describe_source("dataset", own_dir), own_dir.name
 
 
 def check_end_fits(tokenizer: str, vocab_size: int | None, source: str) -> None:
@@ -144,8 +147,8 @@ def check_end_fits(tokenizer: str, vocab_size: int | None, source: str) -> None:
         )
 
 
-def named_tokenizer(
-    name: str, described: Described, source: str
+def build_named_tokenizer(
+    name: str, described: SourceDescription, source: str
 ) -> tuple[TokenizerFacts, str, int]:
     """The tokenizer that the job gives for token ids, its path and its vocabulary.
 
@@ -154,8 +157,8 @@ def named_tokenizer(
     tokenizer, of_shards = load_tokenizer(name), described.tokenizer
     if of_shards.kind == "none":
         if described.vocab_size > tokenizer.vocab_size:
-            what = f"token {described.vocab_size - 1} does not fit data.tokenizer {name}"
-            raise DataError(what, where=source, why=f"its vocabulary has {tokenizer.vocab_size}")
+            summary = f"token {described.vocab_size - 1} does not fit data.tokenizer {name}"
+            raise DataError(summary, where=source, why=f"its vocabulary has {tokenizer.vocab_size}")
         path = name if tokenizer.kind == "bytes" else str(Path(name).expanduser().resolve())
         return TokenizerFacts(tokenizer.kind, tokenizer.digest), path, tokenizer.vocab_size
     if tokenizer.digest != of_shards.digest:
@@ -174,14 +177,16 @@ def _check_one_tokenizer(components: tuple[Component, ...]) -> None:
     first = components[0]
     for other in components[1:]:
         if other.tokenizer != first.tokenizer:
-            raise other_tokenizer(first.source, first.tokenizer, other.source, other.tokenizer)
+            raise other_tokenizer_error(
+                first.source, first.tokenizer, other.source, other.tokenizer
+            )
 
 
-def other_tokenizer(
-    first: str, ours: TokenizerFacts, other: str, theirs: TokenizerFacts
+def other_tokenizer_error(
+    first: str, first_facts: TokenizerFacts, other: str, other_facts: TokenizerFacts
 ) -> DataError:
     """The refusal of a mixture whose sources went through two tokenizers."""
-    they, we = (f"{each.kind} {each.digest}".strip() for each in (theirs, ours))
+    they, we = (f"{each.kind} {each.digest}".strip() for each in (other_facts, first_facts))
     return DataError(
         "the sources of a mixture need one tokenizer",
         where=other,
@@ -191,11 +196,11 @@ def other_tokenizer(
 
 
 def _check_same_request(corpus: Corpus, data: Data) -> None:
-    wanted = _request(data)
-    different = [key for key in wanted if wanted[key] != corpus.wanted.get(key)]
+    request = _request(data)
+    different = [key for key in request if request[key] != corpus.wanted.get(key)]
     if different:
         shown = ", ".join(
-            f"data.{key} {corpus.wanted.get(key)!r}, the job wants {wanted[key]!r}"
+            f"data.{key} {corpus.wanted.get(key)!r}, the job wants {request[key]!r}"
             for key in different
         )
         raise DataError(

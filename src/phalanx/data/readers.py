@@ -31,8 +31,8 @@ from phalanx.data.rows_arrow import (
 )
 from phalanx.data.rows_json import json_rows
 from phalanx.data.sources import SourceFile
-from phalanx.data.spans import Parts, Span, in_bytes, in_one
-from phalanx.data.tokenizer import without_surrogates
+from phalanx.data.spans import FileParts, FileSpan, cut_anywhere, keep_uncut
+from phalanx.data.tokenizer import replace_surrogates
 from phalanx.data.unreadable import unreadable
 
 BLOCK_BYTES = MIB
@@ -43,7 +43,7 @@ _MAGICS = {"jsonl.gz": (b"\x1f\x8b",), "jsonl.zst": (b"\x28\xb5\x2f\xfd", *_SKIP
 _LEAST_BEHIND = 1024  # characters behind a place, to tell whether a text can be cut there
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Neighbouring text of one document: all of it if it both `begins` and `ends`. Bytes where
     bytes are the tokens.
     """
@@ -57,8 +57,8 @@ class Piece(NamedTuple):
 
 
 def document_key(name: str) -> int:
-    """Who a document is: a uniformly distributed number that does not depend on where files lie or
-    shards begin.
+    """The identity of a document: a uniformly distributed number that does not depend on where
+    files lie or shards begin.
     """
     return stable_hash64("held_out", name)
 
@@ -77,18 +77,18 @@ def row_keys(name: str) -> Callable[[int], int]:
     return key_of
 
 
-def parts_of(file: SourceFile, column: str, step_bytes: int, can_cut_text: bool) -> Parts:
+def plan_parts(file: SourceFile, column: str, step_bytes: int, can_cut_text: bool) -> FileParts:
     """The parts into which a file can be divided. Raises DataError for a Parquet or Arrow file
     without a `column` of text.
     """
     if file.format == "jsonl" or (file.format == "text" and can_cut_text):
-        return in_bytes(file, step_bytes)
+        return cut_anywhere(file, step_bytes)
     if file.format == "parquet":
         return parquet_parts(file, column)
     if file.format == "arrow":
         return arrow_parts(file, column)
     _require_compressed(file)
-    return in_one(file)
+    return keep_uncut(file)
 
 
 def _require_compressed(file: SourceFile) -> None:
@@ -100,24 +100,24 @@ def _require_compressed(file: SourceFile) -> None:
         return
     try:
         with open_regular(file.path) as opened:
-            begin = opened.read(4)
+            magic = opened.read(4)
     except OSError as error:
         raise unreadable(error, file.path) from None
-    if not begin.startswith(magics):
+    if not magic.startswith(magics):
         kind = "gzip" if file.format == "jsonl.gz" else "zstd"
         raise DataError(
-            f"not a {kind} file, or a damaged one", where=file.path, why=f"it begins with {begin!r}"
+            f"not a {kind} file, or a damaged one", where=file.path, why=f"it begins with {magic!r}"
         )
 
 
 def read_pieces(
-    span: Span, column: str, cutter: Cutter, wants_bytes: bool, reading: Reading
-) -> Iterator[Piece]:
+    span: FileSpan, column: str, cutter: Cutter, wants_bytes: bool, reading: Reading
+) -> Iterator[TextPiece]:
     """The documents of a span in order. Raises DataError (exit 4) naming the file and the line or
     row.
     """
     before = reading.read
-    with _named(span):
+    with _name_file_in_errors(span):
         if span.format == "text":
             yield from _read_text(span, cutter, wants_bytes, reading)
         else:
@@ -125,7 +125,7 @@ def read_pieces(
             key_of = row_keys(span.name)
             for row, text in read_rows(span, column, reading):
                 if text.isascii() and len(text) <= 2 * PIECE_CHARS:  # most of them: no detour
-                    yield Piece(
+                    yield TextPiece(
                         key_of(row), text.encode() if wants_bytes else text, True, True, len(text)
                     )
                 else:
@@ -136,11 +136,11 @@ def read_pieces(
     reading.read = before + span.weight
 
 
-def read_content(span: Span, column: str) -> Iterator[Any]:
+def read_content(span: FileSpan, column: str) -> Iterator[Any]:
     """Buffers of bytes that decide what `read_pieces` gives: as they lie in the file, nothing is
     parsed.
     """
-    with _named(span):
+    with _name_file_in_errors(span):
         if span.format in ("parquet", "arrow"):
             yield from (parquet_content if span.format == "parquet" else arrow_content)(
                 span, column
@@ -152,8 +152,8 @@ def read_content(span: Span, column: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _named(span: Span) -> Iterator[None]:
-    """What goes wrong inside is a DataError that names the file."""
+def _name_file_in_errors(span: FileSpan) -> Iterator[None]:
+    """Turn errors of the body into a DataError that names the file."""
     try:
         yield
     except OSError as error:
@@ -166,7 +166,7 @@ def _named(span: Span) -> Iterator[None]:
         raise DataError("the compressed file is damaged", where=span.path, why=str(error)) from None
 
 
-def _check_unchanged(span: Span) -> None:
+def _check_unchanged(span: FileSpan) -> None:
     status = os.stat(span.path)
     if (status.st_size, status.st_mtime_ns) != (span.file_bytes, span.modified_ns):
         raise DataError(
@@ -180,28 +180,30 @@ def _check_unchanged(span: Span) -> None:
 # --- text ---------------------------------------------------------------------------------------
 
 
-def _read_text(span: Span, cutter: Cutter, wants_bytes: bool, reading: Reading) -> Iterator[Piece]:
+def _read_text(
+    span: FileSpan, cutter: Cutter, wants_bytes: bool, reading: Reading
+) -> Iterator[TextPiece]:
     key = document_key(span.name)
     with open_regular(span.path) as file:
-        begin = cutter.cut_in_file(file, span.begin, span.file_bytes)
+        start = cutter.cut_in_file(file, span.begin, span.file_bytes)
         end = cutter.cut_in_file(file, span.end, span.file_bytes)
-        if begin == end and span.file_bytes:
+        if start == end and span.file_bytes:
             return  # all of it went to the spans around
-        file.seek(begin)
+        file.seek(start)
         is_last = end == span.file_bytes
         blocks = (
-            _blocks(file, end - begin)
+            _blocks(file, end - start)
             if wants_bytes
-            else _cut_blocks(file, end - begin, span, cutter)
+            else _cut_blocks(file, end - start, span, cutter)
         )
         begins = True
         for block in blocks:
-            text, is_utf8 = (block, True) if wants_bytes else _decoded(block)
-            yield Piece(key, text, begins, False, len(block), is_utf8)
+            text, is_utf8 = (block, True) if wants_bytes else _decode(block)
+            yield TextPiece(key, text, begins, False, len(block), is_utf8)
             reading.read += len(block)
             begins = False
         if is_last:
-            yield Piece(key, b"" if wants_bytes else "", begins, True, 0)
+            yield TextPiece(key, b"" if wants_bytes else "", begins, True, 0)
 
 
 def _blocks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
@@ -210,32 +212,32 @@ def _blocks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
         yield block
 
 
-def _cut_blocks(file: BinaryIO, num_bytes: int, span: Span, cutter: Cutter) -> Iterator[bytes]:
+def _cut_blocks(file: BinaryIO, num_bytes: int, span: FileSpan, cutter: Cutter) -> Iterator[bytes]:
     """Blocks of about PIECE_CHARS that end where the tokenizer allows it; larger ones where it does
     not.
     """
-    held, searched = b"", 0
+    pending, searched = b"", 0
     for block in _blocks(file, num_bytes):
-        held += block
-        if len(held) > 2 * PIECE_CHARS and cutter.can_cut:
-            text = held.decode("utf-8", "surrogateescape")
-            begin = 0
-            while (cut := cutter.first_cut(text, max(begin + PIECE_CHARS, searched))) is not None:
+        pending += block
+        if len(pending) > 2 * PIECE_CHARS and cutter.can_cut:
+            text = pending.decode("utf-8", "surrogateescape")
+            start = 0
+            while (cut := cutter.first_cut(text, max(start + PIECE_CHARS, searched))) is not None:
                 if len(text) - cut < _LEAST_BEHIND:
                     break
-                yield text[begin:cut].encode("utf-8", "surrogateescape")
-                begin = cut
+                yield text[start:cut].encode("utf-8", "surrogateescape")
+                start = cut
             searched = (
-                cut or max(begin, len(text) - _LEAST_BEHIND)
-            ) - begin  # nobody looks at a place twice
-            held = text[begin:].encode("utf-8", "surrogateescape")
-        if len(held) > MAX_WHOLE_CHARS:
-            raise too_long(len(held), span.path)
-    if held:
-        yield held
+                cut or max(start, len(text) - _LEAST_BEHIND)
+            ) - start  # nobody looks at a place twice
+            pending = text[start:].encode("utf-8", "surrogateescape")
+        if len(pending) > MAX_WHOLE_CHARS:
+            raise too_long(len(pending), span.path)
+    if pending:
+        yield pending
 
 
-def _decoded(block: bytes) -> tuple[str, bool]:
+def _decode(block: bytes) -> tuple[str, bool]:
     try:
         return block.decode("utf-8"), True
     except UnicodeDecodeError:
@@ -247,18 +249,18 @@ def _decoded(block: bytes) -> tuple[str, bool]:
 
 def _row_pieces(
     key: int, text: str, where: str, cutter: Cutter, wants_bytes: bool
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     is_utf8 = True
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
-        text, is_utf8 = without_surrogates(text), False
+        text, is_utf8 = replace_surrogates(text), False
         encoded = text.encode()
     if wants_bytes or len(text) <= 2 * PIECE_CHARS:
-        yield Piece(key, encoded if wants_bytes else text, True, True, len(encoded), is_utf8)
+        yield TextPiece(key, encoded if wants_bytes else text, True, True, len(encoded), is_utf8)
         return
     begins = True
     for part in cutter.pieces(text, where):
-        yield Piece(key, part, begins, False, len(part.encode()), is_utf8)
+        yield TextPiece(key, part, begins, False, len(part.encode()), is_utf8)
         begins = False
-    yield Piece(key, "", False, True, 0)
+    yield TextPiece(key, "", False, True, 0)

@@ -13,43 +13,43 @@ from phalanx.core.units import MIB, format_bytes
 from phalanx.data.columns import MOST_NAMES, Reading, no_column
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long
 from phalanx.data.sources import SourceFile
-from phalanx.data.spans import Parts, Span, in_one
+from phalanx.data.spans import FileParts, FileSpan, keep_uncut
 from phalanx.data.unreadable import unreadable
 
 _ROWS_PER_BATCH, _BATCH_BYTES = 1024, 4 * MIB
 
 
-def parquet_parts(file: SourceFile, column: str) -> Parts:
+def parquet_parts(file: SourceFile, column: str) -> FileParts:
     """Row groups. Raises DataError for a file without a `column` of text."""
-    with _opened(file.path, _open_parquet) as parquet:
+    with _open_file(file.path, _open_parquet) as parquet:
         _check_column(parquet.schema_arrow, column, file.path)
-        return _weighted(
+        return _weigh_units(
             file,
             [parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups)],
         )
 
 
-def arrow_parts(file: SourceFile, column: str) -> Parts:
+def arrow_parts(file: SourceFile, column: str) -> FileParts:
     """Record batches; a stream has no index of them and stays whole.
 
     Raises DataError like `parquet_parts`.
     """
     arrow = _arrow(file.path)
-    with _opened(file.path, _open_arrow) as table:
+    with _open_file(file.path, _open_arrow) as table:
         _check_column(table.schema, column, file.path)
         if isinstance(table, arrow.ipc.RecordBatchFileReader):
-            return _weighted(file, [1] * table.num_record_batches)
-    return in_one(file)
+            return _weigh_units(file, [1] * table.num_record_batches)
+    return keep_uncut(file)
 
 
-def _weighted(file: SourceFile, sizes: list[int]) -> Parts:
+def _weigh_units(file: SourceFile, sizes: list[int]) -> FileParts:
     """Parts that share the bytes of the file in proportion to `sizes`."""
     if not sizes:
-        return Parts(file, (0, 0), (file.num_bytes,))
+        return FileParts(file, (0, 0), (file.num_bytes,))
     total = max(1, sum(sizes))
     edges = [file.num_bytes * so_far // total for so_far in accumulate(sizes, initial=0)]
     edges[-1] = file.num_bytes
-    return Parts(file, tuple(range(len(sizes) + 1)), tuple(b - a for a, b in pairwise(edges)))
+    return FileParts(file, tuple(range(len(sizes) + 1)), tuple(b - a for a, b in pairwise(edges)))
 
 
 def _arrow(path: str) -> Any:
@@ -61,7 +61,7 @@ def _arrow(path: str) -> Any:
     return pyarrow
 
 
-def _opened(path: str, opener: Callable[[str], Any]) -> Any:
+def _open_file(path: str, opener: Callable[[str], Any]) -> Any:
     arrow = _arrow(path)
     opened = path
     try:
@@ -73,10 +73,10 @@ def _opened(path: str, opener: Callable[[str], Any]) -> Any:
     except (arrow.ArrowException, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         first = first.replace(opened, path)
-        what = f"not a readable {_flavour(path)} file"
+        summary = f"not a readable {_flavour(path)} file"
         if isinstance(error, OSError):
-            raise unreadable(error, path, what, why=first) from None
-        raise DataError(what, where=path, why=first) from None
+            raise unreadable(error, path, summary, why=first) from None
+        raise DataError(summary, where=path, why=first) from None
 
 
 def _flavour(path: str) -> str:
@@ -110,8 +110,8 @@ def _check_column(schema: Any, column: str, path: str) -> None:
     if column not in schema.names:
         raise no_column(column, list(schema.names), path, "column", "its columns are")
     if schema.names.count(column) > 1:
-        what = f"{schema.names.count(column)} columns are called {column!r}"
-        raise DataError(what, where=path, fix="write it again with other names")
+        summary = f"{schema.names.count(column)} columns are called {column!r}"
+        raise DataError(summary, where=path, fix="write it again with other names")
     kind = schema.field(column).type
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
@@ -130,16 +130,16 @@ def _check_column(schema: Any, column: str, path: str) -> None:
         )
 
 
-def parquet_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
+def parquet_rows(span: FileSpan, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
     """(number of the row in its file, its text)."""
-    with _opened(span.path, _open_parquet) as parquet:
+    with _open_file(span.path, _open_parquet) as parquet:
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(span.end)]
         batches = _parquet_batches(parquet, column, span, sum(sizes[: span.begin]))
         yield from _column_rows(batches, column, span, sum(sizes[span.begin :]), reading)
 
 
 def _parquet_batches(
-    parquet: Any, column: str, span: Span, first: int
+    parquet: Any, column: str, span: FileSpan, first: int
 ) -> Iterator[tuple[int, Any]]:
     """One row group after another: pyarrow holds the pages of all that it is asked for at once."""
     for number in range(span.begin, span.end):
@@ -154,36 +154,39 @@ def _parquet_batches(
             first += batch.num_rows
 
 
-def parquet_content(span: Span, column: str) -> Iterator[bytes]:
+def parquet_content(span: FileSpan, column: str) -> Iterator[bytes]:
     """The pages of the column, as they lie in the file."""
-    with _opened(span.path, _open_parquet) as parquet, open_regular(span.path, buffering=0) as file:
+    with (
+        _open_file(span.path, _open_parquet) as parquet,
+        open_regular(span.path, buffering=0) as file,
+    ):
         for number in range(span.begin, span.end):
             group = parquet.metadata.row_group(number)
             chunks = [group.column(i) for i in range(group.num_columns)]
             for chunk in (chunk for chunk in chunks if chunk.path_in_schema == column):
-                left = chunk.total_compressed_size
+                num_left = chunk.total_compressed_size
                 file.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
-                while left > 0 and (block := file.read(min(left, _BATCH_BYTES))):
-                    left -= len(block)
+                while num_left > 0 and (block := file.read(min(num_left, _BATCH_BYTES))):
+                    num_left -= len(block)
                     yield block
 
 
-def arrow_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
+def arrow_rows(span: FileSpan, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
     """(number of the record batch times 2**32, plus that of the row in it; its text)."""
-    with _opened(span.path, _open_arrow) as table:
+    with _open_file(span.path, _open_arrow) as table:
         yield from _column_rows(_arrow_batches(table, span), column, span, None, reading)
 
 
-def _arrow_batches(table: Any, span: Span) -> Iterator[tuple[int, Any]]:
+def _arrow_batches(table: Any, span: FileSpan) -> Iterator[tuple[int, Any]]:
     if isinstance(table, _arrow(span.path).ipc.RecordBatchFileReader):
         return ((i << 32, table.get_batch(i)) for i in range(span.begin, span.end))
     return ((i << 32, batch) for i, batch in enumerate(table))
 
 
-def arrow_content(span: Span, column: str) -> Iterator[Any]:
+def arrow_content(span: FileSpan, column: str) -> Iterator[Any]:
     """The column's buffers, as they lie in the file."""
     arrow = _arrow(span.path)
-    with _opened(span.path, _open_arrow) as table:
+    with _open_file(span.path, _open_arrow) as table:
         try:
             for number, batch in _arrow_batches(table, span):
                 values = batch.column(batch.schema.get_field_index(column))
@@ -195,13 +198,13 @@ def arrow_content(span: Span, column: str) -> Iterator[Any]:
                     buffer for buffer in [*values.buffers(), *dictionary] if buffer is not None
                 )
         except arrow.ArrowException as error:
-            raise _damaged(span, "", error) from None
+            raise _damage_error(span, "", error) from None
 
 
 def _column_rows(
     batches: Iterator[tuple[int, Any]],
     column: str,
-    span: Span,
+    span: FileSpan,
     num_rows: int | None,
     reading: Reading,
 ) -> Iterator[tuple[int, str]]:
@@ -224,10 +227,10 @@ def _column_rows(
                 if num_rows:
                     reading.read = before + span.weight * min(1.0, num_read / num_rows)
     except arrow.ArrowException as error:
-        raise _damaged(span, f": after row {row}", error) from None
+        raise _damage_error(span, f": after row {row}", error) from None
 
 
-def _check_lengths(values: Any, span: Span, first: int) -> None:
+def _check_lengths(values: Any, span: FileSpan, first: int) -> None:
     """Raise DataError for a cell that is too long to be a row, before it is made a string."""
     import pyarrow as arrow
     import pyarrow.compute
@@ -242,7 +245,7 @@ def _check_lengths(values: Any, span: Span, first: int) -> None:
         raise row_too_long(f"{span.path}: row {row}", f"a cell of {format_bytes(longest)}")
 
 
-def _damaged(span: Span, where: str, error: Exception) -> DataError:
+def _damage_error(span: FileSpan, where: str, error: Exception) -> DataError:
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return DataError(
         f"the {_flavour(span.path)} file is damaged", where=f"{span.path}{where}", why=first_line

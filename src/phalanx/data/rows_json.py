@@ -15,15 +15,15 @@ from phalanx.core.registry import require
 from phalanx.core.units import MIB, format_bytes
 from phalanx.data.columns import Reading, no_column
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long
-from phalanx.data.spans import Span
+from phalanx.data.spans import FileSpan
 
 _BLOCK_BYTES = MIB
 
 
-def json_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
+def json_rows(span: FileSpan, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
     """(byte offset of the line, in what was decompressed; its text)."""
     with open_regular(span.path) as raw:
-        file = _decompressed(raw, span)
+        file = _decompress(raw, span)
         is_plain = span.format == "jsonl"
         offset = _to_next_line(file, span.begin) if is_plain else 0
         before = reading.read
@@ -33,9 +33,9 @@ def json_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, 
                 return
             if len(line) > MAX_ROW_BYTES:
                 raise row_too_long(
-                    _where(span, offset), f"a line of more than {format_bytes(MAX_ROW_BYTES)}"
+                    _locate_row(span, offset), f"a line of more than {format_bytes(MAX_ROW_BYTES)}"
                 )
-            text = _text_of(line, column, lambda: _where(span, offset))  # noqa: B023
+            text = _text_of(line, column, lambda: _locate_row(span, offset))  # noqa: B023
             if text is not None:
                 yield offset, text
             elif not line.isspace():
@@ -44,7 +44,7 @@ def json_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, 
             reading.read = before + (offset - span.begin if is_plain else raw.tell())
 
 
-def _decompressed(raw: BinaryIO, span: Span) -> BinaryIO:
+def _decompress(raw: BinaryIO, span: FileSpan) -> BinaryIO:
     if span.format == "jsonl.gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if span.format == "jsonl.zst":
@@ -53,12 +53,12 @@ def _decompressed(raw: BinaryIO, span: Span) -> BinaryIO:
     return raw
 
 
-def _to_next_line(file: BinaryIO, begin: int) -> int:
-    """Where the first line at or after `begin` begins; the file stands there."""
-    if begin == 0:
+def _to_next_line(file: BinaryIO, offset: int) -> int:
+    """Move the file to the first line that begins at or after `offset`; returns its position."""
+    if offset == 0:
         return 0
-    file.seek(begin - 1)
-    at = begin - 1
+    file.seek(offset - 1)
+    at = offset - 1
     while block := file.readline(
         _BLOCK_BYTES
     ):  # the line may be of any length: who began it will say so
@@ -90,10 +90,10 @@ def _text_of(line: bytes, column: str, where: Callable[[], str]) -> str | None:
     return text
 
 
-def _where(span: Span, offset: int) -> str:
+def _locate_row(span: FileSpan, offset: int) -> str:
     """file:line, counted only when something is wrong."""
     with open_regular(span.path) as raw:
-        file = _decompressed(raw, span)
+        file = _decompress(raw, span)
         line = 1
         while offset > 0 and (block := file.read(min(offset, _BLOCK_BYTES))):
             line += block.count(b"\n")

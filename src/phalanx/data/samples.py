@@ -126,13 +126,13 @@ class MixedSamples:
 
     def take(self, indices: NDArray[np.int64]) -> Arrays:
         source_of, sample_of = self._mixture.turns(np.asarray(indices).ravel())
-        taken: Arrays = {}
+        columns: Arrays = {}
         for number, source in enumerate(self._sources):
-            mine = np.flatnonzero(source_of == number)
-            if mine.size:
-                for name, part in source.take(sample_of[mine]).items():
-                    whole = taken.setdefault(
+            rows = np.flatnonzero(source_of == number)
+            if rows.size:
+                for name, part in source.take(sample_of[rows]).items():
+                    column = columns.setdefault(
                         name, np.empty((source_of.size, *part.shape[1:]), part.dtype)
                     )
-                    whole[mine] = part
-        return taken
+                    column[rows] = part
+        return columns

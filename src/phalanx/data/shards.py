@@ -94,7 +94,7 @@ class _Sections:
     num_sums: int
 
     @classmethod
-    def of(cls, num_tokens: int, num_documents: int, dtype: str) -> _Sections:
+    def place(cls, num_tokens: int, num_documents: int, dtype: str) -> _Sections:
         token_bytes = num_tokens * np.dtype(dtype).itemsize
         ends_at = PAYLOAD_AT + -(-token_bytes // _WORD) * _WORD
         keys_at = ends_at + num_documents * _WORD
@@ -164,7 +164,7 @@ class ShardWriter:
         return self
 
     def begin_document(self, key: int) -> None:
-        """What is written from here on belongs to the document `key` (a uint64)."""
+        """Begin the document `key` (a uint64): all that is written next belongs to it."""
         self._key = key
 
     def write(self, tokens: NDArray[np.integer]) -> None:
@@ -188,10 +188,10 @@ class ShardWriter:
         self._key = None
         assert self._keys or (starts.size and starts[0] == 0), "no document was begun"
         if starts.size:
-            begin = starts.astype(np.uint64) + np.uint64(self._num_tokens)
+            offsets = starts.astype(np.uint64) + np.uint64(self._num_tokens)
             # The end of a document is known where the next begins; the very first has none before
             # it.
-            self._ends.frombytes((begin if self._keys else begin[1:]).astype("=u8").tobytes())
+            self._ends.frombytes((offsets if self._keys else offsets[1:]).astype("=u8").tobytes())
             self._keys.extend(keys)
         self._append(np.ascontiguousarray(tokens, self._dtype).data.cast("B"))
         self._num_tokens += tokens.size
@@ -293,7 +293,7 @@ def open_shard(path: Path) -> Shard:
         with open_regular(path) as file:
             facts, xxh3 = _read_header(path, file.read(PAYLOAD_AT))
             num_bytes = os.fstat(file.fileno()).st_size
-            mapped = _mapped(file)
+            mapped = _map_shard(file)
     except FileNotFoundError:
         raise DataError(
             "the shard is missing", where=str(path), fix="build the dataset again"
@@ -302,18 +302,18 @@ def open_shard(path: Path) -> Shard:
         fix = "raise ulimit -n, or build larger shards" if error.errno == errno.EMFILE else None
         raise unreadable(error, path, "the shard cannot be read", fix=fix) from None
     num_tokens, num_documents, dtype = facts["num_tokens"], facts["num_documents"], facts["dtype"]
-    sections = _Sections.of(num_tokens, num_documents, dtype)
+    sections = _Sections.place(num_tokens, num_documents, dtype)
     if num_bytes != sections.num_bytes:
-        what = (
+        summary = (
             "the shard is cut off"
             if num_bytes < sections.num_bytes
             else "the shard has bytes after its end"
         )
-        raise _damaged(path, what, f"{num_bytes} bytes instead of {sections.num_bytes}")
+        raise _damage_error(path, summary, f"{num_bytes} bytes instead of {sections.num_bytes}")
     ends = np.frombuffer(mapped, "<u8", num_documents, sections.ends_at)
     if int(ends[-1]) != num_tokens:
         why = f"the last document ends at token {int(ends[-1])} of {num_tokens}"
-        raise _damaged(path, "the shard's documents do not add up", why)
+        raise _damage_error(path, "the shard's documents do not add up", why)
     return Shard(
         path=path,
         facts=ShardFacts(
@@ -334,7 +334,7 @@ def open_shard(path: Path) -> Shard:
     )
 
 
-def _mapped(file: BinaryIO) -> mmap.mmap:
+def _map_shard(file: BinaryIO) -> mmap.mmap:
     """All of a file, read-only. Python keeps a file descriptor for each map (from 3.13 on it can do
     without).
     """
@@ -342,24 +342,24 @@ def _mapped(file: BinaryIO) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **untracked)
 
 
-def _damaged(path: Path, what: str, why: str) -> DataError:
+def _damage_error(path: Path, summary: str, why: str) -> DataError:
     return DataError(
-        what, where=str(path), why=why, fix="build the dataset again, or copy the shard again"
+        summary, where=str(path), why=why, fix="build the dataset again, or copy the shard again"
     )
 
 
 def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
     """The header's facts and checksum. DataError unless they can be relied upon."""
     if not head:
-        raise _damaged(path, "the shard is empty", "it has 0 bytes")
+        raise _damage_error(path, "the shard is empty", "it has 0 bytes")
     if len(head) < PAYLOAD_AT and head.startswith(MAGIC):
-        raise _damaged(
+        raise _damage_error(
             path,
             "the shard is cut off",
             f"its header has {len(head)} bytes instead of {PAYLOAD_AT}",
         )
     if not head.startswith(MAGIC):
-        raise _damaged(path, "not a token shard", f"it begins with {head[:8]!r}")
+        raise _damage_error(path, "not a token shard", f"it begins with {head[:8]!r}")
     _, version, length, xxh3 = _HEAD.unpack_from(head)
     text = head[_HEAD.size : _HEAD.size + length]
     if version != VERSION:
@@ -369,7 +369,7 @@ def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
             fix="use the release that wrote it",
         )
     if xxhash.xxh3_64_intdigest(text) != xxh3 or head[_HEAD.size + len(text) :].strip(b"\0"):
-        raise _damaged(
+        raise _damage_error(
             path,
             "the shard's header is not what was written",
             f"bytes 0 to {PAYLOAD_AT}: checksum differs",
@@ -380,10 +380,10 @@ def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
             "written by another release", where=str(path), fix="use the release that wrote it"
         )
     if not facts["num_tokens"] or not facts["num_documents"]:
-        raise _damaged(path, "the shard is empty", "it has no tokens")
+        raise _damage_error(path, "the shard is empty", "it has no tokens")
     if facts["max_token_id"] >= facts["vocab_size"]:
         why = f"the vocabulary has {facts['vocab_size']}"
-        raise _damaged(path, f"the shard holds token {facts['max_token_id']}", why)
+        raise _damage_error(path, f"the shard holds token {facts['max_token_id']}", why)
     return facts, f"{xxh3:016x}"
 
 
@@ -395,13 +395,13 @@ def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError
         shard = open_shard(path)
     except DataError as error:
         return [error]
-    sections = _Sections.of(shard.facts.num_tokens, shard.facts.num_documents, shard.dtype)
+    sections = _Sections.place(shard.facts.num_tokens, shard.facts.num_documents, shard.dtype)
     try:
-        ranges = _joined(_differing_chunks(shard, sections, progress))
-        damaged = [_flipped(shard, sections, begin, end) for begin, end in ranges]
+        ranges = _join_ranges(_differing_chunks(shard, sections, progress))
+        damaged = [_damage_in_range(shard, sections, start, stop) for start, stop in ranges]
     except _BadSumsError:
         return [
-            _damaged(
+            _damage_error(
                 path,
                 "the shard's checksums are not what was written",
                 f"from byte {sections.sums_at} on",
@@ -439,44 +439,44 @@ def _differing_chunks(
                 progress(len(data))
 
 
-def _joined(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+def _join_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     """Neighbours become one range."""
     joined: list[tuple[int, int]] = []
-    for begin, end in ranges:
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
         else:
-            joined.append((begin, end))
+            joined.append((start, stop))
     return joined
 
 
-def _flipped(shard: Shard, sections: _Sections, begin: int, end: int) -> DataError:
-    held: list[str] = []
+def _damage_in_range(shard: Shard, sections: _Sections, start: int, stop: int) -> DataError:
+    contents: list[str] = []
     itemsize = np.dtype(shard.dtype).itemsize
-    if begin < sections.ends_at:
+    if start < sections.ends_at:
         first, last = (
-            (begin - PAYLOAD_AT) // itemsize,
-            (min(end, sections.ends_at) - PAYLOAD_AT - 1) // itemsize,
+            (start - PAYLOAD_AT) // itemsize,
+            (min(stop, sections.ends_at) - PAYLOAD_AT - 1) // itemsize,
         )
-        held.append(f"tokens {first} to {min(last, shard.facts.num_tokens - 1)}")
-    if end > sections.ends_at:
-        held.append("where documents end and who they are")
-    return _damaged(
+        contents.append(f"tokens {first} to {min(last, shard.facts.num_tokens - 1)}")
+    if stop > sections.ends_at:
+        contents.append("where documents end and who they are")
+    return _damage_error(
         shard.path,
-        f"bytes {begin} to {end} are not what was written",
-        f"checksum differs; {', '.join(held)}",
+        f"bytes {start} to {stop} are not what was written",
+        f"checksum differs; {', '.join(contents)}",
     )
 
 
 def _contradictions(shard: Shard) -> Iterator[DataError]:
-    """What a shard with good checksums may still have wrong: a writer that was not ours."""
+    """Errors of a shard whose checksums are good: another writer's contradictions."""
     parts = (shard.tokens[at : at + _READ_BYTES] for at in range(0, len(shard.tokens), _READ_BYTES))
     high = max(int(part.max()) for part in parts)
     if high != shard.facts.max_token_id:
         why = f"its header says {shard.facts.max_token_id}, the vocabulary has {shard.vocab_size}"
-        yield _damaged(shard.path, f"the largest token is {high}", why)
+        yield _damage_error(shard.path, f"the largest token is {high}", why)
     if bool((np.diff(shard.ends.astype(np.int64), prepend=0) <= 0).any()):
-        yield _damaged(
+        yield _damage_error(
             shard.path,
             "documents do not end one after another",
             "an end lies before the one before it",

@@ -57,7 +57,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Found:
+class SourceListing:
     """The files of one input in order of name, and what was left out."""
 
     source: str
@@ -80,7 +80,7 @@ def format_of(name: str) -> Format:
 
 def find_files(
     sources: Sequence[str], named: str = "data.source", out: Path | None = None
-) -> list[Found]:
+) -> list[SourceListing]:
     """The files of each input, each file once. Datasets in an input are left out, and so is the
     folder `out`.
 
@@ -88,18 +88,18 @@ def find_files(
     """
     real = _RealPaths()
     try:
-        found = [
+        listings = [
             _find(source, f"{number}/" if number else "", out, real)
             for number, source in enumerate(sources)
         ]
-        if not any(file.num_bytes for one in found for file in one.files):
+        if not any(file.num_bytes for one in listings for file in one.files):
             raise DataError(
                 "there is no text in it", where=", ".join(sources), why="every file is empty"
             )
     except DataError as error:
         where = _printable(f"{named} {error.where}".strip())
         raise type(error)(error.what, where=where, why=error.why, fix=error.fix) from None
-    return found
+    return listings
 
 
 class _RealPaths:
@@ -124,7 +124,7 @@ class _RealPaths:
         return os.path.join(self._folders[folder], name)
 
 
-def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> Found:
+def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> SourceListing:
     """`prefix` keeps documents apart that have the same name in several inputs."""
     try:
         listed = list_files(source, out)
@@ -156,7 +156,7 @@ def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> Found
             files.append(SourceFile(text_name, os.path.abspath(path), status.st_size, *times, kind))
     if not files and not num_repeated and not num_empty:
         raise _nothing_found(source, num_skipped, listed.num_datasets)
-    return Found(
+    return SourceListing(
         _printable(source),
         tuple(files),
         num_skipped,
@@ -182,7 +182,7 @@ def _start_of(path: Path, num_bytes: int) -> bytes:
 
 
 def _has_object_per_line(path: Path) -> bool:
-    """Whether the first two lines that are not blank are a JSON object each: one alone may be any
+    """True if the first two lines that are not blank are a JSON object each: one alone may be any
     JSON file.
     """
     start = _start_of(path, _JSON_SNIFF_BYTES)

@@ -21,7 +21,7 @@ _LEAST_PART = 4  # a file is never cut so that less than this fraction of a shar
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """A part of a file, in its own units: bytes of text and JSONL, row groups of Parquet, record
     batches of Arrow.
     """
@@ -45,7 +45,7 @@ class Task:
     """The input that becomes one shard."""
 
     number: int
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
 
     @property
     def file(self) -> str:
@@ -65,12 +65,13 @@ class Task:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Task:
-        return cls(value["number"], tuple(Span(**span) for span in value["spans"]))
+        return cls(value["number"], tuple(FileSpan(**span) for span in value["spans"]))
 
 
 @dataclass(frozen=True)
-class Parts:
-    """How a file can be cut: `weights[i]` bytes for part i of its units; one part if it cannot."""
+class FileParts:
+    """The parts that a file can be cut into: `weights[i]` bytes for part i of its units; one part
+    if it cannot be cut."""
 
     file: SourceFile
     units: tuple[int, ...]  # boundaries: part i is units[i] to units[i + 1]
@@ -88,12 +89,12 @@ def default_shard_bytes(total_bytes: int) -> int:
     return max(min(max(usual, LEAST_SHARD_BYTES), MOST_SHARD_BYTES), least)
 
 
-def plan_tasks(files: Sequence[Parts], shard_bytes: int) -> list[Task]:
+def plan_tasks(files: Sequence[FileParts], shard_bytes: int) -> list[Task]:
     """Fill one shard after another with about `shard_bytes` of input each, in the order of the
     files.
     """
     tasks: list[Task] = []
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     weight = 0
     for span in _spans(files, shard_bytes):
         if spans and weight + span.weight > shard_bytes + shard_bytes // _LEAST_PART:
@@ -109,32 +110,32 @@ def plan_tasks(files: Sequence[Parts], shard_bytes: int) -> list[Task]:
     return tasks
 
 
-def _spans(files: Sequence[Parts], shard_bytes: int) -> Iterator[Span]:
+def _spans(files: Sequence[FileParts], shard_bytes: int) -> Iterator[FileSpan]:
     """The files, those larger than a shard cut into pieces of about its size."""
     for parts in files:
-        begin, weight, left = 0, 0, sum(parts.weights)
+        first, weight, num_left = 0, 0, sum(parts.weights)
         for number, part in enumerate(parts.weights):
             weight += part
-            left -= part
+            num_left -= part
             is_last = number == len(parts.weights) - 1
-            if is_last or (weight >= shard_bytes and left >= shard_bytes // _LEAST_PART):
-                yield _span(parts, begin, number + 1, weight)
-                begin, weight = number + 1, 0
+            if is_last or (weight >= shard_bytes and num_left >= shard_bytes // _LEAST_PART):
+                yield _span(parts, first, number + 1, weight)
+                first, weight = number + 1, 0
 
 
-def _span(parts: Parts, first: int, beyond: int, weight: int) -> Span:
+def _span(parts: FileParts, first: int, beyond: int, weight: int) -> FileSpan:
     file = parts.file
-    begin, end = parts.units[first], parts.units[beyond]
-    return Span(
-        file.name, file.path, file.format, file.num_bytes, file.modified_ns, begin, end, weight
+    start, end = parts.units[first], parts.units[beyond]
+    return FileSpan(
+        file.name, file.path, file.format, file.num_bytes, file.modified_ns, start, end, weight
     )
 
 
-def in_bytes(file: SourceFile, step_bytes: int) -> Parts:
+def cut_anywhere(file: SourceFile, step_bytes: int) -> FileParts:
     """A file that can be cut at any byte (whoever reads it finds the next line)."""
     units = [*range(0, file.num_bytes, step_bytes), file.num_bytes] if file.num_bytes else [0, 0]
-    return Parts(file, tuple(units), tuple(b - a for a, b in pairwise(units)))
+    return FileParts(file, tuple(units), tuple(b - a for a, b in pairwise(units)))
 
 
-def in_one(file: SourceFile) -> Parts:
-    return Parts(file, (0, file.num_bytes), (file.num_bytes,))
+def keep_uncut(file: SourceFile) -> FileParts:
+    return FileParts(file, (0, file.num_bytes), (file.num_bytes,))

@@ -128,11 +128,12 @@ def _merge(lengths: Int64s, counts: Int64s, sizes: Int64s) -> tuple[Int64s, Int6
 
 
 def _quantiles(lengths: Int64s, counts: Int64s) -> dict[float, int]:
-    """For each part of the documents the smallest length that so many of them do not exceed."""
+    """Quantiles of the documents' lengths: for each part the smallest length that so many of them
+    do not exceed."""
     upto = np.cumsum(counts)
     ranks = [max(1, math.ceil(part * int(upto[-1]))) for part in QUANTILES]
     places = np.searchsorted(upto, ranks, "left")
-    return {part: int(lengths[place]) for part, place in zip(QUANTILES, places, strict=True)}
+    return {part: int(lengths[index]) for part, index in zip(QUANTILES, places, strict=True)}
 
 
 def _bins(lengths: Int64s, counts: Int64s) -> tuple[LengthBin, ...]:
@@ -158,7 +159,7 @@ def _bins(lengths: Int64s, counts: Int64s) -> tuple[LengthBin, ...]:
 def _frequent(dataset: Dataset, counts: Int64s) -> tuple[FrequentToken, ...]:
     tokenizer = dataset.load_tokenizer()
     order = np.argsort(-counts, kind="stable")[:NUM_FREQUENT]
-    found = []
+    frequent = []
     for token in (int(token) for token in order if counts[token]):
         is_end = token == dataset.end_of_document
         text = (
@@ -168,8 +169,8 @@ def _frequent(dataset: Dataset, counts: Int64s) -> tuple[FrequentToken, ...]:
             if tokenizer is not None
             else ""
         )
-        found.append(FrequentToken(token, text, int(counts[token])))
-    return tuple(found)
+        frequent.append(FrequentToken(token, text, int(counts[token])))
+    return tuple(frequent)
 
 
 def _by_rank(counts: Int64s) -> tuple[tuple[int, int], ...]:

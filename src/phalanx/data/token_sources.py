@@ -3,8 +3,8 @@ files.
 
 Torch-free.
 
-Opening is cheap: headers and sizes. `describe` reads what a source says of itself, and all ids of
-those that say nothing (.npy, Megatron); `verify` reads all and compares.
+Opening is cheap: headers and sizes. `describe_source` reads what a source says of itself, and all
+ids of those that say nothing (.npy, Megatron); `verify_source` reads all and compares.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ import xxhash
 
 from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import open_regular, regular_path
-from phalanx.data.dataset import MANIFEST, TokenizerFacts, is_dataset, open_dataset, read_manifest
+from phalanx.data.dataset import (
+    MANIFEST,
+    TokenizerFacts,
+    is_dataset,
+    open_dataset,
+    read_dataset_manifest,
+)
 from phalanx.data.megatron import megatron_paths, open_megatron
 from phalanx.data.shards import verify_shard
 from phalanx.data.tokens import CHUNK_TOKENS, PlainArray, TokenArray, Tokens, find_outside
@@ -46,7 +52,7 @@ class FileFacts:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenSource:
     """The arrays of a source, and the file that each of them is in."""
 
     arrays: tuple[TokenArray, ...]
@@ -54,8 +60,8 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Described:
-    """What a source holds.
+class SourceDescription:
+    """The facts of a source.
 
     `files`: facts by name relative to the folder of `path`, or to `path` if it is one.
     """
@@ -94,19 +100,18 @@ def _holds_shards(path: Path) -> bool:
     return os.path.isdir(path) and any(path.glob("shard-*.tokens"))
 
 
-def open_arrays(kind: Kind, path: Path) -> Opened:
+def open_arrays(kind: Kind, path: Path) -> OpenSource:
     """Map the tokens. Raises DataError."""
     if kind == "dataset":
         dataset = open_dataset(path)
-        return Opened(dataset.shards, tuple(shard.path for shard in dataset.shards))
+        return OpenSource(dataset.shards, tuple(shard.path for shard in dataset.shards))
     if kind == "npy":
-        return Opened((PlainArray.of(_open_npy(path)),), (path,))
-    return Opened((open_megatron(path, path.with_suffix(".idx")),), (path,))
+        return OpenSource((PlainArray.from_tokens(_open_npy(path)),), (path,))
+    return OpenSource((open_megatron(path, path.with_suffix(".idx")),), (path,))
 
 
-def describe(kind: Kind, path: Path, *, with_checksums: bool = True) -> Described:
-    """What the source at `path` holds; without checksums where only that is asked, and not what
-    would show a change.
+def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> SourceDescription:
+    """The facts of the source at `path`; checksums, which would show a change, only if asked for.
 
     Raises DataError for a source that cannot be used, or whose ids are none.
     """
@@ -118,7 +123,7 @@ def describe(kind: Kind, path: Path, *, with_checksums: bool = True) -> Describe
         file.name: FileFacts(file.stat().st_size, _checksum(file) if with_checksums else "")
         for file in paths
     }
-    return Described(
+    return SourceDescription(
         kind=kind,
         path=path,
         tokenizer=NO_TOKENIZER,
@@ -130,7 +135,7 @@ def describe(kind: Kind, path: Path, *, with_checksums: bool = True) -> Describe
     )
 
 
-def _describe_dataset(path: Path) -> Described:
+def _describe_dataset(path: Path) -> SourceDescription:
     dataset = open_dataset(path)
     files = {MANIFEST: FileFacts((path / MANIFEST).stat().st_size, _checksum(path / MANIFEST))}
     files |= {
@@ -138,7 +143,7 @@ def _describe_dataset(path: Path) -> Described:
         for shard in dataset.shards
     }
     dataset.load_tokenizer()  # it must be the one of the shards
-    return Described(
+    return SourceDescription(
         kind="dataset",
         path=path,
         tokenizer=dataset.tokenizer,
@@ -151,7 +156,8 @@ def _describe_dataset(path: Path) -> Described:
 
 
 def check_source_unchanged(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> None:
-    """Raise DataError, naming the file, unless what is there now looks like what `describe` found.
+    """Raise DataError, naming the file, unless what is there now looks like what `describe_source`
+    found.
 
     Reads headers.
     """
@@ -164,7 +170,9 @@ def check_source_unchanged(kind: Kind, path: Path, files: Mapping[str, FileFacts
         except OSError as error:
             raise unreadable(error, folder / name, CHANGED, fix=PUT_BACK) from None
         if num_bytes != facts.num_bytes:
-            raise _changed(folder / name, f"it has {num_bytes} bytes instead of {facts.num_bytes}")
+            raise _change_error(
+                folder / name, f"it has {num_bytes} bytes instead of {facts.num_bytes}"
+            )
 
 
 def _check_manifest(path: Path, files: Mapping[str, FileFacts]) -> None:
@@ -175,21 +183,22 @@ def _check_manifest(path: Path, files: Mapping[str, FileFacts]) -> None:
             return
         now = {
             shard.file: FileFacts(shard.num_bytes, shard.xxh3)
-            for shard in read_manifest(path)[0].shards
+            for shard in read_dataset_manifest(path)[0].shards
         }
     except DataStorageError:
         raise
     except DataError as error:
-        raise _changed(path / MANIFEST, error.why or error.what) from None
+        raise _change_error(path / MANIFEST, error.why or error.what) from None
     different = next(
         (name for name, facts in files.items() if name != MANIFEST and now.get(name) != facts),
         MANIFEST,
     )
-    raise _changed(path / different, "dataset.json describes another one now")
+    raise _change_error(path / different, "dataset.json describes another one now")
 
 
-def verify(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> Iterator[DataError]:
-    """Read everything and compare it with `describe`'s checksums; what is wrong, as it is found."""
+def verify_source(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> Iterator[DataError]:
+    """Read everything and compare it with `describe_source`'s checksums; what is wrong, as it is
+    found."""
     if kind == "dataset":
         for name in files:
             if name != MANIFEST:
@@ -197,19 +206,19 @@ def verify(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> Iterator[D
         return
     for name, facts in files.items():
         if _checksum(path.parent / name) != facts.xxh3:
-            yield _changed(path.parent / name, "its checksum is another one")
+            yield _change_error(path.parent / name, "its checksum is another one")
 
 
-def check_ids(opened: Opened, vocab_size: int) -> None:
+def check_ids(opened: OpenSource, vocab_size: int) -> None:
     """Raise DataError at the first id that is not below `vocab_size`, with its file and the
     token's place in it."""
     for array, path in zip(opened.arrays, opened.paths, strict=True):
         facts = getattr(array, "facts", None)  # a shard knows its largest id
         if facts is not None and facts.max_token_id < vocab_size:
             continue
-        found = find_outside(array.tokens, vocab_size)
-        if found is not None:
-            raise outside(found[1], vocab_size, f"{path}: position {found[0]}")
+        bad_token = find_outside(array.tokens, vocab_size)
+        if bad_token is not None:
+            raise outside(bad_token[1], vocab_size, f"{path}: position {bad_token[0]}")
 
 
 def outside(token: int, vocab_size: int, where: str) -> DataError:
@@ -227,7 +236,7 @@ def outside(token: int, vocab_size: int, where: str) -> DataError:
     )
 
 
-def _changed(path: Path, why: str) -> DataError:
+def _change_error(path: Path, why: str) -> DataError:
     return DataError(CHANGED, where=str(path), why=why, fix=PUT_BACK)
 
 
@@ -239,9 +248,9 @@ def _largest(tokens: Tokens, path: Path) -> int:
     largest = -1
     for start in range(0, len(tokens), CHUNK_TOKENS):
         chunk = np.asarray(tokens[start : start + CHUNK_TOKENS])
-        found = find_outside(chunk, MAX_VOCAB_SIZE)
-        if found is not None:
-            raise outside(found[1], MAX_VOCAB_SIZE, f"{path}: position {start + found[0]}")
+        bad_token = find_outside(chunk, MAX_VOCAB_SIZE)
+        if bad_token is not None:
+            raise outside(bad_token[1], MAX_VOCAB_SIZE, f"{path}: position {start + bad_token[0]}")
         largest = max(largest, int(chunk.max()))
     return largest
 
@@ -272,14 +281,14 @@ def _open_npy(path: Path) -> Tokens:
 
 def _checksum(path: Path) -> str:
     """Hex of XXH3-64 over the file's bytes."""
-    found = xxhash.xxh3_64()
+    checksum = xxhash.xxh3_64()
     try:
         with open_regular(path) as file:
             while chunk := file.read(1 << 22):
-                found.update(chunk)
+                checksum.update(chunk)
     except OSError as error:
         raise unreadable(error, path) from None
-    return found.hexdigest()
+    return checksum.hexdigest()
 
 
 def num_bytes_of(files: Mapping[str, FileFacts]) -> int:

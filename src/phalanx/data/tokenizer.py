@@ -94,10 +94,10 @@ def as_bytes(text: str) -> bytes:
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        return without_surrogates(text).encode("utf-8")
+        return replace_surrogates(text).encode("utf-8")
 
 
-def without_surrogates(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Pairs of surrogates become the letter they stand for, lone ones U+FFFD: what a tokenizer
     of text can take."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -125,11 +125,11 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Ids of each text. Lone surrogates must have been replaced."""
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in found]
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(replace_surrogates(text), add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         parts: list[list[int]] = [[]]
@@ -228,20 +228,20 @@ def _end_names(path: Path, tokenizer: Any) -> list[str]:
         _name_of(_read_settings(path.parent / file).get("eos_token"))
         for file in (CONFIG_FILE, SPECIAL_FILE)
     ]
-    told = _read_settings(path.parent / MODEL_FILE).get("eos_token_id")
-    ids = told if isinstance(told, list) else [told]
+    configured_ids = _read_settings(path.parent / MODEL_FILE).get("eos_token_id")
+    ids = configured_ids if isinstance(configured_ids, list) else [configured_ids]
     of_model = [tokenizer.id_to_token(one) for one in ids if type(one) is int and one >= 0]
     return [name for name in (*names, *_ENDS, *of_model) if isinstance(name, str)]
 
 
-def _name_of(said: Any) -> Any:
-    return said.get("content") if isinstance(said, dict) else said
+def _name_of(value: Any) -> Any:
+    return value.get("content") if isinstance(value, dict) else value
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """What a file beside the tokenizer says; nothing where it is none."""
+    """The settings in a JSON file beside the tokenizer; empty if it cannot be read."""
     try:
-        said = read_json(path)
+        settings = read_json(path)
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return settings if isinstance(settings, dict) else {}

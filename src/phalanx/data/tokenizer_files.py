@@ -41,18 +41,18 @@ class TokenizerFiles:
 def collect_tokenizer_files(
     corpus: Corpus, brought: ModelTokenizer | None = None, kept: Sequence[str] = ()
 ) -> TokenizerFiles:
-    """Those of the run's text. Where the model's own tokenizer made its tokens, all of its files
-    that `kept` names.
+    """The tokenizer files of the run's text. If the model's own tokenizer made its tokens, all of
+    its files that `kept` names.
 
     Raises DataError if the tokenizer is not where it was, or is another one by now.
     """
     if brought is not None and _is_models(corpus, brought):
-        found = {
+        files = {
             name: brought.directory / name for name in kept if (brought.directory / name).is_file()
         }
         texts = (
             {}
-            if CONFIG_FILE in found
+            if CONFIG_FILE in files
             else {CONFIG_FILE: _config(load_tokenizer(str(brought.name)).end_name)}
         )
         note = (
@@ -60,7 +60,7 @@ def collect_tokenizer_files(
             if corpus.is_text
             else f"the run's data had no text: the tokenizer is the one of {brought.owner}"
         )
-        return TokenizerFiles(found, texts, note=note, is_models=True)
+        return TokenizerFiles(files, texts, note=note, is_models=True)
     tokenizer = corpus.tokenizer()
     if tokenizer is None:
         return TokenizerFiles(
@@ -74,9 +74,9 @@ def collect_tokenizer_files(
         )
     first = corpus.components[0]
     path = tokenizer_path(first.tokenizer_path or str(corpus.path_of(first)))
-    beside = {name: path.parent / name for name in _BESIDE if (path.parent / name).is_file()}
-    texts = {} if CONFIG_FILE in beside else {CONFIG_FILE: _config(tokenizer.end_name)}
-    return TokenizerFiles({TOKENIZER_FILE: path, **beside}, texts, settings)
+    neighbours = {name: path.parent / name for name in _BESIDE if (path.parent / name).is_file()}
+    texts = {} if CONFIG_FILE in neighbours else {CONFIG_FILE: _config(tokenizer.end_name)}
+    return TokenizerFiles({TOKENIZER_FILE: path, **neighbours}, texts, settings)
 
 
 def _config(end: str | None) -> dict[str, Any]:
@@ -84,7 +84,8 @@ def _config(end: str | None) -> dict[str, Any]:
 
 
 def _is_models(corpus: Corpus, brought: ModelTokenizer) -> bool:
-    """Whether tokens are, or for all that is known may be, those of the model's tokenizer.json."""
+    """True if the tokens are, or may be for all that is known, those of the model's
+    tokenizer.json."""
     if brought.facts is None or brought.facts.kind == BYTES:
         return False
     return not corpus.is_text or corpus.components[0].tokenizer == brought.facts
@@ -128,9 +129,9 @@ def _letters_of_bytes() -> list[str]:
     themselves (GPT-2).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     spelled = {
         **{byte: chr(byte) for byte in printable},
-        **{byte: chr(256 + n) for n, byte in enumerate(others)},
+        **{byte: chr(256 + n) for n, byte in enumerate(unprintable)},
     }
     return [spelled[byte] for byte in range(256)]

@@ -106,8 +106,8 @@ class TokenSequence:
         """
         while start < stop:
             until = min(stop, int(self._bounds[extent + 1]))
-            begin = int(self._starts[extent]) + start - int(self._bounds[extent])
-            yield self._tokens[self._array_of[extent]][begin : begin + until - start]
+            offset = int(self._starts[extent]) + start - int(self._bounds[extent])
+            yield self._tokens[self._array_of[extent]][offset : offset + until - start]
             start, extent = until, extent + 1
 
     def gather(self, starts: Int64s, length: int) -> Int64s:
@@ -152,22 +152,22 @@ class TokenSequence:
         """The ends of documents of array `number` that lie inside its extents, as places in the
         sequence.
         """
-        mine = np.flatnonzero(self._array_of == number)
+        rows = np.flatnonzero(self._array_of == number)
         ends = np.asarray(self._arrays[number].ends).astype(np.int64)
-        if mine.size and self._goes_on(number):
+        if rows.size and self._goes_on(number):
             ends = ends[:-1]
-        if mine.size == 0 or ends.size == 0:
+        if rows.size == 0 or ends.size == 0:
             return np.zeros(0, np.int64)
         at = (
-            np.searchsorted(self._starts[mine], ends, "left") - 1
+            np.searchsorted(self._starts[rows], ends, "left") - 1
         )  # the extent that begins before this end
-        sizes = self._bounds[mine + 1] - self._bounds[mine]
-        within = ends - self._starts[mine][at]
-        kept = (at >= 0) & (within <= sizes[at])
-        return np.asarray((self._bounds[mine][at] + within)[kept], np.int64)
+        sizes = self._bounds[rows + 1] - self._bounds[rows]
+        within = ends - self._starts[rows][at]
+        is_inside = (at >= 0) & (within <= sizes[at])
+        return np.asarray((self._bounds[rows][at] + within)[is_inside], np.int64)
 
     def _goes_on(self, number: int) -> bool:
-        """Whether the last document of an array is also the first of the next: a long one that two
+        """True if the last document of an array is also the first of the next: a long one that two
         shards share.
         """
         if number + 1 == len(self._arrays):
@@ -211,7 +211,7 @@ MOST_OF_FEW = 0.5  # of all tokens may be held out by "few_documents", unless th
 
 
 def choose_split(arrays: Sequence[TokenArray], fraction: float, seq_len: int) -> SplitChoice:
-    """How to leave each side at least one sequence of seq_len + 1 tokens.
+    """Choose a split that leaves each side at least one sequence of seq_len + 1 tokens.
 
     By document where the fraction does; else the documents of the smallest keys, as few as hold a
     sequence; by position where no choice of whole documents does.
@@ -332,10 +332,10 @@ def _split_at(arrays: Sequence[TokenArray], num_train: int) -> Splits:
         train.append(Extent(number, 0, cut))
         held_out.append(Extent(number, cut, len(array.tokens)))
         before += len(array.tokens)
-    return Splits(_of_extents(arrays, train), _of_extents(arrays, held_out))
+    return Splits(_fill_extents(arrays, train), _fill_extents(arrays, held_out))
 
 
-def _of_extents(arrays: Sequence[TokenArray], extents: Sequence[Extent]) -> TokenSequence:
+def _fill_extents(arrays: Sequence[TokenArray], extents: Sequence[Extent]) -> TokenSequence:
     filled = [extent for extent in extents if extent.stop > extent.start]
     columns = (
         [extent.array for extent in filled],
@@ -367,7 +367,7 @@ class PlainArray:
     keys: Uint64s
 
     @classmethod
-    def of(cls, tokens: Tokens) -> PlainArray:
+    def from_tokens(cls, tokens: Tokens) -> PlainArray:
         return cls(tokens, np.array([len(tokens)], np.uint64), hash_numbers(np.zeros(1, np.int64)))
 
 

@@ -15,7 +15,7 @@ from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.core.registry import require
 from phalanx.data.columns import Reading
 from phalanx.data.cuts import Cutter
-from phalanx.data.readers import parts_of, read_pieces
+from phalanx.data.readers import plan_parts, read_pieces
 from phalanx.data.sources import find_files
 from phalanx.data.spans import Task, plan_tasks
 from phalanx.data.tokenizer import TOKENIZER_FILE
@@ -81,7 +81,7 @@ def train_tokenizer(
         )
     library = require("tokenizers", extra="hf", needed_for="training a tokenizer")
     corpus = _Corpus(inputs, column, max_text_bytes)
-    tokenizer, trainer = _untrained(library, vocab_size)
+    tokenizer, trainer = _build_untrained(library, vocab_size)
     _run(lambda: tokenizer.train_from_iterator(corpus.texts(), trainer), corpus, progress)
     if not corpus.text_bytes:
         raise DataError("there is no text in it", where=", ".join(inputs))
@@ -100,7 +100,7 @@ def train_tokenizer(
     )
 
 
-def _untrained(library: Any, vocab_size: int) -> tuple[Any, Any]:
+def _build_untrained(library: Any, vocab_size: int) -> tuple[Any, Any]:
     """GPT-2's construction: any text goes in, and comes out of `decode` as it was."""
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -118,12 +118,12 @@ class _Corpus:
     """The texts of the inputs in order, and how far they have been read."""
 
     def __init__(self, inputs: Sequence[str], column: str, max_text_bytes: int | None) -> None:
-        files = [file for found in find_files(inputs, named="") for file in found.files]
+        files = [file for source in find_files(inputs, named="") for file in source.files]
         self.total_bytes = sum(file.num_bytes for file in files)
         self._column = column
         self._share = 1.0 if max_text_bytes is None else max_text_bytes / max(1, self.total_bytes)
         self._tasks: list[Task] = plan_tasks(
-            [parts_of(file, column, max(1, file.num_bytes), True) for file in files],
+            [plan_parts(file, column, max(1, file.num_bytes), True) for file in files],
             max(1, self.total_bytes),
         )
         self._reading = Reading()

@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.core.errors import DataError
-from phalanx.data.encode import Outcome, content_of
-from phalanx.data.sources import Found
+from phalanx.data.encode import ShardOutcome, digest_content
+from phalanx.data.sources import SourceListing
 from phalanx.data.spans import Task
 from phalanx.data.unreadable import unreadable
 
 _COARSE_NS = 2 * 10**9  # some file systems know whole or even seconds only
 
 
-def times_of(found: Sequence[Found]) -> dict[str, int]:
+def file_times(sources: Sequence[SourceListing]) -> dict[str, int]:
     """When each file may have changed last, in nanoseconds, by path."""
-    return {file.path: file.changed_ns for one in found for file in one.files}
+    return {file.path: file.changed_ns for one in sources for file in one.files}
 
 
 def find_changed(
@@ -32,37 +32,40 @@ def find_changed(
     """Paths of a task's files of which one is not what it was when `since` was written, newest
     first; none if all are.
 
-    `content` is what `content_of` said then. Raises DataError for a file that cannot be read.
+    `content` is what `digest_content` said then. Raises DataError for a file that cannot be read.
     """
     since_ns = os.stat(since).st_mtime_ns - _COARSE_NS
     paths = [span.path for span in task.spans if changed_ns[span.path] >= since_ns]
-    if not paths or content_of(task, column) == content:
+    if not paths or digest_content(task, column) == content:
         return []
     return sorted(paths, key=lambda path: -changed_ns[path])
 
 
 def check_inputs_unchanged(
-    tasks: Sequence[Task], outcomes: Mapping[int, Outcome], found: Sequence[Found], column: str
+    tasks: Sequence[Task],
+    outcomes: Mapping[int, ShardOutcome],
+    sources: Sequence[SourceListing],
+    column: str,
 ) -> None:
     """Raise DataError for a file that changed after it was read; dataset.json, written next,
     would be newer than it."""
     touched = set()
-    for file in (file for one in found for file in one.files):
+    for file in (file for one in sources for file in one.files):
         try:
             status = os.stat(file.path)
         except OSError as error:
             raise unreadable(error, file.path) from None
         if status.st_size != file.num_bytes:
-            raise _changed(file.path)
+            raise _change_error(file.path)
         if max(status.st_mtime_ns, status.st_ctime_ns) != file.changed_ns:
             touched.add(file.path)
     for task in tasks:
         paths = [span.path for span in task.spans if span.path in touched]
-        if paths and content_of(task, column) != outcomes[task.number].content:
-            raise _changed(paths[0])
+        if paths and digest_content(task, column) != outcomes[task.number].content:
+            raise _change_error(paths[0])
 
 
-def _changed(path: str) -> DataError:
+def _change_error(path: str) -> DataError:
     return DataError(
         "the file changed after it was read",
         where=path,

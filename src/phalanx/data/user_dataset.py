@@ -62,9 +62,9 @@ def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any
         return None
     for name in ("__len__", "__getitem__"):
         if not hasattr(dataset, name):
-            what = f"{source} returned {type(dataset).__name__}, which has no {name}"
+            summary = f"{source} returned {type(dataset).__name__}, which has no {name}"
             raise DataError(
-                what, where="data.source", fix="return a map-style dataset: len() and [i]"
+                summary, where="data.source", fix="return a map-style dataset: len() and [i]"
             )
     if len(dataset) == 0:
         raise DataError(
@@ -84,7 +84,7 @@ class UserSamples:
 
     def __init__(self, dataset: Any, source: str, seed: int, *, shuffled: bool = True) -> None:
         self._dataset, self._source, self._seed = dataset, source, seed
-        self.on_sample: Callable[[int | None], None] = lambda place: None
+        self.on_sample: Callable[[int | None], None] = lambda _index: None
         self._order = ShuffledOrder(len(dataset), seed) if shuffled else None
 
     def take(self, indices: NDArray[np.integer]) -> Arrays:
@@ -92,25 +92,25 @@ class UserSamples:
         a batch.
         """
         places = self._order.at(indices) if self._order else np.asarray(indices)
-        with _random_states_kept():
+        with _preserve_random_states():
             samples = [
-                self._sample(int(index), int(place))
-                for index, place in zip(indices.ravel(), places.ravel(), strict=True)
+                self._sample(int(index), int(position))
+                for index, position in zip(indices.ravel(), places.ravel(), strict=True)
             ]
         self.on_sample(None)
-        return collate(samples, [int(place) for place in places.ravel()], self._source)
+        return collate(samples, [int(position) for position in places.ravel()], self._source)
 
-    def _sample(self, index: int, place: int) -> Mapping[str, Any]:
+    def _sample(self, index: int, index_in_source: int) -> Mapping[str, Any]:
         _seed_all(stable_hash64("sample", self._seed, index))
-        self.on_sample(place)
+        self.on_sample(index_in_source)
         try:
-            sample: Any = self._dataset[place]
+            sample: Any = self._dataset[index_in_source]
         except Exception as error:
-            raise user_error(error, f"sample {place} of {self._source}") from error
+            raise user_error(error, f"sample {index_in_source} of {self._source}") from error
         if not isinstance(sample, Mapping) or not sample:
             raise DataError(
                 "a sample must be a dict of arrays, tensors or numbers",
-                where=f"sample {place} of {self._source}",
+                where=f"sample {index_in_source} of {self._source}",
                 why=f"it is {type(sample).__name__}",
                 fix='return {"inputs": ..., "targets": ...}',
             )
@@ -124,36 +124,36 @@ def collate(samples: Sequence[Mapping[str, Any]], places: Sequence[int], source:
     """
     samples = [flat_entries(sample) for sample in samples]
     keys = list(samples[0])
-    for place, sample in zip(places, samples, strict=True):
+    for index, sample in zip(places, samples, strict=True):
         if set(sample) != set(keys):
-            why = f"sample {places[0]} has {sorted(keys)}, sample {place} has {sorted(sample)}"
+            why = f"sample {places[0]} has {sorted(keys)}, sample {index} has {sorted(sample)}"
             raise DataError("samples must have the same keys", where=source, why=why)
     return {key: _stack(key, [sample[key] for sample in samples], places, source) for key in keys}
 
 
 def _stack(key: str, values: Sequence[Any], places: Sequence[int], source: str) -> NDArray[Any]:
     arrays = [
-        _as_array(key, value, f"sample {place} of {source}")
-        for place, value in zip(places, values, strict=True)
+        _to_array(key, value, f"sample {index} of {source}")
+        for index, value in zip(places, values, strict=True)
     ]
-    for place, array in zip(places, arrays, strict=True):
-        for what, mine, first in (
+    for index, array in zip(places, arrays, strict=True):
+        for noun, own_value, first in (
             ("shape", array.shape, arrays[0].shape),
             ("type", array.dtype, arrays[0].dtype),
         ):
-            if mine != first:
+            if own_value != first:
                 raise DataError(
-                    f"samples of one batch have {key!r} of different {what}s",
+                    f"samples of one batch have {key!r} of different {noun}s",
                     where=source,
-                    why=f"{first} in sample {places[0]}, {mine} in sample {place}",
+                    why=f"{first} in sample {places[0]}, {own_value} in sample {index}",
                     fix="pad or crop them to one shape"
-                    if what == "shape"
+                    if noun == "shape"
                     else "convert them to one type",
                 )
     return np.stack(arrays)
 
 
-def _as_array(key: str, value: Any, where: str) -> NDArray[Any]:
+def _to_array(key: str, value: Any, where: str) -> NDArray[Any]:
     if isinstance(value, bool | int) and not isinstance(value, np.generic):
         return np.asarray(value, np.int64)
     if isinstance(value, float):  # as torch.tensor takes it; numpy's own float64 numbers, too
@@ -183,7 +183,7 @@ def user_error(error: Exception, where: str) -> DataError:
 
 
 @contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
+def _preserve_random_states() -> Iterator[None]:
     torch = sys.modules.get("torch")
     states = random.getstate(), np.random.get_state(), torch.get_rng_state() if torch else None
     try:
@@ -205,7 +205,7 @@ def _seed_all(seed: int) -> None:
 def first_shapes(
     dataset: Any, source: str, on_sample: Callable[[int | None], None]
 ) -> dict[str, list[int]]:
-    """Of the sample that `digest_of_some` takes first."""
+    """The shapes of the entries of the sample that `digest_of_some` takes first."""
     samples = UserSamples(dataset, source, seed=0)
     samples.on_sample = on_sample
     sample = samples.take(np.array([0]))
@@ -213,7 +213,7 @@ def first_shapes(
 
 
 def digest_of_some(
-    dataset: Any, source: str, on_sample: Callable[[int | None], None] = lambda place: None
+    dataset: Any, source: str, on_sample: Callable[[int | None], None] = lambda _index: None
 ) -> str:
     """Digest of up to LOOKED_AT samples at places that a key chose, one by one: they need not have
     the same shape.
@@ -222,18 +222,18 @@ def digest_of_some(
     """
     samples = UserSamples(dataset, source, seed=0)
     samples.on_sample = on_sample
-    found = [
+    digests = [
         digest_of(samples.take(np.array([number])))
         for number in range(min(LOOKED_AT, len(dataset)))
     ]
-    return xxhash.xxh3_64_hexdigest(" ".join(found).encode())
+    return xxhash.xxh3_64_hexdigest(" ".join(digests).encode())
 
 
 def digest_of(arrays: Arrays) -> str:
     """Hex of XXH3-64 over names, types, shapes and bytes."""
-    found = xxhash.xxh3_64()
+    checksum = xxhash.xxh3_64()
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
-        found.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
-        found.update(array.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        checksum.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
+        checksum.update(array.reshape(-1).view(np.uint8).data)
+    return checksum.hexdigest()

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import DataError, ExitCode
-from phalanx.data.dataset import read_manifest, verify_dataset
+from phalanx.data.dataset import read_dataset_manifest, verify_dataset
 
 
 @dataclass(frozen=True)
 class DatasetVerification:
-    """What dataset.json lists (0 if it cannot be read) and what is wrong: nothing if `problems` is
-    empty.
+    """The contents that dataset.json lists (0 if it cannot be read), and the problems; the dataset
+    is good if there are none.
     """
 
     directory: str
@@ -53,7 +53,7 @@ def verify_with_progress(
     """
     num_shards, num_bytes, read_bytes = 0, 0, 0
     with suppress(DataError):  # verification says it
-        manifest, _ = read_manifest(Path(directory))
+        manifest, _ = read_dataset_manifest(Path(directory))
         num_shards, num_bytes = (
             len(manifest.shards),
             sum(shard.num_bytes for shard in manifest.shards),

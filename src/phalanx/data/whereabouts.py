@@ -16,9 +16,9 @@ _ELSEWHERE = -3
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a process does, and since when (monotonic seconds, which processes of one machine
-    share).
+class WorkerPosition:
+    """The work that a process does, and since when (monotonic seconds, which processes of one
+    machine share).
 
     `sample` is a place in the training split; `opening` the split whose factory runs. Both None:
     nothing of the user's.
@@ -48,9 +48,9 @@ class Whereabouts:
         """`None`: between samples."""
         self._write(_ELSEWHERE if sample is None else sample)
 
-    def read(self) -> Place:
+    def read(self) -> WorkerPosition:
         since_s, number = _STATE.unpack_from(self._memory)
-        return Place(since_s, number if number >= 0 else None, _SPLITS.get(number))
+        return WorkerPosition(since_s, number if number >= 0 else None, _SPLITS.get(number))
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -63,14 +63,14 @@ class Whereabouts:
 
 
 def new_whereabouts() -> Whereabouts:
-    fd = unnamed_file("phalanx-place")
+    fd = open_unnamed_file("phalanx-place")
     os.ftruncate(fd, _STATE.size)
-    place = Whereabouts(fd)
-    place.reads(None)
-    return place
+    whereabouts = Whereabouts(fd)
+    whereabouts.reads(None)
+    return whereabouts
 
 
-def unnamed_file(name: str) -> int:
+def open_unnamed_file(name: str) -> int:
     """A descriptor of a file in memory that goes with the last process that has it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError, PhalanxError
-from phalanx.data.whereabouts import Whereabouts, unnamed_file
+from phalanx.data.whereabouts import Whereabouts, open_unnamed_file
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -71,10 +71,10 @@ def _receive_exactly(link: socket.socket, size: int, fds: list[int]) -> bytes:
     data = b""
     while len(data) < size:
         try:
-            part, found, _, _ = socket.recv_fds(link, size - len(data), 1)
+            part, descriptors, _, _ = socket.recv_fds(link, size - len(data), 1)
         except ConnectionError:
             return b""
-        fds += found
+        fds += descriptors
         if not part:
             return b""
         data += part
@@ -88,11 +88,11 @@ def pack(arrays: Arrays) -> tuple[list[Message], int]:
     for name, each in arrays.items():
         layout.append({"name": name, "dtype": each.dtype.str, "shape": each.shape, "at": size})
         size += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
-    fd = unnamed_file("phalanx-batch")
+    fd = open_unnamed_file("phalanx-batch")
     os.ftruncate(fd, max(size, 1))
     with mmap.mmap(fd, max(size, 1)) as memory:
-        for place, each in zip(layout, arrays.values(), strict=True):
-            np.frombuffer(memory, each.dtype, each.size, place["at"]).reshape(each.shape)[...] = (
+        for entry, each in zip(layout, arrays.values(), strict=True):
+            np.frombuffer(memory, each.dtype, each.size, entry["at"]).reshape(each.shape)[...] = (
                 each
             )
     return layout, fd
@@ -103,17 +103,17 @@ def unpack(layout: list[Message], fd: int) -> Arrays:
     memory = mmap.mmap(fd, 0)
     os.close(fd)
     return {
-        place["name"]: np.frombuffer(
+        entry["name"]: np.frombuffer(
             memory,
-            np.dtype(place["dtype"]),
-            int(np.prod(place["shape"], dtype=np.int64)),
-            place["at"],
-        ).reshape(place["shape"])
-        for place in layout
+            np.dtype(entry["dtype"]),
+            int(np.prod(entry["shape"], dtype=np.int64)),
+            entry["at"],
+        ).reshape(entry["shape"])
+        for entry in layout
     }
 
 
-def serve(link: socket.socket, here: Whereabouts) -> None:
+def serve(link: socket.socket, whereabouts: Whereabouts) -> None:
     """Answer until the rank closes the connection."""
     samples: Any = None
     while (received := receive(link)) is not None:
@@ -122,49 +122,49 @@ def serve(link: socket.socket, here: Whereabouts) -> None:
         try:
             if "open" in message:
                 sys.path[:] = message["sys_path"]
-                samples = _open(message["open"], here)
+                samples = _open(message["open"], whereabouts)
             elif "probe" in message:
                 sys.path[:] = message["sys_path"]
-                answer = {"facts": _probe(message["probe"], here)}
+                answer = {"facts": _probe(message["probe"], whereabouts)}
             else:
                 layout, fd = pack(samples.take(np.array(message["indices"], np.int64)))
                 answer = {"step": message["step"], "arrays": layout}
         except Exception as error:
             traceback.print_exc()
-            answer = {"step": message.get("step"), "error": _described(error)}
+            answer = {"step": message.get("step"), "error": _describe_error(error)}
         if answer is not None:
             send(link, answer, fd)
         if fd is not None:
             os.close(fd)
 
 
-def _open(spec: Message, here: Whereabouts) -> Any:
+def _open(spec: Message, whereabouts: Whereabouts) -> Any:
     from phalanx.data.samples import SampleSpec
     from phalanx.data.user_dataset import UserSamples
 
     samples = SampleSpec(**spec).open()
     if isinstance(samples, UserSamples):
-        samples.on_sample = here.reads
+        samples.on_sample = whereabouts.reads
     return samples
 
 
-def _probe(wanted: Message, here: Whereabouts) -> Message:
+def _probe(request: Message, whereabouts: Whereabouts) -> Message:
     from phalanx.data.user_dataset import digest_of_some, first_shapes, open_user_dataset
 
-    source, args = wanted["source"], wanted["args"]
-    here.opens("train")
+    source, args = request["source"], request["args"]
+    whereabouts.opens("train")
     train = open_user_dataset(source, args, "train")
-    here.opens("held_out")
+    whereabouts.opens("held_out")
     held_out = open_user_dataset(source, args, "held_out")
     return {
         "num_train": len(train),
         "num_held_out": 0 if held_out is None else len(held_out),
-        "some_samples": digest_of_some(train, source, here.reads),
-        "first_shapes": first_shapes(train, source, here.reads),
+        "some_samples": digest_of_some(train, source, whereabouts.reads),
+        "first_shapes": first_shapes(train, source, whereabouts.reads),
     }
 
 
-def _described(error: Exception) -> Message:
+def _describe_error(error: Exception) -> Message:
     if isinstance(error, PhalanxError):
         parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
         return parts | {"exit_code": int(error.exit_code)}

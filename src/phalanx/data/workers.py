@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 import phalanx
 from phalanx.core.errors import DataError
 from phalanx.data.user_dataset import UserFacts
-from phalanx.data.whereabouts import Place, Whereabouts, new_whereabouts
+from phalanx.data.whereabouts import Whereabouts, WorkerPosition, new_whereabouts
 from phalanx.data.worker import Arrays, Message, error_of, receive, send, unpack
 from phalanx.data.worker_log import WorkerLog
 from phalanx.observe.events import Event, LoaderWorkerReplaced
@@ -90,7 +90,7 @@ class WorkerPool:
         Raises DataError for what a user's dataset raised, and if workers die of a step again and
         again.
         """
-        if not (self._workers and step in self._asked()):
+        if not (self._workers and step in self._find_requested()):
             self.close()
             self._workers = [self._start(number) for number in range(self._num_workers)]
             self._next_step = step
@@ -101,7 +101,7 @@ class WorkerPool:
             self._hear(step % self._num_workers)
         self._replacements.pop(step, None)
         answer = self._ready.pop(step)
-        self._ready = {later: found for later, found in self._ready.items() if later > step}
+        self._ready = {later: batch for later, batch in self._ready.items() if later > step}
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -112,7 +112,7 @@ class WorkerPool:
             _stop(worker)
         self._workers, self._ready = [], {}
 
-    def _asked(self) -> set[int]:
+    def _find_requested(self) -> set[int]:
         return {
             *self._ready,
             *(step for worker in self._workers for step in worker.owed),
@@ -148,10 +148,10 @@ class WorkerPool:
         message, fd = received
         worker.heard_s = time.monotonic()
         if "error" in message:
-            told = error_of(message["error"])
+            reported = error_of(message["error"])
             if message["step"] is None:  # the samples could not be opened: that will not change
-                raise told
-            self._ready[worker.owed.popleft()] = told
+                raise reported
+            self._ready[worker.owed.popleft()] = reported
         else:
             assert fd is not None
             assert message["step"] == worker.owed.popleft(), (
@@ -200,18 +200,18 @@ class WorkerPool:
 
 
 def _spawn(log: WorkerLog, name: str) -> _Worker:
-    ours, theirs = socket.socketpair()
-    place = new_whereabouts()
-    numbers = [str(number) for number in (theirs.fileno(), os.getpid(), place.fd)]
+    parent_end, child_end = socket.socketpair()
+    whereabouts = new_whereabouts()
+    numbers = [str(number) for number in (child_end.fileno(), os.getpid(), whereabouts.fd)]
     root = str(Path(phalanx.__file__).resolve().parents[1])
     python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    with theirs:
+    with child_end:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "phalanx.data.worker", *numbers, name.replace(" ", "-")],
             stdin=subprocess.DEVNULL,
             stdout=log.file,
             stderr=log.file,
-            pass_fds=[theirs.fileno(), place.fd],
+            pass_fds=[child_end.fileno(), whereabouts.fd],
             # Unbuffered: what a user's code prints must be there when it is killed.
             env=os.environ
             | {
@@ -220,7 +220,7 @@ def _spawn(log: WorkerLog, name: str) -> _Worker:
                 "PYTHONUNBUFFERED": "1",
             },
         )
-    return _Worker(process, ours, log, place)
+    return _Worker(process, parent_end, log, whereabouts)
 
 
 def _stop(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tuple[str, str]:
@@ -257,10 +257,10 @@ def probe_user_dataset(source: str, args: Mapping[str, Any], timeout_s: float = 
     except BaseException:  # Ctrl-C, SIGTERM
         _stop_quietly(worker, at_once=True)
         raise
-    place = worker.place.read()
+    last_place = worker.place.read()
     why, last_words = _stop_quietly(worker, at_once=is_late)
     if received is None:
-        raise _no_facts(source, place, "" if is_late else why, last_words, *limits_s)
+        raise _no_facts(source, last_place, "" if is_late else why, last_words, *limits_s)
     message = received[0]
     if "error" in message:
         raise error_of(message["error"])
@@ -274,16 +274,16 @@ def _comes(worker: _Worker, source: str, sample_s: float, opening_s: float) -> b
     poll.register(worker.link.fileno(), select.POLLIN)
     since_s, next_said_s = 0.0, SAID_AFTER_S
     while not poll.poll(_POLL_MS):
-        place = worker.place.read()
-        if place.since_s != since_s:
-            since_s, next_said_s = place.since_s, SAID_AFTER_S
-        limit_s = opening_s if place.sample is None else sample_s
+        last_place = worker.place.read()
+        if last_place.since_s != since_s:
+            since_s, next_said_s = last_place.since_s, SAID_AFTER_S
+        limit_s = opening_s if last_place.sample is None else sample_s
         waited_s = time.monotonic() - since_s
         if waited_s > limit_s:
             return False
         if waited_s >= next_said_s:
             print(
-                f"phalanx: {source}: waiting for {place} ({waited_s:.0f} s of {limit_s:g} s)",
+                f"phalanx: {source}: waiting for {last_place} ({waited_s:.0f} s of {limit_s:g} s)",
                 file=sys.stderr,
             )
             next_said_s *= 3
@@ -291,29 +291,35 @@ def _comes(worker: _Worker, source: str, sample_s: float, opening_s: float) -> b
 
 
 def _no_facts(
-    source: str, place: Place, ended: str, last_words: str, sample_s: float, opening_s: float
+    source: str,
+    place: WorkerPosition,
+    ended: str,
+    last_words: str,
+    sample_s: float,
+    opening_s: float,
 ) -> DataError:
     """Why a probe gave no answer; `ended` is how its process did, empty if it took too long."""
-    said = f"it said last: {last_words}" if last_words else ""
+    last_line = f"it said last: {last_words}" if last_words else ""
     if ended:
-        what = (
+        summary = (
             f"the process that read {place} ended"
             if place.sample is not None
             else "the dataset cannot be opened"
         )
         return DataError(
-            what, where=f"data.source {source}", why="; ".join(filter(None, (ended, said)))
+            summary, where=f"data.source {source}", why="; ".join(filter(None, (ended, last_line)))
         )
     limit_s = opening_s if place.sample is None else sample_s
-    what = f"{place} did not come within {limit_s:g} s".replace(
+    summary = f"{place} did not come within {limit_s:g} s".replace(
         "to open did not come", "did not open"
     )
     fix = "if it is only slow, raise data.worker_timeout_s"
-    return DataError(what, where=f"data.source {source}", why=said or None, fix=fix)
+    return DataError(summary, where=f"data.source {source}", why=last_line or None, fix=fix)
 
 
 def _stop_quietly(worker: _Worker, *, at_once: bool) -> tuple[str, str]:
-    """What a probe printed is the user's own; an error is said in one line instead."""
+    """Stop a probe without its output, which is the user's own: an error is reported in one
+    line."""
     with contextlib.redirect_stderr(open(os.devnull, "w")) as nowhere:
         ended = _stop(worker, at_once=at_once)
     nowhere.close()

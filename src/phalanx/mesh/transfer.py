@@ -10,11 +10,11 @@ import torch
 
 def fill_on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
     """`values` as fp64 on `device`, written there by kernels."""
-    fill_on_device = torch.zeros(len(values), dtype=torch.float64, device=device)
-    for element, value in zip(fill_on_device, values, strict=True):
+    filled = torch.zeros(len(values), dtype=torch.float64, device=device)
+    for element, value in zip(filled, values, strict=True):
         if value:  # most are votes for nothing
             element.fill_(value)
-    return fill_on_device
+    return filled
 
 
 def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:

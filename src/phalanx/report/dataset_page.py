@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.core.units import format_bytes, format_count, plural
-from phalanx.data.dataset import Dataset, Manifest
+from phalanx.data.dataset import Dataset, DatasetManifest
 from phalanx.data.stats import DatasetStats
 from phalanx.report.markup import Html, table, tag
 from phalanx.report.scales import Scale, scale_for, tick_texts
@@ -123,7 +123,7 @@ def format_range(low: int, high: int) -> str:
     return f"{low:,} to {high:,}" if high > low else f"{low:,}"
 
 
-def describe_left_out(manifest: Manifest) -> list[str]:
+def describe_left_out(manifest: DatasetManifest) -> list[str]:
     """Phrases for everything in the inputs that the dataset leaves out or changes; usually none."""
     parts = []
     if manifest.num_skipped_files:
