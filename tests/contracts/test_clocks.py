@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core import phases as phases_module
-from phalanx.core.phases import BlackBox, Clock, HostClock, Phases, read_black_box
+from phalanx.core.phases import BlackBox, HostClock, PhaseClock, Phases, read_black_box
 from phalanx.mesh.event_clock import EventClock, clock_of
 from phalanx.train.pipeline_record import align_clocks, collect_spans
 
@@ -71,7 +71,7 @@ class Event:
 class Machine:
     """A clock, and what it times: `work(seconds)` is done on the host, or queued."""
 
-    clock: Clock
+    clock: PhaseClock
     work: Callable[[float], None]
     queue: Queue = field(default_factory=Queue)
 
@@ -153,7 +153,7 @@ def test_what_happens_apart_is_charged_to_no_step(machine: Machine) -> None:
     phases = Phases(clock=machine.clock)
     with phases("optimizer"):
         machine.work(3.0)
-    with phases.apart() as inside, phases("evaluate"):
+    with phases.set_apart() as inside, phases("evaluate"):
         machine.work(5.0)
     assert {name: round(s, 1) for name, s in inside.items()} == {"evaluate": 5.0}
     assert {name: round(s, 1) for name, s in phases.take().items()} == {"optimizer": 3.0}
@@ -167,7 +167,7 @@ def test_another_clock_goes_on_with_open_phases(machine: Machine) -> None:
     machine.queue.wait()
     phases.leave("startup")
     assert phases.take()["startup"] == pytest.approx(1.0, abs=0.05)
-    assert phases.beside(3).clock.is_late is False
+    assert phases.for_thread(3).clock.is_late is False
 
 
 def test_spans_of_a_pipeline_have_the_length_of_their_work(machine: Machine) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
 from phalanx.core.files import write_bytes_atomic
-from phalanx.core.phases import BlackBox, Place
+from phalanx.core.phases import BlackBox, LastSeen
 from phalanx.launch.absence import Absence, find_absence
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
@@ -509,16 +509,16 @@ class TestSignatures:
 
 
 class TestAbsence:
-    WAITS = Place(12, 50.0, "collective", "all_reduce gradients")
+    WAITS = LastSeen(12, 50.0, "collective", "all_reduce gradients")
     LOST = EndRecord(1, raised(RuntimeError("Timed out waiting 8000ms")))
 
     def test_a_stopped_rank_comes_before_one_that_computes(self) -> None:
-        places = {0: self.WAITS, 1: Place(12, 48.0, "forward", ""), 2: self.WAITS}
+        places = {0: self.WAITS, 1: LastSeen(12, 48.0, "forward", ""), 2: self.WAITS}
         absence = find_absence({0: self.LOST}, {1: "R", 2: "T"}, places)
         assert absence == Absence(2, "its process was stopped (SIGSTOP)")
 
     def test_a_rank_elsewhere_than_in_a_collective(self) -> None:
-        computes = Place(
+        computes = LastSeen(
             12, 48.0, "forward", "F0"
         )  # the action of a pipeline, which waits for nobody
         places = {0: self.WAITS, 1: self.WAITS, 2: computes, 3: self.WAITS}
@@ -528,8 +528,8 @@ class TestAbsence:
     def test_the_one_that_is_furthest_behind(self) -> None:
         places = {
             0: self.WAITS,
-            1: Place(12, 48.0, "data", ""),
-            2: Place(11, 49.0, "optimizer", ""),
+            1: LastSeen(12, 48.0, "data", ""),
+            2: LastSeen(11, 49.0, "optimizer", ""),
         }
         absence = find_absence({0: self.LOST}, {1: "S", 2: "S"}, places)
         assert absence is not None

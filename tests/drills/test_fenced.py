@@ -31,7 +31,7 @@ from phalanx.checkpoint.ownership.fence import LOOK_EVERY_S
 from phalanx.core.phases import read_black_box
 from phalanx.launch.paths import black_box
 from phalanx.observe.events import CheckpointSaved
-from phalanx.observe.tail import recorded
+from phalanx.observe.tail import read_recorded
 from s3_server import BUCKET, s3_server
 
 JOB = (
@@ -80,7 +80,7 @@ def take_over(folder: Path, run_dir: Path, env: dict[str, str] | None = None) ->
     """Another job continues the run, to an end of its own, as if the first one's machine were
     gone; its exit code."""
     (run_dir / "lock").unlink()
-    step = max(envelope.event.step for envelope in recorded(run_dir, CheckpointSaved))  # type: ignore[attr-defined]
+    step = max(envelope.event.step for envelope in read_recorded(run_dir, CheckpointSaved))  # type: ignore[attr-defined]
     later, since = (
         step + 11,
         time.monotonic(),

@@ -14,7 +14,7 @@ from phalanx.core.clocks import clock_name
 from phalanx.observe import events
 from phalanx.observe.bus import Bus, event_path
 from phalanx.observe.events import Envelope, Event, SteadyClock, StepFinished
-from phalanx.observe.order import in_order
+from phalanx.observe.order import sort_events
 from phalanx.observe.tail import EventTail
 from phalanx.report.reduce import reduce_run
 from phalanx.report.summary import run_json
@@ -116,7 +116,14 @@ def test_a_stepped_clock_changes_nothing_but_what_is_shown_of_it(
 def test_ranks_of_two_machines_whose_clocks_have_nothing_in_common() -> None:
     here = [Envelope(events.Note(f"a{n}"), 0, 0, 100.0 + n, n, 50.0 + n) for n in range(3)]
     there = [Envelope(events.Note(f"b{n}"), 1, 0, 100.2 + n, n, 900_000.2 + n) for n in range(3)]
-    assert [e.event.code for e in in_order([*there, *here])] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert [e.event.code for e in sort_events([*there, *here])] == [
+        "a0",
+        "b0",
+        "a1",
+        "b1",
+        "a2",
+        "b2",
+    ]
 
 
 def test_a_line_without_a_sound_clock_is_no_event(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core import phases as phases_module
-from phalanx.core.phases import PHASES, BlackBox, Phases, Place, read_black_box
+from phalanx.core.phases import PHASES, BlackBox, LastSeen, Phases, read_black_box
 
 
 class Clock:
@@ -56,7 +56,7 @@ def test_what_happens_apart_is_charged_to_no_step(clock: Clock) -> None:
     phases = Phases()
     with phases("forward"):
         clock.now += 1
-    with contextlib.suppress(KeyError), phases.apart() as inside, phases("evaluate"):
+    with contextlib.suppress(KeyError), phases.set_apart() as inside, phases("evaluate"):
         clock.now += 10
         with phases("collective"):
             clock.now += 100
@@ -163,7 +163,7 @@ def test_the_box_says_the_innermost_open_phase(tmp_path: Path) -> None:
     with phases("backward"):
         with phases("collective", "all_reduce gradients"):
             place = read_black_box(path)
-            assert place == Place(
+            assert place == LastSeen(
                 3, place.monotonic_s if place else 0.0, "collective", "all_reduce gradients"
             )
             assert began <= place.monotonic_s <= time.monotonic()
@@ -260,7 +260,7 @@ def test_a_save_beside_training_does_not_tell_listeners_of_training() -> None:
         None, (lambda *at: anywhere.append(at),), of_training=(lambda *at: training.append(at),)
     )
     phases.step = 7
-    with phases("forward"), phases.beside(5)("ckpt_write"):
+    with phases("forward"), phases.for_thread(5)("ckpt_write"):
         pass
     assert training == [(7, "forward")]
     assert anywhere == [(7, "forward"), (5, "ckpt_write")]

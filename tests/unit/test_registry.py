@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
-from phalanx.core.registry import is_foreign, names, require, resolve, told
+from phalanx.core.registry import is_foreign, names, read_literal, require, resolve
 
 PACKAGE = "some_plugins"
 
@@ -40,10 +40,10 @@ def test_what_a_file_says_of_itself_is_read_without_importing_it(folder: Path) -
     (folder / "beta.py").write_text(
         "import absent_dependency\nKEEPS = True\ndef build():\n    OTHER = 1\n"
     )
-    assert told("beta", PACKAGE, "KEEPS", False) is True
-    assert told("beta", PACKAGE, "OTHER", 0) == 0
-    assert told("alpha", PACKAGE, "KEEPS", False) is False
-    assert told("nothing", PACKAGE, "KEEPS", False) is False
+    assert read_literal("beta", PACKAGE, "KEEPS", False) is True
+    assert read_literal("beta", PACKAGE, "OTHER", 0) == 0
+    assert read_literal("alpha", PACKAGE, "KEEPS", False) is False
+    assert read_literal("nothing", PACKAGE, "KEEPS", False) is False
 
 
 def test_a_new_file_is_a_new_kind(folder: Path) -> None:

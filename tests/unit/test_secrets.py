@@ -14,7 +14,7 @@ from urllib.parse import quote
 import pytest
 
 from phalanx.core.logs import RedactedStream, blank_out
-from phalanx.core.secrets import Redactor, carried_secret, is_secret_name, secret_values
+from phalanx.core.secrets import Redactor, is_secret_name, secret_problem, secret_values
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ CARRIED: list[tuple[str, Any, bool]] = [
     ("name", "value", "is_secret"), CARRIED, ids=[f"{n}={v}" for n, v, _ in CARRIED]
 )
 def test_what_a_job_may_not_carry(name: str, value: str, is_secret: bool) -> None:
-    why = carried_secret(name, value, {"SOME_TOKEN": "ENVIRONS-OWN-SECRET"})
+    why = secret_problem(name, value, {"SOME_TOKEN": "ENVIRONS-OWN-SECRET"})
     assert (why is not None) is is_secret
     assert "ENVIRONS-OWN" not in (why or "")
 

@@ -33,7 +33,7 @@ from phalanx.core.files import (
 )
 from phalanx.data.shards import ShardWriter
 from phalanx.launch.paths import blank_out_logs, clear_black_boxes, refuse_linked_folders
-from phalanx.observe.sinks._metrics import kept_id
+from phalanx.observe.sinks._metrics import keep_run_id
 
 SOURCE = Path(phalanx.__file__).parent
 DEADLINE_S = 60  # a hang is for ever; this is for slow machines
@@ -402,8 +402,8 @@ def test_what_lies_where_a_file_is_made_is_removed(writer: str, left: str, tmp_p
 
 def test_an_id_of_curves_is_not_written_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "run-id").symlink_to(tmp_path / "other")
-    assert kept_id(tmp_path / "run-id", "7") == ("7", True)
-    assert kept_id(tmp_path / "run-id", "8") == ("7", False)
+    assert keep_run_id(tmp_path / "run-id", "7") == ("7", True)
+    assert keep_run_id(tmp_path / "run-id", "8") == ("7", False)
     assert os.listdir(tmp_path) == ["run-id"]
 
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import pytest
 
 from phalanx.core.logs import blank_out
-from phalanx.core.secrets import Redactor, carried_secret
+from phalanx.core.secrets import Redactor, secret_problem
 from phalanx.core.spellings import spellings_of
 from phalanx.launch.paths import blank_out_logs
 
@@ -102,8 +102,8 @@ def test_short_secrets_and_words_are_not_looked_for_in_pieces() -> None:
 
 
 def test_a_job_that_carries_an_encoded_secret_is_refused() -> None:
-    assert "AN_API_KEY" in str(carried_secret("note", b64(RANDOM), ENVIRON))
-    assert carried_secret("note", "correct horse", ENVIRON) is None
+    assert "AN_API_KEY" in str(secret_problem("note", b64(RANDOM), ENVIRON))
+    assert secret_problem("note", "correct horse", ENVIRON) is None
 
 
 def test_only_what_is_new_in_a_log_is_looked_at_again_and_other_attempts_not_at_all(

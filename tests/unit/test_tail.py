@@ -28,7 +28,7 @@ from phalanx.observe.events import (
     RunFinished,
     StepSkipped,
 )
-from phalanx.observe.tail import EventTail, read_event, recorded
+from phalanx.observe.tail import EventTail, read_event, read_recorded
 from phalanx.report.reduce import reduce_run
 from phalanx.run.supervised import make_refused_event_writer, open_supervisor_bus
 
@@ -132,7 +132,7 @@ def test_an_overlong_line_hides_nothing_behind_it(tmp_path: Path) -> None:
         "run_finished",
     ]
     assert (tail.poll(), tail.num_unreadable) == ([], 1)
-    assert [e.event for e in recorded(tmp_path, EvalFinished)] == [before, after]
+    assert [e.event for e in read_recorded(tmp_path, EvalFinished)] == [before, after]
     facts = reduce_run(tmp_path)
     assert (facts.status, facts.num_unreadable) == ("finished", 1)
 
@@ -220,11 +220,11 @@ def test_events_of_one_kind_are_found_again(tmp_path: Path) -> None:
     )
     append(event_path(tmp_path, 1, 0), line(EvalFinished(7, 1.5, 9, 0.1), rank=1))
     append(tmp_path / "events" / "notes.txt", line(EvalFinished(8, 1.5, 9, 0.1)))
-    found = list(recorded(tmp_path, EvalFinished))
+    found = list(read_recorded(tmp_path, EvalFinished))
     assert [
         envelope.event.step for envelope in found if isinstance(envelope.event, EvalFinished)
     ] == [1, 2, 3]
-    assert list(recorded(tmp_path / "absent", EvalFinished)) == []
+    assert list(read_recorded(tmp_path / "absent", EvalFinished)) == []
 
 
 def test_every_type_of_field_can_be_read() -> None:

@@ -24,7 +24,7 @@ from phalanx.core.terminal import (
     print_document,
     print_painted,
     safe_output,
-    unfiltered,
+    unwrap_stream,
 )
 from phalanx.job.toml import toml_value
 from phalanx.observe.screen import open_screen
@@ -99,7 +99,7 @@ def test_streams_are_filtered_once_and_given_back(capsys: pytest.CaptureFixture[
     before = sys.stdout
     with safe_output(), safe_output():
         filter_output()
-        assert unfiltered(sys.stdout) is before
+        assert unwrap_stream(sys.stdout) is before
         print(EVIL)
         print(EVIL, file=sys.stderr)
     assert sys.stdout is before

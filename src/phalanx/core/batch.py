@@ -67,8 +67,12 @@ def entry_of(batch: Mapping[str, Value], key: str) -> Any:
     if not inside:
         raise KeyError(key)
     names = list(dict.fromkeys(name.partition(LEVELS)[0] for name in inside))
-    found = {name: entry_of(inside, name) for name in names}
-    return list(found.values()) if names == [str(number) for number in range(len(names))] else found
+    entries = {name: entry_of(inside, name) for name in names}
+    return (
+        list(entries.values())
+        if names == [str(number) for number in range(len(names))]
+        else entries
+    )
 
 
 def names_of(batch: Mapping[str, Any]) -> Sequence[str]:

@@ -195,5 +195,5 @@ def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
     """' (did you mean "x"?)' for the nearest known word, or an empty string."""
     import difflib
 
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f'did you mean "{near[0]}"?' if near else ""
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f'did you mean "{matches[0]}"?' if matches else ""

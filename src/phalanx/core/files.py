@@ -29,11 +29,11 @@ APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-def check_name(name: str, what: str) -> str:
+def check_name(name: str, kind: str) -> str:
     """Return `name` if it can be a file name; raise UsageError otherwise."""
     if not SAFE_NAME.fullmatch(name) or name in (".", ".."):
         raise UsageError(
-            f"{what} {name!r} is not a usable name", fix="use letters, digits, '.', '_' and '-'"
+            f"{kind} {name!r} is not a usable name", fix="use letters, digits, '.', '_' and '-'"
         )
     return name
 
@@ -142,7 +142,7 @@ def read_regular(path: Path | str, most_bytes: int = JSON_BYTES) -> bytes:
 OVERLONG = b"\0"  # what stands for a line that is longer than an event can be
 
 
-def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+def read_bounded_lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines from where `file` stands.
 
     In place of one that is longer than an event can be comes `OVERLONG`, with its newline if it has
@@ -200,7 +200,7 @@ def require_regular(mode: int, path: Path | str) -> None:
 
 
 def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
-    """What a regular file of JSON says.
+    """The value in a regular file of JSON.
 
     Raises OSError for what cannot be read, ValueError for what is no JSON.
     """
@@ -208,8 +208,7 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """As `json.loads`, but nesting that is too deep is a ValueError, like everything else that
-    is no JSON."""
+    """Parse JSON as `json.loads` does, but raise ValueError also for nesting that is too deep."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -253,8 +252,8 @@ _SCRATCH = re.compile(rf"{SCRATCH_PREFIX}\w+-\w{{8}}")
 
 
 def fix_of(error: OSError, path: Path | str, *, place: str = "run.dir") -> str | None:
-    """What a person can do about an OSError met at `path`, which they chose as `place`; None
-    where nobody knows."""
+    """The fix for an OSError at `path`, which the user chose by the setting `place`; None if none
+    is known."""
     scratch = _is_scratch(Path(path))
     place = "TMPDIR" if scratch else place
     if error.errno == errno.ENOSPC and _has_no_inodes(Path(path)):
@@ -276,12 +275,12 @@ def resource_error(
     """The PhalanxError for an OSError met while `doing` something with `path`, which the user
     chose as `place`."""
     reason = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
-    what = f"failed while {doing}"
+    summary = f"failed while {doing}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = f"no space left while {doing}"
+        summary = f"no space left while {doing}"
     elif error.errno in _NOT_WRITABLE:
-        what = f"not writable while {doing}"
-    return ResourceError(what, where=str(path), why=reason, fix=fix_of(error, path, place=place))
+        summary = f"not writable while {doing}"
+    return ResourceError(summary, where=str(path), why=reason, fix=fix_of(error, path, place=place))
 
 
 def disk_problem(
@@ -308,12 +307,12 @@ def disk_problem(
     )
     if refusal is None or (refusal.errno is not None and refusal.errno not in refusals):
         return None
-    place = str(refusal.filename or where or "a file")
+    path = str(refusal.filename or where or "a file")
     if refusal.errno is not None:
-        return resource_error(refusal, doing, place)
-    what = f"the disk did not take all of a file while {doing}"
+        return resource_error(refusal, doing, path)
+    summary = f"the disk did not take all of a file while {doing}"
     return ResourceError(
-        what, where=place, why=str(refusal), fix="free space there, or look at the disk (dmesg)"
+        summary, where=path, why=str(refusal), fix="free space there, or look at the disk (dmesg)"
     )
 
 

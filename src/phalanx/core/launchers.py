@@ -83,14 +83,14 @@ def adopt_launched_rank(environ: MutableMapping[str, str]) -> LaunchedRank | Non
     None where torch's are set, or where no launcher started more than one rank. Raises
     EnvironmentProblem (exit 6).
     """
-    found = find_launched_rank(environ)
-    if found is not None:
-        environ.update(found.torch_variables())
+    launched = find_launched_rank(environ)
+    if launched is not None:
+        environ.update(launched.torch_variables())
         if (
-            found.master_addr == "127.0.0.1"
+            launched.master_addr == "127.0.0.1"
         ):  # gloo listens, by default, on the address the host's name resolves to
             environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-    return found
+    return launched
 
 
 def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
@@ -99,9 +99,9 @@ def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
     if _text(environ, "RANK") or _text(environ, "WORLD_SIZE"):
         return None
     for read in ORDER:
-        found = read(environ)
-        if found is not None and found.world_size > 1:
-            return found
+        rank = read(environ)
+        if rank is not None and rank.world_size > 1:
+            return rank
     return None
 
 
@@ -171,8 +171,8 @@ def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
             f"PET_NNODES is {nodes} and PET_MASTER_ADDR is not set",
             fix="set it to the host of node rank 0",
         )
-    given = read_port(environ, "PET_MASTER_PORT") or read_port(environ, "MASTER_PORT")
-    port = given or int(port_text or USUAL_PORT)
+    port = read_port(environ, "PET_MASTER_PORT") or read_port(environ, "MASTER_PORT")
+    port = port or int(port_text or USUAL_PORT)
     words = f"{size} nodes with one rank each; rank 0 at {address}:{port}"
     return LaunchedRank("torchrun's PET_ variables", rank, size, 0, 1, address, port, words)
 
@@ -243,10 +243,12 @@ def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
         if has_step or _text(environ, "SLURM_LOCALID"):
             alone = all(read_integer(environ, name) in (None, 1) for name in _SLURM_SIZES)
             if not alone:
-                there = next(name for name in (*_OF_STEPS, "SLURM_LOCALID") if _text(environ, name))
+                present_name = next(
+                    name for name in (*_OF_STEPS, "SLURM_LOCALID") if _text(environ, name)
+                )
                 raise EnvironmentProblem(
-                    f"{there} is set and SLURM_PROCID is not",
-                    fix=f"start ranks by srun, or unset {there}",
+                    f"{present_name} is set and SLURM_PROCID is not",
+                    fix=f"start ranks by srun, or unset {present_name}",
                 )
         return False
     if has_step or rank != 0:
@@ -269,7 +271,7 @@ def _slurm_nodes(environ: Mapping[str, str]) -> NodeList | None:
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int, nodes: NodeList | None) -> int:
-    """How many tasks are on this node.
+    """The number of tasks on this node.
 
     The allocation's numbers are not the step's where their sum is another one.
     """
@@ -338,9 +340,9 @@ def _read_pmi(environ: Mapping[str, str]) -> LaunchedRank | None:
         read_integer(environ, "MPI_LOCALNRANKS"),
     )
     if (local_rank is None) != (local_size is None):
-        there, absent = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")[:: 1 if local_size is None else -1]
+        present, absent = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")[:: 1 if local_size is None else -1]
         raise EnvironmentProblem(
-            f"{there} is set and {absent} is not", fix=f"set {absent}, or unset {there}"
+            f"{present} is set and {absent} is not", fix=f"set {absent}, or unset {present}"
         )
     if local_rank is None or local_size is None:
         local_rank, local_size = rank, size
@@ -353,12 +355,12 @@ def _read_pmi(environ: Mapping[str, str]) -> LaunchedRank | None:
 def _mpi_rank(
     environ: Mapping[str, str],
     origin: str,
-    place: tuple[int, int, int, int],
+    position: tuple[int, int, int, int],
     job_names: tuple[str, ...],
 ) -> LaunchedRank:
     """MPI names no host and no port: one node needs none, several need MASTER_ADDR, or Slurm's
     list of nodes."""
-    rank, size, local_rank, local_size = place
+    rank, size, local_rank, local_size = position
     if local_size > size:
         raise EnvironmentProblem(f"{origin} says {local_size} ranks on this node of {size} in all")
     address = _text(environ, "MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
@@ -388,9 +390,9 @@ def _read_pair(
     if rank is None and size is None:
         return None
     if rank is None or size is None:
-        there, absent = (size_name, rank_name) if rank is None else (rank_name, size_name)
+        present, absent = (size_name, rank_name) if rank is None else (rank_name, size_name)
         raise EnvironmentProblem(
-            f"{there} is set and {absent} is not", fix=f"set {absent}, or unset {there}"
+            f"{present} is set and {absent} is not", fix=f"set {absent}, or unset {present}"
         )
     check_range(rank_name, rank, size_name, size)
     return (rank, size) if size > 1 else None

@@ -58,9 +58,9 @@ class RedactedStream(io.TextIOWrapper):
         return self._num_lost
 
     def write(self, text: str) -> int:
-        *whole, self._begun.line = (getattr(self._begun, "line", "") + text).split("\n")
-        if whole:
-            self._put(self._redactor.text("\n".join(whole)) + "\n")
+        *lines, self._begun.line = (getattr(self._begun, "line", "") + text).split("\n")
+        if lines:
+            self._put(self._redactor.text("\n".join(lines)) + "\n")
         return len(text)
 
     def flush(self) -> None:
@@ -106,8 +106,8 @@ def blank_out(path: Path, secrets: Iterable[str], *, begin: int = 0) -> int:
         )
 
 
-def _blank_out_all(content: mmap.mmap, secret: bytes, begin: int) -> int:
-    num_places, at = 0, content.find(secret, begin)
+def _blank_out_all(content: mmap.mmap, secret: bytes, start: int) -> int:
+    num_places, at = 0, content.find(secret, start)
     while at >= 0:
         content[at : at + len(secret)] = b"*" * len(secret)
         num_places += 1
@@ -119,25 +119,27 @@ def _blank_out_spelled(content: mmap.mmap, known: Spellings, first: int) -> int:
     """Encoded, broken by line ends, or a piece: a window after the other, which overlap by more
     than a secret has."""
     num_places = 0
-    for begin in range(first, len(content), _WINDOW_BYTES):
-        window = content[begin : begin + _WINDOW_BYTES + _OVERLAP_BYTES]
-        for place, place_end in known.places(window):
-            text = window[place:place_end].decode("latin-1")  # a byte is a letter
+    for window_start in range(first, len(content), _WINDOW_BYTES):
+        window = content[window_start : window_start + _WINDOW_BYTES + _OVERLAP_BYTES]
+        for span_start, span_end in known.places(window):
+            text = window[span_start:span_end].decode("latin-1")  # a byte is a letter
             for start, end in known.spans(text):
                 stars = "".join(
                     "\n" if letter == "\n" else "*" for letter in text[start:end]
                 )  # lines stay lines
-                content[begin + place + start : begin + place + end] = stars.encode()
+                content[window_start + span_start + start : window_start + span_start + end] = (
+                    stars.encode()
+                )
                 num_places += 1
     return num_places
 
 
-def _blank_out_by_place(content: mmap.mmap, begin: int) -> int:
+def _blank_out_by_place(content: mmap.mmap, offset: int) -> int:
     num_places = 0
-    content.seek(begin)
+    content.seek(offset)
     for line in iter(content.readline, b""):
         for start, end in spans_by_place(line.decode("latin-1")):  # a byte is a letter
-            content[begin + start : begin + end] = b"*" * (end - start)
+            content[offset + start : offset + end] = b"*" * (end - start)
             num_places += 1
-        begin += len(line)
+        offset += len(line)
     return num_places

@@ -68,17 +68,17 @@ def parse_tasks_per_node(text: str) -> list[int]:
 
 
 def _split_outside_brackets(text: str) -> list[str]:
-    patterns, depth, begin = [], 0, 0
-    for place, character in enumerate(text):
+    patterns, depth, start = [], 0, 0
+    for index, character in enumerate(text):
         depth += {"[": 1, "]": -1}.get(character, 0)
         if depth not in (0, 1):
             raise ValueError("its brackets do not match")
         if character == "," and depth == 0:
-            patterns.append(text[begin:place])
-            begin = place + 1
+            patterns.append(text[start:index])
+            start = index + 1
     if depth:
         raise ValueError("its brackets do not match")
-    return [*patterns, text[begin:]]
+    return [*patterns, text[start:]]
 
 
 def _parse_pattern(pattern: str) -> tuple[tuple[str | _Numbers, ...], ...]:

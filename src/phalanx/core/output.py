@@ -7,12 +7,12 @@ import os
 import sys
 from typing import TextIO
 
-from phalanx.core.terminal import filtered
+from phalanx.core.terminal import filter_stream
 
 
 def open_closed_streams() -> None:
-    """Where we were started without an input or output (`>&-`), nothing else may take its
-    number, and Python writes."""
+    """Open /dev/null for standard streams that were closed at the start (`>&-`): no other file may
+    take their numbers, and Python writes to them."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -38,7 +38,7 @@ def say(*lines: str) -> None:
 
     They are filtered: see `core.terminal`.
     """
-    stream = filtered(sys.stdout)
+    stream = filter_stream(sys.stdout)
     try:
         for line in lines:
             print(line, file=stream)

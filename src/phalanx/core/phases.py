@@ -2,9 +2,9 @@
 
 A `Phases` object belongs to one rank. `with phases("forward"): ...` charges the seconds inside to
 "forward", minus those of phases nested in it, so that the phases of a step never count a second
-twice. Seconds are those of a `Clock`: the host's where work is done when its call returns, that of
-the device's queue where it is only queued then. Listeners (fault injection, a watchdog) are called
-on entry. Step, phase and collective are also written to a small memory-mapped black box that
+twice. Seconds are those of a `PhaseClock`: the host's where work is done when its call returns,
+that of the device's queue where it is only queued then. Listeners (fault injection, a watchdog) are
+called on entry. Step, phase and collective are also written to a small memory-mapped black box that
 another process can read after this one was stopped or killed.
 """
 
@@ -44,8 +44,8 @@ Listener = Callable[[int, str], None]
 _MOST_QUEUED = 4096  # marks whose seconds nobody takes, as in a loop that is not the trainer's
 
 
-class Clock(Protocol):
-    """What phases are timed by.
+class PhaseClock(Protocol):
+    """The clock that times phases.
 
     A mark is a moment as the clock knows it: with `is_late` one that may still lie ahead, behind
     work that is queued and not done.
@@ -60,7 +60,7 @@ class Clock(Protocol):
         """
         ...
 
-    def seconds(self, begin: Any, end: Any) -> float | None:
+    def seconds(self, start: Any, end: Any) -> float | None:
         """From one mark to a later one; None where that moment has not come yet."""
         ...
 
@@ -77,8 +77,8 @@ class HostClock:
     def mark(self) -> float:
         return time.perf_counter()
 
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
 
     def wait(self, mark: float) -> None:
         pass
@@ -122,9 +122,9 @@ def _map_file(path: Path, num_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, num_bytes)
 
 
-class Place(NamedTuple):
-    """What a black box says: where a rank was last seen, and when (monotonic seconds of that
-    machine)."""
+class LastSeen(NamedTuple):
+    """The content of a black box: the step and phase in which a rank was last seen, and when
+    (monotonic seconds of that machine)."""
 
     step: int
     monotonic_s: float
@@ -132,7 +132,7 @@ class Place(NamedTuple):
     collective: str
 
 
-def read_black_box(path: Path) -> Place | None:
+def read_black_box(path: Path) -> LastSeen | None:
     """The last place a rank wrote, or None if it never wrote one."""
     try:
         raw = read_regular(path, 1 << 16)
@@ -143,7 +143,7 @@ def read_black_box(path: Path) -> Place | None:
     step, seconds, phase, collective = BlackBox._HEAD.unpack_from(raw)
     if not phase.strip(b"\0"):
         return None
-    return Place(step, seconds, _text(phase), _text(collective))
+    return LastSeen(step, seconds, _text(phase), _text(collective))
 
 
 def _text(raw: bytes) -> str:
@@ -163,12 +163,12 @@ class Phases:
         self,
         black_box: BlackBox | None = None,
         listeners: tuple[Listener, ...] = (),
-        clock: Clock | None = None,
+        clock: PhaseClock | None = None,
         *,
         of_training: tuple[Listener, ...] = (),
     ) -> None:
         self.step = 0
-        self.clock: Clock = clock or HostClock()
+        self.clock: PhaseClock = clock or HostClock()
         self._black_box = black_box
         self._listeners, self._of_training = (*of_training, *listeners), of_training
         self._seconds: dict[str, float] = {}
@@ -176,19 +176,19 @@ class Phases:
         self._since: Any = 0.0
         self._queued: deque[tuple[str, Any, Any]] = deque()  # phases whose end may still lie ahead
 
-    def beside(self, step: int) -> Phases:
-        """For another thread of this rank, at work on `step`: seconds of its own by the host's
-        clock, and the listeners but those `of_training`.
+    def for_thread(self, step: int) -> Phases:
+        """Phases for another thread of this rank, at work on `step`: seconds of its own by the
+        host's clock, and the listeners but those `of_training`.
 
         The black box goes on telling where training is.
         """
-        found = Phases(
+        phases = Phases(
             None, tuple(each for each in self._listeners if each not in self._of_training)
         )
-        found.step = step
-        return found
+        phases.step = step
+        return phases
 
-    def time_by(self, clock: Clock) -> None:
+    def time_by(self, clock: PhaseClock) -> None:
         """Use another clock from now on; open phases go on."""
         if self._stack:
             self._charge(self.clock.mark())
@@ -279,8 +279,8 @@ class Phases:
         if wait and self._queued:
             self.clock.wait(self._queued[-1][2])
         while self._queued:
-            name, begin, end = self._queued[0]
-            seconds = self.clock.seconds(begin, end)
+            name, start, stop = self._queued[0]
+            seconds = self.clock.seconds(start, stop)
             if seconds is None:
                 break
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -291,15 +291,15 @@ class Phases:
         return self._stack[-1][0] if self._stack else ""
 
     @contextmanager
-    def apart(self) -> Iterator[dict[str, float]]:
-        """For what is no part of a step (an evaluation between two): its seconds go to the dict
-        that is yielded, when it ends, and what was charged before stays as it was."""
-        before = self._taken(wait=True)
+    def set_apart(self) -> Iterator[dict[str, float]]:
+        """Time the body apart from the step, as an evaluation between two steps: its seconds go to
+        the dict that is yielded, when it ends, and what was charged before stays as it was."""
+        before = self._take_seconds(wait=True)
         inside: dict[str, float] = {}
         try:
             yield inside
         finally:
-            inside.update(self._taken(wait=True))
+            inside.update(self._take_seconds(wait=True))
             for name, seconds in before.items():
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
@@ -310,13 +310,13 @@ class Phases:
         `take`. So nothing is waited for, and over steps that each wait for their device once, each
         has the seconds from wait to wait.
         """
-        return self._taken(wait=False)
+        return self._take_seconds(wait=False)
 
-    def _taken(self, *, wait: bool) -> dict[str, float]:
+    def _take_seconds(self, *, wait: bool) -> dict[str, float]:
         if self._stack:
             now = self.clock.mark()
             self._charge(now)
             self._since = now
         self._settle(wait=wait)
-        taken, self._seconds = self._seconds, {}
-        return taken
+        seconds, self._seconds = self._seconds, {}
+        return seconds

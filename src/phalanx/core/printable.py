@@ -36,14 +36,14 @@ def printable_text(text: str) -> str:
 def escape_controls(text: str) -> str:
     """JSON (or TOML) of the same value, with everything in its strings escaped that a terminal
     could obey."""
-    return _RAW_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _RAW_CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _printable_line(line: str) -> str:
     num_more = len(line) - MAX_LINE_CHARS
     if num_more > 0:
-        begin, end = line[: MAX_LINE_CHARS - _KEPT_OF_THE_END], line[-_KEPT_OF_THE_END:]
-        line = f"{begin} … {num_more:,} characters … {end}"
+        head, tail = line[: MAX_LINE_CHARS - _KEPT_OF_THE_END], line[-_KEPT_OF_THE_END:]
+        line = f"{head} … {num_more:,} characters … {tail}"
     return "\t".join(_without_controls(part) for part in line.split("\t"))
 
 

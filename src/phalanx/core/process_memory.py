@@ -72,7 +72,7 @@ class ProcessMemory:
             self._status = None
 
     def read(self) -> Resident | None:
-        """None where the kernel does not say, or no longer."""
+        """The resident memory; None if the kernel does not say, or no longer."""
         if self._status is None:
             return None
         try:
@@ -110,8 +110,8 @@ class ProcessMemory:
 
 
 def _field(text: bytes, name: bytes) -> int:
-    begin = text.index(name) + len(name)
-    return int(text[begin : text.index(b"kB", begin)]) * KIB
+    start = text.index(name) + len(name)
+    return int(text[start : text.index(b"kB", start)]) * KIB
 
 
 class Sampler:

@@ -18,13 +18,13 @@ def names(package: str) -> list[str]:
     any."""
     spec = importlib.util.find_spec(package)
     assert spec is not None, package
-    found = [
+    modules = [
         module.name for module in pkgutil.iter_modules(list(spec.submodule_search_locations or ()))
     ]
-    return sorted(name for name in found if not name.startswith("_"))
+    return sorted(name for name in modules if not name.startswith("_"))
 
 
-def told(kind: str, package: str, name: str, default: Any) -> Any:
+def read_literal(kind: str, package: str, name: str, default: Any) -> Any:
     """The literal that the module `kind` of `package` gives `name` at its top level, read without
     importing it.
 
@@ -68,7 +68,7 @@ def resolve(kind: str, package: str, attribute: str) -> Any:
     if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
         raise LayoutError(f"{kind!r} is not package.module:name")
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise LayoutError(
@@ -77,11 +77,13 @@ def resolve(kind: str, package: str, attribute: str) -> Any:
             ) from None
         raise
     for part in path.split("."):
-        if not hasattr(found, part):
-            near = did_you_mean(part, [name for name in dir(found) if not name.startswith("_")])
-            raise LayoutError(f"{module_name!r} has no {path!r}", fix=near or None)
-        found = getattr(found, part)
-    return found
+        if not hasattr(target, part):
+            suggestion = did_you_mean(
+                part, [name for name in dir(target) if not name.startswith("_")]
+            )
+            raise LayoutError(f"{module_name!r} has no {path!r}", fix=suggestion or None)
+        target = getattr(target, part)
+    return target
 
 
 def require(module: str, *, extra: str, needed_for: str) -> Any:

@@ -72,7 +72,7 @@ def _hidden(text: str, known: Spellings) -> str:
 
 
 def spans_by_place(text: str) -> list[Span]:
-    """Where `text` has secrets that one knows by their place: a URL's password or token.
+    """Spans of the secrets in `text` that are known by their place: a URL's password or token.
 
     In order, none in another.
     """
@@ -96,12 +96,12 @@ def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
     Of a value with several lines (a private key), each line: messages are squeezed to one.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    secrets_by_name: dict[str, tuple[str, ...]] = {}
     for name, value in environ.items():
         if len(value) < MIN_LENGTH:
             continue
-        whole = (value,) if is_secret_name(name) and not _is_a_path(value) else ()
-        parts = [part.strip() for text in whole for part in (text, *text.splitlines())]
+        named_value = (value,) if is_secret_name(name) and not _is_a_path(value) else ()
+        parts = [part.strip() for text in named_value for part in (text, *text.splitlines())]
         parts += [value[start:end] for start, end in spans_by_place(value)]
         if _is_connection(name):
             parts += [
@@ -109,8 +109,8 @@ def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
                 for start, end in parameter_spans(value, _is_secret_in_query, anywhere=True)
             ]
         if secrets := tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_LENGTH)):
-            found[name] = secrets
-    return found
+            secrets_by_name[name] = secrets
+    return secrets_by_name
 
 
 def _is_a_path(value: str) -> bool:
@@ -139,7 +139,7 @@ def _is_connection(name: str) -> bool:
     return "".join(_words(name)).endswith(tuple(_CONNECTIONS))
 
 
-def carried_secret(name: str, value: str, environ: Mapping[str, str]) -> str | None:
+def secret_problem(name: str, value: str, environ: Mapping[str, str]) -> str | None:
     """Why `value`, given in a job under `name`, must not be written down; None if nothing speaks
     against it."""
     for variable, secrets in secret_values(environ).items():

@@ -23,14 +23,14 @@ def shard_rules(rules: Mapping[str, str]) -> Callable[[Made], Made]:
     """
     written = dict(rules)
 
-    def decorate(made: Made) -> Made:
-        if isinstance(made, type):
-            setattr(made, ATTRIBUTE, {**getattr(made, ATTRIBUTE, {}), **written})
-            return made
+    def decorate(factory: Made) -> Made:
+        if isinstance(factory, type):
+            setattr(factory, ATTRIBUTE, {**getattr(factory, ATTRIBUTE, {}), **written})
+            return factory
 
-        @functools.wraps(made)
+        @functools.wraps(factory)
         def build(*args: Any, **kwargs: Any) -> Any:
-            module = made(*args, **kwargs)
+            module = factory(*args, **kwargs)
             setattr(module, ATTRIBUTE, {**written, **(getattr(module, ATTRIBUTE, None) or {})})
             return module
 

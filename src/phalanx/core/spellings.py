@@ -39,7 +39,7 @@ _ABOUT_A_BREAK = 96
 
 @dataclass(frozen=True)
 class Spellings:
-    """What to look for. `pieces` are all substrings of PIECE_CHARS that stand for a secret."""
+    """The texts to look for. `pieces` are all substrings of PIECE_CHARS that stand for a secret."""
 
     whole: re.Pattern[str] | None
     broken: re.Pattern[str] | None
@@ -59,22 +59,23 @@ class Spellings:
         hashes = _hashes(grams)
         short, long = (known[hashes] for known in self._known_grams)
         short[:-1] |= long[:-1] & long[1:]  # a long one has two beside each other
-        near = [(at - reach, at + reach) for at in (np.flatnonzero(short) * _GRAM_BYTES).tolist()]
-        near += [
+        stretches = [
+            (at - reach, at + reach) for at in (np.flatnonzero(short) * _GRAM_BYTES).tolist()
+        ]
+        stretches += [
             (at - _ABOUT_A_BREAK - reach, at + _ABOUT_A_BREAK + reach) for at in self._breaks(data)
         ]
         merged: list[tuple[int, int]] = []
-        for begin, end in sorted(near):
-            if merged and begin <= merged[-1][1]:
+        for start, end in sorted(stretches):
+            if merged and start <= merged[-1][1]:
                 merged[-1] = merged[-1][0], max(merged[-1][1], end)
             else:
-                merged.append((max(begin, 0), end))
+                merged.append((max(start, 0), end))
         return merged
 
     @cached_property
     def _known_grams(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of short spellings and of long ones: for each hash, whether one of them has a gram
-        like that."""
+        """For short spellings and for long ones: by hash, True if one of them has such a gram."""
         return (
             _known(_grams(text for text in self.texts if len(text) < 3 * _GRAM_BYTES - 1)),
             _known(_grams(text for text in self.texts if len(text) >= 3 * _GRAM_BYTES - 1)),
@@ -88,12 +89,12 @@ class Spellings:
         """Ends of lines across which a spelling may go on."""
         known, at = self._known_joints, data.find(b"\n")
         while at >= 0:
-            left = data[max(at - _ABOUT_A_BREAK, 0) : at].translate(None, _IN_BREAKS)[-3:]
-            right = data[at : at + _ABOUT_A_BREAK].translate(None, _IN_BREAKS)[:3]
+            before = data[max(at - _ABOUT_A_BREAK, 0) : at].translate(None, _IN_BREAKS)[-3:]
+            after = data[at : at + _ABOUT_A_BREAK].translate(None, _IN_BREAKS)[:3]
             if (
-                left[-2:] + right[:2] in known
-                or left[-1:] + right in known
-                or left + right[:1] in known
+                before[-2:] + after[:2] in known
+                or before[-1:] + after in known
+                or before + after[:1] in known
             ):
                 yield at
             at = data.find(b"\n", at + 1)
@@ -108,20 +109,20 @@ class Spellings:
         return _WORD.sub(self._hide_pieces, text) if self.pieces else text
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where they are in `text`; some may overlap."""
+        """Spans of the secrets in `text`; some may overlap."""
         if self.whole is None:
             return
         for pattern in (self.whole, self.broken):
             yield from (
-                (found.span() for found in pattern.finditer(text)) if pattern is not None else ()
+                (match.span() for match in pattern.finditer(text)) if pattern is not None else ()
             )
         for word in _WORD.finditer(text) if self.pieces else ():
             yield from (
                 (word.start() + start, word.start() + end) for start, end in self._runs(word[0])
             )
 
-    def _hide_pieces(self, found: re.Match[str]) -> str:
-        word = found[0]
+    def _hide_pieces(self, match: re.Match[str]) -> str:
+        word = match[0]
         for start, end in reversed(list(self._runs(word))):
             word = word[:start] + HIDDEN + word[end:]
         return word
@@ -147,10 +148,10 @@ def spellings_of(groups: tuple[tuple[str, ...], ...]) -> Spellings:
     secrets = {secret for group in groups for secret in group}
     written = {text for secret in secrets for text in _written(secret)}
     encoded = {text for secret in secrets for text in _encoded(secret)}
-    whole = [text for text in written if len(text) >= MIN_LENGTH] + [
+    unbroken = [text for text in written if len(text) >= MIN_LENGTH] + [
         text for text in encoded if len(text) >= _ENCODED_CHARS
     ]
-    ordered = sorted(set(whole), key=lambda text: (-len(text), text))
+    ordered = sorted(set(unbroken), key=lambda text: (-len(text), text))
     random = [text for text in (*secrets, *encoded) if looks_random(text)]
     return Spellings(
         re.compile("|".join(map(re.escape, ordered))) if ordered else None,
@@ -185,7 +186,8 @@ def _hashes(grams: np.ndarray) -> np.ndarray:
 
 
 def _pieces(secret: str) -> Iterator[str]:
-    """Those that no word has: with a digit among letters, or capitals among small letters."""
+    """The pieces of `secret` that no word has: with a digit among letters, or capitals among small
+    letters."""
     for at in range(len(secret) - PIECE_CHARS + 1):
         piece = secret[at : at + PIECE_CHARS]
         letters = [letter for letter in piece if letter.isalpha()]
@@ -225,10 +227,10 @@ def _encoded(secret: str) -> Iterable[str]:
         3
     ):  # letters of base64 stand for three bytes each, wherever the secret begins
         text = base64.b64encode(b"\0" * num_before + raw).decode().rstrip("=")
-        begin = -(-num_before * 8 // 6)
+        start = -(-num_before * 8 // 6)
         end = (num_before + len(raw)) * 8 // 6
-        yield text[begin:end]
-        yield text[begin:end].translate(str.maketrans("+/", "-_"))
+        yield text[start:end]
+        yield text[start:end].translate(str.maketrans("+/", "-_"))
 
 
 def _bytes_of(secret: str) -> bytes:

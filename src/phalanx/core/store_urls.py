@@ -32,16 +32,16 @@ class Refusal:
 
 
 def refusal(url: str, *, in_job: bool = False) -> Refusal | None:
-    """None for a URL that may be opened.
+    """The reason to refuse a URL; None for one that may be opened.
 
     A job's store is shared by its processes, which memory:// is not.
     """
     if "::" in url:
         return Refusal("is a chain of URLs", "give the store's own URL, without ::")
-    found = _URL.fullmatch(url)
-    if found is None:
+    match = _URL.fullmatch(url)
+    if match is None:
         return Refusal("is not a URL", _INSTEAD)
-    protocol = found[1]
+    protocol = match[1]
     if protocol in DIRECTORIES:
         return (
             None
@@ -49,11 +49,11 @@ def refusal(url: str, *, in_job: bool = False) -> Refusal | None:
             else Refusal("is not an absolute path", "as file:///data/run-7")
         )
     if protocol == MEMORY:
-        what = (
+        problem = (
             "is memory of one process: the ranks would each save into their own, and it ends with"
             " them"
         )
-        return Refusal(what, _INSTEAD) if in_job else None
+        return Refusal(problem, _INSTEAD) if in_job else None
     if protocol not in OBJECT_STORES:
         schemes = ", ".join(f"{name}://" for name in OBJECT_STORES)
         return Refusal(

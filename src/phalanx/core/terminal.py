@@ -4,7 +4,7 @@ terminal obeys.
 File names, checkpoints, data, exceptions and logs may be a stranger's, and any of them may end up
 in a line that we print. So the streams themselves are filtered: `print`, warnings and tracebacks
 pass without knowing of it. What draws (bars, colours) asks for the stream behind the filter with
-`unfiltered`, and filters the texts that it draws.
+`unwrap_stream`, and filters the texts that it draws.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SafeStream:
 
     @property
     def buffer(self) -> io.RawIOBase:
-        """For libraries that print bytes."""
+        """The binary stream, for libraries that print bytes."""
         return _Bytes(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -69,12 +69,12 @@ class _Bytes(io.RawIOBase):
 
 def filter_output() -> None:
     """Have standard output and error filtered from here on, once however often it is asked for."""
-    sys.stdout, sys.stderr = filtered(sys.stdout), filtered(sys.stderr)
+    sys.stdout, sys.stderr = filter_stream(sys.stdout), filter_stream(sys.stderr)
 
 
-def filtered(stream: TextIO) -> TextIO:
+def filter_stream(stream: TextIO) -> TextIO:
     """The stream behind the filter, once however often it is asked for."""
-    return cast(TextIO, SafeStream(unfiltered(stream)))
+    return cast(TextIO, SafeStream(unwrap_stream(stream)))
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def safe_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def unfiltered(stream: TextIO) -> TextIO:
+def unwrap_stream(stream: TextIO) -> TextIO:
     """The stream behind the filter, for what draws."""
     return stream.behind if isinstance(stream, SafeStream) else stream
 
@@ -98,7 +98,7 @@ def print_document(text: str, end: str = "\n") -> None:
 
     Its secrets are the caller's to hide.
     """
-    write_encoded(unfiltered(sys.stdout), escape_controls(text) + end)
+    write_encoded(unwrap_stream(sys.stdout), escape_controls(text) + end)
 
 
 def print_painted(text: str) -> None:
@@ -108,7 +108,7 @@ def print_painted(text: str) -> None:
         part if _COLOUR.fullmatch(part) else printable_text(part)
         for part in _COLOUR.split(redacted)
     )
-    write_encoded(unfiltered(sys.stdout), "".join(safe) + "\n")
+    write_encoded(unwrap_stream(sys.stdout), "".join(safe) + "\n")
 
 
 def write_encoded(stream: TextIO, text: str) -> None:

@@ -145,8 +145,8 @@ def _read_mapping(arguments: Sequence[Any], value: object, where: str) -> Mappin
     return {key: _read(kind, item, f"{where}.{key}") for key, item in value.items()}
 
 
-def _mismatch(where: str, wanted: str, value: object) -> TypedJsonError:
-    return TypedJsonError(f"{where} must be {wanted}, not {str(value)[:80]!r}")
+def _mismatch(where: str, expected: str, value: object) -> TypedJsonError:
+    return TypedJsonError(f"{where} must be {expected}, not {str(value)[:80]!r}")
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         sys.__excepthook__(kind, error, trace)
         return
     rank = os.environ.get("RANK", "0")
-    said = str(error).splitlines() if isinstance(error, JobError) else [str(error)]
+    lines = str(error).splitlines() if isinstance(error, JobError) else [str(error)]
     if _is_first_to_say(str(error)):
         from phalanx.core.terminal import (
             safe_output,
@@ -47,48 +47,48 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
         with safe_output():
             whose = f"rank {rank}: " if rank not in ("", "0") else ""
-            for number, line in enumerate(said):
-                place = _place_of(trace) if number == len(said) - 1 else ""
-                print(f"phalanx: {whose}{line}{place}", file=sys.stderr)
-    _tell_torchrun("; ".join(said))
+            for number, line in enumerate(lines):
+                location = _place_of(trace) if number == len(lines) - 1 else ""
+                print(f"phalanx: {whose}{line}{location}", file=sys.stderr)
+    _tell_torchrun("; ".join(lines))
     raise SystemExit(int(error.exit_code))  # which Python obeys here
 
 
 def _place_of(trace: TracebackType | None) -> str:
     """ " (train.py:12)": the innermost line of the user's own code."""
-    place = user_place(trace)
-    return f" ({Path(place).name})" if place else ""
+    location = user_place(trace)
+    return f" ({Path(location).name})" if location else ""
 
 
 def user_place(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code, "/home/me/train.py:12"; empty if there is none."""
-    others = ("site-packages", "/lib/python")
+    library_folders = ("site-packages", "/lib/python")
     for frame in reversed(traceback.extract_tb(trace)):
         if not frame.filename.startswith((_OURS, "<")) and not any(
-            part in frame.filename for part in others
+            part in frame.filename for part in library_folders
         ):
             return f"{frame.filename}:{frame.lineno}"
     return ""
 
 
 def _is_first_to_say(text: str) -> bool:
-    """Whether no other rank on this machine says the same: all of them refuse what cannot be,
-    each for itself."""
+    """True if no other rank on this machine has reported the same error: each rank refuses a bad
+    job for itself."""
     from phalanx.core.clocks import clock_name  # only now: nobody pays for what is not needed
     from phalanx.core.files import write_bytes_atomic
 
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return True
     marker = _marker(text)
-    ours = marker.with_name(f"{marker.name}-{os.getpid()}")
+    own_marker = marker.with_name(f"{marker.name}-{os.getpid()}")
     try:
         if _is_stale(marker):
             marker.unlink(missing_ok=True)
-        write_bytes_atomic(ours, f"{clock_name()} {time.monotonic()}".encode(), durable=False)
+        write_bytes_atomic(own_marker, f"{clock_name()} {time.monotonic()}".encode(), durable=False)
         try:
-            os.link(ours, marker)  # with what is in it: nobody sees an empty one
+            os.link(own_marker, marker)  # with what is in it: nobody sees an empty one
         finally:
-            ours.unlink()
+            own_marker.unlink()
     except FileExistsError:
         return False
     except OSError:  # better twice than never

@@ -40,14 +40,14 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+    whole_seconds = round(seconds)
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60} m {whole_seconds % 60:02d} s"
+    return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60:02d} m"
 
 
 def describe_error(predicted: float, measured: float) -> str:
-    """What a prediction's error is, in % of what was measured: '4 % too low', '12 % too high',
+    """A prediction's error as text, in % of the measurement: '4 % too low', '12 % too high',
     'right to 1 %'.
 
     Every place that shows a prediction beside a measurement says it in these words. '–' where one
@@ -67,9 +67,9 @@ SMALL_BYTES, LARGE_ERROR = 64 * MIB, 0.25
 
 
 def describe_bytes_error(predicted: float, measured: float) -> str:
-    """As `describe_error`, but '5.6 MiB too high' where memory is small and the error is not: what
-    is there of it is mostly what allocators round up and libraries take once, and a percentage says
-    nothing of larger jobs."""
+    """A prediction's error in bytes as text: in %, or as '5.6 MiB too high' if the memory is small
+    and the error is not: what is there of it is mostly what allocators round up and libraries take
+    once, and a percentage says nothing of larger jobs."""
     is_known = math.isfinite(predicted) and math.isfinite(measured) and measured > 0
     is_small = is_known and min(predicted, measured) < SMALL_BYTES
     if not is_small or abs(predicted - measured) < LARGE_ERROR * measured:

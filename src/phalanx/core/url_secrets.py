@@ -28,12 +28,12 @@ def user_spans(text: str) -> Iterator[Span]:
     """The passwords of `scheme://user:password@host`, and users that look like a token."""
     if "://" not in text:
         return
-    for found in _USER.finditer(text):
-        user, password = found.group(1), found.group(2)
+    for match in _USER.finditer(text):
+        user, password = match.group(1), match.group(2)
         if user and looks_random(user):
-            yield found.span(1)
+            yield match.span(1)
         if password and not _PORT.match(password) and not is_placeholder(password):
-            yield found.span(2)
+            yield match.span(2)
 
 
 def parameter_spans(text: str, is_secret: IsSecret, *, anywhere: bool = False) -> Iterator[Span]:
@@ -44,10 +44,10 @@ def parameter_spans(text: str, is_secret: IsSecret, *, anywhere: bool = False) -
     """
     if "=" not in text:
         return
-    for found in (_PARAMETER if anywhere else _IN_URL).finditer(text):
-        name, value = unquote(found.group(1)), found.group(2)
+    for match in (_PARAMETER if anywhere else _IN_URL).finditer(text):
+        name, value = unquote(match.group(1)), match.group(2)
         if not is_placeholder(value) and is_secret(name, value):
-            yield found.span(2)
+            yield match.span(2)
 
 
 def is_placeholder(value: str) -> bool:

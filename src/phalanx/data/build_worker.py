@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
-from phalanx.core.terminal import filter_output, unfiltered
+from phalanx.core.terminal import filter_output, unwrap_stream
 from phalanx.data.build_pool import error_message
 from phalanx.data.encode import Counts, build_shard
 from phalanx.data.spans import Task
@@ -52,7 +52,7 @@ def _report(counts: Counts) -> None:
 
 
 def _say(message: dict[str, Any]) -> None:
-    stream = unfiltered(sys.stdout)  # the parent's pipe
+    stream = unwrap_stream(sys.stdout)  # the parent's pipe
     stream.write(json.dumps(message) + "\n")
     stream.flush()
 

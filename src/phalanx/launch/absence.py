@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.core.phases import Place
+from phalanx.core.phases import LastSeen
 from phalanx.launch.end_record import EndRecord
 
 # A rank that enters a collective this much later than all others was what they waited for.
@@ -42,7 +42,7 @@ def process_state(pid: int) -> str:
 
 
 def find_absence(
-    records: Mapping[int, EndRecord], silent: Mapping[int, str], places: Mapping[int, Place]
+    records: Mapping[int, EndRecord], silent: Mapping[int, str], places: Mapping[int, LastSeen]
 ) -> Absence | None:
     """The rank that the others waited for, if the facts single one out.
 
@@ -61,7 +61,7 @@ def find_absence(
     return _find_latest(places)
 
 
-def _find_latest(places: Mapping[int, Place]) -> Absence | None:
+def _find_latest(places: Mapping[int, LastSeen]) -> Absence | None:
     """The last of all ranks to enter a collective, if the one before it had waited for long by
     then."""
     arrived = sorted(
@@ -73,10 +73,10 @@ def _find_latest(places: Mapping[int, Place]) -> Absence | None:
     return Absence(rank, f"it came {late_s:.1f} s after the others")
 
 
-def _is_waiting(place: Place | None) -> bool:
+def _is_waiting(place: LastSeen | None) -> bool:
     return place is not None and place.phase in WAITING_PHASES and bool(place.collective)
 
 
-def _order_of_place(place: Place | None) -> tuple[int, float]:
+def _order_of_place(place: LastSeen | None) -> tuple[int, float]:
     """Step and time of a rank's last place: the rank that is furthest behind comes first."""
     return (place.step, place.monotonic_s) if place is not None else (-1, 0.0)

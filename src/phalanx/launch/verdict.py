@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from phalanx.core.errors import ExitCode
 from phalanx.core.files import open_regular
-from phalanx.core.phases import Place, read_black_box
+from phalanx.core.phases import LastSeen, read_black_box
 from phalanx.launch.absence import Absence, find_absence
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.paths import BLACK_BOXES, black_box, rank_log
@@ -123,7 +123,7 @@ def _is_aborted_by_peer(rank_exit: RankExit, end: AttemptEnd, run_dir: Path) -> 
     )
 
 
-def _places(end: AttemptEnd, run_dir: Path) -> dict[int, Place]:
+def _places(end: AttemptEnd, run_dir: Path) -> dict[int, LastSeen]:
     ranks = end.exits.keys() | end.records.keys() | end.silent.keys()
     places = {rank: read_black_box(black_box(run_dir, rank)) for rank in ranks}
     return {
@@ -177,7 +177,7 @@ def _blame_own_process(end: AttemptEnd, run_dir: Path) -> Failure | None:
 
 
 def _blame_phalanx_error(
-    rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd
+    rank: int, report: ErrorReport, place: LastSeen | None, end: AttemptEnd
 ) -> Failure:
     return Failure(
         rank=rank,
@@ -195,7 +195,7 @@ def _blame_phalanx_error(
 
 
 def _blame_exception(
-    rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd, run_dir: Path
+    rank: int, report: ErrorReport, place: LastSeen | None, end: AttemptEnd, run_dir: Path
 ) -> Failure:
     summary = f"rank {rank} failed {place_in_words(place, end.stepless)}"
     raised_at = [f"your code: {report.user_place}"] if report.user_place else []
@@ -251,7 +251,7 @@ def _blame_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
 
 
 def _blame_code(
-    rank: int, code: int, place: Place | None, end: AttemptEnd, run_dir: Path
+    rank: int, code: int, place: LastSeen | None, end: AttemptEnd, run_dir: Path
 ) -> Failure:
     """The failure of a rank whose entry returned a code that is neither success nor a stop, without
     a report."""
@@ -264,7 +264,7 @@ def _blame_code(
 
 
 def _blame_exit(
-    rank_exit: RankExit, place: Place | None, end: AttemptEnd, run_dir: Path
+    rank_exit: RankExit, place: LastSeen | None, end: AttemptEnd, run_dir: Path
 ) -> Failure:
     """The failure of a process that ended without an end record: by a signal, or an exit behind our
     back. Whatever code that had, its work was not done."""
@@ -279,7 +279,7 @@ def _blame_exit(
 
 
 def _describe_death(
-    rank: int, cause: str, detail: str, place: Place | None, end: AttemptEnd, run_dir: Path
+    rank: int, cause: str, detail: str, place: LastSeen | None, end: AttemptEnd, run_dir: Path
 ) -> Failure:
     was = "was " if cause == "signal" else ""
     summary = f"rank {rank} {was}{detail} {place_in_words(place, end.stepless)}"
@@ -311,7 +311,7 @@ def _detection_s(rank: int, end: AttemptEnd) -> float:
     return rank_exit.detected_s if rank_exit is not None else 0.0
 
 
-def place_in_words(place: Place | None, stepless: str = "") -> str:
+def place_in_words(place: LastSeen | None, stepless: str = "") -> str:
     """Step, phase and collective, as the end of a sentence; for ranks without steps their work."""
     collective = f" ({place.collective})" if place is not None and place.collective else ""
     if stepless:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from phalanx.core.phases import Clock, HostClock
+from phalanx.core.phases import HostClock, PhaseClock
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> PhaseClock:
     """The clock that times phases of work on `device`."""
     return EventClock.on_stream(device) if device.type == "cuda" else HostClock()
 

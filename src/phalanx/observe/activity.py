@@ -58,14 +58,15 @@ class Activity:
         return self._clock() - self._since_s
 
     def live_line(self) -> str:
-        """For a terminal: it moves."""
+        """The line for a terminal, with a spinner that moves."""
         return (
             f"{SPINNER[int(8 * self.seconds) % len(SPINNER)]} {self.words}"
             f" ({format_seconds(self.seconds)})"
         )
 
     def line_if_due(self) -> str | None:
-        """For a log: after ten seconds of the same, twenty, forty, ..."""
+        """The line for a log, if it is due: after ten seconds of the same work, twenty, forty,
+        ..."""
         if not self.words or self.seconds < self._next_line_s:
             return None
         self._next_line_s *= 2

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO, cast
 
 from phalanx.core.printable import printable
-from phalanx.core.terminal import unfiltered
+from phalanx.core.terminal import unwrap_stream
 from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe import events
 from phalanx.observe.activity import Activity
 from phalanx.observe.events import Envelope, EvalFinished, StepFinished
 from phalanx.observe.screen import open_screen
 from phalanx.observe.units import TEXT, Units
-from phalanx.observe.words import describe, failed_again
+from phalanx.observe.words import describe, describe_repeated_failure
 
 AVERAGED_STEPS = 20
 # of each attempt: they allocate, compile and fill caches, and say nothing of those that follow
@@ -71,7 +71,7 @@ def open_console(
         return PlainConsole(quiet, Pace(total_steps, units), log_every)
     # The bar's own movements of the cursor must reach the terminal; the screen filters the texts
     # that it draws.
-    screen = open_screen(cast(TextIO, QuietStream(unfiltered(stream))), soft_wrap=True)
+    screen = open_screen(cast(TextIO, QuietStream(unwrap_stream(stream))), soft_wrap=True)
     if screen.is_dumb_terminal:
         return PlainConsole(quiet, Pace(total_steps, units), log_every)
     return LiveConsole(screen, Pace(total_steps, units))
@@ -113,7 +113,7 @@ class QuietStream:
 
 @dataclass
 class Pace:
-    """Where the run stands and how fast it moves: what both consoles show, kept once."""
+    """The run's progress and speed, which both consoles show."""
 
     total_steps: int
     units: Units = TEXT
@@ -171,10 +171,10 @@ class Pace:
         if isinstance(event, events.CheckpointSaved):
             self._failure = ""
         elif isinstance(event, events.CheckpointFailed):
-            what = "the best" if event.path == "best.json" else "a save"
-            before, self._failure = self._failure, f"{what}: {_VARYING.sub('N', event.reason)}"
+            subject = "the best" if event.path == "best.json" else "a save"
+            before, self._failure = self._failure, f"{subject}: {_VARYING.sub('N', event.reason)}"
             if before == self._failure:
-                return failed_again(event)
+                return describe_repeated_failure(event)
         return (
             None if isinstance(envelope.event, TOLD_ELSEWHERE) else describe(envelope, self.units)
         )

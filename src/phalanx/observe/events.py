@@ -160,14 +160,14 @@ class EvalFinished(Event):
 
     @property
     def best(self) -> float:
-        """What the best evaluation has of `judged_by`."""
+        """The best evaluation's value of `judged_by`."""
         return self.best_loss if self.judged_by == "loss" else self.best_value
 
 
 @dataclass(frozen=True)
 class BaselineMeasured(Event):
-    """What an n-gram model fitted on the same training split reaches on the same held-out
-    tokens, nats per token."""
+    """The loss (nats per token) of an n-gram model that was fitted on the same training split, on
+    the same held-out tokens."""
 
     name: str
     loss: float
@@ -256,7 +256,7 @@ class CheckpointUnusable(Event):
 
 @dataclass(frozen=True)
 class TextGenerated(Event):
-    """What the model wrote after `prompt`. From rank 0."""
+    """A text that the model wrote after `prompt`. From rank 0."""
 
     step: int
     prompt: str
@@ -333,8 +333,8 @@ class PipelineMeasured(Event):
 
 @dataclass(frozen=True)
 class ExpertsLoaded(Event):
-    """What came to the experts of a model in a step (the first, each observe.log_every-th and the
-    last), over all ranks.
+    """The load of a model's experts in a step (the first, each observe.log_every-th and the last),
+    over all ranks.
 
     From the first rank of each stage of a pipeline, of the layers in its stages; else from rank 0.
 
@@ -351,16 +351,16 @@ class ExpertsLoaded(Event):
     def worst(self) -> tuple[str, float]:
         """The layer whose busiest expert has most, and how many times the mean; ("", 0) where
         nothing was counted."""
-        found = {
+        ratios = {
             name: max(tokens) * len(tokens) / sum(tokens)
             for name, tokens in self.tokens_by_expert.items()
             if sum(tokens) > 0
         }
-        return max(found.items(), key=lambda item: item[1], default=("", 0.0))
+        return max(ratios.items(), key=lambda item: item[1], default=("", 0.0))
 
     @property
     def dropped_share(self) -> float:
-        """Of all choices, 0 to 1."""
+        """Fraction (0 to 1) of all token-to-expert choices that were dropped."""
         chosen = sum(map(sum, self.tokens_by_expert.values()))
         return sum(self.dropped.values()) / chosen if chosen > 0 else 0.0
 
@@ -427,7 +427,7 @@ class SinkDropped(Event):
 
 @dataclass(frozen=True)
 class SamplesRead(Event):
-    """What a rank read for a step that is done, in order (observe.samples).
+    """The samples that a rank read for a step that is done, in order (observe.samples).
 
     `ranges`: first, beyond, first, beyond, ... of global sample numbers. `xxh3`: checksum of all
     that was delivered for them.
@@ -464,8 +464,8 @@ class Note(Event):
 
 @dataclass(frozen=True)
 class SteadyClock:
-    """That of a process: its name ("" in files of earlier releases), and what it showed at the
-    first event."""
+    """A process's monotonic clock: its name ("" in files of earlier releases), and its seconds at
+    the first event."""
 
     name: str
     began_s: float

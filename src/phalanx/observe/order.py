@@ -38,7 +38,7 @@ class AttemptCounter:
         self._next = 0
 
     def of(self, envelope: Envelope) -> int:
-        """For the events of a run, each process's in its own order."""
+        """The attempt of an event; the events of each process must come in its own order."""
         if envelope.rank >= 0:
             return envelope.attempt
         attempt = max(envelope.attempt, self._next)
@@ -47,7 +47,7 @@ class AttemptCounter:
         return attempt
 
 
-def in_order(envelopes: Iterable[Envelope]) -> list[Envelope]:
+def sort_events(envelopes: Iterable[Envelope]) -> list[Envelope]:
     """The events of a run, oldest first.
 
     Those of one process come, and stay, in the order in which it wrote them.
@@ -58,7 +58,7 @@ def in_order(envelopes: Iterable[Envelope]) -> list[Envelope]:
         by_attempt.setdefault(attempts.of(envelope), {}).setdefault(envelope.rank, []).append(
             envelope
         )
-    return [found for attempt in sorted(by_attempt) for found in _merged(by_attempt[attempt])]
+    return [envelope for attempt in sorted(by_attempt) for envelope in _merged(by_attempt[attempt])]
 
 
 def _merged(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
@@ -98,7 +98,7 @@ def _shifts(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
 
 
 def _clock_of(rank: int, stream: Sequence[Envelope]) -> SteadyClock:
-    """That of the process which spoke last; a supervisor's begins anew with each attempt."""
+    """The clock of the process that wrote last; a supervisor's begins anew with each attempt."""
     clock = stream[-1].clock
     if clock is None or rank < 0:
         return SteadyClock("" if clock is None else clock.name, stream[0].monotonic_s)
@@ -121,8 +121,8 @@ def _name(clock: SteadyClock | None) -> str:
 
 
 def _merged_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
-    """Of files without a steady clock: what the supervisor says before its ranks start and once
-    they are gone comes before and after theirs.
+    """Merge files without a steady clock: the supervisor's events before its ranks start come
+    before theirs, and those once they are gone after.
 
     How the rest interleaves is all that a wall clock may decide, where there is no other.
     """
@@ -137,17 +137,21 @@ def _merged_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
         for index, envelope in enumerate(of_supervisor)
         if isinstance(envelope.event, _AFTER_THE_RANKS)
     ]
-    begin = starts[-1] + 1 if starts else 0
-    end = max(begin, ends[0] if ends else len(of_supervisor))
-    yield from of_supervisor[:begin]
-    streams = [by_rank[rank] for rank in sorted(by_rank) if rank >= 0] + [of_supervisor[begin:end]]
-    keyed = [_by_wall_clock(stream, place) for place, stream in enumerate(streams)]
+    first = starts[-1] + 1 if starts else 0
+    beyond = max(first, ends[0] if ends else len(of_supervisor))
+    yield from of_supervisor[:first]
+    streams = [by_rank[rank] for rank in sorted(by_rank) if rank >= 0] + [
+        of_supervisor[first:beyond]
+    ]
+    keyed = [_by_wall_clock(stream, number) for number, stream in enumerate(streams)]
     yield from (envelope for _, _, envelope in heapq.merge(*keyed, key=lambda item: item[:2]))
-    yield from of_supervisor[end:]
+    yield from of_supervisor[beyond:]
 
 
-def _by_wall_clock(stream: Sequence[Envelope], place: int) -> Iterator[tuple[float, int, Envelope]]:
+def _by_wall_clock(
+    stream: Sequence[Envelope], number: int
+) -> Iterator[tuple[float, int, Envelope]]:
     latest = -math.inf
     for envelope in stream:
         latest = max(latest, envelope.time_unix_s)
-        yield latest, place, envelope
+        yield latest, number, envelope

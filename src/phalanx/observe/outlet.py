@@ -101,7 +101,7 @@ class Outlet:
                 self._tell(Note("sink_is_slow", {"sink": self.name, "why": why}))
 
     def finish(self) -> None:
-        """What was put so far is all. Does not wait."""
+        """End the stream: nothing is put any more. Does not wait."""
         self._finish_s = time.monotonic()
         self._put_end(0.0)
 
@@ -137,7 +137,8 @@ class Outlet:
         return isinstance(self._sink, Abandonable) and self._sink.is_working()
 
     def _num_unwritten(self) -> int:
-        """Of what the sink was given; of one that cannot say, the event that it stands at."""
+        """The number of events that the sink has not written; 1 while a sink that cannot say
+        writes."""
         if isinstance(self._sink, Abandonable):
             return self._sink.num_unwritten
         return int(self._doing == "writes")

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from phalanx.core.printable import printable_text
 from phalanx.core.secrets import Redactor
-from phalanx.core.terminal import unfiltered
+from phalanx.core.terminal import unwrap_stream
 
 
 def open_screen(stream: TextIO, **options: Any) -> Any:
@@ -36,7 +36,7 @@ def open_screen(stream: TextIO, **options: Any) -> Any:
                 )
 
     return SafeConsole(
-        file=unfiltered(stream),
+        file=unwrap_stream(stream),
         force_terminal=True,
         highlight=False,
         markup=False,

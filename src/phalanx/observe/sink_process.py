@@ -208,15 +208,15 @@ def _feed(sink: Sink, speaker: TextIO) -> None:
 def _lines(handle: int) -> Iterator[bytes]:
     """Lines as they come, up to END or the end of the input; an empty one where none has come
     for a while."""
-    held = b""
+    pending = b""
     while True:
         if not select.select([handle], [], [], FLUSH_S / 2)[0]:
             yield b""
             continue
-        found = os.read(handle, READ_BYTES)
-        if not found:
+        data = os.read(handle, READ_BYTES)
+        if not data:
             return
-        *lines, held = (held + found).split(b"\n")
+        *lines, pending = (pending + data).split(b"\n")
         for line in lines:
             if line + b"\n" == END:
                 return

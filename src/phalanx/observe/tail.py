@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.files import OVERLONG, bounded_lines, open_regular, skip_line
+from phalanx.core.files import OVERLONG, open_regular, read_bounded_lines, skip_line
 from phalanx.observe.events import Envelope, Event, SteadyClock, parse_line
-from phalanx.observe.order import in_order
+from phalanx.observe.order import sort_events
 
 RANK_FILE = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
 SUPERVISOR_FILE = "supervisor.jsonl"
@@ -87,7 +87,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def recorded(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Envelope]:
+def read_recorded(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Envelope]:
     """The events of one kind that a rank has written in any attempt, oldest attempt first.
 
     Lines of other kinds are not parsed: a run of a million steps has a few hundred megabytes of
@@ -102,12 +102,12 @@ def recorded(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Env
     for name in (match[0] for match in sorted(of_rank, key=lambda match: int(match[2]))):
         try:
             with open_regular(run_dir / "events" / name) as file:
-                found = [read_event(line) for line in bounded_lines(file) if mark in line]
+                envelopes = [read_event(line) for line in read_bounded_lines(file) if mark in line]
         except OSError:
             continue
         yield from (
             envelope
-            for envelope in found
+            for envelope in envelopes
             if envelope is not None and isinstance(envelope.event, kind)
         )
 
@@ -137,15 +137,15 @@ class EventTail:
         self._seen.add((envelope.rank, envelope.attempt, envelope.seq))
 
     def poll(self) -> list[Envelope]:
-        """What was written since the last call, oldest first; a torn last line waits for its
-        end."""
-        found: list[Envelope] = []
+        """The events that were written since the last call, oldest first; a torn last line waits
+        for its end."""
+        envelopes: list[Envelope] = []
         for name, size in self._files():
             if size > self._offsets.get(name, 0):
-                found += self._read_new(name)
+                envelopes += self._read_new(name)
         if self._seen:
-            found = [e for e in found if (e.rank, e.attempt, e.seq) not in self._seen]
-        return in_order(found)
+            envelopes = [e for e in envelopes if (e.rank, e.attempt, e.seq) not in self._seen]
+        return sort_events(envelopes)
 
     def _files(self) -> list[tuple[str, int]]:
         """Names and sizes of the files to follow; none before the run has made its directory."""
@@ -168,7 +168,7 @@ class EventTail:
         return self._all_ranks or int(match[1]) == 0
 
     def _read_new(self, name: str) -> list[Envelope]:
-        found = []
+        envelopes = []
         for line in self._new_lines(name):
             envelope = read_event(line, self._clocks.get(name))
             if envelope is None:
@@ -176,8 +176,8 @@ class EventTail:
                 continue
             self._clocks[name] = envelope.clock
             if envelope.attempt >= self._attempt_from:
-                found.append(envelope)
-        return found
+                envelopes.append(envelope)
+        return envelopes
 
     def _new_lines(self, name: str) -> list[bytes]:
         """Whole ones, and the beginning of an overlong one, which does not wait for its end."""
@@ -187,7 +187,7 @@ class EventTail:
                 lines: list[bytes] = []
                 if name not in self._is_inside or skip_line(file):
                     self._is_inside.discard(name)
-                    lines = list(bounded_lines(file))
+                    lines = list(read_bounded_lines(file))
                 end = file.tell()
         except OSError:
             return []

@@ -28,7 +28,7 @@ class Units:
 
     @property
     def short_rate(self) -> str:
-        """For a line that is read over and over."""
+        """The rate's unit for a line that is read over and over."""
         return "tok/s" if self.items == "tokens" else self.rate
 
 
@@ -47,8 +47,8 @@ def units_of(job: Mapping[str, Any]) -> Units:
 
 
 def _table(job: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = job.get(name)
-    return found if isinstance(found, Mapping) else {}
+    table = job.get(name)
+    return table if isinstance(table, Mapping) else {}
 
 
 def _is_factory(source: Any) -> bool:

@@ -13,14 +13,14 @@ from phalanx.observe.units import TEXT, Units
 MAX_LINE, MAX_SAMPLE = 2000, 100  # a warning is of no use without its end, where it says what to do
 
 
-def _squeezed(text: str, limit: int) -> str:
+def _squeeze(text: str, limit: int) -> str:
     return printable(" ".join(text[: 4 * limit].split()), limit)
 
 
 def describe(envelope: Envelope, units: Units = TEXT) -> str | None:
     """The line for an event that a person wants to know of, or None for the others."""
     line = _words(envelope.event, units)
-    return None if line is None else _squeezed(line, MAX_LINE)
+    return None if line is None else _squeeze(line, MAX_LINE)
 
 
 def _words(event: events.Event, units: Units) -> str | None:
@@ -56,41 +56,39 @@ def _words(event: events.Event, units: Units) -> str | None:
         case events.BaselineMeasured():
             return f"baseline {event.name}: {event.loss:.4f} {units.loss}".rstrip()
         case events.CheckpointSaved():
-            return _saved(event)
+            return _describe_saved(event)
         case events.CheckpointPostponed():
             since = format_seconds(event.since_s)
             waits_for = f"that of step {event.saving_step} is still being written after {since}"
             return f"checkpoint after step {event.step} waits: {waits_for}"
         case events.CheckpointIntervalChosen():
-            every, stall, took = map(
+            interval, stall, took = map(
                 format_seconds, (event.interval_s, event.stall_s, event.save_s)
             )
             why = (
                 f"a save stops training for {stall} and takes {took}; a failure each"
                 f" {format_seconds(event.mtbf_s)}"
             )
-            return f"a checkpoint each {every}: {why}"
+            return f"a checkpoint each {interval}: {why}"
         case events.CheckpointsRemoved():
             names = ", ".join(f"step-{step}" for step in event.steps)
             return f"removed old checkpoint{'s' if len(event.steps) > 1 else ''} {names}"
         case events.CheckpointFailed():
-            return _failed(event)
+            return _describe_failed(event)
         case events.CheckpointUnusable():
             return f"step-{event.step} cannot be used, going back to the one before: {event.reason}"
         case events.TextGenerated():
-            return (
-                f"sample at step {event.step}: {_squeezed(event.prompt + event.text, MAX_SAMPLE)}"
-            )
+            return f"sample at step {event.step}: {_squeeze(event.prompt + event.text, MAX_SAMPLE)}"
         case events.PipelineMeasured():
             return _pipeline(event)
         case events.StopRequested():
             return f"stopping after step {event.step}: {event.reason}"
         case events.RankFailed():
             where = f" at step {event.step}" + (f" in {event.phase}" if event.phase else "")
-            seen = f", seen after {format_seconds(event.detected_s)}"
+            detected = f", seen after {format_seconds(event.detected_s)}"
             return (
                 f"rank {event.failed_rank} failed{where}: {event.cause},"
-                f" {last_line(event.detail)}{seen}"
+                f" {exception_line(event.detail)}{detected}"
             )
         case events.RestartScheduled():
             return f"restart {event.restart} of at most {event.budget}, from step {event.from_step}"
@@ -117,7 +115,7 @@ def _words(event: events.Event, units: Units) -> str | None:
     return None
 
 
-def _saved(event: events.CheckpointSaved) -> str:
+def _describe_saved(event: events.CheckpointSaved) -> str:
     size, took = format_bytes(event.num_bytes), format_seconds(event.wall_s)
     new = (
         f", {format_bytes(event.num_new_bytes)} of it new"
@@ -132,29 +130,32 @@ def _saved(event: events.CheckpointSaved) -> str:
     return f"saved checkpoint of step {event.step}: {event.path} ({size}{new}, {took}{stall})"
 
 
-def _failed(event: events.CheckpointFailed) -> str:
+def _describe_failed(event: events.CheckpointFailed) -> str:
     where = "" if event.path in event.reason else f" ({event.path})"
-    return f"checkpoint of step {event.step} failed: {event.reason}{where}{_what_follows(event)}"
+    consequence = _describe_consequence(event)
+    return f"checkpoint of step {event.step} failed: {event.reason}{where}{consequence}"
 
 
-def failed_again(event: events.CheckpointFailed) -> str:
+def describe_repeated_failure(event: events.CheckpointFailed) -> str:
     """The line for a save that failed as the one before did."""
-    return f"checkpoint of step {event.step} failed for the same reason{_what_follows(event)}"
+    return (
+        f"checkpoint of step {event.step} failed for the same reason{_describe_consequence(event)}"
+    )
 
 
-def _what_follows(event: events.CheckpointFailed) -> str:
+def _describe_consequence(event: events.CheckpointFailed) -> str:
     return "; training goes on, and tries again later" if event.training_goes_on else ""
 
 
 def _pipeline(event: events.PipelineMeasured) -> str:
     predicted, planned = (100 * share for share in (event.bubble_predicted, event.bubble_planned))
-    said = (
+    sentence = (
         f"{event.schedule}: ranks wait {100 * event.bubble_measured:.1f} % of step {event.step} for"
         " other stages"
     )
     expected = [f"predicted {predicted:.1f} %"] if math.isfinite(predicted) else []
     expected += [f"planned {planned:.1f} %"] if math.isfinite(planned) else []
-    return said + (f" ({', '.join(expected)})" if expected else "")
+    return sentence + (f" ({', '.join(expected)})" if expected else "")
 
 
 def _evaluation(event: EvalFinished, units: Units) -> str:
@@ -164,15 +165,15 @@ def _evaluation(event: EvalFinished, units: Units) -> str:
     elif event.best_step > 0:
         best = f", best {event.best:.4f} at step {event.best_step}"
     if best and event.judged_by != "loss":
-        best += f" by {_squeezed(event.judged_by, 60)}"
-    sources = [f"{_squeezed(name, 60)} {loss:.4f}" for name, loss in event.loss_by_source.items()]
+        best += f" by {_squeeze(event.judged_by, 60)}"
+    sources = [f"{_squeeze(name, 60)} {loss:.4f}" for name, loss in event.loss_by_source.items()]
     each = f": {', '.join(sources)}" if sources else ""
     loss = f"held-out loss {event.loss:.4f} {units.loss}".rstrip()
     size, took = (
         f"{format_count(event.num_targets).replace(' ', '')} {units.items}",
         format_seconds(event.wall_s),
     )
-    also = "".join(f", {_squeezed(name, 60)} {value:.4f}" for name, value in event.metrics.items())
+    also = "".join(f", {_squeeze(name, 60)} {value:.4f}" for name, value in event.metrics.items())
     return f"{loss}{also} at step {event.step}{best} ({size}, {took}){each}"
 
 
@@ -182,7 +183,7 @@ def _norm(grad_norm: float) -> str:
     )
 
 
-def last_line(text: str) -> str:
-    """Of a traceback, the line that names the exception."""
+def exception_line(text: str) -> str:
+    """The line of a traceback that names the exception."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no detail"

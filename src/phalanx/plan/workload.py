@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
-from phalanx.core.registry import told
+from phalanx.core.registry import read_literal
 from phalanx.job.schema import Job
 from phalanx.job.shape import Holder, Measured, ModelShape
 from phalanx.job.user_dataset import is_own_dataset
@@ -75,7 +75,7 @@ class Workload:
 @cache
 def keeps_error(compress: str) -> bool:
     """True for a compression that keeps what it has not sent in a step, as its file says."""
-    return compress != "none" and bool(told(compress, HOOKS, "KEEPS_ERROR", False))
+    return compress != "none" and bool(read_literal(compress, HOOKS, "KEEPS_ERROR", False))
 
 
 def build_workload(

@@ -27,7 +27,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
-from phalanx.observe.words import last_line
+from phalanx.observe.words import exception_line
 from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.report.bubble import MeasuredPipeline
 from phalanx.report.facts import describe_sent_bytes, describe_untrained
@@ -93,7 +93,7 @@ def restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
         if isinstance(event, RankFailed):
             last = (
                 f"rank {event.failed_rank} at step {event.step}:"
-                f" {printable(last_line(event.detail), 300)}"
+                f" {printable(exception_line(event.detail), 300)}"
             )
         elif isinstance(event, RestartScheduled):
             causes.append(last)

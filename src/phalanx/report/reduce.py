@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.checkpoint.best import read_best
-from phalanx.core.files import bounded_lines, open_regular, read_regular
+from phalanx.core.files import open_regular, read_bounded_lines, read_regular
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, StepFinished
-from phalanx.observe.order import in_order
+from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE, SUPERVISOR_FILE, read_event
 from phalanx.observe.units import units_of
 from phalanx.report.expert_facts import ExpertLog
@@ -170,12 +170,12 @@ class _Log:
     @property
     def first_unix_s(self) -> float:
         """Wall-clock time (Unix seconds) of the first event; NaN without events."""
-        ends = in_order(envelope for stream in self.by_stream.values() for envelope in stream)
+        ends = sort_events(envelope for stream in self.by_stream.values() for envelope in stream)
         return ends[0].time_unix_s if ends else NAN
 
     @property
     def last_unix_s(self) -> float:
-        ends = in_order(envelope for stream in self.by_stream.values() for envelope in stream)
+        ends = sort_events(envelope for stream in self.by_stream.values() for envelope in stream)
         return ends[-1].time_unix_s if ends else NAN
 
     def _clock(self, rank: int, event: StepFinished, groups_s: dict[str, float]) -> None:
@@ -219,7 +219,7 @@ def _event_files(directory: Path) -> list[tuple[int, int, Path]]:
 def _lines(path: Path) -> Iterator[bytes]:
     try:
         with open_regular(path) as file:
-            for line in bounded_lines(file):
+            for line in read_bounded_lines(file):
                 if line.strip():
                     yield line
     except OSError:
@@ -438,7 +438,7 @@ def _order_story(log: _Log) -> list[Envelope]:
     """Everything but steps, in order, once: what all ranks say alike is taken from the lead
     rank."""
     story: list[Envelope] = []
-    for envelope in in_order(log.rest):
+    for envelope in sort_events(log.rest):
         is_own = isinstance(
             envelope.event,
             events.CheckpointFailed

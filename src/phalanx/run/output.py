@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from phalanx.core import output
-from phalanx.core.terminal import filtered
+from phalanx.core.terminal import filter_stream
 from phalanx.job.schema import Job
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.units import units_of
@@ -32,12 +32,12 @@ class RunOutput:
     def warn(self, text: str) -> None:
         """Print on standard error why a run did not finish."""
         if not self._is_quiet:
-            print(text, file=filtered(sys.stderr))
+            print(text, file=filter_stream(sys.stderr))
 
     def open_console(self, job: Job) -> Console:
         """The console that shows the steps of `job` while it trains."""
         return open_console(
-            None if self._is_quiet else filtered(sys.stdout),
+            None if self._is_quiet else filter_stream(sys.stdout),
             total_steps=job.train.steps,
             log_every=job.observe.log_every,
             units=units_of(job.to_json()),

@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import EvalFinished
-from phalanx.observe.tail import recorded
+from phalanx.observe.tail import read_recorded
 from phalanx.parallel.model import Batch, ParallelModel
 from phalanx.train.randomness import separate_generators
 
@@ -106,7 +106,7 @@ def read_record(run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS)
     """
     done: list[tuple[int, float, int, float]] = []
     if run_dir is not None and step > 0 and mesh.rank == 0:
-        for envelope in recorded(run_dir, EvalFinished):
+        for envelope in read_recorded(run_dir, EvalFinished):
             event = envelope.event
             if not isinstance(event, EvalFinished) or event.step > step or math.isnan(event.loss):
                 continue

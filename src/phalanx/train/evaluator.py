@@ -114,7 +114,7 @@ class Evaluator:
         objective = MetricSums(self._objective, self._mesh)
         batches = next(iter(self._held_out.values()))
         with (
-            self._phases.apart(),
+            self._phases.set_apart(),
             self._phases("evaluate"),
             evaluation_mode(self._state.model, self._mesh, self._state.seed),
         ):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.core.clocks import clock_name
-from phalanx.core.phases import Clock
+from phalanx.core.phases import PhaseClock
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import PipelineMeasured
@@ -55,7 +55,7 @@ def _collect_local_spans(model: ParallelModel) -> dict[str, Any] | None:
 
 
 def collect_spans(
-    clock: Clock, zero: Any, spans: Sequence[tuple[str, Any, Any]], rank: int
+    clock: PhaseClock, zero: Any, spans: Sequence[tuple[str, Any, Any]], rank: int
 ) -> dict[str, Any]:
     """A rank's spans in seconds as JSON, the moment `zero` on the same scale, and the name of the
     clock.

@@ -351,7 +351,7 @@ class Trainer:
             return None
         self.phases.step = step  # the first thing after a restart, perhaps
         began = time.perf_counter()
-        with self.phases.apart():
+        with self.phases.set_apart():
             try:
                 evaluation = self.evaluate()
             except StopRequestedError as request:

@@ -16,7 +16,7 @@ from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
-from phalanx.core.secrets import carried_secret
+from phalanx.core.secrets import secret_problem
 from phalanx.core.store_urls import local_directory, refusal
 
 __all__ = [
@@ -89,7 +89,7 @@ def _require_usable(url: str, job_file: Path) -> None:
     """As when the job was loaded: since then anybody may have written into the file, or given us
     the directory."""
     refused = refusal(url, in_job=True)
-    why = refused.what if refused else carried_secret("", url, os.environ)
+    why = refused.what if refused else secret_problem("", url, os.environ)
     if why:
         raise CheckpointError(
             "its checkpoint.url cannot be used", where=str(job_file), why=f"it {why}"

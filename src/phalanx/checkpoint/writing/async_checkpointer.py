@@ -318,7 +318,7 @@ class AsyncCheckpointer:
     def _write_staged(self, staged: Snapshot, began: float, stall_s: float) -> None:
         """The thread's work."""
         assert self._thread_mesh is not None
-        phases = self._phases.beside(staged.step)
+        phases = self._phases.for_thread(staged.step)
         written = self._write_snapshot(staged, self._thread_mesh, phases, lambda: None)
         self._emit_saved(staged.step, written, SaveCost(stall_s, time.perf_counter() - began))
         if self._destination.keep_last is not None and self._mesh.rank == 0:

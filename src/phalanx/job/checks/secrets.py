@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.core.secrets import carried_secret
+from phalanx.core.secrets import secret_problem
 from phalanx.job.findings import Finding
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
@@ -25,7 +25,7 @@ def secrets_in(job: Job) -> list[Finding]:
     return [
         Finding(path, why, FIX)
         for path, text in _strings(job.to_json(), ())
-        if (why := carried_secret(_name(path), text, os.environ))
+        if (why := secret_problem(_name(path), text, os.environ))
     ]
 
 

@@ -21,7 +21,7 @@ from phalanx.observe.events import (
     StepSkipped,
     StopRequested,
 )
-from phalanx.observe.tail import recorded
+from phalanx.observe.tail import read_recorded
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")  # a source is named by its path; slashes make groups
 _REMEMBERED: tuple[type[Event], ...] = (RunStarted, StepSkipped, EvalFinished)
@@ -80,7 +80,7 @@ class Metrics:
 
     @property
     def status(self) -> Status:
-        """How the run ended, if this is all that there is of it."""
+        """The run's status, if no more events follow."""
         if self._was_stopped:
             return "stopped"
         return "finished" if self._step >= self._total_steps >= 0 else "failed"
@@ -104,12 +104,12 @@ class Metrics:
 
 
 def _earlier(run_dir: Path | None, attempt: int) -> Iterator[Event]:
-    """What attempts before this one have on record, in order."""
+    """The recorded events of attempts before this one, in order."""
     if run_dir is None or attempt <= 0:
         return
-    found = [envelope for kind in _REMEMBERED for envelope in recorded(run_dir, kind)]
+    envelopes = [envelope for kind in _REMEMBERED for envelope in read_recorded(run_dir, kind)]
     # Those of one attempt come from one process, which numbered them.
-    for envelope in sorted(found, key=lambda envelope: (envelope.attempt, envelope.seq)):
+    for envelope in sorted(envelopes, key=lambda envelope: (envelope.attempt, envelope.seq)):
         if envelope.attempt < attempt:
             yield envelope.event
 
@@ -164,7 +164,7 @@ def read_job(run_dir: Path) -> dict[str, dict[str, Any]]:
     return job if isinstance(job, dict) else {}
 
 
-def kept_id(path: Path, fresh: str) -> tuple[str, bool]:
+def keep_run_id(path: Path, fresh: str) -> tuple[str, bool]:
     """The id that `path` keeps, or `fresh`, which it then keeps; and whether it is a fresh one.
 
     Raises OSError.
@@ -172,11 +172,11 @@ def kept_id(path: Path, fresh: str) -> tuple[str, bool]:
     So every attempt of a run, and every resumption, adds to the same curves.
     """
     try:
-        found = read_regular(path).decode("utf-8").strip()
+        run_id = read_regular(path).decode("utf-8").strip()
     except FileNotFoundError:
-        found = ""
-    if found:
-        return found, False
+        run_id = ""
+    if run_id:
+        return run_id, False
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_atomic(path, f"{fresh}\n".encode(), durable=False)
     return fresh, True

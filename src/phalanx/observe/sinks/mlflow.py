@@ -16,7 +16,7 @@ from typing import Any
 from phalanx.core.registry import require
 from phalanx.observe.events import Envelope
 from phalanx.observe.outlet import Sink
-from phalanx.observe.sinks._metrics import Metrics, Point, kept_id, read_job
+from phalanx.observe.sinks._metrics import Metrics, Point, keep_run_id, read_job
 
 REQUIRES = ("mlflow", "sqlalchemy", "alembic")
 PRELOAD: tuple[str, ...] = ()
@@ -58,12 +58,12 @@ def _run_id(client: Any, run_dir: Path, directory: Path) -> tuple[str, bool]:
     ("phalanx")."""
     path = directory / "run-id"
     if path.exists():
-        return kept_id(path, "")
+        return keep_run_id(path, "")
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "phalanx"
     experiment = client.get_experiment_by_name(name)
     experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
     created = client.create_run(experiment_id, run_name=run_dir.resolve().name)
-    return kept_id(path, created.info.run_id)
+    return keep_run_id(path, created.info.run_id)
 
 
 def _params(run_dir: Path) -> Iterator[tuple[str, str]]:
@@ -85,7 +85,7 @@ class Written:
         self._last_step = max(self.of("train/loss"), default=-1)
 
     def has(self, name: str, step: int, value: float) -> bool:
-        """Whether this very value is the last one of its step: then there is nothing to add."""
+        """True if this very value is the last one of its step: then there is nothing to add."""
         return step <= self._last_step and self.of(name).get(step) == value
 
     def of(self, name: str) -> dict[int, float]:
@@ -111,8 +111,8 @@ class MlflowSink:
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
-        """Of a step that is done again, what has another value now follows: MLflow can take none
-        back."""
+        """Queue the event's metrics. For a step that is done again, only changed values follow:
+        MLflow can take none back."""
         point = self._metrics.take(envelope)
         if point is None or not self._is_open:
             return

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from phalanx.core.registry import require
 from phalanx.observe.events import Envelope
 from phalanx.observe.outlet import Sink
-from phalanx.observe.sinks._metrics import Metrics, kept_id, read_job
+from phalanx.observe.sinks._metrics import Metrics, keep_run_id, read_job
 
 REQUIRES = ("wandb",)
 PRELOAD: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def open_sink(run_dir: Path) -> Sink:
     """A run of wandb's. Raises what wandb raises if a server was asked for that refuses us."""
     wandb = require("wandb", extra="wandb", needed_for='observe.sinks = ["wandb"]')
     directory = run_dir / "wandb"
-    run_id, _ = kept_id(directory / "run-id", os.environ.get("WANDB_RUN_ID") or _fresh_id())
+    run_id, _ = keep_run_id(directory / "run-id", os.environ.get("WANDB_RUN_ID") or _fresh_id())
     wish, why = mode_of(os.environ)
     try:
         run = _start(wandb, run_dir, run_id, wish)

@@ -20,7 +20,7 @@ from phalanx.data.tokens import Split
 from phalanx.job.schema import Eval, Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.observe.events import EvalFinished
-from phalanx.observe.tail import recorded
+from phalanx.observe.tail import read_recorded
 from phalanx.observe.units import Units, units_of
 from phalanx.plan.plan import Plan
 from phalanx.plan.warnings import NOTHING_MORE, MoreRemarks
@@ -294,7 +294,7 @@ def _find_recorded_loss(model: TrainedModel, num_targets: int) -> float | None:
     if model.run_dir is None:
         return None
     loss = None
-    for envelope in recorded(model.run_dir, EvalFinished):
+    for envelope in read_recorded(model.run_dir, EvalFinished):
         event = envelope.event
         if (
             isinstance(event, EvalFinished)
