@@ -25,7 +25,12 @@ from phalanx.mesh import mesh as mesh_file
 from phalanx.mesh import rendezvous
 from phalanx.mesh.logical import Box, shard_of
 from phalanx.mesh.mesh import choose_device, open_mesh
-from phalanx.mesh.rendezvous import choose_interface, find_shared_gpu, interface_towards, open_store
+from phalanx.mesh.rendezvous import (
+    choose_interface,
+    find_shared_gpu,
+    interface_towards,
+    open_rendezvous_store,
+)
 from phalanx.plan.layout import AXES, Layout
 from ranks import run_ranks
 
@@ -406,7 +411,7 @@ def all_arrive_before_the_device(rank: int, port: int) -> list[str]:
 
     torch.cuda.set_device = set_device  # type: ignore[assignment]
     mesh_file.name_gpu = lambda device: f"GPU-{rank}"  # type: ignore[assignment]
-    store = open_store(rendezvous_s=30)
+    store = open_rendezvous_store(rendezvous_s=30)
     with (
         contextlib.suppress(RuntimeError),
         open_mesh(Layout(dp_replicate=2), device="cuda", store=store),

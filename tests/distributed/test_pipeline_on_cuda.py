@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from phalanx.mesh import mesh as mesh_module
 from phalanx.mesh.mesh import PIPELINE_VARIABLES, open_mesh
-from phalanx.mesh.rendezvous import join
+from phalanx.mesh.rendezvous import open_default_group
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
 
@@ -53,7 +53,7 @@ def look_at_groups(rank: int) -> list[Any]:
         init("gloo", **options)
 
     dist.init_process_group = look_and_init
-    join(dist.HashStore(), 0, 1, torch.device("cuda", 0), timeout_s=20.0)
+    open_default_group(dist.HashStore(), 0, 1, torch.device("cuda", 0), timeout_s=20.0)
     return [*found, dist.group.WORLD.bound_device_id]
 
 

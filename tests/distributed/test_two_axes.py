@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from checkpoints import Tensors, load_shards, newest, save_shards
-from phalanx.mesh.logical import Place, module_shards
+from phalanx.mesh.logical import RankPosition, module_shards
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
@@ -60,7 +60,7 @@ def save_and_load(rank: int, root: Path, kind: str) -> list[str]:
     restored."""
     with open_mesh(Layout(dp_shard=2, tp=2), device="cpu") as mesh:
         module = cut(new_module(SIZES[kind], seed=1), mesh)
-        shards, _ = module_shards(module, Place(rank, 4))
+        shards, _ = module_shards(module, RankPosition(rank, 4))
         save_shards(root / "four", 1, shards, mesh)
         load_shards(newest(root / "one"), shards, mesh)
         reference, found = whole(new_module(SIZES[kind], seed=2)), whole(module)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from commands import run
 from phalanx.job.module_probe import foreign_shape
 from phalanx.job.schema import Job
-from phalanx.mesh.logical import Place
+from phalanx.mesh.logical import RankPosition
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.data_parallel import replicate as dp_replicate
 from phalanx.parallel.data_parallel import shard as dp_shard
@@ -192,12 +192,12 @@ def norm_of_the_first_rank_twice() -> None:
 
 
 def tied_weight_counted_by_each_holder() -> None:
-    shard = Place.shard
+    shard = RankPosition.shard
 
-    def alone(self: Place, *args: Any, **options: Any) -> Any:
+    def alone(self: RankPosition, *args: Any, **options: Any) -> Any:
         return shard(replace(self, copies={}), *args, **options)
 
-    Place.shard = alone  # type: ignore[method-assign]
+    RankPosition.shard = alone  # type: ignore[method-assign]
 
 
 def swap_parcels(*, on: int, are_gradients: bool) -> None:

@@ -20,7 +20,7 @@ from phalanx.observe import events
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.events import EVENTS, Envelope, Event, StepFinished
 from phalanx.observe.units import units_of
-from phalanx.observe.words import describe
+from phalanx.observe.words import describe_event
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
@@ -259,7 +259,7 @@ def test_units(job: dict[str, object], is_text: bool) -> None:
     ],
 )
 def test_what_is_said_of_saves(event: events.Event, line: str) -> None:
-    assert describe(tell(event)) == line
+    assert describe_event(tell(event)) == line
 
 
 def test_a_replaced_loader_worker_and_a_warning_are_told() -> None:
@@ -285,7 +285,7 @@ def test_no_event_can_move_the_cursor(kind: str, is_terminal: bool) -> None:
     values |= {"dict[str, list[int]]": {evil: [1]}}
     values |= {"list[list[float]]": [[1.0]], "list[list[list[Any]]]": [[[evil, 0.0, 1.0]]]}
     event = EVENTS[kind](**{item.name: values[str(item.type)] for item in fields(EVENTS[kind])})
-    line = describe(tell(event))
+    line = describe_event(tell(event))
     assert line is None or not CONTROL.search(line)
     stream = io.StringIO()
     console = open_console(stream, total_steps=10, log_every=1, is_terminal=is_terminal)

@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.job.module_probe import _shape
 from phalanx.job.shape import ModelShape
 from phalanx.mesh.blocks import last_stage_names
-from phalanx.nn.probe import describe
+from phalanx.nn.probe import describe_module
 from phalanx.plan.pipeline.costs import part_params
 
 WIDTH, VOCAB = 4, 10
@@ -39,7 +39,7 @@ class Own(nn.Module):
 
 def probed(says: Any) -> ModelShape:
     return ModelShape.from_json(
-        _shape("mine", json.dumps(describe("test_last_stage:Own", {"says": says}))).to_json()
+        _shape("mine", json.dumps(describe_module("test_last_stage:Own", {"says": says}))).to_json()
     )
 
 

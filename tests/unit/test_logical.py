@@ -8,12 +8,19 @@ from torch import nn
 
 from models import Odd, OneBlockTwice, decoder
 from phalanx.mesh.blocks import find_blocks
-from phalanx.mesh.logical import Box, Place, dtype_name, full_name, local_bytes, module_shards
+from phalanx.mesh.logical import (
+    Box,
+    RankPosition,
+    dtype_name,
+    full_name,
+    local_bytes,
+    module_shards,
+)
 
 
 def test_names_shapes_and_storage_are_the_modules() -> None:
     module = decoder(tied=False, dtype=torch.float32)
-    shards, aliases = module_shards(module, Place(1, 4))
+    shards, aliases = module_shards(module, RankPosition(1, 4))
     assert set(shards) == {name for name, _ in module.named_parameters()}
     assert aliases == {}
     for name, parameter in module.named_parameters():
@@ -52,7 +59,7 @@ def test_a_compiled_or_wrapped_module_keeps_its_names() -> None:
 
 
 def test_a_shard_like_another_shares_its_blocks() -> None:
-    shards, _ = module_shards(nn.Linear(2, 3, bias=False), Place(0, 2))
+    shards, _ = module_shards(nn.Linear(2, 3, bias=False), RankPosition(0, 2))
     moment = shards["weight"].like("optim/weight/exp_avg", torch.zeros(3, 2, dtype=torch.float64))
     assert (moment.name, moment.dtype, moment.boxes) == (
         "optim/weight/exp_avg",

@@ -19,7 +19,7 @@ from phalanx.core.errors import DataError, LayoutError
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.objective import classification_cross_entropy
-from phalanx.nn.probe import describe, refuse_silent_exits
+from phalanx.nn.probe import describe_module, refuse_silent_exits
 from phalanx.parallel.call.bind_batch import call_with_batch
 from phalanx.parallel.data_parallel.replicate import _ExposedWait
 from phalanx.parallel.model import ParallelModel
@@ -257,7 +257,7 @@ def reads_its_weights() -> nn.Module:
 
 
 def test_a_factory_that_reads_its_weights_is_described_with_weights() -> None:
-    assert describe("test_own_models:reads_its_weights", {})["num_params"] == 10
+    assert describe_module("test_own_models:reads_its_weights", {})["num_params"] == 10
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from test_report import EVIL, Page, Run, page_of, step
 
 from phalanx.observe import events
 from phalanx.observe.events import seal
-from phalanx.observe.words import describe
+from phalanx.observe.words import describe_event
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.report.end_of_run import summary_lines
@@ -168,7 +168,7 @@ def test_everybody_says_the_same(tmp_path: Path) -> None:
         == "        16 microbatches instead of 8 (train.micro_batch_size=1) would bring the wait to"
         " about 15.8 %."
     )
-    said = describe(seal(reduce_run(tmp_path).pipelines[-1], rank=0, attempt=0))
+    said = describe_event(seal(reduce_run(tmp_path).pipelines[-1], rank=0, attempt=0))
     assert (
         said
         == "1f1b: ranks wait 27.3 % of step 50 for other stages (predicted 27.3 %, planned 27.3 %)"

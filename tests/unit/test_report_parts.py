@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.report.markup import Html, join, json_island, tag
+from phalanx.report.markup import Html, join_html, json_island, tag
 from phalanx.report.reduce import median, percentile
 from phalanx.report.sample import buckets, extremes, running_median, smooth
 from phalanx.report.scales import Scale, linear_ticks, scale_for, tick_texts, whole_ticks
@@ -104,5 +104,5 @@ def test_only_markup_built_here_passes_unescaped() -> None:
         tag("td", "a<b", Html("<b>x</b>"), title='"q"')
         == '<td title="&quot;q&quot;">a&lt;b<b>x</b></td>'
     )
-    assert join(["<", ["&", None, 3]]) == "&lt;&amp;3"
+    assert join_html(["<", ["&", None, 3]]) == "&lt;&amp;3"
     assert "</script>" not in json_island(["</script><!--"], "points")[:-9]

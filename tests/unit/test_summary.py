@@ -19,7 +19,7 @@ from phalanx.observe.events import (
     StepSkipped,
     seal,
 )
-from phalanx.observe.words import describe
+from phalanx.observe.words import describe_event
 from phalanx.report.end_of_run import restart_lines, summary_lines
 from phalanx.report.page import write_report
 from phalanx.report.reduce import reduce_run
@@ -79,7 +79,7 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
     bus.emit(last)
     bus.close()
     write_best(tmp_path, step=1, loss=2.0, num_targets=100, metric="accuracy", value=0.75)
-    line = describe(seal(last, rank=0, attempt=0)) or ""
+    line = describe_event(seal(last, rank=0, attempt=0)) or ""
     assert line.startswith(
         "held-out loss 1.5000 nats/token, accuracy 0.5000, top 5 0.8750 at step 2, best 0.7500 at"
         " step 1"

@@ -165,7 +165,7 @@ def _intersect_boxes(part: Box, stored: Box) -> Box | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPosition:
     """A rank's position among those that hold the same: `rank` of the `num_ranks` that hold what
     is not cut at all, of which the `tp` of one tensor-parallel group are neighbours.
 
@@ -210,11 +210,11 @@ class Place:
 
 
 def module_shards(
-    module: nn.Module, place: Place | None = None
+    module: nn.Module, place: RankPosition | None = None
 ) -> tuple[dict[str, LogicalShard], dict[str, str]]:
     """(shards of parameters and persistent buffers by full name, aliases of tied tensors ->
     stored name)."""
-    place = place or Place()
+    place = place or RankPosition()
     shards: dict[str, LogicalShard] = {}
     aliases: dict[str, str] = {}
     stored_names: dict[int, str] = {}

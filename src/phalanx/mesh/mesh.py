@@ -22,7 +22,13 @@ from phalanx.core.errors import EnvironmentProblem, RanksDifferError
 from phalanx.core.launchers import SUPERVISED, adopt_launched_rank
 from phalanx.mesh.compat import default_group_timeout, quiet_torch, set_timeouts
 from phalanx.mesh.malloc import return_large_blocks
-from phalanx.mesh.rendezvous import RENDEZVOUS_S, join, open_store, refuse_shared_gpus, wait_for_all
+from phalanx.mesh.rendezvous import (
+    RENDEZVOUS_S,
+    open_default_group,
+    open_rendezvous_store,
+    refuse_shared_gpus,
+    wait_for_all,
+)
 from phalanx.plan.layout import AXES, Layout
 
 PIPELINE_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -284,9 +290,10 @@ def open_mesh(
     """Join the ranks of `layout` and yield this rank's Mesh; leave them at the end.
 
     One rank needs nothing. More are found through RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    (`store` is one from `open_store`, if it is open already), or through a process group that is
-    open already: it is used, and left open. Raises EnvironmentProblem (exit 6) if the ranks are not
-    those of the layout, if the port is taken, or if a rank does not arrive within `rendezvous_s`.
+    (`store` is one from `open_rendezvous_store`, if it is open already), or through a process group
+    that is open already: it is used, and left open. Raises EnvironmentProblem (exit 6) if the ranks
+    are not those of the layout, if the port is taken, or if a rank does not arrive within
+    `rendezvous_s`.
 
     Every group that is opened meanwhile, by whomever, has `timeout_s` for a collective unless it is
     given another.
@@ -310,7 +317,7 @@ def open_mesh(
     threads_before = torch.get_num_threads()
     if not dist.is_initialized() and world_size > 1:
         opens_groups = True
-        store = store or open_store(rendezvous_s=rendezvous_s)
+        store = store or open_rendezvous_store(rendezvous_s=rendezvous_s)
         # Before the device: making its context takes seconds, one after another on a machine with
         # several GPUs.
         wait_for_all(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
@@ -333,7 +340,7 @@ def open_mesh(
         with default_group_timeout(datetime.timedelta(seconds=timeout_s)):
             if opens_groups:
                 assert store is not None
-                join(store, rank, world_size, torch_device, timeout_s=timeout_s)
+                open_default_group(store, rank, world_size, torch_device, timeout_s=timeout_s)
             device_mesh = _device_mesh(torch_device, layout, timeout_s)
             reducing = (
                 _device_mesh(torch_device, layout.reduced, timeout_s) if layout.cp > 1 else None

@@ -95,7 +95,7 @@ def find_shared_gpu(gpus_of_ranks: Sequence[tuple[str, str]]) -> EnvironmentProb
     )
 
 
-def join(
+def open_default_group(
     store: dist.Store, rank: int, world_size: int, device: torch.device, *, timeout_s: float
 ) -> None:
     """Open the default process group of ranks that have all arrived.
@@ -179,7 +179,7 @@ def _is_loopback(name: str) -> bool:
     return any(each.address in LOOPBACK for each in psutil.net_if_addrs().get(name, ()))
 
 
-def open_store(*, rendezvous_s: float = RENDEZVOUS_S) -> dist.Store:
+def open_rendezvous_store(*, rendezvous_s: float = RENDEZVOUS_S) -> dist.Store:
     """The key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 holds unless its launcher does.
 
     Keys are those of this incarnation of the ranks: a restart never reads what the dead ones wrote.

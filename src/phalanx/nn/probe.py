@@ -29,7 +29,7 @@ from phalanx.nn.hugging_face.adapter import FACTS, factory_of
 _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
 
-def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
+def describe_module(kind: str, args: dict[str, object]) -> dict[str, object]:
     """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights where
     the factory can."""
     factory = factory_of(kind)
@@ -137,7 +137,7 @@ if __name__ == "__main__":
     request = json.loads(sys.argv[1])
     try:
         with refuse_silent_exits():
-            print(json.dumps(describe(request["kind"], request.get("args", {}))), flush=True)
+            print(json.dumps(describe_module(request["kind"], request.get("args", {}))), flush=True)
     except PhalanxError as error:
         sys.exit(str(error))
     except (Exception, SystemExit) as error:  # the user's own code

@@ -17,7 +17,7 @@ from phalanx.observe.activity import Activity
 from phalanx.observe.events import Envelope, EvalFinished, StepFinished
 from phalanx.observe.screen import open_screen
 from phalanx.observe.units import TEXT, Units
-from phalanx.observe.words import describe, describe_repeated_failure
+from phalanx.observe.words import describe_event, describe_repeated_failure
 
 AVERAGED_STEPS = 20
 # of each attempt: they allocate, compile and fill caches, and say nothing of those that follow
@@ -176,7 +176,9 @@ class Pace:
             if before == self._failure:
                 return describe_repeated_failure(event)
         return (
-            None if isinstance(envelope.event, TOLD_ELSEWHERE) else describe(envelope, self.units)
+            None
+            if isinstance(envelope.event, TOLD_ELSEWHERE)
+            else describe_event(envelope, self.units)
         )
 
     @property

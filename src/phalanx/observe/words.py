@@ -17,7 +17,7 @@ def _squeeze(text: str, limit: int) -> str:
     return printable(" ".join(text[: 4 * limit].split()), limit)
 
 
-def describe(envelope: Envelope, units: Units = TEXT) -> str | None:
+def describe_event(envelope: Envelope, units: Units = TEXT) -> str | None:
     """The line for an event that a person wants to know of, or None for the others."""
     line = _words(envelope.event, units)
     return None if line is None else _squeeze(line, MAX_LINE)

@@ -13,7 +13,7 @@ from torch import nn
 
 from phalanx.core.errors import PhalanxError
 from phalanx.core.phases import Phases
-from phalanx.mesh.logical import Cut, LogicalShard, Place, module_shards
+from phalanx.mesh.logical import Cut, LogicalShard, RankPosition, module_shards
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.data_parallel.compression import Compression
@@ -124,14 +124,14 @@ class ParallelContext:
         return module_shards(self.root.module, self.place)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPosition:
         """Where this rank stands among those that hold the same."""
         mesh, layout = self.mesh, self.plan.layout
         num_ranks = (
             layout.world_size // layout.pp
         )  # of this rank's stages: pp is the outermost axis
         copies = {} if self.staged is None else self.staged.copies
-        return Place(
+        return RankPosition(
             mesh.rank % num_ranks, num_ranks, self.cuts, mesh.coordinates["tp"], layout.tp, copies
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.report.markup import Html, join, json_island, table, tag
+from phalanx.report.markup import Html, join_html, json_island, table, tag
 from phalanx.report.sample import buckets, extremes
 from phalanx.report.scales import Scale, scale_for, tick_texts, whole_ticks
 
@@ -356,7 +356,7 @@ def _table(chart: LineChart) -> Html:
             ends = f"lowest {_value(low, chart.unit)} at step {_step_text(low_x)}"
             ends += f", highest {_value(high, chart.unit)} at step {_step_text(high_x)}"
             parts.append(tag("p", f"{series.name}: {ends}", class_="note"))
-    return join(parts)
+    return join_html(parts)
 
 
 def _few_rows(count: int) -> list[int]:

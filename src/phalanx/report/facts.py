@@ -14,7 +14,7 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.units import Units
 from phalanx.report.expert_facts import ExpertFacts
-from phalanx.report.timeline import Timeline
+from phalanx.report.timeline import RunTimeline
 
 # What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken
 # together.
@@ -113,7 +113,7 @@ class RankTime:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RunAttempt:
     """One life of the ranks. `first_step` is None if it never finished one.
 
     `is_restart`: the supervisor started it after a crash; a later one that is none is a resume.
@@ -156,7 +156,7 @@ class RunFacts:
     num_restarts: int
     num_resumes: int
     skipped: list[events.StepSkipped]
-    attempts: list[Attempt]
+    attempts: list[RunAttempt]
     ranks: list[RankTime]
     evals: list[events.EvalFinished]
     baselines: list[events.BaselineMeasured]
@@ -170,7 +170,7 @@ class RunFacts:
     ledger: Ledger
     wall_s: float
     tokens_per_s: float
-    timeline: Timeline
+    timeline: RunTimeline
     """When in the life of the run something was said."""
     started_unix_s: float
     """What the wall clock showed then, to be read by people; as `last_unix_s`."""

@@ -50,7 +50,7 @@ def num_bytes(value: float) -> str:
     return format_bytes(value) if math.isfinite(value) else NOT_MEASURED
 
 
-def count(value: float) -> str:
+def rounded_count(value: float) -> str:
     return format_count(value) if math.isfinite(value) else NOT_MEASURED
 
 

@@ -34,10 +34,10 @@ def tag(name: str, *children: Child, **attributes: str | int | float | bool | No
         head += f" {label}" if value is True else f' {label}="{escape(_clean(str(value)))}"'
     if name in VOID:
         return Html(f"<{head}>")
-    return Html(f"<{head}>{join(children)}</{name}>")
+    return Html(f"<{head}>{join_html(children)}</{name}>")
 
 
-def join(children: Iterable[Child]) -> Html:
+def join_html(children: Iterable[Child]) -> Html:
     """The children one after another, text escaped, iterables opened."""
     parts: list[str] = []
     for child in children:
@@ -48,7 +48,7 @@ def join(children: Iterable[Child]) -> Html:
         elif isinstance(child, str | int | float):
             parts.append(escape(_clean(str(child))))
         else:
-            parts.append(join(child))
+            parts.append(join_html(child))
     return Html("".join(parts))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.report.facts import RunFacts
-from phalanx.report.markup import Html, join, tag
+from phalanx.report.markup import Html, join_html, tag
 from phalanx.report.reduce import reduce_run
 from phalanx.report.sections.curves import render_curves
 from phalanx.report.sections.experts import has_experts, render_experts
@@ -82,7 +82,7 @@ def _main(facts: RunFacts) -> Html:
         render_curves, render_time, render_pipeline, render_experts, render_memory, render_plan,
         render_story, render_text, render_job, render_files,
     )  # fmt: skip
-    return tag("main", join(section(facts) for section in sections), id="main")
+    return tag("main", join_html(section(facts) for section in sections), id="main")
 
 
 def _navigation(facts: RunFacts) -> Html:

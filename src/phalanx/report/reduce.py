@@ -24,15 +24,15 @@ from phalanx.observe.units import units_of
 from phalanx.report.expert_facts import ExpertLog
 from phalanx.report.facts import (
     GROUPS,
-    Attempt,
     Ledger,
     RankTime,
+    RunAttempt,
     RunFacts,
     Steps,
     describe_untrained,
     group_of,
 )
-from phalanx.report.timeline import Timeline, TimelineBuilder
+from phalanx.report.timeline import RunTimeline, TimelineBuilder
 
 NAN = math.nan
 SUPERVISOR = -1
@@ -337,7 +337,7 @@ def _find_skipped(log: _Log, steps: Steps, history: _History) -> list[events.Ste
     ]
 
 
-def _attempts(log: _Log, history: _History) -> list[Attempt]:
+def _attempts(log: _Log, history: _History) -> list[RunAttempt]:
     started = {
         envelope.attempt: envelope.event
         for envelope in log.rest
@@ -350,7 +350,7 @@ def _attempts(log: _Log, history: _History) -> list[Attempt]:
     }
     numbers = sorted(set(started) | set(history.first_step))
     return [
-        Attempt(
+        RunAttempt(
             number,
             history.first_step.get(number),
             started.get(number),
@@ -387,7 +387,9 @@ def median(values: list[float]) -> float:
     return percentile(sorted(value for value in values if math.isfinite(value)), 0.5)
 
 
-def _ledger(timeline: Timeline, story: list[Envelope], steps: Steps, history: _History) -> Ledger:
+def _ledger(
+    timeline: RunTimeline, story: list[Envelope], steps: Steps, history: _History
+) -> Ledger:
     """Charge the wall clock: steps that stand, what they waited for, steps that were undone,
     starting, the rest."""
     starts = _select_events(story, events.RunStarted)

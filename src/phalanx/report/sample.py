@@ -1,4 +1,4 @@
-"""Fewer points that still tell the truth: extremes per bucket for lines, means for areas, a
+"""Fewer points that still tell the truth: extremes per bucket for lines, equal buckets, a
 smoothed curve."""
 
 from __future__ import annotations
@@ -38,16 +38,6 @@ def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Point
     return [xs[row] for row in rows], [
         ys[row] if math.isfinite(ys[row]) else math.nan for row in rows
     ]
-
-
-def means(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
-    """The mean of the finite values of each bucket, at its last x."""
-    at, averages = [], []
-    for start, end in buckets(len(xs), max_points):
-        finite = [value for value in ys[start:end] if math.isfinite(value)]
-        at.append(xs[end - 1])
-        averages.append(sum(finite) / len(finite) if finite else math.nan)
-    return at, averages
 
 
 def smooth(ys: Sequence[float], span: int) -> list[float]:

@@ -62,7 +62,7 @@ class _Command:
 
 
 @dataclass
-class Timeline:
+class RunTimeline:
     """The life of a run: that of its commands, without the pauses between them."""
 
     alive_s: float = 0.0
@@ -101,8 +101,8 @@ class TimelineBuilder:
         elif isinstance(envelope.event, RunFinished):
             self._said_wall_s[attempt] = envelope.event.wall_s
 
-    def build(self) -> Timeline:
-        timeline = Timeline()
+    def build(self) -> RunTimeline:
+        timeline = RunTimeline()
         for attempts in self._commands():
             spans = {attempt: self._spans[attempt] for attempt in attempts}
             command = _Command(

@@ -19,7 +19,7 @@ from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import describe
 from phalanx.launch.verdict import place_in_words
-from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_store
+from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_rendezvous_store
 from phalanx.run.decision import Decision
 from phalanx.run.rank import run_rank
 from phalanx.run.rank_run import RankRun
@@ -37,7 +37,9 @@ class DecisionStore:
         self._is_told = False
         self._store: Any = None  # of one rank alone there is none
         if ranks.world_size > 1:
-            self._store = open_store(rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S)
+            self._store = open_rendezvous_store(
+                rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S
+            )
 
     def tell(self, decision: Decision) -> None:
         """Tell the other ranks, as rank 0; the first decision counts.

@@ -50,7 +50,9 @@ def open_sink(run_dir: Path) -> Sink:
     else:
         client.update_run(run_id, status="RUNNING")
     greeting = f"writes run {run_id} to {uri}; `mlflow ui --backend-store-uri {uri}` shows it"
-    return MlflowSink(client, entities.Metric, Written(client, run_id), Metrics(run_dir), greeting)
+    return MlflowSink(
+        client, entities.Metric, WrittenMetrics(client, run_id), Metrics(run_dir), greeting
+    )
 
 
 def _run_id(client: Any, run_dir: Path, directory: Path) -> tuple[str, bool]:
@@ -72,7 +74,7 @@ def _params(run_dir: Path) -> Iterator[tuple[str, str]]:
             yield f"{section}.{key}", str(value)[:MAX_VALUE]
 
 
-class Written:
+class WrittenMetrics:
     """The values that earlier attempts wrote.
 
     Of a metric, they are read when a step of it may be there already.
@@ -102,7 +104,7 @@ class MlflowSink:
     """Turns rank 0's facts into metrics, sent in batches. `greeting`: where they are to be seen."""
 
     def __init__(
-        self, client: Any, metric: Any, written: Written, metrics: Metrics, greeting: str
+        self, client: Any, metric: Any, written: WrittenMetrics, metrics: Metrics, greeting: str
     ) -> None:
         self.greeting = greeting
         self._client, self._metric, self._written, self._metrics = client, metric, written, metrics

@@ -147,7 +147,7 @@ def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: i
         style=f"height:{height}px",
         class_="few" if is_few else None,
     )
-    end_text = f"{over:.2f}" + (f", {formats.count(dropped)} dropped" if dropped else "")
+    end_text = f"{over:.2f}" + (f", {formats.rounded_count(dropped)} dropped" if dropped else "")
     return [tag("span", name, class_="heatname"), svg, tag("span", end_text, class_="heatend")]
 
 

@@ -57,7 +57,7 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
     held_out, against = _describe_held_out(facts)
     is_measured = math.isfinite(facts.tokens_per_s)
     rate = (
-        f"{formats.count(facts.tokens_per_s)} {facts.units.rate}"
+        f"{formats.rounded_count(facts.tokens_per_s)} {facts.units.rate}"
         if is_measured
         else formats.NOT_MEASURED
     )

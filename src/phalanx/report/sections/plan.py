@@ -60,11 +60,11 @@ def _describe_plan(plan: dict[str, Any], units: Units) -> str:
     )
     if math.isfinite(parameters):
         work = (
-            f" and {formats.count(flops)} floating-point operations per token"
+            f" and {formats.rounded_count(flops)} floating-point operations per token"
             if math.isfinite(flops)
             else ""
         )
-        sentences.append(f"The model has {formats.count(parameters)} parameters{work}.")
+        sentences.append(f"The model has {formats.rounded_count(parameters)} parameters{work}.")
     sentences.append(_describe_memory(dict_or_empty(plan.get("memory"))))
     return " ".join(sentences)
 

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.core.units import plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
-from phalanx.observe.words import describe
+from phalanx.observe.words import describe_event
 from phalanx.report import formats
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, table, tag
@@ -67,7 +67,7 @@ def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
     origin = "supervisor" if envelope.rank < 0 else f"rank {envelope.rank}"
     elapsed_s = facts.timeline.elapsed_s(envelope)
     after = formats.seconds(elapsed_s) if elapsed_s >= 1e-3 else "0 s"
-    text = describe(envelope, facts.units) or _describe_plainly(envelope)
+    text = describe_event(envelope, facts.units) or _describe_plainly(envelope)
     line = (
         tag("span", text, class_="over") if isinstance(envelope.event, _BAD) else tag("span", text)
     )
