@@ -144,12 +144,12 @@ def test_what_rich_draws_obeys_no_markup_and_holds_no_controls() -> None:
 # Who asks for the stream behind the filter, draws with rich, or starts a process that has our
 # standard error, and why.
 MAY_PASS = {
-    ("core/terminal.py", "unfiltered"): "is the seam",
+    ("core/terminal.py", "unwrap_stream"): "is the seam",
     ("core/terminal.py", "behind"): "is the seam",
-    ("observe/screen.py", "unfiltered"): "filters the texts that it draws",
+    ("observe/screen.py", "unwrap_stream"): "filters the texts that it draws",
     ("observe/screen.py", "Console"): "filters the texts that it draws",
-    ("observe/console.py", "unfiltered"): "hands it to the screen",
-    ("data/build_worker.py", "unfiltered"): "standard output is a pipe to the parent",
+    ("observe/console.py", "unwrap_stream"): "hands it to the screen",
+    ("data/build_worker.py", "unwrap_stream"): "standard output is a pipe to the parent",
     ("data/build_pool.py", "Popen"): "the worker filters its standard error itself",
     (
         "observe/sink_process.py",
@@ -192,7 +192,7 @@ def ways_past(tree: ast.Module) -> Iterator[tuple[str, int]]:
         )
         words = {keyword.arg for keyword in node.keywords}
         owner = ast.unparse(node.func).rpartition(".")[0]
-        if name == "unfiltered":
+        if name == "unwrap_stream":
             yield name, node.lineno
         if name in ("Live", "Progress") and "console" not in words:
             yield name, node.lineno
@@ -226,7 +226,7 @@ def test_nothing_prints_past_the_seam() -> None:
     "line",
     [
         "sys.__stdout__.write(x)", "sys.stderr.buffer.write(x)", "from rich.console import Console", "Live(x)",
-        "subprocess.run(x)", "subprocess.Popen(x, stdout=log)", "os.write(1, x)", "unfiltered(s)",
+        "subprocess.run(x)", "subprocess.Popen(x, stdout=log)", "os.write(1, x)", "unwrap_stream(s)",
         "TextColumn('x')", "open('/dev/tty')",
     ],
 )  # fmt: skip

@@ -160,7 +160,7 @@ def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
         raise EnvironmentProblem(
             f"PET_NPROC_PER_NODE is {per_node!r}, and no torchrun started this process", fix=start
         )
-    size, rank = int(low), _required(environ, "PET_NODE_RANK", f"PET_NNODES is {nodes}")
+    size, rank = int(low), _require(environ, "PET_NODE_RANK", f"PET_NNODES is {nodes}")
     check_range("PET_NODE_RANK", rank, "PET_NNODES", size)
     host, _, port_text = _text(environ, "PET_RDZV_ENDPOINT").rpartition(":")
     if not port_text.isdigit():
@@ -190,13 +190,13 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
             "SLURM_PROCID is set and SLURM_NTASKS is not",
             fix="start ranks by srun, or unset SLURM_PROCID",
         )
-    size = _required(environ, size_name, "")
+    size = _require(environ, size_name, "")
     if size == 1:
         return None
     several = f"{size_name} is {size}"
-    rank = _required(environ, "SLURM_PROCID", several)
+    rank = _require(environ, "SLURM_PROCID", several)
     check_range("SLURM_PROCID", rank, size_name, size)
-    local_rank = _required(environ, "SLURM_LOCALID", several)
+    local_rank = _require(environ, "SLURM_LOCALID", several)
     nodes = _slurm_nodes(environ)
     local_size = _slurm_local_size(environ, size, nodes)
     check_range("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
@@ -321,7 +321,7 @@ def _read_open_mpi(environ: Mapping[str, str]) -> LaunchedRank | None:
     if pair is None:
         return None
     rank, size = pair
-    local_rank = _required(environ, "OMPI_COMM_WORLD_LOCAL_RANK", f"OMPI_COMM_WORLD_SIZE is {size}")
+    local_rank = _require(environ, "OMPI_COMM_WORLD_LOCAL_RANK", f"OMPI_COMM_WORLD_SIZE is {size}")
     local_size = read_integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") or size
     check_range("OMPI_COMM_WORLD_LOCAL_RANK", local_rank, "OMPI_COMM_WORLD_LOCAL_SIZE", local_size)
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
@@ -412,7 +412,7 @@ def _read_mpirun_in_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
     return _read_open_mpi(environ)
 
 
-def _required(environ: Mapping[str, str], name: str, why: str) -> int:
+def _require(environ: Mapping[str, str], name: str, why: str) -> int:
     value = read_integer(environ, name)
     if value is None:
         raise EnvironmentProblem(

@@ -101,7 +101,7 @@ def blank_out(path: Path, secrets: Iterable[str], *, begin: int = 0) -> int:
         )  # one for each byte
         return (
             num_places
-            + _blank_out_spelled(content, spellings_of((known, in_letters)), begin)
+            + _blank_out_spellings(content, spellings_of((known, in_letters)), begin)
             + _blank_out_by_place(content, content.rfind(b"\n", 0, begin) + 1)
         )
 
@@ -115,7 +115,7 @@ def _blank_out_all(content: mmap.mmap, secret: bytes, start: int) -> int:
     return num_places
 
 
-def _blank_out_spelled(content: mmap.mmap, known: Spellings, first: int) -> int:
+def _blank_out_spellings(content: mmap.mmap, known: Spellings, first: int) -> int:
     """Encoded, broken by line ends, or a piece: a window after the other, which overlap by more
     than a secret has."""
     num_places = 0

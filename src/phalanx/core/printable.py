@@ -19,7 +19,7 @@ def printable(text: str, limit: int = 2000) -> str:
     Spaces and joiners of any script stay.
     """
     text = text.rstrip()
-    line = _without_controls(text[:limit])
+    line = _replace_controls(text[:limit])
     return line if len(text) <= limit else line[:-1] + "…"
 
 
@@ -44,10 +44,10 @@ def _printable_line(line: str) -> str:
     if num_more > 0:
         head, tail = line[: MAX_LINE_CHARS - _KEPT_OF_THE_END], line[-_KEPT_OF_THE_END:]
         line = f"{head} … {num_more:,} characters … {tail}"
-    return "\t".join(_without_controls(part) for part in line.split("\t"))
+    return "\t".join(_replace_controls(part) for part in line.split("\t"))
 
 
-def _without_controls(line: str) -> str:
+def _replace_controls(line: str) -> str:
     if line.isprintable():
         return line
     return "".join(

@@ -43,27 +43,27 @@ class Redactor:
         self._environ = environ
 
     def text(self, text: str) -> str:
-        return _hidden(text, self._now())
+        return _hide(text, self._now())
 
     def value(self, value: Any) -> Any:
         """`value` (of JSON's types) with `text` applied to every string in it, keys too."""
-        return _cleaned(value, self._now())
+        return _clean(value, self._now())
 
     def _now(self) -> Spellings:
         return spellings_of(tuple(secret_values(self._environ).values()))
 
 
-def _cleaned(value: Any, known: Spellings) -> Any:
+def _clean(value: Any, known: Spellings) -> Any:
     if isinstance(value, str):
-        return _hidden(value, known)
+        return _hide(value, known)
     if isinstance(value, dict):
-        return {_cleaned(key, known): _cleaned(item, known) for key, item in value.items()}
+        return {_clean(key, known): _clean(item, known) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_cleaned(item, known) for item in value]
+        return [_clean(item, known) for item in value]
     return value
 
 
-def _hidden(text: str, known: Spellings) -> str:
+def _hide(text: str, known: Spellings) -> str:
     """Known secrets first: what is left of a URL around them is looked at by its form."""
     text = known.hide(text)
     for start, end in reversed(spans_by_place(text)):

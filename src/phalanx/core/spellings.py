@@ -77,8 +77,8 @@ class Spellings:
     def _known_grams(self) -> tuple[np.ndarray, np.ndarray]:
         """For short spellings and for long ones: by hash, True if one of them has such a gram."""
         return (
-            _known(_grams(text for text in self.texts if len(text) < 3 * _GRAM_BYTES - 1)),
-            _known(_grams(text for text in self.texts if len(text) >= 3 * _GRAM_BYTES - 1)),
+            _mark_known(_grams(text for text in self.texts if len(text) < 3 * _GRAM_BYTES - 1)),
+            _mark_known(_grams(text for text in self.texts if len(text) >= 3 * _GRAM_BYTES - 1)),
         )
 
     @cached_property
@@ -146,8 +146,8 @@ class Spellings:
 def spellings_of(groups: tuple[tuple[str, ...], ...]) -> Spellings:
     """The spellings of all secrets; the longest are looked for first."""
     secrets = {secret for group in groups for secret in group}
-    written = {text for secret in secrets for text in _written(secret)}
-    encoded = {text for secret in secrets for text in _encoded(secret)}
+    written = {text for secret in secrets for text in _plain_forms(secret)}
+    encoded = {text for secret in secrets for text in _encoded_forms(secret)}
     unbroken = [text for text in written if len(text) >= MIN_LENGTH] + [
         text for text in encoded if len(text) >= _ENCODED_CHARS
     ]
@@ -171,7 +171,7 @@ def _grams(texts: Iterable[bytes]) -> set[bytes]:
     }
 
 
-def _known(grams: set[bytes]) -> np.ndarray:
+def _mark_known(grams: set[bytes]) -> np.ndarray:
     import numpy as np
 
     known = np.zeros(1 << (32 - _HASH_SHIFT), dtype=bool)
@@ -197,7 +197,7 @@ def _pieces(secret: str) -> Iterator[str]:
             yield piece
 
 
-def _written(secret: str) -> Iterable[str]:
+def _plain_forms(secret: str) -> Iterable[str]:
     yield secret
     yield unquote(secret)
     yield quote(secret, safe="")
@@ -211,7 +211,7 @@ def _written(secret: str) -> Iterable[str]:
     yield " ".join(secret.split())
 
 
-def _encoded(secret: str) -> Iterable[str]:
+def _encoded_forms(secret: str) -> Iterable[str]:
     raw = _bytes_of(secret)
     for digits in (
         raw.hex(),

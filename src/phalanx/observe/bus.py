@@ -97,7 +97,7 @@ class Bus:
         """To the file and to every sink, except the one it is about."""
         if not self._may_write():
             return
-        event = self._without_secrets(event)
+        event = self._hide_secrets(event)
         with self._lock:  # lines are in the file in the order of their numbers
             envelope = seal(event, rank=self.rank, attempt=self.attempt, seq=self._num_told)
             self._num_told += 1
@@ -146,7 +146,7 @@ class Bus:
                 self._file.close()
                 self._num_not_json, self._file = self.num_unwritten, None
 
-    def _without_secrets(self, event: Event) -> Event:
+    def _hide_secrets(self, event: Event) -> Event:
         """The event itself where it has only numbers: what a step emits."""
         kind = type(event)
         names = self._text_fields.get(kind)

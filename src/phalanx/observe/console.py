@@ -215,11 +215,11 @@ class Pace:
             f"loss {self.last.loss:.4f}",
             f"lr {self.last.learning_rate:.1e}",
             f"norm {self.last.grad_norm:.2f}",
-            *self._speed(),
+            *self._describe_speed(),
             *self._load_of_experts(),
         ]
 
-    def _speed(self) -> list[str]:
+    def _describe_speed(self) -> list[str]:
         if self.last is not None and not self._recent:
             return [f"{format_seconds(self.last.step_s)} for this step, warming up"]
         return [

@@ -58,17 +58,17 @@ def sort_events(envelopes: Iterable[Envelope]) -> list[Envelope]:
         by_attempt.setdefault(attempts.of(envelope), {}).setdefault(envelope.rank, []).append(
             envelope
         )
-    return [envelope for attempt in sorted(by_attempt) for envelope in _merged(by_attempt[attempt])]
+    return [envelope for attempt in sorted(by_attempt) for envelope in _merge(by_attempt[attempt])]
 
 
-def _merged(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
+def _merge(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     """The events of one attempt."""
     streams = [by_rank[rank] for rank in sorted(by_rank)]
     if all(math.isfinite(envelope.monotonic_s) for stream in streams for envelope in stream):
         shifts = _shifts(by_rank)
-        keyed = [_keyed(by_rank[rank], shift) for rank, shift in shifts.items()]
+        keyed = [_add_keys(by_rank[rank], shift) for rank, shift in shifts.items()]
         return (envelope for _, _, envelope in heapq.merge(*keyed, key=lambda item: item[:2]))
-    return _merged_by_kind(by_rank)
+    return _merge_by_kind(by_rank)
 
 
 def _shifts(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
@@ -105,7 +105,7 @@ def _clock_of(rank: int, stream: Sequence[Envelope]) -> SteadyClock:
     return clock
 
 
-def _keyed(stream: Sequence[Envelope], shift: float) -> Iterator[tuple[float, int, Envelope]]:
+def _add_keys(stream: Sequence[Envelope], shift: float) -> Iterator[tuple[float, int, Envelope]]:
     """A key that never falls, so that a stream stays in its own order."""
     latest, last = -math.inf, stream[-1].clock
     for envelope in stream:
@@ -120,7 +120,7 @@ def _name(clock: SteadyClock | None) -> str:
     return "" if clock is None else clock.name
 
 
-def _merged_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
+def _merge_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     """Merge files without a steady clock: the supervisor's events before its ranks start come
     before theirs, and those once they are gone after.
 
