@@ -26,7 +26,7 @@ from phalanx.observe.events import (
     TextGenerated,
 )
 from phalanx.observe.tail import EventTail
-from phalanx.observe.units import units_of
+from phalanx.observe.units import Units, units_of
 from phalanx.observe.words import exception_line
 from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.report.bubble import MeasuredPipeline
@@ -50,23 +50,7 @@ def summary_lines(run_dir: Path) -> list[str]:
     ) is not None:
         lines.append(f"warning {why}")
     if evaluation is not None:
-        parts = [f"model {evaluation.loss:.3f}"] + [
-            f"{name} {b.loss:.3f}" for name, b in baselines.items()
-        ]
-        of = f"({evaluation.num_targets:,} {units.items})"
-        title = f"held out, {units.loss_in_words}" if units.loss else "held out"
-        lines.append(f"loss    {title}: {'  '.join(parts)}   {of}")
-        lines += _sources(evaluation) + _metrics(evaluation)
-        trigram = next((b for name, b in baselines.items() if "trigram" in name), None)
-        if trigram is not None:
-            ahead = trigram.loss - evaluation.loss
-            verdict = "better" if ahead > 0 else "worse"
-            lines.append(f"        the model is {abs(ahead):.3f} nats {verdict} than the trigram")
-        if 0 < evaluation.best_step != evaluation.step:
-            by = "" if evaluation.judged_by == "loss" else f"{printable(evaluation.judged_by)} "
-            lines.append(
-                f"        the best was {by}{evaluation.best:.3f}, at step {evaluation.best_step}"
-            )
+        lines += _evaluation_lines(evaluation, baselines, units)
     lines += _wire_lines(events)
     lines += _pipeline_lines(events, run_dir)
     lines += _memory_lines(envelopes)
@@ -80,6 +64,29 @@ def summary_lines(run_dir: Path) -> list[str]:
         location = full_place(run_dir, best.checkpoint)
         lines.append(
             f"best    {location} ({printable(best.metric)} {best.value:.4f} at step {best.step})"
+        )
+    return lines
+
+
+def _evaluation_lines(
+    evaluation: EvalFinished, baselines: dict[str, BaselineMeasured], units: Units
+) -> list[str]:
+    """The held-out loss beside its baselines, by source and by metric, and the best one."""
+    parts = [f"model {evaluation.loss:.3f}"]
+    parts += [f"{name} {baseline.loss:.3f}" for name, baseline in baselines.items()]
+    title = f"held out, {units.loss_in_words}" if units.loss else "held out"
+    num_targets = f"({evaluation.num_targets:,} {units.items})"
+    lines = [f"loss    {title}: {'  '.join(parts)}   {num_targets}"]
+    lines += _sources(evaluation) + _metrics(evaluation)
+    trigram = next((event for name, event in baselines.items() if "trigram" in name), None)
+    if trigram is not None:
+        ahead = trigram.loss - evaluation.loss
+        verdict = "better" if ahead > 0 else "worse"
+        lines.append(f"        the model is {abs(ahead):.3f} nats {verdict} than the trigram")
+    if 0 < evaluation.best_step != evaluation.step:
+        by = "" if evaluation.judged_by == "loss" else f"{printable(evaluation.judged_by)} "
+        lines.append(
+            f"        the best was {by}{evaluation.best:.3f}, at step {evaluation.best_step}"
         )
     return lines
 

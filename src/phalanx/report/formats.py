@@ -43,7 +43,9 @@ def milliseconds(value: float) -> str:
     if not math.isfinite(value):
         return NOT_MEASURED
     ms = value * 1e3
-    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.1f} ms" if ms >= 1 else f"{ms:.3f} ms"
+    if ms >= 100:
+        return f"{ms:,.0f} ms"
+    return f"{ms:.1f} ms" if ms >= 1 else f"{ms:.3f} ms"
 
 
 def num_bytes(value: float) -> str:

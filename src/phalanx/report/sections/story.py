@@ -135,14 +135,13 @@ def _flatten_keys(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str
         for key, item in value.items():
             yield from _flatten_keys(f"{prefix}.{key}" if prefix else str(key), item, depth + 1)
     else:
-        text = (
-            "not set (the plan chooses)"
-            if value is None
-            else value
-            if isinstance(value, str)
-            else repr(value)
-        )
-        yield prefix, text[:2000]
+        yield prefix, _value_text(value)[:2000]
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "not set (the plan chooses)"
+    return value if isinstance(value, str) else repr(value)
 
 
 _FILES = (
