@@ -119,7 +119,7 @@ def write_stream(
 
     write(struct.pack("<Q", len(text)) + text)
     for source in sources:
-        write(memoryview(np.ascontiguousarray(source.load())).cast("B"))
+        write(np.ascontiguousarray(source.load()).data.cast("B"))
     return digests.stored()
 
 
@@ -238,13 +238,13 @@ class CheckedFile:
         self._chunk_number = -1
         assert self._reader is not None, "the file is not open"
         try:
-            self._reader.read_into(memoryview(self._chunk)[:length], begin)
+            self._reader.read_into(self._chunk.data[:length], begin)
         except EOFError:
             raise CheckpointError("it became shorter while it was read", where=self.where) from None
         except OSError as error:
             raise self._unreadable(error) from None
         self.num_bytes_read += length
-        found = xxhash.xxh3_64_hexdigest(memoryview(self._chunk)[:length])
+        found = xxhash.xxh3_64_hexdigest(self._chunk.data[:length])
         if found != self._stored.chunk_xxh3(number):
             raise CheckpointError(
                 f"its bytes are not those that were written: {self._inside(begin, begin + length)}",

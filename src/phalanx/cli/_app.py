@@ -27,7 +27,8 @@ TRY = (
     " more)"
 )
 # typer exports only a leaf of its exceptions: BadParameter < UsageError < ClickException
-UsageMistake, AnyMistake = typer.BadParameter.__mro__[1:3]
+UsageMistake: type[Exception] = typer.BadParameter.__mro__[1]
+AnyMistake: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 class NobodyReadsError(Exception):

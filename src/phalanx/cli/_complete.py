@@ -26,7 +26,7 @@ Candidates = list[tuple[str, str]]  # what is offered, and its words
 class Suggestion(str):
     """A candidate that does not begin with what was typed. typer drops those; this one stays."""
 
-    def startswith(self, *_: object) -> bool:  # type: ignore[override]
+    def startswith(self, *_: object) -> bool:
         return True
 
 

@@ -29,19 +29,10 @@ OTHER_VERBS: Mapping[str, str] = {
     **dict.fromkeys(("show", "watch", "view", "plot", "page"), "report"),
 }
 SOURCE_ENDINGS = (
-    ".txt",
-    ".md",
-    ".npy",
-    ".bin",
-    ".idx",
-    ".jsonl",
-    ".ndjson",
-    ".parquet",
-    ".arrow",
-    ".feather",
-    ".csv",
+    *(".txt", ".md", ".npy", ".bin", ".idx", ".jsonl", ".ndjson", ".parquet", ".arrow"),
+    *(".feather", ".csv", ".json.gz", ".jsonl.gz", ".jsonl.zst", ".gz", ".zst", ".py"),
+    *(".text", ".html"),
 )
-SOURCE_ENDINGS += (".json.gz", ".jsonl.gz", ".jsonl.zst", ".gz", ".zst", ".py", ".text", ".html")
 
 
 def sections_by_key() -> dict[str, tuple[str, ...]]:

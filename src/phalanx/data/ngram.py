@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.order import num_held_out_targets
+from phalanx.data.tokens import TokenSequence
 
-Tokens = NDArray[np.integer]
+Tokens = NDArray[np.integer] | TokenSequence
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Model = Callable[

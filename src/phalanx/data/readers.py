@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError
@@ -148,7 +148,7 @@ def read_content(span: FileSpan, column: str) -> Iterator[Any]:
         else:
             with open_regular(span.path, buffering=0) as file:
                 file.seek(span.begin)
-                yield from _blocks(cast(BinaryIO, file), span.end - span.begin)
+                yield from _blocks(file, span.end - span.begin)
 
 
 @contextmanager

@@ -205,18 +205,18 @@ def _attend_backward(
         kernel, all_k, all_v = _kernel_and_keys(q, k, v)
         for part in _blocks(q, VisibleKeys(document_ids, window, is_causal), block):
             rows, columns = part.rows, part.columns
-            outputs = (x[:, :, rows] for x in (out, lse))
-            grad_rows, *grads_of_keys = kernel.backward(
+            block_grad_q, *block_grad_kv = kernel.backward(
                 grad[:, :, rows],
                 q[:, :, rows],
                 all_k[:, :, columns],
                 all_v[:, :, columns],
-                *outputs,
+                out[:, :, rows],
+                lse[:, :, rows],
                 part.mask,
                 False,
             )
-            grad_q[:, :, rows] = grad_rows
-            for into, each in zip(sums, grads_of_keys, strict=True):
+            grad_q[:, :, rows] = block_grad_q
+            for into, each in zip(sums, block_grad_kv, strict=True):
                 into[:, :, columns] += each.unflatten(1, (heads, -1)).sum(2, dtype=lse.dtype)
             del part
     grad_k, grad_v = (each.to(k.dtype, copy=True) for each in sums)

@@ -104,7 +104,8 @@ def yarn_temperature(shape: ModelShape) -> float:
 
 def rotate(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate each (first half, second half) pair by its position's angle."""
-    return _rotate_pairs(*x_BHTE.chunk(2, dim=-1), table).to(x_BHTE.dtype)
+    first, second = x_BHTE.chunk(2, dim=-1)
+    return _rotate_pairs(first, second, table).to(x_BHTE.dtype)
 
 
 def rotate_neighbours(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

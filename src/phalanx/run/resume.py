@@ -156,10 +156,10 @@ def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _change(key: str, before: Any, after: Any, was: Job, job: Job, step: int) -> Change:
-    describe, is_other = next(
-        (rule for prefix, *rule in _EFFECTS if key.startswith(prefix)), _UNKNOWN
-    )
-    return Change(key, before, after, describe(was, job, step), is_other)
+    for prefix, describe, is_other_training in _EFFECTS:
+        if key.startswith(prefix):
+            return Change(key, before, after, describe(was, job, step), is_other_training)
+    return Change(key, before, after, _says("holds from step {next} on")(was, job, step), True)
 
 
 def _says(text: str) -> Callable[[Job, Job, int], str]:
@@ -216,7 +216,6 @@ _EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
     ("run.", _says("what the run is called; training does not change"), False),
     ("data.", _says("how samples are read; they are the same"), False),
 )
-_UNKNOWN = [_says("holds from step {next} on"), True]
 
 
 def _rate_in_words(was: Job, job: Job, step: int) -> str:

@@ -84,7 +84,7 @@ def _integers(home: nn.Module) -> Iterator[tuple[str, int]]:
     for prefix, part in home.named_modules():
         if hasattr(part, "weight"):
             continue
-        owners = [((), vars(part))]
+        owners: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), vars(part))]
         owners += [
             ((name,), vars(value))
             for name, value in vars(part).items()
@@ -118,7 +118,7 @@ def _adds_up(
     visit: Visit,
 ) -> bool:
     total: torch.Tensor | None = None
-    bias = 0.0
+    bias: Any = 0.0
     for rank in range(tp):
         part = copy.deepcopy(home)
         rules = {**texts, "": "replicate" + (f" divide={','.join(counts)}" if counts else "")}

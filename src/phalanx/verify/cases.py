@@ -31,8 +31,10 @@ WAYS = (*KEYS, "blocks_per_unit")
 _WAYS = {key: Parallel.model_fields[key].default for key in WAYS}
 
 
-AXES = ("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel", *contexts.AXES)
-AXES += (*products.EXPERT_AXES, *pipelines.AXES)
+AXES = (
+    *("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel"),
+    *(*contexts.AXES, *products.EXPERT_AXES, *pipelines.AXES),
+)
 _NONE = {key: Parallel.model_fields[key].default for key in AXES}
 
 
@@ -196,7 +198,7 @@ def _data_parallel(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"hsdp{replicas}x{num_ranks // replicas}-zero{stage}", axes
 
 
-RECOMPUTED = {
+RECOMPUTED: dict[str, dict[str, Any]] = {
     "ddp-selective": {"train.recompute": "selective"},
     "ddp-every2": {"train.recompute": "every-k", "train.recompute_every": 2},
     "ddp-offload-activations": {"train.offload_activations": True},
@@ -212,12 +214,10 @@ def list_recompute_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]
     What goes by memory ("budget") only chooses among these.
     """
     for name, settings in RECOMPUTED.items():
-        axes = (
-            {"dp_replicate": num_ranks}
-            if name.startswith("ddp")
-            else {"dp_shard": num_ranks, "zero_stage": 3}
-        )
-        yield name, axes | settings
+        axes = {"dp_shard": num_ranks, "zero_stage": 3}
+        if name.startswith("ddp"):
+            axes = {"dp_replicate": num_ranks}
+        yield name, {**axes, **settings}
 
 
 def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -199,5 +199,5 @@ def _identity(block: Block) -> _Identity:
         block.dtype,
         block.offset,
         block.size,
-        xxhash.xxh3_128_hexdigest(block.load()),
+        xxhash.xxh3_128_hexdigest(block.load().data),
     )

@@ -95,7 +95,8 @@ def write_checkpoint(
                     results.local["facts"] = dict(facts)
             parts = results.by_rank
         facts_of_parts = (part["facts"] for part in parts if "facts" in part)
-        all_facts = reduce(_merge_facts, facts_of_parts, {}) or facts
+        no_facts: Mapping[str, Any] = {}
+        all_facts = reduce(_merge_facts, facts_of_parts, no_facts) or facts
         manifest = _assemble_manifest(step, job_digest, group, all_facts, parts, fencing_token)
         before_commit()
         with phases("before_commit"):

@@ -68,15 +68,15 @@ class Products:
         """Adds to `grad_q`, and to what the block's keys and values get: [2, B, K, S, E]; both
         are in at least fp32."""
         rows = block.rows
-        q, of_rows = self.q[:, :, rows], (x[:, :, rows] for x in (grad, out, lse))
+        q, grad, out, lse = (x[:, :, rows] for x in (self.q, grad, out, lse))
         kernel = kernel_of(q, block.mask)
         k, v = self._keys(block, kernel)
-        mine, *found = kernel.backward(
-            next(of_rows), q, k, v, *of_rows, block.mask, block.is_causal
+        block_grad_q, *block_grad_kv = kernel.backward(
+            grad, q, k, v, out, lse, block.mask, block.is_causal
         )
-        grad_q[:, :, rows] += mine
+        grad_q[:, :, rows] += block_grad_q
         heads = block.kv.shape[2]
-        for into, each in zip(grad_kv, found, strict=True):
+        for into, each in zip(grad_kv, block_grad_kv, strict=True):
             into[:, :, block.columns] += each.to(grad_q.dtype).unflatten(1, (heads, -1)).sum(2)
 
     def _keys(self, block: Block, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:

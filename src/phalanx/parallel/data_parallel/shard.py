@@ -64,16 +64,13 @@ class DpShard:
         }
         if options.parameters_on_host:
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=context.mesh.device.type == "cuda")
-        for module in (
-            experts.modules if experts is not None else ()
-        ):  # units of their own, over other ranks
-            policy = _policy(context.compute_dtype, low, cast_inputs=cast)
-            over = {
-                "mesh": experts.mesh,
-                "shard_placement_fn": _evenly(layout.dp_shard // experts.ep),
-            }
-            fully_shard(module, reshard_after_forward=free, mp_policy=policy, **more | over)
-            hide_from_modes(module)
+        if experts is not None:  # units of their own, over other ranks
+            placement = _evenly(layout.dp_shard // experts.ep)
+            expert_options = more | {"mesh": experts.mesh, "shard_placement_fn": placement}
+            for module in experts.modules:
+                policy = _policy(context.compute_dtype, low, cast_inputs=cast)
+                fully_shard(module, reshard_after_forward=free, mp_policy=policy, **expert_options)
+                hide_from_modes(module)
         for group in groups:
             policy = _policy(context.compute_dtype, low, cast_inputs=cast)
             fully_shard(group, reshard_after_forward=free, mp_policy=policy, **more)

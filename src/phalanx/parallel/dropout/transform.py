@@ -159,7 +159,7 @@ _COUNTED: dict[type[_DropoutNd], type[_Counted]] = {
 
 def _count(name: str, module: _DropoutNd, draws: DropoutRng, *, rows_dim: int) -> None:
     """Change the class of `module` in place."""
-    module.__class__ = _counted_class(type(module))
+    module.__class__ = _counted_class(type(module))  # type: ignore[arg-type]  # torch's classes are Any
     assert isinstance(module, _Counted)
     module._draws, module._name, module._rows_dim = draws, name, rows_dim
 
