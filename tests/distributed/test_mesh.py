@@ -248,6 +248,16 @@ def test_a_group_that_was_open_is_used_and_left_open() -> None:
     assert run_ranks(2, stay_open) == [True, True]
 
 
+def test_old_names_of_a_mesh_work_and_warn_until_0_2() -> None:
+    with open_mesh(Layout(), device="cpu") as mesh:
+        with pytest.warns(DeprecationWarning, match=r"counts_samples is now .*is_tp_leader"):
+            assert mesh.counts_samples is mesh.is_tp_leader is True
+        with pytest.warns(DeprecationWarning, match=r"place_in_stage is now .*stage_rank_and_size"):
+            assert mesh.place_in_stage == mesh.stage_rank_and_size == (0, 1)
+        with pytest.warns(DeprecationWarning, match=r"open_beside is now .*open_cpu_mesh"):
+            assert mesh.open_beside(timeout_s=5).device.type == "cpu"
+
+
 def alone(rank: int) -> list[Any]:
     os.environ.update(RANK="0", WORLD_SIZE="1")
     with open_mesh(Layout(), device="cpu") as mesh:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phalanx.core.deprecated import warn_renamed
 from phalanx.core.digest import differing_keys, digest
 from phalanx.core.errors import EnvironmentProblem, RanksDifferError
 from phalanx.core.launchers import SUPERVISED, adopt_launched_rank
@@ -228,6 +229,26 @@ class Mesh:
             "the ranks differ: " + "; ".join(differences),
             fix="give every rank the same job, code and data",
         )
+
+    # Names of 0.1.0, until 0.2
+
+    @property
+    def counts_samples(self) -> bool:
+        warn_renamed("Mesh.counts_samples", "Mesh.is_tp_leader")
+        return self.is_tp_leader
+
+    @property
+    def place_in_stage(self) -> tuple[int, int]:
+        warn_renamed("Mesh.place_in_stage", "Mesh.stage_rank_and_size")
+        return self.stage_rank_and_size
+
+    def second_group(self, axis: str) -> dist.ProcessGroup:
+        warn_renamed("Mesh.second_group", "Mesh.open_second_group")
+        return self.open_second_group(axis)
+
+    def open_beside(self, *, timeout_s: float) -> Mesh:
+        warn_renamed("Mesh.open_beside", "Mesh.open_cpu_mesh")
+        return self.open_cpu_mesh(timeout_s=timeout_s)
 
 
 def _pick(value: Any, path: str) -> Any:
