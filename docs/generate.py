@@ -22,7 +22,7 @@ from phalanx.core.errors import EXIT_CODE_MEANING
 from phalanx.core.phases import PHASES
 from phalanx.core.registry import names
 from phalanx.job.json_schema import FILE, KINDS, job_json_schema
-from phalanx.job.presets.table import with_table
+from phalanx.job.presets.table import replace_table
 from phalanx.job.schema import Job, Section
 from phalanx.observe.events import EVENTS
 
@@ -168,7 +168,7 @@ def targets() -> dict[Path, str]:
         HERE / "reference.md": reference(),
         HERE / FILE: schema,
         PACKAGE / FILE: schema,
-        models: with_table(models.read_text(encoding="utf-8")),
+        models: replace_table(models.read_text(encoding="utf-8")),
         own_code: with_examples(own_code.read_text(encoding="utf-8")),
         costs: with_tables(costs.read_text(encoding="utf-8")),
         pipeline: with_schedules(pipeline.read_text(encoding="utf-8")),

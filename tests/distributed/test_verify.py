@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from models import CPU
-from phalanx.job.module_probe import foreign_shape
+from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.mesh import logical
@@ -618,7 +618,7 @@ def test_batchnorm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
     job = Job.model_validate({"model": {"kind": "with_batchnorm:Model"}, "data": {"seq_len": 16}})
-    shape = foreign_shape(job)
+    shape = measure_foreign_shape(job)
     right = rows_of(job, None, 2, ("float64", "float32"), shape)
     assert {name: row["first"] for name, row in right.items() if not row["ok"]} == {}
     assert set(right) == {
@@ -671,7 +671,7 @@ def test_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, recomputed = (
         Job.model_validate(model | {"train": {"recompute": how}}) for how in ("none", "full")
     )
-    shape = foreign_shape(job)
+    shape = measure_foreign_shape(job)
     right = rows_of(recomputed, None, 2, ("float64", "float32"), shape)
     assert {name: row["first"] for name, row in right.items() if not row["ok"]} == {}
     assert {name: row["notes"] for name, row in right.items()} == {

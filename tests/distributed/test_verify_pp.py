@@ -16,7 +16,7 @@ from test_verify import Plant, Rows, clip_by_local_norms, rows_of
 from torch.distributed.fsdp import FSDPModule
 
 from commands import run
-from phalanx.job.module_probe import foreign_shape
+from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import RankPosition
 from phalanx.mesh.mesh import Mesh
@@ -430,7 +430,7 @@ def own(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **arguments: A
     job = Job.model_validate(
         {"model": {"kind": f"{name}:Model", "args": arguments}, "data": {"seq_len": 8}}
     )
-    return job, foreign_shape(job)
+    return job, measure_foreign_shape(job)
 
 
 def masks_in_the_order_of_the_schedule() -> None:

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, JobError, Problem
-from phalanx.job.findings import sections
-from phalanx.job.load import load_job, load_job_json, origins
+from phalanx.job.findings import keys_by_section
+from phalanx.job.load import describe_origins, load_job, load_job_json
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
 
@@ -148,12 +148,12 @@ def test_loading_is_fast_and_imports_no_torch(job_file):
 
 def test_origins(job_file):
     path = job_file("[model]\ndim = 256\n[train]\nsteps = 5\n")
-    found = origins(path, ["train.steps=6"])
+    found = describe_origins(path, ["train.steps=6"])
     assert found["model.dim"] == "job.toml:2:1"
     assert found["train.steps"] == "override"
     assert found["optim.lr"] == "default"
     assert set(found) == {
-        f"{section}.{key}" for section, keys in sections().items() for key in keys
+        f"{section}.{key}" for section, keys in keys_by_section().items() for key in keys
     }
 
 
@@ -456,7 +456,7 @@ def outcome(path: str | None, overrides: list[str]) -> tuple[Job | None, list[Pr
 
 _anything = st.text(st.characters(exclude_categories=()), max_size=20)
 _keys = st.sampled_from(
-    [f"{section}.{key}" for section, keys in sections().items() for key in keys]
+    [f"{section}.{key}" for section, keys in keys_by_section().items() for key in keys]
 )
 _values = st.sampled_from(
     ["1", "0", "-1", "1e9", "nan", "true", "none", "[]", "[1]", "{}", "{a=1}", '"x"', "[[[", "a:b"]

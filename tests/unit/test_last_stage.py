@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.job.module_probe import _shape
+from phalanx.job.module_probe import _parse_shape
 from phalanx.job.shape import ModelShape
 from phalanx.mesh.blocks import last_stage_names
 from phalanx.nn.probe import describe_module
@@ -39,7 +39,7 @@ class Own(nn.Module):
 
 def probed(says: Any) -> ModelShape:
     return ModelShape.from_json(
-        _shape("mine", json.dumps(describe_module("test_last_stage:Own", {"says": says}))).to_json()
+        _parse_shape("mine", json.dumps(describe_module("test_last_stage:Own", {"says": says}))).to_json()
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from models import CPU
 from phalanx.core.errors import JobError
-from phalanx.job.learning_rate import PeakRate, peak_rate, reference_on_resume, resolved_optim
+from phalanx.job.learning_rate import PeakRate, overrides_on_resume, peak_rate, resolve_optim
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job, Optim
 from phalanx.observe.bus import Bus
@@ -125,16 +125,16 @@ def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
 def test_a_resumed_run_refers_to_the_batch_it_had() -> None:
     """Only where a rule is asked for now, and nothing else was said."""
     bigger = "train.global_batch_size=64"
-    assert reference_on_resume(job(16), [bigger]) == []
-    assert reference_on_resume(job(16), [bigger, "optim.lr_scaling=none"]) == []
-    assert reference_on_resume(job(16), [bigger, "optim.lr_scaling=auto"]) == [
+    assert overrides_on_resume(job(16), [bigger]) == []
+    assert overrides_on_resume(job(16), [bigger, "optim.lr_scaling=none"]) == []
+    assert overrides_on_resume(job(16), [bigger, "optim.lr_scaling=auto"]) == [
         "optim.reference_batch_size=16"
     ]
     assert (
-        reference_on_resume(job(16), ["optim.lr_scaling=auto", "optim.reference_batch_size=8"])
+        overrides_on_resume(job(16), ["optim.lr_scaling=auto", "optim.reference_batch_size=8"])
         == []
     )
-    assert reference_on_resume(job(16, reference_batch_size=8), ["optim.lr_scaling=auto"]) == []
+    assert overrides_on_resume(job(16, reference_batch_size=8), ["optim.lr_scaling=auto"]) == []
 
 
 def hugging_face(directory: Path, *weights: str) -> str:
@@ -180,11 +180,11 @@ def test_a_directory_with_weights_is_trained_and_a_config_alone_is_not(tmp_path:
 def test_an_own_optimizer_is_built_with_a_number() -> None:
     for overrides, lr in (([], 3e-3), (["model.init_from=old"], 2e-5), (["optim.lr=0.5"], 0.5)):
         wanted = load_job(None, overrides)
-        assert resolved_optim(wanted).lr == lr
+        assert resolve_optim(wanted).lr == lr
         assert wanted.optim.lr == ("auto" if lr != 0.5 else 0.5), (
             "nothing derived is written into the job"
         )
-        optimizer = build_optimizer(torch.nn.Linear(2, 2), resolved_optim(wanted))
+        optimizer = build_optimizer(torch.nn.Linear(2, 2), resolve_optim(wanted))
         assert {group["lr"] for group in optimizer.param_groups} == {lr}
     optimizer = build_optimizer(torch.nn.Linear(2, 2), Optim())
     assert {group["lr"] for group in optimizer.param_groups} == {3e-3}

@@ -20,7 +20,7 @@ from phalanx.job.load import load_job
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
 from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
-from phalanx.job.tensors import holders_of, module_names
+from phalanx.job.tensors import list_holders, module_names
 from phalanx.mesh.linear import find_holders
 from phalanx.mesh.logical import Box, Cut, LogicalShard, compose_cut
 from phalanx.nn.models.decoder import build
@@ -387,4 +387,4 @@ def test_module_names_are_those_of_the_model() -> None:
         with torch.device("meta"):
             module = build(shape)
         assert set(module_names(shape)) == {name for name, _ in module.named_modules()}
-        assert {h.name: h for h in find_holders(module)} == holders_of(shape)
+        assert {h.name: h for h in find_holders(module)} == list_holders(shape)

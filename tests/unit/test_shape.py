@@ -14,10 +14,10 @@ import pytest
 
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.load import load_job
-from phalanx.job.model import fixed_vocab_size, shape_of, what_follows
+from phalanx.job.model import explain_scaled_widths, find_vocab_size_of, shape_of
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.presets import list_presets
-from phalanx.job.presets.table import with_table
+from phalanx.job.presets.table import replace_table
 from phalanx.job.shape import ModelShape, default_ffn_dim
 
 # The counts that the models' own checkpoints sum to (Hugging Face safetensors metadata; GPT-2
@@ -117,7 +117,7 @@ def test_published_active_parameters(name):
 
 def test_the_page_on_models_lists_the_presets_of_today():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    assert page == with_table(page), "run make docs"
+    assert page == replace_table(page), "run make docs"
     assert all(f"| `{preset.name}` |" in page for preset in list_presets())
 
 
@@ -166,20 +166,22 @@ def test_widths_of_a_published_model_keep_its_proportions():
 
 def test_what_follows_is_said():
     job = load_job(None, ["model.preset=llama3-8b", "model.dim=2048", "model.num_layers=2"])
-    assert what_follows(job.model) == [
+    assert explain_scaled_widths(job.model) == [
         "head_dim 64 follows from model.dim (llama3-8b has 128)",
         "ffn_dim 7168 follows from model.dim (llama3-8b has 14336)",
     ]
     heads = load_job(None, ["model.preset=gpt2", "model.num_heads=6"])
-    assert what_follows(heads.model) == ["head_dim 128 follows from model.num_heads (gpt2 has 64)"]
-    assert what_follows(load_job(None, ["model.dim=256"]).model) == []
+    assert explain_scaled_widths(heads.model) == [
+        "head_dim 128 follows from model.num_heads (gpt2 has 64)"
+    ]
+    assert explain_scaled_widths(load_job(None, ["model.dim=256"]).model) == []
 
 
 def test_the_vocabulary_is_the_keys_then_the_presets_then_the_datas():
-    assert fixed_vocab_size(load_job().model) is None
-    assert fixed_vocab_size(load_job(None, ["model.preset=gpt2"]).model) == 50257
+    assert find_vocab_size_of(load_job().model) is None
+    assert find_vocab_size_of(load_job(None, ["model.preset=gpt2"]).model) == 50257
     assert (
-        fixed_vocab_size(load_job(None, ["model.preset=gpt2", "model.vocab_size=50304"]).model)
+        find_vocab_size_of(load_job(None, ["model.preset=gpt2", "model.vocab_size=50304"]).model)
         == 50304
     )
     assert preset_shape("gpt2").vocab_size == 50257

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.cli._complete import job_keys
 from phalanx.core.errors import UsageError, did_you_mean
-from phalanx.job.key_aliases import OTHER_NAMES, OTHER_OPTIONS, advice
+from phalanx.job.key_aliases import OTHER_NAMES, OTHER_OPTIONS, suggest_key
 
 # Verbs of other tools, and words for what ours do.
 OTHER_VERBS: Mapping[str, str] = {
@@ -55,7 +55,7 @@ def suggest_option(
     if not takes_keys:
         return suggestion
     is_exact = name.rpartition(".")[2] in {*sections_by_key(), *OTHER_NAMES}
-    keys = advice(option, sections_by_key(), _value_of(option, arguments))
+    keys = suggest_key(option, sections_by_key(), _value_of(option, arguments))
     return keys if keys and (is_exact or not suggestion) else suggestion or keys
 
 
@@ -128,6 +128,6 @@ def _describe_name(word: str) -> tuple[str, str]:
 
     if word in preset_names():
         return "is a preset, not a job file", f"write model.preset={word}"
-    if not Path(word).suffix and (keys := advice(word, sections_by_key())):
+    if not Path(word).suffix and (keys := suggest_key(word, sections_by_key())):
         return "is neither a job file nor key=value", keys
     return "", ""

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 def norm_params(shape: ModelShape) -> int:
-    """Of one norm of the residual stream."""
+    """Parameters of one norm of the residual stream."""
     return shape.dim * (2 if shape.norm == "layernorm" else 1)
 
 
 def attention_params(shape: ModelShape) -> int:
-    """Of one block: matrices, biases and the norms of queries and keys or of the latents."""
+    """Parameters of one block's attention: matrices, biases and the norms of queries and keys or
+    of the latents."""
     return attention_weights(shape) + _attention_vectors(shape)
 
 
@@ -53,7 +54,7 @@ def _attention_vectors(shape: ModelShape) -> int:
 
 
 def ffn_params(shape: ModelShape, width: int) -> int:
-    """Of a feed-forward of inner `width`."""
+    """Parameters of a feed-forward of inner `width`."""
     biases = (2 if shape.is_gated else 1) * width + shape.dim if shape.bias == "all" else 0
     return ffn_weights(shape, width) + biases
 
@@ -63,17 +64,18 @@ def ffn_weights(shape: ModelShape, width: int) -> int:
 
 
 def experts_params(shape: ModelShape, ep: int = 1) -> int:
-    """Of the experts of one block, without the router; of those that a rank has, where `ep`
-    ranks spread them."""
+    """Parameters of the experts of one block, without the router; if `ep` ranks spread them, of
+    those that one rank has."""
     return (shape.num_experts // ep + shape.num_shared_experts) * ffn_params(
         shape, shape.expert_ffn_dim
     )
 
 
-def spread_params(shape: ModelShape, begin: int = 0, end: int | None = None) -> int:
-    """Of experts that tokens choose, in the blocks from `begin` to before `end`."""
+def spread_params(shape: ModelShape, first_block: int = 0, end: int | None = None) -> int:
+    """Parameters of the experts that tokens choose, in the blocks from `first_block` to before
+    `end`."""
     first = shape.num_layers - shape.num_expert_layers
-    blocks = max(0, (shape.num_layers if end is None else end) - max(begin, first))
+    blocks = max(0, (shape.num_layers if end is None else end) - max(first_block, first))
     return blocks * shape.num_experts * ffn_params(shape, shape.expert_ffn_dim)
 
 
@@ -86,20 +88,21 @@ def _block_norms(shape: ModelShape) -> int:
 
 
 def block_params(shape: ModelShape, ep: int = 1) -> int:
-    """Of the largest block."""
+    """Parameters of the largest block."""
     dense, sparse = _feed_forward_of_blocks(shape, ep)
     return attention_params(shape) + _block_norms(shape) + max(dense, sparse)
 
 
 def _feed_forward_of_blocks(shape: ModelShape, ep: int) -> tuple[int, int]:
-    """Of a block with a dense feed-forward and of one with experts; 0 where there is none."""
+    """Parameters of a block's dense feed-forward and of a block's experts with their router; 0
+    if no block has it."""
     has_dense = shape.num_expert_layers < shape.num_layers
     sparse = experts_params(shape, ep) + router_params(shape) if shape.num_expert_layers else 0
     return ffn_params(shape, shape.ffn_dim) if has_dense else 0, sparse
 
 
 def blocks_params(shape: ModelShape, ep: int = 1) -> int:
-    """Of all blocks together."""
+    """Parameters of all blocks together."""
     dense, sparse = _feed_forward_of_blocks(shape, ep)
     same = shape.num_layers * (attention_params(shape) + _block_norms(shape))
     return (
@@ -110,7 +113,7 @@ def blocks_params(shape: ModelShape, ep: int = 1) -> int:
 
 
 def params_of_block(shape: ModelShape, layer: int, ep: int = 1) -> int:
-    """Of the block `layer`, counted from 0."""
+    """Parameters of the block `layer`, counted from 0."""
     dense, sparse = _feed_forward_of_blocks(shape, ep)
     has_experts = layer >= shape.num_layers - shape.num_expert_layers
     return attention_params(shape) + _block_norms(shape) + (sparse if has_experts else dense)
@@ -135,7 +138,8 @@ def params_by_group(shape: ModelShape) -> dict[str, int]:
 
 
 def embedding_params(shape: ModelShape) -> int:
-    """Of all before the blocks: tables of tokens and positions, or what makes tokens of patches."""
+    """Parameters before the blocks: tables of tokens and positions, or what makes tokens of
+    patches."""
     if shape.reads_images:
         patch = shape.num_channels * shape.patch_size**2
         class_token = 1 if shape.pooling == "class_token" else 0
@@ -144,21 +148,21 @@ def embedding_params(shape: ModelShape) -> int:
 
 
 def head_params(shape: ModelShape) -> int:
-    """None, where the head is the embedding's weight."""
+    """Parameters of the head; 0 if it is the embedding's weight."""
     if shape.reads_images:
         return (shape.dim + 1) * shape.num_classes
     return 0 if shape.tie_embeddings else shape.vocab_size * shape.dim
 
 
 def idle_params(shape: ModelShape) -> int:
-    """Of the experts that one token does not visit."""
+    """Parameters of the experts that one token does not visit."""
     idle = shape.num_experts - shape.experts_per_token
     return shape.num_expert_layers * idle * ffn_params(shape, shape.expert_ffn_dim)
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one forward: products with weights, and attention between tokens."""
+    """FLOPs of one forward: products with weights, and attention between tokens."""
 
     matmul: int
     attention: int = 0
@@ -181,7 +185,7 @@ def flops_per_sample(shape: ModelShape, seq_len: int) -> dict[str, int]:
 
 
 def block_flops(shape: ModelShape, seq_len: int, layer: int) -> Flops:
-    """Of one sample in the block `layer`, counted from 0."""
+    """FLOPs of one sample in the block `layer`, counted from 0."""
     tokens = shape.tokens_of(seq_len)
     if shape.num_experts and layer >= shape.num_dense_layers:
         visited = shape.experts_per_token + shape.num_shared_experts
@@ -196,13 +200,13 @@ def block_flops(shape: ModelShape, seq_len: int, layer: int) -> Flops:
 
 
 def embedding_flops(shape: ModelShape) -> Flops:
-    """Of one sample before the blocks: looking a token up costs nothing, making tokens of
+    """FLOPs of one sample before the blocks: looking a token up costs nothing, making tokens of
     patches does."""
     return Flops(2 * shape.dim * shape.num_patches * shape.num_channels * shape.patch_size**2)
 
 
 def head_flops(shape: ModelShape, seq_len: int) -> Flops:
-    """Of one sample after the blocks, whether the head is tied or not."""
+    """FLOPs of one sample after the blocks, whether the head is tied or not."""
     if shape.reads_images:
         return Flops(2 * shape.dim * shape.num_classes)
     return Flops(2 * shape.tokens_of(seq_len) * shape.vocab_size * shape.dim)

@@ -12,14 +12,14 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from phalanx.core.errors import did_you_mean
-from phalanx.job.key_aliases import OTHER_NAMES, advice
+from phalanx.job.key_aliases import OTHER_NAMES, suggest_key
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong, before it is known where it stands.
+    """One thing wrong with a job, before it is known where it stands.
 
     `also`: other keys that took part in it.
     """
@@ -35,26 +35,29 @@ class Finding:
 
 
 @cache
-def sections() -> dict[str, tuple[str, ...]]:
+def keys_by_section() -> dict[str, tuple[str, ...]]:
     """The keys of each section."""
     return {name: tuple(_section(name).model_fields) for name in Job.model_fields}
 
 
-def annotation(path: Path) -> Any:
-    """The declared type of `section.key`, or None if there is no such key."""
-    if len(path) != 2 or path[1] not in sections().get(str(path[0]), ()):
+def find_annotation(path: Path) -> Any:
+    """The declared type of `section.key`; None if there is no such key."""
+    if len(path) != 2 or path[1] not in keys_by_section().get(str(path[0]), ()):
         return None
     return _section(str(path[0])).model_fields[str(path[1])].annotation
 
 
-def arms(declared: Any) -> tuple[Any, ...]:
-    """`int | None` -> (int, None type), without bounds; anything else stands alone."""
-    found = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
-    return tuple(get_args(arm)[0] if get_origin(arm) is Annotated else arm for arm in found)
+def split_union(declared: Any) -> tuple[Any, ...]:
+    """The types of a union, without bounds: `int
+
+    None` -> (int, None type); anything else stands alone.
+    """
+    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    return tuple(get_args(arm)[0] if get_origin(arm) is Annotated else arm for arm in options)
 
 
-def dotted(path: Path) -> str:
-    """("observe", "sinks", 1) -> 'observe.sinks[1]'."""
+def format_path(path: Path) -> str:
+    """A path as text: ("observe", "sinks", 1) -> 'observe.sinks[1]'."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -67,12 +70,12 @@ def printable(text: str, limit: int = 60) -> str:
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
-def wanted(schema: dict[str, Any]) -> str:
+def describe_schema(schema: dict[str, Any]) -> str:
     """A JSON schema in words: 'a whole number of at least 1 or "none"'."""
     if "anyOf" in schema:
         offers_none = any("none" in arm.get("enum", ()) for arm in schema["anyOf"])
         return " or ".join(
-            wanted(arm)
+            describe_schema(arm)
             for arm in schema["anyOf"]
             if not (offers_none and arm.get("type") == "null")
         )
@@ -83,11 +86,13 @@ def wanted(schema: dict[str, Any]) -> str:
         words = [json.dumps(choice) for choice in choices]
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     if "prefixItems" in schema:
-        each = sorted({wanted(item) for item in schema["prefixItems"]})
+        each = sorted({describe_schema(item) for item in schema["prefixItems"]})
         return f"a list of {len(schema['prefixItems'])}, each {' or '.join(each)}"
     kind = schema.get("type", "")
     if kind == "array":
-        return f"a list, each {wanted(schema['items'])}" if schema.get("items") else "a list"
+        return (
+            f"a list, each {describe_schema(schema['items'])}" if schema.get("items") else "a list"
+        )
     words_of = {
         "integer": "a whole number",
         "number": "a number",
@@ -99,12 +104,12 @@ def wanted(schema: dict[str, Any]) -> str:
     ) + _bounds(schema)
 
 
-def wanted_at(path: Path) -> str:
-    """What `section.key` takes, in words."""
-    return wanted(_schema(path))
+def describe_key(path: Path) -> str:
+    """The values that `section.key` takes, in words."""
+    return describe_schema(_schema(path))
 
 
-def given(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value as the user wrote it, shortened."""
     if value is None:
         return '"none"'
@@ -117,61 +122,75 @@ def given(value: Any) -> str:
     return json.dumps(value)
 
 
-def wrong_value(path: Path, value: Any) -> Finding:
-    """The value at `path` has the wrong type, or is out of range, or is none of the choices."""
+def explain_wrong_value(path: Path, value: Any) -> Finding:
+    """The finding for a value of the wrong type, out of range, or none of the choices."""
     if len(path) == 1:
         fix = f"write [{path[0]}] on a line of its own and its keys below"
-        return Finding(path, f"is a section, not {given(value)}", fix, at_key=True)
+        return Finding(path, f"is a section, not {describe_value(value)}", fix, at_key=True)
     schema = _schema(path)
     return Finding(
-        path, f"wanted {wanted(schema)}, was given {given(value)}", _value_fix(schema, value)
+        path,
+        f"wanted {describe_schema(schema)}, was given {describe_value(value)}",
+        _value_fix(schema, value),
     )
 
 
-def unknown(path: Path, value: Any) -> Finding:
-    """The key or section at `path` does not exist; says where it belongs or what it might have
-    meant."""
+def explain_unknown(path: Path, value: Any) -> Finding:
+    """The finding for a key or section that does not exist; says where it belongs or what it
+    might have meant."""
     name = str(path[-1])
     if len(path) == 1 and isinstance(value, dict):
         return Finding(path, "unknown section", _section_fix(name, value), at_key=True)
     if len(path) == 1:
         return Finding(
-            path, "stands outside every section", belongs(name) or _advice(name), at_key=True
+            path,
+            "stands outside every section",
+            find_section_of(name) or _advice(name),
+            at_key=True,
         )
-    own = sections()[str(path[0])]
-    near = "" if name.lower() in OTHER_NAMES else did_you_mean(name, own)
-    fix = belongs(name) or near or _advice(name) or f"[{path[0]}] has {', '.join(own)}"
+    keys = keys_by_section()[str(path[0])]
+    suggestion = "" if name.lower() in OTHER_NAMES else did_you_mean(name, keys)
+    fix = (
+        find_section_of(name) or suggestion or _advice(name) or f"[{path[0]}] has {', '.join(keys)}"
+    )
     return Finding(path, "unknown key", fix, at_key=True)
 
 
 def _section_fix(name: str, table: dict[str, Any]) -> str:
     """The section that was misspelt, if its keys are that one's; else where the first key of the
     table belongs."""
-    near = did_you_mean(name, tuple(sections()))
-    meant = next((section for section in sections() if f'"{section}"' in near), "")
-    if meant and all(key in sections()[meant] for key in table):
-        return near
-    inside = next((_advice(key) for key in table if key.lower() in {*leaves(), *OTHER_NAMES}), "")
-    return inside or near or belongs(name) or f"sections are {', '.join(sections())}"
+    suggestion = did_you_mean(name, tuple(keys_by_section()))
+    meant = next((section for section in keys_by_section() if f'"{section}"' in suggestion), "")
+    if meant and all(key in keys_by_section()[meant] for key in table):
+        return suggestion
+    inside = next(
+        (_advice(key) for key in table if key.lower() in {*sections_by_key(), *OTHER_NAMES}), ""
+    )
+    return (
+        inside
+        or suggestion
+        or find_section_of(name)
+        or f"sections are {', '.join(keys_by_section())}"
+    )
 
 
 @cache
-def leaves() -> dict[str, tuple[str, ...]]:
+def sections_by_key() -> dict[str, tuple[str, ...]]:
     """The sections that have a key, by its name."""
-    found: dict[str, tuple[str, ...]] = {}
-    for section, keys in sections().items():
+    sections: dict[str, tuple[str, ...]] = {}
+    for section, keys in keys_by_section().items():
         for key in keys:
-            found[key] = (*found.get(key, ()), section)
-    return found
+            sections[key] = (*sections.get(key, ()), section)
+    return sections
 
 
 def _advice(name: str, raw: str = "") -> str:
-    return advice(name, leaves(), raw)
+    return suggest_key(name, sections_by_key(), raw)
 
 
-def belongs(name: str) -> str:
-    """'belongs in [train]' if a section has a key of exactly this name, else nothing."""
-    homes = [f"[{section}]" for section, keys in sections().items() if name in keys]
+def find_section_of(name: str) -> str:
+    """'belongs in [train]' if a section has a key of exactly this name; else ""."""
+    homes = [f"[{section}]" for section, keys in keys_by_section().items() if name in keys]
     return f"belongs in {' or '.join(homes)}" if homes else ""
 
 
@@ -188,23 +207,23 @@ def _schema(path: Path) -> dict[str, Any]:
     """The part of the job's JSON schema that describes the value at `path`; empty where anything
     goes."""
     definitions = _job_schema()["$defs"]
-    found: dict[str, Any] = _job_schema()
+    schema: dict[str, Any] = _job_schema()
     for part in path:
-        found = definitions[found["$ref"].rpartition("/")[2]] if "$ref" in found else found
+        schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
         if isinstance(part, str):
-            others = found.get(
+            extra = schema.get(
                 "additionalProperties"
             )  # of a table whose keys are free: a schema, or anything
-            found = found.get("properties", {}).get(
-                part, others if isinstance(others, dict) else {}
+            schema = schema.get("properties", {}).get(
+                part, extra if isinstance(extra, dict) else {}
             )
         else:
-            found = next(
-                (arm for arm in found.get("anyOf", ()) if arm.get("type") == "array"), found
+            schema = next(
+                (arm for arm in schema.get("anyOf", ()) if arm.get("type") == "array"), schema
             )
-            pair = found.get("prefixItems", ())
-            found = pair[part] if part < len(pair) else found.get("items", {})
-    return found
+            pair = schema.get("prefixItems", ())
+            schema = pair[part] if part < len(pair) else schema.get("items", {})
+    return schema
 
 
 def _bound(value: float) -> str:
@@ -242,12 +261,14 @@ def _value_fix(schema: dict[str, Any], value: Any) -> str:
             return f"write {value.lower()}, without quotes and in lower case"
         if ({"integer", "number"} & kinds or value in map(str, choices)) and _is_number(value):
             return "write it without quotes"
-        if near := did_you_mean(value, [choice for choice in choices if isinstance(choice, str)]):
-            return near
+        if suggestion := did_you_mean(
+            value, [choice for choice in choices if isinstance(choice, str)]
+        ):
+            return suggestion
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
         return f"write {int(value)}"
     if "array" in kinds and not isinstance(value, list | dict):
-        return f"write [{given(value)}]"
+        return f"write [{describe_value(value)}]"
     if "string" in kinds and isinstance(value, int | float) and not any(choices):
         return "put it in quotes"
     return ""

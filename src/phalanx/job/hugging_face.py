@@ -24,12 +24,12 @@ def is_hugging_face(kind: str | None) -> bool:
 
 
 def config_path(kind: str) -> Path:
-    """The config.json that `kind` names. Raises LayoutError where there is none."""
+    """The config.json that `kind` names. Raises LayoutError if there is none."""
     path = Path(kind.removeprefix(PREFIX)).expanduser()
-    found = path / CONFIG if path.is_dir() else path
-    if not kind.removeprefix(PREFIX) or not found.is_file():
+    file = path / CONFIG if path.is_dir() else path
+    if not kind.removeprefix(PREFIX) or not file.is_file():
         why = (
-            f"{found} is not there"
+            f"{file} is not there"
             if path.is_dir() or path.suffix
             else f"there is no directory {str(path)!r} here"
         )
@@ -38,12 +38,12 @@ def config_path(kind: str) -> Path:
             why=why,
             fix="give a local directory with config.json, or that file",
         )
-    return found
+    return file
 
 
 def weights_directory(kind: str) -> Path | None:
-    """Where weights lie beside config.json; None for a bare config, or where `kind` names the file
-    itself.
+    """The directory of weights beside config.json; None for a bare config, or if `kind` names
+    the file itself.
 
     Raises LayoutError for a directory whose only weights are pickled.
     """
@@ -75,7 +75,7 @@ def _require_regular_files(directory: Path) -> None:
 
 
 def read_config(kind: str) -> dict[str, Any]:
-    """What config.json says.
+    """The values of config.json.
 
     Raises LayoutError for a file that is none, or that names no model_type.
     """
@@ -91,15 +91,15 @@ def read_config(kind: str) -> dict[str, Any]:
     return values
 
 
-def preloaded(kind: str | None) -> tuple[str, ...]:
-    """Modules of transformers that the ranks' server imports once, for a model of it; none where
-    it is missing."""
+def modules_to_preload(kind: str | None) -> tuple[str, ...]:
+    """Modules of transformers that the ranks' server imports once, for a model of it; none if it
+    is missing."""
     if not is_hugging_face(kind) or importlib.util.find_spec("transformers") is None:
         return ()
     return ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
 
-def told_vocab_size(kind: str, args: dict[str, Any]) -> int | None:
-    """Rows of the embedding, as far as config.json or `args` say."""
-    found = {**read_config(kind), **args}.get("vocab_size")
-    return found if isinstance(found, int) else None
+def find_vocab_size(kind: str, args: dict[str, Any]) -> int | None:
+    """Rows of the embedding by config.json or `args`; None if these do not say it."""
+    size = {**read_config(kind), **args}.get("vocab_size")
+    return size if isinstance(size, int) else None

@@ -40,16 +40,16 @@ _KEPT = (
 
 
 def job_json_schema() -> dict[str, Any]:
-    """The schema of a job file, keys in the order of the sections."""
-    found = Job.model_json_schema()
-    definitions = found["$defs"]
+    """The JSON Schema of a job file, keys in the order of the sections."""
+    schema = Job.model_json_schema()
+    definitions = schema["$defs"]
     return {
         "$schema": DRAFT,
         "title": "phalanx job",
         "description": "What `phalanx train` runs. Every key has a default.",
         "type": "object",
         "properties": {
-            name: _section(name, ref, definitions) for name, ref in found["properties"].items()
+            name: _section(name, ref, definitions) for name, ref in schema["properties"].items()
         },
         "additionalProperties": False,
     }
@@ -120,8 +120,8 @@ def _value(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any
 
 def _offer(body: dict[str, Any], choices: list[dict[str, Any]]) -> None:
     """Put `choices` where the schema takes any string."""
-    for place in (body, *body.get("anyOf", ())):
-        target = place.get("items", place)
+    for target_schema in (body, *body.get("anyOf", ())):
+        target = target_schema.get("items", target_schema)
         if target.get("type") != "string":
             continue
         if any(target is arm for arm in body.get("anyOf", ())):

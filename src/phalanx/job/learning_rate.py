@@ -38,14 +38,13 @@ class PeakRate:
 
 
 def warmup_steps(job: Job) -> int:
-    """The steps of linear warm-up: the job's, or where it leaves them open what is never most of
-    a run."""
-    given = job.optim.warmup_steps
-    return min(MAX_DEFAULT_WARMUP, job.train.steps // 10) if given is None else given
+    """The steps of linear warm-up: the job's, or a tenth of the run, at most MAX_DEFAULT_WARMUP."""
+    requested = job.optim.warmup_steps
+    return min(MAX_DEFAULT_WARMUP, job.train.steps // 10) if requested is None else requested
 
 
 def scaling_rule(optim: Optim) -> str | None:
-    """ "linear" or "sqrt", or None where lr does not follow the batch.
+    """The rule by which lr follows the batch, "linear" or "sqrt"; None if it does not.
 
     "auto" knows no rule for an own optimizer.
     """
@@ -103,21 +102,24 @@ def trained_weights(model: Model) -> str:
     return ""
 
 
-def resolved_optim(job: Job) -> Optim:
-    """[optim] with a number for lr: what builds an optimizer reads it."""
+def resolve_optim(job: Job) -> Optim:
+    """The [optim] section with a number for lr, which optimizers are built from."""
     return job.optim.model_copy(update={"lr": unscaled_rate(job).lr})
 
 
-def reference_on_resume(was: Job, overrides: Sequence[str]) -> list[str]:
-    """What to add to the `overrides` that a run is continued with; `was` is the job that it ran
-    with until now.
+def overrides_on_resume(was: Job, overrides: Sequence[str]) -> list[str]:
+    """Overrides to add to the `overrides` that a run is continued with; `was` is the job that it
+    ran with until now.
 
     Whoever resumes with another batch and asks for a rule means the batch that lr was chosen for:
     the one before.
     """
-    given = dict(override.partition("=")[::2] for override in overrides)
-    rule = given.get("optim.lr_scaling", "none").strip("\"'")
-    known = was.optim.reference_batch_size is not None or "optim.reference_batch_size" in given
+    overrides_by_key = dict(override.partition("=")[::2] for override in overrides)
+    rule = overrides_by_key.get("optim.lr_scaling", "none").strip("\"'")
+    known = (
+        was.optim.reference_batch_size is not None
+        or "optim.reference_batch_size" in overrides_by_key
+    )
     return (
         []
         if known or rule == "none"

@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.core.errors import JobError, Problem, did_you_mean
 from phalanx.core.files import read_regular
 from phalanx.job.checks.run import run_checks
-from phalanx.job.findings import Finding, annotation, dotted, printable, sections
+from phalanx.job.findings import Finding, find_annotation, format_path, keys_by_section, printable
 from phalanx.job.overrides import Override, overlay, parse_overrides
 from phalanx.job.positions import Path, Place, Spot, locate
 from phalanx.job.schema import Job
@@ -25,7 +25,7 @@ COMPUTE_BEFORE_AUTO = "fp32"  # the precision.compute of a run whose job does no
 
 
 @dataclass(frozen=True)
-class Source:
+class JobSource:
     """A job as it was read: its name for messages, its values, and the TOML text that can say
     where they stand."""
 
@@ -73,12 +73,12 @@ def check_job(job: Job) -> Job:
 
     Raises JobError with all problems.
     """
-    return _build(Source("the job", job.to_json()), ())
+    return _build(JobSource("the job", job.to_json()), ())
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from.
+    """The origin of a value.
 
     `kind`: "default", "file" (`where` is "job.toml:12:1"), "run" (a run's own job.json) or
     "override". `shadowed` is what an override hides, if the file says something at
@@ -91,52 +91,58 @@ class Origin:
     shadowed_where: str = ""
 
 
-def told(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> dict[str, Origin]:
-    """Where each key of the job got its value.
+def find_origins(
+    path: str | FilePath | None = None, overrides: Sequence[str] = ()
+) -> dict[str, Origin]:
+    """The origin of the value of each key of the job.
 
     `path` may be a run's job.json, too. Does not validate.
     """
     is_run = path is not None and str(path).endswith(".json")
     source = _read_json(path) if is_run and path is not None else _read_toml(path)
     places = source.places()
-    given = _given(source, ())
+    given_keys = _find_given_keys(source, ())
     laid = {override.path[:2] for override in parse_overrides(overrides)[0]}
-    found: dict[str, Origin] = {}
-    for section, keys in sections().items():
+    origin_by_key: dict[str, Origin] = {}
+    for section, keys in keys_by_section().items():
         for key in keys:
             name = f"{section}.{key}"
             origin = Origin("default")
-            if place := places.get((section, key)):
-                origin = Origin("file", f"{source.name}:{place.key.line}:{place.key.column}")
-            elif name in given:
+            if position := places.get((section, key)):
+                origin = Origin("file", f"{source.name}:{position.key.line}:{position.key.column}")
+            elif name in given_keys:
                 origin = Origin("run" if is_run else "file", source.name)
             if (section, key) in laid:
                 hidden = (source.tree or {}).get(section, {}).get(key) if origin.where else None
                 origin = Origin("override", "", hidden, origin.where)
-            found[name] = origin
-    return found
+            origin_by_key[name] = origin
+    return origin_by_key
 
 
-def origins(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Where each key of the job got its value: "default", "job.toml:12:1" or "override".
+def describe_origins(
+    path: str | FilePath | None = None, overrides: Sequence[str] = ()
+) -> dict[str, str]:
+    """The origin of each key's value as text: "default", "job.toml:12:1" or "override".
 
     Does not validate.
     """
-    return {key: origin.where or origin.kind for key, origin in told(path, overrides).items()}
+    return {
+        key: origin.where or origin.kind for key, origin in find_origins(path, overrides).items()
+    }
 
 
-def _build(source: Source, texts: Sequence[str]) -> Job:
+def _build(source: JobSource, texts: Sequence[str]) -> Job:
     overrides, findings = parse_overrides(texts)
     tree = source.tree or {}
     job, refused = validate(overlay(tree, overrides))
     findings += refused
-    findings += run_checks(job, _given(source, overrides), _refused_keys(refused))
+    findings += run_checks(job, _find_given_keys(source, overrides), _refused_keys(refused))
     if findings:
         raise JobError(_problems(findings, source, overrides))
     return job
 
 
-def _given(source: Source, overrides: Sequence[Override]) -> set[str]:
+def _find_given_keys(source: JobSource, overrides: Sequence[Override]) -> set[str]:
     """The dotted keys that the user wrote.
 
     A run's own job.json holds every key: there, defaults were not written.
@@ -152,7 +158,7 @@ def _given(source: Source, overrides: Sequence[Override]) -> set[str]:
 
 
 def _is_default(section: str, key: str, value: Any) -> bool:
-    return annotation((section, key)) is not None and _DEFAULTS[section][key] == value
+    return find_annotation((section, key)) is not None and _DEFAULTS[section][key] == value
 
 
 _DEFAULTS: dict[str, Any] = Job().to_json()
@@ -163,13 +169,13 @@ def _refused_keys(findings: Sequence[Finding]) -> set[str]:
     refused: set[str] = set()
     for finding in findings:
         section = str(finding.path[0])
-        names = sections().get(section, ()) if len(finding.path) == 1 else (finding.path[1],)
+        names = keys_by_section().get(section, ()) if len(finding.path) == 1 else (finding.path[1],)
         refused |= {f"{section}.{name}" for name in names}
     return refused
 
 
 def _problems(
-    findings: Sequence[Finding], source: Source, overrides: Sequence[Override]
+    findings: Sequence[Finding], source: JobSource, overrides: Sequence[Override]
 ) -> list[Problem]:
     """The findings with their places, in the order in which the user wrote the things they are
     about."""
@@ -182,7 +188,7 @@ _Order = tuple[int, int, int]
 
 
 def _place(
-    finding: Finding, source: Source, places: dict[Path, Place], overrides: Sequence[Override]
+    finding: Finding, source: JobSource, places: dict[Path, Place], overrides: Sequence[Override]
 ) -> tuple[_Order, Problem]:
     path, index = _blame(finding, source, overrides)
     where, order = "override", (2, index, 0)
@@ -190,11 +196,11 @@ def _place(
         spot = _nearest_spot(path, places, finding.at_key)
         where = f"{source.name}:{spot.line}:{spot.column}" if spot else source.name
         order = (0, spot.line, spot.column) if spot else (1, 0, 0)
-    return order, Problem(dotted(path), finding.what, where, finding.fix)
+    return order, Problem(format_path(path), finding.what, where, finding.fix)
 
 
-def _blame(finding: Finding, source: Source, overrides: Sequence[Override]) -> tuple[Path, int]:
-    """The key that is told, and its override or -1.
+def _blame(finding: Finding, source: JobSource, overrides: Sequence[Override]) -> tuple[Path, int]:
+    """The key that a finding is told of, and its override's index or -1.
 
     Of several that disagree: the last override, else its own key, else the first of them that the
     file gives: the others are only defaults.
@@ -202,9 +208,9 @@ def _blame(finding: Finding, source: Source, overrides: Sequence[Override]) -> t
     if finding.override is not None:
         return finding.path, finding.override
     for override in reversed(overrides):
-        if _touches(override.path, finding.path):
+        if _overlaps(override.path, finding.path):
             return finding.path, override.index
-        if any(_touches(override.path, path) for path in finding.also):
+        if any(_overlaps(override.path, path) for path in finding.also):
             return override.path[:2], override.index
     for path in (finding.path, *finding.also):
         if _has(source.tree, path[:2]):
@@ -212,7 +218,7 @@ def _blame(finding: Finding, source: Source, overrides: Sequence[Override]) -> t
     return finding.path, -1
 
 
-def _touches(override: Path, path: Path) -> bool:
+def _overlaps(override: Path, path: Path) -> bool:
     """True if one of the two paths lies inside the other."""
     length = min(len(override), len(path))
     return override[:length] == path[:length]
@@ -227,21 +233,21 @@ def _has(tree: Any, path: Path) -> bool:
 
 
 def _nearest_spot(path: Path, places: dict[Path, Place], at_key: bool) -> Spot | None:
-    """Where `path` stands, or the innermost thing around it that stands somewhere."""
+    """The spot of `path`, or of the innermost thing around it that stands somewhere."""
     while path:
-        if place := places.get(path):
-            return place.key if at_key else place.value
+        if position := places.get(path):
+            return position.key if at_key else position.value
         path = path[:-1]
     return None
 
 
-def _read_toml(path: str | FilePath | None) -> Source:
+def _read_toml(path: str | FilePath | None) -> JobSource:
     if path is None:
-        return Source(toml="")
+        return JobSource(toml="")
     name, text = _read_text(path)
     text = text.replace("\r\n", "\n")
     try:
-        return Source(name, tomllib.loads(text), text)
+        return JobSource(name, tomllib.loads(text), text)
     except tomllib.TOMLDecodeError as error:
         raise JobError([_syntax_problem(name, text, str(error))]) from None
     except RecursionError:
@@ -254,7 +260,7 @@ def _read_toml(path: str | FilePath | None) -> Source:
         ) from None
 
 
-def _read_json(path: str | FilePath) -> Source:
+def _read_json(path: str | FilePath) -> JobSource:
     name, text = _read_text(path)
     try:
         tree = json.loads(text)
@@ -269,7 +275,7 @@ def _read_json(path: str | FilePath) -> Source:
         raise JobError(
             [Problem("job file", "is JSON, but not a job", name, "give the job.json of a run")]
         )
-    return Source(name, tree)
+    return JobSource(name, tree)
 
 
 def _read_text(path: str | FilePath) -> tuple[str, str]:
@@ -279,8 +285,8 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
     """
     name = printable(str(path), limit=4096)
 
-    def refuse(what: str, fix: str = "") -> JobError:
-        return JobError([Problem("job file", what, name, fix)])
+    def refuse(problem: str, fix: str = "") -> JobError:
+        return JobError([Problem("job file", problem, name, fix)])
 
     try:
         return name, read_regular(path, LARGEST_BYTES).decode("utf-8-sig")
@@ -300,7 +306,7 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
 
 
 def _near_file(path: FilePath) -> str:
-    """'did you mean "job.toml"?' for the nearest file in the same directory."""
+    """'did you mean "job.toml"?' for the nearest file in the same directory; "" if none is near."""
     if not path.parent.is_dir():
         return f"there is no directory {printable(str(path.parent))!r}"
     try:
@@ -313,17 +319,21 @@ def _near_file(path: FilePath) -> str:
 def _syntax_problem(name: str, text: str, message: str) -> Problem:
     """tomllib's message with its place in front; "end of document" becomes the end of the last
     line with text."""
-    what, _, place = message.rpartition(" (at ")
+    message_text, _, location = message.rpartition(" (at ")
     lines = text.rstrip().split("\n")
-    if found := re.fullmatch(r"line (\d+), column (\d+)\)", place):
-        line, column = int(found[1]), int(found[2])
+    if match := re.fullmatch(r"line (\d+), column (\d+)\)", location):
+        line, column = int(match[1]), int(match[2])
     else:
         line, column = len(lines), len(lines[-1]) + 1
     fix = ""
-    if what.startswith("Invalid value"):
+    if message_text.startswith("Invalid value"):
         fix = "strings are written in quotes, true and false in lower case"
-    elif what.startswith("Cannot"):  # the parser stands after the second one; show where it begins
-        what, fix = "a key or section is given twice", "keep one of them"
+    elif message_text.startswith(
+        "Cannot"
+    ):  # the parser stands after the second one; show where it begins
+        message_text, fix = "a key or section is given twice", "keep one of them"
         shown = text.split("\n")[line - 1]
         column = len(shown) - len(shown.lstrip()) + 1
-    return Problem("syntax", what[:1].lower() + what[1:], f"{name}:{line}:{column}", fix)
+    return Problem(
+        "syntax", message_text[:1].lower() + message_text[1:], f"{name}:{line}:{column}", fix
+    )

@@ -47,8 +47,8 @@ FACTS: Any = (
 )
 
 
-def foreign_shape(job: Job) -> ModelShape | None:
-    """What can be measured of a user's own module; None for a built-in one."""
+def measure_foreign_shape(job: Job) -> ModelShape | None:
+    """The shape of a user's own module, as far as it can be measured; None for a built-in model."""
     if job.model.kind is None or not is_foreign(job.model.kind):
         return None
     return probe_foreign_shape(job.model.kind, job.model.args, SHAPE_CACHE)
@@ -71,7 +71,7 @@ def probe_foreign_shape(
     cached = _cache_file(kind, args, cache_dir)
     if cached is not None and (known := _read_cached(cached)) is not None:
         return known
-    shape = _shape(kind, _run_probe(kind, args, probe_module, timeout_s))
+    shape = _parse_shape(kind, _run_probe(kind, args, probe_module, timeout_s))
     if cached is not None:
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
@@ -82,15 +82,16 @@ def probe_foreign_shape(
 
 
 def _run_probe(kind: str, args: Mapping[str, Any], probe_module: str, timeout_s: float) -> str:
-    """What `python -m probe_module '{"kind": ..., "args": ...}'` prints."""
+    """The output of `python -m probe_module '{"kind": ..., "args": ...}'`."""
     try:
         return ask_process(probe_module, {"kind": kind, "args": dict(args)}, timeout_s)
     except ChildProcessError as error:
-        raise _refuse(kind, str(error)) from None
+        raise _refusal(kind, str(error)) from None
 
 
 def ask_process(module: str, request: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> str:
-    """What `python -m module REQUEST` prints, with the request as JSON. It sees our sys.path.
+    """The output of `python -m module REQUEST`, with the request as JSON. The process sees our
+    sys.path.
 
     Raises ChildProcessError with the last line of its errors.
     """
@@ -114,14 +115,14 @@ def ask_process(module: str, request: Mapping[str, Any], timeout_s: float = TIME
             process.communicate()
     if process.returncode != 0:
         ending = f"the process ended with {process.returncode}"
-        raise ChildProcessError(last_line(errors) or ending)
+        raise ChildProcessError(find_last_line(errors) or ending)
     return printed
 
 
-def _shape(kind: str, printed: str) -> ModelShape:
+def _parse_shape(kind: str, printed: str) -> ModelShape:
     """The answer among the lines of `printed` (a user's module may print, too), counted."""
     try:
-        answer = _answer_in(printed)
+        answer = _find_answer(printed)
         sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
         blocks = tuple((str(block), _size_within(str(block), sizes)) for block in answer["blocks"])
         num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
@@ -140,12 +141,14 @@ def _shape(kind: str, printed: str) -> ModelShape:
             key: int(answer["facts"][key]) for key in FACTS if key in answer.get("facts", {})
         }
     except (ValueError, TypeError, KeyError, AttributeError):
-        words = f"; its last words: {last_line(printed)[:80]!r}" if last_line(printed) else ""
+        words = (
+            f"; its last words: {find_last_line(printed)[:80]!r}" if find_last_line(printed) else ""
+        )
         ended = (
             "the process ended before the model was built: by C's exit, an exec or the like in your"
             " code"
         )
-        raise _refuse(kind, ended + words) from None
+        raise _refusal(kind, ended + words) from None
     block_sizes = [size for _, size in blocks]
     measured = Measured(
         num_params,
@@ -165,16 +168,16 @@ def _shape(kind: str, printed: str) -> ModelShape:
     return replace(measured_shape(kind, len(blocks), measured), **facts)
 
 
-def _answer_in(printed: str) -> dict[str, Any]:
+def _find_answer(printed: str) -> dict[str, Any]:
     """The last line that can be the probe's answer: a module may have more to say when the
     process ends, too."""
     for line in reversed(printed.splitlines()):
         try:
-            found = json.loads(line)
+            answer = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and "tensors" in found:
-            return found
+        if isinstance(answer, dict) and "tensors" in answer:
+            return answer
     raise ValueError("no line is an answer")
 
 
@@ -182,41 +185,40 @@ def _size_within(block: str, sizes: Mapping[str, int]) -> int:
     return sum(size for name, size in sizes.items() if name.startswith(f"{block}."))
 
 
-def _refuse(kind: str, why: str) -> LayoutError:
+def _refusal(kind: str, why: str) -> LayoutError:
     return LayoutError(
         f"model {kind!r} cannot be built", why=why, fix="check model.kind and model.args"
     )
 
 
-def last_line(text: str) -> str:
-    """The last line with anything in it."""
+def find_last_line(text: str) -> str:
+    """The last line of `text` with anything in it; "" if there is none."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
 
 def _cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> Path | None:
-    """Where the shape is kept, or None if there is no cache or no source to recognise the model
-    by."""
+    """The file that caches the shape; None if there is no cache or no source to recognise the
+    model by."""
     sources = (
-        _sources_of_config(kind)
+        _find_config_sources(kind)
         if is_hugging_face(kind)
-        else sources_of(kind.partition(":")[0].split("."))
+        else find_sources(kind.partition(":")[0].split("."))
     )
     if cache_dir is None or not sources:
         return None
-    ours = [
+    probe_files = [
         file
         for room in OWN_ROOMS
         for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))
     ]
-    return (
-        cache_dir
-        / f"shape-{digest([kind, dict(args), states_of([*sources, *ours]), sys.version])}.json"
-    )
+    files = file_states([*sources, *probe_files])
+    return cache_dir / f"shape-{digest([kind, dict(args), files, sys.version])}.json"
 
 
-def states_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Which files these are, as far as that shows without reading them."""
+def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """(name, size, time of change) of each file, to tell without reading them whether they
+    changed."""
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
@@ -227,14 +229,14 @@ def _read_cached(file: Path) -> ModelShape | None:
         return None
 
 
-def _sources_of_config(kind: str) -> list[Path]:
+def _find_config_sources(kind: str) -> list[Path]:
     """The file, and what says which transformers is installed."""
-    found = PathFinder.find_spec("transformers", sys.path)
+    spec = PathFinder.find_spec("transformers", sys.path)
     path = config_path(kind).resolve()
-    return [path, Path(found.origin)] if found is not None and found.origin else []
+    return [path, Path(spec.origin)] if spec is not None and spec.origin else []
 
 
-def sources_of(names: Sequence[str]) -> list[Path]:
+def find_sources(names: Sequence[str]) -> list[Path]:
     """The module's file and those it most likely imports: the rest of its package, or the files
     beside it.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 
 def divisors(number: int) -> list[int]:
-    """In ascending order; those up to a million and their partners."""
+    """The divisors of `number` in ascending order; those up to a million and their partners."""
     low = [
         candidate
         for candidate in range(1, min(int(number**0.5), 10**6) + 1)
@@ -17,7 +17,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(wish: int, legal: Sequence[int]) -> str:
-    """Of legal values in ascending order, those on both sides of `wish`: '4 or 8'."""
+    """The legal values (ascending) on both sides of `wish`, as text: '4 or 8'."""
     below = [value for value in legal if value < wish][-1:]
     above = [value for value in legal if value > wish][:1]
     return " or ".join(map(str, below + above)) or "none"
@@ -34,16 +34,20 @@ def multiples_near(number: int, of: int) -> str:
     return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
 
 
-def nearest_degrees(num_ranks: int, asked: Mapping[str, int], *, must_fill: bool) -> dict[str, int]:
+def nearest_degrees(
+    num_ranks: int, degrees_wanted: Mapping[str, int], *, must_fill: bool
+) -> dict[str, int]:
     """Degrees that divide `num_ranks` together (or make it) and are, as factors, least far from
-    what was asked.
+    `degrees_wanted`.
 
     Of equals the one that keeps inner axes: they are what a node has room for.
     """
     legal = [
-        degrees for degrees, left in _divided(num_ranks, len(asked)) if left == 1 or not must_fill
+        degrees
+        for degrees, remainder in _factorizations(num_ranks, len(degrees_wanted))
+        if remainder == 1 or not must_fill
     ]
-    wishes = tuple(asked.values())
+    wishes = tuple(degrees_wanted.values())
 
     def distance(degrees: Sequence[int]) -> tuple[float, tuple[float, ...]]:
         factors = [
@@ -52,14 +56,14 @@ def nearest_degrees(num_ranks: int, asked: Mapping[str, int], *, must_fill: bool
         return round(sum(factors), 9), tuple(reversed(factors))
 
     nearest = min(legal, key=distance)
-    return dict(zip(asked, nearest, strict=True))
+    return dict(zip(degrees_wanted, nearest, strict=True))
 
 
-def _divided(number: int, num_factors: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Every way to take `num_factors` factors out of `number`, and what is left of it."""
+def _factorizations(number: int, num_factors: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Every way to take `num_factors` factors out of `number`, and the rest of it."""
     if num_factors == 0:
         yield (), number
         return
     for factor in divisors(number):
-        for others, left in _divided(number // factor, num_factors - 1):
-            yield (factor, *others), left
+        for factors, remainder in _factorizations(number // factor, num_factors - 1):
+            yield (factor, *factors), remainder

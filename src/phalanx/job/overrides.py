@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from phalanx.core.errors import did_you_mean
-from phalanx.job.findings import Finding, annotation, arms, leaves, printable, sections
-from phalanx.job.key_aliases import advice
+from phalanx.job.findings import (
+    Finding,
+    find_annotation,
+    keys_by_section,
+    printable,
+    sections_by_key,
+    split_union,
+)
+from phalanx.job.key_aliases import suggest_key
 from phalanx.job.positions import Path
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -27,7 +34,7 @@ class Override:
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Finding]]:
-    """The overrides that can be read, in order, and what is wrong with the others."""
+    """The overrides that can be read, in order, and findings about the rest."""
     good: list[Override] = []
     bad: list[Finding] = []
     for index, text in enumerate(texts):
@@ -58,8 +65,8 @@ def overlay(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, An
 
 
 def _parse(text: str, index: int) -> Override | Finding:
-    def refuse(key: str, what: str, fix: str) -> Finding:
-        return Finding((key,), what, fix, override=index)
+    def refuse(key: str, problem: str, fix: str) -> Finding:
+        return Finding((key,), problem, fix, override=index)
 
     key, equals, raw = text.partition("=")
     key, raw = key.strip(), raw.strip()
@@ -69,7 +76,7 @@ def _parse(text: str, index: int) -> Override | Finding:
     if not all(_NAME.fullmatch(part) for part in parts):
         return refuse(key, "is not a key", "write section.key=value")
     if len(parts) == 1:
-        return _not_in_a_section(key, raw, index)
+        return _refuse_without_section(key, raw, index)
     if not raw:
         return refuse(key, "has no value", f"write {printable(key)}=VALUE")
     path: Path = tuple(parts)
@@ -80,28 +87,30 @@ def _parse(text: str, index: int) -> Override | Finding:
     return Override(path, value, index)
 
 
-def _not_in_a_section(name: str, raw: str, index: int) -> Finding:
-    """`dim=192`: the key that was meant, in full and with its value; of a section the key that
-    its value may be of."""
-    if name in sections():
-        first = "kind" if name == "model" and ":" in raw else sections()[name][0]
-        what, fix = (
+def _refuse_without_section(name: str, raw: str, index: int) -> Finding:
+    """The finding for `dim=192`: names the key that was meant, in full and with its value; for a
+    section, a key that its value may be of."""
+    if name in keys_by_section():
+        first = "kind" if name == "model" and ":" in raw else keys_by_section()[name][0]
+        problem, fix = (
             "is a whole section",
             f"set its keys one by one: {name}.{first}={printable(raw) or '...'}",
         )
     else:
-        fix = advice(name, leaves(), printable(raw)) or did_you_mean(name, tuple(sections()))
-        what, fix = "is not section.key", fix or "write section.key=value"
-    return Finding((name,), what, fix, override=index)
+        fix = suggest_key(name, sections_by_key(), printable(raw)) or did_you_mean(
+            name, tuple(keys_by_section())
+        )
+        problem, fix = "is not section.key", fix or "write section.key=value"
+    return Finding((name,), problem, fix, override=index)
 
 
 def wants_text(path: Path) -> bool:
     """True if the key takes strings alone, so that a bare 123, true or a path is one."""
-    taken = arms(annotation(path))
-    return not any(arm in (int, float) for arm in taken) and any(
+    types = split_union(find_annotation(path))
+    return not any(arm in (int, float) for arm in types) and any(
         arm is str
         or (get_origin(arm) is Literal and all(isinstance(choice, str) for choice in get_args(arm)))
-        for arm in taken
+        for arm in types
     )
 
 

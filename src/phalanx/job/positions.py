@@ -21,7 +21,7 @@ class Spot(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a key and its value begin.
+    """The spots where a key and its value begin.
 
     An array element has no key, a table no value: both are the same spot then.
     """
@@ -38,15 +38,15 @@ def locate(text: str) -> dict[Path, Place]:
 
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_toml.language()))
     atlas = _Atlas(text.split("\n"))
-    here: Path = ()
+    table: Path = ()
     for node in parser.parse(text.encode()).root_node.named_children:
         if node.type == "pair":
             atlas.add_pair(node, ())
         elif node.type in ("table", "table_array_element"):
-            here = atlas.add_header(node)
+            table = atlas.add_header(node)
             for child in node.named_children:
                 if child.type == "pair":
-                    atlas.add_pair(child, here)
+                    atlas.add_pair(child, table)
     return atlas.places
 
 

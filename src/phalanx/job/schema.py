@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    """What the run is called, and where it writes."""
+    """The run's name, and the directory it writes to."""
 
     name: Annotated[
         str,
@@ -189,7 +189,7 @@ class Source(Section):
 
 
 class Data(Section):
-    """What is learned from, and how it becomes samples."""
+    """The data to learn from, and how it becomes samples."""
 
     source: Text = "stdlib"
     """"stdlib" (the interpreter's own source text), a file, a directory, a glob of text, JSONL,
@@ -230,7 +230,7 @@ class Data(Section):
 
 
 class Train(Section):
-    """How long, and how much of it in one update."""
+    """The length of the run, and the size of one update."""
 
     steps: Positive = 500
     """Optimizer updates in all."""
@@ -268,7 +268,7 @@ class Train(Section):
 
 
 class Eval(Section):
-    """How the model is judged on held-out data."""
+    """The evaluation of the model on held-out data."""
 
     tokens: Count = 262144
     """Held-out tokens of one evaluation, at most what there is (0: none).
@@ -287,7 +287,7 @@ class Eval(Section):
 
 
 class Optim(Section):
-    """How weights change, and the learning rate over time."""
+    """The optimizer, and the learning rate over time."""
 
     kind: Text = "adamw"
     """An optimizer of phalanx (adamw, sgd), or package.module:build for your own build(groups,
@@ -329,7 +329,7 @@ class Optim(Section):
 
 
 class Parallel(Section):
-    """How the ranks share the work. What is left out, the plan chooses: see `phalanx plan`."""
+    """The layout of the ranks. The plan chooses what is left out: see `phalanx plan`."""
 
     ranks: Positive | None = None
     """Processes; default by the plan (GPUs, or CPU cores up to 8)."""
@@ -519,7 +519,7 @@ class Checkpoint(Section):
 
 
 class Resilience(Section):
-    """What happens when something fails, and failures to rehearse."""
+    """Reactions to failures, and failures to rehearse."""
 
     max_restarts: Count = 3
     """Restarts within an hour before the run is given up (exit 10)."""
@@ -538,7 +538,7 @@ class Resilience(Section):
 
 
 class Observe(Section):
-    """Where the facts of a run go."""
+    """The places that the facts of a run go to."""
 
     sinks: tuple[str, ...] | None = None
     """Where facts go besides RUN/events: names of phalanx.observe.sinks, or package.module:function

@@ -40,7 +40,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Measured:
-    """What can be counted of a user's own module without knowing what it computes."""
+    """Facts of a user's own module that can be counted without knowing what it computes."""
 
     num_params: int
     num_trainable_params: int
@@ -206,12 +206,12 @@ class ModelShape:
 
     @property
     def num_patches(self) -> int:
-        """Of one image."""
+        """Patches of one image."""
         return (self.image_size // self.patch_size) ** 2 if self.patch_size else 0
 
     @property
     def rotated_dim(self) -> int:
-        """Of a head, what rotary positions turn."""
+        """Features of a head that rotary positions turn."""
         return self.rope_head_dim or self.head_dim
 
     @property
@@ -242,29 +242,30 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Of one block: the projections, their biases and the norms inside."""
+        """Parameters of one block's attention: the projections, their biases and the norms
+        inside."""
         return counts.attention_params(self)
 
     @property
     def ffn_params(self) -> int:
-        """Of one dense block."""
+        """Parameters of the feed-forward of one dense block."""
         return counts.ffn_params(self, self.ffn_dim)
 
     @property
     def norm_params(self) -> int:
-        """Of one norm."""
+        """Parameters of one norm."""
         return counts.norm_params(self)
 
     @property
     def block_params(self) -> int:
-        """Of the largest block."""
+        """Parameters of the largest block."""
         return (
             self.measured.block_params if self.measured is not None else counts.block_params(self)
         )
 
     @property
     def blocks_params(self) -> int:
-        """Of all blocks together."""
+        """Parameters of all blocks together."""
         return (
             self.measured.blocks_params if self.measured is not None else counts.blocks_params(self)
         )
@@ -280,7 +281,7 @@ class ModelShape:
 
     @property
     def num_active_params(self) -> int:
-        """Those that take part in one token: of the experts, only the ones it visits."""
+        """Parameters that take part in one token: of the experts, only the ones it visits."""
         return self.num_params - counts.idle_params(self)
 
     def params_by_group(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Collection
 from typing import Any
 
-from phalanx.job.findings import sections, wanted_at
+from phalanx.job.findings import describe_key, keys_by_section
 from phalanx.job.json_schema import job_json_schema
 from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
@@ -60,14 +60,14 @@ def job_template(
     values, defaults = job.to_json(), Job().to_json()
     is_set = {
         f"{section}.{key}"
-        for section, keys in sections().items()
+        for section, keys in keys_by_section().items()
         for key in keys
         if values[section][key] != defaults[section][key] and f"{section}.{key}" != PLACE_OF_ITS_OWN
     } | set(USUAL)
     parts = [f"#:schema {schema_file}"] if schema_file else []
     parts.append(HEAD.format(file=file) if minimal else f"{HEAD.format(file=file)}#\n{EVERY_KEY}")
     schema = job_json_schema()["properties"]
-    for section in sections():
+    for section in keys_by_section():
         if minimal and not any(key.startswith(f"{section}.") for key in is_set):
             continue
         parts.append(_section(section, values[section], schema[section], is_set, minimal))
@@ -97,7 +97,7 @@ def _section(
 def _words(section: str, key: str, schema: dict[str, Any]) -> str:
     """The key's own words, and what may stand behind the equals sign."""
     words = schema["properties"][key].get("description", "")
-    kinds = wanted_at((section, key)).removesuffix(f" or {toml_value(None)}")
+    kinds = describe_key((section, key)).removesuffix(f" or {toml_value(None)}")
     return words if kinds in SAYS_LITTLE else f"{words} ({kinds})"
 
 

@@ -18,15 +18,15 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     Experts are stacked (`blocks.3.moe.experts.up.weight`).
     """
     assert shape.is_known, "of a user's own module only counts are known"
-    found = dict(_outside(shape))
+    shapes = dict(_outside(shape))
     for layer in range(shape.num_layers):
-        found.update((f"blocks.{layer}.{name}", size) for name, size in _block(shape, layer))
-    return found
+        shapes.update((f"blocks.{layer}.{name}", size) for name, size in _block(shape, layer))
+    return shapes
 
 
 def stored_shapes(shape: ModelShape) -> dict[str, Shape]:
-    """What a checkpoint of it holds: `tensor_shapes`, and the biases by which experts are
-    chosen, which are buffers."""
+    """Names and shapes of the tensors that a checkpoint holds: `tensor_shapes`, and the biases
+    by which experts are chosen, which are buffers."""
     routers = (
         range(shape.num_dense_layers, shape.num_layers)
         if shape.num_experts and shape.balance_bias
@@ -38,7 +38,7 @@ def stored_shapes(shape: ModelShape) -> dict[str, Shape]:
 
 
 def module_names(shape: ModelShape) -> list[str]:
-    """Of all modules of the model, itself ("") first."""
+    """The names of all modules of the model, itself ("") first."""
     names = {"": None}
     for tensor in tensor_shapes(shape):
         parts = tensor.split(".")[:-1]
@@ -47,17 +47,19 @@ def module_names(shape: ModelShape) -> list[str]:
     return list(names)
 
 
-def holders_of(shape: ModelShape) -> dict[str, Holder]:
+def find_holders(shape: ModelShape) -> dict[str, Holder]:
     """The modules that hold parameters themselves, by name."""
     tensors: dict[str, dict[str, Shape]] = defaultdict(dict)
     for tensor, size in tensor_shapes(shape).items():
         owner, _, key = tensor.rpartition(".")
         tensors[owner][key] = size
-    return {name: _holder(name, own, shape) for name, own in tensors.items()}
+    return {
+        name: _holder(name, tensors_of_module, shape) for name, tensors_of_module in tensors.items()
+    }
 
 
-def _holder(name: str, own: dict[str, Shape], shape: ModelShape) -> Holder:
-    weight, num_params = own.get("weight", ()), sum(map(math.prod, own.values()))
+def _holder(name: str, tensors: dict[str, Shape], shape: ModelShape) -> Holder:
+    weight, num_params = tensors.get("weight", ()), sum(map(math.prod, tensors.values()))
     if len(weight) == 3:
         return Holder(name, "grouped", num_params, *weight[1:])
     if name.endswith(".router"):

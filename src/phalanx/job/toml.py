@@ -51,12 +51,12 @@ def model_section(shape: ModelShape, more: Mapping[str, Any] | None = None) -> s
     base = find_preset(DEFAULT_PRESETS.get(shape.kind, "small"))
     assert base is not None
     defaults = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
-    said = {*ALWAYS, *(() if shape.reads_images else OF_TEXT), *base.values}
+    always = {*ALWAYS, *(() if shape.reads_images else OF_TEXT), *base.values}
     unread = {"ffn_dim"} if shape.num_expert_layers == shape.num_layers else set()
     unread |= {"num_kv_heads"} if shape.kv_rank else set()
     values = shape.to_json()
-    wanted = [key for key in SHAPE_KEYS if key in said or values[key] != defaults[key]]
-    chosen = {key: values[key] for key in wanted if key not in unread}
+    keys = [key for key in SHAPE_KEYS if key in always or values[key] != defaults[key]]
+    chosen = {key: values[key] for key in keys if key not in unread}
     kind = {"kind": shape.kind} if shape.kind != "decoder" else {}
     lines = [
         f"{key} = {toml_value(value)}" for key, value in {**(more or {}), **kind, **chosen}.items()

@@ -10,7 +10,13 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from phalanx.job.findings import Finding, annotation, arms, unknown, wrong_value
+from phalanx.job.findings import (
+    Finding,
+    explain_unknown,
+    explain_wrong_value,
+    find_annotation,
+    split_union,
+)
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
 
@@ -23,7 +29,7 @@ def validate(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
     With findings, the keys they are about hold their defaults instead.
     """
     unusable: list[Finding] = []
-    clean = _clean(_with_nulls(tree), (), unusable)
+    clean = _clean(_replace_none_words(tree), (), unusable)
     try:
         job = Job.model_validate_json(json.dumps(clean))
     except ValidationError as error:
@@ -34,10 +40,10 @@ def validate(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
         if not unusable:
             return job, []
         findings = unusable
-    return Job.model_validate_json(json.dumps(_without(clean, findings))), findings
+    return Job.model_validate_json(json.dumps(_drop_refused(clean, findings))), findings
 
 
-def _with_nulls(tree: dict[str, Any]) -> dict[str, Any]:
+def _replace_none_words(tree: dict[str, Any]) -> dict[str, Any]:
     """`tree` with the word "none" as None where a key may be absent: TOML has no null."""
     return {
         section: {
@@ -52,24 +58,27 @@ def _with_nulls(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _may_be_absent(section: str, key: str) -> bool:
     """True if None is a value of the key, and the word "none" is not one of its choices."""
-    options = arms(annotation((section, key)))
+    options = split_union(find_annotation((section, key)))
     return type(None) in options and not any("none" in get_args(option) for option in options)
 
 
-def _clean(value: Any, path: Path, found: list[Finding]) -> Any:
-    """`value` with None for whatever a job cannot hold; each such thing is added to `found`."""
-    if reason := _unusable(value, path):
-        found.append(Finding(path, *reason))
+def _clean(value: Any, path: Path, findings: list[Finding]) -> Any:
+    """`value` with None for whatever a job cannot hold; each such thing is added to `findings`."""
+    if reason := _explain_unusable(value, path):
+        findings.append(Finding(path, *reason))
         return None
     if isinstance(value, dict):
-        return {_encodable(key): _clean(item, (*path, key), found) for key, item in value.items()}
+        return {
+            _encodable(key): _clean(item, (*path, key), findings) for key, item in value.items()
+        }
     if isinstance(value, list):
-        return [_clean(item, (*path, index), found) for index, item in enumerate(value)]
+        return [_clean(item, (*path, index), findings) for index, item in enumerate(value)]
     return value
 
 
-def _unusable(value: Any, path: Path) -> tuple[str, str] | None:
-    """What is wrong with a value that TOML or JSON can write and a job cannot hold: (what, fix)."""
+def _explain_unusable(value: Any, path: Path) -> tuple[str, str] | None:
+    """(problem, fix) for a value that TOML or JSON can write and a job cannot hold; None for any
+    other."""
     if len(path) > MAX_DEPTH:
         return f"is nested more than {MAX_DEPTH} deep", ""
     if isinstance(value, datetime.date | datetime.time):
@@ -77,12 +86,12 @@ def _unusable(value: Any, path: Path) -> tuple[str, str] | None:
     if isinstance(value, float):
         if not math.isfinite(value):
             return f"wanted a finite number, was given {value}", ""
-        taken = arms(annotation(path))
-        if float not in taken and any(
-            get_origin(arm) is Literal for arm in taken
+        types = split_union(find_annotation(path))
+        if float not in types and any(
+            get_origin(arm) is Literal for arm in types
         ):  # pydantic takes 2.0 for Literal[2]
-            explained = wrong_value(path, value)
-            return explained.what, explained.fix
+            finding = explain_wrong_value(path, value)
+            return finding.what, finding.fix
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "is a whole number that does not fit in 64 bits", ""
     if isinstance(value, str) and ("\0" in value or _encodable(value) != value):
@@ -107,25 +116,29 @@ def _explain(clean: dict[str, Any], line: Any) -> Finding:
         except (KeyError, IndexError, TypeError):
             break
         path = (*path, part)
-    return unknown(path, value) if line["type"] == "extra_forbidden" else wrong_value(path, value)
+    return (
+        explain_unknown(path, value)
+        if line["type"] == "extra_forbidden"
+        else explain_wrong_value(path, value)
+    )
 
 
 def _merge(unusable: list[Finding], refused: list[Finding]) -> list[Finding]:
     """Both, with one finding per value: an unknown key hides what is in it, else the first thing
     found wins."""
     hidden = [finding.path for finding in refused if finding.at_key]
-    kept = [
+    merged = [
         finding
         for finding in unusable
         if not any(finding.path[: len(path)] == path for path in hidden)
     ]
     for finding in refused:
-        if not any(other.path[: len(finding.path)] == finding.path for other in kept):
-            kept.append(finding)
-    return kept
+        if not any(other.path[: len(finding.path)] == finding.path for other in merged):
+            merged.append(finding)
+    return merged
 
 
-def _without(tree: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
+def _drop_refused(tree: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
     """`tree` without the sections and the `section.key`s that the findings are about."""
     gone = {finding.path[:2] for finding in findings}
     return {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
-from phalanx.job.checks.experts import experts_can_do_it, ranks_for_experts
+from phalanx.job.checks.experts import experts_have_no_conflicts, find_ranks_for_experts
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
@@ -275,11 +275,11 @@ def list_ep_degrees(job: Job, evaluator: CandidateEvaluator, candidate: Candidat
     shape = evaluator.shape
     if evaluator.work.ep > 1 or not shape.num_expert_layers or candidate.zero_stage == 1:
         return
-    if experts_can_do_it.run(
+    if experts_have_no_conflicts.run(
         job.model_copy(update={"parallel": job.parallel.model_copy(update={"ep": 2})})
     ):
         return
-    ranks = ranks_for_experts(job, evaluator.num_ranks)
+    ranks = find_ranks_for_experts(job, evaluator.num_ranks)
     if ranks is not None:
         yield from (
             degree for degree in divisors(math.gcd(ranks[0], shape.num_experts)) if degree > 1

@@ -12,7 +12,12 @@ import math
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
-from phalanx.job.checks.experts import experts_can_do_it, misfit, not_divided, ranks_for_experts
+from phalanx.job.checks.experts import (
+    experts_have_no_conflicts,
+    explain_undivided,
+    find_misfit,
+    find_ranks_for_experts,
+)
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.nearest import divisors, divisors_near, multiples_near, nearest
 from phalanx.job.schema import Job
@@ -295,14 +300,17 @@ def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
     ep = job.parallel.ep or 1
     if ep == 1:
         return 1
-    size, description = ranks_for_experts(job, num_ranks) or (num_ranks, f"the {num_ranks} ranks")
-    wrong = misfit(ep, shape, size)
+    size, description = find_ranks_for_experts(job, num_ranks) or (
+        num_ranks,
+        f"the {num_ranks} ranks",
+    )
+    wrong = find_misfit(ep, shape, size)
     if wrong is not None:
         raise LayoutError(f"parallel.{wrong[0]}", fix=wrong[1])
-    for finding in experts_can_do_it.run(job):
+    for finding in experts_have_no_conflicts.run(job):
         raise LayoutError(f"{'.'.join(map(str, finding.path))}: {finding.what}", fix=finding.fix)
     if size % ep:
-        problem, fix = not_divided(job, shape, size, description)
+        problem, fix = explain_undivided(job, shape, size, description)
         raise LayoutError(f"parallel.{problem}", fix=fix)
     return ep
 

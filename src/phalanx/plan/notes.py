@@ -12,7 +12,7 @@ from phalanx.core.units import format_bytes
 from phalanx.job import counts
 from phalanx.job.checks.experts import WHY
 from phalanx.job.learning_rate import peak_rate
-from phalanx.job.model import what_follows
+from phalanx.job.model import explain_scaled_widths
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import ModelShape
 from phalanx.plan.candidates import CandidateEvaluator, list_ep_degrees
@@ -40,7 +40,7 @@ WORTH_SHARE = 0.05  # of a rank's memory: what spreading experts must save to be
 def list_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list[str]:
     """The notes of a plan, one line each."""
     shape, work = evaluator.shape, evaluator.work
-    notes = [*what_follows(job.model), *note_ignored_keys(job, chosen)]
+    notes = [*explain_scaled_widths(job.model), *note_ignored_keys(job, chosen)]
     if work.tp > 1:
         notes += _tp_notes(job, evaluator)
     notes += cp_notes(job, shape, work)

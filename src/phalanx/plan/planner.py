@@ -10,7 +10,7 @@ from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.job.learning_rate import peak_rate
 from phalanx.job.model import shape_of
-from phalanx.job.module_probe import foreign_shape
+from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.candidates import (
@@ -62,7 +62,7 @@ def make_plan(
     precision_is_auto = job.precision.compute == "auto"
     job, why_precision = resolve_precision(job, cluster)
     if shape is None:
-        shape = foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
+        shape = measure_foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
     _require_vocabulary(shape, vocab_size)
     _require_positions(shape, job.data.seq_len)
     _require_masks(job, shape)

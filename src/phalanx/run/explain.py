@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.core.units import GIB, format_bytes, format_count
 from phalanx.data.tokenizer import BYTES
 from phalanx.job.learning_rate import MAX_DEFAULT_WARMUP, peak_rate, scaling_rule, warmup_steps
-from phalanx.job.load import Origin, told
+from phalanx.job.load import Origin, find_origins
 from phalanx.job.model import preset_of
 from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
@@ -60,7 +60,7 @@ def explain(
             else "the default of text"
         )
         derived["data.tokenizer"] = Explained("data.tokenizer", tokens.default, "derived", why=why)
-    origins = told(job_file, overrides)
+    origins = find_origins(job_file, overrides)
     values = job.to_json()
     rows = []
     for key, origin in origins.items():

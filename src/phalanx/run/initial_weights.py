@@ -20,7 +20,7 @@ from phalanx.checkpoint.reading.verify import require_complete_directory
 from phalanx.checkpoint.stores import find_checkpoint, is_url
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
-from phalanx.job.model import fixed_vocab_size, shape_of
+from phalanx.job.model import find_vocab_size_of, shape_of
 from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import stored_shapes
@@ -91,7 +91,7 @@ def find_known_shape(job: Job) -> ModelShape | None:
     user's module."""
     if job.model.is_foreign:
         return None
-    vocab_size = fixed_vocab_size(job.model)
+    vocab_size = find_vocab_size_of(job.model)
     shape = shape_of(job, vocab_size or 1)
     return shape if vocab_size or shape.reads_images else None
 

@@ -14,7 +14,13 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
-from phalanx.job.module_probe import SHAPE_CACHE, ask_process, last_line, sources_of, states_of
+from phalanx.job.module_probe import (
+    SHAPE_CACHE,
+    ask_process,
+    file_states,
+    find_last_line,
+    find_sources,
+)
 from phalanx.job.schema import Job
 from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code, row_warnings
 from phalanx.plan.plan import EarlyWarning, Plan
@@ -48,7 +54,7 @@ def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowFacts:
         return RowFacts()
     request = {"job": job.to_json(), "plan": plan.to_json()}
     try:
-        facts = RowFacts(**json.loads(last_line(ask_process(PROBE, request, TIMEOUT_S))))
+        facts = RowFacts(**json.loads(find_last_line(ask_process(PROBE, request, TIMEOUT_S))))
     except (ChildProcessError, ValueError, TypeError):
         return RowFacts()
     try:
@@ -66,7 +72,7 @@ def _cache_file(job: Job, plan: Plan) -> Path:
         file
         for name in named
         if name and is_foreign(name)
-        for file in sources_of(name.partition(":")[0].split("."))
+        for file in find_sources(name.partition(":")[0].split("."))
     ]
     package = Path(__file__).parents[1]
     phalanx_files = [
@@ -81,5 +87,5 @@ def _cache_file(job: Job, plan: Plan) -> Path:
     ]
     return (
         SHAPE_CACHE
-        / f"rows-{digest([settings, states_of([*user_files, *phalanx_files]), sys.version])}.json"
+        / f"rows-{digest([settings, file_states([*user_files, *phalanx_files]), sys.version])}.json"
     )

@@ -11,7 +11,7 @@ from typing import cast
 
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.registry import is_foreign, resolve
-from phalanx.job.hugging_face import preloaded
+from phalanx.job.hugging_face import modules_to_preload
 from phalanx.job.schema import Job
 from phalanx.observe.outlet import OpenSink, Sink
 from phalanx.observe.sink_process import SINKS, ProcessSink
@@ -48,7 +48,7 @@ def _opener(kind: str, run_dir: Path) -> OpenSink:
 def preload(job: Job) -> tuple[str, ...]:
     """Modules that the ranks' server imports once, so that no rank spends a second on them."""
     # torch._dynamo: building on the meta device and DDP both import it.
-    modules = ["torch", "torch._dynamo", "phalanx.run.rank", *preloaded(job.model.kind)]
+    modules = ["torch", "torch._dynamo", "phalanx.run.rank", *modules_to_preload(job.model.kind)]
     for kind in choose_sinks(job):
         if not is_foreign(kind):
             modules += resolve(kind, SINKS, "PRELOAD")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.data.look import look_at_data
 from phalanx.data.tokenizer import BYTES
-from phalanx.job.model import fixed_vocab_size, shape_of
-from phalanx.job.module_probe import foreign_shape
+from phalanx.job.model import find_vocab_size_of, shape_of
+from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.plan import Plan
@@ -65,11 +65,11 @@ def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
 
 def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
     """(the plan, a line for each source of data that was looked at)."""
-    shape, tokens = foreign_shape(job), find_tokens(job)
+    shape, tokens = measure_foreign_shape(job), find_tokens(job)
     is_usual = _needs_no_look(job) and tokens.default in ("", BYTES)
     if is_usual or ((shape or shape_of(job, vocab_size=1)).reads_images and _has_tokens(job)):
         return make_plan(job, shape=shape, more=tokens.remarks()), []
-    fixed = fixed_vocab_size(job.model)
+    fixed = find_vocab_size_of(job.model)
     look = look_at_data(job.data, vocab_size=fixed, default_tokenizer=tokens.default or BYTES)
     plan = make_plan(
         job,

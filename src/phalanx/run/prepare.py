@@ -14,8 +14,8 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.files import open_run_directory
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
-from phalanx.job.model import fixed_vocab_size, refuse_other_data
-from phalanx.job.module_probe import foreign_shape
+from phalanx.job.model import find_vocab_size_of, require_matching_data
+from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.launch.paths import refuse_linked_folders
@@ -84,9 +84,9 @@ def prepare_run(
         job = replace_precision(
             job, earlier_plan.precision
         )  # started again with the job file: the run has begun
-    shape = foreign_shape(job)
+    shape = measure_foreign_shape(job)
     check_needs(job, cluster.device)
-    refuse_other_data(job, shape)
+    require_matching_data(job, shape)
     if not resume:
         # Weights that are not there or do not fit are refused before data is prepared.
         find_initial(job.model, find_known_shape(job))
@@ -96,7 +96,7 @@ def prepare_run(
     directory = RunDirectory(run_dir)
     with directory.hold() as lock, hold_store(job, run_dir, resume=resume, say=say):
         is_new = not (data_dir / MANIFEST).exists()
-        fixed_size = fixed_vocab_size(job.model)
+        fixed_size = find_vocab_size_of(job.model)
         corpus = prepare_corpus(
             job.data, data_dir, vocab_size=fixed_size, default_tokenizer=tokens.default
         )

@@ -13,8 +13,8 @@ from phalanx.core.digest import differing_keys
 from phalanx.core.errors import JobError, LayoutError, Problem, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
-from phalanx.job.findings import given
-from phalanx.job.learning_rate import reference_on_resume
+from phalanx.job.findings import describe_value
+from phalanx.job.learning_rate import overrides_on_resume
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job, Parallel
 from phalanx.optim.schedule import learning_rate
@@ -48,7 +48,8 @@ class Change:
     is_other_training: bool
 
     def words(self) -> str:
-        return f"{self.key} {given(self.before)} -> {given(self.after)}: {self.effect}"
+        before, after = describe_value(self.before), describe_value(self.after)
+        return f"{self.key} {before} -> {after}: {self.effect}"
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def _load_with_changes(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job
 def _load(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
     run_dir_override = f"run.dir={run_dir}"
     return load_job_json(
-        run_dir / "job.json", [*overrides, *reference_on_resume(was, overrides), run_dir_override]
+        run_dir / "job.json", [*overrides, *overrides_on_resume(was, overrides), run_dir_override]
     )
 
 

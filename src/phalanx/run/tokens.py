@@ -24,7 +24,7 @@ from phalanx.data.model_tokenizer import (
     require_rows,
 )
 from phalanx.job.hugging_face import config_path, is_hugging_face, weights_directory
-from phalanx.job.model import fixed_vocab_size
+from phalanx.job.model import find_vocab_size_of
 from phalanx.job.schema import Job, Model
 from phalanx.plan.warnings import MoreRemarks
 
@@ -58,7 +58,7 @@ def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
     Raises DataError for a tokenizer that cannot be read, or that has more tokens than the model has
     rows.
     """
-    brought, vocab_size = model_tokenizer(job.model), fixed_vocab_size(job.model)
+    brought, vocab_size = model_tokenizer(job.model), find_vocab_size_of(job.model)
     if is_prepared:
         return JobTokens(job, brought, (), "", vocab_size)
     sources = find_source_tokens(job.data, brought)

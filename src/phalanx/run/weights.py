@@ -16,7 +16,7 @@ from phalanx.checkpoint.reading.mismatch import MismatchError
 from phalanx.checkpoint.stores import Store, find_checkpoint
 from phalanx.core.errors import CheckpointError, RunLockedError
 from phalanx.core.phases import Phases
-from phalanx.job.learning_rate import resolved_optim
+from phalanx.job.learning_rate import resolve_optim
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.build import build_model
@@ -72,7 +72,7 @@ def build_state(
     # The initialisation of a user's own model may make more than a checkpoint holds.
     initialize = draws or job.model.is_foreign
     model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize)
-    return TrainState(model, build_optimizer(model, resolved_optim(job)), job.run.seed, tokenizer)
+    return TrainState(model, build_optimizer(model, resolve_optim(job)), job.run.seed, tokenizer)
 
 
 def find_checkpoints(

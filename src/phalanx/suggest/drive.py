@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.files import read_json
 from phalanx.data.prepare import prepare_corpus
-from phalanx.job.module_probe import foreign_shape
+from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.launch.paths import next_attempt
@@ -34,7 +34,7 @@ def suggest_rules_for(job: Job) -> Suggestion:
         cluster=detect_cluster("cpu"),
         vocab_size=SMALL_VOCAB,
         num_ranks=1,
-        shape=foreign_shape(job),
+        shape=measure_foreign_shape(job),
     )
     with scratch_directory("suggest") as scratch:
         outcome = _run_rank(job, plan, scratch)

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import names
-from phalanx.job.checks.pipeline import pipelines_can_do_it
+from phalanx.job.checks.pipeline import pipelines_have_no_conflicts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job, Parallel
@@ -295,7 +295,7 @@ def make_cases(
 
 def _require_possible(job: Job) -> None:
     """Raises LayoutError for what the job asks for, and a pipeline cannot do."""
-    for problem in pipelines_can_do_it.run(job):
+    for problem in pipelines_have_no_conflicts.run(job):
         raise LayoutError(f"{'.'.join(map(str, problem.path))} is {problem.what}", fix=problem.fix)
 
 

@@ -13,7 +13,7 @@ from phalanx.core.errors import LayoutError, UsageError, did_you_mean
 from phalanx.core.units import format_count, plural
 from phalanx.data.look import look_at_data
 from phalanx.job.model import shape_of
-from phalanx.job.module_probe import foreign_shape
+from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.cluster import detect_cluster
@@ -110,7 +110,7 @@ def choose_layouts(
         look_at_data(
             job.data, vocab_size=None
         )  # what is judged is made up, but data that is not there is a mistake
-    shape = foreign_shape(job)
+    shape = measure_foreign_shape(job)
     num_params = (shape or shape_of(job, SMALL_VOCAB)).num_params
     if num_params > LARGE_PARAMS:
         raise LayoutError(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.core.errors import PhalanxError, ResourceError, UsageError
 from phalanx.data.prepare import prepare_corpus
-from phalanx.job.hugging_face import preloaded
+from phalanx.job.hugging_face import modules_to_preload
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.launch.paths import next_attempt
@@ -136,7 +136,7 @@ def _run_group(
             "torch",
             "torch._dynamo",
             "phalanx.verify.rank",
-            *preloaded(selection.job.model.kind),
+            *modules_to_preload(selection.job.model.kind),
         ),
         stepless="judging layouts",
         grace_s=1.0,

@@ -14,8 +14,11 @@ Question = Callable[[Job], list[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """`asked_by`: the keys one of which the user must have given; the defaults of the others may
-    then disagree."""
+    """A check of several keys together.
+
+    `asked_by`: the keys one of which the user must have given; the defaults of the others may then
+    disagree.
+    """
 
     run: Question
     reads: tuple[str, ...]
@@ -23,14 +26,15 @@ class Check:
 
 
 def check(*reads: str, asked_by: tuple[str, ...] = ()) -> Callable[[Question], Check]:
-    """Makes a check of the function below it."""
+    """Decorator that makes a `Check` of a function from the keys that it reads."""
     return lambda run: Check(run, reads, asked_by or reads)
 
 
-def finding(key: str, what: str, fix: str = "") -> Finding:
-    """About a dotted key."""
-    return Finding(path_of(key), what, fix)
+def finding(key: str, problem: str, fix: str = "") -> Finding:
+    """A finding about a dotted key."""
+    return Finding(path_of(key), problem, fix)
 
 
 def path_of(key: str) -> Path:
+    """The path of a dotted key: "observe.sinks.1" -> ("observe", "sinks", 1)."""
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))

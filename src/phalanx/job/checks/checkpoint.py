@@ -19,25 +19,29 @@ def checkpoints_have_an_address(job: Job) -> list[Finding]:
 
 @check("model.init_from")
 def initial_weights_have_an_address(job: Job) -> list[Finding]:
-    place = job.model.init_from
-    refused = refusal(place) if place is not None and ("://" in place or "::" in place) else None
-    if place is None or refused is None:
+    origin = job.model.init_from
+    refused = (
+        refusal(origin) if origin is not None and ("://" in origin or "::" in origin) else None
+    )
+    if origin is None or refused is None:
         return []
-    return [finding("model.init_from", f"{printable(place)!r} {refused.what}", refused.fix)]
+    return [finding("model.init_from", f"{printable(origin)!r} {refused.what}", refused.fix)]
 
 
 @check("checkpoint.every", "checkpoint.mtbf_hours")
 def auto_interval_needs_failures(job: Job) -> list[Finding]:
-    kept = job.checkpoint
-    if kept.every == "auto" and kept.mtbf_hours is None:
-        what = (
+    checkpoint = job.checkpoint
+    if checkpoint.every == "auto" and checkpoint.mtbf_hours is None:
+        problem = (
             '"auto" weighs what a save costs against how often the job fails, and nothing says how'
             " often"
         )
         return [
-            finding("checkpoint.every", what, "set checkpoint.mtbf_hours, or every_minutes instead")
+            finding(
+                "checkpoint.every", problem, "set checkpoint.mtbf_hours, or every_minutes instead"
+            )
         ]
-    if kept.every is None and kept.mtbf_hours is not None:
+    if checkpoint.every is None and checkpoint.mtbf_hours is not None:
         return [
             finding(
                 "checkpoint.mtbf_hours",
@@ -49,16 +53,16 @@ def auto_interval_needs_failures(job: Job) -> list[Finding]:
 
 
 @check("checkpoint.keep_last", "checkpoint.keep_every")
-def keeping_some_removes_others(job: Job) -> list[Finding]:
+def keep_every_needs_keep_last(job: Job) -> list[Finding]:
     if job.checkpoint.keep_every is None or job.checkpoint.keep_last is not None:
         return []
-    what = "keeps some of what is removed, and without keep_last nothing is"
-    return [finding("checkpoint.keep_every", what, "set checkpoint.keep_last")]
+    problem = "keeps some of what is removed, and without keep_last nothing is"
+    return [finding("checkpoint.keep_every", problem, "set checkpoint.keep_last")]
 
 
 CHECKS = (
     checkpoints_have_an_address,
     initial_weights_have_an_address,
     auto_interval_needs_failures,
-    keeping_some_removes_others,
+    keep_every_needs_keep_last,
 )

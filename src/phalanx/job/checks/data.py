@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.findings import Finding
-from phalanx.job.model import fixed_vocab_size, shape_of
+from phalanx.job.model import find_vocab_size_of, shape_of
 from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
 
@@ -19,17 +19,17 @@ SMALLEST_SHARE = 1 / 2**16  # of a mixture's samples: what its table can tell
 def mixture_or_source(job: Job) -> list[Finding]:
     if not job.data.mixture or job.data.source == Data().source:
         return []
-    what = f"there is a mixture, and data.source is {job.data.source!r} besides"
-    return [_finding("source", what, "make it one of the [[data.mixture]] tables")]
+    problem = f"there is a mixture, and data.source is {job.data.source!r} besides"
+    return [_finding("source", problem, "make it one of the [[data.mixture]] tables")]
 
 
 def mixture_is_of_tokens(job: Job) -> list[Finding]:
-    what, fix = (
+    problem, fix = (
         "your own dataset cannot be a part of a mixture",
         "mix inside your dataset: it gets every index",
     )
     return [
-        Finding(("data", "mixture", number, "source"), what, fix)
+        Finding(("data", "mixture", number, "source"), problem, fix)
         for number, part in enumerate(job.data.mixture)
         if is_own_dataset(part.source)
     ]
@@ -52,14 +52,15 @@ def mixture_has_no_dust(job: Job) -> list[Finding]:
 def args_need_an_own_dataset(job: Job) -> list[Finding]:
     if not job.data.args or is_own_dataset(job.data.source):
         return []
-    what = f"is for your own dataset, and data.source is {job.data.source!r}"
+    problem = f"is for your own dataset, and data.source is {job.data.source!r}"
     return [
-        _finding("args", what, 'set data.source = "package.module:factory", or remove data.args')
+        _finding("args", problem, 'set data.source = "package.module:factory", or remove data.args')
     ]
 
 
 def own_dataset_reads_the_key(key: str, job: Job) -> list[Finding]:
-    """Nothing unless `key` was changed for a dataset that nobody here tokenizes or packs."""
+    """A finding if `key` was changed for a dataset of the user's own, which phalanx neither
+    tokenizes nor packs."""
     if not is_own_dataset(job.data.source) or job.data.mixture:
         return []
     if getattr(job.data, key) == getattr(Data(), key):
@@ -80,24 +81,24 @@ def own_dataset_has_a_vocabulary(job: Job) -> list[Finding]:
     ):
         return []
     try:
-        known = fixed_vocab_size(job.model)
+        known = find_vocab_size_of(job.model)
     except LayoutError:
         return []
     if known is not None:
         return []
-    what = (
+    problem = (
         "model.vocab_size must be given where data.source is your own dataset: nothing else says"
         " how many ids there are"
     )
-    return [Finding(("model", "vocab_size"), what)]
+    return [Finding(("model", "vocab_size"), problem)]
 
 
 def images_need_an_own_dataset(job: Job) -> list[Finding]:
     if not _reads_images(job) or (is_own_dataset(job.data.source) and not job.data.mixture):
         return []
-    what = f"the model reads images, and data.source {job.data.source!r} holds tokens"
+    problem = f"the model reads images, and data.source {job.data.source!r} holds tokens"
     return [
-        _finding("source", what, 'give your own dataset: data.source = "package.module:factory"')
+        _finding("source", problem, 'give your own dataset: data.source = "package.module:factory"')
     ]
 
 
@@ -115,8 +116,8 @@ def _reads_images(job: Job) -> bool:
         return False
 
 
-def _finding(key: str, what: str, fix: str = "") -> Finding:
-    return Finding(("data", key), what, fix)
+def _finding(key: str, problem: str, fix: str = "") -> Finding:
+    return Finding(("data", key), problem, fix)
 
 
 def _reads(key: str) -> Question:

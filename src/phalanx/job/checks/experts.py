@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from phalanx.job.checks.check import check, finding
-from phalanx.job.checks.model import shape_or_none
+from phalanx.job.checks.model import find_shape
 from phalanx.job.findings import Finding
 from phalanx.job.nearest import divisors, nearest
 from phalanx.job.schema import Job
@@ -27,14 +27,14 @@ def experts_can_be_spread(job: Job) -> list[Finding]:
         return []
     if job.model.is_foreign:
         return [finding("parallel.ep", f"ep {ep} {FOREIGN[0]}", FOREIGN[1])]
-    shape = shape_or_none(job)
-    found = ranks_for_experts(job)
-    wrong = None if shape is None else misfit(ep, shape, found[0] if found else None)
+    shape = find_shape(job)
+    ranks = find_ranks_for_experts(job)
+    wrong = None if shape is None else find_misfit(ep, shape, ranks[0] if ranks else None)
     return [finding("parallel.ep", *wrong)] if wrong is not None else []
 
 
-def misfit(ep: int, shape: ModelShape, num_ranks: int | None = None) -> tuple[str, str] | None:
-    """What is wrong with so many ranks for a model's experts, and what to do.
+def find_misfit(ep: int, shape: ModelShape, num_ranks: int | None = None) -> tuple[str, str] | None:
+    """(problem, fix) for `ep` ranks and a model's experts; None if they go together.
 
     `num_ranks`: those that experts can be spread over, where that is known.
     """
@@ -46,9 +46,9 @@ def misfit(ep: int, shape: ModelShape, num_ranks: int | None = None) -> tuple[st
             "set model.num_experts, or remove it",
         )
     if shape.num_experts % ep:
-        what = f"ep {ep} does not divide the {shape.num_experts} experts"
+        problem = f"ep {ep} does not divide the {shape.num_experts} experts"
         return (
-            what,
+            problem,
             f"nearest: {nearest(ep, divisors(math.gcd(shape.num_experts, num_ranks or 0)))}",
         )
     return None
@@ -65,28 +65,31 @@ def misfit(ep: int, shape: ModelShape, num_ranks: int | None = None) -> tuple[st
     asked_by=("parallel.ep",),
 )
 def experts_have_their_ranks(job: Job) -> list[Finding]:
-    """Of the model only the fix is told: what is wrong is wrong with any."""
-    ep, found = job.parallel.ep or 1, ranks_for_experts(job)
-    if ep == 1 or found is None or found[0] % ep == 0 or experts_can_be_spread.run(job):
+    """A finding if ep does not divide the ranks that experts can be spread over. The model
+    matters for the fix alone."""
+    ep, ranks = job.parallel.ep or 1, find_ranks_for_experts(job)
+    if ep == 1 or ranks is None or ranks[0] % ep == 0 or experts_can_be_spread.run(job):
         return []
-    return [finding("parallel.ep", *not_divided(job, shape_or_none(job), *found))]
+    return [finding("parallel.ep", *explain_undivided(job, find_shape(job), *ranks))]
 
 
-def not_divided(job: Job, shape: ModelShape | None, size: int, called: str) -> tuple[str, str]:
-    """What is wrong with an ep that does not divide the `size` ranks, `called` so, and what to
-    do."""
+def explain_undivided(
+    job: Job, shape: ModelShape | None, size: int, ranks_in_words: str
+) -> tuple[str, str]:
+    """(problem, fix) for an ep that does not divide the `size` ranks, which messages call
+    `ranks_in_words`."""
     ep = job.parallel.ep or 1
     legal = divisors(
         math.gcd(size, shape.num_experts) if shape is not None and shape.num_experts else size
     )
     return (
-        f"ep {ep} does not divide {called}",
-        f"nearest: {nearest(ep, legal)}, or {_with_more_ranks(job, size)}",
+        f"ep {ep} does not divide {ranks_in_words}",
+        f"nearest: {nearest(ep, legal)}, or {_suggest_more_ranks(job, size)}",
     )
 
 
-def _with_more_ranks(job: Job, size: int) -> str:
-    """The least that ep divides, above what there is."""
+def _suggest_more_ranks(job: Job, size: int) -> str:
+    """The least number of ranks above `size` that ep divides, as a fix."""
     of, cp = job.parallel, job.parallel.cp or 1
     step = (of.ep or 1) // math.gcd(of.ep or 1, cp)
     more = size // cp // step * step + step
@@ -105,25 +108,27 @@ def _with_more_ranks(job: Job, size: int) -> str:
     "train.compile",
     asked_by=("parallel.ep",),
 )
-def experts_can_do_it(job: Job) -> list[Finding]:
+def experts_have_no_conflicts(job: Job) -> list[Finding]:
     if (job.parallel.ep or 1) == 1:
         return []
-    found = []
+    findings = []
     if job.parallel.zero_stage == 1:
-        found.append(
+        findings.append(
             finding("parallel.zero_stage", f"1 is not for parallel.ep: {WHY}", "set it to 2 or 3")
         )
     if job.parallel.compress != "none":
-        what = f"not with parallel.ep: {WHY}, and a hook is for one set of ranks"
-        found.append(finding("parallel.compress", what, 'set it to "none", or parallel.ep=1'))
+        problem = f"not with parallel.ep: {WHY}, and a hook is for one set of ranks"
+        findings.append(finding("parallel.compress", problem, 'set it to "none", or parallel.ep=1'))
     if job.train.compile:
-        what = "not with parallel.ep: how many rows travel to other ranks differs from step to step"
-        found.append(finding("train.compile", what, "set it to false, or parallel.ep=1"))
-    return found
+        problem = (
+            "not with parallel.ep: how many rows travel to other ranks differs from step to step"
+        )
+        findings.append(finding("train.compile", problem, "set it to false, or parallel.ep=1"))
+    return findings
 
 
-def ranks_for_experts(job: Job, num_ranks: int | None = None) -> tuple[int, str] | None:
-    """How many ranks the experts can be spread over at most, and what to call them.
+def find_ranks_for_experts(job: Job, num_ranks: int | None = None) -> tuple[int, str] | None:
+    """(number of ranks that the experts can be spread over at most, these ranks in words).
 
     `num_ranks`: how many there are in all, where it is known; None where the job does not decide
     it.
@@ -143,11 +148,11 @@ def ranks_for_experts(job: Job, num_ranks: int | None = None) -> tuple[int, str]
         return shares * cp, f"{holders} the same part of the model"
     if shares % of.dp_replicate:
         return None
-    left = shares // of.dp_replicate
+    shards = shares // of.dp_replicate
     return (
-        left * cp,
-        f"{over.format(left)}, what dp_replicate {of.dp_replicate} leaves of the ranks",
+        shards * cp,
+        f"{over.format(shards)}, what dp_replicate {of.dp_replicate} leaves of the ranks",
     )
 
 
-CHECKS = (experts_can_be_spread, experts_have_their_ranks, experts_can_do_it)
+CHECKS = (experts_can_be_spread, experts_have_their_ranks, experts_have_no_conflicts)

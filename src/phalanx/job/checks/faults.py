@@ -8,8 +8,8 @@ from phalanx.core import registry
 from phalanx.core.errors import did_you_mean
 from phalanx.core.phases import PHASES
 from phalanx.job.checks.check import check
-from phalanx.job.checks.names import is_own_name, names_in
-from phalanx.job.checks.ranks import known_ranks
+from phalanx.job.checks.names import is_user_name, list_names
+from phalanx.job.checks.ranks import find_num_ranks
 from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
 
@@ -35,25 +35,28 @@ def faults_are_well_formed(job: Job) -> list[Finding]:
     "parallel.tp",
 )
 def fault_ranks_exist(job: Job) -> list[Finding]:
-    ranks = known_ranks(job)
+    ranks = find_num_ranks(job)
     if ranks is None:
         return []
-    what, fix = (
+    problem, fix = (
         "{text!r} strikes rank {number}, which does not exist",
         f"ranks are 0 to {ranks - 1}",
     )
-    return [replace(found, fix=fix) for found in _faults_beyond(job, "rank", ranks - 1, what)]
+    return [
+        replace(finding, fix=fix)
+        for finding in _find_faults_beyond(job, "rank", ranks - 1, problem)
+    ]
 
 
 @check("resilience.inject", "train.steps")
 def fault_steps_come(job: Job) -> list[Finding]:
     steps = job.train.steps
-    return _faults_beyond(
+    return _find_faults_beyond(
         job, "step", steps, f"{{text!r}} strikes at step {{number}}, and train.steps is {steps}"
     )
 
 
-def _faults_beyond(job: Job, key: str, last: int, what: str) -> list[Finding]:
+def _find_faults_beyond(job: Job, key: str, last: int, problem: str) -> list[Finding]:
     """One finding for each fault that names a `key` greater than `last`."""
     findings: list[Finding] = []
     for index, text in enumerate(job.resilience.inject):
@@ -61,21 +64,22 @@ def _faults_beyond(job: Job, key: str, last: int, what: str) -> list[Finding]:
             if name == key and _is_count(value) and int(value) > last:
                 findings.append(
                     Finding(
-                        ("resilience", "inject", index), what.format(text=text, number=int(value))
+                        ("resilience", "inject", index),
+                        problem.format(text=text, number=int(value)),
                     )
                 )
     return findings
 
 
 def _fault_problems(text: str) -> list[tuple[str, str]]:
-    """What is wrong with the spelling of "fault:key=value,...", each as (what, fix)."""
+    """(problem, fix) for each thing wrong with the spelling of "fault:key=value,..."."""
     usage = 'write "fault:rank=1,step=7,phase=backward"'
     fault, parts = _split_fault(text)
-    known = names_in(FAULTS)
+    known = list_names(FAULTS)
     wrong: list[tuple[str, str]] = []
     if fault.partition(":")[0] in ("", *known) and fault not in known:
         wrong.append((f"{text!r} is not fault:key=value,...", usage))
-    elif registry.is_foreign(fault) and not is_own_name(fault):
+    elif registry.is_foreign(fault) and not is_user_name(fault):
         wrong.append((f"{fault!r} is not package.module:function", usage))
     elif not registry.is_foreign(fault) and known and fault not in known:
         wrong.append(
@@ -84,7 +88,7 @@ def _fault_problems(text: str) -> list[tuple[str, str]]:
                 did_you_mean(fault, known) or f"faults are {', '.join(known)}",
             )
         )
-    seen: set[str] = set()
+    keys: set[str] = set()
     for part in parts:
         key, _, value = part.partition("=")
         if not value:
@@ -92,7 +96,7 @@ def _fault_problems(text: str) -> list[tuple[str, str]]:
         elif key not in KEYS:
             fix = did_you_mean(key, KEYS) or f"keys are {', '.join(KEYS)}"
             wrong.append((f"unknown key {key!r} in {text!r}", fix))
-        elif key in seen:
+        elif key in keys:
             wrong.append((f"{key} is given twice in {text!r}", "keep one of them"))
         elif key == "phase" and value not in PHASES:
             wrong.append(
@@ -103,12 +107,12 @@ def _fault_problems(text: str) -> list[tuple[str, str]]:
             )
         elif key != "phase" and not _is_count(value):
             wrong.append((f"{key} {value!r} in {text!r} is not a whole number of at least 0", ""))
-        seen.add(key)
+        keys.add(key)
     return wrong
 
 
 def _split_fault(text: str) -> tuple[str, list[str]]:
-    """ "kill:rank=1,step=7" -> ("kill", ["rank=1", "step=7"]).
+    """The name of a fault and its parts: "kill:rank=1,step=7" -> ("kill", ["rank=1", "step=7"]).
 
     A fault of the user's own has a colon in its name.
     """

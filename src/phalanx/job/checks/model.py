@@ -80,7 +80,7 @@ def preset_is_of_this_kind(job: Job) -> list[Finding]:
 
 
 def key_is_read(key: str, job: Job) -> list[Finding]:
-    """Nothing if the user did not set `key`, or if the model that they asked for reads it."""
+    """A finding if the user set `key` and the model that they asked for does not read it."""
     value = getattr(job.model, key)
     if value is None or (
         key == "vocab_size" and job.model.is_foreign and not is_hugging_face(job.model.kind)
@@ -88,21 +88,17 @@ def key_is_read(key: str, job: Job) -> list[Finding]:
         return []
     if job.model.is_foreign:
         return [_finding(key, f"{key} is not read by your own model", "put it in model.args")]
-    shape = shape_or_none(job)
+    shape = find_shape(job)
     if shape is None or job.model.kind not in (None, *DEFAULT_PRESETS):
         return []
     if key in (TEXT_KEYS if shape.reads_images else IMAGE_KEYS):
         return [_finding(key, f"{key} is not read by a {shape.kind}", "remove it")]
-    needed = "" if shape.reads_images else _needed(key, shape)
-    return (
-        [_finding(key, f"{key} has no effect", needed)]
-        if needed and value not in (0, "none")
-        else []
-    )
+    fix = "" if shape.reads_images else _explain_no_effect(key, shape)
+    return [_finding(key, f"{key} has no effect", fix)] if fix and value not in (0, "none") else []
 
 
-def _needed(key: str, shape: ModelShape) -> str:
-    """What to do so that a decoder reads `key`; nothing if it does."""
+def _explain_no_effect(key: str, shape: ModelShape) -> str:
+    """The fix that makes a decoder read `key`; "" if it does."""
     missing = {
         "max_positions": (
             shape.positions != "learned" and "set model.positions=learned: positions are rotary"
@@ -139,20 +135,20 @@ def _needed(key: str, shape: ModelShape) -> str:
 
 
 def scaling_is_complete(job: Job) -> list[Finding]:
-    shape = shape_or_none(job)
+    shape = find_shape(job)
     if shape is None or shape.rope_scaling == "none":
         return []
     findings = []
     if shape.rope_factor <= 1:
-        what = (
+        problem = (
             f"{shape.rope_scaling} scaling needs a factor above 1, and it is {shape.rope_factor:g}"
         )
         findings.append(
-            _finding("rope_factor", what, "model.rope_factor=8 reads sequences 8 times as long")
+            _finding("rope_factor", problem, "model.rope_factor=8 reads sequences 8 times as long")
         )
     if shape.rope_scaling in ("llama3", "yarn") and not shape.rope_original_len:
-        what = f"{shape.rope_scaling} scaling needs the length that the positions were made for"
-        findings.append(_finding("rope_original_len", what, "set model.rope_original_len"))
+        problem = f"{shape.rope_scaling} scaling needs the length that the positions were made for"
+        findings.append(_finding("rope_original_len", problem, "set model.rope_original_len"))
     if shape.rope_scaling == "ntk" and shape.rotated_dim == 2:
         findings.append(
             _finding(
@@ -163,7 +159,7 @@ def scaling_is_complete(job: Job) -> list[Finding]:
 
 
 def heads_divide_dim(job: Job) -> list[Finding]:
-    shape = shape_or_none(job)
+    shape = find_shape(job)
     if shape is None:
         return []
     dim, heads = shape.dim, shape.num_heads
@@ -171,33 +167,37 @@ def heads_divide_dim(job: Job) -> list[Finding]:
         shape.positions == "rope" and not shape.reads_images,
         job.model.head_dim is None,
     )
-    near = f"nearest dim for {heads} heads: {multiples_near(dim, (2 if rotary else 1) * heads)}"
+    nearest_dim = (
+        f"nearest dim for {heads} heads: {multiples_near(dim, (2 if rotary else 1) * heads)}"
+    )
     if derived and shape.head_dim == max(1, dim // heads) and dim % heads:
-        return [_finding("num_heads", f"dim {dim} cannot be divided among {heads} heads", near)]
+        return [
+            _finding("num_heads", f"dim {dim} cannot be divided among {heads} heads", nearest_dim)
+        ]
     if not rotary or shape.head_dim % 2 == 0:
         return []
     if not derived:
         return [
             _finding("head_dim", "rotary positions need an even width", f"try {shape.head_dim + 1}")
         ]
-    what = (
+    problem = (
         f"dim {dim} over {heads} heads makes heads of {shape.head_dim}, and rotary positions need"
         " an even width"
     )
-    return [_finding("num_heads", what, near)]
+    return [_finding("num_heads", problem, nearest_dim)]
 
 
 def kv_heads_divide_heads(job: Job) -> list[Finding]:
-    shape = shape_or_none(job)
+    shape = find_shape(job)
     if shape is None or shape.num_heads % shape.num_kv_heads == 0:
         return []
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    what = f"{kv_heads} key and value heads do not divide the {heads} query heads"
-    return [_finding("num_kv_heads", what, f"nearest: {divisors_near(heads, kv_heads)}")]
+    problem = f"{kv_heads} key and value heads do not divide the {heads} query heads"
+    return [_finding("num_kv_heads", problem, f"nearest: {divisors_near(heads, kv_heads)}")]
 
 
 def sequences_have_positions(job: Job) -> list[Finding]:
-    shape, seq_len = shape_or_none(job), job.data.seq_len
+    shape, seq_len = find_shape(job), job.data.seq_len
     if (
         shape is None
         or shape.positions != "learned"
@@ -205,50 +205,52 @@ def sequences_have_positions(job: Job) -> list[Finding]:
         or seq_len <= shape.max_positions
     ):
         return []
-    what = (
+    problem = (
         f"sequences of {seq_len} tokens, and the model has {shape.max_positions} learned positions"
     )
     return [
         _finding(
-            "max_positions", what, f"data.seq_len at most {shape.max_positions}, or more positions"
+            "max_positions",
+            problem,
+            f"data.seq_len at most {shape.max_positions}, or more positions",
         )
     ]
 
 
 def patches_fill_the_image(job: Job) -> list[Finding]:
-    shape = shape_or_none(job)
+    shape = find_shape(job)
     if shape is None or not shape.reads_images or shape.image_size % shape.patch_size == 0:
         return []
-    what = f"patches of {shape.patch_size} pixels do not fill an image of {shape.image_size}"
+    problem = f"patches of {shape.patch_size} pixels do not fill an image of {shape.image_size}"
     return [
         _finding(
-            "patch_size", what, f"nearest: {divisors_near(shape.image_size, shape.patch_size)}"
+            "patch_size", problem, f"nearest: {divisors_near(shape.image_size, shape.patch_size)}"
         )
     ]
 
 
 def experts_are_complete(job: Job) -> list[Finding]:
-    shape = shape_or_none(job)
+    shape = find_shape(job)
     if shape is None or not shape.num_experts:
         return []
     findings = []
     if not 1 <= shape.experts_per_token <= shape.num_experts:
-        what = f"a token visits {shape.experts_per_token} of {shape.num_experts} experts"
-        findings.append(_finding("experts_per_token", what, f"1 to {shape.num_experts}"))
+        problem = f"a token visits {shape.experts_per_token} of {shape.num_experts} experts"
+        findings.append(_finding("experts_per_token", problem, f"1 to {shape.num_experts}"))
     if not shape.expert_ffn_dim:
         findings.append(
             _finding("expert_ffn_dim", "experts need a width", "set model.expert_ffn_dim")
         )
     if shape.num_dense_layers >= shape.num_layers:
-        what = f"{shape.num_dense_layers} of {shape.num_layers} blocks have no experts"
-        findings.append(_finding("num_dense_layers", what, f"at most {shape.num_layers - 1}"))
+        problem = f"{shape.num_dense_layers} of {shape.num_layers} blocks have no experts"
+        findings.append(_finding("num_dense_layers", problem, f"at most {shape.num_layers - 1}"))
     if shape.bias == "all":
         findings.append(_finding("bias", "experts have no biases", "model.bias=qkv or none"))
     return findings
 
 
 def latents_are_complete(job: Job) -> list[Finding]:
-    shape = shape_or_none(job)
+    shape = find_shape(job)
     if shape is None or not shape.kv_rank:
         return []
     findings, rotated = [], shape.rope_head_dim
@@ -257,14 +259,16 @@ def latents_are_complete(job: Job) -> list[Finding]:
             _finding("positions", "latent attention has rotary positions", "leave it out")
         )
     if not 0 < rotated < shape.head_dim or rotated % 2:
-        what = (
+        problem = (
             f"latent attention rotates an even part of its heads of {shape.head_dim}, and"
             f" rope_head_dim is {rotated}"
         )
-        findings.append(_finding("rope_head_dim", what, f"try {max(2, shape.head_dim // 6 * 2)}"))
+        findings.append(
+            _finding("rope_head_dim", problem, f"try {max(2, shape.head_dim // 6 * 2)}")
+        )
     elif shape.value_head_dim > shape.head_dim:
-        what = f"values of {shape.value_head_dim} are wider than heads of {shape.head_dim}"
-        findings.append(_finding("value_head_dim", what, f"at most {shape.head_dim}"))
+        problem = f"values of {shape.value_head_dim} are wider than heads of {shape.head_dim}"
+        findings.append(_finding("value_head_dim", problem, f"at most {shape.head_dim}"))
     return findings
 
 
@@ -320,7 +324,7 @@ QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
 """Each question, and the keys it reads: of those that the file gives, the first is told."""
 
 
-def shape_or_none(job: Job) -> ModelShape | None:
+def find_shape(job: Job) -> ModelShape | None:
     """The shape that the section asks for, or None where another question already refuses it."""
     model = job.model
     if model.is_foreign or preset_exists(job) or preset_is_of_this_kind(job):
@@ -328,5 +332,5 @@ def shape_or_none(job: Job) -> ModelShape | None:
     return shape_of(job, 1)
 
 
-def _finding(key: str, what: str, fix: str = "") -> Finding:
-    return Finding(("model", key), what, fix)
+def _finding(key: str, problem: str, fix: str = "") -> Finding:
+    return Finding(("model", key), problem, fix)

@@ -31,33 +31,33 @@ def model_exists(job: Job) -> list[Finding]:
                 finding("model.kind", error.what, "; ".join(filter(None, (error.why, error.fix))))
             ]
         return []
-    return _exists(
+    return _find_unknown_kind(
         "model.kind",
         job.model.kind,
         MODELS,
         "model",
         "package.module:factory",
-        _as_preset(job.model.kind),
+        _suggest_preset(job.model.kind),
     )
 
 
-def _as_preset(kind: str) -> str:
-    """Where others name a family or a shape ("llama", "gpt2"), here a preset does: the ones that
-    begin so."""
+def _suggest_preset(kind: str) -> str:
+    """The presets that begin with a name that other trainers give a family or a shape ("llama",
+    "gpt2"), as a fix."""
     if os.path.isfile(os.path.join(os.path.expanduser(kind), CONFIG)):
         return f'did you mean "model.kind=hf:{kind}"?'
     name = kind.lower().removesuffix("forcausallm").removesuffix("lmheadmodel")
-    near = [preset for preset in preset_names() if preset.startswith(name)] if name else []
-    near = near or [
+    presets = [preset for preset in preset_names() if preset.startswith(name)] if name else []
+    presets = presets or [
         preset for preset in preset_names() if preset in did_you_mean(name, preset_names())
     ]
-    if name in near:
-        near = [name]
-    if not near:
+    if name in presets:
+        presets = [name]
+    if not presets:
         return ""
-    shown = " or ".join(f'"model.preset={preset}"' for preset in near[:2])
+    shown = " or ".join(f'"model.preset={preset}"' for preset in presets[:2])
     return f"did you mean {shown}?" + (
-        f" ({len(near)} presets begin so: phalanx plan --models)" if len(near) > 2 else ""
+        f" ({len(presets)} presets begin so: phalanx plan --models)" if len(presets) > 2 else ""
     )
 
 
@@ -65,44 +65,48 @@ def _as_preset(kind: str) -> str:
 def args_need_a_factory(job: Job) -> list[Finding]:
     if job.model.is_foreign or not job.model.args:
         return []
-    what = f'is for your own factory, and model.kind is "{job.model.kind or "decoder"}"'
+    problem = f'is for your own factory, and model.kind is "{job.model.kind or "decoder"}"'
     return [
         finding(
-            "model.args", what, 'set model.kind = "package.module:factory", or remove model.args'
+            "model.args", problem, 'set model.kind = "package.module:factory", or remove model.args'
         )
     ]
 
 
 @check("model.objective")
 def objective_is_a_name(job: Job) -> list[Finding]:
-    if job.model.objective is None or is_own_name(job.model.objective):
+    if job.model.objective is None or is_user_name(job.model.objective):
         return []
     return [finding("model.objective", f"{job.model.objective!r} is not package.module:function")]
 
 
 @check("optim.kind")
 def optimizer_exists(job: Job) -> list[Finding]:
-    return _exists("optim.kind", job.optim.kind, OPTIMIZERS, "optimizer", "package.module:build")
+    return _find_unknown_kind(
+        "optim.kind", job.optim.kind, OPTIMIZERS, "optimizer", "package.module:build"
+    )
 
 
 @check("observe.sinks")
 def sinks_exist(job: Job) -> list[Finding]:
     return [
-        found
+        finding
         for index, sink in enumerate(job.observe.sinks or ())
-        for found in _exists(f"observe.sinks.{index}", sink, SINKS, "sink", "package.module:Class")
+        for finding in _find_unknown_kind(
+            f"observe.sinks.{index}", sink, SINKS, "sink", "package.module:Class"
+        )
     ]
 
 
 @check("parallel.compress")
 def compression_exists(job: Job) -> list[Finding]:
-    kind, known = job.parallel.compress, ["none", *names_in(HOOKS)]
+    kind, known = job.parallel.compress, ["none", *list_names(HOOKS)]
     if kind in known or len(known) == 1:
         return []
-    what = f"unknown compression {printable(kind)!r}"
+    problem = f"unknown compression {printable(kind)!r}"
     return [
         finding(
-            "parallel.compress", what, did_you_mean(kind, known) or f"one of {', '.join(known)}"
+            "parallel.compress", problem, did_you_mean(kind, known) or f"one of {', '.join(known)}"
         )
     ]
 
@@ -117,8 +121,8 @@ def compression_exists(job: Job) -> list[Finding]:
     "resilience.inject",
 )
 def names_reach_ranks(job: Job) -> list[Finding]:
-    """Ranks are other processes: what a notebook's cell or the script itself defines cannot be
-    imported there."""
+    """A finding for each name that a notebook's cell or the script itself defines: ranks are
+    other processes and cannot import it."""
     names = {
         "model.kind": job.model.kind,
         "model.objective": job.model.objective,
@@ -141,13 +145,13 @@ def names_reach_ranks(job: Job) -> list[Finding]:
 
 def _refuse_main(key: str, name: str) -> Finding:
     attribute = name.removeprefix(IN_MAIN)
-    what = (
+    problem = (
         f"{name!r} is in a notebook's cell or the script itself, and ranks are other processes:"
         " they cannot import it"
     )
     return finding(
         key,
-        what,
+        problem,
         f'put it into a file beside it, say my_code.py, and write {key}="my_code:{attribute}"',
     )
 
@@ -163,16 +167,16 @@ CHECKS = (
 )
 
 
-def _exists(
+def _find_unknown_kind(
     key: str, kind: str, package: str, noun: str, foreign: str, instead: str = ""
 ) -> list[Finding]:
-    """Nothing if `kind` is a module of `package` or a well-formed name of the user's own.
+    """A finding unless `kind` is a module of `package` or a well-formed name of the user's own.
 
     `instead`: advice for it.
     """
     if registry.is_foreign(kind):
-        return [] if is_own_name(kind) else [finding(key, f"{kind!r} is not {foreign}")]
-    known = names_in(package)
+        return [] if is_user_name(kind) else [finding(key, f"{kind!r} is not {foreign}")]
+    known = list_names(package)
     if not known or kind in known:
         return []
     fix = (
@@ -183,16 +187,17 @@ def _exists(
     return [finding(key, f"unknown {noun} {kind!r}", fix)]
 
 
-def names_in(package: str) -> list[str]:
-    """The kinds in a folder of ours; none if this installation lacks it, and then nothing can be
-    said about a name."""
+def list_names(package: str) -> list[str]:
+    """The kinds in a folder of phalanx; none if this installation lacks it, and then names
+    cannot be checked."""
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:  # not even the room that the folder would be in
         return []
-    return registry.names(package) if found is not None else []
+    return registry.names(package) if spec is not None else []
 
 
-def is_own_name(name: str) -> bool:
+def is_user_name(name: str) -> bool:
+    """True for "package.module:name" of identifiers."""
     module, _, attribute = name.partition(":")
     return all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))

@@ -13,8 +13,11 @@ KEYS = ("schedule", "schedule_file", "stages_per_rank", "stage_blocks", "first_s
 def pipeline_keys_are_read(job: Job) -> list[Finding]:
     if (job.parallel.pp or 1) > 1:
         return []
-    what, fix = "is for pipeline parallelism, and parallel.pp is 1", "set parallel.pp, or remove it"
-    return [finding(f"parallel.{key}", what, fix) for key in KEYS if getattr(job.parallel, key)]
+    problem, fix = (
+        "is for pipeline parallelism, and parallel.pp is 1",
+        "set parallel.pp, or remove it",
+    )
+    return [finding(f"parallel.{key}", problem, fix) for key in KEYS if getattr(job.parallel, key)]
 
 
 @check(
@@ -43,35 +46,41 @@ def one_schedule(job: Job) -> list[Finding]:
     "train.offload_activations",
     asked_by=("parallel.pp",),
 )
-def pipelines_can_do_it(job: Job) -> list[Finding]:
+def pipelines_have_no_conflicts(job: Job) -> list[Finding]:
     if (job.parallel.pp or 1) == 1:
         return []
     of, wrong = job.parallel, "not with parallel.pp: "
-    found = []
+    findings = []
     if of.compress != "none":
-        what = f"{wrong}gradients of stages that share a weight would travel with different errors"
-        found.append(finding("parallel.compress", what, 'set it to "none", or parallel.pp=1'))
+        problem = (
+            f"{wrong}gradients of stages that share a weight would travel with different errors"
+        )
+        findings.append(finding("parallel.compress", problem, 'set it to "none", or parallel.pp=1'))
     if of.accumulate == "sharded":
-        what = f"{wrong}gradients stay whole until the last microbatch, in any schedule"
-        found.append(
-            finding("parallel.accumulate", what, 'set it to "unsharded", or parallel.pp=1')
+        problem = f"{wrong}gradients stay whole until the last microbatch, in any schedule"
+        findings.append(
+            finding("parallel.accumulate", problem, 'set it to "unsharded", or parallel.pp=1')
         )
     if of.offload == "parameters":
-        what = f"{wrong}the parameters of a stage are gathered once for the whole step"
-        found.append(
-            finding("parallel.offload", what, 'set it to "optimizer" or "none", or parallel.pp=1')
+        problem = f"{wrong}the parameters of a stage are gathered once for the whole step"
+        findings.append(
+            finding(
+                "parallel.offload", problem, 'set it to "optimizer" or "none", or parallel.pp=1'
+            )
         )
     if job.train.offload_activations:
-        what = (
+        problem = (
             f"{wrong}microbatches are in flight together, and what they keep does not come back in"
             " one order"
         )
-        found.append(
+        findings.append(
             finding(
-                "train.offload_activations", what, "set train.recompute instead, or parallel.pp=1"
+                "train.offload_activations",
+                problem,
+                "set train.recompute instead, or parallel.pp=1",
             )
         )
-    return found
+    return findings
 
 
-CHECKS = (pipeline_keys_are_read, one_schedule, pipelines_can_do_it)
+CHECKS = (pipeline_keys_are_read, one_schedule, pipelines_have_no_conflicts)

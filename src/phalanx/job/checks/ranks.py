@@ -27,22 +27,24 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
     ranks //= shared
     if copies is not None and shards is not None and copies * shards != ranks:
         pairs = [(degree, ranks // degree) for degree in divisors(ranks)]
-        near = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
-        made = copies * shards * shared
-        what = f"dp_replicate {copies} x dp_shard {shards}"
-        what += "".join(f" x {axis} {degree}" for axis, degree in _model_axes(job).items())
-        what += f" makes {made} ranks, and parallel.ranks is {ranks * shared}"
-        fix = f"nearest: dp_replicate {near[0]} x dp_shard {near[1]}, or ranks {made}"
-        return [finding("parallel.ranks", what, fix)]
+        best = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
+        product = copies * shards * shared
+        problem = f"dp_replicate {copies} x dp_shard {shards}"
+        problem += "".join(f" x {axis} {degree}" for axis, degree in _model_axes(job).items())
+        problem += f" makes {product} ranks, and parallel.ranks is {ranks * shared}"
+        fix = f"nearest: dp_replicate {best[0]} x dp_shard {best[1]}, or ranks {product}"
+        return [finding("parallel.ranks", problem, fix)]
     for name, degree in (("dp_replicate", copies), ("dp_shard", shards)):
         if degree is not None and ranks % degree:
             axes = " x ".join(f"{axis} {of}" for axis, of in _model_axes(job).items())
-            left = f", what {axes} leaves of {ranks * shared}" if axes else ""
-            what = (
+            origin = f", what {axes} leaves of {ranks * shared}" if axes else ""
+            problem = (
                 f"{name} {degree} does not divide"
-                f" {'the ' if not left else ''}{plural(ranks, 'rank')}{left}"
+                f" {'the ' if not origin else ''}{plural(ranks, 'rank')}{origin}"
             )
-            return [finding(f"parallel.{name}", what, f"nearest: {divisors_near(ranks, degree)}")]
+            return [
+                finding(f"parallel.{name}", problem, f"nearest: {divisors_near(ranks, degree)}")
+            ]
     return []
 
 
@@ -56,16 +58,20 @@ def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
     axes = _model_axes(job)
     if len(axes) == 1:
         ((axis, degree),) = axes.items()
-        what = f"{axis} {degree} does not divide the {plural(ranks, 'rank')}"
-        return finding(f"parallel.{axis}", what, f"nearest {axis}: {divisors_near(ranks, degree)}")
-    what = (
+        problem = f"{axis} {degree} does not divide the {plural(ranks, 'rank')}"
+        return finding(
+            f"parallel.{axis}", problem, f"nearest {axis}: {divisors_near(ranks, degree)}"
+        )
+    problem = (
         f"{' x '.join(f'{axis} {degree}' for axis, degree in axes.items())} ="
         f" {job.parallel.model_parallel_size}"
     )
-    near = nearest_degrees(ranks, axes, must_fill=False)
-    fix = f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in near.items())}"
+    legal = nearest_degrees(ranks, axes, must_fill=False)
+    fix = f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in legal.items())}"
     return finding(
-        f"parallel.{next(iter(axes))}", f"{what} does not divide the {plural(ranks, 'rank')}", fix
+        f"parallel.{next(iter(axes))}",
+        f"{problem} does not divide the {plural(ranks, 'rank')}",
+        fix,
     )
 
 
@@ -74,9 +80,9 @@ def micro_batch_divides_global(job: Job) -> list[Finding]:
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size
     if micro is None or batch % micro == 0:
         return []
-    what = f"micro-batches of {micro} do not divide the global batch of {batch} sequences"
+    problem = f"micro-batches of {micro} do not divide the global batch of {batch} sequences"
     fix = f"nearest micro_batch_size: {divisors_near(batch, micro)}"
-    return [finding("train.micro_batch_size", what, fix)]
+    return [finding("train.micro_batch_size", problem, fix)]
 
 
 @check(
@@ -91,19 +97,19 @@ def micro_batch_divides_global(job: Job) -> list[Finding]:
 )
 def ranks_share_the_batch(job: Job) -> list[Finding]:
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size or 1
-    known, shared = known_ranks(job), job.parallel.model_parallel_size
+    known, shared = find_num_ranks(job), job.parallel.model_parallel_size
     if known is None or known % shared:
         return []
     ranks = known // shared
     if batch % micro or batch % (ranks * micro) == 0:
         return []
     parts = "" if micro == 1 else f" in micro-batches of {micro}"
-    what = (
+    problem = (
         f"a global batch of {batch} sequences cannot be shared evenly by"
         f" {plural(ranks, 'rank')}{parts}"
     )
     fix = f"nearest global_batch_size: {multiples_near(batch, ranks * micro)}; or ranks: "
-    return [finding("train.global_batch_size", what, fix + divisors_near(batch // micro, ranks))]
+    return [finding("train.global_batch_size", problem, fix + divisors_near(batch // micro, ranks))]
 
 
 @check("parallel.tp", "parallel.tp_chunks", "parallel.sequence_parallel")
@@ -114,8 +120,11 @@ def tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
         "tp_chunks": job.parallel.tp_chunks > 1,
         "sequence_parallel": job.parallel.sequence_parallel is True,
     }
-    what, fix = "is for tensor parallelism, and parallel.tp is 1", "set parallel.tp, or remove it"
-    return [finding(f"parallel.{key}", what, fix) for key, wish in wishes.items() if wish]
+    problem, fix = (
+        "is for tensor parallelism, and parallel.tp is 1",
+        "set parallel.tp, or remove it",
+    )
+    return [finding(f"parallel.{key}", problem, fix) for key, wish in wishes.items() if wish]
 
 
 @check("parallel.cp", "parallel.cp_attention", "parallel.cp_load_balance")
@@ -124,8 +133,11 @@ def context_parallel_keys_are_read(job: Job) -> list[Finding]:
         return []
     wishes = {"cp_attention": job.parallel.cp_attention != "ring"}
     wishes["cp_load_balance"] = job.parallel.cp_load_balance != "zigzag"
-    what, fix = "is for context parallelism, and parallel.cp is 1", "set parallel.cp, or remove it"
-    return [finding(f"parallel.{key}", what, fix) for key, wish in wishes.items() if wish]
+    problem, fix = (
+        "is for context parallelism, and parallel.cp is 1",
+        "set parallel.cp, or remove it",
+    )
+    return [finding(f"parallel.{key}", problem, fix) for key, wish in wishes.items() if wish]
 
 
 @check(
@@ -135,26 +147,26 @@ def context_parallel_keys_are_read(job: Job) -> list[Finding]:
     "parallel.compress",
     asked_by=("parallel.ranks",),
 )
-def compressed_gradients_travel(job: Job) -> list[Finding]:
+def compression_needs_two_ranks(job: Job) -> list[Finding]:
     compress = job.parallel.compress
-    if compress == "none" or known_ranks(job) != 1:
+    if compress == "none" or find_num_ranks(job) != 1:
         return []
-    what = f"gradients travel as {compress} between ranks, and there is one"
-    return [finding("parallel.compress", what, "set parallel.ranks=2 or more, or remove it")]
+    problem = f"gradients travel as {compress} between ranks, and there is one"
+    return [finding("parallel.compress", problem, "set parallel.ranks=2 or more, or remove it")]
 
 
 CHECKS = (
     tensor_parallel_keys_are_read,
     context_parallel_keys_are_read,
-    compressed_gradients_travel,
+    compression_needs_two_ranks,
     axes_fill_the_ranks,
     micro_batch_divides_global,
     ranks_share_the_batch,
 )
 
 
-def known_ranks(job: Job) -> int | None:
-    """The number of ranks, where the job alone decides it."""
+def find_num_ranks(job: Job) -> int | None:
+    """The number of ranks, if the job alone decides it; else None."""
     parallel = job.parallel
     if (
         parallel.ranks is None

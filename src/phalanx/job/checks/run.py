@@ -15,7 +15,7 @@ from phalanx.job.checks import checkpoint, experts, faults, names, pipeline, ran
 from phalanx.job.checks.check import Check, path_of
 from phalanx.job.checks.data import QUESTIONS as DATA_QUESTIONS
 from phalanx.job.checks.model import QUESTIONS as MODEL_QUESTIONS
-from phalanx.job.checks.secrets import secrets_in
+from phalanx.job.checks.secrets import find_secrets
 from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
 
@@ -32,16 +32,16 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def run_checks(job: Job, given: Collection[str], refused: Collection[str]) -> list[Finding]:
+def run_checks(job: Job, given_keys: Collection[str], refused: Collection[str]) -> list[Finding]:
     """All findings about `job`.
 
-    `given` and `refused` hold dotted keys: what the user wrote, and what was wrong.
+    `given_keys` and `refused` hold dotted keys: what the user wrote, and what was wrong.
     """
     findings: list[Finding] = []
     for check in CHECKS:
-        if any(key in given for key in check.asked_by) and not any(
+        if any(key in given_keys for key in check.asked_by) and not any(
             key in refused for key in check.reads
         ):
             also = tuple(path_of(key) for key in check.reads)
             findings += [replace(finding, also=also) for finding in check.run(job)]
-    return findings + secrets_in(job)
+    return findings + find_secrets(job)

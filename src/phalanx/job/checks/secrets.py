@@ -17,7 +17,7 @@ from phalanx.job.schema import Job
 FIX = "give it through the environment: what trains can read os.environ"
 
 
-def secrets_in(job: Job) -> list[Finding]:
+def find_secrets(job: Job) -> list[Finding]:
     """One finding for each string of the job that is, holds or is named like a secret.
 
     Never says the value.
@@ -41,7 +41,7 @@ def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _name(path: Path) -> str:
-    """The innermost key: of a list, that of the list.
+    """The innermost key of a path; of a list, the key of the list.
 
     Our own keys are named by us, and none is for secrets.
     """

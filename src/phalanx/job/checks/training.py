@@ -16,10 +16,12 @@ def warmup_fits(job: Job) -> list[Finding]:
     steps, warmup = job.train.steps, warmup_steps(job)
     if warmup <= steps:
         return []
-    what = f"a warm-up of {warmup} steps is longer than the {steps} steps of train.steps"
+    problem = f"a warm-up of {warmup} steps is longer than the {steps} steps of train.steps"
     return [
         finding(
-            "optim.warmup_steps", what, f"warmup_steps at most {steps}, or steps at least {warmup}"
+            "optim.warmup_steps",
+            problem,
+            f"warmup_steps at most {steps}, or steps at least {warmup}",
         )
     ]
 
@@ -35,7 +37,7 @@ def warmup_and_decay_fit(job: Job) -> list[Finding]:
     steps, warmup, decay = job.train.steps, warmup_steps(job), job.optim.decay_fraction
     if job.optim.schedule != "wsd" or warmup > steps or warmup + int(decay * steps) <= steps:
         return []
-    what = (
+    problem = (
         f"{warmup} steps of warm-up and {int(decay * steps)} of decay are more than the {steps}"
         " steps of train.steps"
     )
@@ -43,14 +45,16 @@ def warmup_and_decay_fit(job: Job) -> list[Finding]:
         f"decay_fraction at most {(steps - warmup) / steps:.3g}, or warmup_steps at most"
         f" {steps - int(decay * steps)}"
     )
-    return [finding("optim.decay_fraction", what, fix)]
+    return [finding("optim.decay_fraction", problem, fix)]
 
 
 @check("optim.betas")
 def betas_are_below_one(job: Job) -> list[Finding]:
-    what = "wanted a number below 1, was given 1: the moment would never change"
+    problem = "wanted a number below 1, was given 1: the moment would never change"
     return [
-        Finding(("optim", "betas", i), what) for i, beta in enumerate(job.optim.betas) if beta == 1
+        Finding(("optim", "betas", i), problem)
+        for i, beta in enumerate(job.optim.betas)
+        if beta == 1
     ]
 
 
@@ -58,19 +62,19 @@ def betas_are_below_one(job: Job) -> list[Finding]:
 def scaling_rule_is_known(job: Job) -> list[Finding]:
     if job.optim.lr_scaling != "auto" or not registry.is_foreign(job.optim.kind):
         return []
-    what = "no rule is known for your own optimizer"
-    return [finding("optim.lr_scaling", what, 'set "linear" (SGD) or "sqrt" (Adam), or "none"')]
+    problem = "no rule is known for your own optimizer"
+    return [finding("optim.lr_scaling", problem, 'set "linear" (SGD) or "sqrt" (Adam), or "none"')]
 
 
 @check("optim.lr_scaling", "optim.reference_batch_size")
 def scaling_needs_a_reference(job: Job) -> list[Finding]:
     if job.optim.lr_scaling == "none" or job.optim.reference_batch_size is not None:
         return []
-    what = (
+    problem = (
         f'"{job.optim.lr_scaling}" scales lr from the batch it was tuned for, and nothing says'
         " which that was"
     )
-    return [finding("optim.lr_scaling", what, "set optim.reference_batch_size")]
+    return [finding("optim.lr_scaling", problem, "set optim.reference_batch_size")]
 
 
 # Evaluation
@@ -81,27 +85,29 @@ def evaluations_have_tokens(job: Job) -> list[Finding]:
     if job.eval.tokens:
         return []
     wishes = {"every_steps": job.eval.every_steps is not None, "keep_best": job.eval.keep_best}
-    what = "needs an evaluation, and eval.tokens is 0: there is none"
-    return [finding(f"eval.{key}", what, "set eval.tokens") for key, wish in wishes.items() if wish]
+    problem = "needs an evaluation, and eval.tokens is 0: there is none"
+    return [
+        finding(f"eval.{key}", problem, "set eval.tokens") for key, wish in wishes.items() if wish
+    ]
 
 
 @check("eval.metric", "eval.mode", "model.objective", asked_by=("eval.metric", "eval.mode"))
 def metrics_are_the_objectives(job: Job) -> list[Finding]:
-    metric, mode, own = job.eval.metric, job.eval.mode, job.model.objective
+    metric, mode, objective = job.eval.metric, job.eval.mode, job.model.objective
     if metric == "loss":
         return (
             [finding("eval.mode", "the best loss is the lowest", 'mode = "min"')]
             if mode == "max"
             else []
         )
-    if own is None:
-        what = f'the objective of phalanx has the loss and nothing named "{printable(metric)}"'
+    if objective is None:
+        problem = f'the objective of phalanx has the loss and nothing named "{printable(metric)}"'
         return [
-            finding("eval.metric", what, "set model.objective to one of yours that has metrics")
+            finding("eval.metric", problem, "set model.objective to one of yours that has metrics")
         ]
     if mode is None:
-        what = f"nothing says whether a high or a low {printable(metric)} is better"
-        return [finding("eval.mode", what, 'set eval.mode to "max" or "min"')]
+        problem = f"nothing says whether a high or a low {printable(metric)} is better"
+        return [finding("eval.mode", problem, 'set eval.mode to "max" or "min"')]
     return []
 
 
@@ -114,12 +120,12 @@ def metrics_are_the_objectives(job: Job) -> list[Finding]:
     "precision.loss_scale_initial",
     "precision.loss_scale_growth_steps",
 )
-def only_fp16_is_scaled(job: Job) -> list[Finding]:
+def loss_scale_is_for_fp16(job: Job) -> list[Finding]:
     of, plain = job.precision, Job().precision
     keys = ["loss_scale"] if of.compute != "fp16" else []
     if of.compute != "fp16" or of.loss_scale != "dynamic":
         keys += ["loss_scale_initial", "loss_scale_growth_steps"]
-    what = (
+    problem = (
         "is for fp16"
         if of.compute != "fp16"
         else "is for the dynamic scale, and precision.loss_scale is a number"
@@ -130,7 +136,7 @@ def only_fp16_is_scaled(job: Job) -> list[Finding]:
         else "remove one of them"
     )
     return [
-        finding(f"precision.{key}", what, fix)
+        finding(f"precision.{key}", problem, fix)
         for key in keys
         if getattr(of, key) != getattr(plain, key)
     ]
@@ -138,15 +144,15 @@ def only_fp16_is_scaled(job: Job) -> list[Finding]:
 
 @check("precision.compute", "parallel.tp", "parallel.pp", asked_by=("precision.compute",))
 def fp8_is_for_whole_matrices(job: Job) -> list[Finding]:
-    """Of tp and pp: their products are made by hand, cut or in two halves, and would silently
-    stay in bf16."""
+    """A finding for fp8 with tp or pp: their products are made by hand, cut or in two halves,
+    and would silently stay in bf16."""
     of = job.parallel
     if job.precision.compute != "fp8" or ((of.tp or 1) == 1 and (of.pp or 1) == 1):
         return []
     axis = "tp" if (of.tp or 1) > 1 else "pp"
-    what = f'"fp8" is for layouts without tp and pp, and parallel.{axis} is {getattr(of, axis)}'
+    problem = f'"fp8" is for layouts without tp and pp, and parallel.{axis} is {getattr(of, axis)}'
     return [
-        finding("precision.compute", what, f'set compute = "bf16", or leave parallel.{axis} out')
+        finding("precision.compute", problem, f'set compute = "bf16", or leave parallel.{axis} out')
     ]
 
 
@@ -169,21 +175,24 @@ def compressions_read_their_keys(job: Job) -> list[Finding]:
 
 
 @check("train.recompute", "train.recompute_every")
-def every_k_has_a_k(job: Job) -> list[Finding]:
-    return _belongs(job, "every-k", "recompute_every", "which blocks, say 2 for every second one")
+def every_k_needs_recompute_every(job: Job) -> list[Finding]:
+    return _check_mode_and_key(
+        job, "every-k", "recompute_every", "which blocks, say 2 for every second one"
+    )
 
 
 @check("train.recompute", "train.recompute_budget_gib")
 def budget_has_a_size(job: Job) -> list[Finding]:
-    return _belongs(job, "budget", "recompute_budget_gib", "what activations may take")
+    return _check_mode_and_key(job, "budget", "recompute_budget_gib", "what activations may take")
 
 
-def _belongs(job: Job, mode: str, key: str, what: str) -> list[Finding]:
-    """A mode of train.recompute and the key that it alone reads: both or none."""
+def _check_mode_and_key(job: Job, mode: str, key: str, meaning: str) -> list[Finding]:
+    """A finding unless a mode of train.recompute and the key that it alone reads are both set or
+    both not."""
     is_asked, is_given = job.train.recompute == mode, getattr(job.train, key) is not None
     if is_asked and not is_given:
         return [
-            finding("train.recompute", f'"{mode}" needs train.{key}: {what}', f"set train.{key}")
+            finding("train.recompute", f'"{mode}" needs train.{key}: {meaning}', f"set train.{key}")
         ]
     if is_given and not is_asked:
         return [
@@ -204,9 +213,9 @@ CHECKS = (
     scaling_needs_a_reference,
     evaluations_have_tokens,
     metrics_are_the_objectives,
-    only_fp16_is_scaled,
+    loss_scale_is_for_fp16,
     fp8_is_for_whole_matrices,
     compressions_read_their_keys,
-    every_k_has_a_k,
+    every_k_needs_recompute_every,
     budget_has_a_size,
 )

@@ -29,12 +29,12 @@ class Preset:
 
     @property
     def kind(self) -> str:
-        """Which model of phalanx builds it."""
+        """The model of phalanx that builds it."""
         return str(self.values.get("kind", "decoder"))
 
 
 def list_presets() -> list[Preset]:
-    """All of them, family by family."""
+    """All presets, family by family."""
     return [preset for family in _texts() for preset in _family(family).values()]
 
 

@@ -21,7 +21,7 @@ HEAD = (
 )
 
 
-def with_table(page: str) -> str:
+def replace_table(page: str) -> str:
     """`page` with everything between the marks replaced by the table of today."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{presets_table()}{END}{rest.split(END)[1]}"
@@ -85,8 +85,8 @@ def _feed_forward(shape: ModelShape) -> str:
 
 
 def _peculiarities(shape: ModelShape) -> list[str]:
-    """What is not Llama's."""
-    found = {
+    """The properties of a model that are not Llama's, in words."""
+    facts = {
         f"{shape.image_size} pixels in patches of {shape.patch_size}": shape.reads_images,
         "LayerNorm": shape.norm == "layernorm",
         "norms + 1": shape.norm_plus_one,
@@ -102,4 +102,4 @@ def _peculiarities(shape: ModelShape) -> list[str]:
         "sigmoid scores of experts": shape.num_experts > 0 and shape.router_scores == "sigmoid",
         "scores not normalized": shape.num_experts > 0 and not shape.router_normalize,
     }
-    return [words for words, is_so in found.items() if is_so]
+    return [words for words, is_so in facts.items() if is_so]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.secrets import Redactor
-from phalanx.job.hugging_face import preloaded
+from phalanx.job.hugging_face import modules_to_preload
 from phalanx.launch.supervisor import LaunchSpec, supervise
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
@@ -67,7 +67,7 @@ def run_ranks(
             "torch",
             "torch._dynamo",
             "phalanx.run.trained.rank",
-            *preloaded(model.job.model.kind),
+            *modules_to_preload(model.job.model.kind),
         ),
         stepless=doing,
         grace_s=1.0,

@@ -23,8 +23,8 @@ from phalanx.data.tokenizer import TOKENIZER_FILE
 from phalanx.job.hugging_face import CONFIG, PREFIX, weights_directory
 from phalanx.job.hugging_face import read_config as read_hugging_face
 from phalanx.job.load import load_job, load_job_json
-from phalanx.job.model import fixed_vocab_size
-from phalanx.job.module_probe import foreign_shape
+from phalanx.job.model import find_vocab_size_of
+from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job, Parallel
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import detect_cluster
@@ -111,11 +111,11 @@ class TrainedModel:
         if self.plan is not None and self.job.model.is_foreign:
             shape: ModelShape | None = self.plan.model_shape
         else:
-            shape = foreign_shape(self.job)
+            shape = measure_foreign_shape(self.job)
         return make_plan(
             self.job,
             cluster=detect_cluster(self.job.cluster.device),
-            vocab_size=fixed_vocab_size(self.job.model) or size_of_run or vocab_size,
+            vocab_size=find_vocab_size_of(self.job.model) or size_of_run or vocab_size,
             num_ranks=self.num_ranks,
             shape=shape,
         )
