@@ -96,8 +96,8 @@ class Model(Section):
     vocab_size: Positive | None = None
     """Rows of the embedding; where nothing says, what the data needs."""
     activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"] | None = None
-    """Of the feed-forward. swiglu and geglu have a gate; _tanh is GELU's approximation (GPT-2,
-    Gemma)."""
+    """The feed-forward's activation. swiglu and geglu have a gate; _tanh is GELU's approximation
+    (GPT-2, Gemma)."""
     norm: Literal["rmsnorm", "layernorm"] | None = None
     """RMSNorm, or LayerNorm with a bias."""
     norm_eps: PositiveFloat | None = None
@@ -107,8 +107,8 @@ class Model(Section):
     post_norms: bool | None = None
     """A norm after attention and feed-forward, too (Gemma 3)."""
     bias: Literal["none", "qkv", "all"] | None = None
-    """Which linear layers have a bias: none (even if the preset's have), those of query, key and
-    value, or all but the head."""
+    """The linear layers that have a bias: none (even if the preset's have), those of query, key
+    and value, or all but the head."""
     qk_norm: bool | None = None
     """RMSNorm of each head's queries and keys (Qwen 3)."""
     tie_embeddings: bool | None = None
@@ -124,13 +124,13 @@ class Model(Section):
     local_rope_theta: AboveOne | None = None
     """Base in blocks with a sliding window, where it is another one (Gemma 3)."""
     rope_scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] | None = None
-    """How rotary positions are stretched beyond the length they were trained for: not at all (even
-    if the preset's are), position interpolation, another base (NTK-aware), Llama 3.1's rule, YaRN.
-    """
+    """The way rotary positions are stretched beyond the length they were trained for: not at all
+    (even if the preset's are), position interpolation, another base (NTK-aware), Llama 3.1's
+    rule, YaRN."""
     rope_factor: PositiveFloat | None = None
-    """How many times they are stretched."""
+    """The factor by which rotary positions are stretched."""
     rope_original_len: Positive | None = None
-    """The length they were trained for (llama3, yarn)."""
+    """The length that positions were trained for (llama3, yarn)."""
     rope_mscale: PositiveFloat | None = None
     """YaRN multiplies queries and keys by 1 + 0.1 x this x ln(rope_factor); where nothing says,
     1."""
@@ -149,19 +149,20 @@ class Model(Section):
     num_dense_layers: Count | None = None
     """Blocks at the beginning that have no experts."""
     router_scores: Literal["softmax", "sigmoid"] | None = None
-    """How a router scores experts: softmax over all of them, or sigmoid of each (DeepSeek-V3)."""
+    """The router's scores of experts: softmax over all of them, or sigmoid of each
+    (DeepSeek-V3)."""
     router_normalize: bool | None = None
     """The weights of the experts that a token visits add up to 1 (Mixtral, Qwen 3)."""
     router_scale: PositiveFloat | None = None
-    """What these weights are multiplied by."""
+    """The factor that the weights of visited experts are multiplied by."""
     expert_capacity: Annotated[float, Field(ge=0)] | None = None
     """Tokens of one sequence that an expert takes, as a multiple of its even share; those after
     them are dropped (0: none is)."""
     balance_loss: Annotated[float, Field(ge=0)] | None = None
     """Weight of the auxiliary loss, per sequence, that evens out what experts get (0: none)."""
     balance_bias: Annotated[float, Field(ge=0)] | None = None
-    """How much each step moves the bias by which experts are chosen against the load of the step
-    (0: no bias)."""
+    """The amount by which each step moves the bias that experts are chosen by, against the load
+    of the step (0: no bias)."""
     image_size: Positive | None = None
     """Height and width of an image, in pixels (kind = "vit", as the keys below)."""
     patch_size: Positive | None = None
@@ -169,9 +170,9 @@ class Model(Section):
     num_channels: Positive | None = None
     """Channels of an image."""
     num_classes: Positive | None = None
-    """What the head tells apart."""
+    """Number of classes that the head tells apart."""
     pooling: Literal["class_token", "mean"] | None = None
-    """What the head reads: a token of its own, or the mean over all patches."""
+    """The input of the head: a token of its own, or the mean over all patches."""
 
     @property
     def is_foreign(self) -> bool:
@@ -183,7 +184,7 @@ class Source(Section):
     """One source of a mixture."""
 
     source: Text
-    """What data.source takes."""
+    """Text, tokens or a dataset, as data.source takes them."""
     weight: PositiveFloat = 1.0
     """Its share of the samples, relative to the other sources."""
 
@@ -201,10 +202,10 @@ class Data(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own dataset (source = "package.module:factory")."""
     tokenizer: Text | None = None
-    """How text becomes tokens: "bytes", or a Hugging Face tokenizer.json.
+    """The tokenizer of text: "bytes", or a Hugging Face tokenizer.json.
 
-    Default: that of the model's directory or weights (model.kind = "hf:DIR", model.init_from), else
-    bytes. Token shards know theirs, and another is refused.
+    Default: that of the model's directory or weights (model.kind = "hf:DIR", model.init_from),
+    else bytes. Token shards know theirs, and another is refused.
     """
     column: Text = "text"
     """The field of JSONL rows, or the column of Parquet and Arrow files, that holds the text."""
@@ -239,15 +240,15 @@ class Train(Section):
     micro_batch_size: Positive | None = None
     """Sequences per forward-backward of one rank; default the rank's whole share."""
     recompute: Literal["none", "selective", "full", "every-k", "sqrt", "budget"] = "none"
-    """What is computed again in the backward instead of kept: nothing; all but the results of
-    matmuls and attention; each block but its input; each recompute_every-th block; segments of
-    about the square root of the blocks; or as few blocks as keep to recompute_budget_gib
-    (docs/memory.md)."""
+    """The results that are computed again in the backward instead of kept: none; all but those
+    of matmuls and attention; all of a block but its input; each recompute_every-th block;
+    segments of about the square root of the blocks; or as few blocks as keep to
+    recompute_budget_gib (docs/memory.md)."""
     recompute_every: Positive | None = None
     """k of recompute = "every-k": the blocks k, 2k and so on are recomputed in full; 1: all of
     them."""
     recompute_budget_gib: PositiveFloat | None = None
-    """What activations may take on a rank (recompute = "budget")."""
+    """GiB that activations may take on a rank (recompute = "budget")."""
     offload_activations: bool = False
     """Keep activations in host memory from the forward to the backward.
 
@@ -280,9 +281,10 @@ class Eval(Section):
     keep_best: bool = False
     """Save whenever an evaluation is the best so far, and name that checkpoint in RUN/best.json."""
     metric: Text = "loss"
-    """What evaluations are compared by: "loss", or the name of a metric of your own objective."""
+    """The measure that evaluations are compared by: "loss", or the name of a metric of your own
+    objective."""
     mode: Literal["min", "max"] | None = None
-    """Whether the lowest or the highest value of eval.metric is the best; must be said of a
+    """The best value of eval.metric: the lowest (min) or the highest (max); must be set for a
     metric of your own."""
 
 
@@ -299,13 +301,13 @@ class Optim(Section):
     An own optimizer gets the number.
     """
     lr_scaling: Literal["none", "auto", "linear", "sqrt"] = "none"
-    """How lr follows the batch when it is not reference_batch_size: linear, in proportion (SGD;
-    Goyal et al. 2017); sqrt, with its square root (Adam; Malladi et al. 2022); auto takes the
-    optimizer's rule."""
+    """The rule by which lr follows the batch when it is not reference_batch_size: linear, in
+    proportion (SGD; Goyal et al. 2017); sqrt, with its square root (Adam; Malladi et al. 2022);
+    auto takes the optimizer's rule."""
     reference_batch_size: Positive | None = None
     """The train.global_batch_size that lr was tuned for."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Of sgd."""
+    """Momentum of sgd."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of the two moments."""
     eps: PositiveFloat = 1e-8
@@ -338,10 +340,10 @@ class Parallel(Section):
     dp_shard: Positive | None = None
     """Ranks that share one copy (FSDP2)."""
     zero_stage: Literal[1, 2, 3] | None = None
-    """What dp_shard splits (without it: over all ranks).
+    """The states that dp_shard splits (without it: over all ranks).
 
-    1: the optimizer's state; 2: gradients and parameters, too, which stay gathered from forward to
-    backward; 3, its default: parameters are freed after use.
+    1: the optimizer's state; 2: gradients and parameters, too, which stay gathered from forward
+    to backward; 3, its default: parameters are freed after use.
     """
     tp: Positive | None = None
     """Ranks that cut the matrices of a model between them (tensor parallelism), by sharding
@@ -431,15 +433,16 @@ class Parallel(Section):
     """ZeRO 2 and 3: how many units ahead are gathered while one computes; default torch's choice,
     the next one in the backward of a GPU."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What waits in host memory: optimizer state and update; or (ZeRO 2 and 3) parameters and
-    gradients, too."""
+    """The tensors that wait in host memory: optimizer state and update; or (ZeRO 2 and 3)
+    parameters and gradients, too."""
     compress: Text = "none"
-    """How gradients travel between the ranks of DDP: fp16, bf16, int8, topk, powersgd, or another
-    file of parallel/hooks; none: in fp32, as they are (docs/compression.md)."""
+    """The form in which gradients travel between the ranks of DDP: fp16, bf16, int8, topk,
+    powersgd, or another file of parallel/hooks; none: in fp32, as they are
+    (docs/compression.md)."""
     compress_rank: Positive = 4
-    """Of powersgd: columns of the thin matrices that stand for a gradient."""
+    """Columns of the thin matrices that stand for a gradient (powersgd)."""
     compress_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
-    """Of topk: the part of each gradient's elements that is sent."""
+    """The part of each gradient's elements that is sent (topk)."""
 
     @property
     def model_parallel_size(self) -> int:
@@ -458,10 +461,10 @@ class Precision(Section):
     have it, multiplies blocks' matrices in fp8 and does the rest in bf16 (docs/precision.md).
     """
     loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
-    """Of fp16: what the loss is multiplied by before the backward; dynamic: halved when gradients
-    overflow, doubled after loss_scale_growth_steps good steps."""
+    """The factor that the loss is multiplied by before the backward with fp16; dynamic: halved
+    when gradients overflow, doubled after loss_scale_growth_steps good steps."""
     loss_scale_initial: PositiveFloat = 65536.0
-    """Where the dynamic scale begins."""
+    """The first value of the dynamic scale."""
     loss_scale_growth_steps: Positive = 2000
     """Steps without an overflow after which the dynamic scale doubles."""
 
@@ -498,7 +501,7 @@ class Checkpoint(Section):
     """Besides those of keep_last, keep the first checkpoint of each so many steps: that of the
     multiple itself, unless saves come by the clock or had to wait."""
     url: str | None = None
-    """Where checkpoints are kept, if not in the run's own directory: an object store, as
+    """The place of checkpoints, if not in the run's own directory: an object store, as
     s3://bucket/run-7, or another directory, as file:///data/run-7.
 
     Credentials come from the environment, never from the job.
@@ -541,8 +544,8 @@ class Observe(Section):
     """The places that the facts of a run go to."""
 
     sinks: tuple[str, ...] | None = None
-    """Where facts go besides RUN/events: names of phalanx.observe.sinks, or package.module:function
-    that opens your own (open_sink(run_dir)).
+    """The places that facts go to besides RUN/events: names of phalanx.observe.sinks, or
+    package.module:function that opens your own (open_sink(run_dir)).
 
     Default: tensorboard where it is installed.
     """
@@ -557,7 +560,7 @@ class Cluster(Section):
     """The machine, where it should not be found out."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What the ranks compute on."""
+    """The device that the ranks compute on."""
     memory_gib: PositiveFloat | None = None
     """Memory one rank may use; default what the machine has, divided by its ranks."""
 
