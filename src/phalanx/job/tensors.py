@@ -47,7 +47,7 @@ def module_names(shape: ModelShape) -> list[str]:
     return list(names)
 
 
-def find_holders(shape: ModelShape) -> dict[str, Holder]:
+def list_holders(shape: ModelShape) -> dict[str, Holder]:
     """The modules that hold parameters themselves, by name."""
     tensors: dict[str, dict[str, Shape]] = defaultdict(dict)
     for tensor, size in tensor_shapes(shape).items():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.core.units import format_count
 from phalanx.job.shape import Holder, ModelShape
-from phalanx.job.tensors import find_holders, module_names
+from phalanx.job.tensors import list_holders, module_names
 from phalanx.plan.rules import CUTS, Rule, Span, built_in_rules, find_rule, matches, parse_rules
 
 NUM_NAMED = 3
@@ -79,7 +79,7 @@ def _check_built_in(overrides: tuple[Rule, ...], shape: ModelShape, tp: int) -> 
     require_matches(overrides, module_names(shape))
     if not any(rule.kind in CUTS for rule in rules):
         raise missing_rules_error(f"a {shape.kind} with these rules")
-    for holder in find_holders(shape).values():
+    for holder in list_holders(shape).values():
         rule = find_rule(overrides, holder.name)
         if rule is not None and rule.kind in CUTS:
             _check(rule, holder, tp)
@@ -187,7 +187,7 @@ def check_overrides(
 ) -> None:
     """Raises LayoutError for rules (the job's, then the model's) that each can be and together
     cannot."""
-    holders = find_holders(shape)
+    holders = list_holders(shape)
     for layer in range(shape.num_layers):
         for part, members in TOGETHER.items():
             region = f"blocks.{layer}.{part}"

@@ -12,7 +12,7 @@ from phalanx.job import counts
 from phalanx.job.counts import Flops, block_flops, embedding_flops, head_flops
 from phalanx.job.schema import Job
 from phalanx.job.shape import Holder, Measured, ModelShape
-from phalanx.job.tensors import find_holders, module_names
+from phalanx.job.tensors import list_holders, module_names
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts
 
@@ -188,7 +188,7 @@ def require_modules(job: Job, shape: ModelShape) -> None:
     of = shape.measured
     known = [name for name in (of.names if of is not None else module_names(shape)) if name]
     holders = {
-        holder.name for holder in (of.holders if of is not None else find_holders(shape).values())
+        holder.name for holder in (of.holders if of is not None else list_holders(shape).values())
     }
     blocks = [f"blocks.{layer}" for layer in range(shape.num_layers)]
     if of is not None:
