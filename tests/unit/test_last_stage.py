@@ -39,7 +39,9 @@ class Own(nn.Module):
 
 def probed(says: Any) -> ModelShape:
     return ModelShape.from_json(
-        _parse_shape("mine", json.dumps(describe_module("test_last_stage:Own", {"says": says}))).to_json()
+        _parse_shape(
+            "mine", json.dumps(describe_module("test_last_stage:Own", {"says": says}))
+        ).to_json()
     )
 
 
