@@ -35,7 +35,7 @@ import xxhash
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES
-from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores import open_store
@@ -162,7 +162,7 @@ class Bench:
         self.take("DCP async: stall", stall_s)
 
     def phalanx_load(self) -> None:
-        (checkpoint,) = list_checkpoints(self.folder / "phalanx")
+        (checkpoint,) = list_checkpoint_dirs(self.folder / "phalanx")
         self.forget(checkpoint)
         with self.peak("phalanx: cold load, memory"), self.timed("phalanx: cold load"):
             load_checkpoint(checkpoint, self.shards, group=self.mesh, phases=Phases())
@@ -179,7 +179,7 @@ class Bench:
 
     def verify(self) -> None:
         """`phalanx checkpoint verify`: one process reads every byte."""
-        (checkpoint,) = list_checkpoints(self.folder / "phalanx")
+        (checkpoint,) = list_checkpoint_dirs(self.folder / "phalanx")
         self.forget(checkpoint)
         with self.timed("phalanx: cold verify, one process"):
             if self.mesh.rank == 0:

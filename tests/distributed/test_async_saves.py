@@ -23,7 +23,7 @@ import torch
 from safetensors.numpy import load_file
 
 from commands import wait_until
-from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
 from phalanx.checkpoint.writing import async_checkpointer, pruner
@@ -171,7 +171,7 @@ def _in_mesh(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any
 def values(run_dir: Path) -> dict[int, set[float]]:
     """All that is in the tensors of each checkpoint, which must verify."""
     found = {}
-    for path in list_checkpoints(run_dir):
+    for path in list_checkpoint_dirs(run_dir):
         assert verify_checkpoint(path) == []
         tensors = [
             tensor for file in path.glob("*.safetensors") for tensor in load_file(file).values()

@@ -40,7 +40,7 @@ from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.manifest import (
     MANIFEST,
     body_xxh3,
-    list_checkpoints,
+    list_checkpoint_dirs,
     manifest_bytes,
     read_manifest,
 )
@@ -173,7 +173,7 @@ def load_each(
                 continue
             assert all(not torch.equal(before[key], reference[key]) for key in reference)
             state = new_state(mesh, layout)
-            state.restore(list_checkpoints(root / source)[-1], phases=Phases())
+            state.restore(list_checkpoint_dirs(root / source)[-1], phases=Phases())
             restored = whole_tensors(state)
             assert set(restored) == set(reference)
             wrong = [key for key in reference if not torch.equal(restored[key], reference[key])]
@@ -307,7 +307,7 @@ def load_experts(
             state = new_experts(mesh, layout, scale=0.5)
             before = put_together_by_blocks(state)
             assert not any(torch.equal(before[key], reference[key]) for key in before)
-            state.restore(list_checkpoints(root / source)[-1], phases=Phases())
+            state.restore(list_checkpoint_dirs(root / source)[-1], phases=Phases())
             restored = put_together_by_blocks(state)
             assert set(restored) == set(reference)
             wrong = [key for key in reference if not torch.equal(restored[key], reference[key])]
@@ -468,7 +468,7 @@ def test_facts_and_aliases_come_back_and_a_step_can_be_saved_again(tmp_path: Pat
         5,
         "d",
     )
-    assert list_checkpoints(tmp_path) == [path]
+    assert list_checkpoint_dirs(tmp_path) == [path]
 
 
 def test_blocks_that_do_not_make_the_whole_are_not_written(tmp_path: Path) -> None:
@@ -572,7 +572,7 @@ def plant_pickle(name: str, directory: Path) -> None:
     is_listed = path.exists() and name != MANIFEST
     path.write_bytes(pickle.dumps(Canary(directory.parent / "executed")))
     if is_listed:
-        stored = asdict(StoredFile.of(path))
+        stored = asdict(StoredFile.from_file(path))
         edit(directory, lambda body: body["files"].update({name: stored}))
 
 
@@ -830,7 +830,7 @@ def restore_other_seed(rank: int, root: Path) -> tuple[str, bool]:
     before = whole_tensors(other)
     message = ""
     try:
-        other.restore(list_checkpoints(root)[-1], phases=Phases())
+        other.restore(list_checkpoint_dirs(root)[-1], phases=Phases())
     except CheckpointError as error:
         message = str(error)
     after = whole_tensors(other)
@@ -853,13 +853,13 @@ def test_an_unfinished_checkpoint_is_not_listed_and_one_without_a_manifest_is(
     for name in (".step-4.partial", "step-x", ".step-6.replaced"):
         (path.parent / name).mkdir()
         shutil.copy(path / MANIFEST, path.parent / name)
-    assert list_checkpoints(tmp_path) == [path]
+    assert list_checkpoint_dirs(tmp_path) == [path]
     assert read_manifest(path).step == 3
     (path.parent / "step-7").write_text("no directory")
     (path.parent / "step-5").mkdir()
     (path.parent / "step-6").symlink_to("nowhere")
     # Whatever is called so is a checkpoint, whole or damaged: a resume would refuse it.
-    assert [found.name for found in list_checkpoints(tmp_path)] == [
+    assert [found.name for found in list_checkpoint_dirs(tmp_path)] == [
         "step-3",
         "step-5",
         "step-6",

@@ -24,7 +24,7 @@ from torch import nn
 
 from models import CPU, LAYOUTS
 from phalanx.checkpoint.best import BEST, read_best
-from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
@@ -173,7 +173,7 @@ def train(
         state = TrainState(model, build_optimizer(model, job.optim), seed=7)
         if resume:
             assert run_dir is not None
-            state.restore(list_checkpoints(run_dir)[-1], phases=model.phases)
+            state.restore(list_checkpoint_dirs(run_dir)[-1], phases=model.phases)
         bus = Heard(rank=rank, attempt=attempt, run_dir=run_dir)
         data = Steps(rank, num_ranks)
         trainer = Trainer(
@@ -337,7 +337,7 @@ def test_the_best_is_saved_and_named(runs: dict[str, Outcome], folder: Path) -> 
         step for step in losses if losses[step] == min(losses[s] for s in losses if s <= step)
     ]
     due = {3, 6}  # checkpoint.every_steps, and the end
-    assert [path.name for path in list_checkpoints(run_dir)] == [
+    assert [path.name for path in list_checkpoint_dirs(run_dir)] == [
         f"step-{n}" for n in sorted({*so_far, *due})
     ]
     best = read_best(run_dir)
@@ -362,7 +362,8 @@ def test_a_stop_inside_an_evaluation_saves_and_the_continuation_is_the_same(
     assert losses_by_step(folder / "stopped") == losses_by_step(folder / "straight")
     assert (folder / "stopped" / BEST).read_bytes() == (folder / "straight" / BEST).read_bytes()
     saved = [
-        {path.name for path in list_checkpoints(folder / name)} for name in ("stopped", "straight")
+        {path.name for path in list_checkpoint_dirs(folder / name)}
+        for name in ("stopped", "straight")
     ]
     assert saved[0] - {"step-4"} == saved[1] - {"step-4"}  # where it was stopped
 
@@ -401,7 +402,7 @@ def beside(rank: int, folder: str) -> list[Outcome]:
     if rank == 0:
         best = read_best(run_dir)
         assert best is not None
-        for path in list_checkpoints(run_dir):
+        for path in list_checkpoint_dirs(run_dir):
             if int(path.name.removeprefix("step-")) > best.step:
                 shutil.rmtree(path)
         os.rename(run_dir / BEST, Path(folder) / BEST)

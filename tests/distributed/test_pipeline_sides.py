@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from models import CPU
-from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
+from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.errors import CheckpointError
@@ -125,7 +125,7 @@ def restored(rank: int, layout: Mapping[str, int], folder: str) -> dict[str, flo
         if mesh.rank == 0:  # a count that is not made yet is put where it belongs
             for kept in state.optimizer.state.values():
                 del kept["calls"]
-        state.restore(list_checkpoints(Path(folder))[-1], phases=Phases())
+        state.restore(list_checkpoint_dirs(Path(folder))[-1], phases=Phases())
         assert state.step == 7
         return numbers(state)
 
@@ -150,7 +150,7 @@ def test_a_checkpoint_has_the_optimizer_of_every_stage(
     is in it."""
     run_ranks(num_savers, saved, save_layout, str(tmp_path))
     run_ranks(1, saved, {}, str(tmp_path / "alone"))
-    (folder,), (alone,) = list_checkpoints(tmp_path), list_checkpoints(tmp_path / "alone")
+    (folder,), (alone,) = list_checkpoint_dirs(tmp_path), list_checkpoint_dirs(tmp_path / "alone")
     assert not verify_checkpoint(folder)
     manifest, reference = read_manifest(folder), read_manifest(alone)
     assert manifest.facts == reference.facts
@@ -171,7 +171,7 @@ def misfit(rank: int, folder: str) -> str:
         state.model.module.blocks["9"] = state.model.module.blocks.pop(str(rank))
         try:
             TrainState(state.model, state.optimizer, seed=3).restore(
-                list_checkpoints(Path(folder))[-1], phases=Phases()
+                list_checkpoint_dirs(Path(folder))[-1], phases=Phases()
             )
         except CheckpointError as error:
             return str(error)

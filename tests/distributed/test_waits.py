@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from models import BATCH, fill, global_batches, plan
-from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Optim
@@ -227,7 +227,7 @@ def used(
         tokens = generate_tokens(one.model, [1, 2, 3], num_tokens=4, context=8, seed=5)
         one.save(LocalStore(root / place / "checkpoints"), job_digest="0", phases=Phases())
         other = state()  # of the weights before the step
-        other.restore(list_checkpoints(root / place)[-1], phases=Phases())
+        other.restore(list_checkpoint_dirs(root / place)[-1], phases=Phases())
         before, after = (
             {n: s.tensor.cpu().clone() for n, s in each.shards().items()} for each in (one, other)
         )

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 import warm
-from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
+from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.core.launchers import PREFIXES, SUPERVISED, TORCH_VARIABLES
 from phalanx.observe.events import Envelope, Event, parse_line
@@ -229,7 +229,7 @@ def loss_curve(run_dir: Path) -> dict[int, float]:
 def weights(run_dir: Path, step: int | None = None) -> dict[str, str]:
     """Checksum by file of the newest checkpoint (or that of `step`), each verified against its
     bytes."""
-    saved = list_checkpoints(run_dir)
+    saved = list_checkpoint_dirs(run_dir)
     directory = saved[-1] if step is None else run_dir / "checkpoints" / f"step-{step}"
     assert verify_checkpoint(directory) == []
     return {name: stored.chunks_xxh3 for name, stored in read_manifest(directory).files.items()}

@@ -521,7 +521,7 @@ def test_one_pickle_in_a_whole_checkpoint_is_never_run(
     path.write_bytes(pickled(trace))
     if is_listed:
         body = json.loads((path.parent / MANIFEST).read_text())
-        body["files"][path.name] = asdict(StoredFile.of(path))
+        body["files"][path.name] = asdict(StoredFile.from_file(path))
         (path.parent / MANIFEST).write_bytes(manifest_bytes(body | {"xxh3": body_xxh3(body)}))
     codes = {
         verb: phalanx(capsys, verb, *arguments(folder))[0] for verb, arguments in READING.items()

@@ -17,7 +17,7 @@ from phalanx.checkpoint.manifest import (
     StoredTensor,
     body_xxh3,
     checkpoint_directory,
-    list_checkpoints,
+    list_checkpoint_dirs,
     manifest_bytes,
     read_manifest,
 )
@@ -174,7 +174,11 @@ def test_a_degree_that_is_no_number_is_damage(tmp_path: Path, degree: Any) -> No
 
 
 def test_checkpoints_are_listed_in_order_of_steps(tmp_path: Path) -> None:
-    assert list_checkpoints(tmp_path) == []
+    assert list_checkpoint_dirs(tmp_path) == []
     for step in (100, 9, 20):
         write(checkpoint_directory(tmp_path, step), ONE.to_json())
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-9", "step-20", "step-100"]
+    assert [path.name for path in list_checkpoint_dirs(tmp_path)] == [
+        "step-9",
+        "step-20",
+        "step-100",
+    ]

@@ -68,14 +68,16 @@ def test_the_safetensors_library_reads_what_we_write(written: tuple[Path, Stored
 
 def test_we_read_what_the_safetensors_library_writes(tmp_path: Path) -> None:
     save_file(ARRAYS, tmp_path / "b.safetensors", metadata={"format": "np"})
-    with CheckedFile(tmp_path, "b.safetensors", StoredFile.of(tmp_path / "b.safetensors")) as file:
+    with CheckedFile(
+        tmp_path, "b.safetensors", StoredFile.from_file(tmp_path / "b.safetensors")
+    ) as file:
         for key, array in ARRAYS.items():
             found = file.read_block(file.entries[key], (0,) * array.ndim, array.shape)
             assert np.array_equal(found.view(array.dtype).reshape(array.shape), array)
 
 
 def test_checksums_of_the_stream_are_those_of_the_file(written: tuple[Path, StoredFile]) -> None:
-    assert StoredFile.of(written[0] / "a.safetensors") == written[1]
+    assert StoredFile.from_file(written[0] / "a.safetensors") == written[1]
     assert written[1].num_chunks == 2
 
 
@@ -318,7 +320,10 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path, name: str) -> N
 )
 def test_a_header_that_lies_is_refused(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + b"12345678")
-    with pytest.raises(CheckpointError), CheckedFile(tmp_path, "a", StoredFile.of(tmp_path / "a")):
+    with (
+        pytest.raises(CheckpointError),
+        CheckedFile(tmp_path, "a", StoredFile.from_file(tmp_path / "a")),
+    ):
         pass
 
 
@@ -326,7 +331,7 @@ def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(struct.pack("<Q", 2**63) + b"{}")
     with (
         pytest.raises(CheckpointError, match="longer than the file"),
-        CheckedFile(tmp_path, "a", StoredFile.of(tmp_path / "a")),
+        CheckedFile(tmp_path, "a", StoredFile.from_file(tmp_path / "a")),
     ):
         pass
 

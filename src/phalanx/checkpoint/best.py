@@ -1,8 +1,6 @@
-"""RUN/best.json: which checkpoint had the lowest held-out loss, or the best of another metric.
+"""RUN/best.json: the checkpoint with the lowest held-out loss, or the best of another metric.
 
-Torch-free.
-
-Whoever removes checkpoints must leave this one.
+Torch-free. Pruning must leave this checkpoint.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class Best:
-    """`loss` per target over `num_targets` held-out targets; `checkpoint` is relative to the run
-    directory, or a URL.
+    """The best step of a run: its `loss` per target over `num_targets` held-out targets.
 
-    `value` is that of `metric`, by which it is the best.
+    `checkpoint` is relative to the run directory, or a URL. `value` is that of `metric`, by which
+    the step is the best.
     """
 
     step: int
@@ -43,23 +41,22 @@ def write_best(
     num_targets: int,
     metric: str = "loss",
     value: float | None = None,
-    place: str | None = None,
+    checkpoint: str | None = None,
     disk: Disk | None = None,
 ) -> Best:
-    """Name the checkpoint of `step`, which must be saved, the best by `metric`.
+    """Record the checkpoint of `step`, which must be saved, as the best by `metric`.
 
-    Atomic; raises OSError.
-
-    `place`: where it is, if that is not RUN/checkpoints/step-N.
+    Atomic; raises OSError. `checkpoint`: its path in the run or its URL, if that is not
+    RUN/checkpoints/step-N.
     """
-    place = place or str(checkpoint_directory(run_dir, step).relative_to(run_dir))
-    best = Best(step, loss, num_targets, place, metric, loss if value is None else value)
+    checkpoint = checkpoint or str(checkpoint_directory(run_dir, step).relative_to(run_dir))
+    best = Best(step, loss, num_targets, checkpoint, metric, loss if value is None else value)
     write_json_durably(disk or Disk(), run_dir / BEST, {"format": 1, **asdict(best)})
     return best
 
 
 def read_best(run_dir: Path) -> Best | None:
-    """What was kept as the best, or None if nothing was, or its file cannot be read."""
+    """The recorded best step; None if there is none, or its file cannot be read."""
     try:
         body = json.loads(LocalFolder(run_dir).read(BEST))
         metric, loss = str(body.get("metric", "loss")), float(body["loss"])

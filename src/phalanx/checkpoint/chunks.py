@@ -17,8 +17,8 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What the manifest keeps of a file: its size, and the checksums of its chunks as one string
-    of hex."""
+    """A file as the manifest lists it: its size, and the checksums of its chunks as one string of
+    hex."""
 
     num_bytes: int
     chunks_xxh3: str
@@ -31,13 +31,13 @@ class StoredFile:
         return -(-self.num_bytes // CHUNK_BYTES)
 
     @classmethod
-    def of(cls, path: Path) -> StoredFile:
-        """What a file that is there holds now. Raises OSError."""
+    def from_file(cls, path: Path) -> StoredFile:
+        """The size and checksums of an existing file as it is now. Raises OSError."""
         digests = ChunkDigests()
         with open_regular(path) as file:
             while data := file.read(CHUNK_BYTES):
                 digests.update(data)
-        return digests.stored()
+        return digests.finish()
 
 
 class ChunkDigests:
@@ -64,7 +64,8 @@ class ChunkDigests:
         self._hash.reset()
         self._in_chunk = 0
 
-    def stored(self) -> StoredFile:
+    def finish(self) -> StoredFile:
+        """The size and checksums of the stream, which has ended."""
         if self._in_chunk:
             self._close_chunk()
         return StoredFile(self._num_bytes, "".join(self._done))

@@ -1,8 +1,6 @@
-"""Types and bounds of what a manifest says besides tensors.
+"""Checks of types and bounds of a manifest's facts, before any code computes with them.
 
-One place checks them, before anybody computes with them.
-
-A manifest may be a stranger's, or another program's: its checksum only says that it is what was
+A manifest may be a stranger's, or another program's: its checksum only says that it is as it was
 written. Torch-free.
 """
 
@@ -65,8 +63,10 @@ def shorten(value: Any, *, quoted: bool = True) -> str:
 
 
 def progress(value: Any) -> int:
-    """`value` if training can have come so far: what is counted on from there must not leave 64
-    bits."""
+    """`value` if training can have come so far; ValueError if not.
+
+    Counts that go on from there must not leave 64 bits.
+    """
     if count(value) > LARGEST_PROGRESS:
         raise ValueError(f"{shorten(value)} is more than anybody trained")
     return int(value)
@@ -126,8 +126,7 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "imported_from": text,
     "optimizer": _check_optimizer,
     "loss_scale": _check_loss_scale,
-    "model_shape": lambda value: (
-        value is None or mapping(value)
-    ),  # tensors that came without a config.json have none
+    # Tensors that came without a config.json have no model_shape.
+    "model_shape": lambda value: value is None or mapping(value),
     "hugging_face": lambda value: value is None or mapping(value),
 }

@@ -13,9 +13,8 @@ from typing import Protocol
 
 from phalanx.core.files import MANIFEST_BYTES, open_descriptor, read_regular
 
-STEP_NAME = re.compile(
-    r"step-(0|[1-9][0-9]{0,17})"
-)  # as a save writes it: "step-06" is a copy of somebody's
+# As a save writes it: "step-06" is a copy by hand.
+STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
 class RangeReader(Protocol):
@@ -38,11 +37,11 @@ class Folder(Protocol):
 
     @property
     def name(self) -> str:
-        """The last part of where it is: "step-400"."""
+        """The last part of its path or URL: "step-400"."""
 
     @property
     def url(self) -> str:
-        """Where it is, for people and for opening it again: a path, or a URL.
+        """The path or URL of the folder, for people and for opening it again.
 
         Holds no credentials.
         """
@@ -55,7 +54,7 @@ class Folder(Protocol):
         """The bytes of every file in it, whether a manifest lists it or not."""
 
     def where(self, name: str) -> str:
-        """A file of it in words of an error message."""
+        """The path or URL of a file in it, for an error message."""
 
     def read(self, name: str) -> bytes:
         """A whole (small) file."""
@@ -63,7 +62,7 @@ class Folder(Protocol):
     def open(self, name: str) -> RangeReader: ...
 
     def written_unix_s(self) -> float:
-        """When its manifest was written."""
+        """Unix seconds at which its manifest was written."""
 
 
 @dataclass(frozen=True)
@@ -123,19 +122,19 @@ class _LocalReader:
         os.close(self._fd)
 
 
-def as_folder(place: Folder | Path) -> Folder:
-    """A path is a directory on this machine."""
-    return LocalFolder(place) if isinstance(place, Path) else place
+def as_folder(folder: Folder | Path) -> Folder:
+    """`folder` as a Folder: a path is a directory on this machine."""
+    return LocalFolder(folder) if isinstance(folder, Path) else folder
 
 
 def place_in_run(folder: Folder, run_dir: Path) -> str:
-    """Where a checkpoint is, as a run's files say it: relative to the run directory, or the URL
-    of one elsewhere."""
+    """The place of a checkpoint as a run's files record it: relative to the run directory, or the
+    URL of one elsewhere."""
     if isinstance(folder, LocalFolder) and folder.path.is_relative_to(run_dir):
         return str(folder.path.relative_to(run_dir))
     return folder.url
 
 
-def full_place(run_dir: Path, place: str) -> str:
-    """What `place_in_run` said, for whoever stands elsewhere."""
-    return place if "://" in place else str(run_dir / place)
+def full_place(run_dir: Path, recorded: str) -> str:
+    """The full path or URL of a checkpoint whose `place_in_run` is `recorded`."""
+    return recorded if "://" in recorded else str(run_dir / recorded)

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: one JSON file, written last.
+"""The manifest of a checkpoint, which describes it: one JSON file, written last.
 
 Torch-free; nothing here is ever executed.
 """
@@ -33,9 +33,10 @@ from phalanx.core.errors import CheckpointError
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-OPTIMIZER = "optim/"  # what the names of optimizer state begin with
+OPTIMIZER = "optim/"  # prefix of names of optimizer state
+# Prefix of names of state of compressed gradients, which belongs to one layout.
+REDUCTION = "comm/"
 MAX_DIMS = 64
-REDUCTION = "comm/"  # and those of what compressing gradients keeps, which belongs to one layout
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Piece:
     """One block of a logical tensor: entry `key` of `file`, standing at `offset` in the full
     tensor.
 
-    `xxh3_128` is the digest of its bytes, by which the next save knows it again; empty where nobody
-    took it.
+    `xxh3_128` is the digest of its bytes, by which the next save recognizes it; empty if none was
+    taken.
     """
 
     file: str
@@ -56,13 +57,14 @@ class Piece:
     def overlap(
         self, offset: tuple[int, ...], size: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """(start in the full tensor, size) of what it shares with a box of the tensor; None if
-        that is nothing."""
+        """(start in the full tensor, size) of its overlap with a box of the tensor; None if they do
+        not overlap."""
         starts, sizes = [], []
-        for own, own_size, other, other_size in zip(
+        for piece_start, piece_size, box_start, box_size in zip(
             self.offset, self.size, offset, size, strict=True
         ):
-            start, stop = max(own, other), min(own + own_size, other + other_size)
+            start = max(piece_start, box_start)
+            stop = min(piece_start + piece_size, box_start + box_size)
             if stop <= start:
                 return None
             starts.append(start)
@@ -79,9 +81,11 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`facts` is what a TrainState says besides tensors (step, tokens, cursor, seed).
+    """The content of manifest.json.
 
-    `epoch` counts the jobs that have had the run before, this one included; 0 where nobody counts.
+    `facts` is the part of a TrainState besides tensors (step, tokens, cursor, seed). `epoch` is the
+    number of the job's fencing token: it counts the jobs that have had the run, this one included;
+    0 if they are not counted.
     """
 
     step: int
@@ -99,7 +103,7 @@ class Manifest:
         return {**body, "xxh3": body_xxh3(body)}
 
     def to_bytes(self) -> bytes:
-        """What stands in manifest.json."""
+        """The content of the file manifest.json."""
         return manifest_bytes(self.to_json())
 
     @property
@@ -107,53 +111,45 @@ class Manifest:
         return sum(file.num_bytes for file in self.files.values())
 
     def without_optimizer(self) -> Manifest:
-        """What of it is the model."""
+        """The manifest of the model alone."""
         return self.without(OPTIMIZER, REDUCTION)
 
     def without(self, *prefixes: str) -> Manifest:
-        """Without the tensors whose names begin so."""
-        return replace(
-            self,
-            tensors={n: tensor for n, tensor in self.tensors.items() if not n.startswith(prefixes)},
-        )
+        """The manifest without the tensors whose names begin with one of `prefixes`."""
+        tensors = {n: tensor for n, tensor in self.tensors.items() if not n.startswith(prefixes)}
+        return replace(self, tensors=tensors)
 
 
-def read_manifest(place: Folder | Path) -> Manifest:
+def read_manifest(folder: Folder | Path) -> Manifest:
     """Read and check the manifest of one checkpoint.
 
     Raises CheckpointError naming what is wrong.
     """
-    folder = as_folder(place)
+    folder = as_folder(folder)
     path = folder.where(MANIFEST)
     try:
         text = folder.read(MANIFEST)
         body = json.loads(text.decode())
-        found_xxh3 = (
-            body_xxh3(body) if isinstance(body, dict) else ""
-        )  # ValueError for numbers that are none
-        written = manifest_bytes(body) if isinstance(body, dict) else b""  # and for half a letter
+        # Both raise ValueError: for numbers that are none, and for half a letter.
+        computed_xxh3 = body_xxh3(body) if isinstance(body, dict) else ""
+        canonical = manifest_bytes(body) if isinstance(body, dict) else b""
     except FileNotFoundError:
-        raise _without_manifest(folder) from None
+        raise _missing_manifest_error(folder) from None
     except OSError as error:
         raise wrap_os_error(error, "the manifest cannot be read", path) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
-    if (
-        not isinstance(body, dict)
-        or type(body.get("format")) is not int
-        or body["format"] != FORMAT
-    ):
-        found = body.get("format") if isinstance(body, dict) else type(body).__name__
+    version = body.get("format") if isinstance(body, dict) else type(body).__name__
+    if type(version) is not int or version != FORMAT:
         raise CheckpointError(
-            f"format {found!r} is not {FORMAT}", where=path, fix="use the release that wrote it"
+            f"format {version!r} is not {FORMAT}", where=path, fix="use the release that wrote it"
         )
-    if body.get("xxh3") != found_xxh3:
+    if body.get("xxh3") != computed_xxh3:
         raise CheckpointError(
             "the manifest is not what was written", where=path, why="its checksum differs"
         )
-    if (
-        text != written
-    ):  # a space more, a key that is there twice: the checksum is of what was parsed
+    # A space more, a key that is there twice: the checksum is of what was parsed.
+    if text != canonical:
         raise CheckpointError(
             "the manifest is not what was written", where=path, why="it is written another way"
         )
@@ -166,18 +162,18 @@ def read_manifest(place: Folder | Path) -> Manifest:
     return manifest
 
 
-def _without_manifest(folder: Folder) -> CheckpointError:
-    """A directory is renamed into place whole; an object store's folder may be an upload that
-    never ended."""
+def _missing_manifest_error(folder: Folder) -> CheckpointError:
+    """The error for a folder without a manifest: a directory is renamed into place whole, while an
+    object store's folder may be an upload that never ended."""
     if isinstance(folder, LocalFolder):
         return CheckpointError("it is damaged", where=folder.url, why=f"{MANIFEST} is missing")
     return CheckpointError("incomplete: it was never committed", where=folder.url)
 
 
 def _require_own_step(folder: Folder, manifest: Manifest) -> None:
-    """A copy under another step's name would be continued from as that step.
+    """Raise CheckpointError if the folder's name or the state is of another step than the manifest.
 
-    Other names say nothing of a step.
+    Training would continue from a copy under another step's name as from that step.
     """
     if folder.step not in (-1, manifest.step):
         raise CheckpointError(
@@ -188,10 +184,10 @@ def _require_own_step(folder: Folder, manifest: Manifest) -> None:
                 f" step-{manifest.step} again"
             ),
         )
-    told = manifest.facts.get("step", manifest.step)
-    if told != manifest.step:
+    state_step = manifest.facts.get("step", manifest.step)
+    if state_step != manifest.step:
         raise CheckpointError(
-            f"the manifest is of step {manifest.step}, and the state in it of step {told!r}",
+            f"the manifest is of step {manifest.step}, and the state in it of step {state_step!r}",
             where=folder.url,
         )
 
@@ -204,8 +200,8 @@ def body_xxh3(body: Mapping[str, Any]) -> str:
 
 
 def manifest_bytes(body: Mapping[str, Any]) -> bytes:
-    """The one way in which a manifest is written, so that its content, which has a checksum,
-    decides every byte."""
+    """The bytes of a manifest in its one canonical form: its content, which has a checksum, decides
+    every byte."""
     return (json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
@@ -240,8 +236,7 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     if count(body["chunk_bytes"]) != CHUNK_BYTES:
         raise ValueError(f"chunks of {body['chunk_bytes']} bytes")
     files = {
-        _file_name(name): _stored_file(name, facts)
-        for name, facts in mapping(body["files"]).items()
+        _file_name(name): _parse_file(name, facts) for name, facts in mapping(body["files"]).items()
     }
     for name, tensor in tensors.items():
         if len(tensor.shape) > MAX_DIMS or math.prod(tensor.shape) > LARGEST_COUNT:
@@ -267,7 +262,7 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _stored_file(name: str, facts: Mapping[str, Any]) -> StoredFile:
+def _parse_file(name: str, facts: Mapping[str, Any]) -> StoredFile:
     stored = StoredFile(count(facts["num_bytes"]), str(facts["chunks_xxh3"]))
     if (
         not re.fullmatch(r"([0-9a-f]{16})*", stored.chunks_xxh3)
@@ -294,7 +289,7 @@ def checkpoint_directory(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step}"
 
 
-def list_checkpoints(run_dir: Path) -> list[Path]:
+def list_checkpoint_dirs(run_dir: Path) -> list[Path]:
     """Checkpoints under a run's own directory, oldest first.
 
     Uncommitted directories have other names.
@@ -306,27 +301,27 @@ def list_folders(root: Path) -> list[Path]:
     """Checkpoints in a directory, oldest first; none if it is not there.
 
     A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not
-    unfinished: also a file, a pipe or a link of that name, of which nobody knows what it was. Every
-    verb takes these for the checkpoints of a run. Raises CheckpointError where it cannot be seen
-    what is there: that is not the same as nothing.
+    unfinished: also a file, a pipe or a link of that name. Every verb takes these for the
+    checkpoints of a run. Raises CheckpointError if the directory cannot be listed: that is not the
+    same as empty.
     """
-    found = []
+    by_step = []
     try:
         for name in os.listdir(root):
             match = STEP_NAME.fullmatch(name)
             if match and _is_there(root / name):
-                found.append((int(match[1]), root / name))
+                by_step.append((int(match[1]), root / name))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise wrap_os_error(
             error, "checkpoints cannot be looked for", str(error.filename or root)
         ) from None
-    return [entry for _, entry in sorted(found)]
+    return [entry for _, entry in sorted(by_step)]
 
 
 def _is_there(path: Path) -> bool:
-    """Also a link that leads to nothing; not what is removed this moment.
+    """True if there is anything at `path`, also a link that leads to nothing.
 
     Raises OSError unless that is known.
     """

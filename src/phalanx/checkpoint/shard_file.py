@@ -59,7 +59,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in a file: `start` and `stop` are bytes from the beginning of the file."""
+    """One tensor in a file: `start` and `stop` are bytes from the start of the file."""
 
     key: str
     dtype: str  # safetensors' name
@@ -76,7 +76,7 @@ class Entry:
 class Source:
     """A tensor to write.
 
-    `load` gives its bytes (C order) when its turn comes, so that one copy exists at a time.
+    `load` returns its bytes (C order) when its turn comes, so that one copy exists at a time.
     """
 
     key: str
@@ -119,18 +119,18 @@ def write_stream(
 
     write(struct.pack("<Q", len(text)) + text)
     for source in sources:
-        write(np.ascontiguousarray(source.load()).data.cast("B"))
-    return digests.stored()
+        write(memoryview(np.ascontiguousarray(source.load())).cast("B"))
+    return digests.finish()
 
 
 class CheckedFile:
     """Reads verified ranges of a file.
 
-    A context manager; raises CheckpointError that names the file and the place.
+    A context manager; raises CheckpointError that names the file and the damaged tensors.
     """
 
-    def __init__(self, place: Folder | Path, name: str, stored: StoredFile) -> None:
-        self._folder, self._name, self._stored = as_folder(place), name, stored
+    def __init__(self, folder: Folder | Path, name: str, stored: StoredFile) -> None:
+        self._folder, self._name, self._stored = as_folder(folder), name, stored
         self.where = self._folder.where(name)
         self._reader: RangeReader | None = None
         self._chunk = np.empty(min(CHUNK_BYTES, max(1, stored.num_bytes)), np.uint8)
@@ -141,10 +141,10 @@ class CheckedFile:
     def __enter__(self) -> CheckedFile:
         try:
             self._reader = self._folder.open(self._name)
-            found = self._reader.num_bytes
-            if found != self._stored.num_bytes:
+            num_bytes = self._reader.num_bytes
+            if num_bytes != self._stored.num_bytes:
                 raise CheckpointError(
-                    f"{found} bytes, not the {self._stored.num_bytes} that were written",
+                    f"{num_bytes} bytes, not the {self._stored.num_bytes} that were written",
                     where=self.where,
                 )
             self.entries = self._read_header()
@@ -168,9 +168,10 @@ class CheckedFile:
         while position < stop:
             number = position // CHUNK_BYTES
             self._load_chunk(number)
-            begin = number * CHUNK_BYTES
-            end = min(stop, begin + CHUNK_BYTES)
-            out[position - start : end - start] = self._chunk[position - begin : end - begin]
+            chunk_start = number * CHUNK_BYTES
+            end = min(stop, chunk_start + CHUNK_BYTES)
+            in_chunk = slice(position - chunk_start, end - chunk_start)
+            out[position - start : end - start] = self._chunk[in_chunk]
             position = end
         return out
 
@@ -210,7 +211,7 @@ class CheckedFile:
         inner = sum(o * math.prod(shape[d + 1 :]) * item for d, o in enumerate(start) if d > 0)
         last = sum(
             (o + n - 1) * math.prod(shape[d + 1 :]) * item
-            for d, (o, n) in _from_second(start, out.shape)
+            for d, (o, n) in _skip_first(start, out.shape)
         )
         span = last + item - inner  # bytes of one row from its first wanted element to its last
         has_gaps = span != math.prod(out.shape[1:]) * item
@@ -223,8 +224,9 @@ class CheckedFile:
         rows_at_once = 1 if row - span >= CHUNK_BYTES else max(1, SPAN_BYTES // max(row, 1))
         for first in range(0, out.shape[0], rows_at_once):
             count = min(rows_at_once, out.shape[0] - first)
-            begin = base + (start[0] + first) * row + inner
-            data = self.read(begin, begin + (count - 1) * row + span).view(out.dtype)
+            data_start = base + (start[0] + first) * row + inner
+            data_stop = data_start + (count - 1) * row + span
+            data = self.read(data_start, data_stop).view(out.dtype)
             block = np.lib.stride_tricks.as_strided(
                 data, (count, *out.shape[1:]), strides, writeable=False
             )
@@ -233,43 +235,44 @@ class CheckedFile:
     def _load_chunk(self, number: int) -> None:
         if number == self._chunk_number:
             return
-        begin = number * CHUNK_BYTES
-        length = min(CHUNK_BYTES, self._stored.num_bytes - begin)
+        start = number * CHUNK_BYTES
+        length = min(CHUNK_BYTES, self._stored.num_bytes - start)
         self._chunk_number = -1
         assert self._reader is not None, "the file is not open"
         try:
-            self._reader.read_into(self._chunk.data[:length], begin)
+            self._reader.read_into(memoryview(self._chunk)[:length], start)
         except EOFError:
             raise CheckpointError("it became shorter while it was read", where=self.where) from None
         except OSError as error:
             raise self._unreadable(error) from None
         self.num_bytes_read += length
-        found = xxhash.xxh3_64_hexdigest(self._chunk.data[:length])
-        if found != self._stored.chunk_xxh3(number):
+        digest = xxhash.xxh3_64_hexdigest(memoryview(self._chunk)[:length])
+        stored_digest = self._stored.chunk_xxh3(number)
+        if digest != stored_digest:
+            stop = start + length
+            content = self._describe_range(start, stop)
             raise CheckpointError(
-                f"its bytes are not those that were written: {self._inside(begin, begin + length)}",
+                f"its bytes are not those that were written: {content}",
                 where=self.where,
-                why=(
-                    f"xxh3 of bytes {begin} to {begin + length - 1} is {found}, not"
-                    f" {self._stored.chunk_xxh3(number)}"
-                ),
+                why=f"xxh3 of bytes {start} to {stop - 1} is {digest}, not {stored_digest}",
             )
         self._chunk_number = number
 
-    def _inside(self, begin: int, end: int) -> str:
-        """What lies in a range of the file, in words."""
-        entries = self.entries or self._doubtful_entries()
-        names = [
-            e.key.rpartition("#")[0] for e in entries.values() if begin < e.stop and e.start < end
-        ]
-        parts = ["the file's header"] * (begin == 0) + list(dict.fromkeys(names))
-        return ", ".join(parts[:4]) + (
-            f" and {len(parts) - 4} more tensors" if len(parts) > 4 else ""
-        )
+    def _describe_range(self, start: int, stop: int) -> str:
+        """The tensors in a range of the file, in words."""
+        entries = self.entries or self._read_doubtful_entries()
+        parts = ["the file's header"] if start == 0 else []
+        for entry in entries.values():
+            name = entry.key.rpartition("#")[0]
+            if start < entry.stop and entry.start < stop and name not in parts:
+                parts.append(name)
+        if len(parts) > 4:
+            return f"{', '.join(parts[:4])} and {len(parts) - 4} more tensors"
+        return ", ".join(parts)
 
-    def _doubtful_entries(self) -> dict[str, Entry]:
-        """The entries of a header that did not verify, to say what may be damaged; never to read
-        by."""
+    def _read_doubtful_entries(self) -> dict[str, Entry]:
+        """The entries of a header that did not verify, for the message of what may be damaged;
+        never to read by."""
         length = int.from_bytes(self._chunk[:8].tobytes(), "little")
         try:
             base = 8 + length
@@ -296,9 +299,9 @@ class CheckedFile:
 
 
 def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, Entry]]:
-    """The entries of a safetensors header; tensors begin at byte `base`.
+    """Yield the entries of a safetensors header; tensors begin at byte `base`.
 
-    ValueError where they do not add up.
+    Raises ValueError for entries that do not add up.
     """
     item_bytes = dict(DTYPES.values())
     for key, facts in json.loads(text).items():
@@ -315,11 +318,11 @@ def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, 
 
 
 def _element(item_bytes: int) -> np.dtype[Any]:
-    """A type of that many bytes which numpy only moves."""
+    """A numpy type of `item_bytes` bytes, for moving elements without reading them."""
     return np.dtype(f"u{item_bytes}" if item_bytes in (1, 2, 4, 8) else f"V{item_bytes}")
 
 
-def _from_second(
+def _skip_first(
     start: tuple[int, ...], size: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, int]]]:
     return ((d, pair) for d, pair in enumerate(zip(start, size, strict=True)) if d > 0)

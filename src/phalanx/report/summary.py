@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.folder import LocalFolder
-from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.core.errors import CheckpointError
 from phalanx.observe import events
 from phalanx.report.facts import RunFacts
@@ -161,7 +161,7 @@ def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
     ):
         return recorded
     try:
-        paths = list_checkpoints(facts.run_dir)
+        paths = list_checkpoint_dirs(facts.run_dir)
     except CheckpointError:
         return recorded
     checkpoints: list[dict[str, Any]] = []

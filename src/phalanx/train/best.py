@@ -57,7 +57,7 @@ class BestRecorder:
                 num_targets=score.num_targets,
                 metric=metric,
                 value=score.value,
-                place=self._find_place(step),
+                checkpoint=self._find_place(step),
             )
         except CheckpointError as error:
             self._bus.emit(CheckpointFailed(step, BEST, str(error), training_goes_on=True))

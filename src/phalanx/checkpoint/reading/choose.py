@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is meant: the newest, or the best. Torch-free."""
+"""Chooses a checkpoint of a run: the newest, or the best. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from phalanx.checkpoint.stores import find_checkpoint, is_url, run_at, store_of
 from phalanx.core.errors import CheckpointError
 
 
-def choose_checkpoint(place: str | Path, *, best: bool = False) -> Folder:
-    """One checkpoint: the folder at `place`, or of the run that is there the newest, or the one
-    eval.keep_best kept.
+def choose_checkpoint(location: str | Path, *, best: bool = False) -> Folder:
+    """The checkpoint at `location`; of a run there the newest, or with `best` the one that
+    eval.keep_best recorded.
 
     Raises CheckpointError.
     """
     if not best:
-        return find_checkpoint(place)
-    place = run_at(place)
-    kept = None if is_url(place) else read_best(Path(place))
-    if kept is None:
+        return find_checkpoint(location)
+    location = run_at(location)
+    recorded = None if is_url(location) else read_best(Path(location))
+    if recorded is None:
         fix = "train with eval.keep_best=true"
-        raise CheckpointError("no checkpoint was kept as the best", where=str(place), fix=fix)
-    for folder in store_of(place).folders():
-        if folder.step == kept.step:
+        raise CheckpointError("no checkpoint was kept as the best", where=str(location), fix=fix)
+    for folder in store_of(location).folders():
+        if folder.step == recorded.step:
             return folder
     raise CheckpointError(
-        "the best checkpoint is gone", where=str(place), why=f"step {kept.step} is not there"
+        "the best checkpoint is gone", where=str(location), why=f"step {recorded.step} is not there"
     )

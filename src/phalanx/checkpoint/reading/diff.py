@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, tensor by tensor, whatever layouts wrote them. Torch-free.
+"""Differences of two checkpoints, tensor by tensor, whatever layouts wrote them. Torch-free.
 
 Every byte that is compared was verified first. One tensor of each side is in memory at a time.
 """
@@ -19,17 +19,17 @@ from phalanx.checkpoint.reading.full_tensors import FullTensorReader
 from phalanx.checkpoint.reading.verify import require_complete_structure
 from phalanx.core.digest import differing_keys
 
-# numpy's type of the same bits, and whether they have to be widened to be numbers
+# numpy's type of the same bits, for types that numpy does not have
 _NUMPY: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """`what`: "only_a" | "only_b" | "shape" | "dtype" | "values".
+    """A tensor that differs. `what`: "only_a" | "only_b" | "shape" | "dtype" | "values".
 
-    Errors are of `values` where they can be told.
-
-    `max_abs` is the largest |a - b|; `relative` is the norm of a - b over that of a.
+    `max_abs` is the largest |a - b|; `relative` is the norm of a - b over that of a. Both are of
+    "values" alone, and None for types that numpy cannot read. The fields' names are those of the
+    `--json` schema.
     """
 
     name: str
@@ -66,58 +66,61 @@ class Difference:
 def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> Difference:
     """Compare two checkpoints bit by bit. Raises CheckpointError if one is damaged."""
     first, second = read_manifest(a), read_manifest(b)
-    for place, manifest in ((a, first), (b, second)):
-        require_complete_structure(place, manifest)
-    found: list[TensorDifference] = []
+    for folder, manifest in ((a, first), (b, second)):
+        require_complete_structure(folder, manifest)
+    differences: list[TensorDifference] = []
     num_equal = 0
     names = list(dict.fromkeys([*_names(first), *_names(second)]))
-    with _Reader(a, first) as left, _Reader(b, second) as right:
+    with _AliasReader(a, first) as reader_a, _AliasReader(b, second) as reader_b:
         for name in names:
-            difference = _compare(name, left, right)
+            difference = _compare(name, reader_a, reader_b)
             if difference is None:
                 num_equal += 1
             else:
-                found.append(difference)
-    return Difference(_facts(first, second), tuple(found), num_equal)
+                differences.append(difference)
+    return Difference(_diff_facts(first, second), tuple(differences), num_equal)
 
 
 def _names(manifest: Manifest) -> list[str]:
     return [*manifest.tensors, *manifest.aliases]
 
 
-def _facts(a: Manifest, b: Manifest) -> dict[str, tuple[Any, Any]]:
-    """Facts by dotted key. The layout does not count: it says who wrote, not what."""
-    found = {}
+def _diff_facts(a: Manifest, b: Manifest) -> dict[str, tuple[Any, Any]]:
+    """Differing facts of both manifests by dotted key.
+
+    The layout is not compared: the same state may be written by other ranks.
+    """
+    differences = {}
     for key in differing_keys(a.facts, b.facts):
-        found[key] = (_at(a.facts, key), _at(b.facts, key))
-    return found
+        differences[key] = (_get_fact(a.facts, key), _get_fact(b.facts, key))
+    return differences
 
 
-def _at(facts: Any, key: str) -> Any:
+def _get_fact(facts: Any, key: str) -> Any:
     for part in key.split("."):
         facts = facts.get(part) if isinstance(facts, dict) else None
     return facts
 
 
-class _Reader(FullTensorReader):
-    """Whole tensors of one checkpoint by all of their names."""
+class _AliasReader(FullTensorReader):
+    """Reads full tensors of one checkpoint by all of their names, also tied ones."""
 
     def facts(self, name: str) -> tuple[tuple[int, ...], str] | None:
-        stored = self.manifest.tensors.get(self._stored_name(name))
+        stored = self.manifest.tensors.get(self._resolve_alias(name))
         return (stored.shape, stored.dtype) if stored else None
 
     def tensor(self, name: str) -> NDArray[Any]:
         """The tensor's bits, in the type of numpy that holds them."""
-        stored_name = self._stored_name(name)
+        stored_name = self._resolve_alias(name)
         dtype = self.manifest.tensors[stored_name].dtype
         return self.load(stored_name).view(_NUMPY.get(dtype, dtype))
 
-    def _stored_name(self, name: str) -> str:
+    def _resolve_alias(self, name: str) -> str:
         return self.manifest.aliases.get(name, name)
 
 
-def _compare(name: str, left: _Reader, right: _Reader) -> TensorDifference | None:
-    a, b = left.facts(name), right.facts(name)
+def _compare(name: str, reader_a: _AliasReader, reader_b: _AliasReader) -> TensorDifference | None:
+    a, b = reader_a.facts(name), reader_b.facts(name)
     if a is None or b is None:
         shape, dtype = a or b or ((), "")
         return TensorDifference(name, "only_a" if b is None else "only_b", f"{dtype} {list(shape)}")
@@ -125,7 +128,7 @@ def _compare(name: str, left: _Reader, right: _Reader) -> TensorDifference | Non
         return TensorDifference(name, "shape", f"{list(a[0])} and {list(b[0])}")
     if a[1] != b[1]:
         return TensorDifference(name, "dtype", f"{a[1]} and {b[1]}")
-    x, y = left.tensor(name), right.tensor(name)
+    x, y = reader_a.tensor(name), reader_b.tensor(name)
     bits_x, bits_y = (
         np.ascontiguousarray(t).reshape(-1).view(f"u{t.dtype.itemsize}") for t in (x, y)
     )
@@ -138,7 +141,7 @@ def _compare(name: str, left: _Reader, right: _Reader) -> TensorDifference | Non
 
 
 def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
-    """What the bits mean, in fp64; None for types that numpy cannot read."""
+    """The numbers that the bits mean, in fp64; None for types that numpy cannot read."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if dtype in _NUMPY or bits.dtype.kind == "c":
@@ -173,14 +176,12 @@ def describe_difference(difference: Difference, *, limit: int = 40) -> Iterator[
     values = [t for t in difference.tensors if t.what == "values"]
     values.sort(key=lambda t: -(t.relative if t.relative is not None else float("inf")))
     for tensor in values[:limit]:
-        told = (
-            ""
-            if tensor.max_abs is None
-            else f", at most {tensor.max_abs:.3g}, relative {tensor.relative:.3g}"
-        )
+        errors = ""
+        if tensor.max_abs is not None:
+            errors = f", at most {tensor.max_abs:.3g}, relative {tensor.relative:.3g}"
         yield (
             f"values  {tensor.name}: {tensor.num_different:,} of {tensor.num_elements:,}"
-            f" differ{told}"
+            f" differ{errors}"
         )
     left_out = max(0, len(values) - limit) + max(0, len(difference.tensors) - len(values) - limit)
     if left_out:

@@ -1,4 +1,4 @@
-"""Whole tensors of one checkpoint, whatever layout wrote it, verified before they are handed out.
+"""Reads full tensors of one checkpoint, whatever layout wrote it; returns verified bytes only.
 
 Torch-free.
 """
@@ -27,10 +27,13 @@ def bits_type(dtype: str) -> np.dtype[Any]:
 
 
 class FullTensorReader:
-    """A context manager; files stay open inside. Raises CheckpointError."""
+    """Reads full tensors by name; a context manager, inside of which files stay open.
 
-    def __init__(self, place: Folder | Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = as_folder(place), manifest
+    Raises CheckpointError.
+    """
+
+    def __init__(self, folder: Folder | Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = as_folder(folder), manifest
         self._files: dict[str, CheckedFile] = {}
         self._tiled: set[str] = set()
         self._open = contextlib.ExitStack()
@@ -47,7 +50,7 @@ class FullTensorReader:
         return self._load_box(name, (0,) * len(shape), shape)
 
     def load_element(self, name: str, number: int) -> Bits:
-        """What lies at `number` of its first dimension; nothing else of it is read."""
+        """The bits at index `number` of the first dimension; nothing else of the tensor is read."""
         shape = self.manifest.tensors[name].shape
         return self._load_box(name, (number,) + (0,) * (len(shape) - 1), (1, *shape[1:]))[0]
 
@@ -61,25 +64,25 @@ class FullTensorReader:
         if name not in self._tiled and not is_tiled(stored):
             raise CheckpointError(f"{name} is not whole in the checkpoint", where=self.folder.url)
         self._tiled.add(name)
-        found = np.empty(size, dtype)
+        bits = np.empty(size, dtype)
         for piece in stored.pieces:
-            if (shared := piece.overlap(offset, size)) is None:
+            overlap = piece.overlap(offset, size)
+            if overlap is None:
                 continue
-            start, length = shared
+            start, length = overlap
             file = self._file(piece.file)
             entry = file.entries.get(piece.key)
             if entry is None or (entry.shape, entry.dtype) != (piece.size, DTYPES[stored.dtype][0]):
                 raise CheckpointError(
                     f"{piece.key} is not the block of {name} it should be", where=file.where
                 )
-            inside = tuple(s - o for s, o in zip(start, piece.offset, strict=True))
-            block = file.read_block(entry, inside, length).view(dtype).reshape(length)
-            found[
-                tuple(
-                    slice(s - o, s - o + n) for s, o, n in zip(start, offset, length, strict=True)
-                )
-            ] = block
-        return found
+            in_piece = tuple(s - o for s, o in zip(start, piece.offset, strict=True))
+            block = file.read_block(entry, in_piece, length).view(dtype).reshape(length)
+            in_box = tuple(
+                slice(s - o, s - o + n) for s, o, n in zip(start, offset, length, strict=True)
+            )
+            bits[in_box] = block
+        return bits
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._files:

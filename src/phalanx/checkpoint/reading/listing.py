@@ -1,4 +1,4 @@
-"""The checkpoints that a location names, and what their manifests say of them. Torch-free."""
+"""Lists the checkpoints at a location, with facts of their manifests. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.core.store_urls import local_directory
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """What one checkpoint's manifest says. `error` says why it cannot be read; then nothing else is
+    """Facts of one checkpoint's manifest. `error` says why it cannot be read; then nothing else is
     known.
 
     `layout`: degrees by axis of the ranks that wrote it. `epoch` counts the jobs that have had the
@@ -72,7 +72,7 @@ def find_folder(location: str) -> Folder:
         return find_folders(location)[-1]
     directory = local_directory(location) or (None if is_url(location) else Path(location))
     if directory is not None and not os.path.lexists(directory):
-        _refuse_nowhere(location)
+        _refuse_missing(location)
     return find_checkpoint(location)
 
 
@@ -82,7 +82,7 @@ def find_folders(run: str) -> list[Folder]:
     """
     run = str(run_at(run))
     if not is_url(run) and not Path(run).is_dir():
-        _refuse_nowhere(run)
+        _refuse_missing(run)
     folders = store_of(run).folders()
     if not folders and is_checkpoint(run):
         raise UsageError(
@@ -119,7 +119,7 @@ def _find_best(run: str) -> Best | None:
     return None if is_url(location) else read_best(Path(location))
 
 
-def _refuse_nowhere(location: str) -> NoReturn:
+def _refuse_missing(location: str) -> NoReturn:
     raise UsageError(
         "no such directory", where=location, fix="give a run's directory, a checkpoint's, or a URL"
     )

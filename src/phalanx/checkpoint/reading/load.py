@@ -146,7 +146,7 @@ def _local_slices(box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> tu
     """Slices of the local tensor for the elements [start, start + size) of the full tensor, which
     lie in `box`."""
     first = [s - g + o for s, g, o in zip(start, box.global_offset, box.local_offset, strict=True)]
-    return tuple(slice(begin, begin + n) for begin, n in zip(first, size, strict=True))
+    return tuple(slice(index, index + n) for index, n in zip(first, size, strict=True))
 
 
 def _plan_reads(

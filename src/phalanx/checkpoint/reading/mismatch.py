@@ -1,6 +1,5 @@
-"""Do the tensors that are there fit those that are wanted?
-
-If not: one readable table of which, and how. Torch-free.
+"""Compares the tensors of a checkpoint with those that a model expects, and formats the mismatches
+as a table. Torch-free.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ NOTHING = "-"
 
 
 class Tensor(Protocol):
-    """What of a tensor must fit. `dtype` is torch's name of it."""
+    """The part of a tensor that must match. `dtype` is torch's name of it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -29,7 +28,7 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """A tensor that a model has. Without a `dtype` any will do."""
+    """A tensor that a model has. Without a `dtype` any type matches."""
 
     shape: tuple[int, ...]
     dtype: str = ""
@@ -37,7 +36,10 @@ class ExpectedTensor:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """`kind`: "missing" | "extra" | "shape" | "dtype"; `wanted` and `found` in words."""
+    """A tensor that does not match: "missing", "extra", of another "shape" or "dtype".
+
+    `wanted` and `found` are in words. The fields' names are those of the `--json` schema.
+    """
 
     name: str
     kind: str
@@ -53,90 +55,98 @@ class MismatchError(CheckpointError):
 
     def __init__(
         self,
-        what: str,
-        misfits: tuple[Mismatch, ...],
+        message: str,
+        mismatches: tuple[Mismatch, ...],
         *,
         where: str | None = None,
         fix: str | None = None,
     ):
-        self.misfits = misfits
-        super().__init__(what, where=where, why=_counted(misfits), fix=fix)
+        self.mismatches = mismatches
+        super().__init__(message, where=where, why=_count_kinds(mismatches), fix=fix)
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *format_mismatch_table(self.misfits)])
+        return "\n".join([super().__str__(), *format_mismatch_table(self.mismatches)])
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {"tensors": [asdict(misfit) for misfit in self.misfits]}
+        return super().to_json() | {"tensors": [asdict(mismatch) for mismatch in self.mismatches]}
 
 
 def find_mismatches(
-    wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], *, cast: bool = False
+    expected: Mapping[str, Tensor], stored: Mapping[str, Tensor], *, cast: bool = False
 ) -> tuple[Mismatch, ...]:
-    """What does not fit, missing and extra names first.
+    """The mismatches of two sets of tensors by name, missing and extra names first.
 
-    With `cast` another type of numbers does.
+    With `cast` floating-point tensors of another type match.
     """
     rows = [
-        Mismatch(name, "missing", _words(wanted[name]), NOTHING)
-        for name in sorted(wanted.keys() - found.keys())
+        Mismatch(name, "missing", _describe(expected[name]), NOTHING)
+        for name in sorted(expected.keys() - stored.keys())
     ]
     rows += [
-        Mismatch(name, "extra", NOTHING, _words(found[name]))
-        for name in sorted(found.keys() - wanted.keys())
+        Mismatch(name, "extra", NOTHING, _describe(stored[name]))
+        for name in sorted(stored.keys() - expected.keys())
     ]
-    for name in sorted(wanted.keys() & found.keys()):
-        want, have = wanted[name], found[name]
-        if tuple(want.shape) != tuple(have.shape):
-            rows.append(Mismatch(name, "shape", _words(want), _words(have)))
-        elif (
-            want.dtype
-            and want.dtype != have.dtype
-            and not (cast and _is_real(want.dtype) and _is_real(have.dtype))
-        ):
-            rows.append(Mismatch(name, "dtype", _words(want), _words(have)))
+    for name in sorted(expected.keys() & stored.keys()):
+        model_tensor, stored_tensor = expected[name], stored[name]
+        if tuple(model_tensor.shape) != tuple(stored_tensor.shape):
+            kind = "shape"
+        elif not _is_dtype_accepted(model_tensor.dtype, stored_tensor.dtype, cast):
+            kind = "dtype"
+        else:
+            continue
+        rows.append(Mismatch(name, kind, _describe(model_tensor), _describe(stored_tensor)))
     return tuple(rows)
 
 
-def format_mismatch_table(misfits: tuple[Mismatch, ...], limit: int = MAX_ROWS) -> list[str]:
-    """Aligned columns, `limit` rows; of each kind the first ones, so that none is hidden behind
-    another."""
-    shown = _some_of_each(misfits, limit)
+def _is_dtype_accepted(expected: str, stored: str, cast: bool) -> bool:
+    if not expected or expected == stored:
+        return True
+    return cast and _is_real(expected) and _is_real(stored)
+
+
+def format_mismatch_table(mismatches: tuple[Mismatch, ...], limit: int = MAX_ROWS) -> list[str]:
+    """Lines of aligned columns, `limit` rows at most: the first ones of each kind, so that none is
+    hidden behind another."""
+    shown = _select_rows(mismatches, limit)
     rows = [
         ("tensor", "wanted", "found"),
         *((printable(row.name), row.wanted, row.found) for row in shown),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [
-        f"  {name:<{widths[0]}}  {wanted:<{widths[1]}}  {found}" for name, wanted, found in rows
+        f"  {name:<{widths[0]}}  {expected:<{widths[1]}}  {stored}"
+        for name, expected, stored in rows
     ]
-    return lines + [f"  and {len(misfits) - len(shown)} more"] * (len(misfits) > len(shown))
+    if len(mismatches) > len(shown):
+        lines.append(f"  and {len(mismatches) - len(shown)} more")
+    return lines
 
 
-def _some_of_each(misfits: tuple[Mismatch, ...], limit: int) -> list[Mismatch]:
+def _select_rows(mismatches: tuple[Mismatch, ...], limit: int) -> list[Mismatch]:
     by_kind: dict[str, list[Mismatch]] = {}
-    for row in misfits:
+    for row in mismatches:
         by_kind.setdefault(row.kind, []).append(row)
     in_turns = [row for rows in zip_longest(*by_kind.values()) for row in rows if row is not None]
     chosen = in_turns[:limit]
-    return [row for row in misfits if row in chosen]
+    return [row for row in mismatches if row in chosen]
 
 
-def _counted(misfits: tuple[Mismatch, ...]) -> str:
+def _count_kinds(mismatches: tuple[Mismatch, ...]) -> str:
     words = {
         "missing": "missing",
         "extra": "not in this model",
         "shape": "of another shape",
         "dtype": "of another type",
     }
-    counts = {kind: sum(row.kind == kind for row in misfits) for kind in words}
+    counts = {kind: sum(row.kind == kind for row in mismatches) for kind in words}
     return ", ".join(f"{count} {words[kind]}" for kind, count in counts.items() if count)
 
 
-def _words(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}".strip()
 
 
 def _is_real(dtype: str) -> bool:
-    """Floating-point types can be cast into each other; a count or a mask into a weight cannot
-    be what was meant."""
+    """True for floating-point types, which can be cast into each other; a count or a mask cast into
+    a weight would be a mistake."""
     return dtype.startswith(("float", "bfloat"))

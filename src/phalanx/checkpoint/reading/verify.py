@@ -1,6 +1,7 @@
-"""Is a checkpoint exactly what was written?
+"""Verifies that a checkpoint is exactly as it was written: every byte of every file in its
+directory.
 
-Every byte of every file in its directory is looked at. Torch-free.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Verification:
-    """What is wrong with the checkpoint at `url`: nothing if `problems` is empty."""
+    """The result of verifying the checkpoint at `url`: it is intact if `problems` is empty."""
 
     url: str
     num_bytes: int
@@ -44,10 +45,10 @@ class Verification:
 
 
 def verify_folder(folder: Folder, on_progress: Callable[[int, int], None]) -> Verification:
-    """Verify a checkpoint; `on_progress(done, total)` hears of bytes as they are read."""
+    """Verify a checkpoint; `on_progress(done, total)` is called with bytes as they are read."""
     try:
         total = sum(folder.sizes().values())
-    except OSError:  # verification says it
+    except OSError:  # verification reports it
         total = 0
     done = 0
 
@@ -60,24 +61,23 @@ def verify_folder(folder: Folder, on_progress: Callable[[int, int], None]) -> Ve
 
 
 def verify_checkpoint(
-    place: Folder | Path, progress: Progress = lambda num_bytes: None
+    folder: Folder | Path, progress: Progress = lambda num_bytes: None
 ) -> list[CheckpointError]:
-    """Everything that is wrong with a checkpoint; empty if it can be trusted.
+    """All problems of a checkpoint; empty if it can be trusted.
 
-    `progress` is told bytes as they pass.
-
-    Stops at the first bad chunk of a file and goes on with the next file.
+    `progress` is called with the number of bytes as they are read. Stops at the first bad chunk of
+    a file and goes on with the next file.
     """
-    folder = as_folder(place)
+    folder = as_folder(folder)
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [error]
-    found = [*_directory_problems(folder, manifest), *_tensor_problems(folder, manifest)]
-    there = _names_in(folder)
+    problems = [*_directory_problems(folder, manifest), *_tensor_problems(folder, manifest)]
+    present = _list_files(folder)
     for name, stored in sorted(manifest.files.items()):
-        if name not in there:
-            continue  # said above
+        if name not in present:
+            continue  # reported as missing by _directory_problems
         try:
             with CheckedFile(folder, name, stored) as file:
                 done = 0
@@ -86,27 +86,27 @@ def verify_checkpoint(
                     done = num_bytes
                 _require_pieces(file, name, manifest)
         except CheckpointError as error:
-            found.append(error)
-    return found
+            problems.append(error)
+    return problems
 
 
-def _names_in(folder: Folder) -> set[str]:
+def _list_files(folder: Folder) -> set[str]:
     try:
         return set(folder.sizes())
     except OSError:
         return set()
 
 
-def require_complete_directory(place: Folder | Path, manifest: Manifest) -> None:
+def require_complete_directory(folder: Folder | Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless the folder holds the manifest's files and nothing else."""
-    for problem in _directory_problems(as_folder(place), manifest):
+    for problem in _directory_problems(as_folder(folder), manifest):
         raise problem
 
 
-def require_complete_structure(place: Folder | Path, manifest: Manifest) -> None:
+def require_complete_structure(folder: Folder | Path, manifest: Manifest) -> None:
     """Raise CheckpointError for all that `verify_checkpoint` finds without reading the tensors'
     bytes."""
-    folder = as_folder(place)
+    folder = as_folder(folder)
     for problem in (*_directory_problems(folder, manifest), *_tensor_problems(folder, manifest)):
         raise problem
     for name, stored in sorted(manifest.files.items()):
@@ -115,32 +115,31 @@ def require_complete_structure(place: Folder | Path, manifest: Manifest) -> None
 
 
 def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointError]:
-    """What is missing, and what is there besides."""
+    """The files that are missing, and those that the manifest does not list."""
     try:
-        there = set(folder.sizes())
+        present = set(folder.sizes())
     except OSError as error:
         return [wrap_os_error(error, "it cannot be read", folder.url)]
-    missing = sorted(set(manifest.files) - there)
-    extra = sorted(there - set(manifest.files) - {MANIFEST})
-    found = []
+    missing = sorted(set(manifest.files) - present)
+    extra = sorted(present - set(manifest.files) - {MANIFEST})
+    problems = []
     if missing:
         tensors = [
             name
             for name, tensor in manifest.tensors.items()
-            if any(p.file == missing[0] for p in tensor.pieces)
+            if any(piece.file == missing[0] for piece in tensor.pieces)
         ]
-        holds = f"{missing[0]} holds {_names(tensors)}"
-        found.append(CheckpointError(f"{_named(missing)} missing", where=folder.url, why=holds))
+        message = f"{_join_files(missing)} missing"
+        why = f"{missing[0]} holds {_join_tensors(tensors)}"
+        problems.append(CheckpointError(message, where=folder.url, why=why))
     if extra:
-        fix = "move it elsewhere"
-        found.append(
-            CheckpointError(f"{_named(extra)} in it that no save wrote", where=folder.url, fix=fix)
-        )
-    return found
+        message, fix = f"{_join_files(extra)} in it that no save wrote", "move it elsewhere"
+        problems.append(CheckpointError(message, where=folder.url, fix=fix))
+    return problems
 
 
 def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[CheckpointError]:
-    """Pieces must make their tensor: each element once."""
+    """Problems of tensors: their pieces must make them, each element once."""
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in DTYPES:
             yield CheckpointError(
@@ -153,31 +152,30 @@ def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[CheckpointE
 
 
 def is_tiled(tensor: StoredTensor) -> bool:
-    """Whether the pieces make the whole: each element once."""
+    """True if the pieces make the full tensor: each element once."""
     volume = sum(math.prod(piece.size) for piece in tensor.pieces)
     if volume != math.prod(tensor.shape):
         return False
     pieces = [piece for piece in tensor.pieces if math.prod(piece.size)]
     pieces.sort(key=lambda piece: piece.offset)
-    return not any(
-        _overlaps(piece, other)
-        for number, piece in enumerate(pieces)
-        for other in _near(pieces, number)
-    )
+    for number, piece in enumerate(pieces):
+        if any(_overlaps(piece, other) for other in _find_neighbours(pieces, number)):
+            return False
+    return True
 
 
-def _near(pieces: list[Piece], number: int) -> list[Piece]:
-    """Those after `number` that begin before it ends along the first dimension."""
+def _find_neighbours(pieces: list[Piece], number: int) -> list[Piece]:
+    """The pieces after piece `number` that begin before it ends along the first dimension."""
     piece = pieces[number]
     if not piece.size:
         return pieces[number + 1 :]
     end = piece.offset[0] + piece.size[0]
-    found = []
+    neighbours = []
     for other in pieces[number + 1 :]:
         if other.offset[0] >= end:
             break
-        found.append(other)
-    return found
+        neighbours.append(other)
+    return neighbours
 
 
 def _overlaps(a: Piece, b: Piece) -> bool:
@@ -188,7 +186,7 @@ def _overlaps(a: Piece, b: Piece) -> bool:
 
 
 def _require_pieces(file: CheckedFile, name: str, manifest: Manifest) -> None:
-    """The file's own header must say what the manifest says."""
+    """Raise CheckpointError if the file's own header contradicts the manifest."""
     for tensor_name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
             if piece.file != name:
@@ -202,9 +200,9 @@ def _require_pieces(file: CheckedFile, name: str, manifest: Manifest) -> None:
                 )
 
 
-def _named(names: list[str]) -> str:
+def _join_files(names: list[str]) -> str:
     return f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} ({len(names)} files) are"
 
 
-def _names(names: list[str]) -> str:
+def _join_tensors(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")

@@ -1,4 +1,4 @@
-"""From a run back to a plain module: what people do with a model once it is trained."""
+"""Loads weights of a run into a plain module."""
 
 from __future__ import annotations
 

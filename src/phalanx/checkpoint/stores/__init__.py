@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: one module is one kind of place.
+"""Stores of checkpoints: one module is one kind of store.
 
 `open_store` chooses by the URL. Torch-free.
 """
@@ -50,44 +50,44 @@ def open_store(run_dir: Path, url: str | None, *, say: Say = lambda text: None) 
     return ObjectStore.open(url, say=say)
 
 
-def is_url(place: str | Path) -> bool:
-    return "://" in str(place)
+def is_url(location: str | Path) -> bool:
+    return "://" in str(location)
 
 
-def run_at(place: str | Path) -> str | Path:
-    """The run directory that is meant by a file:// URL of one, or by its own folder of
-    checkpoints; else `place`."""
-    path = local_directory(str(place))
-    if path is None and is_url(place):
-        return place
-    path = path or Path(place)
+def run_at(location: str | Path) -> str | Path:
+    """The run directory that `location` means: by a file:// URL of it, or by its own folder of
+    checkpoints; else `location`."""
+    path = local_directory(str(location))
+    if path is None and is_url(location):
+        return location
+    path = path or Path(location)
     with suppress(OSError):
         if (path / "job.json").is_file():
             return path
-        above = path.absolute().parent
-        if (
-            path.name == "checkpoints"
-            and (above / "job.json").is_file()
-            and _url_in_job(above) is None
-        ):
-            return above
-    return place
+        parent = path.absolute().parent
+        is_run = path.name == "checkpoints" and (parent / "job.json").is_file()
+        if is_run and _read_url(parent) is None:
+            return parent
+    return location
 
 
-def store_of(place: str | Path) -> Store:
-    """The store of a run directory, whatever its job says of checkpoints, or the one at a URL."""
-    place = run_at(place)
-    if is_url(place):
-        return open_store(Path(), str(place))
-    url = _url_in_job(Path(place))
+def store_of(location: str | Path) -> Store:
+    """The store of a run directory, by its job's checkpoint.url, or the one at a URL."""
+    location = run_at(location)
+    if is_url(location):
+        return open_store(Path(), str(location))
+    url = _read_url(Path(location))
     if url is not None:
-        _require_usable(url, Path(place) / "job.json")
-    return open_store(Path(place), url)
+        _require_usable(url, Path(location) / "job.json")
+    return open_store(Path(location), url)
 
 
 def _require_usable(url: str, job_file: Path) -> None:
-    """As when the job was loaded: since then anybody may have written into the file, or given us
-    the directory."""
+    """Raise CheckpointError for a URL in job.json that no job may have.
+
+    It was checked when the job was loaded, but the file may have been edited since, or the run
+    directory may come from elsewhere.
+    """
     refused = refusal(url, in_job=True)
     why = refused.what if refused else secret_problem("", url, os.environ)
     if why:
@@ -96,7 +96,7 @@ def _require_usable(url: str, job_file: Path) -> None:
         )
 
 
-def _url_in_job(run_dir: Path) -> str | None:
+def _read_url(run_dir: Path) -> str | None:
     try:
         url = read_json(run_dir / "job.json")["checkpoint"]["url"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -105,8 +105,8 @@ def _url_in_job(run_dir: Path) -> str | None:
 
 
 def newest_step(store: Store) -> int:
-    """The step of the newest checkpoint whose manifest can be read; 0 if there is none, or no
-    answer of the store."""
+    """The step of the newest checkpoint whose manifest can be read; 0 if there is none, or the
+    store does not answer."""
     try:
         folders = store.folders()
     except (OSError, CheckpointError):
@@ -118,37 +118,37 @@ def newest_step(store: Store) -> int:
     return 0
 
 
-def is_checkpoint(place: str | Path) -> bool:
-    """True if `place` is one checkpoint and not a run.
+def is_checkpoint(location: str | Path) -> bool:
+    """True if `location` is one checkpoint and not a run.
 
     A step-N in a folder "checkpoints" is one, whole or not.
     """
-    directory = local_directory(str(place))
-    if directory is None and is_url(place):
+    directory = local_directory(str(location))
+    if directory is None and is_url(location):
         from phalanx.checkpoint.stores.object import folder_at
 
-        return folder_at(str(place)) is not None
-    path = directory or Path(place)
+        return folder_at(str(location)) is not None
+    path = directory or Path(location)
     return (path / MANIFEST).is_file() or (
         path.parent.name == "checkpoints" and bool(STEP_NAME.fullmatch(path.name))
     )
 
 
-def find_checkpoint(place: str | Path) -> Folder:
-    """One checkpoint: the folder at `place`, or the newest of the run that is there.
+def find_checkpoint(location: str | Path) -> Folder:
+    """The checkpoint at `location`, or the newest one of the run there.
 
     Raises CheckpointError.
     """
-    directory = local_directory(str(place))
-    if directory is None and is_url(place):
+    directory = local_directory(str(location))
+    if directory is None and is_url(location):
         from phalanx.checkpoint.stores.object import folder_at
 
-        if (found := folder_at(str(place))) is not None:
-            return found
-    elif is_checkpoint(place):
-        return LocalFolder(directory or Path(place))
-    folders = store_of(place).folders()
+        if (folder := folder_at(str(location))) is not None:
+            return folder
+    elif is_checkpoint(location):
+        return LocalFolder(directory or Path(location))
+    folders = store_of(location).folders()
     if not folders:
         fix = "give a run that has saved, a checkpoint's directory, or the URL of either"
-        raise CheckpointError("no checkpoint is there", where=str(place), fix=fix)
+        raise CheckpointError("no checkpoint is there", where=str(location), fix=fix)
     return folders[-1]

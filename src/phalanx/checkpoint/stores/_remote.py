@@ -1,5 +1,5 @@
-"""A file system of fsspec as this project wants it: bounded retries, said; errors in one line,
-without secrets."""
+"""A file system of fsspec with bounded retries, which are reported, and errors in one line without
+secrets."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ _LASTING_NAMES = (
     "ProfileNotFound",
     "ParamValidationError",
 )
-# Of the libraries: they give up soon (30 s without a byte) and ask once, because every request is
-# made again here.
+# The libraries give up soon (30 s without a byte) and ask once, because every request is made again
+# here.
 _ASK_ONCE = {"mode": "standard", "total_max_attempts": 1}
 _S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": _ASK_ONCE}}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3}
+_PART_BYTES = 1 << 22
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How often a request is made, and how long is waited before the second time; twice as long
-    before each more."""
+    """The number of attempts of a request, and the wait before the second one; it doubles before
+    each further one."""
 
     attempts: int = 4
     first_wait_s: float = 0.5
@@ -53,7 +54,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Remote:
-    """A folder somewhere. Keys are paths below it.
+    """A folder of a remote file system. Keys are paths below it.
 
     Every method raises StorageError, or FileNotFoundError for what is not there.
     """
@@ -65,8 +66,8 @@ class Remote:
     patience: Patience = field(compare=False)
 
     def url(self, key: str = "") -> str:
-        """Where a key is, for people, without user and password."""
-        return _redacted(f"{self.protocol}://{self._path(key).lstrip('/')}")
+        """The URL of a key, for people, without user and password."""
+        return _redact(f"{self.protocol}://{self._path(key).lstrip('/')}")
 
     def list(self, key: str = "") -> dict[str, int]:
         """Every file below a folder, by its path relative to it, with its bytes."""
@@ -78,17 +79,18 @@ class Remote:
             except FileNotFoundError:
                 return {}
 
-        found = self._patiently("listing", key, find)
-        sizes = {self._relative(path, base): int(info["size"]) for path, info in found.items()}
-        return {path: size for path, size in sizes.items() if path}
+        sizes = {}
+        for full_path, info in self._retry("listing", key, find).items():
+            path = self._relative(full_path, base)
+            if path:
+                sizes[path] = int(info["size"])
+        return sizes
 
     def size(self, key: str) -> int:
-        return int(
-            self._patiently("looking at", key, lambda: self.fs.info(self._path(key)))["size"]
-        )
+        return int(self._retry("looking at", key, lambda: self.fs.info(self._path(key)))["size"])
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._patiently(
+        return self._retry(
             "reading", key, lambda: bytes(self.fs.cat_file(self._path(key), start=start, end=stop))
         )
 
@@ -99,25 +101,24 @@ class Remote:
             return 0.0
 
     def put(self, key: str, data: bytes) -> None:
-        """In one request: the object is there as a whole, or not."""
-        self._patiently("writing", key, lambda: self.fs.pipe_file(self._path(key), data))
+        """Write an object in one request: it is there as a whole, or not at all."""
+        self._retry("writing", key, lambda: self.fs.pipe_file(self._path(key), data))
 
-    def put_first(self, key: str, data: bytes) -> None:
-        """Unless it is there, for stores that can make a request depend on that
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Write an object unless it is there, in stores that can make a request depend on that
         (`If-None-Match`); others overwrite."""
         try:
             self.fs.pipe_file(self._path(key), data, mode="create")
         except FileExistsError:
             return
-        except (
-            Exception
-        ):  # a store that cannot, or that has an outage: the second is said from here on
+        except Exception:
+            # A store that cannot do that, or that has an outage: `put` reports the second.
             self.put(key, data)
 
     def copy(self, source: str, target: str) -> bool:
-        """False where the store does not copy."""
+        """Copy an object; returns False if the store does not copy."""
         try:
-            self._patiently(
+            self._retry(
                 "copying", source, lambda: self.fs.cp_file(self._path(source), self._path(target))
             )
         except (CheckpointError, OSError) as error:
@@ -128,24 +129,24 @@ class Remote:
         return True
 
     def remove(self, key: str) -> None:
-        """Nothing happens if it is not there."""
+        """Remove an object. Does nothing if it is not there."""
 
         def remove() -> None:
             with suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(key))
 
-        self._patiently("removing", key, remove)
+        self._retry("removing", key, remove)
 
     def remove_empty(self, key: str) -> None:
-        """A folder's own entry, where the file system has one."""
+        """Remove a folder's own entry, if the file system has one."""
         with suppress(Exception):
             self.fs.rmdir(self._path(key))
 
     def write(
         self, key: str, produce: Callable[[DiskFile], StoredFile], *, block_bytes: int
     ) -> StoredFile:
-        """An object from a stream; from its beginning again if that breaks."""
-        return self._patiently("writing", key, lambda: self._write(key, produce, block_bytes))
+        """Write an object from a stream; from its start again if that breaks."""
+        return self._retry("writing", key, lambda: self._write(key, produce, block_bytes))
 
     def _write(
         self, key: str, produce: Callable[[DiskFile], StoredFile], block_bytes: int
@@ -165,9 +166,11 @@ class Remote:
     def _relative(self, path: str, base: str) -> str:
         return path.lstrip("/").removeprefix(base.lstrip("/")).lstrip("/")
 
-    def _patiently(self, doing: str, key: str, call: Callable[[], T]) -> T:
-        """`call` until it succeeds, as often as patience says; then CheckpointError with what
-        went wrong last."""
+    def _retry(self, doing: str, key: str, call: Callable[[], T]) -> T:
+        """Call `call` until it succeeds, as often as `patience` allows.
+
+        Raises StorageError with the last error after that, or at once for one that lasts.
+        """
         wait_s = self.patience.first_wait_s
         for attempt in range(1, self.patience.attempts + 1):
             try:
@@ -177,7 +180,7 @@ class Remote:
             except Exception as error:  # stores have errors of their own, of no common class
                 if isinstance(error, FileNotFoundError) and doing in _READING:
                     raise
-                why = _redacted(f"{type(error).__name__}: {error}")
+                why = _redact(f"{type(error).__name__}: {error}")
                 lasting = _is_lasting(error)
                 if lasting or attempt == self.patience.attempts:
                     tried = "" if lasting else f", tried {attempt} times"
@@ -202,11 +205,11 @@ class _Upload:
         self._file = file
 
     def write(self, data: bytes | memoryview) -> None:
-        """In parts: some file systems of fsspec copy what they are given as a whole, and some
-        only take bytes."""
+        """Write in parts: some file systems of fsspec copy all data that they get, and some only
+        take bytes."""
         view = memoryview(data)
-        for begin in range(0, len(view), 1 << 22):
-            self._file.write(bytes(view[begin : begin + (1 << 22)]))
+        for start in range(0, len(view), _PART_BYTES):
+            self._file.write(bytes(view[start : start + _PART_BYTES]))
 
     def sync(self) -> None:
         pass
@@ -225,17 +228,19 @@ def _abandon(file: Any) -> None:
 
 
 def _is_lasting(error: Exception) -> bool:
-    """True where asking again cannot help."""
+    """True if a retry cannot help."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return is_full or isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES
 
 
 def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
-    """Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing
-    opens."""
+    """Open the folder at `url`.
+
+    Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing opens.
+    """
     if (refused := refusal(url)) is not None:
-        what, where = "the store cannot be opened", _redacted(url)
-        raise CheckpointError(what, where=where, why=f"it {refused.what}", fix=refused.fix)
+        message, where = "the store cannot be opened", _redact(url)
+        raise CheckpointError(message, where=where, why=f"it {refused.what}", fix=refused.fix)
     import fsspec
 
     protocol = url.partition("://")[0]
@@ -249,15 +254,15 @@ def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
             f"pip install 'phalanx[{extra}]'" if extra else "install the library that fsspec names"
         )
         raise EnvironmentProblem(
-            f"{protocol}:// needs a library", why=_redacted(str(error)), fix=fix
+            f"{protocol}:// needs a library", why=_redact(str(error)), fix=fix
         ) from None
     except Exception as error:
-        why = _redacted(f"{type(error).__name__}: {error}")
-        raise CheckpointError("the store cannot be opened", where=_redacted(url), why=why) from None
+        why = _redact(f"{type(error).__name__}: {error}")
+        raise CheckpointError("the store cannot be opened", where=_redact(url), why=why) from None
     if protocol in _OPTIONS:
         fs.retries = 1  # s3fs's own, around those of botocore
     return Remote(fs, protocol, str(root).rstrip("/"), say, patience)
 
 
-def _redacted(text: str) -> str:
+def _redact(text: str) -> str:
     return Redactor(os.environ).text(text)

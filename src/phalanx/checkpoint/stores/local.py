@@ -46,12 +46,12 @@ class LocalDraft:
 
     @property
     def url(self) -> str:
-        """What it is to become: where it is written is hidden, and gone when somebody looks for
-        it."""
+        """The path of the checkpoint that it becomes: its own path is hidden, and gone by the time
+        that a person looks for it."""
         return str(self.path.with_name(f"step-{self.step}"))
 
     def write(self, name: str, produce: Callable[[DiskFile], StoredFile]) -> StoredFile:
-        with self.errors_named():
+        with self.name_step_in_errors():
             file = self.disk.create(self.path / name)
             try:
                 stored = produce(file)
@@ -74,9 +74,9 @@ class LocalDraft:
         return True
 
     @contextlib.contextmanager
-    def errors_named(self) -> Iterator[None]:
-        """An OSError inside is about the step: its hidden directory is gone before anybody can
-        look."""
+    def name_step_in_errors(self) -> Iterator[None]:
+        """Have an OSError of the body name the step: its hidden directory is gone before a person
+        can look."""
         try:
             yield
         except OSError as error:
@@ -97,7 +97,7 @@ class LocalStore:
 
     @property
     def owner(self) -> None:
-        """Nobody's word: whoever writes into a directory holds its lock."""
+        """No owner: a job that writes into a directory holds its lock."""
 
     def folders(self) -> list[Folder]:
         return [LocalFolder(path) for path in list_folders(self.root)]
@@ -120,7 +120,7 @@ class LocalStore:
         make_directories(self._disk, self.root)
         self.clean_up()
         draft = self.join(step, secrets.token_hex(4))
-        with draft.errors_named():
+        with draft.name_step_in_errors():
             self._disk.make_directory(draft.path)
         return draft
 
@@ -133,7 +133,7 @@ class LocalStore:
     def commit(self, draft: Draft, manifest: bytes) -> Folder:
         assert isinstance(draft, LocalDraft)
         disk, final = self._disk, self.root / f"step-{draft.step}"
-        with draft.errors_named():
+        with draft.name_step_in_errors():
             _write_manifest(draft, manifest)
             disk.sync_directory(draft.path)
         replaced = final.with_name(f".{final.name}{REPLACED}")
@@ -143,7 +143,7 @@ class LocalStore:
         ):  # this step was saved before (a run continued from an older checkpoint)
             disk.rename(final, replaced)
         try:
-            with draft.errors_named():
+            with draft.name_step_in_errors():
                 disk.rename(draft.path, final)
         except OSError:
             if os.path.lexists(replaced):
@@ -163,27 +163,27 @@ class LocalStore:
         path = self.root / folder.name
         hidden = path.with_name(f".{path.name}{REMOVED}")
         remove_tree(self._disk, hidden)
-        self._disk.rename(
-            path, hidden
-        )  # from here on it is no checkpoint, however far the removal gets
+        # From here on it is no checkpoint, however far the removal gets.
+        self._disk.rename(path, hidden)
         self._disk.sync_directory(self.root)
         remove_tree(self._disk, hidden)
 
     def clean_up(self) -> None:
-        """Half-written directories go, a checkpoint caught while it was replaced comes back."""
-        for name in self._hidden():
+        """Remove half-written directories; put a checkpoint back that was caught while it was
+        replaced."""
+        for name in self._list_hidden():
             path = self.root / name
             if name.endswith((PARTIAL, REMOVED)):
-                with contextlib.suppress(OSError):  # in nobody's way: the next save tries again
+                with contextlib.suppress(OSError):  # it does no harm: the next save tries again
                     remove_tree(self._disk, path)
             elif name.endswith(REPLACED):
-                whole = self.root / name.removeprefix(".").removesuffix(REPLACED)
-                if (whole / MANIFEST).is_file():
+                checkpoint = self.root / name.removeprefix(".").removesuffix(REPLACED)
+                if (checkpoint / MANIFEST).is_file():
                     remove_tree(self._disk, path)
-                elif not os.path.lexists(whole):
-                    self._disk.rename(path, whole)  # after a power loss it comes back again
+                elif not os.path.lexists(checkpoint):
+                    self._disk.rename(path, checkpoint)  # after a power loss it comes back again
 
-    def _hidden(self) -> list[str]:
+    def _list_hidden(self) -> list[str]:
         try:
             return sorted(name for name in os.listdir(self.root) if name.startswith(".step-"))
         except FileNotFoundError:

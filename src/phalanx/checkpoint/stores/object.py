@@ -23,15 +23,15 @@ from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError
 
-BLOCK_BYTES = 16 << 20  # what is sent in one request
-AHEAD_BYTES = 32 << 20  # what is fetched in one request while a file is read through
+BLOCK_BYTES = 16 << 20  # sent in one request
+AHEAD_BYTES = 32 << 20  # at most fetched in one request while a file is read through
 OWNER = "owner.json"
 _NAME = re.compile(r"step-(\d+)-(\d{4,})-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
 class ObjectFolder:
-    """A checkpoint, or what is to become one."""
+    """A checkpoint, or a draft of one."""
 
     remote: Remote
     name: str
@@ -67,9 +67,9 @@ class ObjectFolder:
 
 
 class _Reader:
-    """Ranges of one object.
+    """Reads ranges of one object.
 
-    The longer somebody reads on where the last range ended, the more is fetched at once.
+    The more ranges begin where the last one ended, the more is fetched at once.
     """
 
     def __init__(self, remote: Remote, key: str) -> None:
@@ -89,10 +89,10 @@ class _Reader:
             ahead = min(AHEAD_BYTES, len(buffer) << max(0, self._num_on - 1))
             stop = min(self._num_bytes, max(end, offset + ahead))
             self._start, self._data = offset, memoryview(self._remote.read(self._key, offset, stop))
-        found = self._data[offset - self._start : end - self._start]
-        if len(found) != len(buffer):
+        data = self._data[offset - self._start : end - self._start]
+        if len(data) != len(buffer):
             raise EOFError
-        buffer[:] = found
+        buffer[:] = data
         self._end_of_last = end
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class ObjectDraft:
-    """A folder without a manifest."""
+    """A folder without a manifest yet."""
 
     folder: ObjectFolder
     token: str
@@ -120,7 +120,7 @@ class ObjectDraft:
         )
 
     def reuse(self, name: str, folder: Folder, earlier_name: str) -> bool:
-        """A copy that the store makes by itself."""
+        """Have the store itself make a copy."""
         if not isinstance(folder, ObjectFolder) or folder.remote.root != self.folder.remote.root:
             return False
         return self.folder.remote.copy(
@@ -130,7 +130,7 @@ class ObjectDraft:
 
 @dataclass(frozen=True)
 class OwnerJson:
-    """An object beside the checkpoints."""
+    """The owner object, a file beside the checkpoints."""
 
     remote: Remote
 
@@ -145,14 +145,14 @@ class OwnerJson:
             return None
 
     def write(self, text: bytes) -> None:
-        self.remote.put_first(OWNER, text)
+        self.remote.put_if_absent(OWNER, text)
 
     def remove(self) -> None:
         self.remote.remove(OWNER)
 
 
 class ObjectStore:
-    """Checkpoints below a URL. One run's: nobody else may write there."""
+    """The checkpoints of one run below a URL: no other run may write there."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
@@ -165,7 +165,7 @@ class ObjectStore:
         say: Callable[[str], None] = lambda text: None,
         patience: Patience | None = None,
     ) -> ObjectStore:
-        """Raises CheckpointError for a URL that nothing here opens."""
+        """Open the store at `url`. Raises CheckpointError for a URL that nothing here opens."""
         return cls(open_remote(url, say=say, patience=patience or Patience()))
 
     @property
@@ -178,11 +178,10 @@ class ObjectStore:
 
     def folders(self) -> list[Folder]:
         newest: dict[int, ObjectFolder] = {}
-        for name, files in self._found().items():
+        for name, files in self._list_folders().items():
             folder = ObjectFolder(self._remote, name)
-            if MANIFEST in files and folder.attempt > (
-                newest[folder.step].attempt if folder.step in newest else -1
-            ):
+            other = newest.get(folder.step)
+            if MANIFEST in files and (other is None or folder.attempt > other.attempt):
                 newest[folder.step] = folder
         return [newest[step] for step in sorted(newest)]
 
@@ -190,10 +189,8 @@ class ObjectStore:
         return ObjectFolder(self._remote, name)
 
     def probe(self) -> None:
-        """Prove that it can be written: not after hours, at the first save.
-
-        Raises CheckpointError.
-        """
+        """Raise CheckpointError if the store cannot be written: now, and not after hours at the
+        first save."""
         key = f".writable-{secrets.token_hex(4)}"
         self._remote.put(key, b"x")
         self._remote.remove(key)
@@ -201,7 +198,9 @@ class ObjectStore:
     def begin(self, step: int) -> ObjectDraft:
         self.clean_up()
         attempts = [
-            self.folder(name).attempt for name in self._found() if self.folder(name).step == step
+            self.folder(name).attempt
+            for name in self._list_folders()
+            if self.folder(name).step == step
         ]
         return self.join(step, f"{max(attempts, default=0) + 1:04d}-{secrets.token_hex(4)}")
 
@@ -216,8 +215,8 @@ class ObjectStore:
         folder = self.folder_of(draft)
         _require_files(folder, manifest)
         self._remote.put(f"{folder.name}/{MANIFEST}", manifest)
-        with suppress(OSError, CheckpointError):  # the next save removes what is left
-            for name in self._found():
+        with suppress(OSError, CheckpointError):  # the next save removes the rest
+            for name in self._list_folders():
                 older = self.folder(name)
                 if older.step == folder.step and older.attempt < folder.attempt:
                     self.remove(older)
@@ -238,45 +237,46 @@ class ObjectStore:
 
     def clean_up(self) -> None:
         committed = {folder.name for folder in self.folders()}
-        for name in self._found():
+        for name in self._list_folders():
             if name not in committed:
                 self.remove(self.folder(name))
 
-    def _found(self) -> dict[str, set[str]]:
-        """Folders that saves made, with the names of their files."""
-        found: dict[str, set[str]] = {}
+    def _list_folders(self) -> dict[str, set[str]]:
+        """The folders that saves made, with the names of their files."""
+        files_by_folder: dict[str, set[str]] = {}
         for key in self._remote.list():
             folder, slash, name = key.partition("/")
             if slash and _NAME.fullmatch(folder):
-                found.setdefault(folder, set()).add(name)
-        return found
+                files_by_folder.setdefault(folder, set()).add(name)
+        return files_by_folder
 
 
 def folder_at(url: str) -> ObjectFolder | None:
-    """The checkpoint at a URL; None if what is there has no manifest.
+    """The checkpoint at a URL; None if there is no manifest.
 
     Raises CheckpointError, OSError.
     """
-    above, _, name = url.rstrip("/").rpartition("/")
-    if above.endswith("/"):  # s3://bucket
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if parent.endswith("/"):  # s3://bucket
         return None
-    folder = ObjectFolder(open_remote(above, say=lambda text: None, patience=Patience()), name)
+    folder = ObjectFolder(open_remote(parent, say=lambda text: None, patience=Patience()), name)
     return folder if MANIFEST in folder.sizes() else None
 
 
 def _require_files(folder: ObjectFolder, manifest: bytes) -> None:
-    """What the store holds must be what was sent: an upload that was cut off may look finished.
+    """Raise CheckpointError unless the store holds the files as they were sent: an upload that was
+    cut off may look finished.
 
-    Nor may there be more: a copy whose answer was lost has been made all the same.
+    Removes other files: a copy whose answer was lost has been made all the same.
     """
     files: dict[str, dict[str, Any]] = json.loads(manifest)["files"]
-    there = folder.sizes()
+    sizes = folder.sizes()
     for name, stored in files.items():
-        if there.get(name) != stored["num_bytes"]:
-            what = f"{there[name]} bytes" if name in there else "nothing"
+        if sizes.get(name) != stored["num_bytes"]:
+            amount = f"{sizes[name]} bytes" if name in sizes else "nothing"
             raise CheckpointError(
-                f"the store has {what} of it, not the {stored['num_bytes']} bytes sent",
+                f"the store has {amount} of it, not the {stored['num_bytes']} bytes sent",
                 where=folder.where(name),
             )
-    for name in sorted(there.keys() - files.keys()):
+    for name in sorted(sizes.keys() - files.keys()):
         folder.remote.remove(f"{folder.name}/{name}")

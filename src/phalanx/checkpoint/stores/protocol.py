@@ -1,6 +1,6 @@
-"""What a place for checkpoints must be able to do.
+"""The interface of a store of checkpoints, which each module beside this one implements.
 
-Each module beside this one is such a place. Torch-free.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Draft(Protocol):
 
     @property
     def token(self) -> str:
-        """What other ranks need to write into the same draft."""
+        """The name by which other ranks write into the same draft."""
 
     @property
     def url(self) -> str: ...
@@ -36,26 +36,26 @@ class Draft(Protocol):
         """
 
     def reuse(self, name: str, folder: Folder, earlier_name: str) -> bool:
-        """Let the file `name` hold what a committed checkpoint's file holds, without sending the
+        """Give the file `name` the content of a committed checkpoint's file, without sending the
         bytes again.
 
-        False if that is not possible here; nothing is changed then.
+        Returns False, with nothing changed, if the store cannot do that.
         """
 
 
 class OwnerObject(Protocol):
-    """What says whose a store is. Every method raises OSError or CheckpointError."""
+    """The object that names the owner of a store. Every method raises OSError or CheckpointError."""
 
     @property
     def url(self) -> str: ...
 
     def read(self) -> bytes | None:
-        """What was written last; None if nothing was."""
+        """The text that was written last; None if there is none."""
 
     def write(self, text: bytes) -> None:
-        """Write it, unless somebody else did meanwhile and the store can tell.
+        """Write `text`, unless another run wrote meanwhile and the store can detect that.
 
-        Who reads it back knows.
+        Only reading it back tells who has the store.
         """
 
     def remove(self) -> None: ...
@@ -74,47 +74,43 @@ class Store(Protocol):
 
     @property
     def owner(self) -> OwnerObject | None:
-        """Where it is written whose the store is; None for a directory, which is locked instead."""
+        """The object that names its owner; None for a directory, which is locked instead."""
 
     def folders(self) -> list[Folder]:
-        """What is committed, by step, oldest first."""
+        """The committed checkpoints by step, oldest first."""
 
     def folder(self, name: str) -> Folder:
-        """The one of that name, whether it is there or not."""
+        """The folder of that name, whether it is there or not."""
 
     def probe(self) -> None:
-        """Prove that it can be written, where that is not known. Raises CheckpointError."""
+        """Raise CheckpointError if the store cannot be written."""
 
     def begin(self, step: int) -> Draft:
-        """Make room for a new checkpoint.
-
-        What an earlier, unfinished save of this run left goes.
-        """
+        """Begin a new checkpoint; removes what an earlier, unfinished save of this run left."""
 
     def join(self, step: int, token: str) -> Draft:
         """The draft that another rank began."""
 
     def folder_of(self, draft: Draft) -> Folder:
-        """What `draft` is called once it is committed."""
+        """The folder that `draft` is once it is committed."""
 
     def commit(self, draft: Draft, manifest: bytes) -> Folder:
-        """From here on the draft is the checkpoint of its step, instead of an older one of that
-        step.
+        """Make the draft the checkpoint of its step, instead of an older one of that step.
 
         Atomic.
         """
 
     def discard(self, draft: Draft) -> None:
-        """Remove what there is of a draft, as far as that is possible. Never raises."""
+        """Remove a draft as far as that is possible. Never raises."""
 
     def remove(self, folder: Folder) -> None:
         """Remove a committed checkpoint.
 
-        A crash on the way leaves it whole, or gone for every reader.
+        A crash on the way leaves it intact, or gone for every reader.
         """
 
     def clean_up(self) -> None:
-        """Remove what killed saves and removals left.
+        """Remove the remains of killed saves and removals.
 
         For the one process that holds the run's lock.
         """

@@ -29,7 +29,7 @@ class Staging:
 
     def reserve(self, shards: Mapping[str, LogicalShard]) -> None:
         """Make room for the blocks of `shards`. Raises MemoryError."""
-        needed = sum(_aligned(_part_bytes(shard)) for shard in shards.values())
+        needed = sum(_align_up(_part_bytes(shard)) for shard in shards.values())
         if needed == self.num_bytes:
             return
         self.release()  # never two of them
@@ -45,37 +45,37 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
-        """The same blocks in memory that training does not touch, until the next copy.
+        """Copy the blocks to memory that training does not touch; valid until the next copy.
 
-        `reserve` comes before.
-
-        What has no blocks has no storage either: nobody can read by mistake what is still being
-        changed.
+        `reserve` comes before. A shard without blocks gets no storage either, so that no code can
+        read by mistake what is still being changed.
         """
-        staged, place = {}, 0
+        staged, position = {}, 0
         for name, shard in shards.items():
             if not shard.boxes:
                 staged[name] = replace(shard, tensor=torch.empty(0, dtype=shard.tensor.dtype))
                 continue
             source, boxes = _part(shard)
             num_bytes = source.numel() * source.element_size()
-            target = self._memory[place : place + num_bytes].view(source.dtype).view(source.shape)
+            target = (
+                self._memory[position : position + num_bytes].view(source.dtype).view(source.shape)
+            )
             target.copy_(source, non_blocking=True)
             staged[name] = replace(shard, tensor=target, boxes=boxes)
-            place += _aligned(num_bytes)
+            position += _align_up(num_bytes)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return staged
 
 
 def _part(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]:
-    """The least block of the local tensor that holds all boxes, and where they stand in it."""
+    """The smallest block of the local tensor that holds all boxes, and the boxes relative to it."""
     low, high = _bounds(shard)
-    part = shard.tensor[tuple(slice(begin, end) for begin, end in zip(low, high, strict=True))]
+    part = shard.tensor[tuple(slice(start, stop) for start, stop in zip(low, high, strict=True))]
     boxes = tuple(
         replace(
             box,
-            local_offset=tuple(o - begin for o, begin in zip(box.local_offset, low, strict=True)),
+            local_offset=tuple(o - start for o, start in zip(box.local_offset, low, strict=True)),
         )
         for box in shard.boxes
     )
@@ -93,10 +93,10 @@ def _part_bytes(shard: LogicalShard) -> int:
     if not shard.boxes:
         return 0
     volume = shard.tensor.element_size()
-    for begin, end in zip(*_bounds(shard), strict=True):
-        volume *= end - begin
+    for start, stop in zip(*_bounds(shard), strict=True):
+        volume *= stop - start
     return volume
 
 
-def _aligned(num_bytes: int) -> int:
+def _align_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -229,7 +229,7 @@ def _assemble_manifest(
     parts: list[dict[str, Any]],
     fencing_token: FencingToken | None,
 ) -> Manifest:
-    """The one manifest of the `parts` that the ranks wrote.
+    """Build one manifest of the `parts` that the ranks wrote.
 
     A rank need not know of tensors that others hold (stages of a pipeline). Raises CheckpointError
     if the parts contradict each other, or do not make every tensor once.
