@@ -22,7 +22,7 @@ import pytest
 
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
-from phalanx.checkpoint.exchange.families import family_of
+from phalanx.checkpoint.exchange.families import find_family
 from phalanx.checkpoint.exchange.new_directory import new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, manifest_bytes, read_manifest
@@ -739,7 +739,7 @@ def test_weights_pass_through_one_tensor_at_a_time(
 
 
 def _their_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    family = family_of("llama")
+    family = find_family("llama")
     return {
         next(filter(None, (r.their_name(n) for r in family.rules))): s
         for n, s in tensor_shapes(shape).items()

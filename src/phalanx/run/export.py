@@ -17,7 +17,7 @@ from phalanx.checkpoint.exchange.hf_export import (
     Rounding,
     export_hugging_face,
 )
-from phalanx.checkpoint.exchange.importing import KEPT_FILES
+from phalanx.checkpoint.exchange.importing import COPIED_FILES
 from phalanx.checkpoint.exchange.new_directory import refuse_existing
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.reading.choose import choose_checkpoint
@@ -145,14 +145,14 @@ def _find_tokenizer_files(location: str, folder: Folder) -> TokenizerFiles:
     run_dir = find_run_dir(location, folder)
     if run_dir is None:
         return TokenizerFiles(note="a store holds no tokenizer")
-    files = {name: run_dir / name for name in KEPT_FILES if (run_dir / name).is_file()}
+    files = {name: run_dir / name for name in COPIED_FILES if (run_dir / name).is_file()}
     if files:
         return TokenizerFiles(files=files)
     if not (run_dir / "data").is_dir():
         return TokenizerFiles(note="there is no tokenizer with it")
     try:
         return collect_tokenizer_files(
-            load_corpus(run_dir / "data"), _find_model_tokenizer(run_dir), KEPT_FILES
+            load_corpus(run_dir / "data"), _find_model_tokenizer(run_dir), COPIED_FILES
         )
     except DataStorageError:
         raise

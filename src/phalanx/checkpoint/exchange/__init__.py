@@ -1,4 +1,4 @@
-"""Weights from and to the formats of others.
+"""Import and export of weights: Hugging Face, safetensors, torch's files.
 
 Torch-free but for what a separate process unpickles.
 """

@@ -1,4 +1,5 @@
-"""Bits of one floating-point type as bits of another. The only part of exports that needs torch."""
+"""Casts bits of one floating-point type to bits of another: the only part of exports that needs
+torch."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from phalanx.checkpoint.reading.full_tensors import Bits, bits_type
 _HOLDERS: dict[int, Any] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
-def cast_bits(bits: Bits, dtype: str, wanted: str) -> Bits:
-    """`bits` of torch's `dtype`, rounded to nearest in `wanted`."""
-    held = torch.from_numpy(np.ascontiguousarray(bits)).reshape(-1)
-    numbers = held.view(getattr(torch, dtype)).to(getattr(torch, wanted))
+def cast_bits(bits: Bits, dtype: str, new_dtype: str) -> Bits:
+    """`bits` of torch's `dtype`, rounded to nearest in `new_dtype`."""
+    raw = torch.from_numpy(np.ascontiguousarray(bits)).reshape(-1)
+    numbers = raw.view(getattr(torch, dtype)).to(getattr(torch, new_dtype))
     cast: Bits = numbers.view(_HOLDERS[numbers.element_size()]).numpy()
-    whole: Bits = cast.view(bits_type(wanted)).reshape(bits.shape)
-    return whole
+    in_shape: Bits = cast.view(bits_type(new_dtype)).reshape(bits.shape)
+    return in_shape

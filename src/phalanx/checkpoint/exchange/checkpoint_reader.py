@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a bag of whole tensors. Torch-free."""
+"""Reads a checkpoint's weights for exports. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from phalanx.core.errors import CheckpointError
 
 
 class CheckpointReader(FullTensorReader):
-    """Without the optimizer's state. Raises CheckpointError."""
+    """Reads full tensors of a checkpoint without the optimizer's state. Raises CheckpointError."""
 
-    def __init__(self, place: Folder | Path) -> None:
-        folder = as_folder(place)
+    def __init__(self, folder: Folder | Path) -> None:
+        folder = as_folder(folder)
         manifest = read_manifest(folder)
         require_complete_directory(folder, manifest)
         super().__init__(folder, manifest.without_optimizer())

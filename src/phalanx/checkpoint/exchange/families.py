@@ -1,5 +1,5 @@
-"""Hugging Face's families as data: job/presets/names/*.toml says what their tensors and settings
-are called."""
+"""Hugging Face's families as data: job/presets/names/*.toml has the names of their tensors and
+settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ PLACES = {
     "part": r"(?P<part>weight|bias)",
 }
 
-OTHERS = {  # what phalanx's models do not compute, of families that are alike
+# Why a similar family cannot be imported: a part that phalanx's models do not compute.
+UNSUPPORTED = {
     "qwen2_moe": "its shared expert has a gate, and phalanx's none",
     "gpt_oss": "its experts have biases, and phalanx's none",
     "olmoe": "it normalizes queries and keys over all heads, and phalanx head by head",
@@ -29,38 +30,41 @@ OTHERS = {  # what phalanx's models do not compute, of families that are alike
 
 @dataclass(frozen=True)
 class NameRule:
-    """One tensor of theirs: ours stacked along the first dimension, then turned, then with
-    dimensions of 1 in front.
+    """The rule for one tensor of Hugging Face: phalanx's tensors stacked along the first dimension,
+    then transposed, then with dimensions of 1 in front.
 
-    `up.weight[{expert}]` is an element of a stack of tensors, on either side.
+    Names are patterns: `up.weight[{expert}]` is an element of a stack of tensors, on either side.
     """
 
-    theirs: str
-    ours: tuple[str, ...]
+    their_pattern: str
+    our_patterns: tuple[str, ...]
     transposed: bool = False
     ones: int = 0
 
     def their_name(self, our_name: str) -> str | None:
-        """What they call the tensor that holds `our_name`; None if the rule is not about it."""
-        for pattern in self.ours:
-            if (found := _match(pattern, our_name)) is not None:
-                return _filled(self.theirs, found)
+        """Hugging Face's name of the tensor that holds `our_name`; None if the rule does not
+        apply."""
+        for pattern in self.our_patterns:
+            if (fields := _match(pattern, our_name)) is not None:
+                return _fill(self.their_pattern, fields)
         return None
 
     def our_names(self, their_name: str) -> list[str]:
-        """What is in their tensor, in its order; nothing if the rule is not about it."""
-        found = _match(self.theirs, their_name)
-        return [_filled(pattern, found) for pattern in self.ours] if found is not None else []
+        """Phalanx's names of the parts of Hugging Face's tensor, in its order; empty if the rule
+        does not apply."""
+        fields = _match(self.their_pattern, their_name)
+        if fields is None:
+            return []
+        return [_fill(pattern, fields) for pattern in self.our_patterns]
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a file of names says.
+    """A family as its file of names describes it.
 
-    `always` are keys of ModelShape, `required`, `written` and `defaults` keys of theirs.
-
-    `also`: other names that config.json may have for a key of theirs. `note`: what to tell whoever
-    exports one. `nullable`: those whose null is a value.
+    `always` are keys of ModelShape; `required`, `written` and `defaults` keys of config.json.
+    `also`: other names that config.json may have for a key. `note`: a note for a person who exports
+    a model. `nullable`: keys whose null is a value.
     """
 
     model_type: str
@@ -85,8 +89,8 @@ class Family:
     nullable: tuple[str, ...] = ()
 
     def stacks(self, name: str, shape: tuple[int, ...]) -> bool:
-        """True if their tensor `name` holds one matrix of each expert: it is read element by
-        element."""
+        """True if Hugging Face's tensor `name` holds one matrix of each expert: it is read element
+        by element."""
         if len(shape) != 3 or 0 in shape:
             return False
         first = element_name(name, 0)
@@ -99,7 +103,7 @@ class Family:
     @property
     def is_gated(self) -> bool:
         """True if its feed-forwards have three matrices."""
-        return any(".gate." in ours for rule in self.rules for ours in rule.ours)
+        return any(".gate." in pattern for rule in self.rules for pattern in rule.our_patterns)
 
     @property
     def auto_class(self) -> str:
@@ -112,7 +116,8 @@ class Family:
 
 
 def list_families() -> list[Family]:
-    """All of them; what a more special one can say, an earlier one says more simply."""
+    """All families; of several that can describe a shape the earlier one describes it more
+    simply."""
     order = (
         "llama",
         "mistral",
@@ -131,13 +136,13 @@ def list_families() -> list[Family]:
     return [_family(name) for name in names]
 
 
-def family_of(model_type: str) -> Family:
-    """The family that config.json means. Raises LayoutError with what is known."""
+def find_family(model_type: str) -> Family:
+    """The family of config.json's `model_type`. Raises LayoutError that lists the known ones."""
     known = {family.model_type: family for family in list_families()}
     if model_type not in known:
         raise LayoutError(
             f"models of type {model_type!r} cannot be imported",
-            why=OTHERS.get(model_type) or f"known: {', '.join(known)}",
+            why=UNSUPPORTED.get(model_type) or f"known: {', '.join(known)}",
             fix=did_you_mean(model_type, list(known)) or None,
         )
     return known[model_type]
@@ -157,11 +162,14 @@ def _texts() -> dict[str, str]:
 def _family(name: str) -> Family:
     table = _table(name)
     rules = []
-    for theirs, ours in table.pop("tensors").items():
-        told: dict[str, Any] = {"ours": [ours]} if isinstance(ours, str) else ours
+    for their_pattern, entry in table.pop("tensors").items():
+        rule: dict[str, Any] = {"ours": [entry]} if isinstance(entry, str) else entry
         rules.append(
             NameRule(
-                theirs, tuple(told["ours"]), told.get("transposed", False), told.get("ones", 0)
+                their_pattern,
+                tuple(rule["ours"]),
+                rule.get("transposed", False),
+                rule.get("ones", 0),
             )
         )
     lists: dict[str, Any] = {
@@ -178,7 +186,8 @@ def _family(name: str) -> Family:
 
 
 def _table(name: str) -> dict[str, Any]:
-    """A file with what it takes over from another one: sections are merged, all else replaced."""
+    """The table of a file, on top of the file it is the `same_as`: sections are merged, other keys
+    replaced."""
     table = tomllib.loads(_texts()[name])
     if "same_as" not in table:
         return table
@@ -197,9 +206,9 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _match(pattern: str, name: str) -> dict[str, str] | None:
-    found = _pattern(pattern).fullmatch(name)
-    return found.groupdict() if found else None
+    match = _pattern(pattern).fullmatch(name)
+    return match.groupdict() if match else None
 
 
-def _filled(pattern: str, places: Mapping[str, str]) -> str:
-    return pattern.format_map(places)
+def _fill(pattern: str, fields: Mapping[str, str]) -> str:
+    return pattern.format_map(fields)

@@ -1,4 +1,4 @@
-"""A run of a Hugging Face model becomes a directory again: its own names, its own config.json.
+"""Exports a run of a Hugging Face model as a directory again: its own names, its own config.json.
 
 Torch-free.
 """
@@ -35,27 +35,25 @@ def export_own_directory(
     extras: Extras,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
-    """Write the directory `out`: weights under the names that they have, `config`, and what
-    `extras` brings.
+    """Write the directory `out`: weights under the names that they have, `config`, and `extras`.
 
     Raises UsageError if `out` is there, ResourceError if it cannot be written.
     """
-    made = [
+    tensors = [
         round_tensor(RenamedTensor(name, info, partial(weights.load, name)), rounding)
         for name, info in weights.tensors.items()
     ]
-    dtypes = {tensor.info.dtype for tensor in made}
+    dtypes = {tensor.info.dtype for tensor in tensors}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     settings = {**config, "dtype": dtype, "torch_dtype": dtype}
-    total = sum(tensor.info.num_bytes for tensor in made)
+    total = sum(tensor.info.num_bytes for tensor in tensors)
     with new_directory(out) as partial_out:
-        files = write_shards(partial_out, made, shard_bytes, lambda done: progress(done, total))
+        files = write_shards(partial_out, tensors, shard_bytes, lambda done: progress(done, total))
         for name, value in {CONFIG: settings, **extras.texts}.items():
             write_json_durably(Disk(), partial_out / name, value)
         for name, path in extras.files.items():
             copy_file(path, partial_out / name)
     architecture = str((config.get("architectures") or [config["model_type"]])[0])
     auto = "AutoModelForImageClassification" if "image_size" in config else "AutoModelForCausalLM"
-    return Exported(
-        architecture, auto, (*files, CONFIG, *extras.texts, *extras.files), dtype, len(made), total
-    )
+    names = (*files, CONFIG, *extras.texts, *extras.files)
+    return Exported(architecture, auto, names, dtype, len(tensors), total)

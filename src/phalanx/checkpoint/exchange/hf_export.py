@@ -1,4 +1,4 @@
-"""A checkpoint as transformers opens it: safetensors, config.json, the tokenizer.
+"""Exports a checkpoint as transformers opens it: safetensors, config.json, the tokenizer.
 
 One tensor is in memory at a time.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.checkpoint.exchange.families import family_of
+from phalanx.checkpoint.exchange.families import find_family
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.exchange.tensor_readers import (
@@ -32,14 +32,14 @@ from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import stored_shapes
 
 CONFIG = "config.json"
-METADATA = {"format": "pt"}  # which transformers asks for
+METADATA = {"format": "pt"}  # transformers requires it
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written; sizes in bytes."""
+    """An exported directory; sizes in bytes."""
 
     architecture: str
     auto_class: str
@@ -52,7 +52,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Rounding:
-    """To which type (torch's name), and what does it: `casts.cast_bits`, which needs torch."""
+    """A rounding to `dtype` (torch's name) by `cast`: `casts.cast_bits`, which needs torch."""
 
     dtype: str
     cast: Callable[[Bits, str, str], Bits]
@@ -60,8 +60,8 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Extras:
-    """What goes beside the weights: settings on top of config.json's, and files to copy under
-    their names."""
+    """Additions to the weights: settings on top of config.json's, and files to copy under their
+    names."""
 
     settings: Mapping[str, Any]
     files: Mapping[str, Path]
@@ -89,18 +89,18 @@ def export_hugging_face(
     """
     extras = extras or Extras({}, {}, {})
     config = config_of_shape(shape, max_positions=extras.max_positions, more=extras.settings)
-    family = family_of(config["model_type"])
+    family = find_family(config["model_type"])
     shapes = stored_shapes(shape)
     _require_weights_of(shapes, weights)
-    made = [
+    tensors = [
         round_tensor(tensor, rounding)
         for tensor in translate_to_hugging_face(family, shapes, weights)
     ]
-    dtypes = {tensor.info.dtype for tensor in made}
+    dtypes = {tensor.info.dtype for tensor in tensors}
     config["dtype"] = config["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
-    total = sum(tensor.info.num_bytes for tensor in made)
+    total = sum(tensor.info.num_bytes for tensor in tensors)
     with new_directory(out) as partial_out:
-        files = write_shards(partial_out, made, shard_bytes, lambda done: progress(done, total))
+        files = write_shards(partial_out, tensors, shard_bytes, lambda done: progress(done, total))
         for name, value in {CONFIG: config, **extras.texts}.items():
             write_json_durably(Disk(), partial_out / name, value)
         for name, path in extras.files.items():
@@ -108,32 +108,33 @@ def export_hugging_face(
     names = (*files, CONFIG, *extras.texts, *extras.files)
     notes = (family.note,) if family.note else ()
     return Exported(
-        family.architecture, family.auto_class, names, config["dtype"], len(made), total, notes
+        family.architecture, family.auto_class, names, config["dtype"], len(tensors), total, notes
     )
 
 
 def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: TensorReader) -> None:
-    misfits = find_mismatches(
+    mismatches = find_mismatches(
         {name: ExpectedTensor(shape) for name, shape in shapes.items()}, weights.tensors
     )
-    if misfits:
+    if mismatches:
         raise MismatchError(
             "the checkpoint does not hold the weights of this run's model",
-            misfits,
+            mismatches,
             where=weights.where,
             fix="a model with tensors of your own cannot be exported",
         )
 
 
 def round_tensor(tensor: RenamedTensor, rounding: Rounding | None) -> RenamedTensor:
+    """`tensor` with its load rounded; unchanged without `rounding`, or if not floating-point."""
     old = tensor.info.dtype
     if rounding is None or old == rounding.dtype or not old.startswith(("float", "bfloat")):
         return tensor
-    wanted, cast = rounding.dtype, rounding.cast
+    new, cast = rounding.dtype, rounding.cast
     return replace(
         tensor,
-        info=TensorInfo(tensor.info.shape, wanted),
-        load=lambda: cast(tensor.load(), old, wanted),
+        info=TensorInfo(tensor.info.shape, new),
+        load=lambda: cast(tensor.load(), old, new),
     )
 
 
@@ -143,11 +144,11 @@ def write_shards(
     shard_bytes: int,
     progress: Callable[[int], None],
 ) -> list[str]:
-    """One file, or several and an index. Returns their names."""
+    """Write one file, or several and an index. Returns their names."""
     shards = list(group_into_files(tensors, shard_bytes))
-    many = len(shards) > 1
+    has_index = len(shards) > 1
     names = [
-        f"model-{n:05d}-of-{len(shards):05d}.safetensors" if many else SINGLE
+        f"model-{n:05d}-of-{len(shards):05d}.safetensors" if has_index else SINGLE
         for n in range(1, len(shards) + 1)
     ]
     done = 0
@@ -156,8 +157,8 @@ def write_shards(
         for tensor in shard:
             done += tensor.info.num_bytes
             sources.append(make_source(tensor, tensor.name, partial(progress, done)))
-        write_file(directory / name, sources)
-    if many:
+        write_transformers_file(directory / name, sources)
+    if has_index:
         weight_map = {
             tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
         }
@@ -170,20 +171,21 @@ def write_shards(
 def group_into_files(
     tensors: Sequence[RenamedTensor], shard_bytes: int
 ) -> Iterator[list[RenamedTensor]]:
-    """In order, as many as fit; a tensor that is larger has a file of its own."""
+    """Yield groups of tensors in order, as many as fit into `shard_bytes`; a tensor that is larger
+    has a file of its own."""
     shard: list[RenamedTensor] = []
-    held = 0
+    num_bytes = 0
     for tensor in tensors:
-        if shard and held + tensor.info.num_bytes > shard_bytes:
+        if shard and num_bytes + tensor.info.num_bytes > shard_bytes:
             yield shard
-            shard, held = [], 0
+            shard, num_bytes = [], 0
         shard.append(tensor)
-        held += tensor.info.num_bytes
+        num_bytes += tensor.info.num_bytes
     yield shard
 
 
 def make_source(tensor: RenamedTensor, key: str, before: Callable[[], None]) -> Source:
-    """What a safetensors file is written from; `before` is called when the tensor's turn comes."""
+    """The Source of a safetensors file; `before` is called when the tensor's turn comes."""
 
     def load() -> Bytes:
         before()
@@ -193,13 +195,16 @@ def make_source(tensor: RenamedTensor, key: str, before: Callable[[], None]) -> 
 
 
 def to_bytes(bits: Bits) -> Bytes:
-    """In C order."""
-    found: Bytes = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
-    return found
+    """The bytes of `bits` in C order."""
+    as_bytes: Bytes = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
+    return as_bytes
 
 
-def write_file(path: Path, sources: Sequence[Source]) -> None:
-    """A safetensors file with the metadata that transformers asks for, durably. Raises OSError."""
+def write_transformers_file(path: Path, sources: Sequence[Source]) -> None:
+    """Write a safetensors file with the metadata that transformers requires, durably.
+
+    Raises OSError.
+    """
     file = Disk().create(path)
     try:
         write_stream(file, sources, metadata=METADATA)

@@ -58,8 +58,8 @@ def import_weights(
     LayoutError for weights that are not readable.
     """
     refuse_existing(out)
-    beside = out.absolute().parent
-    with open_source(source, prefix=prefix, trust_pickle=trust_pickle, beside=beside) as weights:
+    parent = out.absolute().parent
+    with open_source(source, prefix=prefix, trust_pickle=trust_pickle, parent=parent) as weights:
         checkpoint = write_import(weights, out, _job_file(weights, out), progress=progress)
         dtypes = sorted({tensor.info.dtype for tensor in weights.tensors})
         return ImportResult(

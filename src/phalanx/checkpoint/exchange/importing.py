@@ -1,5 +1,5 @@
-"""Weights of others as a phalanx checkpoint: OUT looks like a run that has saved once, at step 0,
-weights only.
+"""Imports foreign weights as a phalanx checkpoint: OUT looks like a run that has saved once, at
+step 0, weights only.
 
 OUT/checkpoints/step-0 is the checkpoint, OUT/model.toml the job file that fits it.
 """
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.exchange.families import family_of
+from phalanx.checkpoint.exchange.families import find_family
 from phalanx.checkpoint.exchange.hf_export import CONFIG, group_into_files, make_source
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import shape_of_config
@@ -39,7 +39,7 @@ from phalanx.job.tensors import stored_shapes
 
 FILE_BYTES = 4 << 30
 MODEL_TOML = "model.toml"
-KEPT_SETTINGS = (
+COPIED_SETTINGS = (
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -47,7 +47,7 @@ KEPT_SETTINGS = (
     "id2label",
     "label2id",
 )
-KEPT_FILES = (
+COPIED_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *(
         "generation_config.json",
@@ -63,11 +63,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Weights:
-    """What is to be imported. Without a `shape` the tensors have whatever names they came with."""
+    """Weights to import. Without a `shape` the tensors have the names that they came with."""
 
     origin: str
     tensors: tuple[RenamedTensor, ...]
-    """Those in parts have their parts one after the other."""
+    """A tensor in several parts has them one after the other."""
     shape: ModelShape | None = None
     settings: Mapping[str, Any] | None = None
     files: Mapping[str, Path] | None = None
@@ -106,29 +106,27 @@ def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -
     except LayoutError as error:
         error.where = str(source / CONFIG)
         raise
-    family, shapes = family_of(config["model_type"]), stored_shapes(shape)
-    theirs = reader or open_safetensors(source)
-    found = translate_from_hugging_face(family, shapes, theirs)
-    there = {name: made.info for name, made in found.tensors.items()} | found.unknown
-    misfits = find_mismatches(
-        {name: ExpectedTensor(size) for name, size in unstack_experts(shapes).items()}, there
-    )
-    if misfits:
+    family, shapes = find_family(config["model_type"]), stored_shapes(shape)
+    translated = translate_from_hugging_face(family, shapes, reader or open_safetensors(source))
+    stored = {name: tensor.info for name, tensor in translated.tensors.items()}
+    expected = {name: ExpectedTensor(size) for name, size in unstack_experts(shapes).items()}
+    mismatches = find_mismatches(expected, stored | translated.unknown)
+    if mismatches:
         raise MismatchError(
             f"the weights are not those of the {family.architecture} that config.json describes",
-            misfits,
+            mismatches,
             where=str(source),
         )
-    settings = {key: config[key] for key in KEPT_SETTINGS if config.get(key) is not None}
-    files = {name: source / name for name in KEPT_FILES if (source / name).is_file()}
+    settings = {key: config[key] for key in COPIED_SETTINGS if config.get(key) is not None}
+    files = {name: source / name for name in COPIED_FILES if (source / name).is_file()}
     try:
-        tensors = tuple(stack_experts(shapes, found.tensors))
+        tensors = tuple(stack_experts(shapes, translated.tensors))
     except CheckpointError as error:
         error.where = error.where or str(source)
         raise
     notes = tuple(
         f"{name} is left out: the embedding is the head, config.json says"
-        for name in found.tied_heads
+        for name in translated.tied_heads
     )
     return Weights(str(source), tensors, shape, settings, files, notes)
 
@@ -141,7 +139,10 @@ def read_own_names(
     aliases: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Weights:
-    """Tensors under their own names: those that begin with `prefix`, without it."""
+    """Weights under their own names: those that begin with `prefix`, without it.
+
+    Raises CheckpointError if there are none.
+    """
     chosen = [name for name in reader.tensors if name.startswith(prefix) and name != prefix]
     if not chosen:
         raise CheckpointError(
@@ -151,15 +152,12 @@ def read_own_names(
             if reader.tensors
             else None,
         )
-    left = len(reader.tensors) - len(chosen)
-    said = [
-        *notes,
-        *(
-            [f"of {len(reader.tensors)} tensors {left} do not begin with {prefix!r}"]
-            if left
-            else []
-        ),
-    ]
+    num_omitted = len(reader.tensors) - len(chosen)
+    all_notes = list(notes)
+    if num_omitted:
+        all_notes.append(
+            f"of {len(reader.tensors)} tensors {num_omitted} do not begin with {prefix!r}"
+        )
     tensors = (
         RenamedTensor(name[len(prefix) :], reader.tensors[name], partial(reader.load, name))
         for name in sorted(chosen)
@@ -169,7 +167,7 @@ def read_own_names(
         for name, stored in (aliases or {}).items()
         if name.startswith(prefix) and stored in chosen
     }
-    return Weights(origin, tuple(tensors), notes=tuple(said), aliases=tied)
+    return Weights(origin, tuple(tensors), notes=tuple(all_notes), aliases=tied)
 
 
 def write_import(
@@ -185,9 +183,7 @@ def write_import(
     Raises UsageError, ResourceError, CheckpointError.
     """
     with new_directory(out) as directory:
-        _write_checkpoint(
-            weights, directory, file_bytes, lambda done: progress(done, weights.num_bytes)
-        )
+        _write_draft(weights, directory, file_bytes, lambda done: progress(done, weights.num_bytes))
         for name, path in (weights.files or {}).items():
             copy_file(path, directory / name)
         if model_toml is not None:
@@ -195,11 +191,11 @@ def write_import(
     return out / "checkpoints" / "step-0"
 
 
-def _write_checkpoint(
+def _write_draft(
     weights: Weights, directory: Path, file_bytes: int, progress: Callable[[int], None]
 ) -> None:
-    """Through the store that runs save to, so that it is written, synced and committed as any
-    checkpoint."""
+    """Write the checkpoint through the store that runs save to, so that it is written, synced and
+    committed as any checkpoint."""
     store = open_store(directory, None)
     draft = store.begin(0)
     pieces: dict[str, list[Piece]] = {}
@@ -226,7 +222,7 @@ def _write_checkpoint(
     facts = {
         "step": 0,
         "imported_from": weights.origin,
-        "model_shape": _told(weights.shape) if weights.shape else None,
+        "model_shape": _shape_to_json(weights.shape) if weights.shape else None,
         "hugging_face": dict(weights.settings or {}),
     }
     manifest = Manifest(0, "", {}, facts, tensors, dict(weights.aliases), files)
@@ -234,7 +230,7 @@ def _write_checkpoint(
 
 
 def _shape_of(parts: Sequence[Piece]) -> tuple[int, ...]:
-    """Of the tensor that consists of them."""
+    """The shape of the tensor that consists of `parts`."""
     ends = [
         [offset + size for offset, size in zip(part.offset, part.size, strict=True)]
         for part in parts
@@ -242,9 +238,9 @@ def _shape_of(parts: Sequence[Piece]) -> tuple[int, ...]:
     return tuple(map(max, zip(*ends, strict=True)))
 
 
-def _told(shape: ModelShape) -> dict[str, Any]:
-    """What is not as in any model."""
-    usual = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
+def _shape_to_json(shape: ModelShape) -> dict[str, Any]:
+    """The keys of `shape` that every model has, and those that differ from their defaults."""
+    defaults = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
     always = (
         "num_layers",
         "dim",
@@ -255,6 +251,5 @@ def _told(shape: ModelShape) -> dict[str, Any]:
         "vocab_size",
         "tie_embeddings",
     )
-    return {
-        key: value for key, value in shape.to_json().items() if key in always or value != usual[key]
-    }
+    facts = shape.to_json()
+    return {key: facts[key] for key in facts if key in always or facts[key] != defaults[key]}

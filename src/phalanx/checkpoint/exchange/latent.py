@@ -1,4 +1,4 @@
-"""What DeepSeek's config.json says of latent attention in words that no other family has.
+"""Keys of latent attention in DeepSeek's config.json, which no other family has.
 
 Torch-free.
 """
@@ -39,19 +39,19 @@ def latent_config(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def yarn_mscale(told: Mapping[str, Any]) -> float:
-    """The share of YaRN's temperature, which is on whole queries and keys.
+def yarn_mscale(rope: Mapping[str, Any]) -> float:
+    """The share of YaRN's temperature, which phalanx applies to whole queries and keys.
 
-    Raises LayoutError for another place.
+    Raises LayoutError if the configuration applies it elsewhere.
     """
-    found = told.get("mscale"), told.get("mscale_all_dim")
-    if not found[0] or found[0] != found[1]:
+    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not mscale or mscale != mscale_all_dim:
         raise LayoutError(
-            f"config.json says mscale = {found[0]!r} and mscale_all_dim = {found[1]!r}, which"
+            f"config.json says mscale = {mscale!r} and mscale_all_dim = {mscale_all_dim!r}, which"
             " phalanx's models do not compute",
             why=(
                 "with latent attention YaRN's temperature is on whole queries and keys: both are"
                 " given and equal"
             ),
         )
-    return float(found[0])
+    return float(mscale)

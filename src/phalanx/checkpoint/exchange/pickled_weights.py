@@ -26,7 +26,7 @@ from phalanx.checkpoint.exchange.tensor_readers import SafetensorsReader, open_s
 from phalanx.core.errors import CheckpointError
 
 READER = "phalanx.checkpoint.exchange.unpickle"
-_KEPT_VARIABLES = (
+_PASSED_VARIABLES = (
     "PATH",
     "LD_LIBRARY_PATH",
     "LANG",
@@ -61,19 +61,19 @@ def refuse_pickle(source: Path) -> CheckpointError:
 
 
 @contextmanager
-def open_unpickled(source: Path, *, beside: Path) -> Iterator[UnpickledWeights]:
+def open_unpickled(source: Path, *, parent: Path) -> Iterator[UnpickledWeights]:
     """The tensors of a torch.save file, of a directory of pytorch_model*.bin, or of a DCP
     directory.
 
-    They are written to a temporary directory `beside` the result, which is gone afterwards. Raises
-    CheckpointError.
+    They are written to a temporary directory in `parent`, beside the result, which is gone
+    afterwards. Raises CheckpointError.
     """
     try:
-        beside.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=beside, prefix=".unpickled-") as folder:
+        parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=parent, prefix=".unpickled-") as folder:
             answer = _read(source.absolute(), Path(folder))
             reader = open_safetensors(Path(folder))
-            reader.where = str(source)  # the folder is nobody's who reads a message
+            reader.where = str(source)  # a message must not name the temporary folder
             left_out = tuple(map(str, answer["left_out"]))
             yield UnpickledWeights(
                 reader,
@@ -87,7 +87,7 @@ def open_unpickled(source: Path, *, beside: Path) -> Iterator[UnpickledWeights]:
 
 
 def _read(source: Path, folder: Path) -> dict[str, Any]:
-    environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    environment = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [sys.executable, "-m", READER, str(source), str(folder)],
@@ -102,13 +102,13 @@ def _read(source: Path, folder: Path) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     try:
         answer = json.loads(lines[-1])
-        is_told = done.returncode == 0 and isinstance(answer, dict)
+        has_answer = done.returncode == 0 and isinstance(answer, dict)
     except (ValueError, IndexError):
-        is_told = False
-    if is_told and "refused" in answer:
+        has_answer = False
+    if has_answer and "refused" in answer:
         raise CheckpointError(str(answer["refused"]), where=str(source), why=answer["why"])
-    if is_told:
+    if has_answer:
         return dict(answer)
-    told = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    why = told[-1][:300] if told else f"the process that read it ended with {done.returncode}"
+    errors = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    why = errors[-1][:300] if errors else f"the process that read it ended with {done.returncode}"
     raise CheckpointError("it cannot be read", where=str(source), why=why)

@@ -1,7 +1,7 @@
-"""Between Hugging Face's config.json and a `ModelShape`, either way. Torch-free.
+"""Translates between Hugging Face's config.json and a `ModelShape`, either way. Torch-free.
 
-A setting that would make another computation is refused by name; whether a family can say a shape
-is asked by saying it and reading it back.
+A setting that would make another computation is refused by name. A family can describe a shape if
+its config.json, written and read back, is the same computation.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from phalanx.checkpoint.exchange.families import Family, family_of, list_families
+from phalanx.checkpoint.exchange.families import Family, find_family, list_families
 from phalanx.checkpoint.exchange.latent import latent_config, latent_values, yarn_mscale
 from phalanx.core.errors import LayoutError
 from phalanx.job.shape import ModelShape
 
 Config = Mapping[str, Any]
 
-# phalanx's activation with and without a gate, and what transformers calls it: the first name is
-# the one written
+# phalanx's activation with and without a gate, and transformers' names of it: the first one is
+# written
 ACTIVATIONS = {
     ("swiglu", ""): ("silu", "swish"),
     ("geglu", "gelu"): ("gelu",),
     ("geglu_tanh", "gelu_tanh"): ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
 }
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # what nn.rotary knows
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # the values of nn.rotary
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 MAX_WIDTH, MAX_PARTS = 2**31, 1_000_000  # a config.json may say anything
 MAY_BE_NONE = ("num_dense_layers", "balance_loss")
@@ -37,7 +37,7 @@ def shape_of_config(config: Config) -> ModelShape:
 
     Raises LayoutError for what phalanx's models do not compute.
     """
-    family = family_of(str(config.get("model_type")))
+    family = find_family(str(config.get("model_type")))
     try:
         return _shape(family, config)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -47,14 +47,17 @@ def shape_of_config(config: Config) -> ModelShape:
 
 
 def _shape(family: Family, config: Config) -> ModelShape:
-    told = {family.also.get(key, key): value for key, value in config.items() if value is not None}
+    not_null = {
+        family.also.get(key, key): value for key, value in config.items() if value is not None
+    }
     nulls = {key: None for key in family.nullable if key in config and config[key] is None}
-    config = {**family.defaults, **told, **nulls}
-    for key, wanted in family.required.items():
-        if config.get(key, wanted) != wanted:
-            raise _other(key, config[key], f"phalanx computes it with {wanted}")
+    config = {**family.defaults, **not_null, **nulls}
+    for key, required in family.required.items():
+        if config.get(key, required) != required:
+            raise _unsupported(key, config[key], f"phalanx computes it with {required}")
     values: dict[str, Any] = dict(family.always)
-    values |= {ours: config[theirs] for theirs, ours in family.widths.items() if theirs in config}
+    present = [key for key in family.widths if key in config]
+    values |= {family.widths[key]: config[key] for key in present}
     if config.get("quantization_config"):
         raise LayoutError(
             "the weights are quantized", fix="import the directory that they were made of"
@@ -62,15 +65,7 @@ def _shape(family: Family, config: Config) -> ModelShape:
     _require_numbers(values)
     if family.latent:
         values |= latent_values(config)
-    values.setdefault("kind", "decoder")
-    if values["kind"] == "vit":
-        values |= {"vocab_size": 0, "tie_embeddings": False}
-        values["num_classes"] = (
-            len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
-        )
-    values.setdefault("num_kv_heads", values["num_heads"])
-    values.setdefault("head_dim", values["dim"] // values["num_heads"])
-    values.setdefault("ffn_dim", values.get("expert_ffn_dim", 4 * values["dim"]))
+    _fill_defaults(values, config)
     values["activation"] = _activation(
         str(config[family.activation]), family.is_gated, family.activation
     )
@@ -81,7 +76,7 @@ def _shape(family: Family, config: Config) -> ModelShape:
     if family.rope:
         values |= _rope(family, config, bool(values.get("sliding_window")))
     if family.scores_by and config[family.scores_by] != values["head_dim"]:
-        raise _other(
+        raise _unsupported(
             family.scores_by,
             config[family.scores_by],
             f"phalanx divides by the head's {values['head_dim']}",
@@ -89,8 +84,21 @@ def _shape(family: Family, config: Config) -> ModelShape:
     return normalize_shape(ModelShape(**values))
 
 
+def _fill_defaults(values: dict[str, Any], config: Config) -> None:
+    """Add the keys of ModelShape that follow from other ones."""
+    values.setdefault("kind", "decoder")
+    if values["kind"] == "vit":
+        values |= {"vocab_size": 0, "tie_embeddings": False}
+        values["num_classes"] = (
+            len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
+        )
+    values.setdefault("num_kv_heads", values["num_heads"])
+    values.setdefault("head_dim", values["dim"] // values["num_heads"])
+    values.setdefault("ffn_dim", values.get("expert_ffn_dim", 4 * values["dim"]))
+
+
 def _require_numbers(values: Mapping[str, Any]) -> None:
-    """Numbers that a model can have, before anything is made of them. Raises ValueError."""
+    """Raise ValueError for numbers that no model can have, before they are computed with."""
     for key, value in values.items():
         usual = getattr(ModelShape, key, None)
         if isinstance(usual, str):
@@ -117,28 +125,28 @@ def _require_numbers(values: Mapping[str, Any]) -> None:
         )
 
 
-def _activation(theirs: str, is_gated: bool, key: str) -> str:
+def _activation(name: str, is_gated: bool, key: str) -> str:
     for (gated, plain), names in ACTIVATIONS.items():
-        if theirs in names and (gated if is_gated else plain):
+        if name in names and (gated if is_gated else plain):
             return gated if is_gated else plain
-    raise _other(
+    raise _unsupported(
         key,
-        theirs,
-        f"phalanx has {', '.join(name for names in ACTIVATIONS.values() for name in names)}",
+        name,
+        f"phalanx has {', '.join(known for names in ACTIVATIONS.values() for known in names)}",
     )
 
 
 def _bias(family: Family, config: Config) -> str:
-    found = {bool(config.get(key, False)) for key in family.biases}
-    if len(found) > 1:
+    biases = {bool(config.get(key, False)) for key in family.biases}
+    if len(biases) > 1:
         raise LayoutError(
             f"{' and '.join(family.biases)} differ", why="phalanx's models have both or neither"
         )
-    return "all" if found.pop() else "none"
+    return "all" if biases.pop() else "none"
 
 
 def _window(family: Family, config: Config, num_layers: int) -> dict[str, int]:
-    """The window, and which blocks are without."""
+    """The width of the window, and the interval of blocks without one."""
     window = int(config.get("sliding_window") or 0)
     if family.window == "all":
         return {"sliding_window": window}
@@ -146,9 +154,9 @@ def _window(family: Family, config: Config, num_layers: int) -> dict[str, int]:
     if not window or SLIDING not in types:
         return {"sliding_window": 0}
     shape = ModelShape(num_layers, 0, 0, 0, 0, 0, 0, False, sliding_window=window)
-    for every in (0, *range(2, num_layers + 1)):
-        if layer_types(replace(shape, global_every=every)) == list(types):
-            return {"sliding_window": window, "global_every": every}
+    for interval in (0, *range(2, num_layers + 1)):
+        if layer_types(replace(shape, global_every=interval)) == list(types):
+            return {"sliding_window": window, "global_every": interval}
     raise LayoutError(
         f"layer_types {list(types)} cannot be said",
         why="phalanx leaves out every n-th block's window",
@@ -156,28 +164,28 @@ def _window(family: Family, config: Config, num_layers: int) -> dict[str, int]:
 
 
 def _layer_types(config: Config, num_layers: int, window: int) -> list[str]:
-    """What transformers takes where config.json has none."""
+    """The layer types that transformers takes where config.json has none."""
     if not config["use_sliding_window"]:
         return [FULL] * num_layers
     if "sliding_window_pattern" in config:
-        every = int(config["sliding_window_pattern"])
-        return [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(num_layers)]
+        interval = int(config["sliding_window_pattern"])
+        return [FULL if (layer + 1) % interval == 0 else SLIDING for layer in range(num_layers)]
     first = int(config["max_window_layers"])
     return [FULL if layer < first else SLIDING for layer in range(num_layers)]
 
 
 def layer_types(shape: ModelShape) -> list[str]:
-    """Block by block, in transformers' words."""
+    """The layer type of each block, in transformers' words."""
     return [SLIDING if shape.is_local(layer) else FULL for layer in range(shape.num_layers)]
 
 
 def _rope(family: Family, config: Config, has_window: bool) -> dict[str, Any]:
-    """Positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
-    (before)."""
-    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Keys of rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and
+    `rope_scaling` (before)."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if family.rope == "one":
-        return _one_rope(family, told, config, float(config["rope_theta"]))
-    by_type = told if {SLIDING, FULL} & set(told) else {FULL: told}
+        return _one_rope(family, rope, config, float(config["rope_theta"]))
+    by_type = rope if {SLIDING, FULL} & set(rope) else {FULL: rope}
     values = _one_rope(family, by_type.get(FULL) or {}, config, float(config["rope_theta"]))
     local = _one_rope(
         family, by_type.get(SLIDING) or {}, config, float(config["rope_local_base_freq"])
@@ -192,42 +200,45 @@ def _rope(family: Family, config: Config, has_window: bool) -> dict[str, Any]:
     return values | {"local_rope_theta": local["rope_theta"]}
 
 
-def _one_rope(family: Family, told: Config, config: Config, theta: float) -> dict[str, Any]:
-    kind = told.get("rope_type") or told.get("type") or "default"
-    if (
-        float(told.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-        != 1.0
-    ):
-        raise _other(
-            "partial_rotary_factor",
-            told.get("partial_rotary_factor"),
-            "phalanx rotates whole heads",
-        )
-    values: dict[str, Any] = {"rope_theta": float(told.get("rope_theta") or theta)}
+def _one_rope(family: Family, rope: Config, config: Config, theta: float) -> dict[str, Any]:
+    """Keys of ModelShape for one kind of block; `theta` is used where `rope` has none.
+
+    Raises LayoutError for a setting that phalanx's models do not compute.
+    """
+    rotated_share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if float(rotated_share or 1.0) != 1.0:
+        share = rope.get("partial_rotary_factor")
+        raise _unsupported("partial_rotary_factor", share, "phalanx rotates whole heads")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    values: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or theta)}
     if kind == "default":
         return values | {"rope_scaling": "none"}
     if kind not in ("linear", "llama3", "yarn"):
-        raise _other("rope_type", kind, "phalanx has default, linear, llama3 and yarn")
-    values |= {"rope_scaling": kind, "rope_factor": float(told["factor"])}
+        raise _unsupported("rope_type", kind, "phalanx has default, linear, llama3 and yarn")
+    values |= {"rope_scaling": kind, "rope_factor": float(rope["factor"])}
     if family.latent and kind == "yarn":
-        values["rope_mscale"] = yarn_mscale(told)
-        told = {
-            key: value for key, value in told.items() if key not in ("mscale", "mscale_all_dim")
-        }
+        values["rope_mscale"] = yarn_mscale(rope)
+        rope = {key: rope[key] for key in rope if key not in ("mscale", "mscale_all_dim")}
     if kind == "linear":
         return values
-    for key, wanted in (LLAMA3 if kind == "llama3" else YARN).items():
-        if (found := told.get(key)) is not None and found != wanted:
-            raise _other(key, found, f"phalanx's {kind} has {wanted}")
-    for key in ("attention_factor", "mscale", "mscale_all_dim"):
-        if told.get(key) is not None:
-            raise _other(key, told[key], "phalanx takes the one that follows from the factor")
-    original = told.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    _require_constants(rope, kind)
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     return values | {"rope_original_len": int(original)}
 
 
+def _require_constants(rope: Config, kind: str) -> None:
+    """Raise LayoutError unless the constants of a scaling are those that phalanx computes with."""
+    for key, required in (LLAMA3 if kind == "llama3" else YARN).items():
+        value = rope.get(key)
+        if value is not None and value != required:
+            raise _unsupported(key, value, f"phalanx's {kind} has {required}")
+    for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        if rope.get(key) is not None:
+            raise _unsupported(key, rope[key], "phalanx takes the one that follows from the factor")
+
+
 def normalize_shape(shape: ModelShape) -> ModelShape:
-    """The same computation in one way of saying it: what has no effect has its default."""
+    """The same computation in one canonical form: keys without effect have their defaults."""
     changes: dict[str, Any] = {}
     blank = ModelShape(0, 0, 0, 0, 0, 0, 0, False)
     if shape.rope_scaling == "ntk":  # another base, and nothing else
@@ -260,8 +271,8 @@ def normalize_shape(shape: ModelShape) -> ModelShape:
 
 
 def normalize_for_inference(shape: ModelShape) -> ModelShape:
-    """`normalize_shape`, without what training alone asks for: weights mean the same whatever evens
-    out experts."""
+    """`normalize_shape`, without the keys that only training reads: weights mean the same whatever
+    balances experts."""
     return replace(
         normalize_shape(shape),
         balance_loss=0.0,
@@ -276,8 +287,8 @@ def config_of_shape(
 
     Raises LayoutError if none does.
 
-    `max_positions`: the longest sequence that the model was trained on. `more`: what else to write,
-    such as tokens.
+    `max_positions`: the longest sequence that the model was trained on. `more`: other keys to
+    write, such as tokens.
     """
     shape = normalize_shape(shape)
     wrong: dict[str, list[str]] = {}
@@ -296,15 +307,16 @@ def config_of_shape(
 
 
 def _reasons(family: Family, config: Config, shape: ModelShape) -> list[str]:
-    """What the family would compute otherwise: the configuration is read back and compared."""
+    """The keys that the family would compute otherwise: the configuration is read back and
+    compared."""
     try:
-        said = asdict(normalize_for_inference(_shape(family, config)))
+        read_back = asdict(normalize_for_inference(_shape(family, config)))
     except (LayoutError, ValueError):  # also a family of experts, of a model that has none
         return [_NOTHING_ALIKE]
     reasons = [
-        f"its {key} is {said[key]} and the model's {value}"
+        f"its {key} is {read_back[key]} and the model's {value}"
         for key, value in asdict(normalize_for_inference(shape)).items()
-        if said[key] != value
+        if read_back[key] != value
     ]
     if family.heads_divide_dim and shape.dim % shape.num_heads:
         reasons.append(f"its {shape.num_heads} heads must divide dim {shape.dim}")
@@ -315,7 +327,7 @@ _NOTHING_ALIKE = "it has another kind of feed-forward or positions"
 
 
 def _weight(reason: str) -> int:
-    """Where even the words differ, nothing more is known than that."""
+    """The weight of a reason: a family of another kind is farther away than any single key."""
     return 100 if reason == _NOTHING_ALIKE or reason.startswith("its kind is") else 1
 
 
@@ -324,7 +336,7 @@ def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, 
         "architectures": [family.architecture],
         "model_type": family.model_type,
     }
-    config |= {theirs: getattr(shape, ours) for theirs, ours in family.widths.items()}
+    config |= {key: getattr(shape, shape_key) for key, shape_key in family.widths.items()}
     config[family.activation] = _their_activation(shape.activation)
     config |= {
         **dict.fromkeys(family.biases, shape.bias == "all"),
@@ -353,11 +365,11 @@ def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, 
 
 
 def _their_activation(activation: str) -> str:
-    return next(names[0] for ours, names in ACTIVATIONS.items() if activation in ours)
+    return next(names[0] for known, names in ACTIVATIONS.items() if activation in known)
 
 
 def _their_rope(family: Family, shape: ModelShape) -> dict[str, Any]:
-    """In the words that transformers 4 and 5 both read, where there are such."""
+    """Keys of rotary positions that transformers 4 and 5 both read, where there are such."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     if shape.rope_scaling != "none":
         scaling = {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
@@ -379,11 +391,11 @@ def _their_rope(family: Family, shape: ModelShape) -> dict[str, Any]:
             "rope_local_base_freq": local,
             "rope_scaling": scaling if is_scaled else None,
         }
-    whole = {"rope_theta": shape.rope_theta, **scaling}
-    return {"rope_parameters": {FULL: whole, SLIDING: dict(whole)}}
+    parameters = {"rope_theta": shape.rope_theta, **scaling}
+    return {"rope_parameters": {FULL: parameters, SLIDING: dict(parameters)}}
 
 
-def _other(key: str, value: Any, why: str) -> LayoutError:
+def _unsupported(key: str, value: Any, why: str) -> LayoutError:
     return LayoutError(
         f"config.json says {key} = {value!r}, which phalanx's models do not compute", why=why
     )

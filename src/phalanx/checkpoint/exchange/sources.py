@@ -1,4 +1,4 @@
-"""What somebody means who names a directory or a file of weights to import. Torch-free."""
+"""Opens the weights to import by the kind of directory or file that a user names. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from phalanx.checkpoint.exchange.tensor_readers import INDEX, open_safetensors
 from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.core.errors import CheckpointError, UsageError
 
-WANTED = "a Hugging Face directory, a .safetensors file, a DCP directory or a file of torch.save"
+ACCEPTED = "a Hugging Face directory, a .safetensors file, a DCP directory or a file of torch.save"
 
 
 @contextmanager
 def open_source(
-    source: Path, *, prefix: str, trust_pickle: bool, beside: Path
+    source: Path, *, prefix: str, trust_pickle: bool, parent: Path
 ) -> Iterator[Weights]:
     """The weights of `source`, as long as the context lasts.
 
-    Nothing is unpickled without `trust_pickle`.
-
-    `prefix`: take only the names that begin so, and take it away; for weights that come without a
+    Nothing is unpickled without `trust_pickle`, which writes a temporary directory into `parent`.
+    `prefix`: take only the names that begin with it, without it; for weights that come without a
     config.json. Raises UsageError, CheckpointError, LayoutError.
     """
     if not source.exists():
-        raise UsageError("no such file or directory", where=str(source), fix=f"give {WANTED}")
+        raise UsageError("no such file or directory", where=str(source), fix=f"give {ACCEPTED}")
     if (source / MANIFEST).is_file() or (source / "checkpoints").is_dir():
         raise UsageError(
             "it is phalanx's own already",
@@ -44,45 +43,48 @@ def open_source(
     if has_config and prefix:
         raise UsageError("--prefix is for weights without a config.json", where=str(source))
     if not _is_pickled(source):
-        yield (
-            read_hugging_face(source)
-            if has_config
-            else read_own_names(str(source), open_safetensors(source), prefix=prefix)
-        )
+        if has_config:
+            yield read_hugging_face(source)
+        else:
+            yield read_own_names(str(source), open_safetensors(source), prefix=prefix)
         return
     if not trust_pickle:
         raise refuse_pickle(source)
-    with open_unpickled(source, beside=beside) as found:
+    with open_unpickled(source, parent=parent) as unpickled:
         if has_config:
-            weights = read_hugging_face(source, found.reader)
-            yield replace(weights, notes=(*weights.notes, *_notes(found)))
+            weights = read_hugging_face(source, unpickled.reader)
+            yield replace(weights, notes=(*weights.notes, *_list_notes(unpickled)))
         else:
             yield read_own_names(
-                str(source), found.reader, prefix=prefix, aliases=found.aliases, notes=_notes(found)
+                str(source),
+                unpickled.reader,
+                prefix=prefix,
+                aliases=unpickled.aliases,
+                notes=_list_notes(unpickled),
             )
 
 
 def _is_pickled(source: Path) -> bool:
-    """Raises CheckpointError for a directory that holds no weights at all."""
+    """True if the weights are pickled. Raises CheckpointError for a directory without weights."""
     if source.is_file():
         return source.suffix != ".safetensors"
     if (source / INDEX).is_file() or any(source.glob("*.safetensors")):
         return False
     if (source / ".metadata").is_file() or any(source.glob("pytorch_model*.bin")):
         return True
-    raise CheckpointError("there are no weights in it", where=str(source), fix=f"give {WANTED}")
+    raise CheckpointError("there are no weights in it", where=str(source), fix=f"give {ACCEPTED}")
 
 
-def _notes(found: UnpickledWeights) -> list[str]:
+def _list_notes(unpickled: UnpickledWeights) -> list[str]:
     notes = []
-    if found.num_skipped:
-        many = found.num_skipped > 1
+    if unpickled.num_skipped:
+        many = unpickled.num_skipped > 1
         words = "things in it are no tensors and are" if many else "thing in it is no tensor and is"
-        notes.append(f"{found.num_skipped} {words} left out")
-    if found.left_out:
-        more = f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
-        notes.append(f"no checkpoint can hold {', '.join(found.left_out[:5])}{more}: left out")
-    if found.ran_code:
+        notes.append(f"{unpickled.num_skipped} {words} left out")
+    if unpickled.left_out:
+        more = f" and {len(unpickled.left_out) - 5} more" if len(unpickled.left_out) > 5 else ""
+        notes.append(f"no checkpoint can hold {', '.join(unpickled.left_out[:5])}{more}: left out")
+    if unpickled.ran_code:
         notes.append(
             "torch cannot read it as mere weights: it was unpickled in full, with whatever that"
             " runs"

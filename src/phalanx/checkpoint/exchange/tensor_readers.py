@@ -1,4 +1,4 @@
-"""Whole tensors by name as bits, one at a time, wherever they lie: what exports and imports read.
+"""Readers of full tensors by name as bits, one at a time: the sources of exports and imports.
 
 Torch-free.
 """
@@ -25,7 +25,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20
-_TORCH_NAMES = {theirs: ours for ours, (theirs, _) in DTYPES.items()}
+_TORCH_NAMES = {
+    safetensors_name: torch_name for torch_name, (safetensors_name, _) in DTYPES.items()
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class TensorInfo:
 
 
 class TensorReader(Protocol):
-    """Tensors by name. `load` gives one's bits, as unsigned integers of its element's size."""
+    """Reads tensors by name. `load` returns the bits of one, as unsigned integers of its element's
+    size."""
 
     @property
     def where(self) -> str: ...
@@ -53,42 +56,39 @@ class TensorReader(Protocol):
 
 
 class StackedTensorReader(TensorReader, Protocol):
-    """A bag that can read parts of its tensors.
-
-    `load_element`: what lies at `number` of the first dimension.
-    """
+    """Reads also parts of tensors: `load_element` the bits at index `number` of the first
+    dimension."""
 
     def load_element(self, name: str, number: int) -> Bits: ...
 
 
 class UnstackedReader:
-    """A bag with some of its tensors, the `stacks`, taken apart: `up.weight[3]` is what lies at
-    3 of `up.weight`."""
+    """Reads the elements of some tensors, the `stacks`, as tensors of their own: `up.weight[3]` is
+    the element at index 3 of `up.weight`."""
 
     def __init__(self, reader: StackedTensorReader, stacks: Iterable[str]) -> None:
         self.where, self._reader = reader.where, reader
         self.tensors: dict[str, TensorInfo] = dict(reader.tensors)
-        self._places: dict[str, tuple[str, int]] = {}
+        self._elements: dict[str, tuple[str, int]] = {}
         for stack in stacks:
-            whole = self.tensors.pop(stack)
-            places = {
-                element_name(stack, number): (stack, number) for number in range(whole.shape[0])
-            }
-            self.tensors |= dict.fromkeys(places, TensorInfo(whole.shape[1:], whole.dtype))
-            self._places |= places
+            info = self.tensors.pop(stack)
+            for number in range(info.shape[0]):
+                name = element_name(stack, number)
+                self.tensors[name] = TensorInfo(info.shape[1:], info.dtype)
+                self._elements[name] = (stack, number)
 
     def load(self, name: str) -> Bits:
-        place = self._places.get(name)
-        return self._reader.load_element(*place) if place else self._reader.load(name)
+        element = self._elements.get(name)
+        return self._reader.load_element(*element) if element else self._reader.load(name)
 
 
 def element_name(stack: str, number: int) -> str:
-    """What an element of a stack of tensors is called, here and in files of names."""
+    """The name of an element of a stack of tensors, here and in the TOML files of names."""
     return f"{stack}[{number}]"
 
 
 class SafetensorsReader:
-    """Safetensors files.
+    """Reads safetensors files.
 
     Nothing is verified (they have no checksums), everything is bounded by the files' sizes.
     """
@@ -96,13 +96,13 @@ class SafetensorsReader:
     def __init__(self, where: str, files: Iterable[Path]) -> None:
         self.where = where
         self.tensors: dict[str, TensorInfo] = {}
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._locations: dict[str, tuple[Path, int]] = {}
         for path in files:
             self._open(path)
 
     def load(self, name: str) -> Bits:
         info = self.tensors[name]
-        path, start = self._places[name]
+        path, start = self._locations[name]
         if not math.prod(info.shape):
             return np.empty(info.shape, bits_type(info.dtype))
         try:
@@ -140,18 +140,18 @@ class SafetensorsReader:
             if name in self.tensors:
                 raise CheckpointError(f"{name} is in more than one file", where=str(path))
             self.tensors[name] = TensorInfo(entry.shape, _TORCH_NAMES[entry.dtype])
-            self._places[name] = (path, entry.start)
+            self._locations[name] = (path, entry.start)
 
 
 def open_safetensors(source: Path) -> SafetensorsReader:
-    """A .safetensors file, or a directory of them, with an index or without.
+    """Open a .safetensors file, or a directory of them, with an index or without.
 
     Raises CheckpointError.
     """
     if source.is_file():
         return SafetensorsReader(str(source), [source])
     if (source / INDEX).is_file():
-        return SafetensorsReader(str(source), _indexed(source))
+        return SafetensorsReader(str(source), _read_index(source))
     files = sorted(source.glob("*.safetensors"))
     if (source / SINGLE) in files:
         files = [source / SINGLE]
@@ -160,8 +160,11 @@ def open_safetensors(source: Path) -> SafetensorsReader:
     return SafetensorsReader(str(source), files)
 
 
-def _indexed(source: Path) -> list[Path]:
-    """The files that the index names. One that is missing is told with a tensor that is in it."""
+def _read_index(source: Path) -> list[Path]:
+    """The files that the index names.
+
+    The CheckpointError for a missing file names a tensor in it.
+    """
     try:
         weight_map: dict[str, str] = dict(read_json(source / INDEX, MAX_INDEX_BYTES)["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

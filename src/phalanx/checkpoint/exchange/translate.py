@@ -1,4 +1,5 @@
-"""One family's tensors in the other's names and orientation, either way, one tensor at a time.
+"""Translates tensors between phalanx's and Hugging Face's names and orientation, either way, one
+tensor at a time.
 
 Torch-free.
 """
@@ -27,9 +28,9 @@ from phalanx.job.tensors import Shape
 
 @dataclass(frozen=True)
 class RenamedTensor:
-    """A tensor under its new name, or what of it begins at `offset`.
+    """A tensor under its new name, or the block of it at `offset`.
 
-    `load` makes its bits when its turn comes.
+    `load` returns its bits when its turn comes.
     """
 
     name: str
@@ -41,64 +42,70 @@ class RenamedTensor:
 def translate_to_hugging_face(
     family: Family, shapes: Mapping[str, Shape], weights: StackedTensorReader
 ) -> list[RenamedTensor]:
-    """Every tensor of `shapes` as transformers keeps it.
+    """Every tensor of `shapes` under the name and in the orientation of transformers.
 
-    `weights` must hold them all in these shapes.
+    `weights` must have them all in these shapes.
     """
     groups: dict[str, tuple[NameRule, list[str]]] = {}
-    ours = UnstackedReader(weights, list_expert_stacks(shapes))
+    reader = UnstackedReader(weights, list_expert_stacks(shapes))
     for name in unstack_experts(shapes):
         for rule in family.rules:
-            if theirs := rule.their_name(name):
-                groups.setdefault(theirs, (rule, rule.our_names(theirs)))
+            if their_name := rule.their_name(name):
+                groups.setdefault(their_name, (rule, rule.our_names(their_name)))
                 break
         else:
             raise AssertionError(f"{family.model_type} has no name for {name}")
-    return [_stacked(theirs, rule, names, ours) for theirs, (rule, names) in groups.items()]
+    return [
+        _merge(their_name, rule, our_names, reader)
+        for their_name, (rule, our_names) in groups.items()
+    ]
 
 
-def _stacked(theirs: str, rule: NameRule, names: list[str], ours: TensorReader) -> RenamedTensor:
-    parts = [ours.tensors[name] for name in names]
+def _merge(
+    their_name: str, rule: NameRule, our_names: list[str], reader: TensorReader
+) -> RenamedTensor:
+    """Phalanx's tensors as the one of Hugging Face that holds them."""
+    parts = [reader.tensors[name] for name in our_names]
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     info = TensorInfo(_their_shape(rule, shape), parts[0].dtype)
 
     def load() -> Bits:
-        whole = (
-            ours.load(names[0])
-            if len(names) == 1
-            else np.concatenate([ours.load(name) for name in names])
-        )
-        return (whole.T if rule.transposed else whole).reshape(info.shape)
+        if len(our_names) == 1:
+            merged = reader.load(our_names[0])
+        else:
+            merged = np.concatenate([reader.load(name) for name in our_names])
+        return (merged.T if rule.transposed else merged).reshape(info.shape)
 
-    return RenamedTensor(theirs, info, load)
+    return RenamedTensor(their_name, info, load)
 
 
 def _their_shape(rule: NameRule, shape: Shape) -> Shape:
-    turned = tuple(reversed(shape)) if rule.transposed else tuple(shape)
-    return (1,) * rule.ones + turned
+    oriented = tuple(reversed(shape)) if rule.transposed else tuple(shape)
+    return (1,) * rule.ones + oriented
 
 
 def list_expert_stacks(shapes: Mapping[str, Shape]) -> list[str]:
-    """Of our tensors those that hold one matrix of each expert."""
+    """The names of phalanx's tensors that hold one matrix of each expert."""
     return [name for name, shape in shapes.items() if len(shape) == 3]
 
 
 def unstack_experts(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Our tensors, of stacks each element: what names of theirs are about."""
-    found: dict[str, Shape] = {}
+    """`shapes` with each element in place of a stack: Hugging Face names elements."""
+    unstacked: dict[str, Shape] = {}
     for name, shape in shapes.items():
         if len(shape) == 3:
-            found |= {element_name(name, number): shape[1:] for number in range(shape[0])}
+            for number in range(shape[0]):
+                unstacked[element_name(name, number)] = shape[1:]
         else:
-            found[name] = shape
-    return found
+            unstacked[name] = shape
+    return unstacked
 
 
 @dataclass(frozen=True)
 class TranslatedTensors:
-    """What a directory of theirs holds in our words, stacks taken `unstack_experts`.
+    """Tensors of a Hugging Face directory under phalanx's names, with stacks unstacked.
 
-    `unknown` are names of theirs that mean nothing to us.
+    `unknown` are those of Hugging Face's names that no rule knows.
     """
 
     tensors: dict[str, RenamedTensor]
@@ -107,105 +114,107 @@ class TranslatedTensors:
 
 
 def stack_experts(
-    shapes: Mapping[str, Shape], found: Mapping[str, RenamedTensor]
+    shapes: Mapping[str, Shape], unstacked: Mapping[str, RenamedTensor]
 ) -> list[RenamedTensor]:
-    """Return all tensors of `shapes` from `found`, where stacks are unstacked.
+    """Return all tensors of `shapes` from `unstacked`, where each expert's matrix is a tensor.
 
-    Each expert's matrix becomes a block of its stack with an offset, so that no stack is ever whole
-    in memory. Raises CheckpointError if the experts of a stack differ in dtype.
+    The matrix becomes a block of its stack with an offset, so that no stack is ever whole in
+    memory. Raises CheckpointError if the experts of a stack differ in dtype.
     """
-    made: list[RenamedTensor] = []
+    tensors: list[RenamedTensor] = []
     for name, shape in shapes.items():
         if len(shape) != 3:
-            made.append(found[name])
+            tensors.append(unstacked[name])
             continue
+        dtype = unstacked[element_name(name, 0)].info.dtype
         for number in range(shape[0]):
-            element = found[element_name(name, number)]
-            if element.info.dtype != found[element_name(name, 0)].info.dtype:
+            element = unstacked[element_name(name, number)]
+            if element.info.dtype != dtype:
                 raise CheckpointError(f"experts of {name} are of more than one type of numbers")
-            info = TensorInfo((1, *shape[1:]), element.info.dtype)
-            made.append(RenamedTensor(name, info, element.load, (number, 0, 0)))
-    return made
+            info = TensorInfo((1, *shape[1:]), dtype)
+            tensors.append(RenamedTensor(name, info, element.load, (number, 0, 0)))
+    return tensors
 
 
 def translate_from_hugging_face(
     family: Family, shapes: Mapping[str, Shape], weights: StackedTensorReader
 ) -> TranslatedTensors:
-    """Every tensor of theirs, cut and turned into ours.
+    """Every tensor of a Hugging Face directory, split and transposed into phalanx's.
 
-    Whether they are those of `shapes` is for the caller to ask.
-
-    Raises CheckpointError if two of theirs are the same of ours.
+    The caller compares them with `shapes`. Raises CheckpointError if two of Hugging Face's are the
+    same one of phalanx's.
     """
     shapes = unstack_experts(shapes)
-    theirs = UnstackedReader(
-        weights,
-        [name for name in weights.tensors if family.stacks(name, weights.tensors[name].shape)],
-    )
-    found: dict[str, RenamedTensor] = {}
+    stacks = [name for name, info in weights.tensors.items() if family.stacks(name, info.shape)]
+    reader = UnstackedReader(weights, stacks)
+    tensors: dict[str, RenamedTensor] = {}
     origins: dict[str, str] = {}
     unknown: dict[str, TensorInfo] = {}
     tied: list[str] = []
-    for name, info in theirs.tensors.items():
+    for name, info in reader.tensors.items():
         if is_ignored(family, name):
             continue
-        rule, ours = _rule_for(family, name)
+        rule, our_names = _rule_for(family, name)
         if rule is None:
             unknown[name] = info
-        elif ours == ["head.weight"] and "head.weight" not in shapes:
+        elif our_names == ["head.weight"] and "head.weight" not in shapes:
             tied.append(name)
         else:
-            for made in _cut(name, rule, ours, shapes, theirs):
-                if (other := origins.setdefault(made.name, name)) != name:
+            for tensor in _split(name, rule, our_names, shapes, reader):
+                if (other := origins.setdefault(tensor.name, name)) != name:
                     raise CheckpointError(
-                        f"{other} and {name} are the same tensor of the model", where=theirs.where
+                        f"{other} and {name} are the same tensor of the model", where=reader.where
                     )
-                found[made.name] = made
-    return TranslatedTensors(found, unknown, tuple(tied))
+                tensors[tensor.name] = tensor
+    return TranslatedTensors(tensors, unknown, tuple(tied))
 
 
 def _rule_for(family: Family, name: str) -> tuple[NameRule | None, list[str]]:
     """The rule about `name`, which may lack the prefix: bases without a head are saved so."""
     for candidate in (name, family.prefix + name):
         for rule in family.rules:
-            if ours := rule.our_names(candidate):
-                return rule, ours
+            if our_names := rule.our_names(candidate):
+                return rule, our_names
     return None, []
 
 
 def is_ignored(family: Family, name: str) -> bool:
-    """Buffers that old releases saved."""
+    """True for buffers that old releases saved."""
     inner = name.removeprefix(family.prefix)
     return inner.endswith(".rotary_emb.inv_freq") or any(
         fnmatchcase(inner, pattern) for pattern in family.ignored
     )
 
 
-def _cut(
-    name: str, rule: NameRule, ours: list[str], shapes: Mapping[str, Shape], theirs: TensorReader
+def _split(
+    name: str,
+    rule: NameRule,
+    our_names: list[str],
+    shapes: Mapping[str, Shape],
+    reader: TensorReader,
 ) -> Iterable[RenamedTensor]:
-    """The tensors of ours in one of theirs.
+    """Yield phalanx's tensors in one of Hugging Face's.
 
-    Lengths are those of `shapes`; what does not add up keeps its own shape.
+    Lengths are those of `shapes`; a tensor that does not add up keeps its own shape.
     """
-    info = theirs.tensors[name]
-    inner = info.shape[rule.ones :] if set(info.shape[: rule.ones]) <= {1} else info.shape
-    whole = tuple(reversed(inner)) if rule.transposed else inner
-    lengths = [shapes[our][0] if our in shapes else 0 for our in ours]
-    fits = len(ours) > 1 and bool(whole) and sum(lengths) == whole[0]
+    info = reader.tensors[name]
+    has_ones = set(info.shape[: rule.ones]) <= {1}
+    inner = info.shape[rule.ones :] if has_ones else info.shape
+    oriented = tuple(reversed(inner)) if rule.transposed else inner
+    lengths = [shapes[our_name][0] if our_name in shapes else 0 for our_name in our_names]
+    fits = len(our_names) > 1 and bool(oriented) and sum(lengths) == oriented[0]
     start = 0
-    for our, length in zip(ours, lengths, strict=True):
-        shape = (length, *whole[1:]) if fits else whole
+    for our_name, length in zip(our_names, lengths, strict=True):
+        shape = (length, *oriented[1:]) if fits else oriented
         rows = slice(start, start + length) if fits else slice(None)
-        yield RenamedTensor(
-            our,
-            TensorInfo(shape, info.dtype),
-            partial(_turned, theirs, name, rule, whole, rows),
-        )
+        load = partial(_load_rows, reader, name, rule, oriented, rows)
+        yield RenamedTensor(our_name, TensorInfo(shape, info.dtype), load)
         start += length
 
 
-def _turned(theirs: TensorReader, name: str, rule: NameRule, whole: Shape, rows: slice) -> Bits:
-    bits = theirs.load(name)
-    turned = bits.reshape(whole[::-1]).T if rule.transposed else bits.reshape(whole)
-    return turned[rows] if whole else turned
+def _load_rows(
+    reader: TensorReader, name: str, rule: NameRule, oriented: Shape, rows: slice
+) -> Bits:
+    bits = reader.load(name)
+    bits = bits.reshape(oriented[::-1]).T if rule.transposed else bits.reshape(oriented)
+    return bits[rows] if oriented else bits

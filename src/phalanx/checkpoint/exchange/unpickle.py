@@ -25,14 +25,14 @@ from phalanx.core.files import open_regular
 from phalanx.mesh.logical import dtype_name, full_name
 
 T = TypeVar("T")
-GROUP_BYTES = 2 << 30  # of a DCP directory, so much is in memory at a time
+GROUP_BYTES = 2 << 30  # at most so much of a DCP directory is in memory at a time
 BINARIES = "pytorch_model*.bin"
 
 
 def main(source: Path, folder: Path) -> dict[str, Any]:
-    """What is told of it: how many things were no tensors, which tensors no file can hold, which
-    names mean a tensor that has another one already, and whether more than weights had to be
-    unpickled.
+    """Write the tensors of `source` to `folder`; returns the JSON answer: how many values were no
+    tensors, which tensors no file can hold, which names are second names of a tensor, and whether
+    more than weights had to be unpickled.
 
     Raises CheckpointError.
     """
@@ -45,24 +45,24 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
     num_skipped, num_tensors, ran_code = 0, 0, False
     aliases: dict[str, str] = {}
     left_out: list[str] = []
-    theirs: dict[str, str] = {}
+    raw_names: dict[str, str] = {}
     for number, path in enumerate(files):
         content, is_more = _unpickle(path)
         ran_code |= is_more
-        things = list(_flat(content, ""))
-        found = dict(_by_our_name(_tensors(things), theirs))
-        left_out += [f"{name} ({_kind(value)})" for name, value in found.items() if _kind(value)]
-        tensors = {name: value for name, value in found.items() if not _kind(value)}
+        values = list(_flatten(content, ""))
+        by_name = dict(_rename(_select_tensors(values), raw_names))
+        left_out += [f"{name} ({_kind(value)})" for name, value in by_name.items() if _kind(value)]
+        tensors = {name: value for name, value in by_name.items() if not _kind(value)}
         num_tensors += len(tensors)
-        num_skipped += len(things) - len(found)
+        num_skipped += len(values) - len(by_name)
         if source.is_file():  # a directory's configuration says what is tied
             aliases = _take_tied(tensors)
         if tensors:
             _write(folder / f"part-{number:05d}.safetensors", tensors)
-    return _told(num_tensors, num_skipped, left_out, aliases, ran_code=ran_code)
+    return _build_answer(num_tensors, num_skipped, left_out, aliases, ran_code=ran_code)
 
 
-def _told(
+def _build_answer(
     num_tensors: int,
     num_skipped: int,
     left_out: list[str],
@@ -81,20 +81,24 @@ def _told(
     }
 
 
-def _tensors(things: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, value) for name, value in things if isinstance(value, torch.Tensor))
+def _select_tensors(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, value) for name, value in values if isinstance(value, torch.Tensor))
 
 
-def _by_our_name(named: Iterable[tuple[str, T]], theirs: dict[str, str]) -> Iterator[tuple[str, T]]:
-    """Under names without those of wrappers, each of which must mean one thing; `theirs`
-    remembers what they were."""
-    for name, value in named:
-        ours = full_name(name)
-        if ours in theirs:
-            both = f"{name!r} is" if theirs[ours] == name else f"{theirs[ours]!r} and {name!r} are"
-            raise CheckpointError(f"{both} in it, and only one can be {ours!r}")
-        theirs[ours] = name
-        yield ours, value
+def _rename(named: Iterable[tuple[str, T]], raw_names: dict[str, str]) -> Iterator[tuple[str, T]]:
+    """Yield values under names without those of wrappers; `raw_names` collects the names they had.
+
+    Raises CheckpointError if two values get one name.
+    """
+    for raw_name, value in named:
+        name = full_name(raw_name)
+        if name in raw_names:
+            both = f"{raw_names[name]!r} and {raw_name!r} are"
+            if raw_names[name] == raw_name:
+                both = f"{raw_name!r} is"
+            raise CheckpointError(f"{both} in it, and only one can be {name!r}")
+        raw_names[name] = raw_name
+        yield name, value
 
 
 def _take_tied(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -111,14 +115,14 @@ def _take_tied(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """The same for tied tensors, which share their memory, and for no others."""
+    """A key that is equal for tied tensors, which share their memory, and for no others."""
     if not tensor.numel():
         return object()
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _unpickle(path: Path) -> tuple[Any, bool]:
-    """(what is in it, True if that took more than torch's weights_only)."""
+    """(content, True if reading it took more than torch's weights_only)."""
     try:
         with open_regular(path) as file:
             return torch.load(file, map_location="cpu", weights_only=True), False
@@ -134,7 +138,8 @@ def _unpickle(path: Path) -> tuple[Any, bool]:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    """What is said of garbage by whoever unpickles it (`KeyError: 101`) helps nobody."""
+    """The error for a file that torch cannot read: pickle's own words about garbage
+    (`KeyError: 101`) do not help."""
     try:
         with open_regular(path) as file:
             head = file.read(2)
@@ -148,23 +153,23 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path.name} cannot be unpickled", why=why[:300])
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything in nested dictionaries and lists, and the weights of whole modules, by dotted
-    name."""
+def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield all values in nested dictionaries and lists, and the weights of whole modules, by
+    dotted name."""
     if isinstance(value, nn.Module):
         value = value.state_dict()
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}" if name else str(key))
+            yield from _flatten(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes | torch.Size):
         for number, item in enumerate(value):
-            yield from _flat(item, f"{name}.{number}" if name else str(number))
+            yield from _flatten(item, f"{name}.{number}" if name else str(number))
     else:
         yield name, value
 
 
 def _kind(value: torch.Tensor) -> str:
-    """Of a tensor that no file of safetensors can hold, what it is; empty for any other."""
+    """The kind of a tensor that no file of safetensors can hold; empty for any other."""
     if isinstance(value, DTensor):
         return "a DTensor"
     if value.is_quantized:
@@ -177,18 +182,18 @@ def _kind(value: torch.Tensor) -> str:
 
 
 def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
-    """Group by group, so that no more than a few GiB are in memory."""
+    """Read a DCP directory group by group, so that no more than a few GiB are in memory."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    found = _dcp_metadata(source)
+    metadata = _read_dcp_metadata(source)
     all_tensors = {
-        name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)
+        name: facts for name, facts in metadata.items() if isinstance(facts, TensorStorageMetadata)
     }
-    named = dict(_by_our_name(((name, name) for name in all_tensors), {}))
+    named = dict(_rename(((name, name) for name in all_tensors), {}))
     dtypes = {name: dtype_name(facts.properties.dtype) for name, facts in all_tensors.items()}
     tensors = {name: facts for name, facts in all_tensors.items() if dtypes[name] in DTYPES}
-    our_names = {theirs: ours for ours, theirs in named.items()}
+    our_names = {raw_name: name for name, raw_name in named.items()}
     for number, names in enumerate(_groups(tensors)):
         group: dict[str, Any] = {
             name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
@@ -202,32 +207,36 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
     left_out = [
         f"{our_names[name]} ({dtypes[name]})" for name in all_tensors if name not in tensors
     ]
-    return _told(len(tensors), len(found) - len(all_tensors), left_out, {}, ran_code=False)
+    return _build_answer(
+        len(tensors), len(metadata) - len(all_tensors), left_out, {}, ran_code=False
+    )
 
 
-def _dcp_metadata(source: Path) -> Mapping[str, Any]:
+def _read_dcp_metadata(source: Path) -> Mapping[str, Any]:
     from torch.distributed import checkpoint as dcp
 
     try:
-        found: Mapping[str, Any] = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+        metadata: Mapping[str, Any] = (
+            dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+        )
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         raise CheckpointError(
             ".metadata is not that of torch.distributed.checkpoint", why=why
         ) from None
-    return found
+    return metadata
 
 
 def _groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     group: list[str] = []
-    held = 0
+    group_bytes = 0
     for name, facts in tensors.items():
         num_bytes = facts.size.numel() * facts.properties.dtype.itemsize
-        if group and held + num_bytes > GROUP_BYTES:
+        if group and group_bytes + num_bytes > GROUP_BYTES:
             yield group
-            group, held = [], 0
+            group, group_bytes = [], 0
         group.append(name)
-        held += num_bytes
+        group_bytes += num_bytes
     if group:
         yield group
 
@@ -243,11 +252,10 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(
-        tensor.detach()
-    )  # whatever its strides and conjugation
-    found: Bytes = whole.reshape(-1).view(torch.uint8).numpy()
-    return found
+    # A copy in C order, whatever the tensor's strides and conjugation.
+    contiguous = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    as_bytes: Bytes = contiguous.reshape(-1).view(torch.uint8).numpy()
+    return as_bytes
 
 
 if __name__ == "__main__":

@@ -44,7 +44,10 @@ class Draft(Protocol):
 
 
 class OwnerObject(Protocol):
-    """The object that names the owner of a store. Every method raises OSError or CheckpointError."""
+    """The object that names the owner of a store.
+
+    Every method raises OSError or CheckpointError.
+    """
 
     @property
     def url(self) -> str: ...
