@@ -152,6 +152,8 @@ def test_decay_is_by_the_kind_of_module() -> None:
     assert {names[id(p)] for p in groups.undecayed} == set(names.values()) - {
         names[id(p)] for p in groups.decayed
     }
+    with pytest.warns(DeprecationWarning, match="Groups.kept is now Groups.undecayed"):
+        assert groups.kept is groups.undecayed
 
 
 def test_state_exists_before_the_first_step_and_keeps_its_storage() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from phalanx.core.deprecated import warn_renamed
+
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (
     nn.modules.batchnorm._NormBase,  # BatchNorm and InstanceNorm
@@ -30,6 +32,12 @@ class Groups:
     keeps_empty: bool = False
     """`with_decay` returns both groups, also empty ones: all stages of a pipeline number theirs
     alike."""
+
+    @property
+    def kept(self) -> tuple[nn.Parameter, ...]:
+        """Old name of `undecayed`."""
+        warn_renamed("Groups.kept", "Groups.undecayed")
+        return self.undecayed
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return (*self.decayed, *self.undecayed)
