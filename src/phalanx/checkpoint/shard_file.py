@@ -119,7 +119,7 @@ def write_stream(
 
     write(struct.pack("<Q", len(text)) + text)
     for source in sources:
-        write(memoryview(np.ascontiguousarray(source.load())).cast("B"))
+        write(np.ascontiguousarray(source.load()).data.cast("B"))
     return digests.finish()
 
 
@@ -240,13 +240,13 @@ class CheckedFile:
         self._chunk_number = -1
         assert self._reader is not None, "the file is not open"
         try:
-            self._reader.read_into(memoryview(self._chunk)[:length], start)
+            self._reader.read_into(self._chunk.data[:length], start)
         except EOFError:
             raise CheckpointError("it became shorter while it was read", where=self.where) from None
         except OSError as error:
             raise self._unreadable(error) from None
         self.num_bytes_read += length
-        digest = xxhash.xxh3_64_hexdigest(memoryview(self._chunk)[:length])
+        digest = xxhash.xxh3_64_hexdigest(self._chunk.data[:length])
         stored_digest = self._stored.chunk_xxh3(number)
         if digest != stored_digest:
             stop = start + length

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,10 +94,12 @@ def write_checkpoint(
                 if group.layout.pp > 1:  # only then do ranks know of different things
                     results.local["facts"] = dict(facts)
             parts = results.by_rank
-        facts_of_parts = (part["facts"] for part in parts if "facts" in part)
-        no_facts: Mapping[str, Any] = {}
-        all_facts = reduce(_merge_facts, facts_of_parts, no_facts) or facts
-        manifest = _assemble_manifest(step, job_digest, group, all_facts, parts, fencing_token)
+        all_facts: Mapping[str, Any] = {}
+        for part in parts:
+            all_facts = _merge_facts(all_facts, part.get("facts", {}))
+        manifest = _assemble_manifest(
+            step, job_digest, group, all_facts or facts, parts, fencing_token
+        )
         before_commit()
         with phases("before_commit"):
             with all_ranks_or_raise(group, draft.url, "committing a checkpoint"):
