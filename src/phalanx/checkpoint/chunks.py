@@ -12,6 +12,7 @@ import xxhash
 
 from phalanx.core.files import open_regular
 
+# A rank that needs a slice reads and verifies only the chunks it lies in.
 CHUNK_BYTES = 4 << 20
 
 

@@ -30,7 +30,9 @@ from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 
 SPAN_BYTES = 32 << 20  # most that is read at once for a block with gaps between its rows
+# safetensors pads its header with spaces, so that tensors begin at a multiple of 8 bytes.
 _HEADER_ALIGNMENT = 8
+# Whatever parsing a stranger's JSON as a header may raise.
 _NOT_A_HEADER = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
@@ -237,6 +239,7 @@ class CheckedFile:
             return
         start = number * CHUNK_BYTES
         length = min(CHUNK_BYTES, self._stored.num_bytes - start)
+        # The buffer is not a chunk until it has verified: an error below must not leave it as one.
         self._chunk_number = -1
         assert self._reader is not None, "the file is not open"
         try:

@@ -253,6 +253,7 @@ class AttemptWatch:
             self._say(stopping_line(self._stop.signal, self._grace_s))
         elif number == signal.SIGINT:
             self._stop.at_once = True
+            # The kernel kills the ranks at the end of the server's pipe, even stopped ones.
             self._server.kill(timeout_s=1.0)
 
     def _kill_at(self) -> float:

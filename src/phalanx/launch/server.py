@@ -152,6 +152,7 @@ class Server:
     def _start(self, order: StartRanks) -> None:
         self._attempt = Attempt(order.attempt)
         try:
+            # A new port for each attempt: no rank can read addresses of dead ones.
             listener = listen_on_loopback()
             with listener:
                 port = listener.getsockname()[1]

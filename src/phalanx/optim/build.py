@@ -36,7 +36,8 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
     """
     if optim.lr == "auto":  # of [optim] alone: the initial weights are not known
         optim = optim.model_copy(update={"lr": RANDOM_WEIGHTS_LR})
-    named = list(model.named_parameters())  # first: it brings a sharded model to rest
+    # First, because it brings a sharded model to rest.
+    named = list(model.named_parameters())
     module = getattr(model, "module", model)
     assert isinstance(module, nn.Module)
     is_staged = getattr(model, "is_staged", False)

@@ -18,6 +18,7 @@ from phalanx.observe.events import CheckpointPostponed, Event
 from phalanx.train.save_clock import SaveClock
 from phalanx.train.state import TrainState
 
+# A disk that is full is full for a while: trying at each step would stall each step.
 RETRY_SAVE_STEPS = 10  # steps between attempts while saving fails (a full disk, say)
 
 

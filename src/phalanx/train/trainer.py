@@ -123,7 +123,8 @@ class Trainer:
         try:
             return self._run()
         except RunTakenError:
-            raise  # what is in flight can no longer be committed
+            # The save in flight can no longer be committed: there is nothing to wait for.
+            raise
         except BaseException:
             if self._schedule is not None:
                 self._schedule.abandon(self.job.resilience.grace_s)

@@ -135,12 +135,12 @@ class LocalStore:
         disk, final = self._disk, self.root / f"step-{draft.step}"
         with draft.name_step_in_errors():
             _write_manifest(draft, manifest)
+            # The files' names must be durable before the rename makes them a checkpoint.
             disk.sync_directory(draft.path)
         replaced = final.with_name(f".{final.name}{REPLACED}")
         remove_tree(disk, replaced)
-        if os.path.lexists(
-            final
-        ):  # this step was saved before (a run continued from an older checkpoint)
+        # This step was saved before: the run continued from an older checkpoint.
+        if os.path.lexists(final):
             disk.rename(final, replaced)
         try:
             with draft.name_step_in_errors():

@@ -270,6 +270,7 @@ class AsyncCheckpointer:
 
         All ranks agree that each can make the copy before it begins.
         """
+        # Opened at the first such save: a run whose saves all wait needs no second group.
         if self._thread_mesh is None:
             self._thread_mesh = self._mesh.open_cpu_mesh(timeout_s=self._timeout_s)
         snapshot: Snapshot | None = None

@@ -32,7 +32,8 @@ class Staging:
         needed = sum(_align_up(_part_bytes(shard)) for shard in shards.values())
         if needed == self.num_bytes:
             return
-        self.release()  # never two of them
+        # Released first: two copies at a time may be more than there is memory for.
+        self.release()
         try:
             self._memory = torch.empty(
                 needed, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
@@ -63,6 +64,7 @@ class Staging:
             target.copy_(source, non_blocking=True)
             staged[name] = replace(shard, tensor=target, boxes=boxes)
             position += _align_up(num_bytes)
+        # Training may change the tensors as soon as this returns.
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return staged

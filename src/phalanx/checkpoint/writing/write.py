@@ -80,6 +80,7 @@ def write_checkpoint(
     with phases("ckpt_stage"):
         with all_ranks_or_raise(group, store.url, "preparing a checkpoint") as results:
             if group.rank == 0:
+                # Before anything is written: `begin` removes drafts, which may be another job's.
                 require_claim(fencing_token, store)
                 before = store.folders() if incremental else []
                 results.local = [store.begin(step).token, before[-1].name if before else None]
@@ -104,6 +105,7 @@ def write_checkpoint(
         with phases("before_commit"):
             with all_ranks_or_raise(group, draft.url, "committing a checkpoint"):
                 if group.rank == 0:
+                    # Again: writing took a while, in which another job may have taken the run.
                     require_claim(fencing_token, store)
                     store.commit(draft, manifest.to_bytes())
     except CheckpointError:

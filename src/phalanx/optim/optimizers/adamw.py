@@ -19,6 +19,8 @@ def build(groups: Groups, optim: Optim) -> torch.optim.Optimizer:
         eps=optim.eps,
         fused=True,
     )
+    # torch would make this state at the first step: made here, memory is known before it, and a
+    # checkpoint is copied into place.
     for parameter in groups.parameters():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
