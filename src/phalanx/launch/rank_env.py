@@ -101,10 +101,17 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
             fix="set the address and port of rank 0 on every rank, or unset RANK and WORLD_SIZE",
         )
     read_port(environ, "MASTER_PORT")
-    local_rank, local_world_size = (
-        read_integer(environ, "LOCAL_RANK"),
-        read_integer(environ, "LOCAL_WORLD_SIZE"),
-    )
+    local_rank, local_world_size = _read_local_rank(environ, world_size)
+    attempt = read_integer(environ, "PHALANX_ATTEMPT")
+    if attempt is None:
+        attempt = read_integer(environ, "TORCHELASTIC_RESTART_COUNT")
+    return RankEnv(rank, world_size, local_rank, local_world_size, attempt or 0)
+
+
+def _read_local_rank(environ: Mapping[str, str], world_size: int) -> tuple[int, int]:
+    """(local rank, ranks on this node). Raises EnvironmentProblem for impossible ones."""
+    local_rank = read_integer(environ, "LOCAL_RANK")
+    local_world_size = read_integer(environ, "LOCAL_WORLD_SIZE")
     if local_world_size is None:
         local_world_size = 1 if local_rank is None else world_size
     elif local_rank is None and local_world_size > 1:
@@ -112,7 +119,4 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
             f"LOCAL_WORLD_SIZE is {local_world_size} and LOCAL_RANK is not set", fix="set it"
         )
     check_range("LOCAL_RANK", local_rank or 0, "LOCAL_WORLD_SIZE", local_world_size)
-    attempt = read_integer(environ, "PHALANX_ATTEMPT")
-    if attempt is None:
-        attempt = read_integer(environ, "TORCHELASTIC_RESTART_COUNT")
-    return RankEnv(rank, world_size, local_rank or 0, local_world_size, attempt or 0)
+    return local_rank or 0, local_world_size
