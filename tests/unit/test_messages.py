@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import pytest
 
 from phalanx.checkpoint.ownership.fence import Claim
-from phalanx.checkpoint.ownership.run_lock import Holder
+from phalanx.checkpoint.ownership.run_lock import LockHolder
 from phalanx.core.typed_json import JsonObject, JsonRecord, TypedJsonError, from_json, to_json
 from phalanx.job.load import load_job
 from phalanx.launch.end_record import EndRecord
@@ -160,7 +160,7 @@ def test_payloads_of_ranks_come_back_as_they_were_sent() -> None:
         None, ["model.num_layers=1", "parallel.pp=1", "data.source=text", "cluster.device=cpu"]
     )
     plan = make_plan(job, cluster=Cluster("cpu", 2, 2**34))
-    holder = Holder("host", 12, 100.5, "boot", 1.5e9, 3)
+    holder = LockHolder("host", 12, 100.5, "boot", 1.5e9, 3)
     model = ModelPayload(job, plan, Path("/run"), "s3://bucket/step-3", 3, True)
     payloads: list[JsonRecord] = [
         RankPayload(job, plan, Path("/run"), 2, 12.5, Claim(3, holder)),

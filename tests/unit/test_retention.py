@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor
-from phalanx.checkpoint.shard_file import Source, write_file
+from phalanx.checkpoint.shard_file import TensorSource, write_file
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
 from phalanx.checkpoint.writing.retention import Retention, prune
 
@@ -20,7 +20,8 @@ def save(run_dir: Path, step: int) -> Path:
     directory.mkdir(parents=True)
     data = np.full(8, step, np.float32)
     stored = write_file(
-        directory / "a.safetensors", [Source("w#0", "float32", (8,), lambda: data.view(np.uint8))]
+        directory / "a.safetensors",
+        [TensorSource("w#0", "float32", (8,), lambda: data.view(np.uint8))],
     )
     tensor = StoredTensor((8,), "float32", (Piece("a.safetensors", "w#0", (0,), (8,)),))
     manifest = Manifest(step, "", {}, {}, {"w": tensor}, {}, {"a.safetensors": stored})

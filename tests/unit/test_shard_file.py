@@ -27,7 +27,7 @@ from phalanx.checkpoint.manifest import (
     manifest_bytes,
 )
 from phalanx.checkpoint.reading.verify import verify_checkpoint
-from phalanx.checkpoint.shard_file import CheckedFile, Source, write_file
+from phalanx.checkpoint.shard_file import CheckedFile, TensorSource, write_file
 from phalanx.core.errors import CheckpointError
 
 RANDOM = np.random.default_rng(0)
@@ -41,8 +41,8 @@ ARRAYS: dict[str, np.ndarray[Any, Any]] = {
 }
 
 
-def source(key: str, array: np.ndarray[Any, Any]) -> Source:
-    return Source(
+def source(key: str, array: np.ndarray[Any, Any]) -> TensorSource:
+    return TensorSource(
         key,
         str(array.dtype),
         array.shape,

@@ -75,7 +75,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor to write.
 
     `load` returns its bytes (C order) when its turn comes, so that one copy exists at a time.
@@ -87,7 +87,7 @@ class Source:
     load: Callable[[], Bytes]
 
 
-def write_file(path: Path, sources: Iterable[Source]) -> StoredFile:
+def write_file(path: Path, sources: Iterable[TensorSource]) -> StoredFile:
     """Write a safetensors file on this machine and make it durable. Raises OSError."""
     file = Disk().create(path)
     try:
@@ -99,7 +99,7 @@ def write_file(path: Path, sources: Iterable[Source]) -> StoredFile:
 
 
 def write_stream(
-    file: DiskFile, sources: Iterable[Source], *, metadata: Mapping[str, str] | None = None
+    file: DiskFile, sources: Iterable[TensorSource], *, metadata: Mapping[str, str] | None = None
 ) -> StoredFile:
     """Write a safetensors file into `file`, which the caller syncs and closes. Raises OSError."""
     sources = list(sources)

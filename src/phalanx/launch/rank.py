@@ -64,7 +64,7 @@ class _SupervisorLink:
         self._end.forward_event(line)
 
 
-def run_rank(task: RankTask, end: EndWriter) -> int:
+def run_forked_rank(task: RankTask, end: EndWriter) -> int:
     """Call the entry and write to `end` how it ended.
 
     Returns the exit code of the process, which the supervisor does not believe. The entry is called

@@ -53,10 +53,10 @@ from phalanx.launch.messages import (
     StartRanks,
     StoreExited,
 )
-from phalanx.launch.rank import STACKS_SIGNAL, RankTask, run_rank
+from phalanx.launch.rank import STACKS_SIGNAL, RankTask, run_forked_rank
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import describe
-from phalanx.launch.store import hold_store, listen_on_loopback
+from phalanx.launch.store import listen_on_loopback, serve_store
 from phalanx.launch.wire import Channel
 
 SupervisorLink: TypeAlias = Channel[ServerReport, ServerOrder]
@@ -156,7 +156,7 @@ class Server:
             listener = listen_on_loopback()
             with listener:
                 port = listener.getsockname()[1]
-                self._attempt.store_pid = self._fork(lambda: hold_store(listener))
+                self._attempt.store_pid = self._fork(lambda: serve_store(listener))
                 for rank in range(order.num_ranks):
                     self._attempt.ranks[self._fork_rank(order, rank, port, listener)] = rank
         except OSError as error:
@@ -178,7 +178,7 @@ class Server:
             listener.close()
             for record in self._attempt.records.values():
                 record.close()
-            return run_rank(task, EndWriter(write_end))
+            return run_forked_rank(task, EndWriter(write_end))
 
         try:
             return self._fork(run)

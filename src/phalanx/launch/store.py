@@ -24,7 +24,7 @@ def listen_on_loopback() -> socket.socket:
     return listener
 
 
-def hold_store(listener: socket.socket) -> int:
+def serve_store(listener: socket.socket) -> int:
     """Serve the store on `listener` until killed."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the ranks need it while they save
         signal.signal(number, signal.SIG_IGN)

@@ -26,7 +26,7 @@ from phalanx.checkpoint.exchange.tensor_readers import (
 from phalanx.checkpoint.exchange.translate import RenamedTensor, translate_to_hugging_face
 from phalanx.checkpoint.reading.full_tensors import Bits
 from phalanx.checkpoint.reading.mismatch import ExpectedTensor, MismatchError, find_mismatches
-from phalanx.checkpoint.shard_file import Bytes, Source, write_stream
+from phalanx.checkpoint.shard_file import Bytes, TensorSource, write_stream
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import stored_shapes
@@ -184,14 +184,14 @@ def group_into_files(
     yield shard
 
 
-def make_source(tensor: RenamedTensor, key: str, before: Callable[[], None]) -> Source:
+def make_source(tensor: RenamedTensor, key: str, before: Callable[[], None]) -> TensorSource:
     """The Source of a safetensors file; `before` is called when the tensor's turn comes."""
 
     def load() -> Bytes:
         before()
         return to_bytes(tensor.load())
 
-    return Source(key, tensor.info.dtype, tensor.info.shape, load)
+    return TensorSource(key, tensor.info.dtype, tensor.info.shape, load)
 
 
 def to_bytes(bits: Bits) -> Bytes:
@@ -200,7 +200,7 @@ def to_bytes(bits: Bits) -> Bytes:
     return as_bytes
 
 
-def write_transformers_file(path: Path, sources: Sequence[Source]) -> None:
+def write_transformers_file(path: Path, sources: Sequence[TensorSource]) -> None:
     """Write a safetensors file with the metadata that transformers requires, durably.
 
     Raises OSError.

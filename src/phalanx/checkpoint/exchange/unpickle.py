@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint.shard_file import DTYPES, Bytes, Source, write_file
+from phalanx.checkpoint.shard_file import DTYPES, Bytes, TensorSource, write_file
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import open_regular
 from phalanx.mesh.logical import dtype_name, full_name
@@ -245,7 +245,9 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     write_file(
         path,
         [
-            Source(name, dtype_name(tensor.dtype), tuple(tensor.shape), partial(_bytes, tensor))
+            TensorSource(
+                name, dtype_name(tensor.dtype), tuple(tensor.shape), partial(_bytes, tensor)
+            )
             for name, tensor in tensors.items()
         ],
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.ownership.fencing_token import FencingToken, read_taker, read_token_number
-from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, Holder, holder_at
+from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, LockHolder, holder_at
 from phalanx.core.errors import CheckpointError, RunTakenError
 
 LOOK_EVERY_S = 1.0
@@ -31,7 +31,7 @@ class Claim:
     """
 
     epoch: int = 0
-    holder: Holder | None = None
+    holder: LockHolder | None = None
 
 
 class Fence:
@@ -41,7 +41,7 @@ class Fence:
     """
 
     def __init__(
-        self, run_dir: Path, holder: Holder | None, token: FencingToken | None = None
+        self, run_dir: Path, holder: LockHolder | None, token: FencingToken | None = None
     ) -> None:
         self.token = token
         self._run_dir, self._holder = run_dir, holder

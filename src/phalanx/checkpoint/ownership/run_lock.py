@@ -38,7 +38,7 @@ _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """A process on a machine. `start_time` tells it from a later one with the same id."""
 
     host: str
@@ -48,7 +48,7 @@ class Holder:
     since_unix_s: float
     epoch: int = 0
 
-    def is_same_job(self, other: Holder) -> bool:
+    def is_same_job(self, other: LockHolder) -> bool:
         """True for two texts of one lock: it is written again for each attempt."""
         return replace(self, epoch=0) == replace(other, epoch=0)
 
@@ -63,9 +63,9 @@ class Lock:
     """A lock we hold. `reclaimed_from`: the dead job that had left it, if one had."""
 
     path: Path
-    holder: Holder
+    holder: LockHolder
     fd: int
-    reclaimed_from: Holder | None = None
+    reclaimed_from: LockHolder | None = None
 
     def is_ours(self) -> bool:
         """False once the lock was removed by hand, or another job took the run; or where that
@@ -168,7 +168,7 @@ def _is_ours(lock: Lock) -> bool:
     return holder is not None and holder.is_same_job(lock.holder)
 
 
-def holder_at(path: Path) -> Holder | None:
+def holder_at(path: Path) -> LockHolder | None:
     """The holder that a lock names; None if there is no lock, or if it names none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -202,20 +202,20 @@ def _is_at(path: Path, fd: int) -> bool:
     return (by_path.st_dev, by_path.st_ino) == (by_fd.st_dev, by_fd.st_ino)
 
 
-def _read_holder(fd: int) -> Holder | None:
+def _read_holder(fd: int) -> LockHolder | None:
     """The holder that an open lock file names.
 
     None for an empty or torn file, whose writer did not live to hold it, and for content that no
     job writes: a holder must be fit to be compared with and shown to people.
     """
     try:
-        holder = Holder(**json.loads(os.pread(fd, 4096, 0)))
+        holder = LockHolder(**json.loads(os.pread(fd, 4096, 0)))
         return holder if _is_plausible(holder) else None
     except (ValueError, TypeError, OverflowError, OSError, RecursionError):
         return None
 
 
-def _is_plausible(holder: Holder) -> bool:
+def _is_plausible(holder: LockHolder) -> bool:
     """True if a job may have written `holder`. Raises ValueError or OverflowError for a time that
     is none."""
     for name, types in _FIELD_TYPES.items():
@@ -224,14 +224,14 @@ def _is_plausible(holder: Holder) -> bool:
     return 0 < holder.pid < 2**31 and str(holder).isprintable()
 
 
-def _write_holder(fd: int, holder: Holder) -> None:
+def _write_holder(fd: int, holder: LockHolder) -> None:
     text = json.dumps(asdict(holder), sort_keys=True).encode() + b"\n"
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
     os.fsync(fd)
 
 
-def _is_dead(holder: Holder) -> bool:
+def _is_dead(holder: LockHolder) -> bool:
     """True if the holder's process is gone, as far as this machine can know it."""
     if holder.host != socket.gethostname():
         return False
@@ -240,7 +240,7 @@ def _is_dead(holder: Holder) -> bool:
     return _start_time(holder.pid) != holder.start_time
 
 
-def _refusal(path: Path, holder: Holder | None) -> RunLockedError:
+def _refusal(path: Path, holder: LockHolder | None) -> RunLockedError:
     if holder is None:
         return RunLockedError(
             "another job is taking this run directory", where=str(path.parent), fix="try again"
@@ -254,11 +254,11 @@ def _refusal(path: Path, holder: Holder | None) -> RunLockedError:
     )
 
 
-def _this_process() -> Holder:
+def _this_process() -> LockHolder:
     pid = os.getpid()
     start_time = _start_time(pid)
     assert start_time is not None
-    return Holder(socket.gethostname(), pid, start_time, _boot_id(), round(time.time(), 3))
+    return LockHolder(socket.gethostname(), pid, start_time, _boot_id(), round(time.time(), 3))
 
 
 def _start_time(pid: int) -> float | None:

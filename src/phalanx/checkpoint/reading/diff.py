@@ -42,7 +42,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CheckpointDifference:
     """Facts (dotted keys with both values) and tensors that are not the same."""
 
     facts: dict[str, tuple[Any, Any]]
@@ -63,7 +63,7 @@ class Difference:
         }
 
 
-def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> Difference:
+def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> CheckpointDifference:
     """Compare two checkpoints bit by bit. Raises CheckpointError if one is damaged."""
     first, second = read_manifest(a), read_manifest(b)
     for folder, manifest in ((a, first), (b, second)):
@@ -78,7 +78,7 @@ def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> Difference:
                 num_equal += 1
             else:
                 differences.append(difference)
-    return Difference(_diff_facts(first, second), tuple(differences), num_equal)
+    return CheckpointDifference(_diff_facts(first, second), tuple(differences), num_equal)
 
 
 def _names(manifest: Manifest) -> list[str]:
@@ -161,7 +161,7 @@ def _errors(
     return float(gap.max()), distance / norm if norm else float("inf")
 
 
-def describe_difference(difference: Difference, *, limit: int = 40) -> Iterator[str]:
+def describe_difference(difference: CheckpointDifference, *, limit: int = 40) -> Iterator[str]:
     """The difference in lines for people, largest relative error first."""
     for key, (a, b) in difference.facts.items():
         yield f"fact    {key}: {a} and {b}"

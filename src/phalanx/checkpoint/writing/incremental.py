@@ -21,7 +21,7 @@ import xxhash
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
-from phalanx.checkpoint.shard_file import DTYPES, Bytes, CheckedFile, Source, write_stream
+from phalanx.checkpoint.shard_file import DTYPES, Bytes, CheckedFile, TensorSource, write_stream
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.errors import CheckpointError
 
@@ -33,7 +33,7 @@ MAX_REUSED = 32  # files of one rank; what is in the smaller ones is written int
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """A block of a tensor that this rank has to save.
 
     `load` returns its bytes in C order, each time the same.
@@ -102,7 +102,7 @@ class WrittenBlocks:
 
 
 def write_blocks(
-    draft: Draft, stem: str, blocks: Iterable[Block], previous: PreviousCheckpoint | None
+    draft: Draft, stem: str, blocks: Iterable[TensorBlock], previous: PreviousCheckpoint | None
 ) -> WrittenBlocks:
     """Put `blocks` into the draft, in files whose names begin with `stem`.
 
@@ -134,7 +134,7 @@ def _reuse_files(
     stem: str,
     previous: PreviousCheckpoint,
     by_file: Mapping[str, Mapping[_Identity, Piece]],
-    remaining: dict[_Identity, Block],
+    remaining: dict[_Identity, TensorBlock],
     written: WrittenBlocks,
 ) -> None:
     """Reuse the files all of whose blocks are among `remaining`, and remove those blocks from it.
@@ -180,11 +180,13 @@ def _is_intact(previous: PreviousCheckpoint, name: str) -> bool:
 
 
 def _write_file(
-    draft: Draft, file: str, blocks: Mapping[_Identity, Block], written: WrittenBlocks
+    draft: Draft, file: str, blocks: Mapping[_Identity, TensorBlock], written: WrittenBlocks
 ) -> None:
     if not blocks:
         return
-    sources = [Source(block.key, block.dtype, block.size, block.load) for block in blocks.values()]
+    sources = [
+        TensorSource(block.key, block.dtype, block.size, block.load) for block in blocks.values()
+    ]
     stored = draft.write(file, partial(write_stream, sources=sources))
     written.files[file] = stored
     written.num_new_bytes += stored.num_bytes
@@ -193,7 +195,7 @@ def _write_file(
         written.pieces.setdefault(block.name, []).append(piece)
 
 
-def _identity(block: Block) -> _Identity:
+def _identity(block: TensorBlock) -> _Identity:
     return (
         block.name,
         block.dtype,

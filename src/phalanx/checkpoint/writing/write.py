@@ -22,8 +22,8 @@ from phalanx.checkpoint.reading.verify import is_tiled
 from phalanx.checkpoint.shard_file import DTYPES, Bytes
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.checkpoint.writing.incremental import (
-    Block,
     PreviousCheckpoint,
+    TensorBlock,
     open_previous,
     write_blocks,
 )
@@ -174,13 +174,13 @@ def _write_owned_blocks(
     """
     owned = select_owned_blocks(shards)
     blocks = [
-        Block(
+        TensorBlock(
             name,
             f"{name}#{number}",
             shard.dtype,
             box.global_offset,
             box.size,
-            partial(block_bytes, shard.tensor, box),
+            partial(read_block_bytes, shard.tensor, box),
         )
         for name, shard in sorted(owned.items())
         for number, box in enumerate(shard.boxes)
@@ -198,7 +198,7 @@ def _write_owned_blocks(
     return {"tensors": tensors, "files": files, "num_new_bytes": written.num_new_bytes}
 
 
-def block_bytes(tensor: torch.Tensor, box: Box) -> Bytes:
+def read_block_bytes(tensor: torch.Tensor, box: Box) -> Bytes:
     """A block of a local tensor as bytes in C order, on the CPU; a view of it where that is
     possible."""
     block = local_block(tensor, box).cpu().reshape(-1)
