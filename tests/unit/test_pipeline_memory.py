@@ -139,7 +139,7 @@ def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> 
     full = replace(WORK, segments=list_segments("full", 8))
     for stage in range(pipeline.num_stages):
         plain, again = (stage_bytes(EIGHT_BLOCKS, work, pipeline, stage) for work in (WORK, full))
-        block = WORK.tokens * activations.block_bytes(EIGHT_BLOCKS, 4, experts=False)
+        block = WORK.tokens * activations.block_activation_bytes(EIGHT_BLOCKS, 4, experts=False)
         num_blocks = stages.num_blocks[stage]
         assert plain.redone == 0
         assert plain.saved - again.saved == num_blocks * (block - WORK.tokens * 32 * 4)

@@ -19,7 +19,7 @@ from phalanx.core.shard_rules import shard_rules
 from phalanx.job.load import load_job
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
-from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
+from phalanx.job.shape import Measured, ModelShape, ParamHolder, measured_shape
 from phalanx.job.tensors import list_holders, module_names
 from phalanx.mesh.linear import find_holders
 from phalanx.mesh.logical import Box, Cut, LogicalShard, compose_cut
@@ -31,13 +31,13 @@ from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.plan.rules import Rule, find_rule, legal_degrees, parse_rules
 
 HOLDERS = (
-    Holder("embed", "embedding", 251 * 16, 251, 16),
-    Holder("layers.0.attn.qkv", "linear", 48 * 16, 48, 16),
-    Holder("layers.0.attn.out", "linear", 16 * 24, 16, 24),
-    Holder("layers.0.mixer.in_proj", "linear", 64 * 16, 64, 16),
-    Holder("layers.0.conv", "Conv2d", 9 * 16 * 16),
-    Holder("layers.0.mha", "attention", 4 * 16 * 16),
-    Holder("layers.0.norm", "LayerNorm", 32),
+    ParamHolder("embed", "embedding", 251 * 16, 251, 16),
+    ParamHolder("layers.0.attn.qkv", "linear", 48 * 16, 48, 16),
+    ParamHolder("layers.0.attn.out", "linear", 16 * 24, 16, 24),
+    ParamHolder("layers.0.mixer.in_proj", "linear", 64 * 16, 64, 16),
+    ParamHolder("layers.0.conv", "Conv2d", 9 * 16 * 16),
+    ParamHolder("layers.0.mha", "attention", 4 * 16 * 16),
+    ParamHolder("layers.0.norm", "LayerNorm", 32),
 )
 NAMES = ("", "layers", "layers.0", "layers.0.attn", *(holder.name for holder in HOLDERS))
 MEASURED = Measured(8_000, 8_000, 2_000, 2_000, names=NAMES, holders=HOLDERS)

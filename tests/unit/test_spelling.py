@@ -13,7 +13,7 @@ from phalanx.cli import _app
 from phalanx.cli._spelling import OTHER_VERBS
 from phalanx.cli._spelling import sections_by_key as sections_of_the_file
 from phalanx.core.registry import names
-from phalanx.job.findings import keys_by_section, sections_by_key
+from phalanx.job.findings import keys_by_section, list_sections_of_keys
 from phalanx.job.key_aliases import _ROWS, OTHER_NAMES, OTHER_OPTIONS, find_keys
 from phalanx.job.load import load_job
 
@@ -138,10 +138,10 @@ def test_every_name_leads_to_a_key_that_there_is() -> None:
     assert {ours.key for ours, _ in _ROWS} <= known
     spelled = [name for _, words in _ROWS for name in words.split()]
     assert len(spelled) == len(set(spelled)), "a name has one meaning"
-    assert not set(spelled) & set(sections_by_key()), "our own names come first anyway"
+    assert not set(spelled) & set(list_sections_of_keys()), "our own names come first anyway"
     assert all(name == name.lower() and "-" not in name for name in (*spelled, *OTHER_OPTIONS))
     for name, ours in OTHER_NAMES.items():
-        assert find_keys(f"--{name.replace('_', '-')}", sections_by_key()) == (ours,)
+        assert find_keys(f"--{name.replace('_', '-')}", list_sections_of_keys()) == (ours,)
 
 
 def test_values_that_are_kept_are_values_of_the_key() -> None:
@@ -156,7 +156,7 @@ def test_values_that_are_kept_are_values_of_the_key() -> None:
         "logging_steps=3",
     ):
         name, _, value = text.partition("=")
-        (ours,) = find_keys(name, sections_by_key())
+        (ours,) = find_keys(name, list_sections_of_keys())
         assert ours.keeps_value
         load_job(None, [f"{ours.key}={value}"])
 
@@ -168,7 +168,7 @@ def test_other_verbs_lead_to_verbs() -> None:
 
 def test_the_schemas_file_knows_the_same_keys() -> None:
     assert {name: set(found) for name, found in sections_of_the_file().items()} == {
-        name: set(found) for name, found in sections_by_key().items()
+        name: set(found) for name, found in list_sections_of_keys().items()
     }
 
 

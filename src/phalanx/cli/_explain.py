@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.terminal import print_document, print_painted
-from phalanx.job.findings import printable
+from phalanx.job.findings import shorten
 from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
 from phalanx.run.explain import Explained, explain, explain_json
@@ -41,7 +41,7 @@ def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
             section = one.key.partition(".")[0]
             lines += [""] * bool(lines) + [_painted(f"[{section}]", "1", colour)]
         padded = f"{value:<{value_width}}  {origin:<{origin_width}}"
-        why = f"  {printable(one.why, 120)}" if one.why else ""
+        why = f"  {shorten(one.why, 120)}" if one.why else ""
         painted = _painted(padded.rstrip() if not why else padded, _COLOURS[one.origin], colour)
         lines.append(f"{name:<{name_width}}  {painted}{why}")
     return lines
@@ -49,7 +49,7 @@ def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
 
 def _shown(value: Any) -> str:
     text = "none" if value is None else toml_value(value)
-    return printable(text, MAX_VALUE)
+    return shorten(text, MAX_VALUE)
 
 
 def _painted(text: str, code: str, colour: bool) -> str:

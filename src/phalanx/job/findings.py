@@ -61,10 +61,10 @@ def format_path(path: Path) -> str:
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return printable(text)
+    return shorten(text)
 
 
-def printable(text: str, limit: int = 60) -> str:
+def shorten(text: str, limit: int = 60) -> str:
     """`text` on one line, without what a terminal cannot print."""
     shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
@@ -116,7 +116,7 @@ def describe_value(value: Any) -> str:
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, str):
-        return f'"{printable(value)}"'
+        return f'"{shorten(value)}"'
     if isinstance(value, list):
         return f"a list of {len(value)}" if len(str(value)) > 40 else json.dumps(value)
     return json.dumps(value)
@@ -164,7 +164,8 @@ def _section_fix(name: str, table: dict[str, Any]) -> str:
     if meant and all(key in keys_by_section()[meant] for key in table):
         return suggestion
     inside = next(
-        (_advice(key) for key in table if key.lower() in {*sections_by_key(), *OTHER_NAMES}), ""
+        (_advice(key) for key in table if key.lower() in {*list_sections_of_keys(), *OTHER_NAMES}),
+        "",
     )
     return (
         inside
@@ -175,7 +176,7 @@ def _section_fix(name: str, table: dict[str, Any]) -> str:
 
 
 @cache
-def sections_by_key() -> dict[str, tuple[str, ...]]:
+def list_sections_of_keys() -> dict[str, tuple[str, ...]]:
     """The sections that have a key, by its name."""
     sections: dict[str, tuple[str, ...]] = {}
     for section, keys in keys_by_section().items():
@@ -185,7 +186,7 @@ def sections_by_key() -> dict[str, tuple[str, ...]]:
 
 
 def _advice(name: str, raw: str = "") -> str:
-    return suggest_key(name, sections_by_key(), raw)
+    return suggest_key(name, list_sections_of_keys(), raw)
 
 
 def find_section_of(name: str) -> str:

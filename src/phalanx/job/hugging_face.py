@@ -74,7 +74,7 @@ def _require_regular_files(directory: Path) -> None:
             )
 
 
-def read_config(kind: str) -> dict[str, Any]:
+def read_model_config(kind: str) -> dict[str, Any]:
     """The values of config.json.
 
     Raises LayoutError for a file that is none, or that names no model_type.
@@ -101,5 +101,5 @@ def modules_to_preload(kind: str | None) -> tuple[str, ...]:
 
 def find_vocab_size(kind: str, args: dict[str, Any]) -> int | None:
     """Rows of the embedding by config.json or `args`; None if these do not say it."""
-    size = {**read_config(kind), **args}.get("vocab_size")
+    size = {**read_model_config(kind), **args}.get("vocab_size")
     return size if isinstance(size, int) else None

@@ -14,9 +14,9 @@ from typing import Any
 from phalanx.core.errors import JobError, Problem, did_you_mean
 from phalanx.core.files import read_regular
 from phalanx.job.checks.run import run_checks
-from phalanx.job.findings import Finding, find_annotation, format_path, keys_by_section, printable
+from phalanx.job.findings import Finding, find_annotation, format_path, keys_by_section, shorten
 from phalanx.job.overrides import Override, overlay, parse_overrides
-from phalanx.job.positions import Path, Place, Spot, locate
+from phalanx.job.positions import KeyPlace, Path, Spot, locate
 from phalanx.job.schema import Job
 from phalanx.job.validate import validate
 
@@ -33,7 +33,7 @@ class JobSource:
     tree: dict[str, Any] | None = None
     toml: str | None = None
 
-    def places(self) -> dict[Path, Place]:
+    def places(self) -> dict[Path, KeyPlace]:
         return locate(self.toml) if self.toml else {}
 
 
@@ -188,7 +188,7 @@ _Order = tuple[int, int, int]
 
 
 def _place(
-    finding: Finding, source: JobSource, places: dict[Path, Place], overrides: Sequence[Override]
+    finding: Finding, source: JobSource, places: dict[Path, KeyPlace], overrides: Sequence[Override]
 ) -> tuple[_Order, Problem]:
     path, index = _blame(finding, source, overrides)
     where, order = "override", (2, index, 0)
@@ -232,7 +232,7 @@ def _has(tree: Any, path: Path) -> bool:
     return True
 
 
-def _nearest_spot(path: Path, places: dict[Path, Place], at_key: bool) -> Spot | None:
+def _nearest_spot(path: Path, places: dict[Path, KeyPlace], at_key: bool) -> Spot | None:
     """The spot of `path`, or of the innermost thing around it that stands somewhere."""
     while path:
         if position := places.get(path):
@@ -283,7 +283,7 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
 
     Raises JobError if it is missing, a directory or not UTF-8.
     """
-    name = printable(str(path), limit=4096)
+    name = shorten(str(path), limit=4096)
 
     def refuse(problem: str, fix: str = "") -> JobError:
         return JobError([Problem("job file", problem, name, fix)])
@@ -308,7 +308,7 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
 def _near_file(path: FilePath) -> str:
     """'did you mean "job.toml"?' for the nearest file in the same directory; "" if none is near."""
     if not path.parent.is_dir():
-        return f"there is no directory {printable(str(path.parent))!r}"
+        return f"there is no directory {shorten(str(path.parent))!r}"
     try:
         files = [file.name for file in path.parent.iterdir() if file.suffix in (".toml", ".json")]
     except OSError:

@@ -23,9 +23,9 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
-from phalanx.job.hugging_face import config_path, is_hugging_face, read_config
+from phalanx.job.hugging_face import config_path, is_hugging_face, read_model_config
 from phalanx.job.schema import Job
-from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
+from phalanx.job.shape import Measured, ModelShape, ParamHolder, measured_shape
 
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
@@ -67,7 +67,7 @@ def probe_foreign_shape(
     Raises LayoutError with the last line of the subprocess's errors if the model cannot be built.
     """
     if is_hugging_face(kind):
-        read_config(kind)  # what is wrong with the file is said here, without another process
+        read_model_config(kind)  # what is wrong with the file is said here, without another process
     cached = _cache_file(kind, args, cache_dir)
     if cached is not None and (known := _read_cached(cached)) is not None:
         return known
@@ -132,7 +132,7 @@ def _parse_shape(kind: str, printed: str) -> ModelShape:
         )
         masks = answer.get("takes_document_ids", "by name")
         names = tuple(map(str, answer.get("names", ())))
-        holders = tuple(Holder(**holder) for holder in answer.get("holders", ()))
+        holders = tuple(ParamHolder(**holder) for holder in answer.get("holders", ()))
         brought = tuple(
             (str(pattern), str(text)) for pattern, text in answer.get("shard_rules", {}).items()
         )

@@ -14,8 +14,8 @@ from phalanx.job.findings import (
     Finding,
     find_annotation,
     keys_by_section,
-    printable,
-    sections_by_key,
+    list_sections_of_keys,
+    shorten,
     split_union,
 )
 from phalanx.job.key_aliases import suggest_key
@@ -78,12 +78,12 @@ def _parse(text: str, index: int) -> Override | Finding:
     if len(parts) == 1:
         return _refuse_without_section(key, raw, index)
     if not raw:
-        return refuse(key, "has no value", f"write {printable(key)}=VALUE")
+        return refuse(key, "has no value", f"write {shorten(key)}=VALUE")
     path: Path = tuple(parts)
     value = _text_value(raw) if wants_text(path) else _toml_value(raw)
     if isinstance(value, str) and value == raw and raw[0] in "[{" and not wants_text(path):
         fix = f"""strings inside need quotes, and the shell eats them: write '{key}=["a", "b"]'"""
-        return refuse(key, f"the value {printable(raw)} is not valid TOML", fix)
+        return refuse(key, f"the value {shorten(raw)} is not valid TOML", fix)
     return Override(path, value, index)
 
 
@@ -94,10 +94,10 @@ def _refuse_without_section(name: str, raw: str, index: int) -> Finding:
         first = "kind" if name == "model" and ":" in raw else keys_by_section()[name][0]
         problem, fix = (
             "is a whole section",
-            f"set its keys one by one: {name}.{first}={printable(raw) or '...'}",
+            f"set its keys one by one: {name}.{first}={shorten(raw) or '...'}",
         )
     else:
-        fix = suggest_key(name, sections_by_key(), printable(raw)) or did_you_mean(
+        fix = suggest_key(name, list_sections_of_keys(), shorten(raw)) or did_you_mean(
             name, tuple(keys_by_section())
         )
         problem, fix = "is not section.key", fix or "write section.key=value"

@@ -20,7 +20,7 @@ class Spot(NamedTuple):
     column: int
 
 
-class Place(NamedTuple):
+class KeyPlace(NamedTuple):
     """The spots where a key and its value begin.
 
     An array element has no key, a table no value: both are the same spot then.
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     value: Spot
 
 
-def locate(text: str) -> dict[Path, Place]:
+def locate(text: str) -> dict[Path, KeyPlace]:
     """The place of every table, key, value and array element of valid TOML; of two mentions, the
     first."""
     import tree_sitter
@@ -56,7 +56,7 @@ class _Atlas:
     number themselves."""
 
     lines: list[str]
-    places: dict[Path, Place] = field(default_factory=dict)
+    places: dict[Path, KeyPlace] = field(default_factory=dict)
     lengths: dict[Path, int] = field(default_factory=dict)
 
     def spot(self, node: Any) -> Spot:
@@ -66,7 +66,7 @@ class _Atlas:
         )
 
     def add(self, path: Path, key: Any, value: Any) -> None:
-        self.places.setdefault(path, Place(self.spot(key), self.spot(value)))
+        self.places.setdefault(path, KeyPlace(self.spot(key), self.spot(value)))
 
     def add_header(self, node: Any) -> Path:
         """`[a.b]` or `[[a.b]]`; returns the path that the pairs below it extend."""

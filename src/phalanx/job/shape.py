@@ -21,7 +21,7 @@ RouterScores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
-class Holder:
+class ParamHolder:
     """A module that holds parameters itself.
 
     Of a linear layer and an embedding also their widths; else 0.
@@ -55,7 +55,7 @@ class Measured:
     """How its forward does: only one that names them may keep documents apart."""
     names: tuple[str, ...] = ()
     """Of all its modules, the first being itself ("")."""
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[ParamHolder, ...] = ()
     shard_rules: tuple[tuple[str, str], ...] = ()
     """What it brings for tensor parallelism: (pattern, rule)."""
     blocks: tuple[tuple[str, int], ...] = ()
@@ -80,7 +80,7 @@ class Measured:
             **{
                 **value,
                 "names": tuple(value.get("names", ())),
-                "holders": tuple(Holder(**holder) for holder in value.get("holders", ())),
+                "holders": tuple(ParamHolder(**holder) for holder in value.get("holders", ())),
                 "shard_rules": tuple(
                     (pattern, text) for pattern, text in value.get("shard_rules", ())
                 ),

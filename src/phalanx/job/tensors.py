@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from phalanx.job.shape import Holder, ModelShape
+from phalanx.job.shape import ModelShape, ParamHolder
 
 Shape = tuple[int, ...]
 
@@ -47,7 +47,7 @@ def module_names(shape: ModelShape) -> list[str]:
     return list(names)
 
 
-def list_holders(shape: ModelShape) -> dict[str, Holder]:
+def list_holders(shape: ModelShape) -> dict[str, ParamHolder]:
     """The modules that hold parameters themselves, by name."""
     tensors: dict[str, dict[str, Shape]] = defaultdict(dict)
     for tensor, size in tensor_shapes(shape).items():
@@ -58,20 +58,20 @@ def list_holders(shape: ModelShape) -> dict[str, Holder]:
     }
 
 
-def _holder(name: str, tensors: dict[str, Shape], shape: ModelShape) -> Holder:
+def _holder(name: str, tensors: dict[str, Shape], shape: ModelShape) -> ParamHolder:
     weight, num_params = tensors.get("weight", ()), sum(map(math.prod, tensors.values()))
     if len(weight) == 3:
-        return Holder(name, "grouped", num_params, *weight[1:])
+        return ParamHolder(name, "grouped", num_params, *weight[1:])
     if name.endswith(".router"):
-        return Holder(name, "Router", num_params)
+        return ParamHolder(name, "Router", num_params)
     if len(weight) == 2:
         kind = "embedding" if name in ("embed", "embed_positions") else "linear"
-        return Holder(name, kind, num_params, *weight)
+        return ParamHolder(name, kind, num_params, *weight)
     if len(weight) == 4:
-        return Holder(name, "Conv2d", num_params)
+        return ParamHolder(name, "Conv2d", num_params)
     if not name:
-        return Holder(name, "model", num_params)
-    return Holder(name, "LayerNorm" if shape.norm == "layernorm" else "RMSNorm", num_params)
+        return ParamHolder(name, "model", num_params)
+    return ParamHolder(name, "LayerNorm" if shape.norm == "layernorm" else "RMSNorm", num_params)
 
 
 def _outside(shape: ModelShape) -> Iterator[tuple[str, Shape]]:

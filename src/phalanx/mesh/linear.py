@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.core.shard_rules import ATTRIBUTE
-from phalanx.job.shape import Holder
+from phalanx.job.shape import ParamHolder
 from phalanx.mesh.logical import full_name
 
 
@@ -64,7 +64,7 @@ def input_dim(part: nn.Module) -> int:
     return 2 if is_grouped(part) else 1 - output_dim(part)
 
 
-def find_holders(module: nn.Module) -> Iterator[Holder]:
+def find_holders(module: nn.Module) -> Iterator[ParamHolder]:
     """Every module that holds parameters itself; a tied one counts where it is met first."""
     counted: set[int] = set()
     inside = {
@@ -90,7 +90,7 @@ def find_holders(module: nn.Module) -> Iterator[Holder]:
             _, outputs, inputs = getattr(part, first_of_stack(part)).shape
         elif isinstance(part, nn.Embedding):
             outputs, inputs = part.weight.shape
-        yield Holder(full_name(name), kind, num_params, int(outputs), int(inputs))
+        yield ParamHolder(full_name(name), kind, num_params, int(outputs), int(inputs))
 
 
 def classify_module(part: nn.Module, *, is_attention: bool) -> str:

@@ -11,7 +11,7 @@ from phalanx.job.shape import ModelShape
 from phalanx.plan.workload import Workload
 
 
-def block_bytes(shape: ModelShape, c: int, *, experts: bool, parts: int = 1) -> int:
+def block_activation_bytes(shape: ModelShape, c: int, *, experts: bool, parts: int = 1) -> int:
     """Bytes that autograd saves of one block for one token.
 
     `parts`: into how many the sequence is cut outside attention and feed-forward.
@@ -57,7 +57,7 @@ def product_bytes_in_both(shape: ModelShape, c: int, *, experts: bool) -> int:
     results, the inputs of the activation and of the gate's product, and the outputs of experts,
     which are weighted.
 
-    A selectively recomputed block makes the rest of block_bytes again.
+    A selectively recomputed block makes the rest of `block_activation_bytes` again.
     """
     attention = shape.num_heads * (shape.head_dim * c + 4)
     if shape.kv_rank and c == 4:  # norms keep their inputs as they are
@@ -173,7 +173,7 @@ def _experts_bytes(shape: ModelShape, c: int) -> int:
     The scores are in fp32.
 
     What the router reads is the norm's output, in fp32: beside shared experts or in place of what
-    block_bytes counts.
+    `block_activation_bytes` counts.
     """
     inside = _ffn_bytes(shape, shape.expert_ffn_dim, c)
     numbers = 3 * 8 + 4 + (4 if shape.router_normalize else 0)

@@ -128,7 +128,7 @@ def count_segment_bytes(
     """
     c = work.compute_bytes
     blocks = [
-        activations.block_bytes(
+        activations.block_activation_bytes(
             shape,
             c,
             experts=layer >= shape.num_layers - shape.num_expert_layers,

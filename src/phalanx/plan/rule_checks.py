@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.core.units import format_count
-from phalanx.job.shape import Holder, ModelShape
+from phalanx.job.shape import ModelShape, ParamHolder
 from phalanx.job.tensors import list_holders, module_names
 from phalanx.plan.rules import CUTS, Rule, Span, built_in_rules, find_rule, matches, parse_rules
 
@@ -50,7 +50,7 @@ def check_rules(overrides: Mapping[str, str], shape: ModelShape, tp: int) -> tup
     return rules
 
 
-def _require_rows(rules: Sequence[Rule], holders: Sequence[Holder]) -> None:
+def _require_rows(rules: Sequence[Rule], holders: Sequence[ParamHolder]) -> None:
     """Raises LayoutError for columns where nothing takes parts of features: no row anywhere, and
     no sum."""
     cut = [rule for holder in holders if (rule := find_rule(rules, holder.name)) is not None]
@@ -109,7 +109,7 @@ def require_matches(rules: Iterable[Rule], names: Sequence[str]) -> None:
 
 
 def require_cuttable(rule: Rule, name: str, kind: str) -> None:
-    """Raises LayoutError for a cut of what is no linear layer. `kind` is one of `Holder`."""
+    """Raises LayoutError for a cut of what is no linear layer. `kind` is one of `ParamHolder`."""
     where = f'sharding rule "{rule.pattern}" = "{rule.text}"'
     if kind == "attention":
         raise LayoutError(
@@ -142,7 +142,7 @@ def require_parts(rule: Rule, name: str, kind: str) -> None:
         )
 
 
-def _check(rule: Rule, holder: Holder, tp: int) -> None:
+def _check(rule: Rule, holder: ParamHolder, tp: int) -> None:
     require_cuttable(rule, holder.name, holder.kind)
     require_parts(rule, holder.name, holder.kind)
     size = holder.num_inputs if rule.kind == "row" else holder.num_outputs
@@ -216,7 +216,7 @@ def check_overrides(
 def _require_equal_cuts(
     rules: Sequence[Rule],
     region: str,
-    holders: Sequence[Holder],
+    holders: Sequence[ParamHolder],
     shape: ModelShape,
     tp: int,
     *,
@@ -273,7 +273,7 @@ def _require_gradient_sums(
         raise LayoutError(problem, where=_name_rule(rule), fix="partial" if is_cut else fix)
 
 
-def _find_model_cuts(shape: ModelShape, holders: Sequence[Holder], tp: int) -> dict[str, Cuts]:
+def _find_model_cuts(shape: ModelShape, holders: Sequence[ParamHolder], tp: int) -> dict[str, Cuts]:
     rules = parse_rules(built_in_rules(shape))
     return {
         holder.name: _find_cuts(find_rule(rules, holder.name), holder, tp) for holder in holders
@@ -287,7 +287,7 @@ def _first_of_cuts(cuts: Mapping[str, Cuts]) -> Cuts:
     return next(cut for cut in cuts.values() if cut)
 
 
-def _find_cuts(rule: Rule | None, holder: Holder, tp: int) -> Cuts:
+def _find_cuts(rule: Rule | None, holder: ParamHolder, tp: int) -> Cuts:
     """The features that each rank holds of those that are cut; empty if all ranks have all of
     them."""
     is_last = holder.name.rpartition(".")[2] in ("o", "down")

@@ -51,7 +51,7 @@ _OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedPart:
     """One of the matrices that a fused one holds.
 
     `heads` serve `queries` query heads; 0 heads: plain features.
@@ -97,7 +97,7 @@ class Rule:
     pattern: str
     text: str
     kind: Kind
-    parts: tuple[Part, ...] = (Part(),)
+    parts: tuple[FusedPart, ...] = (FusedPart(),)
     gather: bool = False
     divide: tuple[Count, ...] = ()
     argument: str = ""
@@ -134,7 +134,7 @@ class Rule:
         return f'sharding rule "{self.pattern}" = "{self.text}"'
 
 
-def _head_span(part: Part, unit: int, tp: int, rank: int, name: str) -> Span:
+def _head_span(part: FusedPart, unit: int, tp: int, rank: int, name: str) -> Span:
     if part.heads % tp == 0:
         num_heads = part.heads // tp
         return Span(rank * num_heads * unit, num_heads * unit)
@@ -213,19 +213,19 @@ def _parse(pattern: str, text: str) -> Rule:
     )
 
 
-def _parts(values: Mapping[str, str]) -> tuple[Part, ...]:
+def _parts(values: Mapping[str, str]) -> tuple[FusedPart, ...]:
     if "heads" in values:
         parts = []
         for word in values["heads"].split("+"):
             heads, _, queries = word.partition("/")
-            parts.append(Part(int(heads), int(queries or heads)))
+            parts.append(FusedPart(int(heads), int(queries or heads)))
         if min(min(part.heads, part.queries) for part in parts) < 1:
             raise ValueError(values["heads"])
         return tuple(parts)
     count = int(values.get("parts", "1"))
     if count < 1:
         raise ValueError(count)
-    return (Part(),) * count
+    return (FusedPart(),) * count
 
 
 def _counts(text: str) -> tuple[Count, ...]:

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 from phalanx.core.registry import read_literal
 from phalanx.job.schema import Job
-from phalanx.job.shape import Holder, Measured, ModelShape
+from phalanx.job.shape import Measured, ModelShape, ParamHolder
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.layout import DataParallel
 from phalanx.plan.rule_checks import check_rules
@@ -187,7 +187,7 @@ def shard_module(measured: Measured, rules: tuple[Rule, ...], tp: int) -> Measur
     )
 
 
-def _shard_holder(holder: Holder, rule: Rule | None, tp: int) -> Holder:
+def _shard_holder(holder: ParamHolder, rule: Rule | None, tp: int) -> ParamHolder:
     """The part of `holder` on one rank. A column, or a vocabulary, has a part of its bias, too; a
     row all of it.
 

@@ -34,7 +34,7 @@ from phalanx.core.files import read_json
 from phalanx.data.corpus import load_corpus
 from phalanx.data.model_tokenizer import ModelTokenizer
 from phalanx.data.tokenizer_files import TokenizerFiles, collect_tokenizer_files
-from phalanx.job.hugging_face import is_hugging_face, read_config
+from phalanx.job.hugging_face import is_hugging_face, read_model_config
 from phalanx.job.schema import Model
 from phalanx.run.tokens import model_tokenizer
 
@@ -125,7 +125,7 @@ def _read_config_of_run(
         special_tokens = {"bos_token_id": None, "pad_token_id": None, **tokenizer.settings}
     try:
         model = read_json(run_dir / "job.json")["model"]
-        return {**read_config(model["kind"]), **model["args"], **special_tokens}
+        return {**read_model_config(model["kind"]), **model["args"], **special_tokens}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             "the run's job.json cannot be read", where=str(run_dir), why=str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.core.store_urls import refusal
 from phalanx.job.checks.check import check, finding
-from phalanx.job.findings import Finding, printable
+from phalanx.job.findings import Finding, shorten
 from phalanx.job.schema import Job
 
 
@@ -14,7 +14,7 @@ def checkpoints_have_an_address(job: Job) -> list[Finding]:
     refused = refusal(url, in_job=True) if url is not None else None
     if url is None or refused is None:
         return []
-    return [finding("checkpoint.url", f"{printable(url)!r} {refused.what}", refused.fix)]
+    return [finding("checkpoint.url", f"{shorten(url)!r} {refused.what}", refused.fix)]
 
 
 @check("model.init_from")
@@ -25,7 +25,7 @@ def initial_weights_have_an_address(job: Job) -> list[Finding]:
     )
     if origin is None or refused is None:
         return []
-    return [finding("model.init_from", f"{printable(origin)!r} {refused.what}", refused.fix)]
+    return [finding("model.init_from", f"{shorten(origin)!r} {refused.what}", refused.fix)]
 
 
 @check("checkpoint.every", "checkpoint.mtbf_hours")

@@ -9,8 +9,8 @@ import os
 from phalanx.core import registry
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.checks.check import check, finding
-from phalanx.job.findings import Finding, printable
-from phalanx.job.hugging_face import CONFIG, is_hugging_face, read_config
+from phalanx.job.findings import Finding, shorten
+from phalanx.job.hugging_face import CONFIG, is_hugging_face, read_model_config
 from phalanx.job.presets import preset_names
 from phalanx.job.schema import Job
 
@@ -25,7 +25,7 @@ def model_exists(job: Job) -> list[Finding]:
         return []
     if is_hugging_face(job.model.kind):
         try:
-            read_config(job.model.kind)
+            read_model_config(job.model.kind)
         except LayoutError as error:
             return [
                 finding("model.kind", error.what, "; ".join(filter(None, (error.why, error.fix))))
@@ -103,7 +103,7 @@ def compression_exists(job: Job) -> list[Finding]:
     kind, known = job.parallel.compress, ["none", *list_names(HOOKS)]
     if kind in known or len(known) == 1:
         return []
-    problem = f"unknown compression {printable(kind)!r}"
+    problem = f"unknown compression {shorten(kind)!r}"
     return [
         finding(
             "parallel.compress", problem, did_you_mean(kind, known) or f"one of {', '.join(known)}"

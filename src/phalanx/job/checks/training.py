@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.core import registry
 from phalanx.job.checks.check import check, finding
-from phalanx.job.findings import Finding, printable
+from phalanx.job.findings import Finding, shorten
 from phalanx.job.learning_rate import warmup_steps
 from phalanx.job.schema import Job
 
@@ -101,12 +101,12 @@ def metrics_are_the_objectives(job: Job) -> list[Finding]:
             else []
         )
     if objective is None:
-        problem = f'the objective of phalanx has the loss and nothing named "{printable(metric)}"'
+        problem = f'the objective of phalanx has the loss and nothing named "{shorten(metric)}"'
         return [
             finding("eval.metric", problem, "set model.objective to one of yours that has metrics")
         ]
     if mode is None:
-        problem = f"nothing says whether a high or a low {printable(metric)} is better"
+        problem = f"nothing says whether a high or a low {shorten(metric)} is better"
         return [finding("eval.mode", problem, 'set eval.mode to "max" or "min"')]
     return []
 

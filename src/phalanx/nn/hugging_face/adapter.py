@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
 from phalanx.core.registry import require, resolve
-from phalanx.job.hugging_face import is_hugging_face, read_config, weights_directory
+from phalanx.job.hugging_face import is_hugging_face, read_model_config, weights_directory
 from phalanx.nn.hugging_face.plain_head import (
     HeadRecorder,
     build_head_output,
@@ -49,7 +49,7 @@ def build(kind: str, **args: Any) -> nn.Module:
     `args` are settings on top of those of config.json. Raises LayoutError for what cannot be built
     or trained.
     """
-    values = read_config(kind)
+    values = read_model_config(kind)
     config = _build_config(kind, values, args)
     auto = _choose_auto_class(kind, values, config)
     directory = weights_directory(kind)

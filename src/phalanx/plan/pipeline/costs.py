@@ -11,7 +11,7 @@ from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job import counts
 from phalanx.job.counts import Flops, block_flops, embedding_flops, head_flops
 from phalanx.job.schema import Job
-from phalanx.job.shape import Holder, Measured, ModelShape
+from phalanx.job.shape import Measured, ModelShape, ParamHolder
 from phalanx.job.tensors import list_holders, module_names
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts
@@ -138,8 +138,8 @@ def part_params(
 def _user_part_params(
     measured: Measured, first_stage: Sequence[str], last_stage: Sequence[str]
 ) -> PartParams:
-    before: list[Holder] = []
-    after: list[Holder] = []
+    before: list[ParamHolder] = []
+    after: list[ParamHolder] = []
     has_met_a_block, last_stage = False, (*last_stage, *measured.last_stage)
     names = [name for name, _ in measured.blocks]
     for holder in measured.holders:
@@ -159,13 +159,13 @@ def _user_part_params(
     )
 
 
-def _size(holder: Holder) -> int:
+def _size(holder: ParamHolder) -> int:
     """Elements of a module's parameters. A tied weight counts where it is met first, and another
     rank has it, too."""
     return max(holder.num_params, holder.num_outputs * holder.num_inputs)
 
 
-def _tied_params(holders: Collection[Holder]) -> int:
+def _tied_params(holders: Collection[ParamHolder]) -> int:
     return sum(_size(holder) - holder.num_params for holder in holders)
 
 

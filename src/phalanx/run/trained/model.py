@@ -21,7 +21,7 @@ from phalanx.data.corpus import MANIFEST as CORPUS
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.tokenizer import TOKENIZER_FILE
 from phalanx.job.hugging_face import CONFIG, PREFIX, weights_directory
-from phalanx.job.hugging_face import read_config as read_hugging_face
+from phalanx.job.hugging_face import read_model_config as read_hugging_face
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.module_probe import measure_foreign_shape
