@@ -43,7 +43,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.compat import quiet_torch
 from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.parallelize import parallelize, transforms
-from phalanx.parallel.pipeline.weight_grads import later
+from phalanx.parallel.pipeline.weight_grads import defer
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
@@ -134,7 +134,7 @@ class Wait(torch.autograd.Function):
             kept.clock.wait(seconds)
             held.clear()
 
-        later(weights)
+        defer(weights)
         return grad * ctx.scale, (grad * x).sum(), None, None
 
 

@@ -19,7 +19,7 @@ from models import BATCH, LAYOUTS, VOCAB, global_batches, plan, share
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.observe.events import Note
-from phalanx.parallel.dropout.rng import EqualPart, Part
+from phalanx.parallel.dropout.rng import EqualSlice, InputSlice
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
@@ -296,9 +296,9 @@ def test_a_run_on_several_ranks_says_what_depends_on_the_layout(tmp_path: Path) 
 def parts_of_a_layer(rank: int) -> list[bool]:
     """What a rank of tensor parallelism would say of its layers, beside the whole."""
     model = parallelize(dropped(), plan(1), Mesh(plan(1).layout, 0, 0, torch.device("cpu")))
-    draws = model._context.draws
+    draws = model._context.dropout_rng
 
-    def mask(name: str, shape: tuple[int, ...], *parts: Part | EqualPart) -> torch.Tensor:
+    def mask(name: str, shape: tuple[int, ...], *parts: InputSlice | EqualSlice) -> torch.Tensor:
         draws.parts = {name: parts}
         with draws.microbatch(3, 4, 2):
             found = draws.mask(name, 0.5, shape, torch.device("cpu"))
@@ -307,10 +307,10 @@ def parts_of_a_layer(rank: int) -> list[bool]:
 
     everything = mask("a", (6, 10, 7))  # three rows for each of the microbatch's
     return [
-        torch.equal(mask("a", (6, 4, 7), Part(1, 6, 10)), everything[:, 6:]),
-        torch.equal(mask("a", (6, 5, 7), EqualPart(1, 1, 2)), everything[:, 5:]),
+        torch.equal(mask("a", (6, 4, 7), InputSlice(1, 6, 10)), everything[:, 6:]),
+        torch.equal(mask("a", (6, 5, 7), EqualSlice(1, 1, 2)), everything[:, 5:]),
         torch.equal(
-            mask("a", (6, 5, 3), EqualPart(1, 0, 2), Part(2, 3, 7)), everything[:, :5, 3:6]
+            mask("a", (6, 5, 3), EqualSlice(1, 0, 2), InputSlice(2, 3, 7)), everything[:, :5, 3:6]
         ),
         not torch.equal(mask("b", (6, 10, 7)), everything),
     ]

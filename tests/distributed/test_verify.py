@@ -383,7 +383,7 @@ def dropout_drawn_by_rank() -> None:
 
 def recomputed_with_other_masks() -> None:
     """A recomputation goes on counting the calls of each layer."""
-    DropoutRng.again = lambda self: (nullcontext(), nullcontext())  # type: ignore
+    DropoutRng.replay_contexts = lambda self: (nullcontext(), nullcontext())  # type: ignore
 
 
 def gradients_reduced_in_bfloat16() -> None:
@@ -394,15 +394,15 @@ def gradients_reduced_in_bfloat16() -> None:
 def other_draws_when_recomputed() -> None:
     """A recomputed block does not draw what its forward drew: here it adds noise, and its
     forward did not."""
-    checkpoint, call_again, contexts_of = (
+    checkpoint, call_again, recompute_contexts = (
         recompute.checkpoint,
-        stretch._call_again,
-        recompute.contexts_of,
+        stretch._replay_call,
+        recompute.recompute_contexts,
     )
     selective = []
 
     def noted(block: Any, mode: str, draws: Any) -> Any:
-        found = contexts_of(block, mode, draws)
+        found = recompute_contexts(block, mode, draws)
         selective.extend([found] if mode == "selective" else [])
         return found
 
@@ -428,8 +428,8 @@ def other_draws_when_recomputed() -> None:
         )
         return call_again(changed, before, fill)
 
-    recompute.contexts_of, recompute.checkpoint = noted, drawing  # type: ignore[assignment]
-    stretch._call_again = drawing_again
+    recompute.recompute_contexts, recompute.checkpoint = noted, drawing  # type: ignore[assignment]
+    stretch._replay_call = drawing_again
 
 
 def segments_that_detach() -> None:
@@ -483,9 +483,9 @@ def a_slice_updated_with_the_gradient_of_the_step_before() -> None:
     update = ParallelModel.update
 
     def stale(self: Any, optimizer: torch.optim.Optimizer) -> None:
-        part = next(iter(self._context.trained.parts.values()), None)
+        part = next(iter(self._context.optimizer_params.shards.values()), None)
         if part is not None and self.mesh.rank == 1:
-            gradient = part.trained.grad.to_local()
+            gradient = part.updated.grad.to_local()
             before, self.kept = getattr(self, "kept", gradient.clone()), gradient.clone()
             gradient.copy_(before)
         update(self, optimizer)

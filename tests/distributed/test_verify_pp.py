@@ -98,20 +98,20 @@ def test_pipelines_equal_the_reference(
 def gradients_reduced_before_the_last_w() -> None:
     """Data parallelism reduces when the last gradient has left the rank: a W that is still to
     come is too late."""
-    do = PipelineRun._do
+    do = PipelineRun._run_action
 
     def early(self: Any, action: Any, post: Any, microbatches: Any, *rest: Any) -> None:
         do(self, action, post, microbatches, *rest)
-        row = self._schedule(len(microbatches)).actions[self.staged.peers.rank]
+        row = self._schedule(len(microbatches)).actions[self.staged.stage_group.rank]
         if action == [other for other in row if other.kind in ("B", "I")][-1]:
             if not hasattr(self, "reduce"):
-                self.reduce, self.context.trained.before_update[0] = (
-                    self.context.trained.before_update[0],
+                self.reduce, self.context.optimizer_params.before_update[0] = (
+                    self.context.optimizer_params.before_update[0],
                     lambda: None,
                 )
             self.reduce()
 
-    PipelineRun._do = early  # type: ignore[method-assign]
+    PipelineRun._run_action = early  # type: ignore[method-assign]
 
 
 def weights_freed_between_the_halves() -> None:
@@ -122,7 +122,7 @@ def weights_freed_between_the_halves() -> None:
     def left_to_fsdp(context: ParallelContext, units: Any) -> None:
         keep(context, units)
         sync, root = context.sync, cast(FSDPModule, context.root)
-        context.trained.before_update.pop()
+        context.optimizer_params.before_update.pop()
 
         @contextmanager
         def with_bug(on: bool) -> Iterator[None]:
@@ -138,19 +138,19 @@ def weights_freed_between_the_halves() -> None:
 
 
 def a_dropped_w() -> None:
-    do = DeferredWeightGrads.do
+    do = DeferredWeightGrads.run
 
     def forgetful(self: DeferredWeightGrads, key: Any) -> None:
         if key == (1, 2):  # stage, microbatch
             self._due[key].clear()
         do(self, key)
 
-    DeferredWeightGrads.do = forgetful  # type: ignore[method-assign]
+    DeferredWeightGrads.run = forgetful  # type: ignore[method-assign]
 
 
 def w_of_the_microbatch_before() -> None:
     """A W does the work of the one that its stage had before; the last one's is never done."""
-    do = DeferredWeightGrads.do
+    do = DeferredWeightGrads.run
     before: dict[int, Any] = {}
 
     def late(self: DeferredWeightGrads, key: Any) -> None:
@@ -160,11 +160,11 @@ def w_of_the_microbatch_before() -> None:
         before[key[0]] = own
         do(self, key)
 
-    DeferredWeightGrads.do = late  # type: ignore[method-assign]
+    DeferredWeightGrads.run = late  # type: ignore[method-assign]
 
 
 def tied_gradients_not_added_up() -> None:
-    pp_ties.add_up = lambda staged, module, phases: None
+    pp_ties.sum_tied_gradients = lambda staged, module, phases: None
 
 
 def norm_of_a_stage() -> None:
@@ -206,7 +206,7 @@ def swap_parcels(*, on: int, are_gradients: bool) -> None:
 
     def swapped(self: Any, *args: Any) -> None:
         init(self, *args)
-        for source, coming in self._coming.items() if self._peers.rank == on else ():
+        for source, coming in self._coming.items() if self._stage_group.rank == on else ():
             places = [
                 at for at, parcel in enumerate(coming) if parcel.is_gradient is are_gradients
             ][:2]

@@ -23,7 +23,7 @@ from phalanx.nn.hugging_face.adapter import build
 from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.nn.hugging_face.shard_rules import shard_rules_of
 from phalanx.nn.objective import logits_cross_entropy
-from phalanx.parallel.model import together
+from phalanx.parallel.model import gather_logits
 from phalanx.parallel.tensor.transform import cut
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.costs import part_params
@@ -64,9 +64,9 @@ def test_logits_are_those_that_transformers_computes_of_the_same_weights(
     theirs.load_state_dict(module.state_dict())
     tokens = torch.randint(96, (2, 12))
     with torch.no_grad():
-        found = together(module(tokens, torch.arange(12).repeat(2, 1)))
+        found = gather_logits(module(tokens, torch.arange(12).repeat(2, 1)))
         torch.testing.assert_close(found, theirs(tokens).logits)
-        shifted = together(module(tokens, torch.arange(12).repeat(2, 1) * 3))
+        shifted = gather_logits(module(tokens, torch.arange(12).repeat(2, 1) * 3))
     assert not torch.allclose(found, shifted)  # positions are not dropped
     targets = torch.randint(96, (2, 12))
     loss_sum, count = logits_cross_entropy(1024)(found, {"targets": targets})
@@ -265,11 +265,11 @@ def test_experts_by_batched_products_have_float64_and_say_what_grouped_ones_do(
 ) -> None:
     module = model_of(tmp_path, name)
     inputs = torch.arange(12).view(2, 6)
-    grouped = together(module(inputs)).detach()
+    grouped = gather_logits(module(inputs)).detach()
     with pytest.raises(RuntimeError):
         module.double()(inputs)
     assert use_batched_products(module)
-    batched = together(module(inputs)).detach()
+    batched = gather_logits(module(inputs)).detach()
     assert batched.dtype == torch.float64
     torch.testing.assert_close(batched.float(), grouped, rtol=1e-4, atol=1e-5)
     assert not use_batched_products(module)  # it is done

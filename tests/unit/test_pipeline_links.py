@@ -98,20 +98,20 @@ def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
                 )
                 if needed is not None and needed not in made_already:
                     break
-                posts[r].ask_before(done[r])
+                posts[r].start_receives(done[r])
                 if needed is not None:
                     number = float(needed.stage * 1000 + needed.microbatch)
-                    assert posts[r].take(needed)[0] == (-number if needed.is_gradient else number)
+                    assert posts[r].receive(needed)[0] == (
+                        -number if needed.is_gradient else number
+                    )
                 if made is not None:
                     number = float(made.stage * 1000 + made.microbatch)
-                    posts[r].hand_on(
-                        made, torch.full((2,), -number if made.is_gradient else number)
-                    )
+                    posts[r].send(made, torch.full((2,), -number if made.is_gradient else number))
                     made_already.add(made)
                 most[r], done[r] = max(most[r], posts[r].num_sent), done[r] + 1
         assert done != before, "a rank waits for ever"
     for post in posts:
-        post.settle()
+        post.wait_sent()
     return most
 
 

@@ -183,8 +183,8 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
     fill(module)
     split_linears(module)
     tokens = torch.arange(24).reshape(2, 12) % model.vocab_size
-    later = DeferredWeightGrads()
-    with later.putting_off("key"):
+    deferred = DeferredWeightGrads()
+    with deferred.deferring("key"):
         module(tokens).hidden_BTD.square().sum().backward()
     gc.collect()
     # What lives until W and not longer. By address while all of it lives: afterwards addresses are
@@ -196,7 +196,7 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
     ]
     between = [(tensor, storage.data_ptr(), storage.nbytes()) for tensor, storage in alive]
     del alive
-    later.do("key")
+    deferred.run("key")
     gc.collect()
     held = {address: size for tensor, address, size in between if tensor() is None}
     wanted = (

@@ -105,7 +105,7 @@ class Chain(nn.Module):
 def guarded(num_stages: int) -> tuple[Chain, StageForward]:
     chain, door = Chain(), StageForward(4, num_stages)
     for index, block in enumerate(chain.blocks):
-        door.guard(block, index)
+        door.intercept_block(block, index)
     return chain, door
 
 
@@ -163,7 +163,7 @@ def test_a_rehearsal_shows_what_would_not_reach_the_first_stage() -> None:
     door.outside = ((chain, "before"), (chain, "after"))
     kept = chain.before
     leaks = lambda x: x * chain.before  # noqa: E731
-    door.is_rehearsal = True
+    door.is_inferring_shapes = True
     with door.open(1, (2, 4), torch.zeros(3)):
         door.require_clean_outputs(chain(torch.ones(3)))
         assert chain.before is kept
@@ -241,13 +241,13 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
             ]
         handed: dict[P2PMessage, torch.Tensor] = {}
         for at, action in enumerate(schedule.actions[rank]):
-            post.ask_before(at)
+            post.start_receives(at)
             edge = 0 if action.kind == "F" else num_stages - 1
             if action.kind != "W" and action.stage != edge:
                 parcel = P2PMessage(action.stage, action.microbatch, action.kind != "F")
                 before = action.stage - 1 if action.kind == "F" else action.stage + 1
                 source = schedule.rank_of_stage[before]
-                found = post.take(parcel)
+                found = post.receive(parcel)
                 if source == rank:
                     assert found is handed[parcel]
                 else:
@@ -262,9 +262,9 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
             made_here = output_of(action, num_stages)
             if made_here is not None:
                 handed[made_here] = torch.ones(2)
-                num_bytes = post.hand_on(made_here, handed[made_here])
+                num_bytes = post.send(made_here, handed[made_here])
                 assert num_bytes == (0 if schedule.rank_of_stage[made_here.stage] == rank else 8)
-        post.settle()
+        post.wait_sent()
         assert all(
             peers.asked.count(source) == len(some)
             for source, some in coming.items()
@@ -332,7 +332,7 @@ def test_gradients_that_wait_are_those_of_autograd(
     for x in xs:
         WAYS[way](plain, x).square().sum().backward()
     wanted = [x.grad for x in xs]
-    later = DeferredWeightGrads()
+    deferred = DeferredWeightGrads()
     for x in xs:
         x.grad = None
     losses = [WAYS[way](split, x).square().sum() for x in xs]
@@ -343,16 +343,16 @@ def test_gradients_that_wait_are_those_of_autograd(
         before = {
             name: None if p.grad is None else p.grad.clone() for name, p in split.named_parameters()
         }
-        with later.putting_off(key):
+        with deferred.deferring(key):
             loss.backward()
         weights = [name for name in before if name.endswith("weight")]
         assert all(_same(split.get_parameter(name).grad, before[name]) for name in weights), (
             "weights wait"
         )
-    assert later.num_due == (2 if waits else 0)
+    assert deferred.num_due == (2 if waits else 0)
     for key in (1, 0) if waits else ():
-        later.do(key)
-    assert later.num_due == 0
+        deferred.run(key)
+    assert deferred.num_due == 0
     tolerance = (
         {"rtol": 2e-2, "atol": 5e-2} if way == "autocast" else {"rtol": 1e-12, "atol": 1e-12}
     )
@@ -374,11 +374,11 @@ def test_a_layer_without_a_bias_and_one_that_is_called_without_gradients() -> No
     x = torch.randn(4, 5, dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(module(x), mlp(bias=False)(x))
-    later = DeferredWeightGrads()
-    with later.putting_off("a"):
+    deferred = DeferredWeightGrads()
+    with deferred.deferring("a"):
         module(x).sum().backward()
     assert all(p.grad is None for p in module.parameters())
-    later.do("a")
+    deferred.run("a")
     assert all(p.grad is not None for p in module.parameters())
 
 

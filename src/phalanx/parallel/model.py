@@ -98,7 +98,7 @@ READS_PARTS = (  # what an objective has that can do with a part of the logits
 )
 
 
-def together(outputs: Any) -> Any:
+def gather_logits(outputs: Any) -> Any:
     """Logits of the whole vocabulary, where tensor parallelism has cut it or the objective was
     to make them."""
     gather_logits = getattr(outputs, "gather_logits", None)
@@ -136,7 +136,7 @@ class ParallelModel:
         self.finished_at: Any = 0.0
         """Mark of `phases.clock` when this rank left the reduction of the last step, as all do
         at about one time."""
-        self._drawing = RandomOpInterceptor(self.module, context)
+        self._interceptor = RandomOpInterceptor(self.module, context)
         # Gradients are reduced after division by this constant; reduce_and_clip applies the exact
         # token factor.
         self._constant = float(context.plan.targets_per_rank)
@@ -146,11 +146,15 @@ class ParallelModel:
         shape = context.plan.model_shape
         expected = shape.num_experts > 0 or not shape.is_known
         self._loads = RouterLoads.of(self.module, context.mesh, context.phases, expected=expected)
-        context.trained.watch(self.module.parameters() if self._loads.moves_biases else ())
+        context.optimizer_params.watch_optimizers(
+            self.module.parameters() if self._loads.moves_biases else ()
+        )
         self._run: PipelineRun | None = None
         if context.staged is not None:
             scaled = self._scaled_share
-            self._run = PipelineRun(context, context.staged, self._drawing, self._outcome, scaled)
+            self._run = PipelineRun(
+                context, context.staged, self._interceptor, self._outcome, scaled
+            )
             self._run.counts_saved = self._count_saved
 
     @property
@@ -182,22 +186,25 @@ class ParallelModel:
         return self._run is not None and self._run.is_under_way
 
     @property
-    def is_rehearsing(self) -> bool:
+    def is_inferring_shapes(self) -> bool:
         """True while a pipeline learns what its stages hand on: what is computed then is thrown
         away."""
-        return self._context.staged is not None and self._context.staged.door.is_rehearsal
+        return (
+            self._context.staged is not None
+            and self._context.staged.stage_forward.is_inferring_shapes
+        )
 
     @property
     def rows_under_way(self) -> tuple[int, int] | None:
         """(step, its first row of that step's batch) of the microbatch whose forward is under way;
         None outside of `forward_backward`."""
-        moment = self._context.draws.moment
+        moment = self._context.dropout_rng.moment
         return None if moment is None else (moment.step, moment.first_row)
 
     @property
     def most_in_flight(self) -> dict[int, int]:
         """By own pipeline stage: the microbatches whose activations were held at once, at most."""
-        return {} if self._run is None else dict(self._run.most_held)
+        return {} if self._run is None else dict(self._run.most_in_flight)
 
     @property
     def sent_pp_bytes(self) -> int:
@@ -227,7 +234,7 @@ class ParallelModel:
 
         Known once a step was done.
         """
-        return self._context.draws.left_to_torch
+        return self._context.dropout_rng.left_to_torch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on this rank's inputs.
@@ -239,7 +246,7 @@ class ParallelModel:
                 "a model whose sequences are cut (parallel.cp) is called through call_then"
             )
         with self._autocast():
-            return self._context.outer(args, kwargs, together)
+            return self._context.outer(args, kwargs, gather_logits)
 
     def call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         """`then(outputs)` of one forward, run while a sharded model's outermost weights are still
@@ -275,7 +282,7 @@ class ParallelModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         self._context.rest()
-        return self._context.trained.named(self.module)
+        return self._context.optimizer_params.named_parameters(self.module)
 
     def train(self, mode: bool = True) -> None:
         self._context.outer.train(mode)
@@ -289,7 +296,7 @@ class ParallelModel:
         """Of what `named_parameters` gives, which may be less of each parameter than the rank
         holds."""
         found = self.shards()
-        for raw_name, part in self._context.trained.named_parts(self.module):
+        for raw_name, part in self._context.optimizer_params.named_shards(self.module):
             name = full_name(raw_name)
             found[name] = self._context.place.shard(name, part)
         return found
@@ -346,8 +353,8 @@ class ParallelModel:
         )
         microbatches = [flat_entries(batch, of_tensors=True) for batch in microbatches]
         self.step = self.step + 1 if step is None else step
-        self._drawing.begin_step()
-        self._context.trained.require_published()
+        self._interceptor.begin_step()
+        self._context.optimizer_params.require_synced()
         self._weigh_balance()
         sent_before = self._sent_over_tp()
         device = self.mesh.device
@@ -366,17 +373,17 @@ class ParallelModel:
         for index, batch in enumerate(microbatches):
             with (
                 self._context.sync(index == len(microbatches) - 1),
-                self._drawing.microbatch(self.step, index, batch),
+                self._interceptor.microbatch(self.step, index, batch),
             ):
-                with self.phases("forward"), self._counting_once(), self._drawing.forward():
+                with self.phases("forward"), self._counting_once(), self._interceptor.forward():
                     loss, targets = self._loss(batch, objective)
                 with self.phases("backward"):
                     self._scaled_share(loss).backward()
                     self._context.after_backward()
             add(loss.detach(), targets)
         self._sent_tp_bytes += self._sent_over_tp() - sent_before
-        self._drawing.end_step()
-        self._context.trained.hand_over()
+        self._interceptor.end_step()
+        self._context.optimizer_params.move_grads()
         return LocalLoss(loss_sum, num_targets)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -385,15 +392,15 @@ class ParallelModel:
 
         Collective.
         """
-        self._context.trained.require_parts(optimizer)
+        self._context.optimizer_params.require_own_params(optimizer)
         optimizer.step()
-        self._context.trained.publish()
+        self._context.optimizer_params.sync_to_model()
         self._loads.move_biases()
 
     def refresh(self) -> None:
         """After weights were written into `shards()`: what an optimizer has of them elsewhere
         follows."""
-        self._context.trained.refresh()
+        self._context.optimizer_params.refresh()
         self._has_weights = True
 
     @property
@@ -476,15 +483,15 @@ class ParallelModel:
 
         def loss_of(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             if staged is not None:
-                staged.door.require_clean_outputs(outputs)
+                staged.stage_forward.require_clean_outputs(outputs)
                 if (
-                    staged.door.is_rehearsal
+                    staged.stage_forward.is_inferring_shapes
                 ):  # an objective counts and draws as often as there are microbatches
                     return torch.zeros(()), torch.zeros(())
             if isinstance(objective, _Then):
                 return objective.then(outputs)
             if not getattr(objective, READS_PARTS, False):
-                outputs = together(outputs)
+                outputs = gather_logits(outputs)
             if getattr(objective, TAKES_CLASSES, False):
                 require_targets(given, outputs)
             return objective(outputs, batch)
@@ -504,7 +511,9 @@ class ParallelModel:
                     )
             raise
         self._has_run = True
-        if (staged is not None and not staged.door.is_last_stage) or isinstance(objective, _Then):
+        if (staged is not None and not staged.stage_forward.is_last_stage) or isinstance(
+            objective, _Then
+        ):
             return found
         require_sums(found)
         return found

@@ -18,24 +18,24 @@ from phalanx.mesh.compat import dtensor_like
 from phalanx.mesh.logical import local_tensor
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _select_all(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerShard:
-    """Stands for a part of `parameter` before an optimizer, as `trained`.
+    """Stands for a part of `parameter` before an optimizer, as `updated`.
 
-    `take` finds the part in the parameter's storage on this rank, and in that of its gradient.
-    `on_host`: `trained` and its gradient are copies in host memory; else they are views.
+    `select` finds the part in the parameter's storage on this rank, and in that of its gradient.
+    `on_host`: `updated` and its gradient are copies in host memory; else they are views.
     """
 
     parameter: nn.Parameter
-    trained: nn.Parameter
-    take: Callable[[torch.Tensor], torch.Tensor] = _whole
+    updated: nn.Parameter
+    select: Callable[[torch.Tensor], torch.Tensor] = _select_all
     on_host: bool = False
 
-    def hand_over(self, host: torch.Tensor | None = None) -> torch.Tensor | None:
+    def move_grads(self, host: torch.Tensor | None = None) -> torch.Tensor | None:
         """The gradient moves from the parameter to what stands for it.
 
         On the host it is copied into `host`, the one that was returned the last time, which the
@@ -43,31 +43,39 @@ class OptimizerShard:
         """
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
-            self.trained.grad = None
+            self.updated.grad = None
             return host
-        piece = self.take(local_tensor(gradient))
-        if self.on_host and piece.device.type != "cpu":
-            if host is None or host.dtype is not piece.dtype or host.shape != piece.shape:
-                host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
-            piece = host.copy_(piece, non_blocking=True)
-        self.trained.grad = (
-            dtensor_like(self.trained, piece) if isinstance(self.trained, DTensor) else piece
+        gradient_shard = self.select(local_tensor(gradient))
+        if self.on_host and gradient_shard.device.type != "cpu":
+            if (
+                host is None
+                or host.dtype is not gradient_shard.dtype
+                or host.shape != gradient_shard.shape
+            ):
+                host = torch.empty(
+                    gradient_shard.shape, dtype=gradient_shard.dtype, pin_memory=True
+                )
+            gradient_shard = host.copy_(gradient_shard, non_blocking=True)
+        self.updated.grad = (
+            dtensor_like(self.updated, gradient_shard)
+            if isinstance(self.updated, DTensor)
+            else gradient_shard
         )
         return host
 
-    def bring_up(self) -> None:
+    def copy_to_model(self) -> None:
         """What the optimizer wrote on the host, to where the model reads it."""
-        here = self.take(local_tensor(self.parameter.detach()))
-        there = local_tensor(self.trained.detach())
-        if self.on_host and here.data_ptr() != there.data_ptr():
-            here.copy_(there, non_blocking=True)
+        in_model = self.select(local_tensor(self.parameter.detach()))
+        in_optimizer = local_tensor(self.updated.detach())
+        if self.on_host and in_model.data_ptr() != in_optimizer.data_ptr():
+            in_model.copy_(in_optimizer, non_blocking=True)
 
-    def bring_down(self) -> None:
+    def copy_from_model(self) -> None:
         """The other way: after weights were loaded into the model."""
-        here = self.take(local_tensor(self.parameter.detach()))
-        there = local_tensor(self.trained.detach())
-        if self.on_host and here.data_ptr() != there.data_ptr():
-            there.copy_(here)
+        in_model = self.select(local_tensor(self.parameter.detach()))
+        in_optimizer = local_tensor(self.updated.detach())
+        if self.on_host and in_model.data_ptr() != in_optimizer.data_ptr():
+            in_optimizer.copy_(in_model)
 
 
 @dataclass(eq=False)
@@ -80,87 +88,91 @@ class OptimizerParams:
     gathers what the ranks updated.
     """
 
-    parts: dict[nn.Parameter, OptimizerShard] = field(default_factory=dict)
+    shards: dict[nn.Parameter, OptimizerShard] = field(default_factory=dict)
     before_update: list[Callable[[], None]] = field(default_factory=list)
     after_update: list[Callable[[], None]] = field(default_factory=list)
     _gradients: dict[OptimizerShard, torch.Tensor | None] = field(
         default_factory=dict
     )  # page-locked, of parts on the host
-    _is_behind: bool = False
+    _is_model_stale: bool = False
 
-    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def find_updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """What an optimizer is to update for a parameter of the module."""
-        part = self.parts.get(parameter)
-        return parameter if part is None else part.trained
+        shard = self.shards.get(parameter)
+        return parameter if shard is None else shard.updated
 
-    def named(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, self.of(parameter)) for name, parameter in module.named_parameters())
-
-    def named_parts(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that are not the module's own."""
+    def named_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return (
-            (name, self.parts[p].trained)
-            for name, p in module.named_parameters()
-            if p in self.parts
+            (name, self.find_updated(parameter)) for name, parameter in module.named_parameters()
         )
 
-    def hand_over(self) -> None:
+    def named_shards(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that are not the module's own."""
+        return (
+            (name, self.shards[p].updated)
+            for name, p in module.named_parameters()
+            if p in self.shards
+        )
+
+    def move_grads(self) -> None:
         """After the last backward of a step."""
         for reduce in self.before_update:
             reduce()
         devices: set[torch.device] = set()
-        for part in self.parts.values():
-            if part.on_host and part.parameter.grad is not None:
-                devices.add(local_tensor(part.parameter.grad).device)
-            self._gradients[part] = part.hand_over(self._gradients.get(part))
+        for shard in self.shards.values():
+            if shard.on_host and shard.parameter.grad is not None:
+                devices.add(local_tensor(shard.parameter.grad).device)
+            self._gradients[shard] = shard.move_grads(self._gradients.get(shard))
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def require_parts(self, optimizer: torch.optim.Optimizer) -> None:
+    def require_own_params(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises LayoutError for an optimizer of the module's own parameters, which no longer
         have the gradients."""
-        own = {id(parameter) for parameter in self.parts}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        replaced = {id(parameter) for parameter in self.shards}
+        if any(id(p) in replaced for group in optimizer.param_groups for p in group["params"]):
             raise LayoutError(
                 f"{type(optimizer).__name__} has the module's parameters, and in this layout parts"
                 " of them are updated",
                 fix="build it from model.parameters(), of what parallelize returned",
             )
 
-    def publish(self) -> None:
+    def sync_to_model(self) -> None:
         """After an optimizer's update: the model sees it, on every rank."""
-        self._is_behind = False
-        for part in self.parts.values():
-            part.bring_up()
+        self._is_model_stale = False
+        for shard in self.shards.values():
+            shard.copy_to_model()
         for gather in self.after_update:
             gather()
 
     def refresh(self) -> None:
         """After weights were written into the model: copies on the host follow."""
-        for part in self.parts.values():
-            part.bring_down()
+        for shard in self.shards.values():
+            shard.copy_from_model()
 
-    def watch(self, others: Iterable[nn.Parameter] = ()) -> None:
+    def watch_optimizers(self, moved_with_them: Iterable[nn.Parameter] = ()) -> None:
         """Notice optimizers that update parts: their step alone does not reach the model.
 
-        So it is of `others` where something else of the model moves with them.
+        So it is of `moved_with_them` where something else of the model moves with them.
         """
-        mine = weakref.ref(self)
-        trained = {id(self.of(parameter)) for parameter in (*self.parts, *others)}
+        self_ref = weakref.ref(self)
+        updated = {
+            id(self.find_updated(parameter)) for parameter in (*self.shards, *moved_with_them)
+        }
 
-        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            watched = mine()
-            if watched is not None and any(
-                id(p) in trained for group in optimizer.param_groups for p in group["params"]
+        def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            params = self_ref()
+            if params is not None and any(
+                id(p) in updated for group in optimizer.param_groups for p in group["params"]
             ):
-                watched._is_behind = True
+                params._is_model_stale = True
 
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(on_step).remove)
 
-    def require_published(self) -> None:
+    def require_synced(self) -> None:
         """Raises LayoutError where an optimizer stepped and the model never saw it."""
-        if self._is_behind:
+        if self._is_model_stale:
             raise LayoutError(
                 "an optimizer updated its part of the model, and the rest has not followed",
                 why=(

@@ -20,7 +20,7 @@ from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.model import ParallelModel
-from phalanx.parallel.pipeline.shape_inference import agree
+from phalanx.parallel.pipeline.shape_inference import raise_first_refusal
 from phalanx.parallel.protocol import ParallelContext, Parallelism, Root
 from phalanx.plan.plan import Plan
 
@@ -102,7 +102,7 @@ def parallelize(
         outer=root,
         materialize=materialize,
         names=frozenset(full_name(name) for name, _ in module.named_modules()),
-        draws=DropoutRng(plan.seed if seed is None else seed),
+        dropout_rng=DropoutRng(plan.seed if seed is None else seed),
     )
     context.block_numbers = tuple(range(len(context.blocks)))
     if not context.blocks and (plan.recompute != "none" or plan.compile):
@@ -131,7 +131,7 @@ def _in_all_stages(context: ParallelContext) -> Iterator[None]:
         yield
     except PhalanxError as error:
         refusal = error
-    agree(context.staged.peers, refusal)
+    raise_first_refusal(context.staged.stage_group, refusal)
 
 
 def _allocate(root: nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:

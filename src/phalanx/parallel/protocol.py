@@ -82,7 +82,7 @@ class ParallelContext:
     outer: nn.Module  # what is called; `root`, or a wrapper around it
     sync: Callable[[bool], AbstractContextManager[None]] = lambda on: nullcontext()
     after_backward: Callable[[], None] = lambda: None
-    draws: DropoutRng = field(default_factory=lambda: DropoutRng(seed=0))
+    dropout_rng: DropoutRng = field(default_factory=lambda: DropoutRng(seed=0))
     autocast: bool = True  # False where a transform itself casts parameters and inputs
     materialize: Callable[[], None] = lambda: None
     traffic: Traffic = field(default_factory=Traffic)
@@ -100,7 +100,7 @@ class ParallelContext:
     explain: Callable[[Exception], PhalanxError | None] = lambda error: (
         None
     )  # an error of the first forward
-    trained: OptimizerParams = field(default_factory=OptimizerParams)
+    optimizer_params: OptimizerParams = field(default_factory=OptimizerParams)
     unused: set[str] = field(
         default_factory=set
     )  # parameters without part in a loss, where that is allowed

@@ -141,7 +141,7 @@ class RouteWatch:
         """The first of a forward: a block that is computed again, for its gradients, chooses
         again."""
         moment, num_rows = model.rows_under_way, len(experts_BTK)
-        if model.is_rehearsing or (moment is None and model.module.training):
+        if model.is_inferring_shapes or (moment is None and model.module.training):
             return
         if moment is not None:
             key, first_row = f"{phase(moment[0] - 1)}/{name}", moment[1]

@@ -102,7 +102,7 @@ def _reduce_in_buckets(
             context.traffic.all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
             average_gradients(bucket, group, context.phases)
 
-    context.trained.before_update.append(reduce)
+    context.optimizer_params.before_update.append(reduce)
 
 
 def reduce_after_pipeline(context: ParallelContext) -> None:

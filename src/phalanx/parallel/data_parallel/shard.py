@@ -152,7 +152,7 @@ def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None
 
     context.sync, context.rest, context.gather = sync, rest, gather
     context.after_weights = functools.partial(accumulate_gradients, root)
-    context.trained.before_update.append(reduce)
+    context.optimizer_params.before_update.append(reduce)
 
 
 def _units(blocks: list[nn.Module], per_unit: int) -> list[list[nn.Module]]:

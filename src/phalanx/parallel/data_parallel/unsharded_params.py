@@ -49,9 +49,12 @@ class UnshardedParams:
         for parameter in whole:
             # An optimizer's fused kernel takes DTensors or plain tensors, not both.
             local = dtensor_of(parameter.detach(), mesh, (Replicate(),) * len(axes), parameter)
-            context.trained.parts[parameter] = OptimizerShard(parameter, nn.Parameter(local))
+            shard = OptimizerShard(parameter, nn.Parameter(local))
+            context.optimizer_params.shards[parameter] = shard
         group, phases = context.mesh.data_parallel_group(), context.phases
-        context.trained.before_update.append(lambda: average_gradients(whole, group, phases))
+        context.optimizer_params.before_update.append(
+            lambda: average_gradients(whole, group, phases)
+        )
 
 
 @torch.no_grad()

@@ -47,12 +47,12 @@ class Zero1:
             take = rows.take if rows is not None else _all
             local = take(parameter.detach())
             trained = nn.Parameter(dtensor_of(local, mesh, placements, parameter))
-            context.trained.parts[parameter] = OptimizerShard(parameter, trained, take)
+            context.optimizer_params.shards[parameter] = OptimizerShard(parameter, trained, take)
             if rows is not None:
                 cut.append((parameter, rows))
         bucket_bytes = int(context.plan.bucket_mb * 2**20)
         gather = Gather(cut, group, bucket_bytes=bucket_bytes, phases=context.phases)
-        context.trained.after_update.append(gather.run)
+        context.optimizer_params.after_update.append(gather.run)
 
 
 def _all(tensor: torch.Tensor) -> torch.Tensor:

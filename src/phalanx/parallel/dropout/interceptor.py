@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.dropout.rng import Surroundings
+from phalanx.parallel.dropout.rng import ReplayContext
 from phalanx.parallel.dropout.transform import rows_second
 from phalanx.parallel.protocol import ParallelContext
 
@@ -35,7 +35,7 @@ class RandomOpInterceptor:
     """Sees to what a module draws: for which rows, and what it draws besides its dropout layers."""
 
     def __init__(self, module: nn.Module, context: ParallelContext) -> None:
-        self._module, self._draws, self._mesh = module, context.draws, context.mesh
+        self._module, self._dropout_rng, self._mesh = module, context.dropout_rng, context.mesh
         self._is_global = context.plan.dropout == "global"
         self._names = {part: full_name(name) for name, part in module.named_modules()}
         self._rows_second = rows_second(module)
@@ -49,11 +49,11 @@ class RandomOpInterceptor:
         self._must_look, self._served = self._can_look, ExitStack()
         self._looked: set[int] = set()
         self._state: torch.Tensor | None = None
-        self._draws.surroundings = self._surroundings
+        self._dropout_rng.replay_context = self._replay_context
         self._num_stages = 1 if context.staged is None else len(context.staged.own_stages)
 
     def begin_step(self) -> None:
-        known = not self._is_global or self._must_look or bool(self._draws.left_to_torch)
+        known = not self._is_global or self._must_look or bool(self._dropout_rng.left_to_torch)
         self._state = None if known else self._generator()
 
     def end_step(self) -> None:
@@ -62,7 +62,7 @@ class RandomOpInterceptor:
             self._must_look = self._can_look
             self._looked.clear()
             if not self._can_look:
-                self._draws.left_to_torch[""] = "compiled code draws random numbers"
+                self._dropout_rng.left_to_torch[""] = "compiled code draws random numbers"
 
     def microbatch(
         self, step: int, index: int, batch: Mapping[str, torch.Tensor]
@@ -71,7 +71,7 @@ class RandomOpInterceptor:
         equally many rows."""
         num_rows = next((len(tensor) for tensor in batch.values() if tensor.ndim), 0)
         place = index * self._mesh.layout.data_parallel_size + self._mesh.data_parallel_rank
-        return self._draws.microbatch(step, place * num_rows, num_rows)
+        return self._dropout_rng.microbatch(step, place * num_rows, num_rows)
 
     @contextmanager
     def forward(self, stage: int = 0) -> Iterator[None]:
@@ -96,10 +96,10 @@ class RandomOpInterceptor:
         """What moves the generator while no module runs is the objective."""
         before = self._generator()
         yield
-        if not self._draws.left_to_torch and not torch.equal(before, self._generator()):
-            self._draws.left_to_torch["objective"] = "it draws random numbers"
+        if not self._dropout_rng.left_to_torch and not torch.equal(before, self._generator()):
+            self._dropout_rng.left_to_torch["objective"] = "it draws random numbers"
 
-    def _surroundings(self) -> Surroundings:
+    def _replay_context(self) -> ReplayContext:
         """What a recomputation must find: the module that is running, and whether its draws are
         seen to."""
         return partial(self._running, self._calling[-1], self._mode.depth > 0)
@@ -139,7 +139,9 @@ class RandomOpInterceptor:
                 and not torch.equal(states.pop(), self._generator())
                 and not self._knows_inside(name)
             ):
-                self._draws.left_to_torch[name] = f"{type(part).__name__} draws random numbers"
+                self._dropout_rng.left_to_torch[name] = (
+                    f"{type(part).__name__} draws random numbers"
+                )
 
         hooks = (
             part.register_forward_pre_hook(enter, prepend=True),
@@ -152,7 +154,7 @@ class RandomOpInterceptor:
                 hook.remove()
 
     def _knows_inside(self, name: str) -> bool:
-        return any(_is_inside(other, name) for other in self._draws.left_to_torch)
+        return any(_is_inside(other, name) for other in self._dropout_rng.left_to_torch)
 
     @contextmanager
     def _serving(self, part: nn.Module) -> Iterator[None]:
@@ -182,7 +184,7 @@ class RandomOpInterceptor:
         if name is None:
             return None
         rows_dim = int(name in self._rows_second)
-        mask = self._draws.mask(name, keep, like.shape, like.device, rows_dim=rows_dim)
+        mask = self._dropout_rng.mask(name, keep, like.shape, like.device, rows_dim=rows_dim)
         if mask is not None:
             self._drawing.add(name)
         return mask

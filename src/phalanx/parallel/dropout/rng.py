@@ -17,25 +17,25 @@ import torch
 from phalanx.core.digest import stable_hash64
 from phalanx.mesh.counter_rng import keep_mask
 
-Surroundings = Callable[[], AbstractContextManager[None]]
+ReplayContext = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Part:
+class InputSlice:
     """What a dropout layer is given is a part of dimension `dim`: from `offset` on, of `size`."""
 
     dim: int
     offset: int
     size: int
 
-    def place(self, length: int) -> tuple[int, int]:
+    def locate(self, length: int) -> tuple[int, int]:
         """(where `length` elements begin, of how many they are)."""
         assert self.offset + length <= self.size, (self, length)
         return self.offset, self.size
 
 
 @dataclass(frozen=True)
-class EqualPart:
+class EqualSlice:
     """The `index`-th of `count` equal parts of dimension `dim`, however long it is (a sequence,
     say)."""
 
@@ -43,7 +43,7 @@ class EqualPart:
     index: int
     count: int
 
-    def place(self, length: int) -> tuple[int, int]:
+    def locate(self, length: int) -> tuple[int, int]:
         """(where `length` elements begin, of how many they are)."""
         return self.index * length, self.count * length
 
@@ -72,11 +72,11 @@ class DropoutRng:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.parts: dict[str, Sequence[Part | EqualPart]] = {}
+        self.parts: dict[str, Sequence[InputSlice | EqualSlice]] = {}
         self.left_to_torch: dict[str, str] = {}
         self.require_whole: Callable[[str], None] = lambda name: None
         """Told who draws; raises where that would be the mask of a part as if it were the whole."""
-        self.surroundings: Callable[[], Surroundings] = lambda: nullcontext
+        self.replay_context: Callable[[], ReplayContext] = lambda: nullcontext
         """A recomputation begins inside a module: asked in the forward for what must be known
         there, too."""
         self._moment: MicrobatchRng | None = None
@@ -107,7 +107,7 @@ class DropoutRng:
         """What layer `name` keeps in this call of a tensor of `shape`; None if it has no row for
         each of the batch."""
         moment = self._moment
-        if moment is None or not fits(shape, rows_dim, moment.num_rows):
+        if moment is None or not has_fixed_rows(shape, rows_dim, moment.num_rows):
             return None
         self.require_whole(name)
         call = moment.calls.get(name, 0)
@@ -115,61 +115,64 @@ class DropoutRng:
         if not all(shape):
             return torch.ones(tuple(shape), dtype=torch.bool, device=device)
         per_row = shape[rows_dim] // moment.num_rows
-        offsets, whole = [0] * len(shape), list(shape)
+        offsets, global_shape = [0] * len(shape), list(shape)
         for part in self.parts.get(name, ()):
-            offsets[part.dim], whole[part.dim] = part.place(shape[part.dim])
+            offsets[part.dim], global_shape[part.dim] = part.locate(shape[part.dim])
         order = [rows_dim, *(dim for dim in range(len(shape)) if dim != rows_dim)]
         mask = keep_mask(
             stable_hash64("dropout", self.seed, moment.step, name, call),
             keep,
             (moment.num_rows, per_row, *(shape[dim] for dim in order[1:])),
             offsets=(moment.first_row, 0, *(offsets[dim] for dim in order[1:])),
-            global_sizes=(moment.num_rows, per_row, *(whole[dim] for dim in order[1:])),
+            global_sizes=(moment.num_rows, per_row, *(global_shape[dim] for dim in order[1:])),
             device=device,
         )
         return mask.view([shape[dim] for dim in order]).movedim(0, rows_dim)
 
-    def again(self) -> tuple[_Noted, _Again]:
+    def replay_contexts(self) -> tuple[_RecordedRng, _ReplayedRng]:
         """What a forward and its recomputation run in: the second draws what the first drew."""
-        noted = _Noted(self)
-        return noted, _Again(self, noted)
+        recorded = _RecordedRng(self)
+        return recorded, _ReplayedRng(self, recorded)
 
 
-def fits(shape: Sequence[int], rows_dim: int, num_rows: int) -> bool:
+def has_fixed_rows(shape: Sequence[int], rows_dim: int, num_rows: int) -> bool:
     """Whether a tensor has a fixed number of rows for each of the microbatch's."""
     if len(shape) <= rows_dim:
         return False
     return shape[rows_dim] % num_rows == 0 if num_rows else shape[rows_dim] == 0
 
 
-class _Noted:
-    def __init__(self, draws: DropoutRng) -> None:
-        self._draws = draws
-        self.began: MicrobatchRng | None = None
-        self.surroundings: Surroundings = nullcontext
+class _RecordedRng:
+    def __init__(self, dropout_rng: DropoutRng) -> None:
+        self._dropout_rng = dropout_rng
+        self.at_start: MicrobatchRng | None = None
+        self.replay_context: ReplayContext = nullcontext
 
     def __enter__(self) -> None:
-        moment = self._draws._moment
-        self.began, self.surroundings = (
+        moment = self._dropout_rng._moment
+        self.at_start, self.replay_context = (
             (moment.copy() if moment else None),
-            self._draws.surroundings(),
+            self._dropout_rng.replay_context(),
         )
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
-class _Again:
-    def __init__(self, draws: DropoutRng, noted: _Noted) -> None:
-        self._draws, self._noted = draws, noted
+class _ReplayedRng:
+    def __init__(self, dropout_rng: DropoutRng, recorded: _RecordedRng) -> None:
+        self._dropout_rng, self._recorded = dropout_rng, recorded
         self._before: MicrobatchRng | None = None
         self._inside = ExitStack()
 
     def __enter__(self) -> None:
-        began = self._noted.began
-        self._before, self._draws._moment = self._draws._moment, began.copy() if began else None
-        self._inside.enter_context(self._noted.surroundings())
+        at_start = self._recorded.at_start
+        self._before, self._dropout_rng._moment = (
+            self._dropout_rng._moment,
+            at_start.copy() if at_start else None,
+        )
+        self._inside.enter_context(self._recorded.replay_context())
 
     def __exit__(self, *error: Any) -> None:
         self._inside.__exit__(*error)
-        self._draws._moment = self._before
+        self._dropout_rng._moment = self._before

@@ -1,9 +1,9 @@
-"""Dropout that does not depend on the layout: every layer's mask is made by place (`draws`), each
+"""Dropout that does not depend on the layout: every layer's mask is made by place (`rng`), each
 rank its own rows.
 
 Modules are not replaced: each becomes an instance of a class derived from its own, so that names,
 types and hooks stay the user's. What draws otherwise (F.dropout in a forward, attention, recurrent
-layers) is seen to by `drawing`.
+layers) is seen to by `interceptor`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Dropout:
                 _count(
                     full_name(name),
                     part,
-                    context.draws,
+                    context.dropout_rng,
                     rows_dim=int(full_name(name) in time_first),
                 )
 
@@ -72,7 +72,7 @@ def _is_dropout(module: nn.Module) -> bool:
 class _Counted(_DropoutNd):
     """Stands between a user's class and torch's: a user's forward still comes first."""
 
-    _draws: DropoutRng
+    _dropout_rng: DropoutRng
     _name: str
     _rows_dim: int = 0
 
@@ -81,7 +81,7 @@ class _Counted(_DropoutNd):
         shape = self._noise_shape(input)
         mask = None
         if self.training and 0.0 < self.p < 1.0 and shape is not None:
-            mask = self._draws.mask(
+            mask = self._dropout_rng.mask(
                 self._name, 1.0 - self.p, shape, input.device, rows_dim=self._rows_dim
             )
         if mask is None:
@@ -157,11 +157,11 @@ _COUNTED: dict[type[_DropoutNd], type[_Counted]] = {
 }
 
 
-def _count(name: str, module: _DropoutNd, draws: DropoutRng, *, rows_dim: int) -> None:
+def _count(name: str, module: _DropoutNd, dropout_rng: DropoutRng, *, rows_dim: int) -> None:
     """Change the class of `module` in place."""
     module.__class__ = _counted_class(type(module))  # type: ignore[arg-type]  # torch's classes are Any
     assert isinstance(module, _Counted)
-    module._draws, module._name, module._rows_dim = draws, name, rows_dim
+    module._dropout_rng, module._name, module._rows_dim = dropout_rng, name, rows_dim
 
 
 @functools.cache

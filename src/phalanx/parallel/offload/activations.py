@@ -37,15 +37,17 @@ class OffloadActivations:
     def apply(self, context: ParallelContext) -> None:
         """Around the whole forward; the hooks of recomputed blocks are inside, so of these their
         inputs go."""
-        lane = CopyStream(context.mesh.device)
-        context.root.forward = functools.partial(_offloading, lane, context.root.forward)  # type: ignore[method-assign]
+        copy_stream = CopyStream(context.mesh.device)
+        context.root.forward = functools.partial(_offloading, copy_stream, context.root.forward)  # type: ignore[method-assign]
 
 
-def _offloading(lane: CopyStream, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _offloading(
+    copy_stream: CopyStream, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    trip = OffloadPass(lane)
-    with saved_tensors_hooks(trip.pack, trip.unpack):
+    offload_pass = OffloadPass(copy_stream)
+    with saved_tensors_hooks(offload_pass.pack, offload_pass.unpack):
         return forward(*args, **kwargs)
 
 
@@ -90,7 +92,7 @@ class OffloadedStorage:
 class OffloadHandle:
     """A saved tensor: how it lies in its storage."""
 
-    parked: OffloadedStorage
+    offloaded: OffloadedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -100,43 +102,45 @@ class OffloadHandle:
 class OffloadPass:
     """One forward and its backward."""
 
-    def __init__(self, lane: CopyStream) -> None:
+    def __init__(self, copy_stream: CopyStream) -> None:
         self.num_bytes = 0
-        """Bytes in host memory, over the whole trip."""
-        self._lane = lane
-        self._order: list[weakref.ref[OffloadedStorage]] = []
+        """Bytes in host memory, over forward and backward."""
+        self._copy_stream = copy_stream
+        self._in_order: list[weakref.ref[OffloadedStorage]] = []
         self._known: dict[
             int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[OffloadedStorage]]
         ] = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | OffloadHandle:
-        if not self._goes(tensor):
+        if not self._is_offloadable(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        parked = self._already(storage, tensor._version) or self._park(storage, tensor._version)
-        parked.num_left += 1
+        offloaded = self._find_offloaded(storage, tensor._version) or self._offload(
+            storage, tensor._version
+        )
+        offloaded.num_left += 1
         return OffloadHandle(
-            parked, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+            offloaded, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
         )
 
     def unpack(self, packed: torch.Tensor | OffloadHandle) -> torch.Tensor:
         if not isinstance(packed, OffloadHandle):
             return packed
-        parked = packed.parked
-        self._fetch(parked)
-        self._lane.before_computation(parked.arrived)
-        back = parked.back
+        offloaded = packed.offloaded
+        self._fetch(offloaded)
+        self._copy_stream.before_computation(offloaded.arrived)
+        back = offloaded.back
         assert back is not None
-        self._fetch_before(parked)
-        parked.num_left -= 1
-        if parked.num_left <= 0:
-            parked.back = None
-        found = torch.empty(0, dtype=packed.dtype, device=back.device)
-        return found.set_(back.untyped_storage(), packed.offset, packed.size, packed.stride)
+        self._fetch_before(offloaded)
+        offloaded.num_left -= 1
+        if offloaded.num_left <= 0:
+            offloaded.back = None
+        view = torch.empty(0, dtype=packed.dtype, device=back.device)
+        return view.set_(back.untyped_storage(), packed.offset, packed.size, packed.stride)
 
-    def _goes(self, tensor: torch.Tensor) -> bool:
+    def _is_offloadable(self, tensor: torch.Tensor) -> bool:
         return (
-            tensor.device.type == self._lane.device.type
+            tensor.device.type == self._copy_stream.device.type
             and type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
             and not tensor.is_conj()
@@ -145,49 +149,51 @@ class OffloadPass:
             and not is_weight(tensor)
         )
 
-    def _already(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage | None:
-        owner, then, parked = self._known.get(storage.data_ptr(), (None, 0, None))
-        if owner is None or parked is None or owner() is None or then != version:
+    def _find_offloaded(
+        self, storage: torch.UntypedStorage, version: int
+    ) -> OffloadedStorage | None:
+        owner, then, offloaded = self._known.get(storage.data_ptr(), (None, 0, None))
+        if owner is None or offloaded is None or owner() is None or then != version:
             return None
-        return parked()
+        return offloaded()
 
-    def _park(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage:
+    def _offload(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-        self._lane.after_computation()
-        with self._lane.run():
+        self._copy_stream.after_computation()
+        with self._copy_stream.run():
             host.copy_(flat, non_blocking=True)
-        if self._lane.stream is not None:
+        if self._copy_stream.stream is not None:
             flat.record_stream(
-                self._lane.stream
+                self._copy_stream.stream
             )  # its memory is not given away before it has been read
-        parked = OffloadedStorage(host, len(self._order))
+        offloaded = OffloadedStorage(host, len(self._in_order))
         self.num_bytes += host.numel()
-        self._order.append(weakref.ref(parked))
-        self._known[storage.data_ptr()] = (weakref.ref(storage), version, weakref.ref(parked))
-        return parked
+        self._in_order.append(weakref.ref(offloaded))
+        self._known[storage.data_ptr()] = (weakref.ref(storage), version, weakref.ref(offloaded))
+        return offloaded
 
-    def _fetch(self, parked: OffloadedStorage) -> None:
-        if parked.back is not None:
+    def _fetch(self, offloaded: OffloadedStorage) -> None:
+        if offloaded.back is not None:
             return
-        with self._lane.run():
-            parked.back = torch.empty(
-                parked.host.shape, dtype=torch.uint8, device=self._lane.device
+        with self._copy_stream.run():
+            offloaded.back = torch.empty(
+                offloaded.host.shape, dtype=torch.uint8, device=self._copy_stream.device
             )
-            parked.back.copy_(parked.host, non_blocking=True)
-            parked.arrived = self._lane.mark()
-        if self._lane.stream is not None:  # made on the lane, read by the computation
-            parked.back.record_stream(torch.cuda.current_stream(self._lane.device))
+            offloaded.back.copy_(offloaded.host, non_blocking=True)
+            offloaded.arrived = self._copy_stream.mark()
+        if self._copy_stream.stream is not None:  # made on the copy stream, read by the computation
+            offloaded.back.record_stream(torch.cuda.current_stream(self._copy_stream.device))
 
-    def _fetch_before(self, parked: OffloadedStorage) -> None:
-        """Those that were parked just before: the backward asks for them next."""
-        if self._lane.stream is None:
+    def _fetch_before(self, offloaded: OffloadedStorage) -> None:
+        """Those that were offloaded just before: the backward asks for them next."""
+        if self._copy_stream.stream is None:
             return
-        for other in (
-            ref() for ref in self._order[max(0, parked.place - NUM_AHEAD) : parked.place]
+        for earlier in (
+            ref() for ref in self._in_order[max(0, offloaded.place - NUM_AHEAD) : offloaded.place]
         ):
-            if other is not None and other.num_left > 0:
-                self._fetch(other)
+            if earlier is not None and earlier.num_left > 0:
+                self._fetch(earlier)
 
 
 parallelism = OffloadActivations()

@@ -28,18 +28,17 @@ class OffloadOptimizer:
         for parameter in context.root.module.parameters():
             if not parameter.requires_grad:
                 continue
-            part = context.trained.parts.get(parameter, OptimizerShard(parameter, parameter))
-            local = on_host(local_tensor(part.trained.detach()))
-            like = part.trained
-            trained = nn.Parameter(
-                dtensor_like(like, local) if isinstance(like, DTensor) else local
+            shards = context.optimizer_params.shards
+            shard = shards.get(parameter, OptimizerShard(parameter, parameter))
+            updated = shard.updated
+            local = copy_to_host(local_tensor(updated.detach()))
+            on_host = nn.Parameter(
+                dtensor_like(updated, local) if isinstance(updated, DTensor) else local
             )
-            context.trained.parts[parameter] = OptimizerShard(
-                parameter, trained, part.take, on_host=True
-            )
+            shards[parameter] = OptimizerShard(parameter, on_host, shard.select, on_host=True)
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that a GPU reads fast; on a CPU the tensor itself."""
     if tensor.device.type == "cpu":
         return tensor

@@ -20,7 +20,7 @@ from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.mesh.casts import share_casts
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
-from phalanx.parallel.pipeline.shape_inference import rehearse, share
+from phalanx.parallel.pipeline.shape_inference import broadcast_value, infer_shapes
 from phalanx.parallel.pipeline.transform import Staged
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
@@ -37,39 +37,39 @@ Span = tuple[str, Any, Any]
 
 
 @dataclass
-class Kept:
+class SavedForward:
     """What a forward leaves for its backward: the stage's input (None: tokens), and its output
     or its loss."""
 
-    given: torch.Tensor | None
-    made: torch.Tensor
+    stage_input: torch.Tensor | None
+    output: torch.Tensor
 
 
 @dataclass
 class PipelineRun:
     """One rank's part. `spans`: the actions of the last step, without waiting for messages.
 
-    `most_held`: microbatches of each own stage that were held at once, over all steps;
+    `most_in_flight`: microbatches of each own stage that were held at once, over all steps;
     `stage_bytes`: what autograd kept of one microbatch, where it was counted. `sent_bytes`: to
     other ranks, of the last step.
     """
 
     context: ParallelContext
     staged: Staged
-    drawing: RandomOpInterceptor
+    interceptor: RandomOpInterceptor
     forward: Forward
     scaled: Callable[[torch.Tensor], torch.Tensor]
     spans: list[Span] = field(default_factory=list)
-    most_held: Counter[int] = field(default_factory=Counter)
+    most_in_flight: Counter[int] = field(default_factory=Counter)
     stage_bytes: dict[int, int] = field(default_factory=dict)
     peak_bytes: int = 0
     sent_bytes: int = 0
     counts_saved: bool = False
     is_under_way: bool = False
     """Stays true where an error left a schedule half done: other ranks then wait for this one."""
-    _weights: DeferredWeightGrads = field(default_factory=DeferredWeightGrads)
-    _kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
-    _forms: dict[Any, dict[int, TensorSpec]] = field(default_factory=dict)
+    _deferred: DeferredWeightGrads = field(default_factory=DeferredWeightGrads)
+    _saved: dict[tuple[int, int], SavedForward] = field(default_factory=dict)
+    _specs: dict[Any, dict[int, TensorSpec]] = field(default_factory=dict)
     _num_tokens: dict[Any, int] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _messages: dict[tuple[str, int], Messages] = field(default_factory=dict)
@@ -88,20 +88,20 @@ class PipelineRun:
         self._require_in_step()
         schedule = self._schedule(len(microbatches))
         self.spans, self.sent_bytes = [], 0
-        self._kept.clear()
+        self._saved.clear()
         with self.context.sync(True):
-            self._learn_forms(microbatches, objective)
-            post = self._post(schedule, microbatches)
+            self._infer_specs(microbatches, objective)
+            queue = self._open_queue(schedule, microbatches)
             self.is_under_way = True
             with share_casts():
-                for place, action in enumerate(schedule.actions[self.staged.peers.rank]):
-                    post.ask_before(place)
-                    self._do(action, post, microbatches, objective, step, add)
+                for place, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
+                    queue.start_receives(place)
+                    self._run_action(action, queue, microbatches, objective, step, add)
             with self.context.phases("pipeline", "settle sends"):
-                post.settle()
+                queue.wait_sent()
         self.is_under_way = False
-        assert not self._kept, "a schedule that was checked leaves nothing"
-        assert not self._weights.num_due, "nor does it leave a W"
+        assert not self._saved, "a schedule that was checked leaves nothing"
+        assert not self._deferred.num_due, "nor does it leave a W"
 
     def _require_in_step(self) -> None:
         """Another step's messages would be taken for those that other ranks still wait for."""
@@ -130,104 +130,115 @@ class PipelineRun:
 
     # One action
 
-    def _do(
+    def _run_action(
         self,
         action: Action,
-        post: P2PQueue,
+        queue: P2PQueue,
         microbatches: Sequence[Batch],
         objective: Any,
         step: int,
         add: Callable[[torch.Tensor, Any], None],
     ) -> None:
-        made: torch.Tensor | None = None
+        output: torch.Tensor | None = None
         if action.kind == "F":
-            given = self._receive(post, action, is_gradient=False)
+            stage_input = self._receive(queue, action, is_gradient=False)
             with self._timed(action, "forward"):
-                made = self._do_forward(
-                    action, given, microbatches[action.microbatch], objective, step, add
+                output = self._run_forward(
+                    action, stage_input, microbatches[action.microbatch], objective, step, add
                 )
         elif action.kind == "W":
             with self._timed(action, "backward"):
-                self._weights.do((action.stage, action.microbatch))
+                self._deferred.run((action.stage, action.microbatch))
                 self.context.after_weights()
         else:
-            gradient = self._receive(post, action, is_gradient=True)
-            self._tell_tokens(microbatches[action.microbatch])  # a recomputation asks
+            gradient = self._receive(queue, action, is_gradient=True)
+            self._set_num_tokens(microbatches[action.microbatch])  # a recomputation asks
             with self._timed(action, "backward"):
-                made = self._do_backward(action, gradient)
-        parcel = output_of(action, self.staged.pipeline.num_stages)
-        if parcel is not None:
-            assert made is not None
-            self.sent_bytes += post.hand_on(parcel, made)
+                output = self._run_backward(action, gradient)
+        message = output_of(action, self.staged.pipeline.num_stages)
+        if message is not None:
+            assert output is not None
+            self.sent_bytes += queue.send(message, output)
 
-    def _receive(self, post: P2PQueue, action: Action, *, is_gradient: bool) -> torch.Tensor | None:
+    def _receive(
+        self, queue: P2PQueue, action: Action, *, is_gradient: bool
+    ) -> torch.Tensor | None:
         edge = self.staged.pipeline.num_stages - 1 if is_gradient else 0
         if action.stage == edge:
             return None
-        parcel = P2PMessage(action.stage, action.microbatch, is_gradient)
-        if post.is_here(parcel):
-            return post.take(parcel)
+        message = P2PMessage(action.stage, action.microbatch, is_gradient)
+        if queue.is_local(message):
+            return queue.receive(message)
         with self.context.phases("pipeline", f"receive for {action}"):
-            return post.take(parcel)
+            return queue.receive(message)
 
     @contextmanager
     def _timed(self, action: Action, phase: str) -> Iterator[None]:
         clock = self.context.phases.clock
-        began = clock.mark()
+        begin = clock.mark()
         with self.context.phases(phase, str(action)):
             yield
-        self.spans.append((str(action), began, clock.mark()))
+        self.spans.append((str(action), begin, clock.mark()))
 
-    def _do_forward(
+    def _run_forward(
         self,
         action: Action,
-        given: torch.Tensor | None,
+        stage_input: torch.Tensor | None,
         batch: Batch,
         objective: Any,
         step: int,
         add: Callable[[torch.Tensor, Any], None],
     ) -> torch.Tensor:
-        if given is not None:
-            given.requires_grad_()
-        with self.drawing.microbatch(step, action.microbatch, batch), self._counting(action.stage):
-            with self.drawing.forward(action.stage):
-                found = self._compute(action.stage, given, batch, objective)
+        if stage_input is not None:
+            stage_input.requires_grad_()
+        with (
+            self.interceptor.microbatch(step, action.microbatch, batch),
+            self._counting(action.stage),
+        ):
+            with self.interceptor.forward(action.stage):
+                outcome = self._compute(action.stage, stage_input, batch, objective)
         if action.stage + 1 == self.staged.pipeline.num_stages:
-            loss, num_targets = found
+            loss, num_targets = outcome
             add(loss.detach(), num_targets)
-            found = self.scaled(loss)
-        self._kept[action.stage, action.microbatch] = Kept(given, found)
-        self._note_held()
-        return found.detach()
+            outcome = self.scaled(loss)
+        self._saved[action.stage, action.microbatch] = SavedForward(stage_input, outcome)
+        self._record_in_flight()
+        return outcome.detach()
 
-    def _do_backward(self, action: Action, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _run_backward(self, action: Action, gradient: torch.Tensor | None) -> torch.Tensor | None:
         key = (action.stage, action.microbatch)
-        kept = self._kept.pop(key)
+        saved = self._saved.pop(key)
         if action.kind == "I":
-            with self._weights.putting_off(key):
-                self._backward(kept, gradient)
+            with self._deferred.deferring(key):
+                self._backward(saved, gradient)
         else:
-            self._backward(kept, gradient)
+            self._backward(saved, gradient)
         self.context.after_backward()
-        if kept.given is None:
+        if saved.stage_input is None:
             return None
-        return torch.zeros_like(kept.given) if kept.given.grad is None else kept.given.grad
+        return (
+            torch.zeros_like(saved.stage_input)
+            if saved.stage_input.grad is None
+            else saved.stage_input.grad
+        )
 
-    def _backward(self, kept: Kept, gradient: torch.Tensor | None) -> None:
-        if kept.made.requires_grad:  # not a first stage whose parameters are all frozen
-            kept.made.backward(gradient)
+    def _backward(self, saved: SavedForward, gradient: torch.Tensor | None) -> None:
+        if saved.output.requires_grad:  # not a first stage whose parameters are all frozen
+            saved.output.backward(gradient)
 
-    def _compute(self, stage: int, given: torch.Tensor | None, batch: Batch, objective: Any) -> Any:
+    def _compute(
+        self, stage: int, stage_input: torch.Tensor | None, batch: Batch, objective: Any
+    ) -> Any:
         ranges = self.staged.pipeline.stages.ranges
-        if not self.staged.door.is_rehearsal:
-            self._tell_tokens(batch)
-        with self.staged.door.open(stage, ranges[stage], given):
+        if not self.staged.stage_forward.is_inferring_shapes:
+            self._set_num_tokens(batch)
+        with self.staged.stage_forward.open(stage, ranges[stage], stage_input):
             return self.forward(batch, objective)
 
-    def _tell_tokens(self, batch: Batch) -> None:
+    def _set_num_tokens(self, batch: Batch) -> None:
         """How long its sequences are, which only the first stage's embedding sees."""
         if self.context.tensor_group is not None:
-            self.context.tensor_group.num_tokens = self._num_tokens[self._form_key(batch)]
+            self.context.tensor_group.num_tokens = self._num_tokens[self._spec_key(batch)]
 
     # What is kept
 
@@ -242,37 +253,37 @@ class PipelineRun:
             yield
         self.stage_bytes[stage] = saved.num_bytes
 
-    def _note_held(self) -> None:
-        held = Counter(stage for stage, _ in self._kept)
-        for stage, count in held.items():
-            self.most_held[stage] = max(self.most_held[stage], count)
+    def _record_in_flight(self) -> None:
+        in_flight = Counter(stage for stage, _ in self._saved)
+        for stage, count in in_flight.items():
+            self.most_in_flight[stage] = max(self.most_in_flight[stage], count)
         self.peak_bytes = max(
-            self.peak_bytes, sum(n * self.stage_bytes.get(s, 0) for s, n in held.items())
+            self.peak_bytes, sum(n * self.stage_bytes.get(s, 0) for s, n in in_flight.items())
         )
 
     # Forms
 
-    def _form_key(self, batch: Batch) -> Any:
+    def _spec_key(self, batch: Batch) -> Any:
         shapes = tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items()))
         return shapes, self.context.root.module.training
 
-    def _learn_forms(self, microbatches: Iterable[Batch], objective: Any) -> None:
+    def _infer_specs(self, microbatches: Iterable[Batch], objective: Any) -> None:
         for batch in microbatches:
-            key = self._form_key(batch)
-            if key in self._forms:
+            key = self._spec_key(batch)
+            if key in self._specs:
                 continue
-            door = self.staged.door
-            door.is_rehearsal = self.is_under_way = True
+            stage_forward = self.staged.stage_forward
+            stage_forward.is_inferring_shapes = self.is_under_way = True
 
-            def compute(stage: int, given: torch.Tensor | None, batch: Batch = batch) -> Any:
-                return self._compute(stage, given, batch, objective)
+            def compute(stage: int, stage_input: torch.Tensor | None, batch: Batch = batch) -> Any:
+                return self._compute(stage, stage_input, batch, objective)
 
             try:
                 with self.context.phases("pipeline", "rehearse a microbatch of a new form"):
                     pipeline = self.staged.pipeline
-                    self._forms[key] = rehearse(
+                    self._specs[key] = infer_shapes(
                         self.context.root,
-                        self.staged.peers,
+                        self.staged.stage_group,
                         pipeline.rank_of_stage,
                         compute,
                         self.context.tensor_group,
@@ -284,20 +295,20 @@ class PipelineRun:
                 self.is_under_way = False
                 raise
             finally:
-                door.is_rehearsal = False
+                stage_forward.is_inferring_shapes = False
 
-    def _post(self, schedule: Schedule, microbatches: Sequence[Batch]) -> P2PQueue:
-        forms = {
-            (stage, index): form
+    def _open_queue(self, schedule: Schedule, microbatches: Sequence[Batch]) -> P2PQueue:
+        specs = {
+            (stage, index): spec
             for index, batch in enumerate(microbatches)
-            for stage, form in self._forms[self._form_key(batch)].items()
+            for stage, spec in self._specs[self._spec_key(batch)].items()
         }
-        peers, key = self.staged.peers, (schedule.name, schedule.num_microbatches)
+        stage_group, key = self.staged.stage_group, (schedule.name, schedule.num_microbatches)
         if key not in self._messages:
             self._messages[key] = plan_messages(
-                schedule, peers.rank, in_one_queue=peers.is_one_queue
+                schedule, stage_group.rank, in_one_queue=stage_group.is_one_queue
             )
-        return P2PQueue(peers, self._messages[key], self.staged.pipeline.rank_of_stage, forms)
+        return P2PQueue(stage_group, self._messages[key], self.staged.pipeline.rank_of_stage, specs)
 
     # Without gradients
 
@@ -311,28 +322,33 @@ class PipelineRun:
         self._require_in_step()
         pipeline = self.staged.pipeline
         batches = iter(microbatches)
-        while some := list(itertools.islice(batches, pipeline.num_ranks)):
+        while group_of_batches := list(itertools.islice(batches, pipeline.num_ranks)):
             self.context.gather()
-            self._learn_forms(some, objective)
-            schedule = _forwards(pipeline, len(some))
-            post, found = self._post(schedule, some), [None] * len(some)
+            self._infer_specs(group_of_batches, objective)
+            schedule = _forwards(pipeline, len(group_of_batches))
+            queue, outcome = (
+                self._open_queue(schedule, group_of_batches),
+                [None] * len(group_of_batches),
+            )
             self.is_under_way = True
-            for place, action in enumerate(schedule.actions[self.staged.peers.rank]):
-                post.ask_before(place)
-                given = self._receive(post, action, is_gradient=False)
-                made = self._compute(action.stage, given, some[action.microbatch], objective)
-                parcel = output_of(action, pipeline.num_stages)
-                if parcel is None:
-                    found[action.microbatch] = made
+            for place, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
+                queue.start_receives(place)
+                stage_input = self._receive(queue, action, is_gradient=False)
+                output = self._compute(
+                    action.stage, stage_input, group_of_batches[action.microbatch], objective
+                )
+                message = output_of(action, pipeline.num_stages)
+                if message is None:
+                    outcome[action.microbatch] = output
                 else:
-                    post.hand_on(parcel, made.detach())
-            post.settle()
+                    queue.send(message, output.detach())
+            queue.wait_sent()
             self.is_under_way = False
-            yield from found
+            yield from outcome
 
     def on_all(self, value: torch.Tensor | None) -> torch.Tensor:
         """`value` of the rank with the last stage, on every rank of the pipeline. Collective."""
-        return share(self.staged.peers, self.staged.last_rank, value)
+        return broadcast_value(self.staged.stage_group, self.staged.last_rank, value)
 
 
 def _forwards(pipeline: Pipeline, num_microbatches: int) -> Schedule:

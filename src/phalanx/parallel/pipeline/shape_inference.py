@@ -1,5 +1,5 @@
-"""A pipeline's rehearsal: one microbatch of a new form goes through all stages, without gradients,
-before it counts.
+"""Shape inference: one microbatch of new shapes goes through all stages, without gradients, before
+it counts.
 
 It tells every rank the form of what stages send each other, so that a sequence of another length is
 no surprise, and it looks whether the model can be cut where it is cut: what is wrong is told on
@@ -32,9 +32,9 @@ Compute = Callable[[int, torch.Tensor | None], Any]
 """(stage, what arrived) -> hidden states, or of the last stage anything."""
 
 
-def rehearse(
+def infer_shapes(
     module: nn.Module,
-    peers: StageGroup,
+    stage_group: StageGroup,
     rank_of_stage: tuple[int, ...],
     compute: Compute,
     group: TensorGroup | None = None,
@@ -46,25 +46,25 @@ def rehearse(
     blocks, of which each stage has its own.
     """
     modes = [(part, part.training) for part in module.modules()]
-    before = {name: buffer.clone() for name, buffer in _persistent_buffers(module)}
+    buffers_before = {name: buffer.clone() for name, buffer in _persistent_buffers(module)}
     module.eval()  # nothing is drawn, no running statistics move
 
-    def compute_still(stage: int, arrived: torch.Tensor | None) -> Any:
-        found = compute(stage, arrived)
-        _require_unmoved(module, before)
-        return found
+    def compute_and_check(stage: int, arrived: torch.Tensor | None) -> Any:
+        output = compute(stage, arrived)
+        _require_unmoved(module, buffers_before)
+        return output
 
     try:
-        with torch.no_grad(), _same_draws_afterwards(peers.device):
-            return _through(peers, rank_of_stage, compute_still, group)
+        with torch.no_grad(), _preserved_rng(stage_group.device):
+            return _run_stages(stage_group, rank_of_stage, compute_and_check, group)
     finally:
         for part, is_training in modes:
             part.training = is_training
 
 
-def _require_unmoved(module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+def _require_unmoved(module: nn.Module, buffers_before: Mapping[str, torch.Tensor]) -> None:
     for name, buffer in _persistent_buffers(module):
-        if name in before and _differ(buffer, before[name]):
+        if name in buffers_before and _are_different(buffer, buffers_before[name]):
             own_name = full_name(name).removeprefix("module.")  # of the user's, inside of the root
             raise LayoutError(
                 f"a forward in evaluation moves the buffer {own_name}, and each stage of a pipeline"
@@ -84,22 +84,22 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield (f"{prefix}.{key}" if prefix else key), buffer
 
 
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _are_different(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def agree(peers: StageGroup, refusal: PhalanxError | None) -> None:
+def raise_first_refusal(stage_group: StageGroup, refusal: PhalanxError | None) -> None:
     """Collective over the ranks of a pipeline: raises the refusal of the first rank that has one
     on all of them."""
-    refuses = torch.zeros(len(peers.numbers), dtype=torch.int64, device=peers.device)
-    refuses[peers.rank] = int(refusal is not None)
-    dist.all_reduce(refuses, group=peers.down)
+    refuses = torch.zeros(len(stage_group.numbers), dtype=torch.int64, device=stage_group.device)
+    refuses[stage_group.rank] = int(refusal is not None)
+    dist.all_reduce(refuses, group=stage_group.down)
     for rank in refuses.nonzero().flatten().tolist()[:1]:
-        _told(peers, rank, None, refusal if rank == peers.rank else None)
+        _broadcast_spec(stage_group, rank, None, refusal if rank == stage_group.rank else None)
 
 
 @contextmanager
-def _same_draws_afterwards(device: torch.device) -> Iterator[None]:
+def _preserved_rng(device: torch.device) -> Iterator[None]:
     """Whatever a user's forward draws inside, training draws as if it had not been."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
@@ -110,43 +110,46 @@ def _same_draws_afterwards(device: torch.device) -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
-def _through(
-    peers: StageGroup, rank_of_stage: tuple[int, ...], compute: Compute, group: TensorGroup | None
+def _run_stages(
+    stage_group: StageGroup,
+    rank_of_stage: tuple[int, ...],
+    compute: Compute,
+    group: TensorGroup | None,
 ) -> dict[int, TensorSpec]:
-    forms: dict[int, TensorSpec] = {}
+    specs: dict[int, TensorSpec] = {}
     hidden: torch.Tensor | None = None
     for stage, owner in enumerate(rank_of_stage):
         refusal: PhalanxError | None = None
-        if owner == peers.rank:
+        if owner == stage_group.rank:
             try:
                 hidden = compute(stage, hidden)
                 _require_sendable(stage, hidden, is_last=stage + 1 == len(rank_of_stage))
             except PhalanxError as error:
                 refusal = error
         is_last = stage + 1 == len(rank_of_stage)
-        form = _told(
-            peers, owner, None if is_last else hidden, refusal, group if stage == 0 else None
+        spec = _broadcast_spec(
+            stage_group, owner, None if is_last else hidden, refusal, group if stage == 0 else None
         )
-        if form is None:
+        if spec is None:
             continue
-        forms[stage + 1] = form
+        specs[stage + 1] = spec
         target = rank_of_stage[stage + 1]
         if owner == target:
             continue
-        if peers.rank == owner:
+        if stage_group.rank == owner:
             assert hidden is not None
-            peers.send(hidden.contiguous(), target).wait()
-        elif peers.rank == target:
-            hidden = form.empty(peers.device)
-            peers.receive(hidden, owner).wait()
-        _open_way_back(peers, owner, target)
-    return forms
+            stage_group.send(hidden.contiguous(), target).wait()
+        elif stage_group.rank == target:
+            hidden = spec.empty(stage_group.device)
+            stage_group.receive(hidden, owner).wait()
+        _open_return_path(stage_group, owner, target)
+    return specs
 
 
-def _require_sendable(stage: int, made: Any, *, is_last: bool) -> None:
-    if not is_last and (made.dtype not in _TYPES or made.ndim > _MAX_DIMS):
+def _require_sendable(stage: int, output: Any, *, is_last: bool) -> None:
+    if not is_last and (output.dtype not in _TYPES or output.ndim > _MAX_DIMS):
         raise LayoutError(
-            f"stage {stage} hands on a tensor of {made.dtype} and {made.ndim} dimensions, which"
+            f"stage {stage} hands on a tensor of {output.dtype} and {output.ndim} dimensions, which"
             " stages cannot send",
             fix=(
                 f"have blocks return floats of at most {_MAX_DIMS} dimensions, or do without"
@@ -155,21 +158,21 @@ def _require_sendable(stage: int, made: Any, *, is_last: bool) -> None:
         )
 
 
-def _open_way_back(peers: StageGroup, owner: int, target: int) -> None:
+def _open_return_path(stage_group: StageGroup, owner: int, target: int) -> None:
     """NCCL opens a way between two ranks when it is first used, and both wait for each other then.
 
     In a schedule a rank asks for a gradient before it has done what the gradient is of; so ways
     back are opened here, where all ranks go in step.
     """
-    token = torch.zeros(1, device=peers.device)
-    if peers.rank == target:
-        peers.send(token, owner).wait()
-    elif peers.rank == owner:
-        peers.receive(token, target).wait()
+    token = torch.zeros(1, device=stage_group.device)
+    if stage_group.rank == target:
+        stage_group.send(token, owner).wait()
+    elif stage_group.rank == owner:
+        stage_group.receive(token, target).wait()
 
 
-def _told(
-    peers: StageGroup,
+def _broadcast_spec(
+    stage_group: StageGroup,
     owner: int,
     hidden: torch.Tensor | None,
     refusal: PhalanxError | None = None,
@@ -177,7 +180,7 @@ def _told(
 ) -> TensorSpec | None:
     """What `owner` has to say of a stage: the form of its output, None after the last one, or
     why it refuses."""
-    fields = torch.zeros(4 + _MAX_DIMS, dtype=torch.int64, device=peers.device)
+    fields = torch.zeros(4 + _MAX_DIMS, dtype=torch.int64, device=stage_group.device)
     text = b""
     if refusal is not None:
         text = json.dumps(refusal.to_json()).encode()
@@ -186,35 +189,37 @@ def _told(
         fields[1], fields[2] = 1 + _TYPES.index(hidden.dtype), hidden.ndim
         fields[4 : 4 + hidden.ndim] = torch.tensor(hidden.shape)
         fields[3] = group.num_tokens if group is not None else 0
-    source = peers.numbers[owner]
-    dist.broadcast(fields, source, group=peers.down)
+    source = stage_group.numbers[owner]
+    dist.broadcast(fields, source, group=stage_group.down)
     size, kind, num_dims, num_tokens, *shape = fields.tolist()
     if group is not None:
         group.num_tokens = num_tokens
     if size:
-        data = torch.zeros(size, dtype=torch.uint8, device=peers.device)
-        if peers.rank == owner:
+        data = torch.zeros(size, dtype=torch.uint8, device=stage_group.device)
+        if stage_group.rank == owner:
             data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(data, source, group=peers.down)
-        raise refusal or _as_told(json.loads(data.cpu().numpy().tobytes()))
+        dist.broadcast(data, source, group=stage_group.down)
+        raise refusal or _rebuild_error(json.loads(data.cpu().numpy().tobytes()))
     return TensorSpec(tuple(shape[:num_dims]), _TYPES[kind - 1]) if kind else None
 
 
-def _as_told(body: dict[str, Any]) -> PhalanxError:
-    made: PhalanxError = getattr(errors, body["error"], PhalanxError)(
+def _rebuild_error(body: dict[str, Any]) -> PhalanxError:
+    error: PhalanxError = getattr(errors, body["error"], PhalanxError)(
         body["what"], where=body["where"], why=body["why"], fix=body["fix"]
     )
-    return made
+    return error
 
 
-def share(peers: StageGroup, owner: int, value: torch.Tensor | None) -> torch.Tensor:
+def broadcast_value(
+    stage_group: StageGroup, owner: int, value: torch.Tensor | None
+) -> torch.Tensor:
     """`value` of the rank `owner`, a tensor of floats, on every rank of the pipeline.
 
     Collective.
     """
-    form = _told(peers, owner, value)
-    assert form is not None
-    tensor = value.contiguous() if value is not None else form.empty(peers.device)
-    tensor = tensor.to(peers.device)
-    dist.broadcast(tensor, peers.numbers[owner], group=peers.down)
+    spec = _broadcast_spec(stage_group, owner, value)
+    assert spec is not None
+    tensor = value.contiguous() if value is not None else spec.empty(stage_group.device)
+    tensor = tensor.to(stage_group.device)
+    dist.broadcast(tensor, stage_group.numbers[owner], group=stage_group.down)
     return tensor

@@ -1,5 +1,4 @@
-"""The door of a stage: a module's own forward runs in every stage, and computes only that stage's
-blocks.
+"""A module's own forward runs in every stage, and computes only that stage's blocks.
 
 A rank keeps the user's module, with the blocks of its own stages in it. What others hold of it is
 emptied: blocks pass on what they are given, and parameters outside the blocks are stand-ins. A
@@ -28,7 +27,7 @@ from phalanx.mesh.logical import local_tensor
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
 # attribute of a block of another stage: the parts that it had, emptied as well
-_EMPTIED = "_phalanx_emptied"
+_RELEASED = "_phalanx_released"
 
 
 class StageBoundary(BaseException):
@@ -57,7 +56,7 @@ class Window:
     keeps_casts: bool = True
     num_called: int = 0
     restore: Callable[[], None] = lambda: None
-    """Undoes what a rehearsal did to parameters used before the blocks."""
+    """Undoes what shape inference did to parameters used before the blocks."""
 
 
 @dataclass
@@ -68,7 +67,7 @@ class StageForward:
     num_blocks: int
     num_stages: int
     window: Window | None = None
-    is_rehearsal: bool = False
+    is_inferring_shapes: bool = False
     """Look whether anything but the hidden states goes from stage to stage: it would be NaN."""
     outside: tuple[tuple[nn.Module, str], ...] = ()
     """The parameters outside the blocks that this rank holds: modules, and names in them."""
@@ -91,17 +90,17 @@ class StageForward:
         window = Window(stage, *blocks, arrived, is_last, enables_grad=torch.is_grad_enabled())
         window.keeps_casts = torch.is_autocast_cache_enabled()
         before, self.window = self.window, window
-        if self.is_rehearsal and arrived is not None:
+        if self.is_inferring_shapes and arrived is not None:
             window.restore = self._hide_outside()
         # What leads to the blocks has no gradient but in the first stage.
-        looks = self.is_rehearsal and arrived is not None and self.can_look
+        looks = self.is_inferring_shapes and arrived is not None and self.can_look
         without = arrived is not None
         with (
             torch.set_grad_enabled(window.enables_grad and not without),
             cast_for_each_use(without),
         ):
             try:
-                with _NoDecisions(window) if looks else nullcontext():
+                with _RefuseDecisions(window) if looks else nullcontext():
                     yield
             finally:
                 window.restore()
@@ -125,14 +124,14 @@ class StageForward:
 
         return restore
 
-    def guard(self, block: nn.Module, index: int) -> None:
+    def intercept_block(self, block: nn.Module, index: int) -> None:
         """From now on calls of `block`, whose class becomes one derived from its own, go through
-        the door."""
+        `_call`."""
         self._blocks.append(block)
         own = type(block)
         if own not in self._classes:
-            self._classes[own] = _guarded(own)
-        block.__dict__["_phalanx_door"] = functools.partial(
+            self._classes[own] = _intercepted_class(own)
+        block.__dict__["_phalanx_stage_forward"] = functools.partial(
             self._call, index, functools.partial(own.__call__, block)
         )
         block.__class__ = self._classes[own]
@@ -161,7 +160,7 @@ class StageForward:
         if index == window.begin:
             hidden = self._arrive(window, hidden)
             window.place = INSIDE
-        for value in (hidden, *tree_leaves((args[1:], kwargs))) if self.is_rehearsal else ():
+        for value in (hidden, *tree_leaves((args[1:], kwargs))) if self.is_inferring_shapes else ():
             self._require_clean(value, f"an argument of block {index}")
         found = compute(hidden, *args[1:], **kwargs)
         if not isinstance(found, torch.Tensor):
@@ -230,14 +229,14 @@ class StageForward:
 
     def _require_clean(self, value: Any, what: str) -> None:
         """A stage's stand-ins are NaN, and so is all that is made of them."""
-        if not self.is_rehearsal or self.window is None or self.window.arrived is None:
+        if not self.is_inferring_shapes or self.window is None or self.window.arrived is None:
             return
         if (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()
             and bool(value.isnan().any())
         ):
-            if self._is_sick(self.window.arrived):
+            if self._has_diverged(self.window.arrived):
                 return
             raise LayoutError(
                 f"{what} depends on what comes before the blocks, which stage {self.window.stage}"
@@ -246,7 +245,7 @@ class StageForward:
                 fix="compute it from the inputs inside of each block, or do without parallel.pp",
             )
 
-    def _is_sick(self, arrived: torch.Tensor) -> bool:
+    def _has_diverged(self, arrived: torch.Tensor) -> bool:
         """What arrived, or a weight, is not finite: training has diverged, and a NaN says
         nothing about the model."""
         tensors = (
@@ -255,11 +254,11 @@ class StageForward:
         return any(not bool(tensor.isfinite().all()) for tensor in (arrived, *tensors))
 
     def require_clean_outputs(self, outputs: Any) -> None:
-        """After a rehearsal of the last stage."""
+        """After shape inference of the last stage."""
         for leaf in tree_leaves(outputs):
             self._require_clean(leaf, "the model's output")
 
-    def require_stand_in(self, name: str, *, in_block: bool = False) -> None:
+    def require_placeholder_use(self, name: str, *, in_block: bool = False) -> None:
         """A stand-in is used: right before the blocks of a later stage, whose result is thrown
         away."""
         window = self._require_window()
@@ -279,9 +278,9 @@ class StageForward:
         )
 
 
-class _NoDecisions(TorchDispatchMode):
-    """In a rehearsal, before what arrives has arrived: refuses to make numbers or truths of what is
-    not there.
+class _RefuseDecisions(TorchDispatchMode):
+    """In shape inference, before what arrives has arrived: refuses to make numbers or truths of
+    what is not there.
 
     Whatever is computed of NaN is NaN, and is found; a comparison with it is simply false.
     """
@@ -331,22 +330,22 @@ class _Arrival(torch.autograd.Function):
         return gradient
 
 
-def _guarded(own: type[nn.Module]) -> type[nn.Module]:
+def _intercepted_class(own: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._phalanx_door(*args, **kwargs)
+        return self._phalanx_stage_forward(*args, **kwargs)
 
     def find(self: nn.Module, name: str) -> Any:
-        found = self.__dict__.get(_EMPTIED, {}).get(name)
+        found = self.__dict__.get(_RELEASED, {}).get(name)
         return own.__getattr__(self, name) if found is None else found
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (own,), {"__call__": call, "__getattr__": find, **names})
 
 
-def empty(
+def release_block(
     block: nn.Module,
     name: str,
-    door: StageForward,
+    stage_forward: StageForward,
     device: torch.device,
     *,
     kept: Collection[nn.Module] = frozenset(),
@@ -366,16 +365,18 @@ def empty(
             for key, tensor in held:
                 full = ".".join(filter(None, (name, prefix, key)))
                 setattr(
-                    part, key, Placeholder.of(tensor.detach(), full, door, device, in_block=True)
+                    part,
+                    key,
+                    Placeholder.of(tensor.detach(), full, stage_forward, device, in_block=True),
                 )
-    block.__dict__[_EMPTIED] = dict(block._modules)
+    block.__dict__[_RELEASED] = dict(block._modules)
     block._modules.clear()
 
 
 class Placeholder(torch.Tensor):
     """In place of a parameter of another stage: its shape and type, NaN, four bytes.
 
-    See `StageForward.require_stand_in`.
+    See `StageForward.require_placeholder_use`.
     """
 
     _door: StageForward
@@ -386,7 +387,7 @@ class Placeholder(torch.Tensor):
     def of(
         tensor: torch.Tensor,
         name: str,
-        door: StageForward,
+        stage_forward: StageForward,
         device: torch.device,
         *,
         in_block: bool = False,
@@ -394,7 +395,7 @@ class Placeholder(torch.Tensor):
         nothing = math.nan if tensor.is_floating_point() else 0
         value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
         made: Placeholder = value.as_subclass(Placeholder)
-        made._door, made._name, made._in_block = door, name, in_block
+        made._door, made._name, made._in_block = stage_forward, name, in_block
         return made
 
     @classmethod
@@ -406,5 +407,5 @@ class Placeholder(torch.Tensor):
                 return found  # shape, type and the like, which it shares with what it stands for
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Placeholder):
-                    leaf._door.require_stand_in(leaf._name, in_block=leaf._in_block)
+                    leaf._door.require_placeholder_use(leaf._name, in_block=leaf._in_block)
         return found.as_subclass(torch.Tensor) if isinstance(found, Placeholder) else found

@@ -31,11 +31,13 @@ class TiedParams:
         assert staged is not None
         if staged.copies:
             module, phases = context.root.module, context.phases
-            context.trained.before_update.append(lambda: add_up(staged, module, phases))
+            context.optimizer_params.before_update.append(
+                lambda: sum_tied_gradients(staged, module, phases)
+            )
 
 
 @torch.no_grad()
-def add_up(staged: Staged, module: nn.Module, phases: Phases) -> None:
+def sum_tied_gradients(staged: Staged, module: nn.Module, phases: Phases) -> None:
     """In place.
 
     All parameters of one set of holders travel together; each rank adds in the order of the stages.
@@ -46,9 +48,9 @@ def add_up(staged: Staged, module: nn.Module, phases: Phases) -> None:
         if holders is not None and parameter.requires_grad:
             by_holders.setdefault((holders, parameter.dtype), []).append(parameter)
     for (holders, dtype), parameters in sorted(by_holders.items(), key=lambda item: str(item[0])):
-        own = torch.cat([_gradient(p).flatten() for p in parameters]).to(dtype)
+        own_part = torch.cat([_gradient(p).flatten() for p in parameters]).to(dtype)
         with phases("collective", "exchange gradients of parameters of several stages"):
-            total = _sum(staged, holders, own)
+            total = _exchange_and_sum(staged, holders, own_part)
         for parameter, part in zip(
             parameters, total.split([_gradient(p).numel() for p in parameters]), strict=True
         ):
@@ -64,22 +66,30 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return local_tensor(parameter.grad)
 
 
-def _sum(staged: Staged, holders: tuple[int, ...], own: torch.Tensor) -> torch.Tensor:
-    peers = staged.peers
-    found, works = {peers.rank: own}, []
-    for other in holders:
-        if other != peers.rank:
-            found[other] = torch.empty_like(own)
+def _exchange_and_sum(
+    staged: Staged, holders: tuple[int, ...], own_part: torch.Tensor
+) -> torch.Tensor:
+    stage_group = staged.stage_group
+    parts_by_rank, works = {stage_group.rank: own_part}, []
+    for holder in holders:
+        if holder != stage_group.rank:
+            parts_by_rank[holder] = torch.empty_like(own_part)
             # The way down first, on both ranks: NCCL opens a way when it is first used, and waits
             # for the other rank.
-            if peers.rank < other:
-                works += [peers.send(own, other), peers.receive(found[other], other)]
+            if stage_group.rank < holder:
+                works += [
+                    stage_group.send(own_part, holder),
+                    stage_group.receive(parts_by_rank[holder], holder),
+                ]
             else:
-                works += [peers.receive(found[other], other), peers.send(own, other)]
+                works += [
+                    stage_group.receive(parts_by_rank[holder], holder),
+                    stage_group.send(own_part, holder),
+                ]
     _wait(works)
-    total = found[holders[0]].clone()
-    for other in holders[1:]:
-        total += found[other]
+    total = parts_by_rank[holders[0]].clone()
+    for holder in holders[1:]:
+        total += parts_by_rank[holder]
     return total
 
 

@@ -2,8 +2,8 @@
 is needed.
 
 The module stays the user's own, under its own names: blocks of other stages are emptied, parameters
-outside the blocks that other stages hold become stand-ins, and calls of blocks go through the door
-(`pp_door`) of this rank's stages.
+outside the blocks that other stages hold become stand-ins, and calls of blocks go through the
+`StageForward` of this rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.blocks import last_stage_names
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.pipeline.p2p import StageGroup
-from phalanx.parallel.pipeline.stage_forward import Placeholder, StageBoundary, StageForward, empty
+from phalanx.parallel.pipeline.stage_forward import (
+    Placeholder,
+    StageBoundary,
+    StageForward,
+    release_block,
+)
 from phalanx.parallel.pipeline.weight_grads import split_linears
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
@@ -40,15 +45,15 @@ class Staged:
     """
 
     pipeline: Pipeline
-    peers: StageGroup
-    door: StageForward
+    stage_group: StageGroup
+    stage_forward: StageForward
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def own_stages(self) -> tuple[int, ...]:
-        return self.pipeline.stages_of(self.peers.rank)
+        return self.pipeline.stages_of(self.stage_group.rank)
 
     @property
     def last_rank(self) -> int:
@@ -66,14 +71,17 @@ class PipelineStages:
         pipeline, module = context.plan.pipeline, context.root.module
         assert pipeline is not None, "a plan with pp has a pipeline"
         _require_blocks(module, context.blocks, pipeline)
-        peers, door = _peers(context), StageForward(len(context.blocks), pipeline.num_stages)
-        door.can_look = not context.plan.compile
+        stage_group, stage_forward = (
+            _open_stage_group(context),
+            StageForward(len(context.blocks), pipeline.num_stages),
+        )
+        stage_forward.can_look = not context.plan.compile
         held = Holding(module, context.blocks, pipeline)
         held.require_movable()
-        here = peers.rank
+        here = stage_group.rank
         held.require_one_name()
-        context.absent = held.strip(here, door, context.mesh.device)
-        door.outside = held.outside()
+        context.absent = held.strip(here, stage_forward, context.mesh.device)
+        stage_forward.outside = held.outside()
         mine = held.by_name(here)
         holders = {name: ranks for name, ranks in mine.items() if len(ranks) > 1}
         stages = {name: held.stages_of(name) for name in mine}
@@ -83,9 +91,11 @@ class PipelineStages:
         blocks = context.blocks
         kept = held.parts_of(own)
         for index, block in enumerate(blocks):
-            door.guard(block, index)
+            stage_forward.intercept_block(block, index)
             if index not in own:
-                empty(block, held.name_of_block(index), door, context.mesh.device, kept=kept)
+                release_block(
+                    block, held.name_of_block(index), stage_forward, context.mesh.device, kept=kept
+                )
         context.blocks = [blocks[index] for index in own]
         context.block_numbers = tuple(own)
         if (
@@ -93,23 +103,23 @@ class PipelineStages:
             and not context.plan.compile
         ):
             split_linears(module)
-        context.root.forward = functools.partial(_through_door, door, context.root.forward)  # type: ignore[method-assign]
-        context.staged = Staged(pipeline, peers, door, copies, holders, stages)
+        context.root.forward = functools.partial(_run_stage, stage_forward, context.root.forward)  # type: ignore[method-assign]
+        context.staged = Staged(pipeline, stage_group, stage_forward, copies, holders, stages)
 
 
-def _through_door(
-    door: StageForward, forward: Callable[..., Any], args: Any, kwargs: Any, then: Any
+def _run_stage(
+    stage_forward: StageForward, forward: Callable[..., Any], args: Any, kwargs: Any, then: Any
 ) -> Any:
     """What data parallelism wraps: a stage's forward ends where the next one goes on."""
     try:
         found = forward(args, kwargs, then)
     except StageBoundary as end:
         return end.hidden if end.hidden._base is None else end.hidden.clone()  # FSDP hooks no views
-    door.require_all_called()
+    stage_forward.require_all_called()
     return found
 
 
-def _peers(context: ParallelContext) -> StageGroup:
+def _open_stage_group(context: ParallelContext) -> StageGroup:
     mesh = context.mesh.submesh("pp")
     group = mesh.get_group()
     up = context.mesh.open_second_group("pp") if context.mesh.device.type == "cuda" else group
@@ -251,7 +261,7 @@ class Holding:
         """The holders of what `rank` has."""
         return {name: ranks for name in self._by_name if rank in (ranks := self.ranks_of(name))}
 
-    def strip(self, rank: int, door: StageForward, device: Any) -> frozenset[str]:
+    def strip(self, rank: int, stage_forward: StageForward, device: Any) -> frozenset[str]:
         """Put stand-ins where `rank` does not hold a parameter outside the blocks; names of
         modules that have some."""
         stripped: Counter[str] = Counter()
@@ -264,7 +274,7 @@ class Holding:
                 if parameter is None or rank in self.ranks_of(name):
                     continue
                 del part._parameters[key]
-                setattr(part, key, Placeholder.of(parameter.detach(), name, door, device))
+                setattr(part, key, Placeholder.of(parameter.detach(), name, stage_forward, device))
                 stripped[owner] += 1
             if (
                 rank != self._pipeline.rank_of_stage[0]

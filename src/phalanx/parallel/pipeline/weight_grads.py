@@ -23,7 +23,7 @@ from phalanx.mesh.casts import cast_for_each_use
 from phalanx.mesh.grouped import autocast_type, grouped_linear, rows_by_rows, rows_times
 from phalanx.mesh.linear import is_grouped
 
-Work = Callable[[], None]
+GradWork = Callable[[], None]
 
 SPLITS = "phalanx_splits_backward"  # attribute of a linear layer whose forward asks for it
 
@@ -32,20 +32,20 @@ SPLITS = "phalanx_splits_backward"  # attribute of a linear layer whose forward 
 class DeferredWeightGrads:
     """What is due, by stage and microbatch."""
 
-    _due: dict[Hashable, list[Work]] = field(default_factory=dict)
+    _due: dict[Hashable, list[GradWork]] = field(default_factory=dict)
 
     @contextmanager
-    def putting_off(self, key: Hashable) -> Iterator[None]:
-        """Backwards inside leave their weight gradients for `do(key)`."""
+    def deferring(self, key: Hashable) -> Iterator[None]:
+        """Backwards inside leave their weight gradients for `run(key)`."""
         works = self._due.setdefault(key, [])
-        _OPEN.append(works)
+        _DEFERRED.append(works)
         try:
             yield
         finally:
-            _OPEN.pop()
+            _DEFERRED.pop()
 
     @torch.no_grad()
-    def do(self, key: Hashable) -> None:
+    def run(self, key: Hashable) -> None:
         for work in self._due.pop(key):
             work()
 
@@ -56,15 +56,15 @@ class DeferredWeightGrads:
 
 # A backward is asked for by the autograd engine, which hands on no object of ours: this is how it
 # finds where to put what is to wait. One backward runs at a time.
-_OPEN: list[list[Work]] = []
+_DEFERRED: list[list[GradWork]] = []
 
 
-def later(work: Work) -> None:
+def defer(work: GradWork) -> None:
     """For the backward of an autograd function: do `work`, which only makes gradients of weights,
     where the schedule has its W; at once outside of a split backward.
     """
-    if _OPEN:
-        _OPEN[-1].append(work)
+    if _DEFERRED:
+        _DEFERRED[-1].append(work)
     else:
         work()
 
@@ -80,12 +80,12 @@ def split_linears(module: nn.Module) -> None:
             and type(part).forward is nn.Linear.forward
             and "forward" not in part.__dict__
         ):
-            part.forward = _Forward(part)  # type: ignore[method-assign]
+            part.forward = _DeferringLinear(part)  # type: ignore[method-assign]
         elif is_grouped(part):
-            part.forward = _GroupedForward(part)  # type: ignore[method-assign]
+            part.forward = _DeferringGroupedLinear(part)  # type: ignore[method-assign]
 
 
-class _Forward:
+class _DeferringLinear:
     """Stands where `part.forward` stood."""
 
     def __init__(self, part: nn.Linear) -> None:
@@ -95,7 +95,7 @@ class _Forward:
         return linear(input, self._part.weight, self._part.bias)
 
 
-class _GroupedForward:
+class _DeferringGroupedLinear:
     """The same for the linear layers of several experts."""
 
     def __init__(self, part: nn.Module) -> None:
@@ -130,8 +130,8 @@ class _Grouped(torch.autograd.Function):
             if ctx.needs_input_grad[0]
             else None
         )
-        if _OPEN:
-            later(lambda: _add(weight, rows_by_rows(grad, x, counts)))
+        if _DEFERRED:
+            defer(lambda: _accumulate(weight, rows_by_rows(grad, x, counts)))
             return grad_x, None, None
         return grad_x, rows_by_rows(grad, x, counts).to(weight.dtype), None
 
@@ -159,7 +159,10 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         kind = x.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        ctx.given, used = x.dtype, x if cast is None or x.dtype is torch.float64 else x.to(cast)
+        ctx.input_dtype, used = (
+            x.dtype,
+            x if cast is None or x.dtype is torch.float64 else x.to(cast),
+        )
         ctx.save_for_backward(used)
         # The parameter itself: what a recomputation saves of it would be another tensor, without
         # its gradient.
@@ -174,9 +177,9 @@ class _Linear(torch.autograd.Function):
         weight, bias = ctx.weight, ctx.bias
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight.detach().to(grad.dtype)).to(ctx.given)
+            grad_x = (grad @ weight.detach().to(grad.dtype)).to(ctx.input_dtype)
 
-        def of_weights() -> tuple[torch.Tensor, torch.Tensor | None]:
+        def compute_grads() -> tuple[torch.Tensor, torch.Tensor | None]:
             rows = grad.reshape(-1, grad.shape[-1])
             has_bias = bias is not None and bias.requires_grad
             return rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype), rows.sum(
@@ -184,14 +187,14 @@ class _Linear(torch.autograd.Function):
             ) if has_bias else None
 
         def work() -> None:
-            for parameter, gradient in zip((weight, bias), of_weights(), strict=True):
+            for parameter, gradient in zip((weight, bias), compute_grads(), strict=True):
                 if gradient is not None:
-                    _add(parameter, gradient)
+                    _accumulate(parameter, gradient)
 
-        if _OPEN:
-            later(work)
+        if _DEFERRED:
+            defer(work)
             return grad_x, None, None
-        grad_weight, grad_bias = of_weights()
+        grad_weight, grad_bias = compute_grads()
         return (
             grad_x,
             grad_weight.to(weight.dtype),
@@ -199,7 +202,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient

@@ -26,43 +26,48 @@ MASKED_ATTENTION = "attend_by_blocks"  # ours, of long sequences
 COLLECTIVES = "_c10d_functional"
 
 
-def contexts_of(block: nn.Module, mode: str, draws: DropoutRng) -> Contexts:
+def recompute_contexts(block: nn.Module, mode: str, dropout_rng: DropoutRng) -> Contexts:
     """A maker of (context of the forward, context of the recomputation): dropout drops the same
     again, too."""
     inner = _own_contexts(block, mode)
     if inner is None:
-        return draws.again
+        return dropout_rng.replay_contexts
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        (noted, drawn_again), (first, again) = draws.again(), inner()
-        return _Both(noted, first), _Both(drawn_again, again)
+        (recorded, replayed), (first, replay) = dropout_rng.replay_contexts(), inner()
+        return _ContextPair(recorded, first), _ContextPair(replayed, replay)
 
     return contexts
 
 
 def _own_contexts(block: nn.Module, mode: str) -> Contexts | None:
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
-    own = {id(buffer) for norm in norms for buffer in norm.buffers()}
-    others = {name: buffer for name, buffer in block.named_buffers() if id(buffer) not in own}
+    of_norms = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    other_buffers = {
+        name: buffer for name, buffer in block.named_buffers() if id(buffer) not in of_norms
+    }
     name = type(block).__name__
-    if not norms and not others:
+    if not norms and not other_buffers:
         return selective_contexts if mode == "selective" else None
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         tape = Tape()
-        first, again = _First(name, norms, others, tape), _Again(norms, tape)
+        first, replay = (
+            _ForwardContext(name, norms, other_buffers, tape),
+            _RecomputeContext(norms, tape),
+        )
         if mode != "selective":
-            return first, again
+            return first, replay
         caching, cached = selective_contexts()
-        return _Both(first, caching), _Both(again, cached)
+        return _ContextPair(first, caching), _ContextPair(replay, cached)
 
     return contexts
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    found: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    found = create_selective_checkpoint_contexts(_policy)
-    return found
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    contexts = create_selective_checkpoint_contexts(_policy)
+    return contexts
 
 
 def _policy(context: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -74,7 +79,7 @@ def _policy(context: object, op: Any, *args: object, **kwargs: object) -> Checkp
     return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Both:
+class _ContextPair:
     """Two contexts as one, that can be entered again."""
 
     def __init__(
@@ -92,7 +97,7 @@ class _Both:
         self._stack.__exit__(*error)
 
 
-class _First:
+class _ForwardContext:
     """The forward: synchronised BatchNorms record; a buffer that changes cannot be recomputed,
     and is refused."""
 
@@ -100,22 +105,29 @@ class _First:
         self,
         block: str,
         norms: Sequence[_BatchNorm],
-        others: Mapping[str, torch.Tensor],
+        other_buffers: Mapping[str, torch.Tensor],
         tape: Tape,
     ) -> None:
-        self._block, self._norms, self._others, self._tape = block, norms, others, tape
+        self._block, self._norms, self._other_buffers, self._tape = (
+            block,
+            norms,
+            other_buffers,
+            tape,
+        )
         self._versions: dict[str, int] = {}
 
     def __enter__(self) -> None:
-        self._versions = {name: buffer._version for name, buffer in self._others.items()}
-        _hand_out(self._norms, self._tape)
+        self._versions = {name: buffer._version for name, buffer in self._other_buffers.items()}
+        _set_tape(self._norms, self._tape)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        _hand_out(self._norms, None)
+        _set_tape(self._norms, None)
         changed = [
-            name for name, buffer in self._others.items() if buffer._version != self._versions[name]
+            name
+            for name, buffer in self._other_buffers.items()
+            if buffer._version != self._versions[name]
         ]
         if kind is None and changed and torch.is_grad_enabled():
             raise LayoutError(
@@ -125,28 +137,28 @@ class _First:
             )
 
 
-class _Again:
+class _RecomputeContext:
     """The recomputation: the statistics of the forward, and running ones that stay."""
 
     def __init__(self, norms: Sequence[_BatchNorm], tape: Tape) -> None:
         self._norms, self._tape = norms, tape
         self._plain = [norm for norm in norms if not isinstance(norm, Synchronised)]
-        self._kept: list[tuple[float | None, torch.Tensor | None]] = []
+        self._running_state: list[tuple[float | None, torch.Tensor | None]] = []
 
     def __enter__(self) -> None:
         self._tape.replay_at = 0
-        _hand_out(self._norms, self._tape)
-        self._kept = [(norm.momentum, norm.num_batches_tracked) for norm in self._plain]
+        _set_tape(self._norms, self._tape)
+        self._running_state = [(norm.momentum, norm.num_batches_tracked) for norm in self._plain]
         for norm in self._plain:  # the same kernel, whose running statistics move by nothing
             norm.momentum, norm.num_batches_tracked = 0.0, None
 
     def __exit__(self, *_: object) -> None:
-        _hand_out(self._norms, None)
-        for norm, (momentum, count) in zip(self._plain, self._kept, strict=True):
+        _set_tape(self._norms, None)
+        for norm, (momentum, count) in zip(self._plain, self._running_state, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count
 
 
-def _hand_out(norms: Sequence[_BatchNorm], tape: Tape | None) -> None:
+def _set_tape(norms: Sequence[_BatchNorm], tape: Tape | None) -> None:
     for norm in norms:
         if isinstance(norm, Synchronised):
             norm._tape = tape

@@ -2,7 +2,7 @@
 between.
 
 torch's checkpoint wraps one function; a model's loop calls its blocks one by one. So what the
-blocks of a stretch save for the backward is left out while the loop calls them, and made again, all
+blocks of a segment save for the backward is left out while the loop calls them, and made again, all
 of it, when the backward first asks: each block is called once more, on what the block before it
 gave. A block whose input is not that (the loop changed it on the way) has its input kept: that
 costs memory, and never the result.
@@ -25,20 +25,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.dropout.rng import DropoutRng
-from phalanx.parallel.recompute.contexts import Contexts, contexts_of
+from phalanx.parallel.recompute.contexts import Contexts, recompute_contexts
 
 
 class RecomputeSegment:
     """Blocks in the order in which they are called."""
 
-    def __init__(self, blocks: Sequence[nn.Module], draws: DropoutRng) -> None:
-        self._blocks, self._draws = list(blocks), draws
+    def __init__(self, blocks: Sequence[nn.Module], dropout_rng: DropoutRng) -> None:
+        self._blocks, self._dropout_rng = list(blocks), dropout_rng
         self._pass: _SegmentForward | None = None
 
     def apply(self) -> None:
         """Replace the blocks' forwards."""
         for index, block in enumerate(self._blocks):
-            maker = contexts_of(block, "full", self._draws)
+            maker = recompute_contexts(block, "full", self._dropout_rng)
             block.forward = functools.partial(self._call, index, block.forward, maker)
 
     def _call(
@@ -46,7 +46,7 @@ class RecomputeSegment:
     ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if index == 0 or self._pass is None or self._pass.is_redone:
+        if index == 0 or self._pass is None or self._pass.is_recomputed:
             self._pass = _SegmentForward()
         outputs = self._pass.call(self._blocks[index], forward, contexts(), args, kwargs)
         if index == len(self._blocks) - 1:
@@ -56,14 +56,14 @@ class RecomputeSegment:
 
 
 @dataclass(eq=False)
-class _Place:
+class _SavedSlot:
     """Stands in the graph for a saved tensor until that is made again."""
 
     tensor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
-class _FromBefore:
+class _OutputOfPrevious:
     """An input that is output `index` of the call before."""
 
     index: int
@@ -71,7 +71,7 @@ class _FromBefore:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptInput:
     """An input that is kept: number `index` of the call's kept tensors."""
 
     index: int
@@ -84,13 +84,13 @@ class _Call:
 
     block: nn.Module
     forward: Callable[..., Any]
-    again: AbstractContextManager[Any]
+    replay: AbstractContextManager[Any]
     inputs: list[Any]
     structure: Any
     kept: (
         Any  # the autograd node that saved tensors, so that hooks around (offloading) see them, too
     )
-    surroundings: Callable[[], AbstractContextManager[None]]
+    ambient: Callable[[], AbstractContextManager[None]]
 
 
 class _SegmentForward:
@@ -100,12 +100,12 @@ class _SegmentForward:
     """
 
     def __init__(self) -> None:
-        self.is_redone = False
+        self.is_recomputed = False
         self.last_outputs: list[tuple[torch.Tensor, int]] = []
         """Those of the last call, detached, with their versions: alive, so that no other tensor
         gets their address."""
         self._calls: list[_Call] = []
-        self._places: list[weakref.ref[_Place]] = []
+        self._slots: list[weakref.ref[_SavedSlot]] = []
         self._described: list[tuple[torch.Size, torch.dtype]] = []
 
     def call(
@@ -116,7 +116,7 @@ class _SegmentForward:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        first, again = contexts
+        first, replay = contexts
         leaves, structure = tree_flatten((args, kwargs))
         kept: list[torch.Tensor] = []
         inputs = [
@@ -128,66 +128,69 @@ class _SegmentForward:
         )
         node = _Keep.apply(torch.empty(0, requires_grad=True), *kept).grad_fn  # type: ignore[no-untyped-call]
         self._calls.append(
-            _Call(block, forward, again, inputs, structure, node, _surroundings(device))
+            _Call(block, forward, replay, inputs, structure, node, _capture_ambient(device))
         )
-        with first, saved_tensors_hooks(self._leave_out, self._give):
+        with first, saved_tensors_hooks(self._pack, self._unpack):
             outputs = forward(*args, **kwargs)
-        made = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
-        self.last_outputs = [(tensor.detach(), tensor._version) for tensor in made]
+        tensors = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
+        self.last_outputs = [(tensor.detach(), tensor._version) for tensor in tensors]
         return outputs
 
     def _described_input(
         self, tensor: torch.Tensor, kept: list[torch.Tensor]
-    ) -> _FromBefore | _Kept:
+    ) -> _OutputOfPrevious | _KeptInput:
         for index, (before, version) in enumerate(self.last_outputs):
             if _is_same(tensor, before) and tensor._version == version:
-                return _FromBefore(index, tensor.requires_grad)
+                return _OutputOfPrevious(index, tensor.requires_grad)
         kept.append(tensor.detach())
-        return _Kept(len(kept) - 1, tensor.requires_grad)
+        return _KeptInput(len(kept) - 1, tensor.requires_grad)
 
-    def _leave_out(self, tensor: torch.Tensor) -> _Place:
-        place = _Place()
-        self._places.append(weakref.ref(place))
+    def _pack(self, tensor: torch.Tensor) -> _SavedSlot:
+        slot = _SavedSlot()
+        self._slots.append(weakref.ref(slot))
         self._described.append((tensor.shape, tensor.dtype))
-        return place
+        return slot
 
-    def _give(self, place: _Place) -> torch.Tensor:
-        if place.tensor is None:
-            self._redo()
-        assert place.tensor is not None, "a place is filled or the recomputation was refused"
-        return place.tensor
+    def _unpack(self, slot: _SavedSlot) -> torch.Tensor:
+        if slot.tensor is None:
+            self._recompute()
+        assert slot.tensor is not None, "a place is filled or the recomputation was refused"
+        return slot.tensor
 
-    def _redo(self) -> None:
+    def _recompute(self) -> None:
         """Call every block again, filling the places that are still waited for."""
-        self.is_redone = True
-        found = 0
+        self.is_recomputed = True
+        num_filled = 0
 
         def fill(tensor: torch.Tensor) -> None:
-            nonlocal found
-            if found == len(self._places) or self._described[found] != (tensor.shape, tensor.dtype):
-                raise _does_not_repeat(self._calls)
-            place = self._places[found]()
-            if place is not None:
-                place.tensor = tensor.detach()
-            found += 1
-            if found == len(self._places):
+            nonlocal num_filled
+            if num_filled == len(self._slots) or self._described[num_filled] != (
+                tensor.shape,
+                tensor.dtype,
+            ):
+                raise _non_repeatable_error(self._calls)
+            slot = self._slots[num_filled]()
+            if slot is not None:
+                slot.tensor = tensor.detach()
+            num_filled += 1
+            if num_filled == len(self._slots):
                 raise _AllFilled  # what follows, the last product say, nobody needs
 
         outputs: list[torch.Tensor] = []
         try:
             for call in self._calls:
-                outputs = _call_again(call, outputs, fill)
+                outputs = _replay_call(call, outputs, fill)
         except _AllFilled:
             return
-        if found < len(self._places):
-            raise _does_not_repeat(self._calls)
+        if num_filled < len(self._slots):
+            raise _non_repeatable_error(self._calls)
 
 
 class _AllFilled(Exception):
     """Ends a recomputation early."""
 
 
-def _call_again(
+def _replay_call(
     call: _Call, before: list[torch.Tensor], fill: Callable[[torch.Tensor], None]
 ) -> list[torch.Tensor]:
     """The outputs, detached.
@@ -199,26 +202,31 @@ def _call_again(
             module.unshard()
     kept = call.kept.saved_tensors
     leaves = []
-    for given in call.inputs:
-        if isinstance(given, _FromBefore | _Kept):
+    for leaf in call.inputs:
+        if isinstance(leaf, _OutputOfPrevious | _KeptInput):
             tensor = (
-                before[given.index]
-                if isinstance(given, _FromBefore)
-                else kept[given.index].detach()
+                before[leaf.index]
+                if isinstance(leaf, _OutputOfPrevious)
+                else kept[leaf.index].detach()
             )
-            given = tensor.requires_grad_(given.requires_grad)
-        leaves.append(given)
+            leaf = tensor.requires_grad_(leaf.requires_grad)
+        leaves.append(leaf)
     args, kwargs = tree_unflatten(leaves, call.structure)
-    with torch.enable_grad(), call.surroundings(), call.again, saved_tensors_hooks(fill, _unread):
+    with (
+        torch.enable_grad(),
+        call.ambient(),
+        call.replay,
+        saved_tensors_hooks(fill, _refuse_unpack),
+    ):
         outputs = call.forward(*args, **kwargs)
     return [leaf.detach() for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _unread(nothing: object) -> torch.Tensor:
+def _refuse_unpack(nothing: object) -> torch.Tensor:
     raise AssertionError("the graph of a recomputation is not used")
 
 
-def _does_not_repeat(calls: Sequence[_Call]) -> LayoutError:
+def _non_repeatable_error(calls: Sequence[_Call]) -> LayoutError:
     return LayoutError(
         f"the forward of {type(calls[0].block).__name__} does something else when it is recomputed",
         why="it saves other tensors for the backward than the first time",
@@ -248,7 +256,7 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("nothing depends on it")
 
 
-def _surroundings(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+def _capture_ambient(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Random numbers and autocast as they are now, for later."""
     random = torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.protocol import Order, ParallelContext
-from phalanx.parallel.recompute.contexts import contexts_of, selective_contexts
+from phalanx.parallel.recompute.contexts import recompute_contexts, selective_contexts
 from phalanx.parallel.recompute.segment import RecomputeSegment
 from phalanx.plan.plan import Plan
 from phalanx.plan.segments import Segment, list_segments
@@ -32,7 +32,7 @@ class Recompute:
             if context.plan.compile:
                 _refuse_uncompilable(blocks)
             if len(blocks) > 1:
-                RecomputeSegment(blocks, context.draws).apply()
+                RecomputeSegment(blocks, context.dropout_rng).apply()
             else:
                 _recompute(blocks[0], segment, context)
 
@@ -74,7 +74,9 @@ def planned_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
 
 
 def _recompute(block: nn.Module, segment: Segment, context: ParallelContext) -> None:
-    options: dict[str, Any] = {"context_fn": contexts_of(block, segment.mode, context.draws)}
+    options: dict[str, Any] = {
+        "context_fn": recompute_contexts(block, segment.mode, context.dropout_rng)
+    }
     if context.plan.compile:  # a compiler follows torch's own contexts, and no others
         options = {"context_fn": selective_contexts} if segment.mode == "selective" else {}
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)

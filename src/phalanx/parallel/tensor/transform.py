@@ -200,7 +200,7 @@ class _Surgery:
             masks = WholeMasks(
                 self.module, self._modules, cut["column"], cut["row"], cuts_sequence=cuts_sequence
             )
-            context.draws.require_whole = masks.require
+            context.dropout_rng.require_whole = masks.require
 
     def open_columns(self) -> list[OpenColumn]:
         """Columns whose features are not put together again by themselves."""

@@ -14,7 +14,7 @@ from phalanx.core.batch import entry_of, names_of
 from phalanx.job.schema import Job
 from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
-from phalanx.parallel.model import READS_PARTS, together
+from phalanx.parallel.model import READS_PARTS, gather_logits
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch, plain_cross_entropy
 
@@ -45,7 +45,8 @@ class JobLoss:
             return plain_cross_entropy(outputs, batch)
         nested = {key: entry_of(batch, key) for key in names_of(batch)} | dict(batch)
         return self._objective(
-            outputs if getattr(self._objective, READS_PARTS, False) else together(outputs), nested
+            outputs if getattr(self._objective, READS_PARTS, False) else gather_logits(outputs),
+            nested,
         )
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
