@@ -521,7 +521,7 @@ def join_with_gpu(rank: int, gpus: list[str], port: int) -> str:
     }
     mesh_file.choose_device = lambda kind, local_rank: torch.device("cuda", 0)  # type: ignore[assignment]
     mesh_file.name_gpu = lambda device: gpus[rank]  # type: ignore[assignment]
-    mesh_file.join = refuse_to_join  # type: ignore[assignment]
+    mesh_file.open_default_group = refuse_to_join  # type: ignore[assignment]
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     with (
         pytest.raises(EnvironmentProblem) as caught,

@@ -27,7 +27,7 @@ from phalanx.mesh.attention_kernels import (
     Plain,
     kernel_of,
 )
-from phalanx.parallel.context.block_attention import Block, Products, Running
+from phalanx.parallel.context.block_attention import KeyValueBlock, Products, Running
 from phalanx.parallel.context.chunks import Chunks
 from phalanx.plan.degrees import context_parallel_degree
 from phalanx.plan.layout import Layout
@@ -195,7 +195,9 @@ def test_blocks_merge_to_the_whole_forward_and_backward(kv_heads: int, size: int
         size * place for place in reversed(range(12 // size))
     ]  # out of order, and queries begin blind
     blocks = [
-        Block(kv, slice(0, 12), slice(at, at + size), mask[..., at : at + size], is_causal=False)
+        KeyValueBlock(
+            kv, slice(0, 12), slice(at, at + size), mask[..., at : at + size], is_causal=False
+        )
         for at in starts
     ]
     for block in blocks:

@@ -19,28 +19,28 @@ _MAX_EXPONENT = 2.0**1000
 def count(number: Any) -> int:
     """`number` if it is a whole number from 0 to what 64 bits hold; ValueError if not."""
     if type(number) is not int or not 0 <= number <= LARGEST_COUNT:
-        raise ValueError(f"{shorten(number)} is no count")
+        raise ValueError(f"{shorten_fact(number)} is no count")
     return number
 
 
 def text(value: Any) -> str:
     """`value` if it is a string of at most MAX_TEXT characters; ValueError if not."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise ValueError(f"{shorten(value)} is no short text")
+        raise ValueError(f"{shorten_fact(value)} is no short text")
     return value
 
 
 def mapping(value: Any) -> dict[str, Any]:
     """`value` if it is an object; ValueError if not."""
     if not isinstance(value, dict):
-        raise ValueError(f"{shorten(value)} is no object")
+        raise ValueError(f"{shorten_fact(value)} is no object")
     return value
 
 
 def degree(value: Any) -> int:
     """`value` if it can be the degree of an axis; ValueError if not."""
     if not 1 <= count(value) <= 2**31:
-        raise ValueError(f"{shorten(value)} is no degree")
+        raise ValueError(f"{shorten_fact(value)} is no degree")
     return int(value)
 
 
@@ -50,11 +50,11 @@ def check_facts(facts: Any) -> dict[str, Any]:
         try:
             _CHECKS.get(name, _check_any)(value)
         except ValueError as error:
-            raise ValueError(f"facts.{shorten(name, quoted=False)}: {error}") from None
+            raise ValueError(f"facts.{shorten_fact(name, quoted=False)}: {error}") from None
     return dict(facts)
 
 
-def shorten(value: Any, *, quoted: bool = True) -> str:
+def shorten_fact(value: Any, *, quoted: bool = True) -> str:
     """`value` in a message, cut where it is long."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__} of {len(value)}"
@@ -68,7 +68,7 @@ def progress(value: Any) -> int:
     Counts that go on from there must not leave 64 bits.
     """
     if count(value) > LARGEST_PROGRESS:
-        raise ValueError(f"{shorten(value)} is more than anybody trained")
+        raise ValueError(f"{shorten_fact(value)} is more than anybody trained")
     return int(value)
 
 
@@ -79,7 +79,7 @@ def _check_optimizer(value: Any) -> None:
         try:
             _check_number(number)
         except ValueError as error:
-            raise ValueError(f"numbers.{shorten(path, quoted=False)}: {error}") from None
+            raise ValueError(f"numbers.{shorten_fact(path, quoted=False)}: {error}") from None
 
 
 def _check_loss_scale(value: Any) -> None:
@@ -89,7 +89,7 @@ def _check_loss_scale(value: Any) -> None:
         or not isinstance(scale, int | float)
         or not 0 < scale < _MAX_EXPONENT
     ):
-        raise ValueError(f"the scale is {shorten(scale)}")
+        raise ValueError(f"the scale is {shorten_fact(scale)}")
     count(value.get("good_steps"))
 
 
@@ -97,7 +97,7 @@ def _check_number(value: Any) -> None:
     """State of an optimizer: what fits into 64 bits, or lists of such."""
     _check_any(value)
     if type(value) is int and not -LARGEST_COUNT - 1 <= value <= 2 * LARGEST_COUNT + 1:
-        raise ValueError(f"{shorten(value)} does not fit into 64 bits")
+        raise ValueError(f"{shorten_fact(value)} does not fit into 64 bits")
     for item in _items(value):
         _check_number(item)
 

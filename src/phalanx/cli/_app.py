@@ -132,7 +132,7 @@ def _show_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
-def build() -> Any:
+def build_app() -> Any:
     """The command group of `phalanx`."""
     app = typer.Typer(
         cls=Verbs,
@@ -172,7 +172,7 @@ def _run(arguments: Sequence[str]) -> int:
         # in for a library.
         sys.path.append(os.getcwd())
     try:
-        result = build().main(list(arguments), prog_name="phalanx", standalone_mode=False)
+        result = build_app().main(list(arguments), prog_name="phalanx", standalone_mode=False)
         return result if isinstance(result, int) else ExitCode.OK
     except PhalanxError as error:
         tell(error)

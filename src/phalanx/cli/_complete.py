@@ -23,7 +23,7 @@ MAX_RUNS = 50
 Candidates = list[tuple[str, str]]  # what is offered, and its words
 
 
-class Suggestion(str):
+class FuzzyCompletion(str):
     """A candidate that does not begin with what was typed. typer drops those; this one stays."""
 
     def startswith(self, *_: object) -> bool:
@@ -91,7 +91,7 @@ def _keys(incomplete: str) -> Candidates:
     nearest ones."""
     known = dict(_all_keys())
     matches = [key for key in known if key.startswith(incomplete)]
-    kind: type[str] = str if matches else Suggestion
+    kind: type[str] = str if matches else FuzzyCompletion
     matches = matches or [key for key in known if key.partition(".")[2].startswith(incomplete)]
     matches = matches or difflib.get_close_matches(incomplete, known, n=3, cutoff=0.7)
     offered = [(kind(f"{key}="), known[key].get("description", "")) for key in matches]

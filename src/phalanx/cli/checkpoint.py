@@ -53,7 +53,7 @@ def ls(place: Place, as_json: JsonOption = False) -> int:
     return 0
 
 
-def verify(
+def verify_command(
     place: Place,
     all_of_them: Annotated[
         bool, typer.Option("--all", help="Every checkpoint of the run, not only the newest.")
@@ -122,7 +122,7 @@ def diff(
     return ExitCode.OK if difference.same else ExitCode.VERIFICATION
 
 
-def prune(
+def prune_command(
     run: RunDir,
     keep_last: Annotated[int, typer.Option(min=1, metavar="K", help="Keep the last K.")],
     keep_every: Annotated[
@@ -194,7 +194,7 @@ def export(
     return 0
 
 
-def import_weights(
+def import_command(
     source: Annotated[
         str,
         typer.Argument(
@@ -239,9 +239,9 @@ def import_weights(
 
 COMMANDS = {
     "ls": ls,
-    "verify": verify,
+    "verify": verify_command,
     "diff": diff,
-    "prune": prune,
+    "prune": prune_command,
     "export": export,
-    "import": import_weights,
+    "import": import_command,
 }

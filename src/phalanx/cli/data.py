@@ -36,7 +36,7 @@ DatasetDir = Annotated[
 ]
 
 
-def build(
+def build_command(
     inputs: Inputs,
     out: Annotated[
         str, typer.Option(metavar="DIR", help="Where the dataset goes: a new or empty folder.")
@@ -141,7 +141,7 @@ def tokenizer(
     return 0
 
 
-def verify(dataset: DatasetDir, as_json: JsonOption = False) -> int:
+def verify_data_command(dataset: DatasetDir, as_json: JsonOption = False) -> int:
     """Read every shard and compare it with its checksums; exit code 4 if anything is wrong."""
     import sys
 
@@ -225,9 +225,9 @@ def ledger(
 
 
 COMMANDS = {
-    "build": build,
+    "build": build_command,
     "tokenizer": tokenizer,
-    "verify": verify,
+    "verify": verify_data_command,
     "stats": stats,
     "ledger": ledger,
 }

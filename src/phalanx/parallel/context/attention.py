@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import VisibleKeys, attend_by_blocks
-from phalanx.parallel.context.block_attention import Block, Products, Running
+from phalanx.parallel.context.block_attention import KeyValueBlock, Products, Running
 from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
 from phalanx.plan.activations import QUERY_BLOCK
 
@@ -138,7 +138,7 @@ class _Blockwise(torch.autograd.Function):
 
 def _blocks(
     group: ContextGroup, owner: int, kv: torch.Tensor, mask: MaskOrSeen, window: int
-) -> Iterator[Block]:
+) -> Iterator[KeyValueBlock]:
     """What this rank's queries see of `owner`'s keys: nothing, one product, or with Seen one for
     every block of queries and chunk of keys that meet."""
     chunks, num_tokens = group.chunks, kv.shape[3]
@@ -148,11 +148,11 @@ def _blocks(
     length = num_tokens // chunks.per_rank
     rows, columns = part.queries(length), part.keys(length)
     if mask is None:
-        yield Block(kv, rows, columns, None, part.is_causal)
+        yield KeyValueBlock(kv, rows, columns, None, part.is_causal)
     elif isinstance(mask, torch.Tensor):
         here = mask[:, :, rows, owner * num_tokens : (owner + 1) * num_tokens][..., columns]
         if not _hides_all(here):
-            yield Block(kv, rows, columns, here, is_causal=False)
+            yield KeyValueBlock(kv, rows, columns, here, is_causal=False)
     else:
         for at in range(part.first_query, part.last_query):
             for to in range(part.first_key, part.last_key):
@@ -166,7 +166,7 @@ def _blocks_of_chunks(
     starts: tuple[int, int],
     length: int,
     visible: VisibleKeys,
-) -> Iterator[Block]:
+) -> Iterator[KeyValueBlock]:
     """The same of one chunk of queries and one of keys: where they lie among their ranks' tokens,
     and where they start in the sequence."""
     row, column = (lies - start for lies, start in zip(lies_at, starts, strict=True))
@@ -178,7 +178,7 @@ def _blocks_of_chunks(
             mask = visible.mask(first, last, begin, end, kv.dtype, kv.device)
             if not _hides_all(mask):
                 rows, columns = slice(first + row, last + row), slice(begin + column, end + column)
-                yield Block(kv, rows, columns, mask, is_causal=False)
+                yield KeyValueBlock(kv, rows, columns, mask, is_causal=False)
 
 
 def _hides_all(mask: torch.Tensor) -> bool:

@@ -47,7 +47,7 @@ class Products:
 
     q: torch.Tensor
 
-    def forward(self, running: Running, block: Block) -> None:
+    def forward(self, running: Running, block: KeyValueBlock) -> None:
         q = self.q[:, :, block.rows]
         kernel = kernel_of(q, block.mask)
         out, lse = kernel.forward(q, *self._keys(block, kernel), block.mask, block.is_causal)
@@ -61,7 +61,7 @@ class Products:
         grad: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        block: Block,
+        block: KeyValueBlock,
         grad_q: torch.Tensor,
         grad_kv: torch.Tensor,
     ) -> None:
@@ -79,7 +79,7 @@ class Products:
         for into, each in zip(grad_kv, block_grad_kv, strict=True):
             into[:, :, block.columns] += each.to(grad_q.dtype).unflatten(1, (heads, -1)).sum(2)
 
-    def _keys(self, block: Block, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys(self, block: KeyValueBlock, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
         groups = self.q.shape[1] // block.kv.shape[2]
         k, v = block.kv[:, :, :, block.columns]
         return (
@@ -90,7 +90,7 @@ class Products:
 
 
 @dataclass(frozen=True)
-class Block:
+class KeyValueBlock:
     """A block of keys and values, the rows and columns of it that meet, and their mask."""
 
     kv: torch.Tensor

@@ -26,7 +26,7 @@ KEEPS_ERROR = True
 
 
 @dataclass(frozen=True)
-class Cut:
+class ElementShares:
     """How the elements of one gradient are dealt out: a share for each rank, padded to blocks of
     equal size."""
 
@@ -65,7 +65,7 @@ class Int8:
         return {}
 
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
-        cuts = [Cut(g.tensor.numel(), wire.num_ranks) for g in gradients]
+        cuts = [ElementShares(g.tensor.numel(), wire.num_ranks) for g in gradients]
         blocks = [cut.blocks(g.tensor.reshape(-1)) for cut, g in zip(cuts, gradients, strict=True)]
         sent = [_quantise(b) for b in blocks]
         kept = [b - _restore(*q, b.dtype) for b, q in zip(blocks, sent, strict=True)]
@@ -114,7 +114,7 @@ def _pack(quantised: Sequence[Quantised]) -> torch.Tensor:
     return torch.cat((scales, numbers), dim=1)
 
 
-def _unpack(packed: torch.Tensor, cuts: Sequence[Cut]) -> list[Quantised]:
+def _unpack(packed: torch.Tensor, cuts: Sequence[ElementShares]) -> list[Quantised]:
     """The inverse of `_pack`."""
     counts = [cut.num_blocks for cut in cuts]
     edge = sum(counts) * SCALE.itemsize

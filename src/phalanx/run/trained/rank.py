@@ -57,7 +57,7 @@ class Opened:
         return self.job.run.seed
 
 
-def evaluate(document: JsonObject, link: RankLink) -> int:
+def evaluate_as_rank(document: JsonObject, link: RankLink) -> int:
     """Evaluate as one rank, of the JSON of an EvaluatePayload.
 
     Rank 0 writes loss, targets and metrics.
