@@ -31,7 +31,7 @@ class LossScale:
         return self.growth_steps > 0
 
     def after(self, *, finite: bool) -> None:
-        """What a step's outcome makes of it.
+        """Adjust the scale to the outcome of a step.
 
         Raises NumericsError where a smaller scale would not help.
         """
@@ -75,7 +75,7 @@ def require_facts(facts: Any, where: str) -> None:
 
 
 def loss_scale_of(plan: Plan) -> LossScale | None:
-    """None where nothing is scaled."""
+    """Build the loss scale of a plan; None if the loss is not scaled."""
     return (
         LossScale(plan.loss_scale, plan.loss_scale_growth_steps)
         if plan.loss_scale is not None

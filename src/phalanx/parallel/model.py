@@ -230,7 +230,7 @@ class ParallelModel:
 
     @property
     def left_to_torch(self) -> Mapping[str, str]:
-        """What draws as torch does, and so depends on the layout: name -> why.
+        """Modules that draw as torch does, so that their numbers depend on the layout: name -> why.
 
         Known once a step was done.
         """
@@ -293,8 +293,8 @@ class ParallelModel:
         return self._shards()[0]
 
     def trained_shards(self) -> dict[str, LogicalShard]:
-        """Of what `named_parameters` gives, which may be less of each parameter than the rank
-        holds."""
+        """Shards of what `named_parameters` gives, which may be less of each parameter than the
+        rank holds."""
         found = self.shards()
         for raw_name, part in self._context.optimizer_params.named_shards(self.module):
             name = full_name(raw_name)
@@ -311,7 +311,7 @@ class ParallelModel:
         return {} if self._context.staged is None else self._context.staged.copies
 
     def reduction_shards(self) -> dict[str, LogicalShard]:
-        """What compressing gradients keeps between steps, as `comm/<parameter>/<slot>`."""
+        """Shards of what compression keeps between steps, as `comm/<parameter>/<slot>`."""
         return (
             {}
             if self._context.compression is None
@@ -319,14 +319,14 @@ class ParallelModel:
         )
 
     def unsent_gradients(self) -> dict[str, torch.Tensor]:
-        """What compressing has kept back on this rank, by name, in the units in which gradients
-        are reduced."""
+        """Gradients that compression has kept back on this rank, by name, in the units in which
+        gradients are reduced."""
         return {} if self._context.compression is None else self._context.compression.errors()
 
     @property
     def plain_bytes(self) -> int:
-        """What `StepStats.sent_bytes` would be with uncompressed gradients in fp32; 0 where
-        nobody knows."""
+        """`StepStats.sent_bytes` as it would be with uncompressed gradients in fp32; 0 if that
+        is not known."""
         return self._context.traffic.plain_bytes
 
     def _shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
@@ -423,7 +423,7 @@ class ParallelModel:
             ) / self._constant
 
     def _scaled_share(self, loss: torch.Tensor) -> torch.Tensor:
-        """What gradients are taken of."""
+        """The share of the loss that gradients are taken of."""
         loss = loss / self._constant
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 

@@ -64,7 +64,7 @@ class OptimizerShard:
         return host
 
     def copy_to_model(self) -> None:
-        """What the optimizer wrote on the host, to where the model reads it."""
+        """Copy what the optimizer wrote on the host to where the model reads it."""
         in_model = self.select(local_tensor(self.parameter.detach()))
         in_optimizer = local_tensor(self.updated.detach())
         if self.on_host and in_model.data_ptr() != in_optimizer.data_ptr():
@@ -97,7 +97,7 @@ class OptimizerParams:
     _is_model_stale: bool = False
 
     def find_updated(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What an optimizer is to update for a parameter of the module."""
+        """The parameter that an optimizer updates for a parameter of the module."""
         shard = self.shards.get(parameter)
         return parameter if shard is None else shard.updated
 
@@ -107,7 +107,7 @@ class OptimizerParams:
         )
 
     def named_shards(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that are not the module's own."""
+        """Named parameters that the optimizer updates and that are not the module's own."""
         return (
             (name, self.shards[p].updated)
             for name, p in module.named_parameters()

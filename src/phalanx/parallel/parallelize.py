@@ -120,7 +120,7 @@ def parallelize(
 
 @contextmanager
 def _in_all_stages(context: ParallelContext) -> Iterator[None]:
-    """What one stage refuses, all of them refuse: they hold different parts of the module."""
+    """Raise a refusal of one stage on all of them: they hold different parts of the module."""
     if (
         context.staged is None
     ):  # before the stages are cut ranks have the same module, and refuse alike

@@ -52,7 +52,8 @@ class Order(IntEnum):
 
 
 class Root(nn.Module):
-    """What data parallelism wraps: the user's module, with the objective inside one forward call.
+    """The module that data parallelism wraps: the user's, with the objective inside one forward
+    call.
 
     Being one call matters: FSDP keeps the root's parameters (the head among them) whole until it
     returns, and DDP arms its gradient hooks on it.
@@ -119,13 +120,13 @@ class ParallelContext:
     )  # of a pipeline: weight gradients were made by hand
 
     def shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
-        """Of parameters and persistent buffers as they are now, by full-model name; aliases of
-        tied tensors."""
+        """Shards of parameters and persistent buffers as they are now, by full-model name;
+        aliases of tied tensors."""
         return module_shards(self.root.module, self.place)
 
     @property
     def place(self) -> RankPosition:
-        """Where this rank stands among those that hold the same."""
+        """Position of this rank among those that hold the same."""
         mesh, layout = self.mesh, self.plan.layout
         num_ranks = (
             layout.world_size // layout.pp
@@ -137,7 +138,7 @@ class ParallelContext:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of activations and of what is not fp8."""
+        """The type of activations, and of what is not computed in fp8."""
         low = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
         return low.get(self.plan.precision, torch.float32)
 

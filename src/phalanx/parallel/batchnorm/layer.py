@@ -41,7 +41,7 @@ class Ranks:
         return every
 
     def add_up(self, sums: torch.Tensor) -> None:
-        """In place."""
+        """Add `sums` up over the ranks, in place."""
         if self.all:
             with self.phases("collective", "all_reduce BatchNorm gradients"):
                 dist.all_reduce(sums, group=self.group)
@@ -49,7 +49,8 @@ class Ranks:
 
 @dataclass
 class Statistics:
-    """Of one microbatch: [C] per channel, over `count` elements (0-d) in all. At least fp32."""
+    """Statistics of one microbatch: [C] per channel, over `count` elements (0-d) in all, in at
+    least fp32."""
 
     mean: torch.Tensor
     var: torch.Tensor
@@ -119,7 +120,7 @@ class Synchronised(_BatchNorm):
 
 
 class AnyDimensions(Synchronised):
-    """For torch's SyncBatchNorm, which takes [N, C, ...] of any kind."""
+    """A BatchNorm that takes [N, C, ...] of any kind, as torch's SyncBatchNorm does."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.ndim < 2:

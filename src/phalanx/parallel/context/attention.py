@@ -51,7 +51,7 @@ def all_gather(
     window: int,
     group: ContextGroup,
 ) -> torch.Tensor:
-    """As `ring`."""
+    """Attend as `ring` does, to keys and values that are gathered first."""
     out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _Gathered)
     return out
 
@@ -139,8 +139,8 @@ class _Blockwise(torch.autograd.Function):
 def _blocks(
     group: ContextGroup, owner: int, kv: torch.Tensor, mask: MaskOrSeen, window: int
 ) -> Iterator[KeyValueBlock]:
-    """What this rank's queries see of `owner`'s keys: nothing, one product, or with Seen one for
-    every block of queries and chunk of keys that meet."""
+    """Blocks of `owner`'s keys that this rank's queries see: none, one product, or with Seen one
+    for every block of queries and chunk of keys that meet."""
     chunks, num_tokens = group.chunks, kv.shape[3]
     part = chunks.part(group.rank, owner, num_tokens * group.size, window)
     if part is None:
@@ -182,7 +182,7 @@ def _blocks_of_chunks(
 
 
 def _hides_all(mask: torch.Tensor) -> bool:
-    """Of a mask on a CPU: a GPU would have to be waited for."""
+    """True if a mask on a CPU hides every key. A mask on a GPU would have to be waited for."""
     return mask.device.type == "cpu" and not bool((mask == 0).any())
 
 

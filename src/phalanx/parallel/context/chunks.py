@@ -59,7 +59,7 @@ class Chunks:
 
     @property
     def last_rank(self) -> int:
-        """The one that has the last token, as its last."""
+        """The rank that has the last token, as its last one."""
         return 0 if self.balance == "zigzag" else self.size - 1
 
     def places(
@@ -97,8 +97,8 @@ class Chunks:
         )
 
     def part(self, query_rank: int, key_rank: int, num_tokens: int, window: int = 0) -> Part | None:
-        """What of a product of one rank's queries with another's keys is not masked by causality
-        and window, as the smallest rectangle of chunks; None if nothing is.
+        """The smallest rectangle of chunks, of one rank's queries and another's keys, that
+        causality and window do not mask; None if they mask all.
 
         A window masks parts of it; causality alone none, but that of a rank with itself, which is
         causal as it lies.

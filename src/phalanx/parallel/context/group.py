@@ -88,7 +88,8 @@ class ContextGroup:
         return arrived
 
     def from_last(self, value: torch.Tensor) -> torch.Tensor:
-        """What the rank with the last token has, on every rank, on the device where `value` is."""
+        """Return the value of the rank with the last token, on every rank, on the device where
+        `value` is."""
         sent = (
             value.to("cuda") if dist.get_backend(self.group) == "nccl" else value
         )  # which takes no others

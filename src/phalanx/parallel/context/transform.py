@@ -159,7 +159,7 @@ class ContextCore(nn.Module):
 
 @dataclass
 class ContextSequences:
-    """What a router must know of the tokens that other ranks have; the interface is that of the
+    """Facts that a router needs of the tokens that other ranks have; the interface is that of the
     seam.
 
     The first `padding` tokens of sequences are none of theirs: they take no expert's room.
@@ -196,7 +196,7 @@ class ContextSequences:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """What ParallelModel does to batches of a model whose ranks have parts of sequences."""
+    """The split of a batch for a model whose ranks have parts of sequences."""
 
     group: ContextGroup
     sequences: ContextSequences

@@ -93,13 +93,13 @@ class Compression:
             error.copy_(torch.where(rest.isfinite().all(), rest / scale, error))
 
     def errors(self) -> dict[str, torch.Tensor]:
-        """What this rank has not sent of each parameter's gradient; none for hooks that send
+        """Gradients, by parameter, that this rank has not sent yet; none for hooks that send
         all."""
         return {name: slots[ERROR] for name, slots in self._slots.items() if ERROR in slots}
 
     @property
     def num_bytes(self) -> int:
-        """Of the state, on this rank."""
+        """Bytes of the hooks' state on this rank."""
         return sum(tensor.nbytes for slots in self._slots.values() for tensor in slots.values())
 
     def shards(self, model: Mapping[str, LogicalShard], mesh: Mesh) -> dict[str, LogicalShard]:
@@ -142,7 +142,7 @@ def reduce_by_hook(context: ParallelContext, ddp: DistributedDataParallel) -> Ca
 
 
 def compression_of(plan: Plan, module: nn.Module, wire: Wire) -> Compression | None:
-    """What the plan asks for; None where gradients travel as they are."""
+    """Build the compression that the plan asks for; None if gradients travel as they are."""
     if plan.compress == "none":
         return None
     settings = Settings(plan.compress_rank, plan.compress_fraction, plan.seed)

@@ -120,7 +120,7 @@ def reduce_after_pipeline(context: ParallelContext) -> None:
 
     @contextmanager
     def sync(on: bool) -> Iterator[None]:
-        """As DDP does: every step begins with the first rank's running statistics."""
+        """Begin every step with the first rank's running statistics, as DDP does."""
         for buffer in buffers:
             dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
         yield

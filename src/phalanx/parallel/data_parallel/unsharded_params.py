@@ -20,8 +20,8 @@ from phalanx.plan.plan import Plan
 
 
 def kept_whole(module: nn.Module, below: int) -> set[nn.Parameter]:
-    """What a unit of FSDP is to leave alone; also what it cannot split: a single number, and a
-    tensor that does not lie in the order of its dimensions."""
+    """Parameters that FSDP leaves unsharded: small ones, single numbers, and tensors that do not
+    lie in the order of their dimensions, which it cannot split."""
     return {
         p for p in module.parameters() if p.ndim == 0 or p.numel() < below or not p.is_contiguous()
     }

@@ -93,15 +93,15 @@ class RandomOpInterceptor:
 
     @contextmanager
     def _watching_objective(self) -> Iterator[None]:
-        """What moves the generator while no module runs is the objective."""
+        """Note that the objective draws, if the generator moves while no module runs."""
         before = self._generator()
         yield
         if not self._dropout_rng.left_to_torch and not torch.equal(before, self._generator()):
             self._dropout_rng.left_to_torch["objective"] = "it draws random numbers"
 
     def _replay_context(self) -> ReplayContext:
-        """What a recomputation must find: the module that is running, and whether its draws are
-        seen to."""
+        """The context of a recomputation: the module that is running, and whether its draws are
+        intercepted."""
         return partial(self._running, self._calling[-1], self._mode.depth > 0)
 
     @contextmanager
@@ -179,7 +179,7 @@ class RandomOpInterceptor:
                 hook.remove()
 
     def mask(self, keep: float, like: torch.Tensor) -> torch.Tensor | None:
-        """For a draw of the module that is running."""
+        """Mask for a draw of the module that is running; None if torch is to draw it."""
         name = self._calling[-1]
         if name is None:
             return None

@@ -22,7 +22,7 @@ ReplayContext = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class InputSlice:
-    """What a dropout layer is given is a part of dimension `dim`: from `offset` on, of `size`."""
+    """The input of a dropout layer is a slice of dimension `dim`: from `offset` on, of `size`."""
 
     dim: int
     offset: int
@@ -104,8 +104,8 @@ class DropoutRng:
         *,
         rows_dim: int = 0,
     ) -> torch.Tensor | None:
-        """What layer `name` keeps in this call of a tensor of `shape`; None if it has no row for
-        each of the batch."""
+        """Mask of what layer `name` keeps, in this call, of a tensor of `shape`; None if it has
+        no row for each of the microbatch's."""
         moment = self._moment
         if moment is None or not has_fixed_rows(shape, rows_dim, moment.num_rows):
             return None
@@ -130,13 +130,13 @@ class DropoutRng:
         return mask.view([shape[dim] for dim in order]).movedim(0, rows_dim)
 
     def replay_contexts(self) -> tuple[_RecordedRng, _ReplayedRng]:
-        """What a forward and its recomputation run in: the second draws what the first drew."""
+        """Contexts for a forward and its recomputation: the second draws what the first drew."""
         recorded = _RecordedRng(self)
         return recorded, _ReplayedRng(self, recorded)
 
 
 def has_fixed_rows(shape: Sequence[int], rows_dim: int, num_rows: int) -> bool:
-    """Whether a tensor has a fixed number of rows for each of the microbatch's."""
+    """True if a tensor has a fixed number of rows for each of the microbatch's."""
     if len(shape) <= rows_dim:
         return False
     return shape[rows_dim] % num_rows == 0 if num_rows else shape[rows_dim] == 0

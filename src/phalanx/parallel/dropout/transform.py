@@ -89,7 +89,7 @@ class _Counted(_DropoutNd):
         return self._apply_mask(input, mask)
 
     def _noise_shape(self, input: torch.Tensor) -> tuple[int, ...] | None:
-        """As torch has it; None for what has no batch."""
+        """Shape of the noise, as torch has it; None for an input without a batch."""
         return tuple(input.shape)
 
     def _apply_mask(self, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from phalanx.mesh.transfer import read_later
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Of one router and one step: choices of each expert by all tokens of the batch, and how many
-    of them it dropped because the expert was full."""
+    """Load of one router in one step: choices of each expert by all tokens of the batch, and how
+    many of them it dropped because the expert was full."""
 
     counts: tuple[int, ...]
     dropped: int
@@ -81,7 +81,7 @@ class RouterLoads:
 
     @property
     def found(self) -> dict[str, ExpertLoad]:
-        """What came to the experts of each router in the last step; empty before the first one."""
+        """Loads of each router's experts in the last step; empty before the first one."""
         if self._read is None:
             return {}
         numbers = iter(self._read())

@@ -163,7 +163,7 @@ class SeparateExperts:
         return self.mesh.size()
 
     def group(self) -> dist.ProcessGroup:
-        """Of those that hold the same experts."""
+        """Process group of the ranks that hold the same experts."""
         mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten("experts_dp")
         return mesh.get_group()
 

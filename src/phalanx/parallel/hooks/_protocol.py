@@ -15,7 +15,8 @@ ERROR = "error"
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the job: rank of PowerSGD, the part that top-k sends, and the seed of what is drawn."""
+    """Settings of the job for hooks: rank of PowerSGD, the fraction that top-k sends, and the
+    seed of random numbers."""
 
     rank: int
     fraction: float

@@ -27,8 +27,7 @@ KEEPS_ERROR = True
 
 @dataclass(frozen=True)
 class ElementShares:
-    """How the elements of one gradient are dealt out: a share for each rank, padded to blocks of
-    equal size."""
+    """Shares of one gradient's elements: one for each rank, padded to blocks of equal size."""
 
     num_elements: int
     num_ranks: int

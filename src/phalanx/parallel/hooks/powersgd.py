@@ -67,7 +67,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _average(tensors: Sequence[torch.Tensor], wire: Wire) -> None:
-    """In place, in one collective."""
+    """Average `tensors` over the ranks, in place, in one collective."""
     if not tensors:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -52,7 +52,7 @@ def _offloading(
 
 
 class CopyStream:
-    """Where copies run: on CUDA a stream beside the computation's."""
+    """The stream for copies: on CUDA one beside the computation's."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -62,7 +62,7 @@ class CopyStream:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def after_computation(self) -> None:
-        """What is copied from now on sees what was computed so far."""
+        """Let later copies see what was computed so far."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -186,7 +186,8 @@ class OffloadPass:
             offloaded.back.record_stream(torch.cuda.current_stream(self._copy_stream.device))
 
     def _fetch_before(self, offloaded: OffloadedStorage) -> None:
-        """Those that were offloaded just before: the backward asks for them next."""
+        """Fetch the activations that were offloaded just before: the backward asks for them
+        next."""
         if self._copy_stream.stream is None:
             return
         for earlier in (

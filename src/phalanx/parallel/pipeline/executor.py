@@ -38,8 +38,8 @@ Span = tuple[str, Any, Any]
 
 @dataclass
 class SavedForward:
-    """What a forward leaves for its backward: the stage's input (None: tokens), and its output
-    or its loss."""
+    """State that a forward keeps for its backward: the stage's input (None: tokens), and its
+    output or its loss."""
 
     stage_input: torch.Tensor | None
     output: torch.Tensor
@@ -236,7 +236,8 @@ class PipelineRun:
             return self.forward(batch, objective)
 
     def _set_num_tokens(self, batch: Batch) -> None:
-        """How long its sequences are, which only the first stage's embedding sees."""
+        """Tell the tensor group how long the sequences of `batch` are, which only the first
+        stage's embedding sees."""
         if self.context.tensor_group is not None:
             self.context.tensor_group.num_tokens = self._num_tokens[self._spec_key(batch)]
 
@@ -313,7 +314,7 @@ class PipelineRun:
     # Without gradients
 
     def only_forward(self, microbatches: Iterable[Batch], objective: Any) -> Iterator[Any]:
-        """What the objective makes of each microbatch, where the last stage is; None elsewhere.
+        """Yield the objective's result for each microbatch where the last stage is, None elsewhere.
 
         No gradients.
 

@@ -178,8 +178,8 @@ def _broadcast_spec(
     refusal: PhalanxError | None = None,
     group: TensorGroup | None = None,
 ) -> TensorSpec | None:
-    """What `owner` has to say of a stage: the form of its output, None after the last one, or
-    why it refuses."""
+    """Broadcast from `owner` the form of its stage's output, None after the last one, or why it
+    refuses."""
     fields = torch.zeros(4 + _MAX_DIMS, dtype=torch.int64, device=stage_group.device)
     text = b""
     if refusal is not None:

@@ -61,8 +61,8 @@ class Window:
 
 @dataclass
 class StageForward:
-    """What blocks and stand-ins of one rank's module ask: which stage is being computed, and
-    where it stands."""
+    """State that blocks and placeholders of one rank's module read: which stage is being
+    computed, and where it stands."""
 
     num_blocks: int
     num_stages: int
@@ -78,7 +78,7 @@ class StageForward:
 
     @property
     def is_last_stage(self) -> bool:
-        """Of the one that is being computed."""
+        """True if the stage that is being computed is the last one."""
         return self._require_window().is_last
 
     @contextmanager
@@ -246,8 +246,8 @@ class StageForward:
             )
 
     def _has_diverged(self, arrived: torch.Tensor) -> bool:
-        """What arrived, or a weight, is not finite: training has diverged, and a NaN says
-        nothing about the model."""
+        """True if what arrived, or a weight, is not finite: training has diverged, and a NaN
+        says nothing about the model."""
         tensors = (
             local_tensor(parameter) for block in self._blocks for parameter in block.parameters()
         )
@@ -279,8 +279,8 @@ class StageForward:
 
 
 class _RefuseDecisions(TorchDispatchMode):
-    """In shape inference, before what arrives has arrived: refuses to make numbers or truths of
-    what is not there.
+    """A mode for shape inference, before a stage's input has arrived, that refuses to make numbers
+    or booleans of what is not there.
 
     Whatever is computed of NaN is NaN, and is found; a comparison with it is simply false.
     """
@@ -319,7 +319,8 @@ def _isnan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Arrival(torch.autograd.Function):
-    """What has arrived, as a tensor that autograd has computed: a block may change it in place."""
+    """The input of a stage as a tensor that autograd has computed: a block may change it in
+    place."""
 
     @staticmethod
     def forward(ctx: Any, arrived: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -374,7 +375,7 @@ def release_block(
 
 
 class Placeholder(torch.Tensor):
-    """In place of a parameter of another stage: its shape and type, NaN, four bytes.
+    """A placeholder for a parameter of another stage: its shape and type, NaN, four bytes.
 
     See `StageForward.require_placeholder_use`.
     """

@@ -38,7 +38,7 @@ class TiedParams:
 
 @torch.no_grad()
 def sum_tied_gradients(staged: Staged, module: nn.Module, phases: Phases) -> None:
-    """In place.
+    """Sum the gradients of tied parameters over the stages that hold them, in place.
 
     All parameters of one set of holders travel together; each rank adds in the order of the stages.
     """

@@ -37,7 +37,7 @@ from phalanx.plan.plan import Plan
 
 @dataclass
 class Staged:
-    """What a rank knows of the pipeline it is part of.
+    """A rank's view of the pipeline that it is part of.
 
     `copies`: name -> (which of the ranks this is, how many they are) of parameters that several
     ranks hold; `holders`: the ranks themselves. `stages`: name -> the stages that hold it, of every
@@ -57,7 +57,7 @@ class Staged:
 
     @property
     def last_rank(self) -> int:
-        """Of the pipeline: the one with the last stage, which has outputs and losses."""
+        """The pipeline's rank with the last stage, which has outputs and losses."""
         return self.pipeline.rank_of_stage[-1]
 
 
@@ -110,7 +110,8 @@ class PipelineStages:
 def _run_stage(
     stage_forward: StageForward, forward: Callable[..., Any], args: Any, kwargs: Any, then: Any
 ) -> Any:
-    """What data parallelism wraps: a stage's forward ends where the next one goes on."""
+    """Run a stage's forward, which ends where the next one goes on; data parallelism wraps this
+    call."""
     try:
         found = forward(args, kwargs, then)
     except StageBoundary as end:
@@ -150,7 +151,7 @@ def _require_blocks(module: nn.Module, blocks: Sequence[nn.Module], pipeline: Pi
 
 
 class Holding:
-    """Which ranks of a pipeline hold which parameters of a module that is still whole."""
+    """Finds which ranks of a pipeline hold which parameters of a module that is still whole."""
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], pipeline: Pipeline) -> None:
         self._module, self._pipeline = module, pipeline
@@ -222,11 +223,11 @@ class Holding:
                 )
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """Those that hold a parameter, in ascending order."""
+        """Stages that hold a parameter, in ascending order."""
         return tuple(sorted(self._stages[id(self._by_name[name])]))
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """Of the pipeline, in ascending order."""
+        """Ranks of the pipeline that hold a parameter, in ascending order."""
         return tuple(
             sorted({self._pipeline.rank_of_stage[stage] for stage in self.stages_of(name)})
         )
@@ -248,7 +249,7 @@ class Holding:
                 )
 
     def outside(self) -> tuple[tuple[nn.Module, str], ...]:
-        """Where parameters outside the blocks are, of those that are still there."""
+        """Modules and keys of the parameters outside the blocks, of those that are still there."""
         return tuple(
             (part, key)
             for prefix, part in self._module.named_modules()

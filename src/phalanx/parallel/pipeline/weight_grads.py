@@ -30,7 +30,7 @@ SPLITS = "phalanx_splits_backward"  # attribute of a linear layer whose forward 
 
 @dataclass
 class DeferredWeightGrads:
-    """What is due, by stage and microbatch."""
+    """Deferred weight gradients, by stage and microbatch."""
 
     _due: dict[Hashable, list[GradWork]] = field(default_factory=dict)
 
@@ -60,9 +60,8 @@ _DEFERRED: list[list[GradWork]] = []
 
 
 def defer(work: GradWork) -> None:
-    """For the backward of an autograd function: do `work`, which only makes gradients of weights,
-    where the schedule has its W; at once outside of a split backward.
-    """
+    """Do `work`, which only makes gradients of weights, where the schedule has its W; at once
+    outside of a split backward. The backward of an autograd function calls it."""
     if _DEFERRED:
         _DEFERRED[-1].append(work)
     else:

@@ -38,7 +38,8 @@ class Recompute:
 
 
 def own_segments(context: ParallelContext) -> Iterator[Segment]:
-    """Of the blocks that this rank has, counted among these. A stretch ends where a stage does."""
+    """Segments of the blocks that this rank has, counted among these. A segment ends where a
+    stage does."""
     if context.staged is None:
         yield from planned_segments(context.plan, len(context.blocks))
         return
@@ -59,8 +60,8 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
 
 
 def planned_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
-    """Those of the plan; of a module with other blocks than were planned for, what the mode says
-    of these."""
+    """Segments of the plan; for a module with other blocks than were planned for, those that the
+    mode means."""
     num_planned = plan.model_shape.num_layers
     if num_blocks == num_planned:
         return plan.recompute_segments

@@ -67,7 +67,7 @@ class WholeMasks:
 
 
 def _num_shared(path: list[str], other: list[str]) -> int:
-    """How many parts of two dotted names are the same, from the first on."""
+    """Number of leading parts that two dotted names share."""
     return next(
         (i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b),
         min(len(path), len(other)),

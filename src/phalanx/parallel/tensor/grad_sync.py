@@ -31,7 +31,8 @@ class PartialGradients:
 
     @torch.no_grad()
     def sum_over_ranks(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """In place. `named`: what an optimizer updates, as data parallelism has left it."""
+        """Sum gradients over the ranks, in place. `named`: what an optimizer updates, as data
+        parallelism has left it."""
         pieces = [piece for name, p in named for piece in self._pieces(full_name(name), p)]
         if not pieces:
             return

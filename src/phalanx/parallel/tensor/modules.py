@@ -57,7 +57,7 @@ def _row_forward(part: nn.Module, name: str, group: TensorGroup, x: torch.Tensor
 
 
 def _product(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """In a pipeline that splits backwards the weight's gradient can wait."""
+    """Multiply by a weight; in a pipeline that splits backwards its gradient can wait."""
     return linear(x, weight) if getattr(part, SPLITS, False) else F.linear(x, weight)
 
 
