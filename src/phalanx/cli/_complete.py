@@ -46,7 +46,10 @@ def complete_run(incomplete: str) -> Candidates:
     folder = os.path.dirname(incomplete)
     places = [Path(folder)] if folder else [Path("."), Path("runs")]
     runs = [
-        str(path) for folder in places for path in _entries(folder) if (path / "job.json").is_file()
+        str(path)
+        for directory in places
+        for path in _entries(directory)
+        if (path / "job.json").is_file()
     ]
     return [(path, "") for path in sorted(runs) if path.startswith(incomplete)][:MAX_RUNS]
 

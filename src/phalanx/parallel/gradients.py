@@ -53,8 +53,8 @@ def own_squares(
         for block in held[full_name(name)]:
             by_holders[block.num_holders].append(gradient[block.where])
     squares: torch.Tensor | None = None
-    for holders, some in by_holders.items():
-        norms = torch._foreach_norm(_pieces(some), 2, dtype=_norm_dtype(some))
+    for holders, group_gradients in by_holders.items():
+        norms = torch._foreach_norm(_pieces(group_gradients), 2, dtype=_norm_dtype(group_gradients))
         # Ranks that hold the same gradient each bring an equal part of its square.
         part = torch.stack(norms).double().square().sum() / holders
         squares = part if squares is None else squares + part

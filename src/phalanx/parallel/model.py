@@ -265,9 +265,9 @@ class ParallelModel:
 
     def _call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         if self._run is not None:
-            (found,) = self._run.only_forward([batch], _Then(then))
+            (result,) = self._run.only_forward([batch], _Then(then))
             self._context.rest()
-            return self._run.on_all(found)
+            return self._run.on_all(result)
         return self._call(batch if self._context.cp is None else self._context.cp.cut(batch), then)
 
     def _call(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
@@ -453,12 +453,12 @@ class ParallelModel:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         num_targets = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         try:
-            for found in self._each(
+            for outcome in self._each(
                 (flat_entries(batch, of_tensors=True) for batch in microbatches), objective
             ):
-                if found is not None:
-                    loss_sum += found[0]
-                    num_targets += found[1]
+                if outcome is not None:
+                    loss_sum += outcome[0]
+                    num_targets += outcome[1]
         finally:  # no backward follows that would free the weights
             self._context.rest()
         return LocalLoss(loss_sum, num_targets)
@@ -474,10 +474,10 @@ class ParallelModel:
 
     def _outcome(self, batch: Batch, objective: Objective) -> Any:
         """(loss, targets); of a pipeline's stage that is not the last its hidden states."""
-        given, staged = batch, self._context.staged
+        microbatch, staged = batch, self._context.staged
         if self.plan.model_shape.is_known:
-            require_ids(given, self.plan.vocab_size)
-        batch = self._on_device(given)
+            require_ids(microbatch, self.plan.vocab_size)
+        batch = self._on_device(microbatch)
         if self._context.cp is not None:
             batch = NamedTensors(self._context.cp.cut(batch))
 
@@ -493,14 +493,14 @@ class ParallelModel:
             if not getattr(objective, READS_PARTS, False):
                 outputs = gather_logits(outputs)
             if getattr(objective, TAKES_CLASSES, False):
-                require_targets(given, outputs)
+                require_targets(microbatch, outputs)
             return objective(outputs, batch)
 
         try:
-            found = self._call(batch, loss_of)
+            outcome = self._call(batch, loss_of)
         except Exception as error:
             if not isinstance(error, PhalanxError):
-                require_looked_up(given, error)
+                require_looked_up(microbatch, error)
                 if not self._has_run and (refusal := self._context.explain(error)) is not None:
                     raise refusal from error
                 error.add_note(f"the batch: {describe_batch(batch)}")
@@ -514,9 +514,9 @@ class ParallelModel:
         if (staged is not None and not staged.stage_forward.is_last_stage) or isinstance(
             objective, _Then
         ):
-            return found
-        require_sums(found)
-        return found
+            return outcome
+        require_sums(outcome)
+        return outcome
 
     def _on_device(self, given: Batch) -> NamedTensors:
         """`given` on this rank's device.

@@ -36,8 +36,8 @@ class Traffic:
 
     def take(self) -> int:
         """Bytes since the last `take`."""
-        taken, self._sent_bytes = round(self._sent_bytes), 0.0
-        return taken
+        num_bytes, self._sent_bytes = round(self._sent_bytes), 0.0
+        return num_bytes
 
 
 def all_reduce_bytes(num_bytes: int, num_ranks: int) -> float:
@@ -66,19 +66,19 @@ class Wire:
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """[ranks, *mine.shape]"""
-        every = torch.empty(self.num_ranks, *mine.shape, dtype=mine.dtype, device=mine.device)
+        gathered = torch.empty(self.num_ranks, *mine.shape, dtype=mine.dtype, device=mine.device)
         self._traffic.all_gather(mine.nbytes, self.num_ranks)
         with self._phases("collective", "all_gather compressed gradients"):
             dist.all_gather_into_tensor(
-                every.view(-1), mine.contiguous().view(-1), group=self._group
+                gathered.view(-1), mine.contiguous().view(-1), group=self._group
             )
-        return every
+        return gathered
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         """`parts` [ranks, ...]: row r goes to rank r; returned is what each rank had for this
         one."""
-        found = torch.empty_like(parts)
+        received = torch.empty_like(parts)
         self._traffic.scatter(parts.nbytes, self.num_ranks)
         with self._phases("collective", "all_to_all compressed gradients"):
-            dist.all_to_all_single(found, parts.contiguous(), group=self._group)
-        return found
+            dist.all_to_all_single(received, parts.contiguous(), group=self._group)
+        return received

@@ -33,12 +33,12 @@ class Ranks:
         """[ranks, *mine.shape]"""
         if not self.all:
             return mine[None]
-        every = torch.empty(
+        gathered = torch.empty(
             dist.get_world_size(self.group), mine.numel(), dtype=mine.dtype, device=mine.device
         )
         with self.phases("collective", "all_gather BatchNorm statistics"):
-            dist.all_gather_into_tensor(every.view(-1), mine, group=self.group)
-        return every
+            dist.all_gather_into_tensor(gathered.view(-1), mine, group=self.group)
+        return gathered
 
     def add_up(self, sums: torch.Tensor) -> None:
         """Add `sums` up over the ranks, in place."""
@@ -94,14 +94,16 @@ class Synchronised(_BatchNorm):
             mean, var = cast(torch.Tensor, self.running_mean), cast(torch.Tensor, self.running_var)
             mean, var = mean.to(_wide(input)), var.to(_wide(input))
             return F.batch_norm(input, mean, var, weight, bias, False, 0.0, self.eps)
-        found = self._tape.next() if self._tape is not None else None
-        if found is None:
-            found = _statistics(input.detach(), self._ranks)
+        recorded = self._tape.next() if self._tape is not None else None
+        if recorded is None:
+            recorded = _statistics(input.detach(), self._ranks)
             if self._tape is not None:
-                self._tape.played.append(found)
+                self._tape.played.append(recorded)
             if self.training and self.track_running_stats and tracks:
-                self._track(found)
-        output: torch.Tensor = _Normalise.apply(input, weight, bias, found, self.eps, self._ranks)
+                self._track(recorded)
+        output: torch.Tensor = _Normalise.apply(
+            input, weight, bias, recorded, self.eps, self._ranks
+        )
         return output
 
     @torch.no_grad()
@@ -156,12 +158,12 @@ def _statistics(input: torch.Tensor, ranks: Ranks) -> Statistics:
     """Mean and variance over all ranks, from each rank's own (Chan et al. 1983), the same bits
     on every rank."""
     channels, count = input.shape[1], input.numel() // max(1, input.shape[1])
-    mine = torch.zeros(2 * channels + 1, dtype=_wide(input), device=input.device)
+    rank_sums = torch.zeros(2 * channels + 1, dtype=_wide(input), device=input.device)
     if count:
         var, mean = torch.var_mean(input.to(_wide(input)), dim=_per_channel(input), correction=0)
-        mine[:channels], mine[channels:-1], mine[-1] = mean, var * count, count
-    every = ranks.gather(mine)
-    means, squares, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
+        rank_sums[:channels], rank_sums[channels:-1], rank_sums[-1] = mean, var * count, count
+    all_sums = ranks.gather(rank_sums)
+    means, squares, counts = all_sums[:, :channels], all_sums[:, channels:-1], all_sums[:, -1:]
     total = counts.sum()
     if (
         count <= 1 and total <= 1

@@ -74,9 +74,9 @@ def call_with_batch(
         )
     missing = [name for name in needed if name not in extras and not (args and name == first)]
     if missing:
-        kept = " (targets are for the objective alone)" if "targets" in missing else ""
+        hint = " (targets are for the objective alone)" if "targets" in missing else ""
         raise LayoutError(
-            f"the forward of {type(module).__name__} needs {', '.join(missing)}{kept}",
+            f"the forward of {type(module).__name__} needs {', '.join(missing)}{hint}",
             why=f"a batch has {describe_batch(batch)}",
             fix="return it from your dataset under that name, or give the argument a default",
         )

@@ -49,12 +49,12 @@ def require_device(device: torch.device) -> None:
         raise LayoutError(
             f"precision.compute=fp8 needs a GPU, and this rank is on {device.type}", fix=FP8_FIX
         )
-    found = torch.cuda.get_device_capability(device)
-    if found < FP8_CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise EnvironmentProblem(
             f"precision.compute=fp8 needs a GPU of compute capability {_words(FP8_CAPABILITY)}, and"
-            f" {name} has {_words(found)}",
+            f" {name} has {_words(capability)}",
             fix=FP8_FIX,
         )
 

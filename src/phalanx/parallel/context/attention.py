@@ -81,8 +81,8 @@ def ulysses(
         )
     else:
         out = attend(q, k, v, mask, is_causal=True)
-    found: torch.Tensor = _ToTokens.apply(out, group)
-    return found
+    attended: torch.Tensor = _ToTokens.apply(out, group)
+    return attended
 
 
 ATTEND: dict[str, Attend] = {"ring": ring, "all-gather": all_gather, "ulysses": ulysses}
@@ -150,9 +150,9 @@ def _blocks(
     if mask is None:
         yield KeyValueBlock(kv, rows, columns, None, part.is_causal)
     elif isinstance(mask, torch.Tensor):
-        here = mask[:, :, rows, owner * num_tokens : (owner + 1) * num_tokens][..., columns]
-        if not _hides_all(here):
-            yield KeyValueBlock(kv, rows, columns, here, is_causal=False)
+        rank_mask = mask[:, :, rows, owner * num_tokens : (owner + 1) * num_tokens][..., columns]
+        if not _hides_all(rank_mask):
+            yield KeyValueBlock(kv, rows, columns, rank_mask, is_causal=False)
     else:
         for at in range(part.first_query, part.last_query):
             for to in range(part.first_key, part.last_key):
@@ -172,12 +172,15 @@ def _blocks_of_chunks(
     row, column = (lies - start for lies, start in zip(lies_at, starts, strict=True))
     for first in range(starts[0], starts[0] + length, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, starts[0] + length)
-        begin, end = visible.reach(first, last)
-        begin, end = max(begin, starts[1]), min(end, starts[1] + length)
-        if begin < end:
-            mask = visible.mask(first, last, begin, end, kv.dtype, kv.device)
+        first_key, end = visible.reach(first, last)
+        first_key, end = max(first_key, starts[1]), min(end, starts[1] + length)
+        if first_key < end:
+            mask = visible.mask(first, last, first_key, end, kv.dtype, kv.device)
             if not _hides_all(mask):
-                rows, columns = slice(first + row, last + row), slice(begin + column, end + column)
+                rows, columns = (
+                    slice(first + row, last + row),
+                    slice(first_key + column, end + column),
+                )
                 yield KeyValueBlock(kv, rows, columns, mask, is_causal=False)
 
 
@@ -209,19 +212,19 @@ class _Ring:
         """A block's gradients travel after it, a step behind, until they are home; its own
         rank's stay there."""
         group = self._group
-        own: torch.Tensor | None = None
+        own_grad: torch.Tensor | None = None
         arriving: Callable[[], torch.Tensor] | None = None
         for step, (owner, block) in enumerate(self.blocks(kv)):
-            found = of_block(owner, block)
+            block_grad = of_block(owner, block)
             if step == 0:
-                own = found
+                own_grad = block_grad
                 continue
             if arriving is not None:
-                found += arriving()
-            arriving = group.pass_on(found, GRADIENTS)
-        assert own is not None
+                block_grad += arriving()
+            arriving = group.pass_on(block_grad, GRADIENTS)
+        assert own_grad is not None
         assert arriving is not None
-        return own.add_(arriving())
+        return own_grad.add_(arriving())
 
 
 class _Gathered:

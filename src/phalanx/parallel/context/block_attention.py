@@ -33,11 +33,11 @@ class Running:
         """Merge a block for the queries `rows`: each side's weight is its share of the common
         denominator."""
         old, new = self.lse[:, :, rows], torch.logaddexp(self.lse[:, :, rows], lse)
-        some = new.where(
+        new_lse = new.where(
             new > -torch.inf, 0.0
         )  # of queries that have seen nothing yet both shares are zero
-        kept, added = (old - some).exp().unsqueeze(-1), (lse - some).exp().unsqueeze(-1)
-        self.out[:, :, rows] = self.out[:, :, rows] * kept + out * added
+        old_weight, added = (old - new_lse).exp().unsqueeze(-1), (lse - new_lse).exp().unsqueeze(-1)
+        self.out[:, :, rows] = self.out[:, :, rows] * old_weight + out * added
         self.lse[:, :, rows] = new
 
 

@@ -74,9 +74,9 @@ class ContextGroup:
         with self.phases("collective", "reduce_scatter gradients of keys and values"):
             if rows.device.type == "cpu":
                 return scatter_sum(rows, self.group)
-            mine = torch.empty_like(rows[0])
-            dist.reduce_scatter_tensor(mine, rows, group=self.group)
-            return mine
+            rank_rows = torch.empty_like(rows[0])
+            dist.reduce_scatter_tensor(rank_rows, rows, group=self.group)
+            return rank_rows
 
     def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
         """[ranks, ...]: of each rank the row that it has for this one."""

@@ -112,9 +112,9 @@ class ContextMask:
             raise LayoutError(
                 f"document_ids are of {document_ids_BT.shape[1]} tokens, and sequences have {total}"
             )
-        made = self.make(total, window, document_ids_BT, dtype, device) if self.whole else None
-        if made is not None or not is_masked(total, window, document_ids_BT):
-            return made
+        full_mask = self.make(total, window, document_ids_BT, dtype, device) if self.whole else None
+        if full_mask is not None or not is_masked(total, window, document_ids_BT):
+            return full_mask
         if self.whole or num_tokens > QUERY_BLOCK:
             return VisibleKeys(document_ids_BT, window, is_causal=True)
         places = [self.group.chunks.places(rank, total, device) for rank in range(size)]
@@ -179,10 +179,12 @@ class ContextSequences:
         if self.padding:
             places = chunks.places(rank, chosen_BTE.shape[1] * self.group.size, chosen_BTE.device)
             chosen_BTE = chosen_BTE * (places >= self.padding)[:, None]
-        own = chosen_BTE.unflatten(
+        rank_choices = chosen_BTE.unflatten(
             1, (chunks.per_rank, -1)
         )  # [B, chunks of a rank, tokens of a chunk, E]
-        counts = self.group.gathered(own.sum(2).contiguous())  # [ranks, B, chunks of a rank, E]
+        counts = self.group.gathered(
+            rank_choices.sum(2).contiguous()
+        )  # [ranks, B, chunks of a rank, E]
         number = {
             chunk: (r, at) for r in range(chunks.size) for at, chunk in enumerate(chunks.of(r))
         }
@@ -191,7 +193,7 @@ class ContextSequences:
         )
         earlier = in_order.cumsum(1) - in_order
         before = torch.stack([earlier[:, chunk] for chunk in chunks.of(rank)], dim=1)
-        return (own.cumsum(2) - own + before[:, :, None]).flatten(1, 2)
+        return (rank_choices.cumsum(2) - rank_choices + before[:, :, None]).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -207,19 +209,23 @@ class SequenceSplit:
 
         Raises LayoutError for a length that does not divide, and for what is none of these.
         """
-        others = [key for key in batch if key not in (*PER_TOKEN, "document_ids")]
+        unsplit_keys = [key for key in batch if key not in (*PER_TOKEN, "document_ids")]
         tokens = batch.get("inputs")
-        if others or tokens is None or tokens.ndim != 2:
+        if unsplit_keys or tokens is None or tokens.ndim != 2:
             raise LayoutError(
                 "parallel.cp cuts sequences of tokens, and a batch has"
-                f" {', '.join(others) or 'no such inputs'}",
+                f" {', '.join(unsplit_keys) or 'no such inputs'}",
                 fix="leave parallel.cp out",
             )
         length = tokens.shape[1]
         places = self.group.chunks.places(self.group.rank, length, tokens.device)
-        whole = {"positions": torch.arange(length, device=tokens.device).expand_as(tokens), **batch}
+        full_batch = {
+            "positions": torch.arange(length, device=tokens.device).expand_as(tokens),
+            **batch,
+        }
         return {
-            key: t.index_select(1, places) if key in PER_TOKEN else t for key, t in whole.items()
+            key: t.index_select(1, places) if key in PER_TOKEN else t
+            for key, t in full_batch.items()
         }
 
     @contextmanager

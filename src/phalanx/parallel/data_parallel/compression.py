@@ -43,10 +43,10 @@ class Compression:
         for raw_name, parameter in named_parameters:
             if not parameter.requires_grad:
                 continue
-            name, whole = full_name(raw_name), parameter.detach()
+            name, tensor = full_name(raw_name), parameter.detach()
             self._names[parameter] = name
-            own = {ERROR: torch.zeros_like(whole)} if hook.keeps_error else {}
-            self._slots[name] = own | hook.shared_slots(name, whole)
+            slots = {ERROR: torch.zeros_like(tensor)} if hook.keeps_error else {}
+            self._slots[name] = slots | hook.shared_slots(name, tensor)
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         """From now on `ddp` reduces its buckets through the hook."""
@@ -87,8 +87,8 @@ class Compression:
         if self._hook.keeps_error:
             for gradient in gradients:
                 gradient.tensor.add_(gradient.slots[ERROR], alpha=scale)
-        kept = self._hook.reduce(gradients, self._wire)
-        for gradient, rest in zip(gradients, kept, strict=self._hook.keeps_error):
+        new_errors = self._hook.reduce(gradients, self._wire)
+        for gradient, rest in zip(gradients, new_errors, strict=self._hook.keeps_error):
             error = gradient.slots[ERROR]
             error.copy_(torch.where(rest.isfinite().all(), rest / scale, error))
 
@@ -108,12 +108,12 @@ class Compression:
         Errors differ between ranks: together they are one tensor, [ranks, *parameter], of which
         each rank holds a row.
         """
-        found: dict[str, LogicalShard] = {}
+        named_shards: dict[str, LogicalShard] = {}
         for name, slots in self._slots.items():
             for slot, tensor in slots.items():
                 key = f"{STATE}{name}/{slot}"
                 if slot != ERROR:
-                    found[key] = shard_of(
+                    named_shards[key] = shard_of(
                         key, tensor, replica=mesh.rank, num_replicas=mesh.world_size
                     )
                     continue
@@ -123,8 +123,10 @@ class Compression:
                     for box in owner.boxes
                 )
                 shape = (self._wire.num_ranks, *owner.global_shape)
-                found[key] = LogicalShard(key, shape, dtype_name(tensor.dtype), boxes, tensor[None])
-        return found
+                named_shards[key] = LogicalShard(
+                    key, shape, dtype_name(tensor.dtype), boxes, tensor[None]
+                )
+        return named_shards
 
 
 def reduce_by_hook(context: ParallelContext, ddp: DistributedDataParallel) -> Callable[[], None]:

@@ -129,14 +129,14 @@ def reduce_after_pipeline(context: ParallelContext) -> None:
 
 
 def _buckets(parameters: Sequence[nn.Parameter], num_bytes: int) -> Iterator[list[nn.Parameter]]:
-    some: list[nn.Parameter] = []
+    bucket: list[nn.Parameter] = []
     for parameter in parameters:
-        if some and sum(p.numel() * 4 for p in some) + parameter.numel() * 4 > num_bytes:
-            yield some
-            some = []
-        some.append(parameter)
-    if some:
-        yield some
+        if bucket and sum(p.numel() * 4 for p in bucket) + parameter.numel() * 4 > num_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
 
 
 class _ExposedWait:

@@ -45,21 +45,21 @@ class DpShard:
         axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
         low = context.compute_dtype is not torch.float32
         experts = context.experts
-        whole = kept_whole(context.root.module, options.keep_whole_below)
-        whole -= set(experts.parameters() if experts is not None else ())
+        unsharded = kept_whole(context.root.module, options.keep_whole_below)
+        unsharded -= set(experts.parameters() if experts is not None else ())
         groups = _units(_self_contained(context), options.blocks_per_unit)
         # A model may say that its blocks get activations in the compute type already: casting what
         # is left would only round what must stay wide (rotary tables). Other modules keep autocast
         # as well, as under DDP. What stays whole is not cast by FSDP either, and meets cast
         # tensors: autocast makes them one type.
-        cast = bool(whole) or not getattr(context.root.module, "block_inputs_are_cast", False)
+        cast = bool(unsharded) or not getattr(context.root.module, "block_inputs_are_cast", False)
         mesh = context.mesh.submesh(*axes)
         # In a pipeline a unit is used again and again within a step, by microbatches that overlap:
         # it stays whole.
         free = context.plan.zero_stage == 3 and context.staged is None
         more: dict[str, Any] = {
             "mesh": mesh,
-            "ignored_params": whole,
+            "ignored_params": unsharded,
             "shard_placement_fn": _evenly(layout.dp_shard),
         }
         if options.parameters_on_host:
@@ -167,9 +167,9 @@ def _prefetch(units: list[Any], depth: int) -> None:
 
     `units`: in forward order, root first.
     """
-    for place, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + depth])
-        before = units[max(1, place - depth) : place]  # the root is whole from the forward on
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
+        before = units[max(1, index - depth) : index]  # the root is whole from the forward on
         unit.set_modules_to_backward_prefetch(before[::-1])
 
 
@@ -179,13 +179,13 @@ def _self_contained(context: ParallelContext) -> list[nn.Module]:
     A unit gathers and frees its parameters alone, so a parameter can belong to one unit only.
     """
     uses = Counter(p for _, p in context.root.named_parameters(remove_duplicate=False))
-    own = [
+    block_uses = [
         Counter(p for _, p in block.named_parameters(remove_duplicate=False))
         for block in context.blocks
     ]
     return [
         block
-        for block, counts in zip(context.blocks, own, strict=True)
+        for block, counts in zip(context.blocks, block_uses, strict=True)
         if all(uses[p] == counts[p] for p in counts)
     ]
 
@@ -220,9 +220,11 @@ def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
                 if async_op or output_tensor.device.type != "cpu":
                     return super().__call__(output_tensor, input_tensor, group, async_op)
                 rows = output_tensor.view(group.size(), -1)
-                mine = rows[group.rank()]
-                if mine.data_ptr() != input_tensor.data_ptr():  # FSDP fills its part of the output
-                    mine.copy_(input_tensor.view(-1))
+                rank_rows = rows[group.rank()]
+                if (
+                    rank_rows.data_ptr() != input_tensor.data_ptr()
+                ):  # FSDP fills its part of the output
+                    rank_rows.copy_(input_tensor.view(-1))
                 gather_rows(rows, group)
                 return None
 

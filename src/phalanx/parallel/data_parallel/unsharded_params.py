@@ -35,25 +35,25 @@ class UnshardedParams:
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()
-        whole = [
+        unsharded = [
             p
             for p in context.root.module.parameters()
             if p.requires_grad and not isinstance(p, DTensor)
         ]
-        if not whole:
+        if not unsharded:
             return
         axes = (
             ("dp_replicate", "dp_shard") if context.plan.layout.dp_replicate > 1 else ("dp_shard",)
         )
         mesh = context.mesh.submesh(*axes)
-        for parameter in whole:
+        for parameter in unsharded:
             # An optimizer's fused kernel takes DTensors or plain tensors, not both.
             local = dtensor_of(parameter.detach(), mesh, (Replicate(),) * len(axes), parameter)
             shard = OptimizerShard(parameter, nn.Parameter(local))
             context.optimizer_params.shards[parameter] = shard
         group, phases = context.mesh.data_parallel_group(), context.phases
         context.optimizer_params.before_update.append(
-            lambda: average_gradients(whole, group, phases)
+            lambda: average_gradients(unsharded, group, phases)
         )
 
 
@@ -70,14 +70,17 @@ def average_gradients(
         by_type.setdefault(torch.promote_types(parameter.dtype, torch.float32), []).append(
             parameter
         )
-    for dtype, some in by_type.items():
+    for dtype, tensors in by_type.items():
         flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(dtype) for p in some]
+            [
+                (torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(dtype)
+                for p in tensors
+            ]
         )
         with phases("collective", "all_reduce gradients of whole parameters"):
             dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
-        for parameter, mean in zip(some, flat.split([p.numel() for p in some]), strict=True):
+        for parameter, mean in zip(tensors, flat.split([p.numel() for p in tensors]), strict=True):
             # In the parameter's own order: fused optimizers walk both alike.
             parameter.grad = torch.empty_like(parameter).copy_(mean.view_as(parameter))
 

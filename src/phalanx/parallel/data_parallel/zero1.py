@@ -105,17 +105,17 @@ class _Span:
     def send(self, segment: torch.Tensor, rank: int) -> None:
         """This rank's elements into its segment of the bucket; the last ranks may have fewer, or
         none."""
-        begin = rank * self.chunk + self.start
-        mine = self.flat[begin : min(begin + self.length, (rank + 1) * self.chunk)]
-        segment[self.offset : self.offset + mine.numel()] = mine
+        first = rank * self.chunk + self.start
+        rank_part = self.flat[first : min(first + self.length, (rank + 1) * self.chunk)]
+        segment[self.offset : self.offset + rank_part.numel()] = rank_part
 
     def receive(self, bucket: torch.Tensor, rank: int) -> None:
         """The other ranks' elements, from [ranks, segment] to where they belong."""
         for other, row in enumerate(bucket):
-            begin = other * self.chunk + self.start
-            end = min(begin + self.length, (other + 1) * self.chunk, self.flat.numel())
-            if other != rank and end > begin:
-                self.flat[begin:end] = row[self.offset : self.offset + end - begin]
+            first = other * self.chunk + self.start
+            end = min(first + self.length, (other + 1) * self.chunk, self.flat.numel())
+            if other != rank and end > first:
+                self.flat[first:end] = row[self.offset : self.offset + end - first]
 
 
 class Gather:

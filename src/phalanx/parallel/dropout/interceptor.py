@@ -70,8 +70,8 @@ class RandomOpInterceptor:
         """Around forward and backward of the microbatch number `index`, of which every rank has
         equally many rows."""
         num_rows = next((len(tensor) for tensor in batch.values() if tensor.ndim), 0)
-        place = index * self._mesh.layout.data_parallel_size + self._mesh.data_parallel_rank
-        return self._dropout_rng.microbatch(step, place * num_rows, num_rows)
+        global_index = index * self._mesh.layout.data_parallel_size + self._mesh.data_parallel_rank
+        return self._dropout_rng.microbatch(step, global_index * num_rows, num_rows)
 
     @contextmanager
     def forward(self, stage: int = 0) -> Iterator[None]:
@@ -247,9 +247,9 @@ class _PlainAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        place = _DROPOUT_AT.get(func.__name__) if func in _attentions() else None
-        if place is not None and args and args[0].device.type == "cuda":
-            probability = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+        argument = _DROPOUT_AT.get(func.__name__) if func in _attentions() else None
+        if argument is not None and args and args[0].device.type == "cuda":
+            probability = args[argument] if len(args) > argument else kwargs.get("dropout_p", 0.0)
             if probability > 0.0:
                 with sdpa_kernel(SDPBackend.MATH):
                     return func(*args, **kwargs)

@@ -50,19 +50,19 @@ class Dropout:
 def rows_second(module: nn.Module) -> set[str]:
     """Layers inside torch's own that have the batch in dimension 1: batch_first=False, and
     recurrent ones inside."""
-    found = set()
+    modules = set()
     for name, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
-            found.add(full_name(name))
+            modules.add(full_name(name))
         is_transformer = isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
         if is_transformer and not part.self_attn.batch_first:
             prefix = f"{name}." if name else ""
-            found |= {
+            modules |= {
                 full_name(prefix + inner)
                 for inner, layer in part.named_children()
                 if _is_dropout(layer)
             }
-    return found
+    return modules
 
 
 def _is_dropout(module: nn.Module) -> bool:

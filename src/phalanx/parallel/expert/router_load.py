@@ -67,16 +67,16 @@ class RouterLoads:
             return
         device = self.mesh.device
         parts = [router.load.take(router.num_experts, device) for router in self.routers.values()]  # type: ignore
-        every = torch.cat(parts)
+        counts = torch.cat(parts)
         if not self.mesh.is_tp_leader:  # of ranks that see the same tokens one counts
-            every = torch.zeros_like(every)
+            counts = torch.zeros_like(counts)
         if self.group is not None:
             with self.phases("collective", "all_reduce loads of experts"):
-                dist.all_reduce(every, group=self.group)
+                dist.all_reduce(counts, group=self.group)
         self._counts = dict(
-            zip(self.routers, every.split([len(part) for part in parts]), strict=True)
+            zip(self.routers, counts.split([len(part) for part in parts]), strict=True)
         )
-        self._read = read_later(every)
+        self._read = read_later(counts)
         self._is_due = True
 
     @property

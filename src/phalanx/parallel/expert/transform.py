@@ -86,31 +86,35 @@ def share_gradients(
 ) -> None:
     """From the mean over the ranks that hold the same experts to that over all ranks of data
     parallelism."""
-    some = set(names)
-    found = [
-        local_tensor(p.grad) for name, p in named if full_name(name) in some and p.grad is not None
+    expert_names = set(names)
+    expert_grads = [
+        local_tensor(p.grad)
+        for name, p in named
+        if full_name(name) in expert_names and p.grad is not None
     ]
-    if found:
-        torch._foreach_div_(found, ep)
+    if expert_grads:
+        torch._foreach_div_(expert_grads, ep)
 
 
 def _require_possible(plan: Plan) -> None:
-    what = ""
+    conflict = ""
     if plan.zero_stage == 1:
-        what = "parallel.zero_stage=1"
+        conflict = "parallel.zero_stage=1"
     elif plan.compress != "none":
-        what = f"parallel.compress={plan.compress}"
+        conflict = f"parallel.compress={plan.compress}"
     elif plan.compile:
-        what = "train.compile"
-    if what:
+        conflict = "train.compile"
+    if conflict:
         raise LayoutError(
-            f"parallel.ep and {what} do not go together",
+            f"parallel.ep and {conflict} do not go together",
             why=(
                 "gradients of experts are reduced over other ranks than the rest"
                 if not plan.compile
                 else None
             ),
-            fix=f"leave {what} out" if plan.zero_stage != 1 else "set parallel.zero_stage=2 or 3",
+            fix=f"leave {conflict} out"
+            if plan.zero_stage != 1
+            else "set parallel.zero_stage=2 or 3",
         )
 
 
@@ -118,7 +122,7 @@ def _cut(
     experts: nn.Module, prefix: str, group: ExpertGroup, cuts: Any, *, tp: int
 ) -> dict[str, Cut]:
     """Every parameter [E, ...] of `experts` becomes this rank's [E / P, ...]."""
-    found: dict[str, Cut] = {}
+    expert_cuts: dict[str, Cut] = {}
     for path, parameter in list(experts.named_parameters()):
         name, total = f"{prefix}.{full_name(path)}", parameter.shape[0]
         if total % group.size:
@@ -135,14 +139,14 @@ def _cut(
             parameter.detach()[start : start + size].clone(), requires_grad=parameter.requires_grad
         )
         setattr(owner, path.rpartition(".")[2], local)
-        whole = (Box((0,) * parameter.ndim, (0,) * parameter.ndim, tuple(parameter.shape)),)
-        before = cuts.get(name) or Cut(tuple(parameter.shape), whole)
+        full_boxes = (Box((0,) * parameter.ndim, (0,) * parameter.ndim, tuple(parameter.shape)),)
+        before = cuts.get(name) or Cut(tuple(parameter.shape), full_boxes)
         boxes = (
             replace(box, global_offset=(start, *box.global_offset[1:]), size=(size, *box.size[1:]))
             for box in before.boxes
         )
-        found[name] = Cut(before.global_shape, tuple(boxes), ep=group.size)
-    return found
+        expert_cuts[name] = Cut(before.global_shape, tuple(boxes), ep=group.size)
+    return expert_cuts
 
 
 @dataclass(frozen=True)
@@ -222,8 +226,8 @@ class BetweenRanks:
         counts_PE = counts_E.view(size, -1)
         arrived_PE = self.group.exchanged_counts(counts_PE)
         # All that the host must know of the counts, in one read: a GPU is waited for once.
-        here, there = torch.stack((counts_PE, arrived_PE)).tolist()
-        sent, received = [sum(row) for row in here], [sum(row) for row in there]
+        sent_counts, arrived_counts = torch.stack((counts_PE, arrived_PE)).tolist()
+        sent, received = [sum(row) for row in sent_counts], [sum(row) for row in arrived_counts]
         rows = _Exchange.apply(x_RD, sent, received, self.group)
         # They come rank by rank, and of each rank expert by expert: a stable sort makes runs of one
         # expert.
@@ -232,12 +236,14 @@ class BetweenRanks:
             stable=True
         )
         counts_here = remember_sizes(
-            arrived_PE.sum(0), [sum(column) for column in zip(*there, strict=True)]
+            arrived_PE.sum(0), [sum(column) for column in zip(*arrived_counts, strict=True)]
         )
-        made = experts(rows.index_select(0, order), counts_here)
+        outputs = experts(rows.index_select(0, order), counts_here)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        out: torch.Tensor = _Exchange.apply(made.index_select(0, back), received, sent, self.group)
+        out: torch.Tensor = _Exchange.apply(
+            outputs.index_select(0, back), received, sent, self.group
+        )
         return out
 
 

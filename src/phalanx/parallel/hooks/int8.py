@@ -67,7 +67,7 @@ class Int8:
         cuts = [ElementShares(g.tensor.numel(), wire.num_ranks) for g in gradients]
         blocks = [cut.blocks(g.tensor.reshape(-1)) for cut, g in zip(cuts, gradients, strict=True)]
         sent = [_quantise(b) for b in blocks]
-        kept = [b - _restore(*q, b.dtype) for b, q in zip(blocks, sent, strict=True)]
+        errors = [b - _restore(*q, b.dtype) for b, q in zip(blocks, sent, strict=True)]
 
         arrived = wire.exchange(
             _pack(sent)
@@ -76,14 +76,14 @@ class Int8:
         means = [_restore(*q, b.dtype).mean(0) for b, q in zip(blocks, shares, strict=True)]
 
         finals = [_quantise(mean[None]) for mean in means]
-        for k, mean, final in zip(kept, means, finals, strict=True):
+        for k, mean, final in zip(errors, means, finals, strict=True):
             k[wire.rank] += wire.num_ranks * (mean - _restore(*final, mean.dtype)[0])
         gathered = wire.gather(_pack(finals)[0])
         for gradient, cut, final in zip(gradients, cuts, _unpack(gathered, cuts), strict=True):
             mean = cut.flat(_restore(*final, gradient.tensor.dtype))
             gradient.tensor.copy_(mean.view_as(gradient.tensor))
         return [
-            cut.flat(k).view_as(g.tensor) for cut, k, g in zip(cuts, kept, gradients, strict=True)
+            cut.flat(k).view_as(g.tensor) for cut, k, g in zip(cuts, errors, gradients, strict=True)
         ]
 
 

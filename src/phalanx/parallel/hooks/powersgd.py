@@ -48,18 +48,20 @@ class PowerSgd:
         thin = [g for g in gradients if Q in g.slots]
         ms = [_matrix(g.tensor) for g in thin]
         ps = [m @ g.slots[Q] for m, g in zip(ms, thin, strict=True)]
-        whole = [g.tensor for g in gradients if Q not in g.slots]
-        _average([*ps, *whole], wire)
+        uncompressed = [g.tensor for g in gradients if Q not in g.slots]
+        _average([*ps, *uncompressed], wire)
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = [m.T @ p for m, p in zip(ms, ps, strict=True)]
         _average(qs, wire)
-        kept = {}
+        errors = {}
         for gradient, m, p, q in zip(thin, ms, ps, qs, strict=True):
             mean = p @ q.T
-            kept[gradient.name] = (m - mean).view_as(gradient.tensor)
+            errors[gradient.name] = (m - mean).view_as(gradient.tensor)
             gradient.tensor.copy_(mean.view_as(gradient.tensor))
             gradient.slots[Q].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q]))
-        return [kept[g.name] if g.name in kept else torch.zeros_like(g.tensor) for g in gradients]
+        return [
+            errors[g.name] if g.name in errors else torch.zeros_like(g.tensor) for g in gradients
+        ]
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

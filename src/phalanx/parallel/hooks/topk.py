@@ -37,21 +37,23 @@ class TopK:
             for flat, count in zip(flats, counts, strict=True)
         ]
         values = wire.gather(
-            torch.cat([flat[place] for flat, place in zip(flats, places, strict=True)])
+            torch.cat([flat[chosen] for flat, chosen in zip(flats, places, strict=True)])
         )
-        others = wire.gather(torch.cat(places).to(torch.int32))
-        kept = [flat.index_fill(0, place, 0.0) for flat, place in zip(flats, places, strict=True)]
+        all_places = wire.gather(torch.cat(places).to(torch.int32))
+        errors = [
+            flat.index_fill(0, chosen, 0.0) for flat, chosen in zip(flats, places, strict=True)
+        ]
         by_gradient = zip(
-            gradients, values.split(counts, dim=1), others.split(counts, dim=1), strict=True
+            gradients, values.split(counts, dim=1), all_places.split(counts, dim=1), strict=True
         )
-        for gradient, some, where in by_gradient:
+        for gradient, rank_values, where in by_gradient:
             total = torch.zeros_like(gradient.tensor).view(-1)
-            for row, place in zip(
-                some, where.long(), strict=True
+            for row, chosen in zip(
+                rank_values, where.long(), strict=True
             ):  # one rank after the other: no place is there twice
-                total[place] += row
+                total[chosen] += row
             gradient.tensor.copy_(total.view_as(gradient.tensor)).div_(wire.num_ranks)
-        return [k.view_as(g.tensor) for k, g in zip(kept, gradients, strict=True)]
+        return [k.view_as(g.tensor) for k, g in zip(errors, gradients, strict=True)]
 
 
 def build(settings: Settings) -> TopK:

@@ -94,8 +94,8 @@ class PipelineRun:
             queue = self._open_queue(schedule, microbatches)
             self.is_under_way = True
             with share_casts():
-                for place, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
-                    queue.start_receives(place)
+                for index, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
+                    queue.start_receives(index)
                     self._run_action(action, queue, microbatches, objective, step, add)
             with self.context.phases("pipeline", "settle sends"):
                 queue.wait_sent()
@@ -175,10 +175,10 @@ class PipelineRun:
     @contextmanager
     def _timed(self, action: Action, phase: str) -> Iterator[None]:
         clock = self.context.phases.clock
-        begin = clock.mark()
+        start = clock.mark()
         with self.context.phases(phase, str(action)):
             yield
-        self.spans.append((str(action), begin, clock.mark()))
+        self.spans.append((str(action), start, clock.mark()))
 
     def _run_forward(
         self,
@@ -332,8 +332,8 @@ class PipelineRun:
                 [None] * len(group_of_batches),
             )
             self.is_under_way = True
-            for place, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
-                queue.start_receives(place)
+            for index, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
+                queue.start_receives(index)
                 stage_input = self._receive(queue, action, is_gradient=False)
                 output = self._compute(
                     action.stage, stage_input, group_of_batches[action.microbatch], objective

@@ -128,13 +128,13 @@ class StageForward:
         """From now on calls of `block`, whose class becomes one derived from its own, go through
         `_call`."""
         self._blocks.append(block)
-        own = type(block)
-        if own not in self._classes:
-            self._classes[own] = _intercepted_class(own)
+        block_type = type(block)
+        if block_type not in self._classes:
+            self._classes[block_type] = _intercepted_class(block_type)
         block.__dict__["_phalanx_stage_forward"] = functools.partial(
-            self._call, index, functools.partial(own.__call__, block)
+            self._call, index, functools.partial(block_type.__call__, block)
         )
-        block.__class__ = self._classes[own]
+        block.__class__ = self._classes[block_type]
 
     def _call(self, index: int, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         window = self._require_window()
@@ -162,18 +162,18 @@ class StageForward:
             window.place = INSIDE
         for value in (hidden, *tree_leaves((args[1:], kwargs))) if self.is_inferring_shapes else ():
             self._require_clean(value, f"an argument of block {index}")
-        found = compute(hidden, *args[1:], **kwargs)
-        if not isinstance(found, torch.Tensor):
+        output = compute(hidden, *args[1:], **kwargs)
+        if not isinstance(output, torch.Tensor):
             raise LayoutError(
-                f"block {index} returns {type(found).__name__}, and a stage hands on one tensor",
+                f"block {index} returns {type(output).__name__}, and a stage hands on one tensor",
                 fix="have blocks return the hidden states alone",
             )
         if index == self.num_blocks - 1:
             window.place = AFTER
             if not window.is_last:  # the last stage is the head alone
-                self._require_clean(found, "the last block's output")
-                raise StageBoundary(found)
-        return found
+                self._require_clean(output, "the last block's output")
+                raise StageBoundary(output)
+        return output
 
     def _arrive(self, window: Window, hidden: torch.Tensor) -> torch.Tensor:
         if window.arrived is None:
@@ -188,11 +188,11 @@ class StageForward:
 
     def _require_next(self, window: Window, index: int) -> None:
         if index != window.num_called:
-            wanted = (
+            expected = (
                 f"block {window.num_called}" if window.num_called < self.num_blocks else "no other"
             )
             raise LayoutError(
-                f"block {index} is called where {wanted} is due, and stages compute each block"
+                f"block {index} is called where {expected} is due, and stages compute each block"
                 " once, in order",
                 fix=(
                     "call the blocks in the order in which they are registered, or do without"
@@ -290,17 +290,19 @@ class _RefuseDecisions(TorchDispatchMode):
         self._window = window
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if self._window.place == BEFORE and _is_decision(found):
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if any(t.is_floating_point() and bool(_isnan(t.detach()).any()) for t in given):
+        result = func(*args, **(kwargs or {}))
+        if self._window.place == BEFORE and _is_decision(result):
+            inputs = [
+                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            ]
+            if any(t.is_floating_point() and bool(_isnan(t.detach()).any()) for t in inputs):
                 raise LayoutError(
                     "before the blocks the model decides something by what stage"
                     f" {self._window.stage} does not have ({func})",
                     why="a later stage has neither the embedding nor what is made of it",
                     fix="decide by the inputs, or inside of a block, or do without parallel.pp",
                 )
-        return found
+        return result
 
 
 def _is_decision(found: Any) -> bool:
@@ -336,8 +338,8 @@ def _intercepted_class(own: type[nn.Module]) -> type[nn.Module]:
         return self._phalanx_stage_forward(*args, **kwargs)
 
     def find(self: nn.Module, name: str) -> Any:
-        found = self.__dict__.get(_RELEASED, {}).get(name)
-        return own.__getattr__(self, name) if found is None else found
+        submodule = self.__dict__.get(_RELEASED, {}).get(name)
+        return own.__getattr__(self, name) if submodule is None else submodule
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (own,), {"__call__": call, "__getattr__": find, **names})
@@ -361,9 +363,9 @@ def release_block(
         if part in kept:
             continue
         for tensors in (part._parameters, part._buffers):
-            held = [(key, tensor) for key, tensor in tensors.items() if tensor is not None]
+            block_tensors = [(key, tensor) for key, tensor in tensors.items() if tensor is not None]
             tensors.clear()
-            for key, tensor in held:
+            for key, tensor in block_tensors:
                 full = ".".join(filter(None, (name, prefix, key)))
                 setattr(
                     part,
@@ -395,18 +397,18 @@ class Placeholder(torch.Tensor):
     ) -> Placeholder:
         nothing = math.nan if tensor.is_floating_point() else 0
         value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
-        made: Placeholder = value.as_subclass(Placeholder)
-        made._door, made._name, made._in_block = stage_forward, name, in_block
-        return made
+        placeholder: Placeholder = value.as_subclass(Placeholder)
+        placeholder._door, placeholder._name, placeholder._in_block = stage_forward, name, in_block
+        return placeholder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **kwargs)
-            if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(found)):
-                return found  # shape, type and the like, which it shares with what it stands for
+            result = func(*args, **kwargs)
+            if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+                return result  # shape, type and the like, which it shares with what it stands for
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Placeholder):
                     leaf._door.require_placeholder_use(leaf._name, in_block=leaf._in_block)
-        return found.as_subclass(torch.Tensor) if isinstance(found, Placeholder) else found
+        return result.as_subclass(torch.Tensor) if isinstance(result, Placeholder) else result

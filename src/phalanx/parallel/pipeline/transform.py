@@ -76,30 +76,36 @@ class PipelineStages:
             StageForward(len(context.blocks), pipeline.num_stages),
         )
         stage_forward.can_look = not context.plan.compile
-        held = Holding(module, context.blocks, pipeline)
-        held.require_movable()
-        here = stage_group.rank
-        held.require_one_name()
-        context.absent = held.strip(here, stage_forward, context.mesh.device)
-        stage_forward.outside = held.outside()
-        mine = held.by_name(here)
-        holders = {name: ranks for name, ranks in mine.items() if len(ranks) > 1}
-        stages = {name: held.stages_of(name) for name in mine}
-        copies = {name: (ranks.index(here), len(ranks)) for name, ranks in holders.items()}
+        holding = Holding(module, context.blocks, pipeline)
+        holding.require_movable()
+        own_rank = stage_group.rank
+        holding.require_one_name()
+        context.absent = holding.strip(own_rank, stage_forward, context.mesh.device)
+        stage_forward.outside = holding.outside()
+        rank_names = holding.by_name(own_rank)
+        holders = {name: ranks for name, ranks in rank_names.items() if len(ranks) > 1}
+        stages = {name: holding.stages_of(name) for name in rank_names}
+        copies = {name: (ranks.index(own_rank), len(ranks)) for name, ranks in holders.items()}
         ranges = pipeline.stages.ranges
-        own = [index for stage in pipeline.stages_of(here) for index in range(*ranges[stage])]
+        rank_blocks = [
+            index for stage in pipeline.stages_of(own_rank) for index in range(*ranges[stage])
+        ]
         blocks = context.blocks
-        kept = held.parts_of(own)
+        rank_parts = holding.parts_of(rank_blocks)
         for index, block in enumerate(blocks):
             stage_forward.intercept_block(block, index)
-            if index not in own:
+            if index not in rank_blocks:
                 release_block(
-                    block, held.name_of_block(index), stage_forward, context.mesh.device, kept=kept
+                    block,
+                    holding.name_of_block(index),
+                    stage_forward,
+                    context.mesh.device,
+                    kept=rank_parts,
                 )
-        context.blocks = [blocks[index] for index in own]
-        context.block_numbers = tuple(own)
+        context.blocks = [blocks[index] for index in rank_blocks]
+        context.block_numbers = tuple(rank_blocks)
         if (
-            any(action.kind == "W" for action in pipeline.schedule().actions[here])
+            any(action.kind == "W" for action in pipeline.schedule().actions[own_rank])
             and not context.plan.compile
         ):
             split_linears(module)
@@ -113,11 +119,11 @@ def _run_stage(
     """Run a stage's forward, which ends where the next one goes on; data parallelism wraps this
     call."""
     try:
-        found = forward(args, kwargs, then)
+        output = forward(args, kwargs, then)
     except StageBoundary as end:
         return end.hidden if end.hidden._base is None else end.hidden.clone()  # FSDP hooks no views
     stage_forward.require_all_called()
-    return found
+    return output
 
 
 def _open_stage_group(context: ParallelContext) -> StageGroup:
@@ -180,10 +186,10 @@ class Holding:
     def parts_of(self, blocks: Sequence[int]) -> frozenset[nn.Module]:
         """All modules outside the blocks, and those inside of `blocks`: another block may have
         one of them, too."""
-        wanted = {None, *blocks}
+        owners = {None, *blocks}
         named = self._module.named_modules(remove_duplicate=False)
         return frozenset(
-            part for name, part in named if self.block_of(f"{full_name(name)}.") in wanted
+            part for name, part in named if self.block_of(f"{full_name(name)}.") in owners
         )
 
     def name_of_block(self, index: int) -> str:
@@ -238,10 +244,10 @@ class Holding:
         names: dict[int, list[str]] = {}
         for name, parameter in self._by_name.items():
             names.setdefault(id(parameter), []).append(name)
-        for stored, *others in names.values():
+        for stored, *duplicates in names.values():
             if self.block_of(stored) is not None and len(self.ranks_of(stored)) > 1:
                 raise LayoutError(
-                    f"{stored} and {others[0]} are one parameter, and stages of different ranks"
+                    f"{stored} and {duplicates[0]} are one parameter, and stages of different ranks"
                     " would each have it",
                     fix=(
                         "set parallel.stage_blocks so that one stage has both, or give each its own"

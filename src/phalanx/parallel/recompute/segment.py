@@ -118,15 +118,15 @@ class _SegmentForward:
     ) -> Any:
         first, replay = contexts
         leaves, structure = tree_flatten((args, kwargs))
-        kept: list[torch.Tensor] = []
+        saved: list[torch.Tensor] = []
         inputs = [
-            self._described_input(leaf, kept) if isinstance(leaf, torch.Tensor) else leaf
+            self._described_input(leaf, saved) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         ]
         device = next(
             (leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu")
         )
-        node = _Keep.apply(torch.empty(0, requires_grad=True), *kept).grad_fn  # type: ignore[no-untyped-call]
+        node = _Keep.apply(torch.empty(0, requires_grad=True), *saved).grad_fn  # type: ignore[no-untyped-call]
         self._calls.append(
             _Call(block, forward, replay, inputs, structure, node, _capture_ambient(device))
         )
@@ -200,14 +200,14 @@ def _replay_call(
     for module in call.block.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-    kept = call.kept.saved_tensors
+    saved = call.kept.saved_tensors
     leaves = []
     for leaf in call.inputs:
         if isinstance(leaf, _OutputOfPrevious | _KeptInput):
             tensor = (
                 before[leaf.index]
                 if isinstance(leaf, _OutputOfPrevious)
-                else kept[leaf.index].detach()
+                else saved[leaf.index].detach()
             )
             leaf = tensor.requires_grad_(leaf.requires_grad)
         leaves.append(leaf)

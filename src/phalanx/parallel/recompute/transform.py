@@ -46,16 +46,21 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
     pipeline, numbers = context.staged.pipeline, context.block_numbers
     planned = planned_segments(context.plan, sum(pipeline.stages.num_blocks))
     for stage in context.staged.own_stages:
-        begin, end = pipeline.stages.ranges[stage]
-        if begin == end:
+        stage_start, end = pipeline.stages.ranges[stage]
+        if stage_start == end:
             continue
-        first = numbers.index(begin)
-        here = list_segments("sqrt", end - begin) if context.plan.recompute == "sqrt" else ()
+        first = numbers.index(stage_start)
+        rank_segments = (
+            list_segments("sqrt", end - stage_start) if context.plan.recompute == "sqrt" else ()
+        )
         for segment in planned if context.plan.recompute != "sqrt" else ():
-            start, stop = max(segment.start, begin), min(segment.stop, end)
+            start, stop = max(segment.start, stage_start), min(segment.stop, end)
             if start < stop:
-                here = (*here, Segment(start - begin, stop - begin, segment.mode))
-        for segment in here:
+                rank_segments = (
+                    *rank_segments,
+                    Segment(start - stage_start, stop - stage_start, segment.mode),
+                )
+        for segment in rank_segments:
             yield Segment(first + segment.start, first + segment.stop, segment.mode)
 
 

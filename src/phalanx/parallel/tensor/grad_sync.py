@@ -43,14 +43,14 @@ class PartialGradients:
         flat = torch.zeros(
             sum(g.numel() * places for g, _, places in pieces), dtype=wide, device=device
         )
-        at, mine = 0, []
-        for gradient, place, places in pieces:
-            start = at + place * gradient.numel()
-            mine.append(flat[start : start + gradient.numel()])
-            mine[-1].copy_(gradient.reshape(-1))
+        at, reduced = 0, []
+        for gradient, index, places in pieces:
+            start = at + index * gradient.numel()
+            reduced.append(flat[start : start + gradient.numel()])
+            reduced[-1].copy_(gradient.reshape(-1))
             at += places * gradient.numel()
         summed = self._group.all_reduce(flat)
-        for (gradient, _, _), part in zip(pieces, mine, strict=True):
+        for (gradient, _, _), part in zip(pieces, reduced, strict=True):
             start = part.storage_offset()
             gradient.copy_(summed[start : start + gradient.numel()].view(gradient.shape))
 
@@ -61,7 +61,7 @@ class PartialGradients:
         gradient = local_tensor(parameter.grad)
         if name in self._whole:
             return [(gradient, 0, 1)]
-        held = compose_cut(self._cuts[name], shard_of(name, parameter, replica=0, num_replicas=1))
+        shard = compose_cut(self._cuts[name], shard_of(name, parameter, replica=0, num_replicas=1))
         return [
             (
                 gradient[
@@ -70,6 +70,6 @@ class PartialGradients:
                 self._group.rank // box.num_replicas,
                 self._group.size // box.num_replicas,
             )
-            for box in held.boxes
+            for box in shard.boxes
             if box.num_replicas > 1
         ]

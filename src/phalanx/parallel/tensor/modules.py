@@ -93,9 +93,11 @@ def make_embedding(part: nn.Embedding, name: str, vocabulary: Vocabulary) -> Non
             " of it"
         )
     padding = part.padding_idx
-    own = None if padding is None else padding - vocabulary.start
+    local_padding = None if padding is None else padding - vocabulary.start
     size = vocabulary.sizes[vocabulary.group.rank]
-    part.padding_idx = own if own is not None and 0 <= own < size else None
+    part.padding_idx = (
+        local_padding if local_padding is not None and 0 <= local_padding < size else None
+    )
     part.num_embeddings = size
     part.forward = functools.partial(_embedding_forward, part, vocabulary)  # type: ignore[method-assign]
 
@@ -111,11 +113,11 @@ def _embedding_forward(
                 f"token {highest if highest >= total else lowest} is none of the {total} of the"
                 " embedding"
             )
-    own = ids - vocabulary.start
-    is_elsewhere = (own < 0) | (own >= part.num_embeddings)
-    found = F.embedding(own.masked_fill(is_elsewhere, 0), part.weight, part.padding_idx)
+    local_ids = ids - vocabulary.start
+    is_elsewhere = (local_ids < 0) | (local_ids >= part.num_embeddings)
+    embedded = F.embedding(local_ids.masked_fill(is_elsewhere, 0), part.weight, part.padding_idx)
     group.num_tokens = ids.shape[1] if ids.ndim > 1 else len(ids)
-    return group.leave(found.masked_fill(is_elsewhere[..., None], 0))
+    return group.leave(embedded.masked_fill(is_elsewhere[..., None], 0))
 
 
 # Hooks
@@ -133,9 +135,9 @@ def enter(
                 fix="leave the argument out",
             )
         return args, {**kwargs, argument: group.enter(kwargs[argument])}
-    for place, value in enumerate(args):
+    for index, value in enumerate(args):
         if _are_activations(value):
-            return (*args[:place], group.enter(value), *args[place + 1 :]), kwargs
+            return (*args[:index], group.enter(value), *args[index + 1 :]), kwargs
     for key, value in kwargs.items():
         if _are_activations(value):
             return args, {**kwargs, key: group.enter(value)}

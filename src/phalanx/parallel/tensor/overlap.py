@@ -25,8 +25,8 @@ def row_in_chunks(x: torch.Tensor, weight: torch.Tensor, group: TensorGroup) -> 
     if x.ndim < 3 or (group.cuts_sequence and x.shape[SEQUENCE] % group.size):
         return group.leave(F.linear(x, weight))  # what must be padded is not worth chunks
     weight = weight.to(x.dtype)
-    left: torch.Tensor = (_RowScatter if group.cuts_sequence else _RowSum).apply(x, weight, group)
-    return left
+    result: torch.Tensor = (_RowScatter if group.cuts_sequence else _RowSum).apply(x, weight, group)
+    return result
 
 
 def overlap_columns(region: nn.Module, columns: Sequence[nn.Module], group: TensorGroup) -> None:
@@ -135,9 +135,9 @@ class _RowScatter(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(by_rank), torch.zeros_like(weight)
         for rows, part in zip(spans, parts, strict=True):
             with group.timed("all_gather", "all_gather sequence"):
-                whole = group.wait(part).unflatten(0, (group.size, -1)).transpose(0, 1)
-            grad_x[:, :, rows] = whole @ weight
-            grad_weight += _flat(whole).T @ _flat(by_rank[:, :, rows])
+                gathered = group.wait(part).unflatten(0, (group.size, -1)).transpose(0, 1)
+            grad_x[:, :, rows] = gathered @ weight
+            grad_weight += _flat(gathered).T @ _flat(by_rank[:, :, rows])
         return grad_x.flatten(1, 2), grad_weight, None
 
 
@@ -184,28 +184,30 @@ class _GatherColumns(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         spans = _chunks(x.shape[SEQUENCE], group)
         parts = [group.start_gather(x[:, rows]) for rows in spans]
-        whole = x.new_empty(x.shape[0], group.size, *x.shape[1:])  # [B, ranks, T / ranks, D]
-        outputs = [x.new_empty(*whole.shape[:-1], weight.shape[0]) for weight in weights]
+        gathered = x.new_empty(x.shape[0], group.size, *x.shape[1:])  # [B, ranks, T / ranks, D]
+        outputs = [x.new_empty(*gathered.shape[:-1], weight.shape[0]) for weight in weights]
         for rows, part in zip(spans, parts, strict=True):
             with group.timed("all_gather", "all_gather sequence"):
-                whole[:, :, rows] = group.wait(part).unflatten(0, (group.size, -1)).transpose(0, 1)
+                gathered[:, :, rows] = (
+                    group.wait(part).unflatten(0, (group.size, -1)).transpose(0, 1)
+                )
             for output, weight in zip(outputs, weights, strict=True):
-                output[:, :, rows] = F.linear(whole[:, :, rows], weight)
-        ctx.save_for_backward(whole, *weights)
+                output[:, :, rows] = F.linear(gathered[:, :, rows], weight)
+        ctx.save_for_backward(gathered, *weights)
         ctx.group = group
         return tuple(output.flatten(1, 2) for output in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
-        whole, *weights = ctx.saved_tensors
+        gathered, *weights = ctx.saved_tensors
         group: TensorGroup = ctx.group
         by_rank = [grad.unflatten(SEQUENCE, (group.size, -1)) for grad in grads]
         parts = []
-        for rows in _chunks(whole.shape[2], group):
+        for rows in _chunks(gathered.shape[2], group):
             product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)
             parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
-        grad_weights = [_flat(grad).T @ _flat(whole) for grad in by_rank]
+        grad_weights = [_flat(grad).T @ _flat(gathered) for grad in by_rank]
         with group.timed("reduce_scatter", "reduce_scatter sequence"):
             done = [group.wait(part).view(shape[0], *shape[2:]) for shape, part in parts]
         return torch.cat(done, dim=SEQUENCE), None, *grad_weights

@@ -39,9 +39,9 @@ def misfit(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | Non
 
     Of several those without a row beside them.
     """
-    told = str(error).splitlines()[0] if str(error) else ""
+    message = str(error).splitlines()[0] if str(error) else ""
     shapes = next(
-        (match.groups() for pattern in MISFITS if (match := re.search(pattern, told))), ()
+        (match.groups() for pattern in MISFITS if (match := re.search(pattern, message))), ()
     )
     if not isinstance(error, RuntimeError) or not shapes:
         return None
@@ -56,5 +56,5 @@ def misfit(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | Non
         return None
     return missing_row_error(
         column.rule,
-        f"those of {column.name}, {column.own} of {column.whole}, meet what is whole: {told}",
+        f"those of {column.name}, {column.own} of {column.whole}, meet what is whole: {message}",
     )

@@ -126,9 +126,9 @@ class _Surgery:
 
     def __post_init__(self) -> None:
         self._modules = {full_name(name): part for name, part in self.module.named_modules()}
-        here = (name for name in self._modules if name not in self.absent)
+        present = (name for name in self._modules if name not in self.absent)
         self._rules = {
-            name: rule for name in here if (rule := find_rule(self.rules, name)) is not None
+            name: rule for name in present if (rule := find_rule(self.rules, name)) is not None
         }
 
     def operate(self) -> None:
@@ -205,18 +205,20 @@ class _Surgery:
     def open_columns(self) -> list[OpenColumn]:
         """Columns whose features are not put together again by themselves."""
         rows = {name.rpartition(".")[0] for name, rule in self._rules.items() if rule.kind == "row"}
-        found = []
+        columns = []
         for name, rule in self._rules.items():
             if rule.kind == "column" and not rule.gather:
                 part, has_row = self._modules[name], name.rpartition(".")[0] in rows
-                whole = self.cuts[f"{name}.weight"].global_shape[output_dim(part)]
-                found.append(OpenColumn(name, rule, whole, tp_modules.num_outputs(part), has_row))
-        return found
+                full_size = self.cuts[f"{name}.weight"].global_shape[output_dim(part)]
+                columns.append(
+                    OpenColumn(name, rule, full_size, tp_modules.num_outputs(part), has_row)
+                )
+        return columns
 
     def partial_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Whole parameters of which each rank sees a part of the tokens or of the features: by
         their full names."""
-        found = []
+        parameters = []
         for name, parameter in self.module.named_parameters():
             full = full_name(name)
             if (
@@ -224,8 +226,8 @@ class _Surgery:
                 and parameter.requires_grad
                 and self._is_partial(full.rpartition(".")[0], full)
             ):
-                found.append((full, parameter))
-        return found
+                parameters.append((full, parameter))
+        return parameters
 
     def _is_partial(self, owner: str, name: str) -> bool:
         rule = self._rules.get(owner)
@@ -355,17 +357,19 @@ class _Surgery:
             return
         name = f"{owner}.{key}"
         cut = _cut_of(tuple(parameter.shape), dim, spans)
-        made = next((entry for old, entry in self._replaced.items() if old is parameter), None)
-        if made is None:
+        replacement = next(
+            (entry for old, entry in self._replaced.items() if old is parameter), None
+        )
+        if replacement is None:
             pieces = [parameter.detach().narrow(dim, span.start, span.size) for span in spans]
             local = nn.Parameter(torch.cat(pieces, dim=dim), requires_grad=parameter.requires_grad)
             local.__dict__.update(parameter.__dict__)  # what a user's code has noted on it
-            made = self._replaced[parameter] = (local, cut)
-        if made[1] != cut:
+            replacement = self._replaced[parameter] = (local, cut)
+        if replacement[1] != cut:
             raise LayoutError(
                 f"{name} is tied to another parameter, which is cut otherwise", fix="cut both alike"
             )
-        setattr(part, key, made[0])
+        setattr(part, key, replacement[0])
         self.cuts[name] = cut
 
     def _require_ties(self) -> None:
@@ -389,13 +393,13 @@ def _cut_of(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Cut:
 
 
 def _boxes(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Iterator[Box]:
-    here = 0
+    local_start = 0
     for span in spans:
-        there = tuple(span.start if d == dim else 0 for d in range(len(shape)))
-        local = tuple(here if d == dim else 0 for d in range(len(shape)))
+        global_start = tuple(span.start if d == dim else 0 for d in range(len(shape)))
+        local = tuple(local_start if d == dim else 0 for d in range(len(shape)))
         size = tuple(span.size if d == dim else length for d, length in enumerate(shape))
-        yield Box(there, local, size, span.copy, span.copies)
-        here += span.size
+        yield Box(global_start, local, size, span.copy, span.copies)
+        local_start += span.size
 
 
 parallelism: Any = TensorParallel()
