@@ -33,11 +33,11 @@ class PeersInOneQueue(StageGroup):
     is_one_queue = True
 
     def send(self, tensor: torch.Tensor, target: int) -> Any:
-        dist.send(tensor, self.numbers[target], group=self.group(self.rank, target))
+        dist.send(tensor, self.numbers[target], group=self.group_between(self.rank, target))
         return Done()
 
     def receive(self, tensor: torch.Tensor, source: int) -> Any:
-        dist.recv(tensor, self.numbers[source], group=self.group(source, self.rank))
+        dist.recv(tensor, self.numbers[source], group=self.group_between(source, self.rank))
         return Done()
 
 

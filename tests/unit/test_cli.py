@@ -223,7 +223,7 @@ def test_an_exception_that_nobody_expected_is_a_traceback_without_secrets(
         raise RuntimeError("it quotes SEKRET-1234567")
 
     monkeypatch.setenv("MY_API_KEY", "SEKRET-1234567")
-    monkeypatch.setattr(_app, "build", breaks)
+    monkeypatch.setattr(_app, "build_app", breaks)
     assert _app.run([]) == ExitCode.INTERNAL
     said = capsys.readouterr().err
     assert said.startswith("Traceback (most recent call last):")

@@ -329,7 +329,7 @@ def test_the_traceback_of_a_bug_is_filtered(
     def fail(*_: object) -> None:
         raise RuntimeError(EVIL)
 
-    monkeypatch.setattr(_app, "build", fail)
+    monkeypatch.setattr(_app, "build_app", fail)
     assert _app.run(["train"]) == 1
     shown = capsys.readouterr().err
     assert "RuntimeError" in shown

@@ -19,7 +19,7 @@ from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, Model
 # By the payload: the function of phalanx.run.trained.rank that takes it, and what ranks do there,
 # as messages say it.
 ENTRIES: Mapping[type, tuple[str, str]] = {
-    EvaluatePayload: ("evaluate", "evaluating"),
+    EvaluatePayload: ("evaluate_as_rank", "evaluating"),
     GeneratePayload: ("continue_texts", "generating"),
 }
 
