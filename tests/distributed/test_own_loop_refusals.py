@@ -38,6 +38,7 @@ def run_python(*arguments: str, cwd: Path, **variables: str) -> tuple[int, list[
     )
 
 
+@pytest.mark.long
 def test_torchrun_shows_one_line_of_one_rank(tmp_path: Path) -> None:
     """Before the ranks know each other (the plan refuses), which is what most refusals are."""
     arguments = (str(OWN_LOOP), "parallel.dp_shard=3")

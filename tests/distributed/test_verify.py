@@ -743,6 +743,7 @@ EXPECTED_COMPRESSED = {
 }
 
 
+@pytest.mark.long
 def test_compressed_gradients_lose_nothing() -> None:
     """On three ranks: each hook, and what the row says of it."""
     rows = rows_of(small_job(), None, 3, ("float64", "float32"), compressed=True)

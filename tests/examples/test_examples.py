@@ -195,6 +195,7 @@ def test_digits_learn_the_same_on_one_rank_and_on_two(
     assert list(two.values()) == pytest.approx(list(alone.values()), rel=2e-3)
 
 
+@pytest.mark.long
 def test_a_run_says_its_warnings_and_keeps_them(sharded: tuple[Path, Done]) -> None:
     """On the terminal, in plan.json, and as an event for the page."""
     run_dir, done = sharded
@@ -209,6 +210,7 @@ def test_a_run_says_its_warnings_and_keeps_them(sharded: tuple[Path, Done]) -> N
     ] == [line]
 
 
+@pytest.mark.long
 @pytest.mark.long
 def test_a_resumed_run_with_another_batch_scales_its_rate(sharded: tuple[Path, Done]) -> None:
     """Batch 128 instead of the reference of 32: twice the rate, in the reasons and in what the
