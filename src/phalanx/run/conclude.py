@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.stores import newest_step, open_store
+from phalanx.checkpoint.stores import newest_step
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
 from phalanx.core.files import resource_error
 from phalanx.launch.supervisor import Outcome
@@ -66,7 +66,7 @@ def finish_run(
     finished and its record does not say so: whoever starts it again then repeats what comes after
     the last step.
     """
-    newest = newest_step(open_store(run.run_dir, run.job.checkpoint.url))
+    newest = newest_step(run.store)
     bus.emit(RunFinished(outcome.status, outcome.exit_code, newest, elapsed_s))
     bus_refusal = bus.refusal
     stack.close()
@@ -128,6 +128,6 @@ def _list_checkpoints(run: PreparedRun) -> list[Folder]:
     """The run's checkpoints; none where the store does not answer, which whoever resumes will
     hear of."""
     try:
-        return open_store(run.run_dir, run.job.checkpoint.url).folders()
+        return run.store.folders()
     except (OSError, CheckpointError):
         return []

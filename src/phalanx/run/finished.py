@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.checkpoint.reading.verify import verify_checkpoint
-from phalanx.checkpoint.stores import newest_step, open_store
+from phalanx.checkpoint.stores import newest_step
 from phalanx.core.errors import ExitCode, UsageError
 from phalanx.observe.events import RunFinished
 from phalanx.observe.tail import EventTail
@@ -23,10 +23,9 @@ def is_finished(run: PreparedRun) -> bool:
         isinstance(event, RunFinished) and event.status == "finished" and event.step >= num_steps
         for event in events
     )
-    store = open_store(run.run_dir, run.job.checkpoint.url)
-    if not is_recorded or newest_step(store) < num_steps:
+    if not is_recorded or newest_step(run.store) < num_steps:
         return False
-    return not run.job.checkpoint.fallback or not verify_checkpoint(store.folders()[-1])
+    return not run.job.checkpoint.fallback or not verify_checkpoint(run.store.folders()[-1])
 
 
 def end_without_training(run: PreparedRun, output: RunOutput) -> RunEnd:
@@ -39,7 +38,7 @@ def end_without_training(run: PreparedRun, output: RunOutput) -> RunEnd:
 
 def require_steps_left(run: PreparedRun) -> None:
     """Raise UsageError if a step after the job's last one is saved."""
-    newest = newest_step(open_store(run.run_dir, run.job.checkpoint.url))
+    newest = newest_step(run.store)
     if newest > run.job.train.steps:
         raise UsageError(
             f"train.steps is {run.job.train.steps}, and step {newest} is done and saved",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.ownership.run_lock import Lock
-from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import open_run_directory
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
@@ -51,6 +51,7 @@ class PreparedRun:
     corpus: Corpus
     run_dir: Path
     lock: Lock
+    store: Store
     unverified: tuple[str, ...] = ()
     """Lines about tokens that were not compared with their checksums."""
     init_lines: tuple[str, ...] = ()
@@ -94,7 +95,10 @@ def prepare_run(
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)
     tokens = find_tokens(job, is_prepared=is_prepared)
     directory = RunDirectory(run_dir)
-    with directory.hold() as lock, hold_store(job, run_dir, resume=resume, say=say):
+    with (
+        directory.hold() as lock,
+        hold_store(job, run_dir, resume=resume, say=say) as store,
+    ):
         is_new = not (data_dir / MANIFEST).exists()
         fixed_size = find_vocab_size_of(job.model)
         corpus = prepare_corpus(
@@ -118,13 +122,21 @@ def prepare_run(
         )
         if not resume:
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
-        initial, init_lines = _initial_weights(job, plan, run_dir)
+        initial, init_lines = _initial_weights(job, plan, store)
         facts = {JOB_FILE: job.to_json(), PLAN_FILE: plan.to_json(), **initial}
         with write_run_facts(run_dir, lock, facts):
             directory.keep()
             forget = (lambda: None) if resume else directory.forget
             yield PreparedRun(
-                job, plan, corpus, run_dir, lock, tuple(unverified), tuple(init_lines), forget
+                job,
+                plan,
+                corpus,
+                run_dir,
+                lock,
+                store,
+                unverified=tuple(unverified),
+                init_lines=tuple(init_lines),
+                forget=forget,
             )
 
 
@@ -148,14 +160,14 @@ def _refuse_images(corpus: Corpus, shape: ModelShape) -> None:
         )
 
 
-def _initial_weights(job: Job, plan: Plan, run_dir: Path) -> tuple[dict[str, Any], list[str]]:
+def _initial_weights(job: Job, plan: Plan, store: Store) -> tuple[dict[str, Any], list[str]]:
     """The file to write into the run directory, and lines to say, for model.init_from.
 
     Only step 0 reads it.
     """
     if job.model.init_from is None:
         return {}, []
-    if open_store(run_dir, job.checkpoint.url).folders():
+    if store.folders():
         return {}, [
             "init    model.init_from is not read: the run continues from its own checkpoint"
         ]

@@ -1,5 +1,5 @@
-"""A checkpoint store outside the run directory, held for one run: writable, and no other run
-writes to it."""
+"""A run's checkpoint store, opened once by the process that prepares the run, and held for it:
+writable, and no other run writes to it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,26 @@ from phalanx.run.directory import JOB_FILE
 @contextlib.contextmanager
 def hold_store(
     job: Job, run_dir: Path, *, resume: bool, say: Callable[[str], None]
-) -> Iterator[None]:
-    """Hold the store of `checkpoint.url` while the body goes on; nothing is done without one.
+) -> Iterator[Store]:
+    """Yield the run's store, and hold the one of `checkpoint.url` while the body goes on; the
+    store in the run directory is held by the run's own lock.
 
-    It is tried now, and not at the first save. A directory is locked as a run's is: two runs that
+    It is tried now, and not at the first save; `say` gets lines about a slow store until it is
+    held. A directory is locked as a run's is: two runs that
     begin with an empty one would take each other's checkpoints for their own. An object store has
     no lock: a file in it says whose it is. Raises UsageError if a new run finds checkpoints there,
     and RunLockedError if a live job holds it.
     """
+    is_speaking = True
+
+    def say_while_claiming(line: str) -> None:
+        if is_speaking:
+            say(line)
+
+    store = open_store(run_dir, job.checkpoint.url, say=say_while_claiming)
     if job.checkpoint.url is None:
-        yield
+        yield store
         return
-    store = open_store(run_dir, job.checkpoint.url, say=say)
     store.probe()
     with contextlib.ExitStack() as stack:
         directory = local_directory(job.checkpoint.url)
@@ -40,7 +48,11 @@ def hold_store(
             fix = "choose another checkpoint.url, or continue the run they belong to with --resume"
             raise UsageError("there are checkpoints of another run", where=store.url, fix=fix)
         stack.enter_context(_claim_store(store, run_dir))
-        yield
+        is_speaking = False  # the console has the terminal from here on
+        try:
+            yield store
+        finally:
+            is_speaking = True
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.checkpoint.ownership.fence import Claim, Fence
-from phalanx.checkpoint.stores import Store, open_store
+from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import (
     CheckpointError,
     DataError,
@@ -78,7 +78,6 @@ def train_supervised(
     bus = open_supervisor_bus(run_dir, attempt, show_refused, fence)
     if resumed is not None:
         bus.emit(Note(RESUMED, resumed.facts()))
-    store = open_store(run_dir, job.checkpoint.url)
 
     def tick() -> None:
         if fence.is_lost():
@@ -93,7 +92,7 @@ def train_supervised(
             bus=bus,
             on_tick=tick,
             say=console.say,
-            newest_step=lambda: _step_to_continue(store, run_dir),
+            newest_step=lambda: _step_to_continue(run.store, run_dir),
             on_refused_event=lambda line: show_refused(read_event(line.encode())),
         )
         require_ours(fence)
