@@ -8,9 +8,12 @@ Nothing derived is stored in a job: `None` means "chosen by the plan".
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from phalanx.job.degrees import Degrees
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
@@ -445,9 +448,9 @@ class Parallel(Section):
     """The part of each gradient's elements that is sent (topk)."""
 
     @property
-    def model_parallel_size(self) -> int:
-        """Ranks that work on the same samples: pp x cp x tp."""
-        return (self.pp or 1) * (self.cp or 1) * (self.tp or 1)
+    def degrees(self) -> Degrees:
+        """The degrees along the axes, 1 where the job gives none."""
+        return Degrees(**{axis.name: getattr(self, axis.name) or 1 for axis in fields(Degrees)})
 
 
 class Precision(Section):

@@ -113,7 +113,7 @@ def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candida
     if shares == 1 and cp == 1:
         name = "pp" if pp > 1 else "tp" if tp > 1 else "one"
         return [evaluator.candidate(name, 0, Layout(pp=pp, tp=tp))]
-    shard = job.parallel.dp_shard or shares // (job.parallel.dp_replicate or 1)
+    shard = job.parallel.dp_shard or shares // job.parallel.degrees.dp_replicate
     if shard == 1 and cp == 1:
         shard = shares
     candidates = []
@@ -188,7 +188,7 @@ def _list_allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candi
         only = next(c for c in candidates if c.zero_stage == stage)
         why = f"{only.name} over {only.layout}, as the job says"
     elif shares > 1 and (shard or stage or (replicate is not None and replicate < shares)):
-        is_sharded = (shard or shares // (replicate or 1)) > 1
+        is_sharded = (shard or shares // job.parallel.degrees.dp_replicate) > 1
         only = next(c for c in candidates if c.zero_stage == ((stage or 3) if is_sharded else 0))
         why = f"{only.name} over {only.layout}, as the job says"
     elif shares > 1 and (replicate == shares or job.parallel.compress != "none"):

@@ -147,11 +147,10 @@ def count_communicators(parallel: Parallel, num_ranks: int) -> int:
     """
     if num_ranks == 1:
         return 0
-    pp, tp, cp, ep = (
-        degree or 1 for degree in (parallel.pp, parallel.tp, parallel.cp, parallel.ep)
-    )
+    degrees = parallel.degrees
+    pp, tp, cp, ep = degrees.pp, degrees.tp, degrees.cp, degrees.ep
     shares = num_ranks // (pp * tp)  # cp reduces gradients, too
-    is_hybrid = (parallel.dp_replicate or 1) > 1 and (parallel.dp_shard or 1) * cp > 1
+    is_hybrid = degrees.dp_replicate > 1 and degrees.dp_shard * cp > 1
     if num_ranks in (tp, cp, shares // cp) and ep == 1 and not is_hybrid:
         return 1  # one axis, and it is all ranks
     of_experts = 2 if ep > 1 else 0  # those with other experts, and those with the same ones

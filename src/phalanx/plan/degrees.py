@@ -8,8 +8,6 @@ What does not divide is refused with the nearest that does.
 
 from __future__ import annotations
 
-import math
-
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
 from phalanx.job.checks.experts import (
@@ -48,11 +46,8 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
         ranks = _find_max_ranks(job, cluster)
         unit = "GPUs" if cluster.device == "cuda" else "CPU cores"
         if ranks == _multiply_degrees(job) > 1:
-            axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
             named = [
-                f"{axis}={degree}"
-                for axis in axes
-                if (degree := getattr(job.parallel, axis) or 1) > 1
+                f"{axis}={degree}" for axis, degree in job.parallel.degrees.above_one().items()
             ]
             why = f"{ranks} ranks: as many as {' x '.join(named)} takes"
         else:
@@ -69,9 +64,10 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
 
 def _multiply_degrees(job: Job) -> int:
     """The product of the degrees that the job gives."""
-    of = job.parallel
-    for_experts = (of.ep or 1) // math.gcd(of.ep or 1, of.cp or 1)  # ep folds over dp_shard x cp
-    return (of.dp_replicate or 1) * (of.dp_shard or for_experts) * of.model_parallel_size
+    degrees = job.parallel.degrees
+    # ep folds over dp_shard x cp: where the job leaves dp_shard out, it is what ep needs.
+    shards = job.parallel.dp_shard or degrees.num_expert_shards
+    return degrees.dp_replicate * shards * degrees.model_parallel_size
 
 
 def _find_requested_ranks(job: Job) -> int | None:
@@ -81,12 +77,8 @@ def _find_requested_ranks(job: Job) -> int | None:
     if not (job.parallel.dp_replicate and job.parallel.dp_shard):
         return requested
     if requested and requested != degrees:
-        shared = {
-            "pp": job.parallel.pp or 1,
-            "cp": job.parallel.cp or 1,
-            "tp": job.parallel.tp or 1,
-        }
-        model_axes = "".join(f" x {axis} {degree}" for axis, degree in shared.items() if degree > 1)
+        shared = job.parallel.degrees.above_one("pp", "cp", "tp")
+        model_axes = "".join(f" x {axis} {degree}" for axis, degree in shared.items())
         raise LayoutError(
             f"parallel.dp_replicate {job.parallel.dp_replicate} x dp_shard"
             f" {job.parallel.dp_shard}{model_axes} makes {degrees} ranks, and parallel.ranks is"
@@ -100,7 +92,7 @@ def _find_max_ranks(job: Job, cluster: Cluster) -> int:
     """The most ranks that share the batch evenly: on GPUs one each; on a CPU no more than there are
     cores, but two, to be distributed at all."""
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size
-    shared, degrees = job.parallel.model_parallel_size, _multiply_degrees(job)
+    shared, degrees = job.parallel.degrees.model_parallel_size, _multiply_degrees(job)
     limit = (
         cluster.num_devices
         if cluster.device == "cuda"
@@ -122,16 +114,18 @@ def _find_max_ranks(job: Job, cluster: Cluster) -> int:
 
 
 def _require_degrees_divide(job: Job, ranks: int) -> None:
-    if max(job.parallel.pp or 1, job.parallel.cp or 1) > 1:
-        model_axes = {axis: getattr(job.parallel, axis) or 1 for axis in ("pp", "cp", "tp")}
+    degrees = job.parallel.degrees
+    if max(degrees.pp, degrees.cp) > 1:
         fill_layout(
             ranks,
+            pp=degrees.pp,
             dp_replicate=job.parallel.dp_replicate,
             dp_shard=job.parallel.dp_shard,
-            **model_axes,
+            cp=degrees.cp,
+            tp=degrees.tp,
         )
         return
-    tp = job.parallel.tp or 1
+    tp = degrees.tp
     if ranks % tp:
         nearest_tp = (
             [f"nearest: {nearest(tp, legal)}"]
@@ -161,7 +155,7 @@ def tensor_parallel_degree(job: Job, shape: ModelShape) -> int:
 
     Raises LayoutError for one that the model's heads forbid, naming the nearest they allow.
     """
-    tp = job.parallel.tp or 1
+    tp = job.parallel.degrees.tp
     if tp == 1 or not shape.is_known:
         check_rules(job.parallel.rules, shape, tp)
         return tp
@@ -198,7 +192,7 @@ def split_batch(
                 f"nearest batch: {nearest(batch, [m for m in multiples if m])}; "
                 f"nearest ranks: {divisors_near(batch, shares)}"
             )
-            + (f" x {job.parallel.model_parallel_size}" if requested is not None else ""),
+            + (f" x {job.parallel.degrees.model_parallel_size}" if requested is not None else ""),
         )
     share = batch // shares
     if requested is not None:
@@ -226,7 +220,7 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
 
     Raises LayoutError for what it cannot do, naming the nearest that it can.
     """
-    cp = job.parallel.cp or 1
+    cp = job.parallel.degrees.cp
     if cp == 1:
         return 1
     if shape.is_known and shape.reads_images:
@@ -297,7 +291,7 @@ def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
 
     Raises LayoutError for what it cannot do, naming the nearest that it can.
     """
-    ep = job.parallel.ep or 1
+    ep = job.parallel.degrees.ep
     if ep == 1:
         return 1
     size, description = find_ranks_for_experts(job, num_ranks) or (
@@ -318,14 +312,14 @@ def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
 def require_whole_model(job: Job, ranks: int) -> None:
     """Raises LayoutError where gradients are to be compressed that DDP does not reduce."""
     parallel = job.parallel
-    if parallel.compress != "none" and (parallel.tp or 1) > 1:
+    if parallel.compress != "none" and parallel.degrees.tp > 1:
         raise LayoutError(
             f"parallel.compress={parallel.compress} is for ddp, and the job has tensor parallelism",
             why="ranks that hold a weight alike would have to keep the same error of it",
             fix="set parallel.tp=1, or parallel.compress=none",
         )
     sharded = (
-        (parallel.dp_shard or 1) > 1
+        parallel.degrees.dp_shard > 1
         or parallel.zero_stage
         or (parallel.dp_replicate or ranks) < ranks
     )

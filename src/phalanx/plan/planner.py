@@ -72,7 +72,9 @@ def make_plan(
     cp = context_parallel_degree(job, shape, tp)
     ep = expert_parallel_degree(job, shape, ranks)
     requested = find_requested_schedule(job)
-    micro, num_microbatches = split_batch(job, ranks // job.parallel.model_parallel_size, requested)
+    micro, num_microbatches = split_batch(
+        job, ranks // job.parallel.degrees.model_parallel_size, requested
+    )
     work = build_workload(
         job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp, ep=ep
     )

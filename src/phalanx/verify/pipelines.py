@@ -132,9 +132,9 @@ def _num_stages(parallel: Mapping[str, Any]) -> int:
 def find_batch_factor(parallel: Parallel, rows_per_rank: int) -> int:
     """The factor by which a batch of `rows_per_rank` grows so that a schedule from a file has
     its microbatches."""
-    if (parallel.pp or 1) == 1 or parallel.schedule_file is None:
+    if parallel.degrees.pp == 1 or parallel.schedule_file is None:
         return 1
     num_microbatches = read_schedule(Path(parallel.schedule_file)).num_microbatches
     return num_microbatches // math.gcd(
-        num_microbatches, rows_per_rank * parallel.model_parallel_size
+        num_microbatches, rows_per_rank * parallel.degrees.model_parallel_size
     )

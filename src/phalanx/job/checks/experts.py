@@ -22,7 +22,7 @@ MODEL = ("model.kind", "model.preset", "model.num_experts")
 
 @check("parallel.ep", *MODEL, asked_by=("parallel.ep",))
 def experts_can_be_spread(job: Job) -> list[Finding]:
-    ep = job.parallel.ep or 1
+    ep = job.parallel.degrees.ep
     if ep == 1:
         return []
     if job.model.is_foreign:
@@ -67,7 +67,7 @@ def find_misfit(ep: int, shape: ModelShape, num_ranks: int | None = None) -> tup
 def experts_have_their_ranks(job: Job) -> list[Finding]:
     """A finding if ep does not divide the ranks that experts can be spread over. The model
     matters for the fix alone."""
-    ep, ranks = job.parallel.ep or 1, find_ranks_for_experts(job)
+    ep, ranks = job.parallel.degrees.ep, find_ranks_for_experts(job)
     if ep == 1 or ranks is None or ranks[0] % ep == 0 or experts_can_be_spread.run(job):
         return []
     return [finding("parallel.ep", *explain_undivided(job, find_shape(job), *ranks))]
@@ -78,7 +78,7 @@ def explain_undivided(
 ) -> tuple[str, str]:
     """(problem, fix) for an ep that does not divide the `size` ranks, which messages call
     `ranks_in_words`."""
-    ep = job.parallel.ep or 1
+    ep = job.parallel.degrees.ep
     legal = divisors(
         math.gcd(size, shape.num_experts) if shape is not None and shape.num_experts else size
     )
@@ -90,10 +90,10 @@ def explain_undivided(
 
 def _suggest_more_ranks(job: Job, size: int) -> str:
     """The least number of ranks above `size` that ep divides, as a fix."""
-    of, cp = job.parallel, job.parallel.cp or 1
-    step = (of.ep or 1) // math.gcd(of.ep or 1, cp)
-    more = size // cp // step * step + step
-    ranks = more * (of.dp_replicate or 1) * of.model_parallel_size
+    of, degrees = job.parallel, job.parallel.degrees
+    step = degrees.num_expert_shards
+    more = size // degrees.cp // step * step + step
+    ranks = more * degrees.dp_replicate * degrees.model_parallel_size
     if of.dp_shard is None:
         return f"parallel.ranks={ranks}"
     return f"parallel.dp_shard={more}" + (
@@ -109,7 +109,7 @@ def _suggest_more_ranks(job: Job, size: int) -> str:
     asked_by=("parallel.ep",),
 )
 def experts_have_no_conflicts(job: Job) -> list[Finding]:
-    if (job.parallel.ep or 1) == 1:
+    if job.parallel.degrees.ep == 1:
         return []
     findings = []
     if job.parallel.zero_stage == 1:
@@ -133,14 +133,15 @@ def find_ranks_for_experts(job: Job, num_ranks: int | None = None) -> tuple[int,
     `num_ranks`: how many there are in all, where it is known; None where the job does not decide
     it.
     """
-    of, cp = job.parallel, job.parallel.cp or 1
+    of, cp = job.parallel, job.parallel.degrees.cp
+    model_ranks = job.parallel.degrees.model_parallel_size
     over = f"dp_shard {{}} x cp {cp}" if cp > 1 else "dp_shard {}"
     if of.dp_shard is not None:
         return of.dp_shard * cp, over.format(of.dp_shard)
     ranks = num_ranks or of.ranks
-    if ranks is None or ranks % of.model_parallel_size:
+    if ranks is None or ranks % model_ranks:
         return None
-    shares = ranks // of.model_parallel_size
+    shares = ranks // model_ranks
     if of.dp_replicate is None:
         holders = (
             f"the {shares * cp} ranks that hold" if shares * cp > 1 else "the 1 rank that holds"

@@ -11,7 +11,7 @@ KEYS = ("schedule", "schedule_file", "stages_per_rank", "stage_blocks", "first_s
 
 @check("parallel.pp", *(f"parallel.{key}" for key in KEYS))
 def pipeline_keys_are_read(job: Job) -> list[Finding]:
-    if (job.parallel.pp or 1) > 1:
+    if job.parallel.degrees.pp > 1:
         return []
     problem, fix = (
         "is for pipeline parallelism, and parallel.pp is 1",
@@ -47,7 +47,7 @@ def one_schedule(job: Job) -> list[Finding]:
     asked_by=("parallel.pp",),
 )
 def pipelines_have_no_conflicts(job: Job) -> list[Finding]:
-    if (job.parallel.pp or 1) == 1:
+    if job.parallel.degrees.pp == 1:
         return []
     of, wrong = job.parallel, "not with parallel.pp: "
     findings = []

@@ -19,7 +19,7 @@ from phalanx.job.schema import Job
 )
 def axes_fill_the_ranks(job: Job) -> list[Finding]:
     ranks, copies, shards = job.parallel.ranks, job.parallel.dp_replicate, job.parallel.dp_shard
-    shared = job.parallel.model_parallel_size
+    shared = job.parallel.degrees.model_parallel_size
     if ranks is None:
         return []
     if ranks % shared:
@@ -50,8 +50,7 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
 
 def _model_axes(job: Job) -> dict[str, int]:
     """The degrees above 1 of the axes whose ranks work on the same samples."""
-    degrees = {"pp": job.parallel.pp or 1, "cp": job.parallel.cp or 1, "tp": job.parallel.tp or 1}
-    return {axis: degree for axis, degree in degrees.items() if degree > 1}
+    return job.parallel.degrees.above_one("pp", "cp", "tp")
 
 
 def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
@@ -64,7 +63,7 @@ def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
         )
     problem = (
         f"{' x '.join(f'{axis} {degree}' for axis, degree in axes.items())} ="
-        f" {job.parallel.model_parallel_size}"
+        f" {job.parallel.degrees.model_parallel_size}"
     )
     legal = nearest_degrees(ranks, axes, must_fill=False)
     fix = f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in legal.items())}"
@@ -97,7 +96,7 @@ def micro_batch_divides_global(job: Job) -> list[Finding]:
 )
 def ranks_share_the_batch(job: Job) -> list[Finding]:
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size or 1
-    known, shared = find_num_ranks(job), job.parallel.model_parallel_size
+    known, shared = find_num_ranks(job), job.parallel.degrees.model_parallel_size
     if known is None or known % shared:
         return []
     ranks = known // shared
@@ -114,7 +113,7 @@ def ranks_share_the_batch(job: Job) -> list[Finding]:
 
 @check("parallel.tp", "parallel.tp_chunks", "parallel.sequence_parallel")
 def tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
-    if (job.parallel.tp or 1) > 1:
+    if job.parallel.degrees.tp > 1:
         return []
     wishes = {
         "tp_chunks": job.parallel.tp_chunks > 1,
@@ -129,7 +128,7 @@ def tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
 
 @check("parallel.cp", "parallel.cp_attention", "parallel.cp_load_balance")
 def context_parallel_keys_are_read(job: Job) -> list[Finding]:
-    if (job.parallel.cp or 1) > 1:
+    if job.parallel.degrees.cp > 1:
         return []
     wishes = {"cp_attention": job.parallel.cp_attention != "ring"}
     wishes["cp_load_balance"] = job.parallel.cp_load_balance != "zigzag"
@@ -173,5 +172,5 @@ def find_num_ranks(job: Job) -> int | None:
         and parallel.dp_replicate is not None
         and parallel.dp_shard is not None
     ):
-        return parallel.dp_replicate * parallel.dp_shard * parallel.model_parallel_size
+        return parallel.dp_replicate * parallel.dp_shard * parallel.degrees.model_parallel_size
     return parallel.ranks

@@ -146,11 +146,11 @@ def loss_scale_is_for_fp16(job: Job) -> list[Finding]:
 def fp8_is_for_whole_matrices(job: Job) -> list[Finding]:
     """A finding for fp8 with tp or pp: their products are made by hand, cut or in two halves,
     and would silently stay in bf16."""
-    of = job.parallel
-    if job.precision.compute != "fp8" or ((of.tp or 1) == 1 and (of.pp or 1) == 1):
+    cut = job.parallel.degrees.above_one("tp", "pp")
+    if job.precision.compute != "fp8" or not cut:
         return []
-    axis = "tp" if (of.tp or 1) > 1 else "pp"
-    problem = f'"fp8" is for layouts without tp and pp, and parallel.{axis} is {getattr(of, axis)}'
+    axis = "tp" if "tp" in cut else "pp"
+    problem = f'"fp8" is for layouts without tp and pp, and parallel.{axis} is {cut[axis]}'
     return [
         finding("precision.compute", problem, f'set compute = "bf16", or leave parallel.{axis} out')
     ]

@@ -49,7 +49,7 @@ def find_requested_schedule(job: Job) -> RequestedSchedule | None:
     Raises LayoutError for a file that cannot be read or run, or is for other ranks, and for stages
     per rank that a schedule cannot have.
     """
-    num_ranks, file = job.parallel.pp or 1, job.parallel.schedule_file
+    num_ranks, file = job.parallel.degrees.pp, job.parallel.schedule_file
     if num_ranks == 1:
         return None
     if file is not None:

@@ -186,7 +186,8 @@ def _fewer_stages(job: Job, requested: RequestedSchedule, most: int, num_ranks: 
     if requested.written is not None:
         return ""
     per_rank, pp = requested.num_stages // requested.num_ranks, requested.num_ranks
-    degrees = divisors(num_ranks // ((job.parallel.tp or 1) * (job.parallel.cp or 1)))
+    given = job.parallel.degrees
+    degrees = divisors(num_ranks // (given.tp * given.cp))
     if job.parallel.ranks is None:  # as many as the degrees make
         degrees = list(range(1, pp))
     fewer = [d for d in range(1, per_rank) if d * pp <= most and can_have_stages(requested.name, d)]
