@@ -27,7 +27,7 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import Envelope, Note, RestartScheduled
 from phalanx.observe.tail import EventTail
 
-JOB = (*TINY, "data.source=text", "parallel.ranks=2", "train.steps=60")
+JOB = (*TINY, "data.source=text", "parallel.ranks=2", "train.steps=120")
 EXT4_IOC_SHUTDOWN = 0x8004587D
 
 
@@ -229,7 +229,7 @@ def require_told(done: Done, *causes: str) -> None:
     """What whoever watches sees although no event is in a file: each thing once, the same again
     in few words."""
     assert 1 <= done.out.count("events cannot be written") <= len(causes), done.out
-    assert "step 60/60" in done.out
+    assert "step 120/120" in done.out
     failed = [line for line in done.out.splitlines() if line.startswith("checkpoint of step")]
     assert len(failed) >= 4
     told = [line for line in failed if "failed for the same reason" not in line]
