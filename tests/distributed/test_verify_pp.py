@@ -121,18 +121,17 @@ def weights_freed_between_the_halves() -> None:
 
     def left_to_fsdp(context: ParallelContext, units: Any) -> None:
         keep(context, units)
-        sync, root = context.sync, cast(FSDPModule, context.root)
+        hooks, root = context.hooks, cast(FSDPModule, context.root)
         context.optimizer_params.before_update.pop()
 
         @contextmanager
-        def with_bug(on: bool) -> Iterator[None]:
-            with sync(on):
-                root.set_requires_gradient_sync(True)
-                root.set_is_last_backward(True)
-                root.set_reshard_after_backward(True)
-                yield
+        def with_bug(is_last: bool) -> Iterator[None]:
+            root.set_requires_gradient_sync(True)
+            root.set_is_last_backward(True)
+            root.set_reshard_after_backward(True)
+            yield
 
-        context.sync = with_bug
+        hooks.around_microbatch.append(with_bug)
 
     dp_shard.keep_for_pipeline = left_to_fsdp
 

@@ -266,7 +266,7 @@ class ParallelModel:
     def _call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         if self._run is not None:
             (result,) = self._run.only_forward([batch], _Then(then))
-            self._context.rest()
+            self._context.hooks.run_release_weights()
             return self._run.on_all(result)
         return self._call(batch if self._context.cp is None else self._context.cp.cut(batch), then)
 
@@ -281,7 +281,7 @@ class ParallelModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        self._context.rest()
+        self._context.hooks.run_release_weights()
         return self._context.optimizer_params.named_parameters(self.module)
 
     def train(self, mode: bool = True) -> None:
@@ -330,7 +330,7 @@ class ParallelModel:
         return self._context.traffic.plain_bytes
 
     def _shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
-        self._context.rest()
+        self._context.hooks.run_release_weights()
         return self._context.shards()
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -372,14 +372,14 @@ class ParallelModel:
             self.saved_bytes = self._run.peak_bytes or None
         for index, batch in enumerate(microbatches):
             with (
-                self._context.sync(index == len(microbatches) - 1),
+                self._context.hooks.enter_microbatch(is_last=index == len(microbatches) - 1),
                 self._interceptor.microbatch(self.step, index, batch),
             ):
                 with self.phases("forward"), self._counting_once(), self._interceptor.forward():
                     loss, targets = self._loss(batch, objective)
                 with self.phases("backward"):
                     self._scaled_share(loss).backward()
-                    self._context.after_backward()
+                    self._context.hooks.run_after_backward()
             add(loss.detach(), targets)
         self._sent_tp_bytes += self._sent_over_tp() - sent_before
         self._interceptor.end_step()
@@ -460,7 +460,7 @@ class ParallelModel:
                     loss_sum += outcome[0]
                     num_targets += outcome[1]
         finally:  # no backward follows that would free the weights
-            self._context.rest()
+            self._context.hooks.run_release_weights()
         return LocalLoss(loss_sum, num_targets)
 
     def _each(self, microbatches: Iterable[Batch], objective: Objective) -> Iterator[Any]:
@@ -501,7 +501,10 @@ class ParallelModel:
         except Exception as error:
             if not isinstance(error, PhalanxError):
                 require_looked_up(microbatch, error)
-                if not self._has_run and (refusal := self._context.explain(error)) is not None:
+                if (
+                    not self._has_run
+                    and (refusal := self._context.hooks.find_explanation(error)) is not None
+                ):
                     raise refusal from error
                 error.add_note(f"the batch: {describe_batch(batch)}")
                 if self._context.cuts:
@@ -544,7 +547,7 @@ class ParallelModel:
         norm exceeds it.
         """
         sent_before = self._sent_over_tp()
-        self._context.before_finish(self.named_parameters())
+        self._context.hooks.run_before_reduce(self.named_parameters())
         sent_tp_bytes = round(self._sent_tp_bytes + self._sent_over_tp() - sent_before)
         self._sent_tp_bytes = 0.0
         self._loads.reduce()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from phalanx.core.errors import PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Cut, LogicalShard, RankPosition, module_shards
 from phalanx.mesh.mesh import Mesh
@@ -19,6 +17,7 @@ from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.data_parallel.compression import Compression
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.optimizer_params import OptimizerParams
+from phalanx.parallel.step_hooks import StepHooks
 from phalanx.parallel.wire import Traffic
 from phalanx.plan.plan import Plan
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from phalanx.parallel.context.transform import SequenceSplit
     from phalanx.parallel.expert.transform import ExpertGroup, SeparateExperts
     from phalanx.parallel.pipeline.transform import Staged
-
-Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class Order(IntEnum):
@@ -81,26 +78,16 @@ class ParallelContext:
     phases: Phases
     blocks: list[nn.Module]
     outer: nn.Module  # what is called; `root`, or a wrapper around it
-    sync: Callable[[bool], AbstractContextManager[None]] = lambda on: nullcontext()
-    after_backward: Callable[[], None] = lambda: None
+    hooks: StepHooks = field(default_factory=StepHooks)
     dropout_rng: DropoutRng = field(default_factory=lambda: DropoutRng(seed=0))
     autocast: bool = True  # False where a transform itself casts parameters and inputs
     materialize: Callable[[], None] = lambda: None
     traffic: Traffic = field(default_factory=Traffic)
     compression: Compression | None = None
-    rest: Callable[[], None] = lambda: (
-        None
-    )  # gives weights back that a forward without a backward left gathered
     cuts: Mapping[str, Cut] = field(
         default_factory=dict
     )  # what tensor parallelism has cut, by full name
-    before_finish: Callable[[Named], None] = lambda named: (
-        None
-    )  # when all gradients of a step are there
     tensor_group: TensorGroup | None = None
-    explain: Callable[[Exception], PhalanxError | None] = lambda error: (
-        None
-    )  # an error of the first forward
     optimizer_params: OptimizerParams = field(default_factory=OptimizerParams)
     unused: set[str] = field(
         default_factory=set
@@ -114,10 +101,6 @@ class ParallelContext:
     expert_group: ExpertGroup | None = None
     cp: SequenceSplit | None = None  # where ranks have parts of sequences
     staged: Staged | None = None  # the pipeline this rank is part of
-    gather: Callable[[], None] = lambda: None  # weights are whole until `rest`
-    after_weights: Callable[[], None] = lambda: (
-        None
-    )  # of a pipeline: weight gradients were made by hand
 
     def shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
         """Shards of parameters and persistent buffers as they are now, by full-model name;

@@ -55,13 +55,13 @@ class DpReplicate:
         is_learning = options.static_graph
 
         @contextmanager
-        def sync(on: bool) -> Iterator[None]:
+        def reduce_last(is_last: bool) -> Iterator[None]:
             nonlocal is_learning
             # The backward from which DDP learns a static graph must be one that reduces: the first
             # one is, always. What it leaves is averaged already, and averaging that again changes
             # nothing.
-            on, is_learning = on or is_learning, False
-            if not on:
+            reduces, is_learning = is_last or is_learning, False
+            if not reduces:
                 with ddp.no_sync():
                     yield
                 return
@@ -69,7 +69,9 @@ class DpReplicate:
             count_step()
             yield
 
-        context.outer, context.sync, context.after_backward = ddp, sync, watch.disarm
+        context.outer = ddp
+        context.hooks.around_microbatch.append(reduce_last)
+        context.hooks.after_backward.append(watch.disarm)
 
 
 def _reduce_experts(context: ParallelContext, experts: SeparateExperts) -> None:
@@ -119,13 +121,13 @@ def reduce_after_pipeline(context: ParallelContext) -> None:
     buffers = differing_buffers(context.root)
 
     @contextmanager
-    def sync(on: bool) -> Iterator[None]:
+    def share_buffers(is_last: bool) -> Iterator[None]:
         """Begin every step with the first rank's running statistics, as DDP does."""
         for buffer in buffers:
             dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
         yield
 
-    context.sync = sync
+    context.hooks.around_microbatch.append(share_buffers)
 
 
 def _buckets(parameters: Sequence[nn.Parameter], num_bytes: int) -> Iterator[list[nn.Parameter]]:

@@ -94,22 +94,18 @@ class DpShard:
         root, buffers = context.root, differing_buffers(context.root)
 
         @contextmanager
-        def sync(on: bool) -> Iterator[None]:
-            root.set_requires_gradient_sync(on or each_time)
-            root.set_is_last_backward(on or each_time)
+        def reduce_last(is_last: bool) -> Iterator[None]:
+            root.set_requires_gradient_sync(is_last or each_time)
+            root.set_is_last_backward(is_last or each_time)
             if is_hybrid:  # copies of a shard are averaged once per step
-                root.set_requires_all_reduce(on)
-            for (
-                buffer
-            ) in buffers:  # as DDP does: every forward begins with rank 0's running statistics
+                root.set_requires_all_reduce(is_last)
+            # As DDP does: every forward begins with rank 0's running statistics.
+            for buffer in buffers:
                 dist.broadcast(buffer, 0)
             yield
 
-        def rest() -> None:
-            for unit in units:
-                unit.reshard()
-
-        context.sync, context.rest = sync, rest
+        context.hooks.around_microbatch.append(reduce_last)
+        context.hooks.release_weights.append(functools.partial(_release, units))
 
 
 def _evenly(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
@@ -131,7 +127,7 @@ def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None
             unit.unshard()
 
     @contextmanager
-    def sync(on: bool) -> Iterator[None]:
+    def keep_gathered(is_last: bool) -> Iterator[None]:
         root.set_requires_gradient_sync(False)
         root.set_is_last_backward(False)
         root.set_reshard_after_backward(False)
@@ -146,13 +142,18 @@ def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None
         root.set_reshard_after_backward(True)
         finish_backward(root)
 
-    def rest() -> None:
-        for unit in units:
-            unit.reshard()
-
-    context.sync, context.rest, context.gather = sync, rest, gather
-    context.after_weights = functools.partial(accumulate_gradients, root)
+    context.hooks.around_microbatch.append(keep_gathered)
+    context.hooks.gather_weights.append(gather)
+    context.hooks.release_weights.append(functools.partial(_release, units))
+    # FSDP accumulates in a hook of the backward, which never ran for gradients made by hand.
+    context.hooks.after_weight_grads.append(functools.partial(accumulate_gradients, root))
     context.optimizer_params.before_update.append(reduce)
+
+
+def _release(units: list[FSDPModule]) -> None:
+    """Free the gathered weights that a forward without a backward has left."""
+    for unit in units:
+        unit.reshard()
 
 
 def _units(blocks: list[nn.Module], per_unit: int) -> list[list[nn.Module]]:

@@ -14,7 +14,7 @@ ep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,14 +66,9 @@ class ExpertParallel:
             frozenset(cuts), modules, context.mesh.submesh(*axes), layout.ep
         )
         context.expert_group = group
-        before = context.before_finish
-
-        def before_finish(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-            named = list(named)
-            share_gradients(named, cuts, layout.ep)
-            before(named)
-
-        context.before_finish = before_finish
+        context.hooks.before_reduce.append(
+            lambda named: share_gradients(named, frozenset(cuts), layout.ep)
+        )
 
 
 def is_mixture(part: nn.Module) -> bool:
@@ -82,15 +77,12 @@ def is_mixture(part: nn.Module) -> bool:
 
 
 def share_gradients(
-    named: Iterable[tuple[str, nn.Parameter]], names: Iterable[str], ep: int
+    named: Iterable[tuple[str, nn.Parameter]], names: Collection[str], ep: int
 ) -> None:
     """From the mean over the ranks that hold the same experts to that over all ranks of data
     parallelism."""
-    expert_names = set(names)
     expert_grads = [
-        local_tensor(p.grad)
-        for name, p in named
-        if full_name(name) in expert_names and p.grad is not None
+        local_tensor(p.grad) for name, p in named if full_name(name) in names and p.grad is not None
     ]
     if expert_grads:
         torch._foreach_div_(expert_grads, ep)

@@ -89,7 +89,7 @@ class PipelineRun:
         schedule = self._schedule(len(microbatches))
         self.spans, self.sent_bytes = [], 0
         self._saved.clear()
-        with self.context.sync(True):
+        with self.context.hooks.enter_microbatch(is_last=True):
             self._infer_specs(microbatches, objective)
             queue = self._open_queue(schedule, microbatches)
             self.is_under_way = True
@@ -149,7 +149,7 @@ class PipelineRun:
         elif action.kind == "W":
             with self._timed(action, "backward"):
                 self._deferred.run((action.stage, action.microbatch))
-                self.context.after_weights()
+                self.context.hooks.run_after_weight_grads()
         else:
             gradient = self._receive(queue, action, is_gradient=True)
             self._set_num_tokens(microbatches[action.microbatch])  # a recomputation asks
@@ -213,7 +213,7 @@ class PipelineRun:
                 self._backward(saved, gradient)
         else:
             self._backward(saved, gradient)
-        self.context.after_backward()
+        self.context.hooks.run_after_backward()
         if saved.stage_input is None:
             return None
         return (
@@ -324,7 +324,7 @@ class PipelineRun:
         pipeline = self.staged.pipeline
         batches = iter(microbatches)
         while group_of_batches := list(itertools.islice(batches, pipeline.num_ranks)):
-            self.context.gather()
+            self.context.hooks.run_gather_weights()
             self._infer_specs(group_of_batches, objective)
             schedule = _forwards(pipeline, len(group_of_batches))
             queue, outcome = (

@@ -68,9 +68,11 @@ class TensorParallel:
         surgery.require_whole_masks(context)
         context.cuts = surgery.cuts
         partial = surgery.partial_parameters()
-        context.before_finish = PartialGradients(group, partial, surgery.cuts).sum_over_ranks
+        partial_gradients = PartialGradients(group, partial, surgery.cuts)
+        context.hooks.before_reduce.append(partial_gradients.sum_over_ranks)
         context.tensor_group = group
-        context.explain = functools.partial(misfit, columns=surgery.open_columns())
+        explain = functools.partial(misfit, columns=surgery.open_columns())
+        context.hooks.explain_error.append(explain)
 
 
 def rules_for(module: nn.Module, own: Mapping[str, str], names: Iterable[str]) -> tuple[Rule, ...]:
