@@ -17,7 +17,8 @@ from phalanx.job.load import load_job
 from phalanx.mesh.compat import quiet_torch
 from phalanx.parallel.data_parallel.compression import HOOKS, Compression
 from phalanx.parallel.hooks._protocol import Settings
-from phalanx.parallel.wire import Traffic, Wire, all_reduce_bytes
+from phalanx.parallel.traffic import GradientTraffic, all_reduce_bytes
+from phalanx.parallel.wire import Wire
 from phalanx.plan.workload import keeps_error
 from ranks import run_ranks
 
@@ -45,7 +46,7 @@ class Bench:
         self.parameters = {
             name: nn.Parameter(torch.zeros(shape).double()) for name, shape in SHAPES.items()
         }
-        self.traffic = Traffic()
+        self.traffic = GradientTraffic()
         hook = resolve(kind, HOOKS, "build")(SETTINGS)
         wire = Wire(dist.group.WORLD, self.traffic, Phases())  # type: ignore[arg-type]
         self.compression = Compression(hook, self.parameters.items(), wire)
@@ -93,9 +94,9 @@ def use(kind: str) -> dict[str, Any]:
             name: mean(g + before.get(name, torch.zeros_like(g))) for name, g in gradients.items()
         }
         sizes = {name: mean(g.abs()) for name, g in gradients.items()}
-        bench.traffic.take()
+        bench.traffic.sent_bytes = 0.0
         bench.reduce(gradients, WHOLE)
-        found["sent_bytes"] = bench.traffic.take()
+        found["sent_bytes"] = round(bench.traffic.sent_bytes)
         after = bench.errors()
         for name, gradient in gradients.items():
             off = gradient + mean(after.get(name, torch.zeros_like(gradient))) - wanted[name]

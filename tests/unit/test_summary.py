@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,18 +159,29 @@ def test_compressed_gradients_are_told_in_bytes(
     assert "Gradients sent" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
-def test_what_goes_over_tp_is_told_and_nothing_where_nobody_counts(tmp_path: Path) -> None:
-    for sent, line in ((3 * 2**20, ["wire    activations over tp 3.0 MiB a step"]), (0, [])):
+@pytest.mark.parametrize(
+    ("axis", "noun"),
+    [
+        ("tp", "activations"),
+        ("cp", "keys and values"),
+        ("ep", "rows of experts"),
+        ("pp", "hidden states"),
+    ],
+)
+def test_what_goes_over_an_axis_is_told_and_nothing_where_nobody_counts(
+    axis: str, noun: str, tmp_path: Path
+) -> None:
+    for sent, line in ((3 * 2**20, [f"wire    {noun} over {axis} 3.0 MiB a step"]), (0, [])):
         run_dir = tmp_path / str(sent)
         bus = Bus(rank=0, run_dir=run_dir)
-        bus.emit(RunStarted("train", "", 2, 0, 2, "cpu", {"tp": 2}))
-        bus.emit(
-            StepFinished(1, 1.0, 64, 64, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30, sent_tp_bytes=sent)
-        )
+        bus.emit(RunStarted("train", "", 2, 0, 2, "cpu", {axis: 2}))
+        step = StepFinished(1, 1.0, 64, 64, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30)
+        bus.emit(replace(step, **{f"sent_{axis}_bytes": sent}))
         bus.close()
         assert [one for one in summary_lines(run_dir) if one.startswith("wire")] == line
-        assert run_json(reduce_run(run_dir))["sent_tp_bytes_per_step"] == (sent or None)
-        assert ("Sent over tp" in write_report(run_dir).read_text(encoding="utf-8")) == bool(sent)
+        assert run_json(reduce_run(run_dir))[f"sent_{axis}_bytes_per_step"] == (sent or None)
+        page = write_report(run_dir).read_text(encoding="utf-8")
+        assert (f"Sent over {axis}" in page) == bool(sent)
 
 
 def test_a_run_says_how_often_it_was_started_again_and_why(tmp_path: Path) -> None:

@@ -78,11 +78,13 @@ class StepFinished(Event):
     are seconds of this rank by phase, without those of a save beside training; `unaccounted_s` is
     `step_s` minus their sum. `sent_bytes` are those that this rank sent to reduce gradients, by
     ring algorithms; `sent_tp_bytes` those it sent over tp, of activations and their gradients (0
-    also with train.compile, where nobody counts). `loss_scale` is what fp16 multiplied the loss by
-    (0: nothing did). `rss_bytes` are resident now, pages shared with other processes counted whole;
-    `peak_bytes` the most memory that this rank had so far, shared pages by their share, or what a
-    GPU's allocator gave out, which held `reserved_bytes` for it (phalanx.core.process_memory; 0:
-    nobody knows).
+    also with train.compile, where nobody counts); `sent_cp_bytes` over cp, of keys and values (or
+    heads) and their gradients; `sent_ep_bytes` over ep, of rows of tokens and their gradients;
+    `sent_pp_bytes` over pp, of hidden states, their gradients, and gradients of tied parameters.
+    `loss_scale` is what fp16 multiplied the loss by (0: nothing did). `rss_bytes` are resident now,
+    pages shared with other processes counted whole; `peak_bytes` the most memory that this rank had
+    so far, shared pages by their share, or what a GPU's allocator gave out, which held
+    `reserved_bytes` for it (phalanx.core.process_memory; 0: nobody knows).
     """
 
     step: int
@@ -101,6 +103,19 @@ class StepFinished(Event):
     sent_tp_bytes: int = 0
     peak_bytes: int = 0
     reserved_bytes: int = 0
+    sent_cp_bytes: int = 0
+    sent_ep_bytes: int = 0
+    sent_pp_bytes: int = 0
+
+    @property
+    def sent_by_axis(self) -> dict[str, int]:
+        """Bytes that this rank sent over each axis that cuts the model or its sequences."""
+        return {
+            "tp": self.sent_tp_bytes,
+            "cp": self.sent_cp_bytes,
+            "ep": self.sent_ep_bytes,
+            "pp": self.sent_pp_bytes,
+        }
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,10 @@ class StepStats:
     sent_bytes: int = 0
     """Bytes that this rank sent to reduce gradients."""
     sent_tp_bytes: int = 0
-    """Bytes that this rank sent to those that work on the same samples; 0 in compiled code,
-    where nobody counts."""
+    """Bytes that this rank sent over tp; 0 in compiled code, where nobody counts."""
+    sent_cp_bytes: int = 0
+    sent_ep_bytes: int = 0
+    sent_pp_bytes: int = 0
     loss_scale: float = 0.0
     """What the loss of this step was multiplied by; 0: nothing was scaled."""
     scale_adapts: bool = False
@@ -128,7 +130,6 @@ class ParallelModel:
         self._count_saved = is_counted(context.plan)
         self._held: dict[str, tuple[Held, ...]] | None = None
         self._has_run = False  # a forward
-        self._sent_tp_bytes = 0.0  # of the step under way
         self._keeps_copies = False
         self._copied: dict[int, dict[str, torch.Tensor]] = {}  # by id of the batch
         self.step = 0
@@ -207,26 +208,10 @@ class ParallelModel:
         return {} if self._run is None else dict(self._run.most_in_flight)
 
     @property
-    def sent_pp_bytes(self) -> int:
-        """Bytes that this rank sent to other stages in the last step."""
-        return 0 if self._run is None else self._run.sent_bytes
-
-    @property
-    def sent_cp_bytes(self) -> int:
-        """Bytes that this rank has sent to those with other tokens of its sequences, since it
-        began."""
-        return 0 if self._context.cp is None else round(self._context.cp.group.sent_bytes)
-
-    @property
     def expert_load(self) -> Mapping[str, ExpertLoad]:
         """By name of this rank's routers: what came to their experts in the last step, over all
         ranks."""
         return self._loads.found
-
-    @property
-    def sent_ep_bytes(self) -> int:
-        """Bytes that this rank has sent to those with other experts, since it began."""
-        return 0 if self._context.expert_group is None else self._context.expert_group.sent_bytes
 
     @property
     def left_to_torch(self) -> Mapping[str, str]:
@@ -327,7 +312,7 @@ class ParallelModel:
     def plain_bytes(self) -> int:
         """`StepStats.sent_bytes` as it would be with uncompressed gradients in fp32; 0 if that
         is not known."""
-        return self._context.traffic.plain_bytes
+        return self._context.traffic.gradients.plain_bytes
 
     def _shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
         self._context.hooks.run_release_weights()
@@ -356,7 +341,6 @@ class ParallelModel:
         self._interceptor.begin_step()
         self._context.optimizer_params.require_synced()
         self._weigh_balance()
-        sent_before = self._sent_over_tp()
         device = self.mesh.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         num_targets = torch.zeros((), dtype=torch.float64, device=device)
@@ -365,11 +349,23 @@ class ParallelModel:
             loss_sum.add_(loss)
             num_targets.add_(targets)
 
-        if self._run is not None:
-            with self._keeping_copies():
-                self._run.forward_backward(microbatches, objective, self.step, add)
-            microbatches = ()
-            self.saved_bytes = self._run.peak_bytes or None
+        with self._context.traffic.counting():
+            if self._run is not None:
+                with self._keeping_copies():
+                    self._run.forward_backward(microbatches, objective, self.step, add)
+                self.saved_bytes = self._run.peak_bytes or None
+            else:
+                self._run_microbatches(microbatches, objective, add)
+            self._interceptor.end_step()
+            self._context.optimizer_params.move_grads()
+        return LocalLoss(loss_sum, num_targets)
+
+    def _run_microbatches(
+        self,
+        microbatches: Sequence[Batch],
+        objective: Objective,
+        add: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
         for index, batch in enumerate(microbatches):
             with (
                 self._context.hooks.enter_microbatch(is_last=index == len(microbatches) - 1),
@@ -381,10 +377,6 @@ class ParallelModel:
                     self._scaled_share(loss).backward()
                     self._context.hooks.run_after_backward()
             add(loss.detach(), targets)
-        self._sent_tp_bytes += self._sent_over_tp() - sent_before
-        self._interceptor.end_step()
-        self._context.optimizer_params.move_grads()
-        return LocalLoss(loss_sum, num_targets)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.step()`, after which every rank sees what all ranks updated, and biases of
@@ -408,10 +400,6 @@ class ParallelModel:
         """Names of those that had no part in a loss of this rank so far, where
         parallel.unused_parameters allows it."""
         return frozenset(self._context.unused)
-
-    def _sent_over_tp(self) -> float:
-        group = self._context.tensor_group
-        return 0.0 if group is None or self.plan.compile else group.sent_bytes
 
     def _weigh_balance(self) -> None:
         """A pipeline's stages do not see the objective: what a balance loss weighs beside it is
@@ -546,10 +534,9 @@ class ParallelModel:
         Then gradients become those of sum(loss) / sum(targets), scaled down to `max_norm` if their
         norm exceeds it.
         """
-        sent_before = self._sent_over_tp()
-        self._context.hooks.run_before_reduce(self.named_parameters())
-        sent_tp_bytes = round(self._sent_tp_bytes + self._sent_over_tp() - sent_before)
-        self._sent_tp_bytes = 0.0
+        with self._context.traffic.counting():
+            self._context.hooks.run_before_reduce(self.named_parameters())
+        sent = self._context.traffic.take()
         self._loads.reduce()
         with self.phases("optimizer"):
             gradients, squares = self._gradients()
@@ -559,9 +546,21 @@ class ParallelModel:
             self.mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced = vector.tolist()
             self.finished_at = self.phases.clock.mark()
-        sent_bytes, scale = self._context.traffic.take(), self.loss_scale
+        facts = StepStats(
+            0.0,
+            0,
+            0.0,
+            True,
+            tuple(reduced),
+            sent_bytes=sent["dp"],
+            sent_tp_bytes=sent["tp"],
+            sent_cp_bytes=sent["cp"],
+            sent_ep_bytes=sent["ep"],
+            sent_pp_bytes=sent["pp"],
+        )
+        scale = self.loss_scale
         if num_targets == 0:
-            return StepStats(0.0, 0, 0.0, True, tuple(reduced), sent_bytes, sent_tp_bytes)
+            return facts
         factor = (
             self.plan.layout.reduced.data_parallel_size
             * self._constant
@@ -577,8 +576,8 @@ class ParallelModel:
             if factor != 1.0 and gradients:  # a stage may have none: all of it frozen
                 with self.phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
-        facts = StepStats(
-            loss, int(num_targets), norm, finite, tuple(reduced), sent_bytes, sent_tp_bytes
+        facts = replace(
+            facts, loss=loss, num_targets=int(num_targets), grad_norm=norm, finite=finite
         )
         if scale is not None:
             facts = replace(facts, loss_scale=scale.scale, scale_adapts=scale.is_dynamic)

@@ -18,7 +18,7 @@ from phalanx.parallel.data_parallel.compression import Compression
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.optimizer_params import OptimizerParams
 from phalanx.parallel.step_hooks import StepHooks
-from phalanx.parallel.wire import Traffic
+from phalanx.parallel.traffic import Traffic
 from phalanx.plan.plan import Plan
 
 if TYPE_CHECKING:

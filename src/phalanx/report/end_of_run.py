@@ -30,7 +30,7 @@ from phalanx.observe.units import Units, units_of
 from phalanx.observe.words import exception_line
 from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.report.bubble import MeasuredPipeline
-from phalanx.report.facts import describe_sent_bytes, describe_untrained
+from phalanx.report.facts import SENT_OVER, describe_sent_bytes, describe_untrained
 
 
 def summary_lines(run_dir: Path) -> list[str]:
@@ -145,7 +145,7 @@ def _metrics(evaluation: EvalFinished) -> list[str]:
 
 def _wire_lines(events: list[Event]) -> list[str]:
     """A line about the bytes a rank sends in a step: gradients if they are compressed, and what
-    goes over tp. Empty if there is nothing to say."""
+    goes over tp, cp, ep and pp. Empty if there is nothing to say."""
     last = next((e for e in reversed(events) if isinstance(e, StepFinished)), None)
     start = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
     if last is None or start is None:
@@ -153,8 +153,9 @@ def _wire_lines(events: list[Event]) -> list[str]:
     is_usual = last.sent_bytes == start.plain_bytes or not start.plain_bytes
     amounts = {
         "gradients": "" if is_usual else describe_sent_bytes(last.sent_bytes, start.plain_bytes),
-        "activations over tp": describe_sent_bytes(last.sent_tp_bytes, 0),
     }
+    for axis, sent_bytes in last.sent_by_axis.items():
+        amounts[f"{SENT_OVER[axis]} over {axis}"] = describe_sent_bytes(sent_bytes, 0)
     parts = [f"{noun} {text}" for noun, text in amounts.items() if text]
     return [f"wire    {'; '.join(parts)}"] if parts else []
 

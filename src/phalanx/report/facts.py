@@ -49,6 +49,15 @@ def group_of(phase: str) -> str:
     return name if name in GROUPS else "other"
 
 
+SENT_OVER = {
+    "tp": "activations",
+    "cp": "keys and values",
+    "ep": "rows of experts",
+    "pp": "hidden states",
+}
+"""By axis: what ranks send each other over it; and the gradients of that."""
+
+
 def describe_sent_bytes(sent_bytes: float, plain_bytes: float) -> str:
     """Bytes of one step as text, with their share of fp32 if it differs; "" if nothing was sent."""
     if not sent_bytes > 0:
@@ -92,7 +101,9 @@ class Steps:
     tokens_per_s: list[float] = field(default_factory=list)
     rss_bytes: list[float] = field(default_factory=list)
     sent_bytes: list[float] = field(default_factory=list)
-    sent_tp_bytes: list[float] = field(default_factory=list)
+    sent_by_axis: dict[str, list[float]] = field(
+        default_factory=lambda: {axis: [] for axis in SENT_OVER}
+    )
     groups_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in GROUPS})
 
     def __len__(self) -> int:
@@ -196,10 +207,10 @@ class RunFacts:
             sent[len(sent) // 2] if sent else 0, starts[-1].plain_bytes if starts else 0
         )
 
-    @property
-    def sent_over_tp(self) -> str:
-        """Bytes that the lead rank sent over tp, as "12.3 MiB a step"; empty if none or unknown."""
-        sent = sorted(self.steps.sent_tp_bytes)
+    def describe_sent_over(self, axis: str) -> str:
+        """Bytes that the lead rank sent over `axis` (a key of SENT_OVER), as "12.3 MiB a step";
+        empty if none or unknown."""
+        sent = sorted(self.steps.sent_by_axis[axis])
         return describe_sent_bytes(sent[len(sent) // 2] if sent else 0, 0)
 
     @property

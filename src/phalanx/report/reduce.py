@@ -262,7 +262,8 @@ def _append(steps: Steps, event: StepFinished, groups_s: dict[str, float]) -> No
     steps.tokens_per_s.append(event.tokens_per_s)
     steps.rss_bytes.append(event.rss_bytes)
     steps.sent_bytes.append(event.sent_bytes)
-    steps.sent_tp_bytes.append(event.sent_tp_bytes)
+    for axis, sent_bytes in event.sent_by_axis.items():
+        steps.sent_by_axis[axis].append(sent_bytes)
     for name, column in steps.groups_s.items():
         column.append(groups_s.get(name, 0.0))
 
@@ -319,7 +320,8 @@ def _copy_row(source: Steps, row: int, target: Steps) -> None:
     target.tokens_per_s.append(source.tokens_per_s[row])
     target.rss_bytes.append(source.rss_bytes[row])
     target.sent_bytes.append(source.sent_bytes[row])
-    target.sent_tp_bytes.append(source.sent_tp_bytes[row])
+    for axis, axis_bytes in target.sent_by_axis.items():
+        axis_bytes.append(source.sent_by_axis[axis][row])
     for name, column in target.groups_s.items():
         column.append(source.groups_s[name][row])
 

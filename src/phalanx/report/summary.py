@@ -44,7 +44,10 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
         ],
         "tokens_per_s": _number(facts.tokens_per_s),
         "sent_bytes_per_step": _number(median(facts.steps.sent_bytes)),
-        "sent_tp_bytes_per_step": _number(median(facts.steps.sent_tp_bytes)) or None,
+        **{
+            f"sent_{axis}_bytes_per_step": _number(median(sent_bytes)) or None
+            for axis, sent_bytes in facts.steps.sent_by_axis.items()
+        },
         "wall_s": _number(facts.wall_s),
         "layout": facts.layout,
         "world_size": facts.world_size,

@@ -299,6 +299,9 @@ class Trainer:
                 sent_tp_bytes=facts.sent_tp_bytes,
                 peak_bytes=memory.peak_bytes,
                 reserved_bytes=memory.reserved_bytes,
+                sent_cp_bytes=facts.sent_cp_bytes,
+                sent_ep_bytes=facts.sent_ep_bytes,
+                sent_pp_bytes=facts.sent_pp_bytes,
             )
         )
         for event in self.records(step):

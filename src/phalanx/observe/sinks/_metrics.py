@@ -141,8 +141,9 @@ def values_of(event: Event, name_of: Callable[[str], str] = plain_name) -> dict[
             values["memory/reserved_gib"] = event.reserved_bytes / GIB
         if event.sent_bytes:
             values["throughput/sent_mib"] = event.sent_bytes / MIB
-        if event.sent_tp_bytes:
-            values["throughput/sent_tp_mib"] = event.sent_tp_bytes / MIB
+        for axis, sent_bytes in event.sent_by_axis.items():
+            if sent_bytes:
+                values[f"throughput/sent_{axis}_mib"] = sent_bytes / MIB
         if event.loss_scale:
             values["train/loss_scale"] = event.loss_scale
         return values | {f"time/{phase}_s": seconds for phase, seconds in event.phases_s.items()}

@@ -60,6 +60,7 @@ class ContextParallel:
             parent.core = ContextCore(core.window, masks, plan.cp_attention)
         module.attention_mask = masks  # type: ignore[assignment]
         context.cp = SequenceSplit(group, sequences)
+        context.traffic.add_sender("cp", group)
 
 
 def _require_seams(

@@ -15,7 +15,8 @@ from phalanx.mesh.logical import Box, LogicalShard, dtype_name, full_name, shard
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.hooks._protocol import ERROR, Gradient, Hook, Settings
 from phalanx.parallel.loss_scale import LossScale
-from phalanx.parallel.wire import Wire, all_reduce_bytes
+from phalanx.parallel.traffic import all_reduce_bytes
+from phalanx.parallel.wire import Wire
 from phalanx.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -132,13 +133,13 @@ class Compression:
 def reduce_by_hook(context: ParallelContext, ddp: DistributedDataParallel) -> Callable[[], None]:
     """Have `ddp` reduce as the plan says; what is returned counts the bytes of a step that torch
     reduces by itself."""
-    group = context.mesh.data_parallel_group()
+    group, traffic = context.mesh.data_parallel_group(), context.traffic.gradients
     num_bytes = sum(p.nbytes for p in context.root.parameters() if p.requires_grad)
-    context.traffic.plain_bytes = round(all_reduce_bytes(num_bytes, group.size()))
-    wire = Wire(group, context.traffic, context.phases)
+    traffic.plain_bytes = round(all_reduce_bytes(num_bytes, group.size()))
+    wire = Wire(group, traffic, context.phases)
     context.compression = compression_of(context.plan, context.root.module, wire)
     if context.compression is None:
-        return lambda: context.traffic.all_reduce(num_bytes, group.size())
+        return lambda: traffic.add_all_reduce(num_bytes, group.size())
     context.compression.attach(ddp)
     return lambda: None
 

@@ -101,7 +101,7 @@ def _reduce_in_buckets(
 
     def reduce() -> None:
         for bucket in buckets:
-            context.traffic.all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
+            context.traffic.gradients.add_all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
             average_gradients(bucket, group, context.phases)
 
     context.optimizer_params.before_update.append(reduce)

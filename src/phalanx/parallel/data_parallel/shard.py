@@ -207,7 +207,7 @@ def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
     part of their seconds.
     """
     gather_class, scatter_class = fsdp_comm_classes()
-    phases, traffic, layout = context.phases, context.traffic, context.plan.layout.reduced
+    phases, traffic, layout = context.phases, context.traffic.gradients, context.plan.layout.reduced
 
     class Gather(gather_class):  # type: ignore[misc, valid-type]
         def __call__(
@@ -238,8 +238,8 @@ def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
             op: Any,
             async_op: bool = False,
         ) -> Any:
-            traffic.scatter(input_tensor.nbytes, layout.dp_shard)
-            traffic.all_reduce(input_tensor.nbytes // layout.dp_shard, layout.dp_replicate)
+            traffic.add_scatter(input_tensor.nbytes, layout.dp_shard)
+            traffic.add_all_reduce(input_tensor.nbytes // layout.dp_shard, layout.dp_replicate)
             with phases.collective("reduce_scatter gradients"):
                 is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
                 if async_op or not is_plain or output_tensor.device.type != "cpu":

@@ -66,6 +66,7 @@ class ExpertParallel:
             frozenset(cuts), modules, context.mesh.submesh(*axes), layout.ep
         )
         context.expert_group = group
+        context.traffic.add_sender("ep", group)
         context.hooks.before_reduce.append(
             lambda named: share_gradients(named, frozenset(cuts), layout.ep)
         )

@@ -50,8 +50,7 @@ class PipelineRun:
     """One rank's part. `spans`: the actions of the last step, without waiting for messages.
 
     `most_in_flight`: microbatches of each own stage that were held at once, over all steps;
-    `stage_bytes`: what autograd kept of one microbatch, where it was counted. `sent_bytes`: to
-    other ranks, of the last step.
+    `stage_bytes`: what autograd kept of one microbatch, where it was counted.
     """
 
     context: ParallelContext
@@ -63,7 +62,6 @@ class PipelineRun:
     most_in_flight: Counter[int] = field(default_factory=Counter)
     stage_bytes: dict[int, int] = field(default_factory=dict)
     peak_bytes: int = 0
-    sent_bytes: int = 0
     counts_saved: bool = False
     is_under_way: bool = False
     """Stays true where an error left a schedule half done: other ranks then wait for this one."""
@@ -87,7 +85,7 @@ class PipelineRun:
         """
         self._require_in_step()
         schedule = self._schedule(len(microbatches))
-        self.spans, self.sent_bytes = [], 0
+        self.spans = []
         self._saved.clear()
         with self.context.hooks.enter_microbatch(is_last=True):
             self._infer_specs(microbatches, objective)
@@ -158,7 +156,7 @@ class PipelineRun:
         message = output_of(action, self.staged.pipeline.num_stages)
         if message is not None:
             assert output is not None
-            self.sent_bytes += queue.send(message, output)
+            queue.send(message, output)
 
     def _receive(
         self, queue: P2PQueue, action: Action, *, is_gradient: bool

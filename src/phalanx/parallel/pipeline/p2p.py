@@ -39,6 +39,7 @@ class StageGroup:
 
     `down` carries what goes to higher ranks and `up` what goes to lower ones: over NCCL the two
     ways of a pair would wait for each other in one.
+    `sent_bytes`: without those of shape inference.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class StageGroup:
     down: dist.ProcessGroup
     up: dist.ProcessGroup
     device: torch.device
+    sent_bytes: int = 0
 
     @property
     def is_one_queue(self) -> bool:
@@ -95,17 +97,17 @@ class P2PQueue:
         self._local: dict[P2PMessage, torch.Tensor] = {}
         self._sent: dict[int, list[tuple[P2PMessage, Any, torch.Tensor]]] = {}
 
-    def send(self, message: P2PMessage, tensor: torch.Tensor) -> int:
-        """To its stage; returns the bytes that left this rank. Within a rank nothing is copied."""
+    def send(self, message: P2PMessage, tensor: torch.Tensor) -> None:
+        """Send to the message's stage. Within a rank nothing is copied."""
         target = self._rank_of_stage[message.stage]
         if target == self._stage_group.rank:
             self._local[message] = tensor
-            return 0
+            return
         tensor = tensor.contiguous()
         self._sent.setdefault(target, []).append(
             (message, self._stage_group.send(tensor, target), tensor)
         )
-        return tensor.nbytes
+        self._stage_group.sent_bytes += tensor.nbytes
 
     @property
     def num_sent(self) -> int:

@@ -73,6 +73,7 @@ def _exchange_and_sum(
     parts_by_rank, works = {stage_group.rank: own_part}, []
     for holder in holders:
         if holder != stage_group.rank:
+            stage_group.sent_bytes += own_part.nbytes
             parts_by_rank[holder] = torch.empty_like(own_part)
             # The way down first, on both ranks: NCCL opens a way when it is first used, and waits
             # for the other rank.

@@ -110,6 +110,7 @@ class PipelineStages:
         ):
             split_linears(module)
         context.root.forward = functools.partial(_run_stage, stage_forward, context.root.forward)  # type: ignore[method-assign]
+        context.traffic.add_sender("pp", stage_group)
         context.staged = Staged(pipeline, stage_group, stage_forward, copies, holders, stages)
 
 

@@ -71,6 +71,8 @@ class TensorParallel:
         partial_gradients = PartialGradients(group, partial, surgery.cuts)
         context.hooks.before_reduce.append(partial_gradients.sum_over_ranks)
         context.tensor_group = group
+        if not plan.compile:  # compiled code counts nothing: no number is better than a part of it
+            context.traffic.add_sender("tp", group)
         explain = functools.partial(misfit, columns=surgery.open_columns())
         context.hooks.explain_error.append(explain)
 

@@ -6,7 +6,7 @@ import math
 
 from phalanx.core.units import plural
 from phalanx.report import formats
-from phalanx.report.facts import RunFacts
+from phalanx.report.facts import SENT_OVER, RunFacts
 from phalanx.report.markup import Html, tag
 
 _STATUS_CLASS = {"finished": "finished", "failed": "bad", "interrupted": "bad", "preempted": "open"}
@@ -81,11 +81,7 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
         *([("Resumes", str(facts.num_resumes), "")] if facts.num_resumes else []),
         ("Skipped steps", str(len(facts.skipped)), ""),
         ("Layout", formats.layout(dict(facts.layout)), tokens),
-        *(
-            [("Sent over tp", facts.sent_over_tp, "activations and their gradients")]
-            if facts.sent_over_tp
-            else []
-        ),
+        *_list_sent(facts),
         *_pipeline(facts),
         *(
             [("Gradients sent", facts.sent.partition(",")[0], facts.sent.partition(", ")[2])]
@@ -93,6 +89,15 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
             else []
         ),
     ]
+
+
+def _list_sent(facts: RunFacts) -> list[tuple[str, str, str]]:
+    tiles = []
+    for axis, noun in SENT_OVER.items():
+        amount = facts.describe_sent_over(axis)
+        if amount:
+            tiles.append((f"Sent over {axis}", amount, f"{noun} and their gradients"))
+    return tiles
 
 
 def _pipeline(facts: RunFacts) -> list[tuple[str, str, str]]:

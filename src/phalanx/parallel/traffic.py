@@ -1,0 +1,84 @@
+"""Traffic: bytes that this rank sends in a step, by axis of the layout.
+
+A rank's bytes are those of the bandwidth-optimal algorithms (ring), per rank and step: an
+all-reduce of n bytes over w ranks sends 2 (w - 1) / w n, a reduce-scatter or an all-to-all (w - 1)
+/ w n, an all-gather of own n bytes (w - 1) n; a message its own bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+AXES = ("dp", "tp", "cp", "ep", "pp")
+
+
+class ByteSender(Protocol):
+    """A group of ranks that counts the bytes that this rank has sent to the others, since it
+    began."""
+
+    @property
+    def sent_bytes(self) -> float: ...
+
+
+@dataclass
+class GradientTraffic:
+    """Bytes that this rank sends to reduce gradients over data parallelism.
+
+    `plain_bytes`: what a step would send in fp32, uncompressed.
+    """
+
+    plain_bytes: int = 0
+    sent_bytes: float = 0.0
+
+    def add_all_reduce(self, num_bytes: int, num_ranks: int) -> None:
+        self.sent_bytes += all_reduce_bytes(num_bytes, num_ranks)
+
+    def add_scatter(self, num_bytes: int, num_ranks: int) -> None:
+        """Count a reduce-scatter, or an all-to-all, of a total of `num_bytes`."""
+        self.sent_bytes += num_bytes * (num_ranks - 1) / num_ranks
+
+    def add_all_gather(self, rank_bytes: int, num_ranks: int) -> None:
+        """Count an all-gather of `rank_bytes` of each rank."""
+        self.sent_bytes += rank_bytes * (num_ranks - 1)
+
+
+def all_reduce_bytes(num_bytes: int, num_ranks: int) -> float:
+    return 2 * num_bytes * (num_ranks - 1) / num_ranks
+
+
+@dataclass
+class Traffic:
+    """Counts the bytes of the step under way, by axis.
+
+    Groups count all that they send, evaluations and shape inference too. A step's bytes are how
+    much their counters grew inside of `counting`.
+    """
+
+    gradients: GradientTraffic = field(default_factory=GradientTraffic)
+    _senders: dict[str, ByteSender] = field(default_factory=dict)
+    _step_bytes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
+
+    def __post_init__(self) -> None:
+        self.add_sender("dp", self.gradients)
+
+    def add_sender(self, axis: str, sender: ByteSender) -> None:
+        """From now on what `sender` sends is that of `axis`."""
+        assert axis in AXES, axis
+        assert axis not in self._senders, f"two groups send over {axis}"
+        self._senders[axis] = sender
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, what is sent belongs to the step."""
+        before = [(axis, sender, sender.sent_bytes) for axis, sender in self._senders.items()]
+        yield
+        for axis, sender, bytes_before in before:
+            self._step_bytes[axis] += sender.sent_bytes - bytes_before
+
+    def take(self) -> dict[str, int]:
+        """Bytes of the step by axis, 0 for an axis that the layout has not; the next one begins."""
+        taken, self._step_bytes = self._step_bytes, dict.fromkeys(AXES, 0.0)
+        return {axis: round(num_bytes) for axis, num_bytes in taken.items()}
