@@ -34,7 +34,7 @@ class BuildDisplay:
         line.update(
             counts.read_bytes,
             progress.total_bytes,
-            kept_bytes=progress.kept.read_bytes,
+            kept_bytes=progress.kept_counts.read_bytes,
             suffix=text,
         )
 

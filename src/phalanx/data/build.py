@@ -40,7 +40,7 @@ from phalanx.data.dataset import (
     open_dataset,
 )
 from phalanx.data.encode import Counts, ShardOutcome, sum_counts
-from phalanx.data.listing import dataset_around
+from phalanx.data.listing import find_dataset_around
 from phalanx.data.readers import plan_parts
 from phalanx.data.shards import dtype_for, open_shard
 from phalanx.data.sources import SourceListing, find_files
@@ -56,11 +56,12 @@ from phalanx.data.unchanged import check_inputs_unchanged, file_times, find_chan
 
 STATE = ".build"
 OPTIONS, LOCK = "options.json", "lock"
-_STEP_BYTES = (
-    1 << 20
-)  # files are cut into shards at multiples of this, or of a shard's size where that is smaller
+# What of dataset.json must be as the options say, for a finished dataset to be the one asked for.
+_DECISIVE = ("tokenizer", "end_of_document", "column", "shard_bytes", "inputs")
+# Files are cut into shards at multiples of this, or of a shard's size where that is smaller.
+_STEP_BYTES = 1 << 20
 _QUICK_BYTES = 128 << 20  # of bytes as tokens: done before workers have started
-_ROOM = 1.05  # of what the shards of the tokens bytes would take
+_ROOM = 1.05  # of 2 bytes a token, for what a shard holds besides
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class BuildProgress:
     num_shards_done: int
     num_shards: int
     num_shards_kept: int
-    kept: Counts  # of shards that an interrupted build left
+    kept_counts: Counts  # of shards that an interrupted build left
     elapsed_s: float
     num_workers: int
 
@@ -90,20 +91,18 @@ class _Build:
     outcomes: dict[int, ShardOutcome]
     num_workers: int
     began: float = field(default_factory=time.monotonic)
-    kept: tuple[int, ...] = ()
+    kept_shards: tuple[int, ...] = ()
     running: dict[int, Counts] = field(default_factory=dict)
 
     def progress(self) -> BuildProgress:
-        total = sum_counts(
-            [*(outcome.counts for outcome in self.outcomes.values()), *self.running.values()]
-        )
+        done = [outcome.counts for outcome in self.outcomes.values()]
         return BuildProgress(
-            counts=total,
+            counts=sum_counts([*done, *self.running.values()]),
             total_bytes=sum(task.weight for task in self.tasks),
             num_shards_done=len(self.outcomes),
             num_shards=len(self.tasks),
-            num_shards_kept=len(self.kept),
-            kept=sum_counts(self.outcomes[number].counts for number in self.kept),
+            num_shards_kept=len(self.kept_shards),
+            kept_counts=sum_counts(self.outcomes[number].counts for number in self.kept_shards),
             elapsed_s=time.monotonic() - self.began,
             num_workers=self.num_workers,
         )
@@ -136,24 +135,23 @@ def build_dataset(
     encoder = load_tokenizer(tokenizer)
     sources = find_files(inputs, named, out)
     cutter = cutter_for(encoder)
-    total_bytes = sum(file.num_bytes for one in sources for file in one.files)
+    files = [file for listing in sources for file in listing.files]
+    total_bytes = sum(file.num_bytes for file in files)
     shard_bytes = shard_bytes or default_shard_bytes(total_bytes)
     step_bytes = min(_STEP_BYTES, shard_bytes)
-    parts = [
-        plan_parts(file, column, step_bytes, cutter.can_cut)
-        for one in sources
-        for file in one.files
-    ]
+    parts = [plan_parts(file, column, step_bytes, cutter.can_cut) for file in files]
     tasks = plan_tasks(parts, shard_bytes)
     options = _options(sources, encoder, column, shard_bytes)
     _check_place(out)
+    # Before the lock, which writes: a finished dataset may be read-only.
     if is_dataset(out):
-        return _reuse_finished(out, options, tasks, file_times(sources))
+        return _reuse_dataset(out, options, tasks, file_times(sources))
     is_new = not out.exists()
     try:
         with _lock_output(out):
-            if is_dataset(out):  # another build has finished since we looked
-                return _reuse_finished(out, options, tasks, file_times(sources))
+            # Another build may have finished since we looked.
+            if is_dataset(out):
+                return _reuse_dataset(out, options, tasks, file_times(sources))
             try:
                 workers = num_workers or _useful_workers(encoder, total_bytes)
                 return _build(tasks, sources, encoder, tokenizer, options, out, workers, progress)
@@ -168,7 +166,10 @@ def build_dataset(
 def _useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
     if encoder.kind == "bytes" and total_bytes < _QUICK_BYTES:
         return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # A scheduler may have given this process fewer cores than the machine has.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _options(
@@ -198,7 +199,7 @@ def _check_place(out: Path) -> None:
     """Refuse a place that holds anything but a dataset, finished or not, and one inside of a
     dataset.
     """
-    around = dataset_around(out)
+    around = find_dataset_around(out)
     if around is not None:
         raise DataError(
             "the folder lies inside a dataset",
@@ -225,13 +226,13 @@ def _check_place(out: Path) -> None:
         )
 
 
-def _reuse_finished(
+def _reuse_dataset(
     out: Path, options: dict[str, Any], tasks: list[Task], changed_ns: dict[str, int]
 ) -> Dataset:
     """The dataset that is already there, if it is the one that is wanted."""
     dataset = open_dataset(out)
-    was = _select_compared(dataset.manifest.to_json())
-    differing = differing_keys(was, _select_compared(options))
+    manifest = dataset.manifest.to_json()
+    differing = differing_keys(_select_decisive(manifest), _select_decisive(options))
     if differing:
         raise _another(out, f"other {', '.join(differing)}")
     contents = dict(enumerate(dataset.manifest.contents))
@@ -240,12 +241,13 @@ def _reuse_finished(
             task, contents.get(task.number), options["column"], changed_ns, out / MANIFEST
         )
         if paths:
-            changed_keys = (
-                f" (or another of {len(paths)} that were written lately)" if len(paths) > 1 else ""
-            )
-            raise _another(out, f"{paths[0]} had another content when it was built{changed_keys}")
+            why = f"{paths[0]} had another content when it was built"
+            if len(paths) > 1:
+                why += f" (or another of {len(paths)} that were written lately)"
+            raise _another(out, why)
+    # Of a build that was killed on its very last step.
     with contextlib.suppress(OSError):
-        shutil.rmtree(out / STATE)  # a build that was killed on its very last step
+        shutil.rmtree(out / STATE)
     return dataset
 
 
@@ -254,11 +256,8 @@ def _another(out: Path, why: str) -> DataError:
     return DataError("another dataset is there", where=str(out), why=why, fix=fix)
 
 
-def _select_compared(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: options.get(key)
-        for key in ("tokenizer", "end_of_document", "column", "shard_bytes", "inputs")
-    }
+def _select_decisive(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: options.get(key) for key in _DECISIVE}
 
 
 @contextlib.contextmanager
@@ -281,6 +280,7 @@ def _lock(out: Path) -> int:
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A build that finished removes the file: the lock of one that is gone holds nobody off.
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle
         except BlockingIOError:
@@ -303,47 +303,49 @@ def _build(
     num_workers: int,
     progress: Progress | None,
 ) -> Dataset:
-    _same_options(out, options)
+    _require_same_options(out, options)
     for partial_file in out.glob(".*.partial"):
         partial_file.unlink(missing_ok=True)
     finished = _read_finished_shards(tasks, file_times(sources), options["column"], out)
-    build = _Build(
-        tasks, finished, min(num_workers, max(1, len(tasks) - len(finished))), kept=tuple(finished)
-    )
     todo = [task for task in tasks if task.number not in finished]
+    num_workers = min(num_workers, max(1, len(todo)))
+    build = _Build(tasks, finished, num_workers, kept_shards=tuple(finished))
     _check_room(todo, encoder, out)
 
-    def tell() -> None:
+    def report() -> None:
         if progress is not None:
             progress(build.progress())
 
-    def running(number: int, counts: Counts) -> None:
+    def on_counts(number: int, counts: Counts) -> None:
         build.running[number] = counts
-        tell()
+        report()
 
-    def done(task: Task, outcome: ShardOutcome) -> None:
-        _note(out, task, outcome)
+    def on_shard(task: Task, outcome: ShardOutcome) -> None:
+        _write_note(out, task, outcome)
         build.running.pop(task.number, None)
         build.outcomes[task.number] = outcome
-        tell()
+        report()
 
-    tell()
-    run_tasks(todo, out, encoder, tokenizer, options["column"], build.num_workers, running, done)
+    report()
+    run_tasks(
+        todo, out, encoder, tokenizer, options["column"], build.num_workers, on_counts, on_shard
+    )
     return _finish(build, sources, encoder, tokenizer, options, out)
 
 
-def _same_options(out: Path, options: dict[str, Any]) -> None:
+def _require_same_options(out: Path, options: dict[str, Any]) -> None:
     """Refuse to go on with a build of other options. Inputs may have changed: each shard knows what
     went into it.
     """
     path = out / STATE / OPTIONS
     compared = {key: value for key, value in options.items() if key != "inputs"}
+    # Without a finished shard any options will do.
     if path.exists() and any((out / STATE).glob("[0-9]*.json")):
         try:
-            was = read_json(path)
+            earlier = read_json(path)
         except ValueError:
-            was = {}
-        differing = differing_keys(was, compared)
+            earlier = {}
+        differing = differing_keys(earlier, compared)
         if differing:
             raise DataError(
                 "an unfinished build with other options is there",
@@ -354,7 +356,7 @@ def _same_options(out: Path, options: dict[str, Any]) -> None:
     write_json_atomic(path, compared)
 
 
-def _note(out: Path, task: Task, outcome: ShardOutcome) -> None:
+def _write_note(out: Path, task: Task, outcome: ShardOutcome) -> None:
     """Written when the shard is durable under its name; a note that a power cut takes costs one
     shard.
     """
@@ -390,13 +392,19 @@ def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
     """Said at once rather than after an hour. Only for bytes: other tokenizers make less of it, who
     knows how much.
     """
-    if encoder.kind != "bytes" or any(
-        span.format not in ("text", "jsonl") for task in todo for span in task.spans
-    ):
+    if encoder.kind != "bytes":
         return
-    needed = int(
-        _ROOM * 2 * sum(task.weight for task in todo if all(s.format == "text" for s in task.spans))
-    )
+    num_text_bytes = 0
+    for task in todo:
+        formats = {span.format for span in task.spans}
+        # Compressed rows and columns say nothing of how much text they hold.
+        if not formats <= {"text", "jsonl"}:
+            return
+        # A row may be mostly other fields than its text.
+        if formats == {"text"}:
+            num_text_bytes += task.weight
+    # Ids of bytes, and of the end of a document, take 16 bits.
+    needed = int(_ROOM * 2 * num_text_bytes)
     free = shutil.disk_usage(out).free
     if needed > free:
         raise ResourceError(
@@ -418,10 +426,11 @@ def _finish(
     shards = tuple(outcome.facts for outcome in outcomes if outcome.facts is not None)
     total = build.progress().counts
     if not shards:
-        why = f"{total.num_null_rows} null rows" if total.num_null_rows else "no row has any text"
-        raise DataError(
-            "there is no text in it", where=", ".join(one.source for one in sources), why=why
-        )
+        why = "no row has any text"
+        if total.num_null_rows:
+            why = f"{total.num_null_rows} null rows"
+        where = ", ".join(listing.source for listing in sources)
+        raise DataError("there is no text in it", where=where, why=why)
     check_inputs_unchanged(build.tasks, build.outcomes, sources, options["column"])
     if encoder.kind == "tokenizer.json":
         _copy_tokenizer(encoder, tokenizer, out)
@@ -448,6 +457,7 @@ def _finish(
     )
     for stale in set(out.glob("shard-*.tokens")) - {out / shard.file for shard in shards}:
         stale.unlink()  # of inputs that are not there any more
+    # The last step that counts: without dataset.json there is no dataset, with it all is whole.
     write_json_atomic(out / MANIFEST, manifest.to_json())
     dataset = open_dataset(out)
     shutil.rmtree(out / STATE, ignore_errors=True)

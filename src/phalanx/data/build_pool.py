@@ -64,7 +64,7 @@ class _Worker:
             stdin.write(json.dumps(message).encode() + b"\n")
             stdin.flush()
         except BrokenPipeError:
-            raise self.died() from None
+            raise self.explain_death() from None
 
     def give(self, task: Task) -> None:
         self.task = task
@@ -74,27 +74,31 @@ class _Worker:
         """The messages that have arrived. Raises ResourceError if the worker is gone."""
         data = os.read(cast(IO[bytes], self.process.stdout).fileno(), 1 << 16)
         if not data:
-            raise self.died()
+            raise self.explain_death()
         self.unread += data
         *lines, rest = bytes(self.unread).split(b"\n")
         self.unread[:] = rest
         for line in lines:
             yield json.loads(line)
 
-    def died(self) -> PhalanxError:
+    def explain_death(self) -> PhalanxError:
+        """The error that says how the worker ended."""
         code = self.process.wait()
         if code < 0:
             why = f"signal {signal.Signals(-code).name}"
             fix = "memory may have run out: try fewer --workers; the same command goes on from here"
         else:
             why, fix = f"exit code {code}", "what it said is above"
-        summary = f"a worker died while building {self.task.file}" if self.task else "a worker died"
+        summary = "a worker died"
+        if self.task is not None:
+            summary += f" while building {self.task.file}"
         return ResourceError(summary, why=why, fix=fix)
 
 
 def _build_in_workers(
     tasks: list[Task], hello: dict[str, Any], num_workers: int, running: Running, done: Done
 ) -> None:
+    # The last is taken first, so reversed: shards are built in the order of their numbers.
     waiting = list(reversed(tasks))
     with (
         _open_workers(min(num_workers, len(tasks)), hello) as workers,
@@ -137,13 +141,10 @@ def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Wor
     workers: list[_Worker] = []
     try:
         for _ in range(num_workers):
-            workers.append(
-                _Worker(
-                    subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-                    )
-                )
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
             )
+            workers.append(_Worker(process))
         for worker in workers:
             worker.send(hello)
         yield workers
@@ -165,12 +166,9 @@ def error_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
     """An error of a worker as a message; an OSError is one of writing, since readers raise
     DataError.
     """
-    known = (
-        error
-        if isinstance(error, PhalanxError)
-        else resource_error(error, "writing the token shards", out, place="folder")
-    )
-    return known.to_json()
+    if isinstance(error, PhalanxError):
+        return error.to_json()
+    return resource_error(error, "writing the token shards", out, place="folder").to_json()
 
 
 def _error_of(message: dict[str, Any]) -> PhalanxError:

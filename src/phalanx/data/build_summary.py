@@ -40,7 +40,9 @@ class BuildSummary:
 
     @property
     def speed(self) -> BuildSpeed | None:
-        return None if self.progress is None else _measure_speed(self.progress)
+        if self.progress is None:
+            return None
+        return _compute_speed(self.progress)
 
     def to_json(self) -> dict[str, Any]:
         """Facts of `phalanx data build --json`."""
@@ -57,9 +59,10 @@ class BuildSummary:
         }
 
 
-def _measure_speed(progress: BuildProgress) -> BuildSpeed:
-    text_bytes = progress.counts.text_bytes - progress.kept.text_bytes
-    encode_s = progress.counts.encode_s - progress.kept.encode_s
+def _compute_speed(progress: BuildProgress) -> BuildSpeed:
+    # Without the shards of an interrupted build, which took their time then.
+    text_bytes = progress.counts.text_bytes - progress.kept_counts.text_bytes
+    encode_s = progress.counts.encode_s - progress.kept_counts.encode_s
     return BuildSpeed(
         elapsed_s=progress.elapsed_s,
         num_workers=progress.num_workers,

@@ -22,9 +22,8 @@ from phalanx.data.tokenizer import load_tokenizer
 
 def main() -> None:
     filter_output()  # standard error is the terminal's
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent decides what it means
+    # Ctrl-C reaches the whole group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(messages,), daemon=True).start()
     hello = messages.get()

@@ -23,13 +23,15 @@ class Reading:
 
 def no_column(column: str, known: list[str], where: str, noun: str, they: str) -> DataError:
     """Names what is there, and the nearest of it."""
-    shown = ", ".join(known[:MOST_NAMES]) + (
-        f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
-    )
+    why = f"{they} none"
+    if known:
+        why = f"{they}: {', '.join(known[:MOST_NAMES])}"
+    if len(known) > MOST_NAMES:
+        why += f" and {len(known) - MOST_NAMES} more"
     suggestion = did_you_mean(column, known)
     return DataError(
         f"there is no {noun} {column!r}",
         where=where,
-        why=f"{they}: {shown}" if known else f"{they} none",
+        why=why,
         fix=suggestion or "choose with --column, or data.column in a job",
     )

@@ -105,7 +105,7 @@ class Corpus:
             "format": FORMAT,
             "wanted": self.wanted,
             "components": [asdict(component) for component in self.components],
-            "user": asdict(self.user) if self.user else None,
+            "user": self.user and asdict(self.user),
         }
 
     @classmethod
@@ -115,7 +115,9 @@ class Corpus:
             if value["format"] != FORMAT:
                 raise ValueError(f"{MANIFEST} was written by another release")
             components = tuple(Component.from_json(component) for component in value["components"])
-            user = UserFacts(**value["user"]) if value["user"] else None
+            user = None
+            if value["user"]:
+                user = UserFacts(**value["user"])
             return cls(directory, dict(value["wanted"]), components, user)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _unusable(directory, f"{type(error).__name__}: {error}") from None
@@ -123,11 +125,9 @@ class Corpus:
     @property
     def source(self) -> str:
         """The sources that the job names, as text for people."""
-        return (
-            self.user.source
-            if self.user
-            else ", ".join(component.source for component in self.components)
-        )
+        if self.user is not None:
+            return self.user.source
+        return ", ".join(component.source for component in self.components)
 
     @property
     def is_text(self) -> bool:
@@ -136,7 +136,9 @@ class Corpus:
     @property
     def tokenizer_digest(self) -> str:
         """Empty where token ids have no text."""
-        return self.components[0].tokenizer.digest if self.components else ""
+        if not self.components:
+            return ""
+        return self.components[0].tokenizer.digest
 
     @property
     def vocab_size(self) -> int | None:
@@ -160,24 +162,27 @@ class Corpus:
     def names(self) -> list[str]:
         """One name for each component, by which its losses are reported."""
         sources = [component.source for component in self.components]
-        return [
-            source if sources.count(source) == 1 else f"{source} #{number + 1}"
-            for number, source in enumerate(sources)
-        ]
+        names = list(sources)
+        for number, source in enumerate(sources):
+            # A mixture may name one source twice, with two weights.
+            if sources.count(source) > 1:
+                names[number] = f"{source} #{number + 1}"
+        return names
 
     @property
     def splits(self) -> dict[Split, SplitFacts]:
         """Over all components."""
-        return {
-            split: SplitFacts(
-                sum(component.splits[split].num_tokens for component in self.components),
-                sum(component.splits[split].num_documents for component in self.components),
+        splits = {}
+        for split in SPLITS:
+            facts = [component.splits[split] for component in self.components]
+            splits[split] = SplitFacts(
+                sum(side.num_tokens for side in facts), sum(side.num_documents for side in facts)
             )
-            for split in SPLITS
-        }
+        return splits
 
     def path_of(self, component: Component) -> Path:
-        return self.directory / component.path  # an absolute one stays what it is
+        # An absolute one stays what it is.
+        return self.directory / component.path
 
     def open_component(self, component: Component) -> tuple[OpenSource, Splits]:
         """Map the tokens of a source and tell its sides apart.
@@ -228,24 +233,28 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
 
     Raises DataError for the first thing that is wrong, and says how many there are.
     """
-    old = [
-        part
-        for part in corpus.components
-        if not (is_new and (part.kind != "dataset" or not _is_foreign(part)))
-    ]
-    num_bytes = sum(num_bytes_of(component.files) for component in old)
+    unread = [part for part in corpus.components if not (is_new and _was_just_read(part))]
+    num_bytes = sum(num_bytes_of(component.files) for component in unread)
     if num_bytes > VERIFIED_BYTES:
-        shards = [
-            str(corpus.path_of(component)) for component in old if component.kind == "dataset"
-        ]
-        fix = "".join(f"; phalanx data verify {path} reads it whole" for path in shards)
-        return [f"{format_bytes(num_bytes)} of tokens were not compared with their checksums{fix}"]
-    for component in old:
+        note = f"{format_bytes(num_bytes)} of tokens were not compared with their checksums"
+        for component in unread:
+            if component.kind == "dataset":
+                note += f"; phalanx data verify {corpus.path_of(component)} reads it whole"
+        return [note]
+    for component in unread:
         wrong = list(verify_source(component.kind, corpus.path_of(component), component.files))
         if wrong:
-            first, more = wrong[0], f" and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
-            raise type(first)(first.what + more, where=first.where, why=first.why, fix=first.fix)
+            first, summary = wrong[0], wrong[0].what
+            if len(wrong) > 1:
+                summary += f" and {len(wrong) - 1} more like it"
+            raise type(first)(summary, where=first.where, why=first.why, fix=first.fix)
     return []
+
+
+def _was_just_read(component: Component) -> bool:
+    """True if preparing the source read or wrote all of it: not so for shards that lie elsewhere,
+    whose headers say what is in them."""
+    return component.kind != "dataset" or not _is_foreign(component)
 
 
 def _is_foreign(component: Component) -> bool:

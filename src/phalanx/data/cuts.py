@@ -16,10 +16,10 @@ from phalanx.core.units import MIB
 from phalanx.data.tokenizer import Tokenizer, replace_surrogates
 
 PIECE_CHARS = MIB // 4
-MAX_ROW_BYTES = (
-    64 * MIB
-)  # of a line of JSONL, of a cell of Parquet and Arrow: a row is held in memory several times
-MAX_WHOLE_CHARS = 64 * MIB  # encoding takes about a hundred bytes of memory for each token
+# A line of JSONL, or a cell of Parquet and Arrow, is held in memory several times.
+MAX_ROW_BYTES = 64 * MIB
+# Encoding takes about a hundred bytes of memory for each token.
+MAX_WHOLE_CHARS = 64 * MIB
 
 _CONTEXT_CHARS = 256
 _MAX_SPACE_CHARS = 32  # a longer run of white space may be split by what lies outside the context
@@ -36,6 +36,7 @@ class Cutter:
 
     def __init__(self, same: Callable[[str, str], bool], *, anywhere: bool = False) -> None:
         self._same, self._anywhere = same, anywhere
+        # Tokenizers that mark where a text begins fail both: no place in any text is searched then.
         self.can_cut = anywhere or any(same(*probe) for probe in _PROBES)
 
     def holds(self, text: str, at: int) -> bool:
@@ -43,7 +44,7 @@ class Cutter:
         before, after = text[max(0, at - _CONTEXT_CHARS) : at], text[at : at + _CONTEXT_CHARS]
         return self._same(replace_surrogates(before), replace_surrogates(after))
 
-    def first_cut(self, text: str, start: int) -> int | None:
+    def find_cut(self, text: str, start: int) -> int | None:
         """The first good place at or after `start`, or None in this text."""
         at = text.find("\n", start)
         while at >= 0:
@@ -53,7 +54,7 @@ class Cutter:
             at = text.find("\n", at + 1)
         return None
 
-    def cut_in_file(self, file: BinaryIO, offset: int, num_bytes: int) -> int:
+    def find_cut_in_file(self, file: BinaryIO, offset: int, num_bytes: int) -> int:
         """Offset of the first good place at or after byte `offset` of a file is; its end if there
         is none.
 
@@ -66,13 +67,13 @@ class Cutter:
             file.seek(window_start)
             data = file.read(offset - window_start + _WINDOW_BYTES + _MARGIN_BYTES)
             until = offset + _WINDOW_BYTES
-            text = data.decode(
-                "utf-8", "surrogateescape"
-            )  # one letter for each odd byte, so that places can be told
+            # One letter for each odd byte, so that places can be told.
+            text = data.decode("utf-8", "surrogateescape")
             start = len(data[: offset - window_start].decode("utf-8", "surrogateescape"))
-            cut = self.first_cut(text, start)
+            cut = self.find_cut(text, start)
             if cut is not None:
                 at = window_start + len(text[:cut].encode("utf-8", "surrogateescape"))
+                # A place in the margin is judged in the next window, which sees what follows it.
                 if at < until or window_start + len(data) >= num_bytes:
                     return at
             offset = until
@@ -82,12 +83,12 @@ class Cutter:
         """`text` in parts of about PIECE_CHARS. DataError if it is huge and cannot be cut."""
         start = 0
         while len(text) - start > 2 * PIECE_CHARS and self.can_cut:
-            cut = self.first_cut(text, start + PIECE_CHARS)
+            cut = self.find_cut(text, start + PIECE_CHARS)
             if cut is None:
                 break
             yield text[start:cut]
             start = cut
-        rest = text[start:] if start else text
+        rest = text[start:]
         if len(rest) > MAX_WHOLE_CHARS:
             raise too_long(len(rest), where)
         yield rest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +15,14 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import MANIFEST_BYTES, check_name, parse_json, read_regular
 from phalanx.data.shards import DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
-from phalanx.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.data.unreadable import unreadable
 
 FORMAT = 1
 MANIFEST = "dataset.json"
 
 _OTHER_FILES = 512  # that a process may want to open besides
+_MAX_SHOWN = 8  # bad shards that one error names
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,8 @@ class DatasetManifest:
     num_empty_files: int = 0
     num_json_as_text: int = 0  # .json files without an object per line
     num_ends_in_text: int = 0  # the tokenizer itself gave end_of_document for something in a text
-    contents: tuple[
-        str, ...
-    ] = ()  # of each part of the inputs, in their order: a digest of what it held
+    contents: tuple[str, ...] = ()
+    """A digest of the content of each part of the inputs, in their order."""
 
     def to_json(self) -> dict[str, Any]:
         return add_checksum({"format": FORMAT, **asdict(self)})
@@ -71,10 +71,8 @@ class DatasetManifest:
             if fields.pop("format") != FORMAT or fields["dtype"] not in DTYPES:
                 raise ValueError("another release wrote it")
             fields["tokenizer"] = TokenizerFacts(**fields["tokenizer"])
-            fields["inputs"], fields["contents"] = (
-                tuple(fields["inputs"]),
-                tuple(fields.get("contents", ())),
-            )
+            fields["inputs"] = tuple(fields["inputs"])
+            fields["contents"] = tuple(fields.get("contents", ()))
             fields["shards"] = tuple(ShardFacts(**shard) for shard in fields["shards"])
             for shard in fields["shards"]:
                 check_name(shard.file, "shard")
@@ -83,27 +81,29 @@ class DatasetManifest:
             manifest = cls(**fields)
             manifest._check_types()
             return manifest
+        except KeyError as error:
+            raise _unusable(where, f"{error} is missing") from None
         except Exception as error:
-            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise _unusable(where, why) from None
+            # Values of wrong types fail wherever they are used first: all of it means the same.
+            raise _unusable(where, str(error)) from None
 
     def _check_types(self) -> None:
         """Raises ValueError for a value that `to_json` never gives, named."""
-        counts = {
-            name: value
-            for name, value in vars(self).items()
-            if name.startswith("num_") or name.endswith("_bytes")
-        }
-        for number, one in enumerate(self.inputs):
-            counts |= {f"inputs.{number}.{name}": one[name] for name in ("num_files", "num_bytes")}
-            _require(isinstance(one["source"], str), f"inputs.{number}.source", one["source"])
+        counts: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if name.startswith("num_") or name.endswith("_bytes"):
+                counts[name] = value
+        for number, facts in enumerate(self.inputs):
+            for name in ("num_files", "num_bytes"):
+                counts[f"inputs.{number}.{name}"] = facts[name]
+            _require(isinstance(facts["source"], str), f"inputs.{number}.source", facts["source"])
         for shard in self.shards:
-            counts |= {
-                f"{shard.file}.{name}": value
-                for name, value in vars(shard).items()
-                if name.startswith("num_")
-            }
-        for name, value in {**counts, "vocab_size": self.vocab_size}.items():
+            for name, value in vars(shard).items():
+                if name.startswith("num_"):
+                    counts[f"{shard.file}.{name}"] = value
+        counts["vocab_size"] = self.vocab_size
+        for name, value in counts.items():
+            # Not isinstance: True is an int, too.
             _require(type(value) is int and value >= 0, name, value)
         end = self.end_of_document
         _require(
@@ -195,7 +195,9 @@ class Dataset:
         """
         if self.tokenizer.kind == "none":
             return None
-        name = "bytes" if self.tokenizer.kind == "bytes" else str(self.directory / TOKENIZER_FILE)
+        name = BYTES
+        if self.tokenizer.kind != BYTES:
+            name = str(self.directory / TOKENIZER_FILE)
         tokenizer = load_tokenizer(name)
         if tokenizer.digest != self.tokenizer.digest:
             raise DataError(
@@ -227,22 +229,32 @@ def open_dataset(directory: Path) -> Dataset:
         except DataError as error:
             problems.append(error)
     if problems:
-        storage = [problem for problem in problems if isinstance(problem, DataStorageError)]
-        raise (
-            (storage or problems)[0]
-            if storage or len(problems) == 1
-            else _several(directory, manifest, problems)
-        )
+        raise _choose_error(directory, manifest, problems)
     return Dataset(directory, manifest, tuple(shards), manifest_digest)
+
+
+def _choose_error(
+    directory: Path, manifest: DatasetManifest, problems: Sequence[DataError]
+) -> DataError:
+    """The error to raise for the `problems` of all shards together."""
+    for problem in problems:
+        # A failing disk (exit 7) comes first: on another one all shards may be good.
+        if isinstance(problem, DataStorageError):
+            return problem
+    if len(problems) == 1:
+        return problems[0]
+    return _join_problems(directory, manifest, problems)
 
 
 def _allow_open_files(num_shards: int) -> None:
     """Raise this process's own limit where the shards would not fit, as far as it may be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Python keeps a descriptor for each map, see `_map_shard`.
     needed = num_shards + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        if hard != resource.RLIM_INFINITY:
+            needed = min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
 
 
 def read_dataset_manifest(directory: Path) -> tuple[DatasetManifest, str]:
@@ -338,13 +350,20 @@ def _swapped_error(shard: Shard, why: str) -> DataError:
     return DataError("the shard is not of this dataset", where=str(shard.path), why=why, fix=fix)
 
 
-def _several(directory: Path, manifest: DatasetManifest, problems: list[DataError]) -> DataError:
-    shown = "; ".join(f"{Path(str(p.where)).name}: {p.what} ({p.why})" for p in problems[:8])
-    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+def _join_problems(
+    directory: Path, manifest: DatasetManifest, problems: Sequence[DataError]
+) -> DataError:
+    """One error that names the first shards of many that cannot be used."""
+    reasons = []
+    for problem in problems[:_MAX_SHOWN]:
+        name = Path(str(problem.where)).name
+        reasons.append(f"{name}: {problem.what} ({problem.why})")
+    if len(problems) > _MAX_SHOWN:
+        reasons.append(f"and {len(problems) - _MAX_SHOWN} more")
     return DataError(
         f"{len(problems)} of {len(manifest.shards)} shards cannot be used",
         where=str(directory),
-        why=shown + more,
+        why="; ".join(reasons),
         fix="phalanx data verify says more; build the dataset again",
     )
 

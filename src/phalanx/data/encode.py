@@ -22,7 +22,7 @@ from phalanx.data.shards import ShardFacts, ShardWriter, dtype_for
 from phalanx.data.spans import FileSpan, Task
 from phalanx.data.tokenizer import Tokenizer
 
-BATCH_BYTES = 2 * MIB
+BATCH_BYTES = 2 * MIB  # of text, in memory together with what the tokenizer makes of it
 BATCH_PIECES = 4096
 REPORT_S = 0.2
 
@@ -37,9 +37,8 @@ class Counts:
     num_tokens: int = 0
     num_null_rows: int = 0
     num_not_utf8: int = 0  # pieces of documents in which bytes were replaced
-    num_ends_in_text: int = (
-        0  # the token that ends a document, given by the tokenizer for something in a text
-    )
+    num_ends_in_text: int = 0
+    """How often the tokenizer gave the token that ends a document for something in a text."""
     encode_s: float = 0.0
     wall_s: float = 0.0
 
@@ -65,11 +64,10 @@ class ShardOutcome:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ShardOutcome:
-        return cls(
-            value["facts"] and ShardFacts(**value["facts"]),
-            Counts(**value["counts"]),
-            value["content"],
-        )
+        facts = None
+        if value["facts"]:
+            facts = ShardFacts(**value["facts"])
+        return cls(facts, Counts(**value["counts"]), value["content"])
 
 
 Report = Callable[[Counts], None]
@@ -111,7 +109,7 @@ def build_shard(
     """
     began = time.monotonic()
     counts, reading, content = Counts(), Reading(), Content()
-    told_s = 0.0
+    reported_s = 0.0
     first = task.spans[0]
     continues = first.format == "text" and first.begin > 0
     encode = _encode_bytes if tokenizer.kind == "bytes" else _encode_text
@@ -128,13 +126,14 @@ def build_shard(
             _count(counts, batch, reading)
             counts.num_tokens = writer.num_tokens
             counts.wall_s = time.monotonic() - began
-            if counts.wall_s - told_s >= REPORT_S:
+            if counts.wall_s - reported_s >= REPORT_S:
                 report(counts)
-                told_s = counts.wall_s
-        counts.num_null_rows = (
-            reading.num_null_rows
-        )  # where the last rows are null, no batch follows
-        facts = writer.commit() if writer.num_tokens else None
+                reported_s = counts.wall_s
+        # Once more: where the last rows are null, no batch follows.
+        counts.num_null_rows = reading.num_null_rows
+        facts = None
+        if writer.num_tokens:
+            facts = writer.commit()
     counts.read_bytes, counts.wall_s = task.weight, time.monotonic() - began
     return ShardOutcome(facts, counts, str(content))
 
@@ -144,7 +143,8 @@ def _pieces(
 ) -> Iterator[TextPiece]:
     cutter = cutter_for(tokenizer)
     for span in task.spans:
-        content.add(span, column)  # one pass before the other: the second finds the bytes in memory
+        # One pass before the other: the second finds the bytes in memory.
+        content.add(span, column)
         yield from read_pieces(span, column, cutter, tokenizer.kind == "bytes", reading)
 
 
@@ -203,10 +203,10 @@ def _write(
     starts, keys, at = [], [], 0
     begun: int | None = None
     for piece, size in zip(batch, sizes.tolist(), strict=True):
-        begun = piece.key if piece.begins else begun
-        if (
-            begun is not None and size
-        ):  # a document begins with its first token; without any it is none
+        if piece.begins:
+            begun = piece.key
+        # A document begins with its first token; without any it is none.
+        if begun is not None and size:
             starts.append(at)
             keys.append(begun)
             begun = None

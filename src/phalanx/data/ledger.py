@@ -25,8 +25,8 @@ from phalanx.observe.events import RunStarted, SamplesRead
 from phalanx.observe.tail import EventTail
 
 MAX_SHOWN = 20
-# What lies beyond was not written by a rank. A run's own numbers, which are smaller, count where
-# they are on record.
+# What lies beyond was not written by a rank: a damaged record must not make arrays of any size.
+# A run's own numbers, which are smaller, count where they are on record.
 MAX_SAMPLE, MAX_OF_A_STEP, MAX_STEPS, MAX_RANKS = 2**60, 2**24, 2**53, 2**20
 
 
@@ -72,17 +72,18 @@ class LedgerReport:
 
     def lines(self) -> list[str]:
         """The report as lines for people."""
-        attempts = f" over {self.num_attempts} attempts" if self.num_attempts > 1 else ""
-        total = f"{self.num_samples:,} samples in {self.num_steps:,} steps{attempts}"
+        total = f"{self.num_samples:,} samples in {self.num_steps:,} steps"
+        if self.num_attempts > 1:
+            total += f" over {self.num_attempts} attempts"
         if self.ok:
-            compared = (
-                "checksums as the tokens say"
-                if self.num_compared
-                else "not compared with the dataset itself"
-            )
+            compared = "not compared with the dataset itself"
+            if self.num_compared:
+                compared = "checksums as the tokens say"
             return [f"{total}, each exactly once ({compared})"]
-        more = len(self.problems) - MAX_SHOWN
-        return [total, *self.problems[:MAX_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
+        lines = [total, *self.problems[:MAX_SHOWN]]
+        if len(self.problems) > MAX_SHOWN:
+            lines.append(f"and {len(self.problems) - MAX_SHOWN:,} more")
+        return lines
 
 
 def check_ledger(run_dir: Path) -> LedgerReport:
@@ -113,13 +114,15 @@ def check_ledger(run_dir: Path) -> LedgerReport:
     problems += _differing_again(readings)
     samples = _open(run_dir)
     counted_readings = [reading for step in done.values() for reading in step]
+    num_compared = 0
     if samples is not None:
+        num_compared = len(counted_readings)
         problems += _wrong_content(counted_readings, samples)
     return LedgerReport(
         num_samples=sum(_num_samples(reading.event) for reading in counted_readings),
         num_steps=len(done),
         num_attempts=len({reading.attempt for reading in readings}),
-        num_compared=len(counted_readings) if samples is not None else 0,
+        num_compared=num_compared,
         problems=tuple(problems),
     )
 
@@ -143,8 +146,10 @@ def _damage(event: SamplesRead, start: Start | None) -> str:
     """Why a record cannot be what a rank wrote; empty if it can. Nothing that follows is longer
     than it says.
     """
-    total_steps = min(start.total_steps, MAX_STEPS) if start else MAX_STEPS
-    num_ranks = min(start.world_size, MAX_RANKS) if start else MAX_RANKS
+    total_steps, num_ranks = MAX_STEPS, MAX_RANKS
+    if start is not None:
+        total_steps = min(start.total_steps, MAX_STEPS)
+        num_ranks = min(start.world_size, MAX_RANKS)
     if not _is_whole(event.step, 1, total_steps + 1):
         return f"the attempt has steps 1 to {total_steps}"
     size = event.data_parallel_size
@@ -154,11 +159,9 @@ def _damage(event: SamplesRead, start: Start | None) -> str:
     if not edges or len(edges) % 2 or not all(_is_whole(edge, 0, MAX_SAMPLE) for edge in edges):
         return "its ranges are no pairs of sample numbers"
     sizes = [beyond - first for first, beyond in _ranges(event)]
-    return (
-        ""
-        if min(sizes) > 0 and sum(sizes) <= MAX_OF_A_STEP
-        else "its ranges are empty or absurdly long"
-    )
+    if min(sizes) <= 0 or sum(sizes) > MAX_OF_A_STEP:
+        return "its ranges are empty or absurdly long"
+    return ""
 
 
 def _is_whole(value: object, least: int, beyond: int) -> bool:
@@ -174,11 +177,13 @@ def _last_attempts(
     counted: dict[int, list[StepReading]] = {}
     for attempt in sorted({reading.attempt for reading in readings} | set(starts)):
         own_readings = [reading for reading in readings if reading.attempt == attempt]
-        first = min((reading.event.step for reading in own_readings), default=1) - 1
-        first = starts[attempt].step if attempt in starts else first
-        counted = {
-            step: readings_of_step for step, readings_of_step in counted.items() if step <= first
-        }
+        if attempt in starts:
+            continued_from = starts[attempt].step
+        else:  # its start is not on record
+            continued_from = min((reading.event.step for reading in own_readings), default=1) - 1
+        undone = [step for step in counted if step > continued_from]
+        for step in undone:
+            del counted[step]
         for reading in own_readings:
             counted.setdefault(int(reading.event.step), []).append(reading)
     return dict(sorted(counted.items()))
@@ -195,8 +200,7 @@ def _complete_steps(
     newest, expected = max(counted, default=0), 1
     for step, readings in counted.items():
         if step > expected:
-            gap = f"step {expected}" if step == expected + 1 else f"steps {expected} to {step - 1}"
-            problems.append(f"{gap}: no rank has a record")
+            problems.append(f"{_name_steps(expected, step)}: no rank has a record")
         expected = step + 1
         by_rank: dict[int, StepReading] = {}
         for reading in readings:
@@ -204,17 +208,32 @@ def _complete_steps(
             if rank in by_rank and by_rank[rank].event.ranges != reading.event.ranges:
                 problems.append(f"step {step}: rank {rank} has two records that differ")
             by_rank[rank] = reading
-        num_expected = max(
-            (int(reading.event.data_parallel_size) for reading in by_rank.values()), default=0
-        )
-        missing = [rank for rank in range(num_expected) if rank not in by_rank]
+        missing = _find_missing_ranks(by_rank)
         if not missing:
             done[step] = list(by_rank.values())
         elif step < newest:
-            more = f" and {len(missing) - MAX_SHOWN:,} more" if len(missing) > MAX_SHOWN else ""
-            missing_ranks = ", ".join(map(str, missing[:MAX_SHOWN])) + more
-            problems.append(f"step {step}: rank {missing_ranks} has no record")
+            problems.append(f"step {step}: rank {_name_ranks(missing)} has no record")
     return done, problems
+
+
+def _find_missing_ranks(by_rank: dict[int, StepReading]) -> list[int]:
+    """The data-parallel ranks of a step that have no record, by what the others say of their
+    number."""
+    sizes = [int(reading.event.data_parallel_size) for reading in by_rank.values()]
+    return [rank for rank in range(max(sizes, default=0)) if rank not in by_rank]
+
+
+def _name_steps(first: int, beyond: int) -> str:
+    if beyond == first + 1:
+        return f"step {first}"
+    return f"steps {first} to {beyond - 1}"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:MAX_SHOWN]))
+    if len(ranks) > MAX_SHOWN:
+        text += f" and {len(ranks) - MAX_SHOWN:,} more"
+    return text
 
 
 def _not_in_order(done: dict[int, list[StepReading]]) -> Iterator[str]:
@@ -226,14 +245,22 @@ def _not_in_order(done: dict[int, list[StepReading]]) -> Iterator[str]:
         ranges = sorted(edge for reading in readings for edge in _ranges(reading.event))
         for first, beyond in ranges:
             if first > expected:
-                yield f"step {step}: {_name_samples(expected, first)} missing"
+                yield f"step {step}: {_samples_are(expected, first)} missing"
             elif first < expected:
-                yield f"step {step}: {_name_samples(first, min(beyond, expected))} repeated"
+                yield f"step {step}: {_samples_are(first, min(beyond, expected))} repeated"
             expected = max(expected, beyond)
 
 
 def _name_samples(first: int, beyond: int) -> str:
-    return f"sample {first} is" if beyond - first == 1 else f"samples {first} to {beyond - 1} are"
+    if beyond - first == 1:
+        return f"sample {first}"
+    return f"samples {first} to {beyond - 1}"
+
+
+def _samples_are(first: int, beyond: int) -> str:
+    """The beginning of a sentence: "sample 3 is", "samples 3 to 5 are"."""
+    verb = "is" if beyond - first == 1 else "are"
+    return f"{_name_samples(first, beyond)} {verb}"
 
 
 def _differing_again(readings: Sequence[StepReading]) -> Iterator[str]:
@@ -244,10 +271,7 @@ def _differing_again(readings: Sequence[StepReading]) -> Iterator[str]:
         first = first_readings.setdefault(key, reading)
         if first.event.xxh3 != reading.event.xxh3:
             summary = f"attempt {first.attempt} and attempt {reading.attempt} read other content"
-            yield (
-                f"step {reading.event.step}: {summary} as"
-                f" {_name_samples(key[0], key[1])[:-3].strip()}"
-            )
+            yield f"step {reading.event.step}: {summary} as {_name_samples(key[0], key[1])}"
 
 
 def _wrong_content(readings: Sequence[StepReading], samples: Samples) -> Iterator[str]:
@@ -255,16 +279,18 @@ def _wrong_content(readings: Sequence[StepReading], samples: Samples) -> Iterato
     not even compared.
     """
     sizes = Counter((reading.attempt, _num_samples(reading.event)) for reading in readings)
-    usual = {attempt: size for (attempt, size), _ in reversed(sizes.most_common())}
+    usual: dict[int, int] = {}
+    for (attempt, size), _ in sizes.most_common():
+        usual.setdefault(attempt, size)
     for reading in readings:
         if (size := _num_samples(reading.event)) != usual[reading.attempt]:
             read = f"rank {reading.event.data_parallel_rank} read {size} samples"
             yield f"step {reading.event.step}: {read}, and {usual[reading.attempt]} in other steps"
             continue
-        ranges = _ranges(reading.event)
-        indices = np.concatenate(
-            [np.arange(first, beyond, dtype=np.int64) for first, beyond in ranges]
-        )
+        parts = []
+        for first, beyond in _ranges(reading.event):
+            parts.append(np.arange(first, beyond, dtype=np.int64))
+        indices = np.concatenate(parts)
         if digest_of(samples.take(indices)) != reading.event.xxh3:
             rank = reading.event.data_parallel_rank
             yield (

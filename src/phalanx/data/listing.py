@@ -51,14 +51,15 @@ def list_files(source: str, out: Path | None) -> Listed:
         matches = glob.glob(pattern, root_dir=root, recursive=True)
         if matches:
             _refuse_dataset(root, source)
-        names = sorted({Path(match).as_posix() for match in matches if (root / match).is_file()})
-        listed = _leave_out_datasets(root, names, out)
-        odd = [
-            root / match
-            for match in matches
-            if not (root / match).is_file() and not (root / match).is_dir()
-        ]
-        return listed._replace(num_not_files=len(set(map(os.path.realpath, odd))))
+        names, not_files = set(), set()
+        for match in matches:
+            path = root / match
+            if path.is_file():
+                names.add(Path(match).as_posix())
+            elif not path.is_dir():
+                not_files.add(os.path.realpath(path))
+        listed = _leave_out_datasets(root, sorted(names), out)
+        return listed._replace(num_not_files=len(not_files))
     raise _missing(source)
 
 
@@ -78,35 +79,39 @@ def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> List
             subfolders.clear()
             num_datasets += reason == "dataset"
             continue
-        subfolders[:] = [
-            name for name in subfolders if name not in ignored_folders and not name.startswith(".")
-        ]
-        paths = [Path(folder, name) for name in files if not name.startswith(".")]
-        files_here = [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-        num_not_files += (
-            len(paths)
-            - len(files_here)
-            + sum(os.path.islink(Path(folder, name)) for name in subfolders)
-        )
-        names += files_here
+        # In place: os.walk goes down into what is left of its own list.
+        for name in list(subfolders):
+            if name in ignored_folders or name.startswith("."):
+                subfolders.remove(name)
+            elif os.path.islink(Path(folder, name)):
+                num_not_files += 1
+        for name in files:
+            path = Path(folder, name)
+            if name.startswith("."):
+                continue
+            if path.is_file():
+                names.append(path.relative_to(root).as_posix())
+            else:
+                num_not_files += 1
     return Listed(root, sorted(names), num_datasets, num_not_files)
 
 
 def _leave_out_datasets(root: Path, names: list[str], out: Path | None) -> Listed:
-    folders = {folder for name in names for folder in Path(name).parents if folder != Path(".")}
-    left_out = {
-        folder: _reason_to_skip(root / folder, _names_in(root / folder), out) for folder in folders
-    }
-    text_paths = [
-        name for name in names if not any(left_out.get(folder) for folder in Path(name).parents)
-    ]
-    return Listed(
-        root,
-        text_paths,
-        len(
-            {os.path.realpath(root / at) for at, reason in left_out.items() if reason == "dataset"}
-        ),
-    )
+    """The names of a pattern that are text: without those inside of datasets and of `out`."""
+    reasons: dict[Path, str] = {Path("."): ""}  # the input itself was refused before
+    datasets = set()
+    text_names = []
+    for name in names:
+        folders = Path(name).parents
+        for folder in folders:
+            if folder not in reasons:
+                path = root / folder
+                reasons[folder] = _reason_to_skip(path, _names_in(path), out)
+                if reasons[folder] == "dataset":
+                    datasets.add(os.path.realpath(path))
+        if not any(reasons[folder] for folder in folders):
+            text_names.append(name)
+    return Listed(root, text_names, len(datasets))
 
 
 def _reason_to_skip(
@@ -117,13 +122,17 @@ def _reason_to_skip(
     with contextlib.suppress(OSError):
         if out is not None and os.path.samefile(folder, out):
             return "out"
-    return "dataset" if set(names) >= _RUN or _holds_dataset(folder, names) else ""
+    if set(names) >= _RUN or _holds_dataset(folder, names):
+        return "dataset"
+    return ""
 
 
-def dataset_around(folder: Path) -> Path | None:
+def find_dataset_around(folder: Path) -> Path | None:
     """The dataset, finished or not, in whose folder `folder` lies or would lie."""
-    parents = Path(os.path.abspath(folder)).parents
-    return next((parent for parent in parents if _holds_dataset(parent, _names_in(parent))), None)
+    for parent in Path(os.path.abspath(folder)).parents:
+        if _holds_dataset(parent, _names_in(parent)):
+            return parent
+    return None
 
 
 def _holds_dataset(folder: Path, names: Sequence[str]) -> bool:
@@ -131,9 +140,8 @@ def _holds_dataset(folder: Path, names: Sequence[str]) -> bool:
         return True
     if _DATASET not in names:
         return False
-    with contextlib.suppress(
-        OSError, ValueError, RecursionError
-    ):  # many things are called dataset.json
+    # Many things are called dataset.json: one that cannot be read is none of ours.
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         manifest = read_json(folder / _DATASET)
         return isinstance(manifest, dict) and {"format", "shards", "tokenizer"} <= manifest.keys()
     return False
@@ -180,14 +188,13 @@ def _near_name(source: str) -> str:
     """'did you mean "x"?' for a name that exists beside the first missing part of `source`, or
     nothing."""
     path = _path(source)
-    missing = next(
-        (part for part in [*reversed(path.parents), path] if not os.path.exists(part)), path
-    )
-    try:
-        known = os.listdir(missing.parent)
-    except OSError:
-        known = []
-    return did_you_mean(missing.name, [*known, "stdlib"] if os.sep not in source else known)
+    missing = path
+    while missing.parent != missing and not os.path.exists(missing.parent):
+        missing = missing.parent
+    known = _names_in(missing.parent)
+    if os.sep not in source:
+        known.append("stdlib")
+    return did_you_mean(missing.name, known)
 
 
 def _path(source: str) -> Path:

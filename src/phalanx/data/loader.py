@@ -119,6 +119,7 @@ class TrainBatches:
             )
         else:
             self._samples = spec.open()
+            # A user's code draws from the same global generators as the training's.
             if prefetch and not isinstance(self._samples, UserSamples):
                 self._reader = _Prefetch(self._load)
         self._keep_record = keep_record
@@ -130,15 +131,19 @@ class TrainBatches:
         """
         if isinstance(self._reader, _Prefetch):
             loaded = self._reader.get(step)
+        elif self._reader is not None:
+            loaded = self._to_tensors(self._reader.get(step))
         else:
-            loaded = self._to_tensors(self._reader.get(step) if self._reader else self._build(step))
+            loaded = self._load(step)
         if self._keep_record:
             self._digests[step] = digest_of(loaded.arrays)
-        size, tensors = self.share.micro_batch_size, loaded.tensors
-        return [
-            {name: tensor[number * size : (number + 1) * size] for name, tensor in tensors.items()}
-            for number in range(self.share.num_microbatches)
-        ]
+        size = self.share.micro_batch_size
+        microbatches = []
+        for number in range(self.share.num_microbatches):
+            # Not tensor.split, whose views autograd lets nobody change in place.
+            rows = slice(number * size, (number + 1) * size)
+            microbatches.append({name: tensor[rows] for name, tensor in loaded.tensors.items()})
+        return microbatches
 
     def record(self, step: int) -> list[Event]:
         """Events about the samples that were read for `step`, to be emitted when the step is done.
@@ -147,11 +152,9 @@ class TrainBatches:
         """
         if step not in self._digests:
             return []
-        ranges = [
-            edge
-            for row in self.share.sample_indices(step).tolist()
-            for edge in (row[0], row[-1] + 1)
-        ]
+        ranges: list[int] = []
+        for row in self.share.sample_indices(step).tolist():
+            ranges += (row[0], row[-1] + 1)
         size, rank = self.share.data_parallel_size, self.share.data_parallel_rank
         event = SamplesRead(step, rank, size, ranges, self._digests[step])
         self._digests = {later: digest for later, digest in self._digests.items() if later > step}
@@ -170,14 +173,17 @@ class TrainBatches:
         return self._to_tensors(self._build(step))
 
     def _to_tensors(self, arrays: Arrays) -> _Loaded:
-        tensors = {
-            name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
-        }
-        if self._pin_for is not None and self._pin_for.type == "cuda":
-            torch.cuda.set_device(
-                self._pin_for
-            )  # another thread's is the first GPU, on which it would open a context
-            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        pins = self._pin_for is not None and self._pin_for.type == "cuda"
+        if pins:
+            # The device of a new thread is GPU 0: pinning would open a context there, whichever
+            # GPU the rank has.
+            torch.cuda.set_device(self._pin_for)
+        tensors = {}
+        for name, array in arrays.items():
+            tensor = torch.from_numpy(np.ascontiguousarray(array))
+            if pins:
+                tensor = tensor.pin_memory()
+            tensors[name] = tensor
         return _Loaded(arrays, tensors)
 
 
@@ -246,27 +252,28 @@ class HeldOutBatches:
             windows = (
                 number * self._micro_batch_size + rows
             ) * self._data_parallel_size + self._data_parallel_rank
-            rows_of = [self._window(int(window)) for window in windows]
-            yield {
-                name: torch.from_numpy(np.stack([row[name] for row in rows_of]))
-                for name in rows_of[0]
-            }
+            rows_of = [self._window(window) for window in windows.tolist()]
+            batch: Batch = {}
+            for name in rows_of[0]:
+                batch[name] = torch.from_numpy(np.stack([row[name] for row in rows_of]))
+            yield batch
 
     def _window(self, number: int) -> Arrays:
         """One window, [seq_len]; what lies beyond the tokens is padding: a document of its own
         without targets.
         """
         seq_len, start = self._windows.seq_len, number * self._windows.seq_len
-        num_real = min(
-            max(0, self.num_targets - start), seq_len
-        )  # the target of input i is token i + 1
-        cut = Windows(num_real, self._windows.document_masks, self._windows.ends_are_marked)
-        real = cut.cut(self._sequence, np.array([start])) if num_real else {}
+        # The target of input i is token i + 1.
+        num_real = min(max(0, self.num_targets - start), seq_len)
+        # seq_len is no document of the window: it has at most that many, counted from 0.
         fill = {"inputs": 0, "targets": IGNORE_INDEX, "positions": 0, "document_ids": seq_len}
-        names = fill if self._windows.document_masks else ("inputs", "targets", "positions")
-        padded = {name: np.full(seq_len, fill[name], np.int64) for name in names}
-        for name, array in real.items():
-            padded[name][:num_real] = array[0]
+        if not self._windows.document_masks:
+            del fill["document_ids"]
+        padded = {name: np.full(seq_len, value, np.int64) for name, value in fill.items()}
+        if num_real:
+            cut = Windows(num_real, self._windows.document_masks, self._windows.ends_are_marked)
+            for name, array in cut.cut(self._sequence, np.array([start])).items():
+                padded[name][:num_real] = array[0]
         if not self._windows.document_masks:
             padded["positions"] = np.arange(seq_len)
         return padded
@@ -289,17 +296,16 @@ class HeldOutSamples:
     ) -> None:
         assert num_samples >= data_parallel_size, "build_held_out_batches refuses these"
         self._samples = samples
-        self._mine = np.arange(data_parallel_rank, num_samples, data_parallel_size)
+        self._own_indices = np.arange(data_parallel_rank, num_samples, data_parallel_size)
         self._num_batches = -(-(num_samples // data_parallel_size) // micro_batch_size)
 
     def __len__(self) -> int:
         return self._num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        for indices in np.array_split(self._mine, self._num_batches):
-            yield {
-                name: torch.from_numpy(array) for name, array in self._samples.take(indices).items()
-            }
+        for indices in np.array_split(self._own_indices, self._num_batches):
+            arrays = self._samples.take(indices)
+            yield {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def build_held_out_batches(
@@ -327,7 +333,9 @@ def build_held_out_batches(
         ends_are_marked = corpus.components[number].end_of_document is not None
         windows = Windows(seq_len, document_masks, ends_are_marked)
         if len(sequence) > 1 and budgets[number]:
-            name = corpus.names[number] if len(budgets) > 1 else ""
+            name = ""
+            if len(budgets) > 1:
+                name = corpus.names[number]
             batches_by_source[name] = HeldOutBatches(
                 sequence, windows, *share.place, budgets[number]
             )

@@ -76,15 +76,16 @@ def look_at_data(data: Data, *, vocab_size: int | None, default_tokenizer: str =
     if is_own_dataset(data.source) and not data.mixture:
         return DataLook(user=probe_user_dataset(data.source, data.args, data.worker_timeout_s))
     sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
-    looked = tuple(
-        _look(source, weight, data, vocab_size, default_tokenizer) for source, weight in sources
-    )
+    looked = []
+    for source, weight in sources:
+        looked.append(_look(source, weight, data, vocab_size, default_tokenizer))
+    first = looked[0]
     for other in looked[1:]:
-        if other.tokenizer != looked[0].tokenizer:
+        if other.tokenizer != first.tokenizer:
             raise other_tokenizer_error(
-                looked[0].source, looked[0].tokenizer, other.source, other.tokenizer
+                first.source, first.tokenizer, other.source, other.tokenizer
             )
-    return DataLook(looked)
+    return DataLook(tuple(looked))
 
 
 def _look(source: str, weight: float, data: Data, vocab_size: int | None, default: str) -> LookedAt:

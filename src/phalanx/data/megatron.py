@@ -29,7 +29,8 @@ from phalanx.data.unreadable import unreadable
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 _OLD_MAGIC = b"TNTIDX\x00\x00"  # the formats before memory-mapping
 _HEAD = struct.Struct("<9sQBQQ")
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # the codes of integer types
+# Megatron's codes of integer types; 6 and 7 are floating point, and no token ids.
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ def megatron_paths(source: str) -> tuple[Path, Path] | None:
     path = Path(os.path.expanduser(source))
     if not path.name:  # "." or "/"
         return None
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    prefix = path
+    if path.suffix in (".bin", ".idx"):
+        prefix = path.with_suffix("")
     pair = prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
     named = path.suffix in (".bin", ".idx") and os.path.isfile(path)
     return pair if named or all(map(os.path.isfile, pair)) else None
@@ -86,11 +89,10 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
 def _map_file(path: Path) -> NDArray[np.uint8]:
     """The bytes of a regular file, memory-mapped. Raises OSError."""
     with open_regular(path) as file:
-        return (
-            np.memmap(file, np.uint8, "r")
-            if os.fstat(file.fileno()).st_size
-            else np.zeros(0, np.uint8)
-        )
+        # An empty file cannot be mapped.
+        if not os.fstat(file.fileno()).st_size:
+            return np.zeros(0, np.uint8)
+        return np.memmap(file, np.uint8, "r")
 
 
 def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int64s, Int64s]:
@@ -112,6 +114,7 @@ def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int6
         raise _wrong(path, "it describes no document")
     columns = (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_boundaries))
     expected = _HEAD.size + sum(np.dtype(dtype).itemsize * count for dtype, count in columns)
+    # With modes, one byte more for each sequence.
     if len(index) not in (expected, expected + num_sequences):
         raise _wrong(
             path, f"it has {len(index)} bytes, and {num_sequences} sequences need {expected}"
@@ -119,6 +122,7 @@ def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int6
     sections, at = [], _HEAD.size
     for dtype, count in columns:
         size = np.dtype(dtype).itemsize * count
+        # Copied: behind a head of 34 bytes no column is aligned.
         sections.append(np.frombuffer(index[at : at + size].tobytes(), dtype).astype(np.int64))
         at += size
     lengths, pointers, boundaries = sections

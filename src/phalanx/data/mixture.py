@@ -39,12 +39,17 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
-        self.quotas = quotas(weights)
-        turns = [(np.arange(quota) + 0.5) / quota for quota in self.quotas.tolist()]
+        self.quotas = divide_table(weights)
+        times, ranks = [], []
+        for quota in self.quotas.tolist():
+            # In the middle of `quota` equal parts of the table: as even as can be.
+            times.append((np.arange(quota) + 0.5) / quota)
+            ranks.append(np.arange(quota))
         numbers = np.repeat(np.arange(len(weights)), self.quotas)
-        by_time = np.argsort(np.concatenate(turns), kind="stable")
+        # Stable, so that turns at the same time come in the order of the sources.
+        by_time = np.argsort(np.concatenate(times), kind="stable")
         self._source = numbers[by_time]
-        self._rank = np.concatenate([np.arange(quota) for quota in self.quotas.tolist()])[by_time]
+        self._rank = np.concatenate(ranks)[by_time]
         self._key = stable_hash64("mixture", seed)
 
     def turns(self, indices: NDArray[np.integer]) -> Turn:
@@ -58,7 +63,7 @@ class Mixture:
         return Turn(source.reshape(np.shape(indices)), sample.reshape(np.shape(indices)))
 
 
-def quotas(weights: Sequence[float]) -> Int64s:
+def divide_table(weights: Sequence[float]) -> Int64s:
     """Number of the TABLE samples that each source has: its share, rounded so that the sum is exact
     (largest remainders).
     """

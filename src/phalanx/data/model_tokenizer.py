@@ -59,11 +59,9 @@ def find_directory_tokenizer(directory: Path, owner: str, *, is_trained: bool) -
     if path.is_file():
         return ModelTokenizer(owner, str(path), _facts_of_file(path), directory, is_trained)
     other_forms = [name for name in OTHER_FORMS if (directory / name).is_file()]
-    why = (
-        f"{directory} has {' and '.join(other_forms)}, and no {TOKENIZER_FILE}"
-        if other_forms
-        else f"{directory} has none"
-    )
+    why = f"{directory} has none"
+    if other_forms:
+        why = f"{directory} has {' and '.join(other_forms)}, and no {TOKENIZER_FILE}"
     return ModelTokenizer(owner, None, None, directory, is_trained, why, is_missing=not other_forms)
 
 
@@ -79,8 +77,10 @@ def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
             )
         first = corpus.components[0]
         name = first.tokenizer_path or str(corpus.path_of(first) / TOKENIZER_FILE)
-        name = BYTES if first.tokenizer.kind == BYTES else name
-        corpus.tokenizer()  # it is there, and it is the one of the run
+        if first.tokenizer.kind == BYTES:
+            name = BYTES
+        # Raises unless it is there, and is the one of the run.
+        corpus.tokenizer()
         return ModelTokenizer(owner, name, first.tokenizer, Path(name).parent, True)
     except DataError as error:
         return ModelTokenizer(owner, None, None, run_dir, True, str(error))
@@ -165,18 +165,21 @@ def find_corpus_tokens(
     """The tokens of the sources of a prepared corpus: a resumed run reads the data that it began
     with, whatever the sources are by now.
     """
-    names = {one.source: one for one in tokens}
-    return [
-        SourceTokens(
-            component.source,
-            component.tokenizer,
-            component.vocab_size,
-            names[component.source].name if component.source in names else "",
-            not Path(component.path).is_absolute(),
-            data.tokenizer is None,
+    names = {source_tokens.source: source_tokens.name for source_tokens in tokens}
+    corpus_tokens = []
+    for component in corpus.components:
+        corpus_tokens.append(
+            SourceTokens(
+                component.source,
+                component.tokenizer,
+                component.vocab_size,
+                names.get(component.source, ""),
+                # Text was built into the run; ids lie where they are.
+                is_text=not Path(component.path).is_absolute(),
+                is_default=data.tokenizer is None,
+            )
         )
-        for component in corpus.components
-    ]
+    return corpus_tokens
 
 
 def require_rows(tokens: Sequence[SourceTokens], vocab_size: int | None) -> None:
@@ -188,15 +191,15 @@ def require_rows(tokens: Sequence[SourceTokens], vocab_size: int | None) -> None
     """
     if vocab_size is None:
         return
-    for one in tokens:
-        if not one.is_text or one.vocab_size <= vocab_size:
+    for source_tokens in tokens:
+        if not source_tokens.is_text or source_tokens.vocab_size <= vocab_size:
             continue
-        num_of_text = load_tokenizer(one.name).text_vocab_size
+        num_of_text = load_tokenizer(source_tokens.name).text_vocab_size
         if num_of_text > vocab_size:
             raise DataError(
-                f"the tokenizer {one.name} has {num_of_text:,} tokens, and the model {vocab_size:,}"
-                " rows",
-                where=f"data.source {one.source}",
+                f"the tokenizer {source_tokens.name} has {num_of_text:,} tokens, and the model"
+                f" {vocab_size:,} rows",
+                where=f"data.source {source_tokens.source}",
                 why="a token without a row cannot be learned",
                 fix="give data.tokenizer the model's own, or a model with a row for each",
             )
@@ -218,18 +221,21 @@ def describe_tokenizers(
         if brought.facts is None or brought.name is None:
             text = _describe_missing_tokenizer(brought, one)
             if not one.is_text or not one.is_default or one.facts.kind != BYTES:
-                continue  # of a run that goes on: it was begun when there was one
+                # A run that goes on: it was begun when there was one.
+                continue
             if brought.is_trained:
                 warnings.append(EarlyWarning("tokenizer_unknown", text))
             else:
                 reasons.append(text)
         elif one.facts != brought.facts:
-            warnings.append(EarlyWarning("other_tokenizer", _another(brought, one, vocab_size)))
+            text = _describe_other_tokenizer(brought, one, vocab_size)
+            warnings.append(EarlyWarning("other_tokenizer", text))
         elif one.is_text and one.is_default and brought.facts.kind != BYTES:
             reasons.append(
                 f"text becomes the {one.vocab_size:,} tokens of {brought.name}, which"
                 f" {brought.owner} brings"
             )
+    # Several sources may say the same.
     return MoreRemarks(tuple(dict.fromkeys(reasons)), tuple(dict.fromkeys(warnings)))
 
 
@@ -242,22 +248,26 @@ def _describe_missing_tokenizer(brought: ModelTokenizer, one: SourceTokens) -> s
     )
 
 
-def _another(brought: ModelTokenizer, one: SourceTokens, vocab_size: int | None) -> str:
-    tokenizer_name = one.name or (
-        "bytes" if one.facts.kind == BYTES else f"another {one.facts.kind} ({one.facts.digest})"
-    )
-    rows = f" of the model's {vocab_size:,} rows" if vocab_size else ""
-    meaning = (
-        "the model's rows were trained for other tokens"
-        if brought.is_trained
-        else "it is another vocabulary"
-    )
-    fix = (
-        "leave data.tokenizer out"
-        if one.is_text
-        else f"build the shards with --tokenizer {brought.name}"
-    )
+def _describe_other_tokenizer(
+    brought: ModelTokenizer, one: SourceTokens, vocab_size: int | None
+) -> str:
+    size = f"{one.vocab_size:,}"
+    if vocab_size:
+        size += f" of the model's {vocab_size:,} rows"
+    meaning = "it is another vocabulary"
+    if brought.is_trained:
+        meaning = "the model's rows were trained for other tokens"
+    fix = f"build the shards with --tokenizer {brought.name}"
+    if one.is_text:
+        fix = "leave data.tokenizer out"
     return (
-        f"{one.source}: its tokens are those of {tokenizer_name}, {one.vocab_size:,}{rows}, and"
+        f"{one.source}: its tokens are those of {one.name or _name_unnamed(one.facts)}, {size}, and"
         f" {brought.owner} brings {brought.name}: {meaning}; {fix} unless you mean it"
     )
+
+
+def _name_unnamed(facts: TokenizerFacts) -> str:
+    """A name for the tokenizer of shards, which know no path of it."""
+    if facts.kind == BYTES:
+        return BYTES
+    return f"another {facts.kind} ({facts.digest})"

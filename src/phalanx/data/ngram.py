@@ -26,12 +26,12 @@ from phalanx.data.tokens import TokenSequence
 Tokens = NDArray[np.integer] | TokenSequence
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Model = Callable[
-    ..., Floats
-]  # (token [N], previous token [N], the one before [N], ...) -> probability [N]
+# A function (token [N], previous token [N], the one before [N], ...) -> probability [N].
+Model = Callable[..., Floats]
 
 _CHUNK_TOKENS = 1 << 22
-_LEAST_DISCOUNT = 0.01  # above zero, so that no token is impossible after any context
+# Above zero, so that no token is impossible after any context.
+_LEAST_DISCOUNT = 0.01
 
 
 class NGramScore(NamedTuple):
@@ -61,6 +61,7 @@ def fit_and_score(
     if num_targets == 0:
         return []
     models: dict[str, Model] = {"unigram": fit_unigram(train_tokens, vocab_size)}
+    # Three tokens are one signed integer of 64 bits.
     if vocab_size**3 < 2**63:
         models["trigram"] = fit_kneser_ney(train_tokens, vocab_size, order=3)
     scored = held_out_tokens[: num_targets + 1]
@@ -82,7 +83,7 @@ def _mean_loss(model: Model, tokens: Tokens) -> float:
 def fit_unigram(tokens: Tokens, vocab_size: int) -> Model:
     """Add-one (Laplace) frequencies; what comes before does not matter."""
     counts = count_grams(tokens, 1, vocab_size)
-    return lambda token, *_: (counts.of(token) + 1.0) / (len(tokens) + vocab_size)
+    return lambda token, *_: (counts.look_up(token) + 1.0) / (len(tokens) + vocab_size)
 
 
 def fit_kneser_ney(tokens: Tokens, vocab_size: int, order: int) -> Model:
@@ -112,10 +113,12 @@ class NgramCounts:
     keys: Int64s
     counts: Int64s
 
-    def of(self, keys: Int64s) -> Int64s:
+    def look_up(self, keys: Int64s) -> Int64s:
         """The count of each of `keys`, 0 where it was not seen."""
+        if not self.keys.size:
+            return np.zeros_like(keys)
         at, is_known = _find(keys, self.keys)
-        return np.where(is_known, self.counts[at], 0) if self.keys.size else np.zeros_like(keys)
+        return np.where(is_known, self.counts[at], 0)
 
 
 def count_grams(tokens: Tokens, order: int, vocab_size: int) -> NgramCounts:
@@ -180,11 +183,13 @@ def _discounts(counts: Int64s) -> Floats:
     undefined too.
     """
     n1, n2, n3, n4 = (int((counts == number).sum()) for number in (1, 2, 3, 4))
-    plain = n1 / (n1 + 2 * n2) if n1 and n2 else 0.5
-    discounts = [plain, plain, plain]
+    plain = 0.5
+    if n1 and n2:
+        plain = n1 / (n1 + 2 * n2)
+    discounts = np.full(3, plain)
     if n1 and n2 and n3 and n4:
-        discounts = [1 - 2 * plain * n2 / n1, 2 - 3 * plain * n3 / n2, 3 - 4 * plain * n4 / n3]
-    return np.array([0.0, *(max(value, _LEAST_DISCOUNT) for value in discounts)])
+        discounts[:] = 1 - 2 * plain * n2 / n1, 2 - 3 * plain * n3 / n2, 3 - 4 * plain * n4 / n3
+    return np.concatenate([np.zeros(1), np.maximum(discounts, _LEAST_DISCOUNT)])
 
 
 def _sum_by_key(keys: Int64s, counts: Int64s) -> NgramCounts:
@@ -200,5 +205,8 @@ def _sum_by_key(keys: Int64s, counts: Int64s) -> NgramCounts:
 def _find(keys: Int64s, ascending: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
     """Each key's index in `ascending`, and True if it is there (else the index is any valid
     one)."""
+    # Beyond the last one there is no index: any other will do, for it is not equal.
     at = np.minimum(np.searchsorted(ascending, keys), max(0, ascending.size - 1))
-    return at, (ascending[at] == keys) if ascending.size else np.zeros(keys.shape, np.bool_)
+    if not ascending.size:
+        return at, np.zeros(keys.shape, np.bool_)
+    return at, ascending[at] == keys

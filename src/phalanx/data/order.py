@@ -16,9 +16,11 @@ from phalanx.core.digest import stable_hash64
 
 Uint64s = NDArray[np.uint64]
 
-_NUM_ROUNDS = 6
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: consecutive multiples are far apart
-_PHASE = 0x5851F42D4C957F2D  # tells the key of an epoch's phase from those of its permutation
+_NUM_ROUNDS = 6  # of the Feistel network: each half is changed three times
+# 2**64 over the golden ratio: consecutive multiples are far apart.
+_GOLDEN = 0x9E3779B97F4A7C15
+# Tells the key of an epoch's phase from those of its permutation.
+_PHASE = 0x5851F42D4C957F2D
 _MASK64 = 2**64 - 1
 
 
@@ -34,11 +36,13 @@ def permute(index: NDArray[np.integer], n: int, key: int | Uint64s) -> NDArray[n
     values = np.asarray(index, dtype=np.uint64).ravel()
     assert values.size == 0 or int(values.max()) < n, (n, index)
     keys = np.broadcast_to(np.asarray(key, dtype=np.uint64).ravel(), values.shape)
-    round_keys = [
-        mix(keys + np.uint64(number * _GOLDEN & _MASK64)) for number in range(1, _NUM_ROUNDS + 1)
-    ]
+    round_keys = []
+    for number in range(1, _NUM_ROUNDS + 1):
+        # np.uint64 refuses a number that does not fit.
+        round_keys.append(mix(keys + np.uint64(number * _GOLDEN & _MASK64)))
     num_bits = (n - 1).bit_length()
     permuted = _feistel(values, round_keys, num_bits)
+    # This ends: the cycle of a value in [0, n) comes back to that value.
     while (outside := permuted >= n).any():
         permuted = np.where(outside, _feistel(permuted, round_keys, num_bits), permuted)
     return permuted.astype(np.int64).reshape(np.shape(index))
@@ -49,10 +53,8 @@ def _feistel(values: Uint64s, round_keys: list[Uint64s], num_bits: int) -> Uint6
     which undoes it.
     """
     low_bits = num_bits // 2
-    low_mask, high_mask = (
-        np.uint64((1 << low_bits) - 1),
-        np.uint64((1 << (num_bits - low_bits)) - 1),
-    )
+    low_mask = np.uint64((1 << low_bits) - 1)
+    high_mask = np.uint64((1 << (num_bits - low_bits)) - 1)
     low, high = values & low_mask, values >> np.uint64(low_bits)
     for number, round_key in enumerate(round_keys):
         if number % 2 == 0:
@@ -88,9 +90,8 @@ class SampleOrder:
 
     @property
     def samples_per_epoch(self) -> int:
-        return (
-            self.num_tokens - 1
-        ) // self.seq_len  # nothing comes after the last token: it is a target only
+        # Nothing comes after the last token: it is a target only.
+        return (self.num_tokens - 1) // self.seq_len
 
     def starts(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
         """Offset of the first token of each sample, same shape as `indices` (global sample numbers
@@ -136,4 +137,6 @@ def num_held_out_targets(num_tokens: int, max_tokens: int | None) -> int:
     most `max_tokens`.
     """
     available = max(0, num_tokens - 1)
-    return available if max_tokens is None else min(available, max_tokens)
+    if max_tokens is None:
+        return available
+    return min(available, max_tokens)

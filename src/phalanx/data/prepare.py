@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def prepare_corpus(
     if os.path.exists(out_dir / MANIFEST):
         corpus = load_corpus(out_dir)
         _check_same_request(corpus, data)
-        corpus.tokenizer()  # said now, not when the first text is asked for
+        # An error of the tokenizer is raised now, not when the first text is asked for.
+        corpus.tokenizer()
         _check_fits(corpus, data, vocab_size)
         return corpus
     with _nothing_left_on_error(out_dir):
@@ -65,20 +66,20 @@ def _prepare(data: Data, out_dir: Path, vocab_size: int | None, default: str) ->
             out_dir, request, (), probe_user_dataset(data.source, data.args, data.worker_timeout_s)
         )
     sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
-    components = tuple(
-        _prepare_component(source, weight, data, out_dir / f"source-{number}", vocab_size, default)
-        for number, (source, weight) in enumerate(sources)
-    )
+    components = []
+    for number, (source, weight) in enumerate(sources):
+        own_dir = out_dir / f"source-{number}"
+        components.append(_prepare_component(source, weight, data, own_dir, vocab_size, default))
     _check_one_tokenizer(components)
-    return Corpus(out_dir, request, components)
+    return Corpus(out_dir, request, tuple(components))
 
 
 def _request(data: Data) -> dict[str, Any]:
     """The keys of [data] that decide what is prepared and how it is split."""
     keys = ("source", "args", "tokenizer", "column", "held_out_fraction")
-    return {name: getattr(data, name) for name in keys} | {
-        "mixture": [vars(source) for source in data.mixture]
-    }
+    request: dict[str, Any] = {name: getattr(data, name) for name in keys}
+    request["mixture"] = [vars(source) for source in data.mixture]
+    return request
 
 
 def _prepare_component(
@@ -99,6 +100,9 @@ def _prepare_component(
     opened = open_arrays(described.kind, described.path)
     split_by, held_out_keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
     splits = split_tokens(opened.arrays, data.held_out_fraction, split_by, held_out_keys)
+    split_facts = {}
+    for split in SPLITS:
+        split_facts[split] = SplitFacts(splits[split].num_tokens, splits[split].num_documents)
     return Component(
         source=source,
         weight=weight,
@@ -111,10 +115,7 @@ def _prepare_component(
         end_of_document=described.end_of_document,
         split_by=split_by,
         held_out_keys=held_out_keys,
-        splits={
-            split: SplitFacts(splits[split].num_tokens, splits[split].num_documents)
-            for split in SPLITS
-        },
+        splits=split_facts,
         source_bytes=described.source_bytes,
         num_skipped_files=described.num_skipped_files,
     )
@@ -159,7 +160,10 @@ def build_named_tokenizer(
         if described.vocab_size > tokenizer.vocab_size:
             summary = f"token {described.vocab_size - 1} does not fit data.tokenizer {name}"
             raise DataError(summary, where=source, why=f"its vocabulary has {tokenizer.vocab_size}")
-        path = name if tokenizer.kind == "bytes" else str(Path(name).expanduser().resolve())
+        path = name
+        if tokenizer.kind != "bytes":
+            # A resumed run may be started from another folder.
+            path = str(Path(name).expanduser().resolve())
         return TokenizerFacts(tokenizer.kind, tokenizer.digest), path, tokenizer.vocab_size
     if tokenizer.digest != of_shards.digest:
         why = (
@@ -173,7 +177,7 @@ def build_named_tokenizer(
     return of_shards, "", described.vocab_size
 
 
-def _check_one_tokenizer(components: tuple[Component, ...]) -> None:
+def _check_one_tokenizer(components: Sequence[Component]) -> None:
     first = components[0]
     for other in components[1:]:
         if other.tokenizer != first.tokenizer:
@@ -186,27 +190,28 @@ def other_tokenizer_error(
     first: str, first_facts: TokenizerFacts, other: str, other_facts: TokenizerFacts
 ) -> DataError:
     """The refusal of a mixture whose sources went through two tokenizers."""
-    they, we = (f"{each.kind} {each.digest}".strip() for each in (other_facts, first_facts))
+    # Token ids have no digest of a tokenizer.
+    first_name = f"{first_facts.kind} {first_facts.digest}".strip()
+    other_name = f"{other_facts.kind} {other_facts.digest}".strip()
     return DataError(
         "the sources of a mixture need one tokenizer",
         where=other,
-        why=f"it has {they}, and {first} has {we}",
+        why=f"it has {other_name}, and {first} has {first_name}",
         fix="build both with the same tokenizer",
     )
 
 
 def _check_same_request(corpus: Corpus, data: Data) -> None:
-    request = _request(data)
-    different = [key for key in request if request[key] != corpus.wanted.get(key)]
-    if different:
-        shown = ", ".join(
-            f"data.{key} {corpus.wanted.get(key)!r}, the job wants {request[key]!r}"
-            for key in different
-        )
+    differences = []
+    for key, value in _request(data).items():
+        earlier = corpus.wanted.get(key)
+        if value != earlier:
+            differences.append(f"data.{key} {earlier!r}, the job wants {value!r}")
+    if differences:
         raise DataError(
             "the run directory holds the data of another job",
             where=str(corpus.directory),
-            why=f"it has {shown}",
+            why=f"it has {', '.join(differences)}",
             fix="use another run.dir",
         )
 
@@ -223,14 +228,14 @@ def _check_fits(corpus: Corpus, data: Data, vocab_size: int | None) -> None:
 
 
 def too_short(source: str, num_tokens: int, seq_len: int) -> DataError:
-    longest = (
-        f"lower data.seq_len to at most {num_tokens - 1} or give" if num_tokens > 1 else "give"
-    )
+    fix = "give more data"
+    if num_tokens > 1:
+        fix = f"lower data.seq_len to at most {num_tokens - 1} or give more data"
     return DataError(
         f"not enough tokens for one sequence: {num_tokens} to train on, {seq_len + 1} needed",
         where=f"data.source {source}",
         why="a sequence is seq_len + 1 tokens: inputs and the targets one later",
-        fix=f"{longest} more data",
+        fix=fix,
     )
 
 

@@ -31,16 +31,17 @@ from phalanx.data.rows_arrow import (
 )
 from phalanx.data.rows_json import json_rows
 from phalanx.data.sources import SourceFile
-from phalanx.data.spans import FileParts, FileSpan, cut_anywhere, keep_uncut
+from phalanx.data.spans import FileParts, FileSpan, divide_into_steps, keep_uncut
 from phalanx.data.tokenizer import replace_surrogates
 from phalanx.data.unreadable import unreadable
 
 BLOCK_BYTES = MIB
-_SKIPPABLE = tuple(
-    bytes([0x50 + number]) + b"\x2a\x4d\x18" for number in range(16)
-)  # zstd's frames of metadata
+# A zstd file may begin with frames of metadata: 16 magic numbers (RFC 8878, section 3.1.2).
+_SKIPPABLE = tuple(bytes([0x50 + number]) + b"\x2a\x4d\x18" for number in range(16))
 _MAGICS = {"jsonl.gz": (b"\x1f\x8b",), "jsonl.zst": (b"\x28\xb5\x2f\xfd", *_SKIPPABLE)}
-_LEAST_BEHIND = 1024  # characters behind a place, to tell whether a text can be cut there
+# So many characters behind a place tell for sure whether a text can be cut there: more than the
+# context that cuts look at.
+_LEAST_BEHIND = 1024
 
 
 class TextPiece(NamedTuple):
@@ -67,6 +68,7 @@ def row_keys(name: str) -> Callable[[int], int]:
     """`stable_hash64("held_out", name, row)` as a function of the row, quicker for millions of
     them.
     """
+    # A blake2b can be copied half-way: the name is hashed once.
     of_file = hashlib.blake2b(f"held_out\x1f{name}\x1f".encode(), digest_size=8)
 
     def key_of(row: int) -> int:
@@ -82,7 +84,7 @@ def plan_parts(file: SourceFile, column: str, step_bytes: int, can_cut_text: boo
     without a `column` of text.
     """
     if file.format == "jsonl" or (file.format == "text" and can_cut_text):
-        return cut_anywhere(file, step_bytes)
+        return divide_into_steps(file, step_bytes)
     if file.format == "parquet":
         return parquet_parts(file, column)
     if file.format == "arrow":
@@ -124,15 +126,14 @@ def read_pieces(
             read_rows = {"parquet": parquet_rows, "arrow": arrow_rows}.get(span.format, json_rows)
             key_of = row_keys(span.name)
             for row, text in read_rows(span, column, reading):
-                if text.isascii() and len(text) <= 2 * PIECE_CHARS:  # most of them: no detour
-                    yield TextPiece(
-                        key_of(row), text.encode() if wants_bytes else text, True, True, len(text)
-                    )
+                # Most rows are short and ASCII: they need no look at their bytes.
+                if text.isascii() and len(text) <= 2 * PIECE_CHARS:
+                    content = text.encode() if wants_bytes else text
+                    yield TextPiece(key_of(row), content, True, True, len(text))
                 else:
-                    yield from _row_pieces(
-                        key_of(row), text, f"{span.path}: row {row}", cutter, wants_bytes
-                    )
-        _check_unchanged(span)
+                    where = f"{span.path}: row {row}"
+                    yield from _row_pieces(key_of(row), text, where, cutter, wants_bytes)
+        _check_same_times(span)
     reading.read = before + span.weight
 
 
@@ -141,10 +142,10 @@ def read_content(span: FileSpan, column: str) -> Iterator[Any]:
     parsed.
     """
     with _name_file_in_errors(span):
-        if span.format in ("parquet", "arrow"):
-            yield from (parquet_content if span.format == "parquet" else arrow_content)(
-                span, column
-            )
+        if span.format == "parquet":
+            yield from parquet_content(span, column)
+        elif span.format == "arrow":
+            yield from arrow_content(span, column)
         else:
             with open_regular(span.path, buffering=0) as file:
                 file.seek(span.begin)
@@ -156,17 +157,17 @@ def _name_file_in_errors(span: FileSpan) -> Iterator[None]:
     """Turn errors of the body into a DataError that names the file."""
     try:
         yield
+    except gzip.BadGzipFile as error:  # an OSError without a number
+        raise DataError(
+            "not a gzip file, or a damaged one", where=span.path, why=str(error)
+        ) from None
     except OSError as error:
-        if isinstance(error, gzip.BadGzipFile):
-            raise DataError(
-                "not a gzip file, or a damaged one", where=span.path, why=str(error)
-            ) from None
         raise unreadable(error, span.path) from None
     except (EOFError, zlib.error) as error:
         raise DataError("the compressed file is damaged", where=span.path, why=str(error)) from None
 
 
-def _check_unchanged(span: FileSpan) -> None:
+def _check_same_times(span: FileSpan) -> None:
     status = os.stat(span.path)
     if (status.st_size, status.st_mtime_ns) != (span.file_bytes, span.modified_ns):
         raise DataError(
@@ -185,25 +186,26 @@ def _read_text(
 ) -> Iterator[TextPiece]:
     key = document_key(span.name)
     with open_regular(span.path) as file:
-        start = cutter.cut_in_file(file, span.begin, span.file_bytes)
-        end = cutter.cut_in_file(file, span.end, span.file_bytes)
+        # The end is found as the next span finds its start: no text is read twice or left out.
+        start = cutter.find_cut_in_file(file, span.begin, span.file_bytes)
+        end = cutter.find_cut_in_file(file, span.end, span.file_bytes)
         if start == end and span.file_bytes:
             return  # all of it went to the spans around
         file.seek(start)
-        is_last = end == span.file_bytes
-        blocks = (
-            _blocks(file, end - start)
-            if wants_bytes
-            else _cut_blocks(file, end - start, span, cutter)
-        )
+        pieces: Iterator[tuple[str | bytes, int, bool]]
+        if wants_bytes:
+            pieces = ((block, len(block), True) for block in _blocks(file, end - start))
+        else:
+            pieces = _decoded_blocks(file, end - start, span, cutter)
         begins = True
-        for block in blocks:
-            text, is_utf8 = (block, True) if wants_bytes else _decode(block)
-            yield TextPiece(key, text, begins, False, len(block), is_utf8)
-            reading.read += len(block)
+        for text, num_bytes, is_utf8 in pieces:
+            yield TextPiece(key, text, begins, False, num_bytes, is_utf8)
+            reading.read += num_bytes
             begins = False
-        if is_last:
-            yield TextPiece(key, b"" if wants_bytes else "", begins, True, 0)
+        if end == span.file_bytes:
+            # The end is a piece of its own: a file's last block is not known before it is read.
+            nothing: str | bytes = b"" if wants_bytes else ""
+            yield TextPiece(key, nothing, begins, True, 0)
 
 
 def _blocks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
@@ -212,7 +214,18 @@ def _blocks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
         yield block
 
 
-def _cut_blocks(file: BinaryIO, num_bytes: int, span: FileSpan, cutter: Cutter) -> Iterator[bytes]:
+def _decoded_blocks(
+    file: BinaryIO, num_bytes: int, span: FileSpan, cutter: Cutter
+) -> Iterator[tuple[str, int, bool]]:
+    """The text of each block, its size in bytes, and True if it is UTF-8."""
+    for block in _blocks_between_cuts(file, num_bytes, span, cutter):
+        text, is_utf8 = _decode(block)
+        yield text, len(block), is_utf8
+
+
+def _blocks_between_cuts(
+    file: BinaryIO, num_bytes: int, span: FileSpan, cutter: Cutter
+) -> Iterator[bytes]:
     """Blocks of about PIECE_CHARS that end where the tokenizer allows it; larger ones where it does
     not.
     """
@@ -222,14 +235,13 @@ def _cut_blocks(file: BinaryIO, num_bytes: int, span: FileSpan, cutter: Cutter) 
         if len(pending) > 2 * PIECE_CHARS and cutter.can_cut:
             text = pending.decode("utf-8", "surrogateescape")
             start = 0
-            while (cut := cutter.first_cut(text, max(start + PIECE_CHARS, searched))) is not None:
+            while (cut := cutter.find_cut(text, max(start + PIECE_CHARS, searched))) is not None:
                 if len(text) - cut < _LEAST_BEHIND:
                     break
                 yield text[start:cut].encode("utf-8", "surrogateescape")
                 start = cut
-            searched = (
-                cut or max(start, len(text) - _LEAST_BEHIND)
-            ) - start  # nobody looks at a place twice
+            # The next block goes on behind what was searched: no place is tried twice.
+            searched = (cut or max(start, len(text) - _LEAST_BEHIND)) - start
             pending = text[start:].encode("utf-8", "surrogateescape")
         if len(pending) > MAX_WHOLE_CHARS:
             raise too_long(len(pending), span.path)

@@ -16,6 +16,7 @@ from phalanx.data.sources import SourceFile
 from phalanx.data.spans import FileParts, FileSpan, keep_uncut
 from phalanx.data.unreadable import unreadable
 
+# Whichever is less: rows may be of any length, and become Python strings all at once.
 _ROWS_PER_BATCH, _BATCH_BYTES = 1024, 4 * MIB
 
 
@@ -23,10 +24,10 @@ def parquet_parts(file: SourceFile, column: str) -> FileParts:
     """Row groups. Raises DataError for a file without a `column` of text."""
     with _open_file(file.path, _open_parquet) as parquet:
         _check_column(parquet.schema_arrow, column, file.path)
-        return _weigh_units(
-            file,
-            [parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups)],
-        )
+        sizes = []
+        for number in range(parquet.num_row_groups):
+            sizes.append(parquet.metadata.row_group(number).total_byte_size)
+        return _weigh_units(file, sizes)
 
 
 def arrow_parts(file: SourceFile, column: str) -> FileParts:
@@ -48,8 +49,10 @@ def _weigh_units(file: SourceFile, sizes: list[int]) -> FileParts:
         return FileParts(file, (0, 0), (file.num_bytes,))
     total = max(1, sum(sizes))
     edges = [file.num_bytes * so_far // total for so_far in accumulate(sizes, initial=0)]
+    # Where all sizes are 0, too, the parts make up the file.
     edges[-1] = file.num_bytes
-    return FileParts(file, tuple(range(len(sizes) + 1)), tuple(b - a for a, b in pairwise(edges)))
+    weights = tuple(end - start for start, end in pairwise(edges))
+    return FileParts(file, tuple(range(len(sizes) + 1)), weights)
 
 
 def _arrow(path: str) -> Any:
@@ -71,22 +74,30 @@ def _open_file(path: str, opener: Callable[[str], Any]) -> Any:
         error.where = path
         raise
     except (arrow.ArrowException, OSError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        first = first.replace(opened, path)
+        # pyarrow names the file that it was given, which may be a descriptor's.
+        why = _first_line(error).replace(opened, path)
         summary = f"not a readable {_flavour(path)} file"
         if isinstance(error, OSError):
-            raise unreadable(error, path, summary, why=first) from None
-        raise DataError(summary, where=path, why=first) from None
+            raise unreadable(error, path, summary, why=why) from None
+        raise DataError(summary, where=path, why=why) from None
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error's text, or its type if it has none."""
+    for line in str(error).splitlines():
+        return line
+    return type(error).__name__
 
 
 def _flavour(path: str) -> str:
-    return "Parquet" if path.lower().endswith(".parquet") else "Arrow"
+    if path.lower().endswith(".parquet"):
+        return "Parquet"
+    return "Arrow"
 
 
 def _open_parquet(path: str) -> Any:
-    return _arrow(path).parquet.ParquetFile(
-        path, pre_buffer=False
-    )  # or it reads all of a row group ahead
+    # With pre_buffer, pyarrow's default, it reads all of a row group ahead.
+    return _arrow(path).parquet.ParquetFile(path, pre_buffer=False)
 
 
 def _open_arrow(path: str) -> Any:
@@ -102,7 +113,10 @@ def _open_arrow(path: str) -> Any:
             fix="write it again with pyarrow.feather (V2)",
         )
     memory = arrow.memory_map(path)
-    return arrow.ipc.open_file(memory) if magic == b"ARROW1" else arrow.ipc.open_stream(memory)
+    # A file begins with its magic number; a stream has none, and begins with a message.
+    if magic == b"ARROW1":
+        return arrow.ipc.open_file(memory)
+    return arrow.ipc.open_stream(memory)
 
 
 def _check_column(schema: Any, column: str, path: str) -> None:
@@ -144,9 +158,9 @@ def _parquet_batches(
     """One row group after another: pyarrow holds the pages of all that it is asked for at once."""
     for number in range(span.begin, span.end):
         group = parquet.metadata.row_group(number)
-        num_rows = max(
-            1, min(_ROWS_PER_BATCH, _BATCH_BYTES * group.num_rows // max(1, group.total_byte_size))
-        )
+        num_rows = _BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
+        num_rows = max(1, min(_ROWS_PER_BATCH, num_rows))
+        # No threads: the workers of a build are the parallelism.
         for batch in parquet.iter_batches(
             num_rows, row_groups=[number], columns=[column], use_threads=False
         ):
@@ -162,9 +176,12 @@ def parquet_content(span: FileSpan, column: str) -> Iterator[bytes]:
     ):
         for number in range(span.begin, span.end):
             group = parquet.metadata.row_group(number)
-            chunks = [group.column(i) for i in range(group.num_columns)]
-            for chunk in (chunk for chunk in chunks if chunk.path_in_schema == column):
+            for i in range(group.num_columns):
+                chunk = group.column(i)
+                if chunk.path_in_schema != column:
+                    continue
                 num_left = chunk.total_compressed_size
+                # A dictionary lies before the pages that refer to it.
                 file.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
                 while num_left > 0 and (block := file.read(min(num_left, _BATCH_BYTES))):
                     num_left -= len(block)
@@ -191,12 +208,13 @@ def arrow_content(span: FileSpan, column: str) -> Iterator[Any]:
             for number, batch in _arrow_batches(table, span):
                 values = batch.column(batch.schema.get_field_index(column))
                 yield f"{number} {len(values)}".encode()
-                dictionary = (
-                    values.dictionary.buffers() if arrow.types.is_dictionary(values.type) else []
-                )
-                yield from (
-                    buffer for buffer in [*values.buffers(), *dictionary] if buffer is not None
-                )
+                buffers = values.buffers()
+                if arrow.types.is_dictionary(values.type):
+                    buffers += values.dictionary.buffers()
+                # A column without nulls has no buffer that marks them.
+                for buffer in buffers:
+                    if buffer is not None:
+                        yield buffer
         except arrow.ArrowException as error:
             raise _damage_error(span, "", error) from None
 
@@ -235,20 +253,26 @@ def _check_lengths(values: Any, span: FileSpan, first: int) -> None:
     import pyarrow as arrow
     import pyarrow.compute
 
-    texts = values.dictionary if arrow.types.is_dictionary(values.type) else values
+    texts = values
+    if arrow.types.is_dictionary(values.type):
+        texts = values.dictionary
     if not len(texts) or texts.nbytes <= MAX_ROW_BYTES or arrow.types.is_null(texts.type):
         return
     lengths = arrow.compute.binary_length(texts.cast(arrow.large_binary()))
     longest = arrow.compute.max(lengths).as_py() or 0
     if longest > MAX_ROW_BYTES:
-        row = first + (arrow.compute.index(lengths, longest).as_py() if texts is values else 0)
+        row = first
+        # Many rows may share an entry of a dictionary: the batch's first stands for them.
+        if texts is values:
+            row += arrow.compute.index(lengths, longest).as_py()
         raise row_too_long(f"{span.path}: row {row}", f"a cell of {format_bytes(longest)}")
 
 
 def _damage_error(span: FileSpan, where: str, error: Exception) -> DataError:
-    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return DataError(
-        f"the {_flavour(span.path)} file is damaged", where=f"{span.path}{where}", why=first_line
+        f"the {_flavour(span.path)} file is damaged",
+        where=f"{span.path}{where}",
+        why=_first_line(error),
     )
 
 
@@ -258,12 +282,12 @@ def _texts(values: Any) -> list[str | None]:
     except UnicodeDecodeError:
         import pyarrow as arrow
 
-        binary = (
-            values.cast(values.type.value_type)
-            if arrow.types.is_dictionary(values.type)
-            else values
-        )
-        raw = binary.cast(arrow.large_binary()).to_pylist()
-        return [
-            None if value is None else value.decode("utf-8", "surrogateescape") for value in raw
-        ]
+        if arrow.types.is_dictionary(values.type):
+            values = values.cast(values.type.value_type)
+        texts: list[str | None] = []
+        for value in values.cast(arrow.large_binary()).to_pylist():
+            if value is None:
+                texts.append(None)
+            else:
+                texts.append(value.decode("utf-8", "surrogateescape"))
+        return texts

@@ -41,7 +41,11 @@ def json_rows(span: FileSpan, column: str, reading: Reading) -> Iterator[tuple[i
             elif not line.isspace():
                 reading.num_null_rows += 1
             offset += len(line)
-            reading.read = before + (offset - span.begin if is_plain else raw.tell())
+            # Progress is in bytes of the file, compressed or not.
+            if is_plain:
+                reading.read = before + (offset - span.begin)
+            else:
+                reading.read = before + raw.tell()
 
 
 def _decompress(raw: BinaryIO, span: FileSpan) -> BinaryIO:
@@ -57,11 +61,11 @@ def _to_next_line(file: BinaryIO, offset: int) -> int:
     """Move the file to the first line that begins at or after `offset`; returns its position."""
     if offset == 0:
         return 0
+    # One byte before, so that a line that begins at `offset` is found.
     file.seek(offset - 1)
     at = offset - 1
-    while block := file.readline(
-        _BLOCK_BYTES
-    ):  # the line may be of any length: who began it will say so
+    # In blocks: the line may be of any length, which the reader of its beginning refuses.
+    while block := file.readline(_BLOCK_BYTES):
         at += len(block)
         if block.endswith(b"\n"):
             break
@@ -104,6 +108,7 @@ def _locate_row(span: FileSpan, offset: int) -> str:
 def _kind(value: object) -> str:
     if value is None:
         return "null"
+    # By exact type, for a bool is an int as well.
     names = {
         dict: "an object",
         list: "an array",

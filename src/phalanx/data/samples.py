@@ -54,22 +54,20 @@ def open_samples(corpus: Corpus, seq_len: int, seed: int, document_masks: bool =
     if corpus.user is not None:
         dataset = open_user_dataset(corpus.user.source, corpus.user.args, "train")
         return UserSamples(dataset, corpus.user.source, seed)
-    several = len(corpus.components) > 1
-    sources = [
-        TokenSamples(
-            sequence,
-            SampleOrder(
-                sequence.num_tokens,
-                seq_len,
-                stable_hash64("source", seed, number) if several else seed,
-            ),
-            Windows(seq_len, document_masks, ends_are_marked=component.end_of_document is not None),
-        )
-        for number, (component, sequence) in enumerate(
-            zip(corpus.components, corpus.sequences("train"), strict=True)
-        )
-    ]
-    return MixedSamples(sources, Mixture(corpus.weights, seed)) if several else sources[0]
+    is_mixture = len(corpus.components) > 1
+    sources = []
+    for number, sequence in enumerate(corpus.sequences("train")):
+        source_seed = seed
+        if is_mixture:
+            # One order for all would read sources of one size in step with each other.
+            source_seed = stable_hash64("source", seed, number)
+        order = SampleOrder(sequence.num_tokens, seq_len, source_seed)
+        ends_are_marked = corpus.components[number].end_of_document is not None
+        windows = Windows(seq_len, document_masks, ends_are_marked)
+        sources.append(TokenSamples(sequence, order, windows))
+    if not is_mixture:
+        return sources[0]
+    return MixedSamples(sources, Mixture(corpus.weights, seed))
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,9 @@ class Windows:
             arrays["targets"] = np.where(
                 documents[:, 1:] == documents[:, :-1], arrays["targets"], IGNORE_INDEX
             )
-        return arrays | self.places(documents[:, :-1])
+        return arrays | self.number_documents(documents[:, :-1])
 
-    def places(self, documents: Int64s) -> Arrays:
+    def number_documents(self, documents: Int64s) -> Arrays:
         """Positions that restart with each document, and the documents counted from 0 in each
         sample.
         """
@@ -129,10 +127,11 @@ class MixedSamples:
         columns: Arrays = {}
         for number, source in enumerate(self._sources):
             rows = np.flatnonzero(source_of == number)
-            if rows.size:
-                for name, part in source.take(sample_of[rows]).items():
-                    column = columns.setdefault(
-                        name, np.empty((source_of.size, *part.shape[1:]), part.dtype)
-                    )
-                    column[rows] = part
+            if not rows.size:
+                continue
+            for name, part in source.take(sample_of[rows]).items():
+                if name not in columns:
+                    shape = (source_of.size, *part.shape[1:])
+                    columns[name] = np.empty(shape, part.dtype)
+                columns[name][rows] = part
         return columns

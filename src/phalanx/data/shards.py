@@ -39,8 +39,8 @@ from phalanx.core.files import create_regular, fsync_directory, open_regular
 from phalanx.data.unreadable import unreadable
 
 MAGIC, VERSION = b"PHXSHARD", 1
-PAYLOAD_AT = 4096
-CHUNK_BYTES = 2**16
+PAYLOAD_AT = 4096  # the header has a page to itself
+CHUNK_BYTES = 2**16  # what a flipped bit is told by, at 8 bytes of checksum for each
 DTYPES = ("<u2", "<u4")
 
 _HEAD = struct.Struct("<8sIIQ")
@@ -81,7 +81,9 @@ class Shard:
 
 def dtype_for(vocab_size: int) -> str:
     """The smallest type that holds every id of a vocabulary."""
-    return "<u2" if vocab_size <= 2**16 else "<u4"
+    if vocab_size <= 2**16:
+        return "<u2"
+    return "<u4"
 
 
 @dataclass(frozen=True)
@@ -188,22 +190,23 @@ class ShardWriter:
         self._key = None
         assert self._keys or (starts.size and starts[0] == 0), "no document was begun"
         if starts.size:
-            offsets = starts.astype(np.uint64) + np.uint64(self._num_tokens)
-            # The end of a document is known where the next begins; the very first has none before
-            # it.
-            self._ends.frombytes((offsets if self._keys else offsets[1:]).astype("=u8").tobytes())
+            ends = starts.astype(np.uint64) + np.uint64(self._num_tokens)
+            # A document ends where the next begins; none ends where the very first does.
+            if not self._keys:
+                ends = ends[1:]
+            self._ends.frombytes(ends.astype("=u8").tobytes())
             self._keys.extend(keys)
         self._append(np.ascontiguousarray(tokens, self._dtype).data.cast("B"))
         self._num_tokens += tokens.size
 
     def _check(self, tokens: NDArray[np.integer]) -> None:
         low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self._vocab_size:
-            wrong = low if low < 0 else high
-            raise DataError(
-                f"token {wrong} does not fit a vocabulary of {self._vocab_size}",
-                where=str(self._path),
-            )
+        for token, is_outside in ((low, low < 0), (high, high >= self._vocab_size)):
+            if is_outside:
+                raise DataError(
+                    f"token {token} does not fit a vocabulary of {self._vocab_size}",
+                    where=str(self._path),
+                )
         self._max_token_id = max(self._max_token_id, high)
 
     def _append(self, data: memoryview) -> None:
@@ -299,16 +302,16 @@ def open_shard(path: Path) -> Shard:
             "the shard is missing", where=str(path), fix="build the dataset again"
         ) from None
     except OSError as error:
-        fix = "raise ulimit -n, or build larger shards" if error.errno == errno.EMFILE else None
+        fix = None
+        if error.errno == errno.EMFILE:
+            fix = "raise ulimit -n, or build larger shards"
         raise unreadable(error, path, "the shard cannot be read", fix=fix) from None
     num_tokens, num_documents, dtype = facts["num_tokens"], facts["num_documents"], facts["dtype"]
     sections = _Sections.place(num_tokens, num_documents, dtype)
     if num_bytes != sections.num_bytes:
-        summary = (
-            "the shard is cut off"
-            if num_bytes < sections.num_bytes
-            else "the shard has bytes after its end"
-        )
+        summary = "the shard has bytes after its end"
+        if num_bytes < sections.num_bytes:
+            summary = "the shard is cut off"
         raise _damage_error(path, summary, f"{num_bytes} bytes instead of {sections.num_bytes}")
     ends = np.frombuffer(mapped, "<u8", num_documents, sections.ends_at)
     if int(ends[-1]) != num_tokens:
@@ -335,11 +338,12 @@ def open_shard(path: Path) -> Shard:
 
 
 def _map_shard(file: BinaryIO) -> mmap.mmap:
-    """All of a file, read-only. Python keeps a file descriptor for each map (from 3.13 on it can do
-    without).
-    """
-    untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **untracked)
+    """All of a file, read-only."""
+    options: dict[str, Any] = {}
+    # Python keeps a file descriptor for each map; from 3.13 on it can do without.
+    if sys.version_info >= (3, 13):
+        options["trackfd"] = False
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **options)
 
 
 def _damage_error(path: Path, summary: str, why: str) -> DataError:
@@ -454,10 +458,9 @@ def _damage_in_range(shard: Shard, sections: _Sections, start: int, stop: int) -
     contents: list[str] = []
     itemsize = np.dtype(shard.dtype).itemsize
     if start < sections.ends_at:
-        first, last = (
-            (start - PAYLOAD_AT) // itemsize,
-            (min(stop, sections.ends_at) - PAYLOAD_AT - 1) // itemsize,
-        )
+        first = (start - PAYLOAD_AT) // itemsize
+        last = (min(stop, sections.ends_at) - PAYLOAD_AT - 1) // itemsize
+        # Behind the last token there may be zeros.
         contents.append(f"tokens {first} to {min(last, shard.facts.num_tokens - 1)}")
     if stop > sections.ends_at:
         contents.append("where documents end and who they are")
@@ -470,8 +473,10 @@ def _damage_in_range(shard: Shard, sections: _Sections, start: int, stop: int) -
 
 def _contradictions(shard: Shard) -> Iterator[DataError]:
     """Errors of a shard whose checksums are good: another writer's contradictions."""
-    parts = (shard.tokens[at : at + _READ_BYTES] for at in range(0, len(shard.tokens), _READ_BYTES))
-    high = max(int(part.max()) for part in parts)
+    high = -1
+    # In parts: the file cache need not hold all of a shard at once.
+    for at in range(0, len(shard.tokens), _READ_BYTES):
+        high = max(high, int(shard.tokens[at : at + _READ_BYTES].max()))
     if high != shard.facts.max_token_id:
         why = f"its header says {shard.facts.max_token_id}, the vocabulary has {shard.vocab_size}"
         yield _damage_error(shard.path, f"the largest token is {high}", why)

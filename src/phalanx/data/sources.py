@@ -51,7 +51,7 @@ class SourceFile:
     path: str
     num_bytes: int
     modified_ns: int
-    # when its content may have changed last, a modification time that was set back notwithstanding
+    # When its content may have changed last, even if its modification time was set back.
     changed_ns: int
     format: Format
 
@@ -74,8 +74,10 @@ def format_of(name: str) -> Format:
     """The kind of a file's content, by its ending; anything that is not known to be rows is one
     document of text.
     """
-    lowered = name.lower()
-    return next((kind for ending, kind in _ENDINGS.items() if lowered.endswith(ending)), "text")
+    for ending, kind in _ENDINGS.items():
+        if name.lower().endswith(ending):
+            return kind
+    return "text"
 
 
 def find_files(
@@ -88,11 +90,12 @@ def find_files(
     """
     real = _RealPaths()
     try:
-        listings = [
-            _find(source, f"{number}/" if number else "", out, real)
-            for number, source in enumerate(sources)
-        ]
-        if not any(file.num_bytes for one in listings for file in one.files):
+        listings = []
+        for number, source in enumerate(sources):
+            # The first has none: what it holds is named as if it were alone.
+            prefix = f"{number}/" if number else ""
+            listings.append(_find(source, prefix, out, real))
+        if not any(file.num_bytes for listing in listings for file in listing.files):
             raise DataError(
                 "there is no text in it", where=", ".join(sources), why="every file is empty"
             )
@@ -119,7 +122,8 @@ class _RealPaths:
         if path.is_symlink():
             return os.path.realpath(path)
         folder, name = os.path.split(path)
-        if folder not in self._folders:  # a folder's once, for all of its files
+        if folder not in self._folders:
+            # A folder's once for all of its files: each realpath asks the disk for every part.
             self._folders[folder] = os.path.realpath(folder)
         return os.path.join(self._folders[folder], name)
 
@@ -133,29 +137,26 @@ def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> Sourc
     files: list[SourceFile] = []
     num_skipped = num_repeated = num_empty = num_json_text = 0
     for name in listed.names:
-        kind = format_of(name)
         path = listed.root / name
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise unreadable(error, path) from None
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError("not a regular file", where=str(path))
+        status = _stat_regular(path)
+        kind = format_of(name)
         if not real.is_new(path):
             num_repeated += 1
-        elif not status.st_size and kind in ("text", "jsonl") and not _start_of(path, 1):
+        elif _is_empty(path, status, kind):
             num_empty += 1
         elif kind == "text" and _is_binary(path):
             num_skipped += 1
         else:
             if kind == "text" and name.lower().endswith(".json"):
-                kind = "jsonl" if _has_object_per_line(path) else "text"
-                num_json_text += kind == "text"
+                if _has_object_per_line(path):
+                    kind = "jsonl"
+                else:
+                    num_json_text += 1
             text_name = prefix + _printable(name)
             times = status.st_mtime_ns, max(status.st_mtime_ns, status.st_ctime_ns)
             files.append(SourceFile(text_name, os.path.abspath(path), status.st_size, *times, kind))
     if not files and not num_repeated and not num_empty:
-        raise _nothing_found(source, num_skipped, listed.num_datasets)
+        raise _explain_no_text(source, num_skipped, listed.num_datasets)
     return SourceListing(
         _printable(source),
         tuple(files),
@@ -166,6 +167,22 @@ def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> Sourc
         num_empty,
         num_json_text,
     )
+
+
+def _stat_regular(path: Path) -> os.stat_result:
+    """The status of a file. Raises DataError for what is no regular file, or cannot be read."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(error, path) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError("not a regular file", where=str(path))
+    return status
+
+
+def _is_empty(path: Path, status: os.stat_result, kind: Format) -> bool:
+    # Files of /proc have a size of 0 and something in them.
+    return not status.st_size and kind in ("text", "jsonl") and not _start_of(path, 1)
 
 
 def _is_binary(path: Path) -> bool:
@@ -186,9 +203,11 @@ def _has_object_per_line(path: Path) -> bool:
     JSON file.
     """
     start = _start_of(path, _JSON_SNIFF_BYTES)
-    lines = [line for line in start.removeprefix(codecs.BOM_UTF8).splitlines() if line.strip()][:2]
+    lines = [line for line in start.removeprefix(codecs.BOM_UTF8).splitlines() if line.strip()]
+    if len(lines) < 2:
+        return False
     try:
-        return len(lines) == 2 and all(isinstance(json.loads(line), dict) for line in lines)
+        return all(isinstance(json.loads(line), dict) for line in lines[:2])
     except (ValueError, RecursionError):
         return False
 
@@ -198,23 +217,20 @@ def _printable(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _nothing_found(source: str, num_skipped: int, num_datasets: int) -> DataError:
+def _explain_no_text(source: str, num_skipped: int, num_datasets: int) -> DataError:
     if num_datasets and not num_skipped:
-        why = (
-            "a dataset or a run is" if num_datasets == 1 else f"{num_datasets} datasets or runs are"
-        )
-        return DataError(
-            "there is no text in it", where=str(source), why=f"{why} all that is there"
-        )
+        why = f"{num_datasets} datasets or runs are all that is there"
+        if num_datasets == 1:
+            why = "a dataset or a run is all that is there"
+        return DataError("there is no text in it", where=str(source), why=why)
     if num_skipped:
-        count = "the file is" if num_skipped == 1 else f"all {num_skipped} files are"
-        return DataError(
-            "there is no text in it",
-            where=str(source),
-            why=f"{count} binary: NUL in the first 8 KiB",
-            fix="give text as UTF-8, JSONL, Parquet or Arrow"
-            + (_NPY if source.lower().endswith(".npy") else ""),
-        )
+        why = f"all {num_skipped} files are binary: NUL in the first 8 KiB"
+        if num_skipped == 1:
+            why = "the file is binary: NUL in the first 8 KiB"
+        fix = "give text as UTF-8, JSONL, Parquet or Arrow"
+        if source.lower().endswith(".npy"):
+            fix += _NPY
+        return DataError("there is no text in it", where=str(source), why=why, fix=fix)
     if glob.has_magic(source):
         return DataError(
             "no file matches the pattern",

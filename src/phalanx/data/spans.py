@@ -16,7 +16,8 @@ from phalanx.core.units import MIB
 from phalanx.data.sources import Format, SourceFile
 
 LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 4 * MIB, 64 * MIB
-USUAL_SHARDS, MAX_SHARDS = 64, 1024  # enough for many workers; so few that all can be mapped
+# Enough for many workers; so few that all can be mapped.
+USUAL_SHARDS, MAX_SHARDS = 64, 1024
 _LEAST_PART = 4  # a file is never cut so that less than this fraction of a shard stands alone
 
 
@@ -33,7 +34,8 @@ class FileSpan:
     modified_ns: int
     begin: int
     end: int
-    weight: int  # bytes of the file that this is, about
+    # About how many bytes of the file it is: row groups and batches say nothing of their own.
+    weight: int
 
     @property
     def is_whole(self) -> bool:
@@ -85,7 +87,10 @@ def default_shard_bytes(total_bytes: int) -> int:
     A power of two, so that inputs that grow a little keep their shards.
     """
     usual = 1 << max(0, (total_bytes // USUAL_SHARDS).bit_length() - 1)
-    least = 1 << (-(-total_bytes // MAX_SHARDS) - 1).bit_length() if total_bytes else 1
+    least = 1
+    if total_bytes:
+        least = 1 << (-(-total_bytes // MAX_SHARDS) - 1).bit_length()
+    # The number of shards is limited, whatever their size: each is mapped.
     return max(min(max(usual, LEAST_SHARD_BYTES), MOST_SHARD_BYTES), least)
 
 
@@ -131,10 +136,11 @@ def _span(parts: FileParts, first: int, beyond: int, weight: int) -> FileSpan:
     )
 
 
-def cut_anywhere(file: SourceFile, step_bytes: int) -> FileParts:
+def divide_into_steps(file: SourceFile, step_bytes: int) -> FileParts:
     """A file that can be cut at any byte (whoever reads it finds the next line)."""
-    units = [*range(0, file.num_bytes, step_bytes), file.num_bytes] if file.num_bytes else [0, 0]
-    return FileParts(file, tuple(units), tuple(b - a for a, b in pairwise(units)))
+    starts = range(0, file.num_bytes, step_bytes) or [0]
+    units = [*starts, file.num_bytes]
+    return FileParts(file, tuple(units), tuple(end - start for start, end in pairwise(units)))
 
 
 def keep_uncut(file: SourceFile) -> FileParts:

@@ -64,11 +64,9 @@ class DatasetStats:
         return self.num_tokens / self.source_bytes if self.source_bytes else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        fields = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("bins", "frequent", "quantiles")
-        }
+        fields = dict(vars(self))
+        for name in ("bins", "frequent", "quantiles"):
+            del fields[name]
         return {
             **fields,
             "tokens_per_byte": self.tokens_per_byte,
@@ -115,9 +113,10 @@ def _lengths(shards: Sequence[Shard]) -> tuple[Int64s, Int64s]:
     for number, shard in enumerate(shards):
         sizes: Int64s = np.diff(shard.ends, prepend=np.uint64(0)).astype(np.int64)
         sizes[0] += unfinished
-        goes_on = number + 1 < len(shards) and shards[number + 1].facts.continues
-        unfinished = int(sizes[-1]) if goes_on else 0
-        lengths, counts = _merge(lengths, counts, sizes[:-1] if goes_on else sizes)
+        unfinished = 0
+        if number + 1 < len(shards) and shards[number + 1].facts.continues:
+            unfinished, sizes = int(sizes[-1]), sizes[:-1]
+        lengths, counts = _merge(lengths, counts, sizes)
     return lengths, counts
 
 
@@ -140,35 +139,35 @@ def _bins(lengths: Int64s, counts: Int64s) -> tuple[LengthBin, ...]:
     """Powers of two: 1, 2 to 3, 4 to 7, and so on; parts of them where there would be few."""
     first, last = int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length() - 1
     num_parts = 1 << (-(-_FEW_BINS // (last + 1 - first)) - 1).bit_length()
-    powers = range(first, last + 1)
-    edges = sorted(
-        {2**power + 2**power * part // num_parts for power in powers for part in range(num_parts)}
-    )
-    edges.append(2 ** (last + 1))
+    distinct_edges = set()
+    for power in range(first, last + 1):
+        for part in range(num_parts):
+            # Small powers have fewer lengths than parts: edges repeat.
+            distinct_edges.add(2**power + 2**power * part // num_parts)
+    edges = [*sorted(distinct_edges), 2 ** (last + 1)]
     low, high = np.searchsorted(edges, [lengths[0], lengths[-1]], "right")
     edges = edges[int(low) - 1 : int(high) + 1]
     number = np.searchsorted(edges, lengths, "right") - 1
     documents = np.bincount(number, counts, len(edges) - 1).astype(np.int64)
     tokens = np.bincount(number, counts * lengths, len(edges) - 1).astype(np.int64)
-    return tuple(
-        LengthBin(low, high - 1, int(documents[i]), int(tokens[i]))
-        for i, (low, high) in enumerate(pairwise(edges))
-    )
+    bins = []
+    for i, (low, high) in enumerate(pairwise(edges)):
+        bins.append(LengthBin(low, high - 1, int(documents[i]), int(tokens[i])))
+    return tuple(bins)
 
 
 def _frequent(dataset: Dataset, counts: Int64s) -> tuple[FrequentToken, ...]:
     tokenizer = dataset.load_tokenizer()
-    order = np.argsort(-counts, kind="stable")[:NUM_FREQUENT]
     frequent = []
-    for token in (int(token) for token in order if counts[token]):
-        is_end = token == dataset.end_of_document
-        text = (
-            "(end of document)"
-            if is_end
-            else tokenizer.decode([token])
-            if tokenizer is not None
-            else ""
-        )
+    # Stable, so that of tokens as frequent as each other the smaller id comes first.
+    for token in np.argsort(-counts, kind="stable")[:NUM_FREQUENT].tolist():
+        if not counts[token]:
+            break
+        text = ""
+        if token == dataset.end_of_document:
+            text = "(end of document)"
+        elif tokenizer is not None:
+            text = tokenizer.decode([token])
         frequent.append(FrequentToken(token, text, int(counts[token])))
     return tuple(frequent)
 

@@ -80,7 +80,8 @@ def find_kind(source: str) -> tuple[Kind, Path] | None:
     """The kind of a source of token ids, and the directory or file it is; None if it is text, or
     nothing."""
     path = Path(os.path.expanduser(source))
-    if is_dataset(path) or _holds_shards(path):  # without its dataset.json: opening it says so
+    # Without its dataset.json: opening it says so.
+    if is_dataset(path) or _holds_shards(path):
         return "dataset", path.resolve()
     is_pattern = glob.has_magic(source) and not os.path.exists(path)
     if (
@@ -91,7 +92,9 @@ def find_kind(source: str) -> tuple[Kind, Path] | None:
     ):
         return "npy", path.resolve()
     pair = megatron_paths(source)
-    return None if pair is None else ("megatron", pair[0].resolve())
+    if pair is None:
+        return None
+    return "megatron", pair[0].resolve()
 
 
 def _holds_shards(path: Path) -> bool:
@@ -118,11 +121,15 @@ def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> S
     if kind == "dataset":
         return _describe_dataset(path)
     array = open_arrays(kind, path).arrays[0]
-    paths = [path, path.with_suffix(".idx")] if kind == "megatron" else [path]
-    files = {
-        file.name: FileFacts(file.stat().st_size, _checksum(file) if with_checksums else "")
-        for file in paths
-    }
+    paths = [path]
+    if kind == "megatron":
+        paths.append(path.with_suffix(".idx"))
+    files = {}
+    for file in paths:
+        num_bytes, checksum = file.stat().st_size, ""
+        if with_checksums:
+            checksum = _checksum(file)
+        files[file.name] = FileFacts(num_bytes, checksum)
     return SourceDescription(
         kind=kind,
         path=path,
@@ -138,11 +145,10 @@ def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> S
 def _describe_dataset(path: Path) -> SourceDescription:
     dataset = open_dataset(path)
     files = {MANIFEST: FileFacts((path / MANIFEST).stat().st_size, _checksum(path / MANIFEST))}
-    files |= {
-        shard.facts.file: FileFacts(shard.facts.num_bytes, shard.facts.xxh3)
-        for shard in dataset.shards
-    }
-    dataset.load_tokenizer()  # it must be the one of the shards
+    for shard in dataset.shards:
+        files[shard.facts.file] = FileFacts(shard.facts.num_bytes, shard.facts.xxh3)
+    # Raises unless it is the one of the shards.
+    dataset.load_tokenizer()
     return SourceDescription(
         kind="dataset",
         path=path,
@@ -181,18 +187,18 @@ def _check_manifest(path: Path, files: Mapping[str, FileFacts]) -> None:
     try:
         if _checksum(path / MANIFEST) == files[MANIFEST].xxh3:
             return
-        now = {
-            shard.file: FileFacts(shard.num_bytes, shard.xxh3)
-            for shard in read_dataset_manifest(path)[0].shards
-        }
+        manifest, _ = read_dataset_manifest(path)
     except DataStorageError:
+        # A disk that fails says nothing about the content.
         raise
     except DataError as error:
         raise _change_error(path / MANIFEST, error.why or error.what) from None
-    different = next(
-        (name for name, facts in files.items() if name != MANIFEST and now.get(name) != facts),
-        MANIFEST,
-    )
+    now = {shard.file: FileFacts(shard.num_bytes, shard.xxh3) for shard in manifest.shards}
+    different = MANIFEST
+    for name, facts in files.items():
+        if name != MANIFEST and now.get(name) != facts:
+            different = name
+            break
     raise _change_error(path / different, "dataset.json describes another one now")
 
 
@@ -262,7 +268,8 @@ def _open_npy(path: Path) -> Tokens:
     """
     try:
         with regular_path(path) as opened:
-            ids = np.lib.format.open_memmap(opened, mode="r")  # unlike np.load it never unpickles
+            # Unlike np.load it never unpickles.
+            ids = np.lib.format.open_memmap(opened, mode="r")
     except OSError as error:
         raise unreadable(error, f"data.source {path}") from None
     except (ValueError, EOFError) as error:

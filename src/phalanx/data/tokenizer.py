@@ -73,22 +73,26 @@ class ByteTokenizer:
     end_name: str | None = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        return [np.frombuffer(as_bytes(text), np.uint8).astype(np.uint16) for text in texts]
+        return [np.frombuffer(encode_utf8(text), np.uint8).astype(np.uint16) for text in texts]
 
     def encode(self, text: str) -> list[int]:
-        return list(as_bytes(text))
+        return list(encode_utf8(text))
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """The end of a document is a newline; what is not UTF-8 is U+FFFD."""
-        line_end, no_utf8 = ord("\n"), 0xFF
-        values = (int(token) for token in ids)
-        return bytes(
-            token if 0 <= token < 256 else line_end if token == END_OF_DOCUMENT else no_utf8
-            for token in values
-        ).decode("utf-8", "replace")
+        text = bytearray()
+        for token in map(int, ids):
+            if 0 <= token < END_OF_DOCUMENT:
+                text.append(token)
+            elif token == END_OF_DOCUMENT:
+                text.append(ord("\n"))
+            else:
+                # No byte of UTF-8 is 0xFF, so that it becomes U+FFFD below.
+                text.append(0xFF)
+        return text.decode("utf-8", "replace")
 
 
-def as_bytes(text: str) -> bytes:
+def encode_utf8(text: str) -> bytes:
     """UTF-8, whatever the text holds: escaped bytes come back, other lone surrogates become
     U+FFFD."""
     try:
@@ -116,12 +120,15 @@ class HuggingFaceTokenizer:
         self.digest = digest
         ids = tokenizer.get_vocab(with_added_tokens=True).values()  # they may have holes
         self.vocab_size = max(ids) + 1
-        special = {
-            token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
-        }
-        self.text_vocab_size = max((token for token in ids if token not in special), default=-1) + 1
+        text_ids = set(ids)
+        for token, added in tokenizer.get_added_tokens_decoder().items():
+            if added.special:
+                text_ids.discard(token)
+        self.text_vocab_size = max(text_ids, default=-1) + 1
         self.end_of_document = end_of_document
-        self.end_name = None if end_of_document is None else tokenizer.id_to_token(end_of_document)
+        self.end_name = None
+        if end_of_document is not None:
+            self.end_name = tokenizer.id_to_token(end_of_document)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Ids of each text. Lone surrogates must have been replaced."""
@@ -132,12 +139,13 @@ class HuggingFaceTokenizer:
         return list(self._tokenizer.encode(replace_surrogates(text), add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        # Documents apart: the library would drop the end of one as a special token.
         parts: list[list[int]] = [[]]
-        for token in ids:
-            if int(token) == self.end_of_document:
+        for token in map(int, ids):
+            if token == self.end_of_document:
                 parts.append([])
-            elif 0 <= int(token) < self.vocab_size:
-                parts[-1].append(int(token))
+            elif 0 <= token < self.vocab_size:
+                parts[-1].append(token)
         return "\n".join(self._tokenizer.decode(part) for part in parts)
 
 
@@ -158,17 +166,14 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise _not_one(path, str(error)) from None
     if not tokenizer.get_vocab_size():
         raise _not_one(path, "its vocabulary is empty")
-    tokenizer.no_truncation()  # both may be saved in the file, and would cut or fill documents
+    # Both may be saved in the file, and would cut or fill documents.
+    tokenizer.no_truncation()
     tokenizer.no_padding()
-    end = next(
-        (
-            token
-            for token in _end_names(path, tokenizer)
-            if tokenizer.token_to_id(token) is not None
-        ),
-        None,
-    )
-    end_id = None if end is None else tokenizer.token_to_id(end)
+    end_id = None
+    for name_of_end in _end_names(path, tokenizer):
+        end_id = tokenizer.token_to_id(name_of_end)
+        if end_id is not None:
+            break
     _take_spelling_as_text(tokenizers, tokenizer, end_id)
     return HuggingFaceTokenizer(tokenizer, digest(json.loads(content)), end_id)
 
@@ -224,18 +229,22 @@ def _end_names(path: Path, tokenizer: Any) -> list[str]:
     the usual ones, then what the model beside it ends with (in models that converse that is the end
     of a turn).
     """
-    names = [
-        _name_of(_read_settings(path.parent / file).get("eos_token"))
-        for file in (CONFIG_FILE, SPECIAL_FILE)
-    ]
-    configured_ids = _read_settings(path.parent / MODEL_FILE).get("eos_token_id")
-    ids = configured_ids if isinstance(configured_ids, list) else [configured_ids]
-    of_model = [tokenizer.id_to_token(one) for one in ids if type(one) is int and one >= 0]
-    return [name for name in (*names, *_ENDS, *of_model) if isinstance(name, str)]
-
-
-def _name_of(value: Any) -> Any:
-    return value.get("content") if isinstance(value, dict) else value
+    names: list[Any] = []
+    for file in (CONFIG_FILE, SPECIAL_FILE):
+        name = _read_settings(path.parent / file).get("eos_token")
+        # transformers writes a token as its text, or as an object with its flags.
+        if isinstance(name, dict):
+            name = name.get("content")
+        names.append(name)
+    names += _ENDS
+    ids = _read_settings(path.parent / MODEL_FILE).get("eos_token_id")
+    # One number, or several for models that end in more than one way.
+    if not isinstance(ids, list):
+        ids = [ids]
+    for token in ids:
+        if type(token) is int and token >= 0:
+            names.append(tokenizer.id_to_token(token))
+    return [name for name in names if isinstance(name, str)]
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

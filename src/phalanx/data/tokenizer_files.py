@@ -39,48 +39,60 @@ class TokenizerFiles:
 
 
 def collect_tokenizer_files(
-    corpus: Corpus, brought: ModelTokenizer | None = None, kept: Sequence[str] = ()
+    corpus: Corpus, brought: ModelTokenizer | None = None, file_names: Sequence[str] = ()
 ) -> TokenizerFiles:
     """The tokenizer files of the run's text. If the model's own tokenizer made its tokens, all of
-    its files that `kept` names.
+    its files that `file_names` names.
 
     Raises DataError if the tokenizer is not where it was, or is another one by now.
     """
     if brought is not None and _is_models(corpus, brought):
-        files = {
-            name: brought.directory / name for name in kept if (brought.directory / name).is_file()
-        }
-        texts = (
-            {}
-            if CONFIG_FILE in files
-            else {CONFIG_FILE: _config(load_tokenizer(str(brought.name)).end_name)}
-        )
-        note = (
-            ""
-            if corpus.is_text
-            else f"the run's data had no text: the tokenizer is the one of {brought.owner}"
-        )
-        return TokenizerFiles(files, texts, note=note, is_models=True)
+        return _collect_models_files(corpus, brought, file_names)
     tokenizer = corpus.tokenizer()
     if tokenizer is None:
         return TokenizerFiles(
             note="the run's data had no text, so there is no tokenizer", is_models=True
         )
-    end = tokenizer.end_of_document
-    settings = {} if end is None else {"eos_token_id": end}
-    if tokenizer.kind == "bytes":
+    settings = {}
+    if tokenizer.end_of_document is not None:
+        settings["eos_token_id"] = tokenizer.end_of_document
+    if tokenizer.kind == BYTES:
         return TokenizerFiles(
             texts={TOKENIZER_FILE: byte_tokenizer(), CONFIG_FILE: _config(END)}, settings=settings
         )
     first = corpus.components[0]
     path = tokenizer_path(first.tokenizer_path or str(corpus.path_of(first)))
-    neighbours = {name: path.parent / name for name in _BESIDE if (path.parent / name).is_file()}
-    texts = {} if CONFIG_FILE in neighbours else {CONFIG_FILE: _config(tokenizer.end_name)}
-    return TokenizerFiles({TOKENIZER_FILE: path, **neighbours}, texts, settings)
+    files = {TOKENIZER_FILE: path, **_existing_files(path.parent, _BESIDE)}
+    texts = {}
+    if CONFIG_FILE not in files:
+        texts[CONFIG_FILE] = _config(tokenizer.end_name)
+    return TokenizerFiles(files, texts, settings)
+
+
+def _collect_models_files(
+    corpus: Corpus, brought: ModelTokenizer, file_names: Sequence[str]
+) -> TokenizerFiles:
+    files = _existing_files(brought.directory, file_names)
+    texts = {}
+    # The file that tells AutoTokenizer which class it is, and which token ends a text.
+    if CONFIG_FILE not in files:
+        texts[CONFIG_FILE] = _config(load_tokenizer(str(brought.name)).end_name)
+    note = ""
+    if not corpus.is_text:
+        note = f"the run's data had no text: the tokenizer is the one of {brought.owner}"
+    return TokenizerFiles(files, texts, note=note, is_models=True)
+
+
+def _existing_files(directory: Path, names: Sequence[str]) -> dict[str, Path]:
+    """The paths of those of `names` that are files in `directory`."""
+    return {name: directory / name for name in names if (directory / name).is_file()}
 
 
 def _config(end: str | None) -> dict[str, Any]:
-    return {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": end} if end else {})}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if end:
+        config["eos_token"] = end
+    return config
 
 
 def _is_models(corpus: Corpus, brought: ModelTokenizer) -> bool:
@@ -128,10 +140,14 @@ def _letters_of_bytes() -> list[str]:
     """The letter that byte-level tokenizers write for each byte: printable ones stand for
     themselves (GPT-2).
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    spelled = {
-        **{byte: chr(byte) for byte in printable},
-        **{byte: chr(256 + n) for n, byte in enumerate(unprintable)},
-    }
-    return [spelled[byte] for byte in range(256)]
+    # 0xAD, the soft hyphen, is invisible.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    letters = []
+    num_unprintable = 0
+    for byte in range(256):
+        if byte in printable:
+            letters.append(chr(byte))
+        else:
+            letters.append(chr(256 + num_unprintable))
+            num_unprintable += 1
+    return letters

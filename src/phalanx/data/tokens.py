@@ -65,13 +65,11 @@ class TokenSequence:
         empty.
         """
         self._arrays = tuple(arrays)
-        self._tokens = [
-            np.asarray(array.tokens) for array in arrays
-        ]  # slices of a memmap cost more than its view's
+        # A plain view of each: slicing a memmap makes an object of its own class, which costs more.
+        self._tokens = [np.asarray(array.tokens) for array in arrays]
         self._array_of, self._starts = array_of, starts
-        self._bounds = np.concatenate(
-            [np.zeros(1, np.int64), np.cumsum(stops - starts)]
-        )  # extent e: [e] to [e + 1]
+        # In the sequence, extent e lies from _bounds[e] to _bounds[e + 1].
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
         self._document_ends: Int64s | None = None
         self.num_tokens = int(self._bounds[-1])
 
@@ -95,10 +93,11 @@ class TokenSequence:
         start, stop = max(0, start), min(stop, self.num_tokens)
         if start >= stop:
             return np.zeros(0, np.int64)
-        pieces = list(
-            self._pieces(int(np.searchsorted(self._bounds, start, "right")) - 1, start, stop)
-        )
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        extent = int(np.searchsorted(self._bounds, start, "right")) - 1
+        pieces = list(self._pieces(extent, start, stop))
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces)
 
     def _pieces(self, extent: int, start: int, stop: int) -> Iterator[Tokens]:
         """Tokens from `start` (which lies in `extent`) to `stop`, a view for each extent that they
@@ -143,9 +142,8 @@ class TokenSequence:
         if self._document_ends is None:
             parts = [self._ends_in(number) for number in range(len(self._arrays))]
             ends = np.concatenate([*parts, np.array([self.num_tokens], np.int64)])
-            self._document_ends = ends[
-                np.diff(ends, prepend=0) > 0
-            ]  # ascending already: only repetitions go
+            # Ascending already: only repetitions go.
+            self._document_ends = ends[np.diff(ends, prepend=0) > 0]
         return self._document_ends
 
     def _ends_in(self, number: int) -> Int64s:
@@ -158,9 +156,8 @@ class TokenSequence:
             ends = ends[:-1]
         if rows.size == 0 or ends.size == 0:
             return np.zeros(0, np.int64)
-        at = (
-            np.searchsorted(self._starts[rows], ends, "left") - 1
-        )  # the extent that begins before this end
+        # The extent that begins before this end.
+        at = np.searchsorted(self._starts[rows], ends, "left") - 1
         sizes = self._bounds[rows + 1] - self._bounds[rows]
         within = ends - self._starts[rows][at]
         is_inside = (at >= 0) & (within <= sizes[at])
@@ -216,17 +213,23 @@ def choose_split(arrays: Sequence[TokenArray], fraction: float, seq_len: int) ->
     By document where the fraction does; else the documents of the smallest keys, as few as hold a
     sequence; by position where no choice of whole documents does.
     """
+    # Nothing is held out, which needs no look at documents.
     if fraction == 0:
         return SplitChoice("position")
     needed, total = seq_len + 1, sum(len(array.tokens) for array in arrays)
     num_held_out = sum(_num_held_out(array, fraction) for array in arrays)
     if min(num_held_out, total - num_held_out) >= needed:
         return SplitChoice("document")
-    keys = _few_documents(arrays, fraction, needed) if total >= 2 * needed else ()
-    return SplitChoice("few_documents", keys) if keys else SplitChoice("position")
+    if total >= 2 * needed:
+        keys = _choose_few_documents(arrays, fraction, needed)
+        if keys:
+            return SplitChoice("few_documents", keys)
+    return SplitChoice("position")
 
 
-def _few_documents(arrays: Sequence[TokenArray], fraction: float, needed: int) -> tuple[int, ...]:
+def _choose_few_documents(
+    arrays: Sequence[TokenArray], fraction: float, needed: int
+) -> tuple[int, ...]:
     """Documents to hold out, by ascending key, so that each side has `needed` tokens; none if that
     cannot be.
 
@@ -234,27 +237,22 @@ def _few_documents(arrays: Sequence[TokenArray], fraction: float, needed: int) -
     those that would take more than twice that, and so on: of a long document and a short one, the
     short one is held out whatever their keys.
     """
-    keys, number_of = np.unique(
-        np.concatenate([array.keys for array in arrays]), return_inverse=True
-    )
-    lengths = np.concatenate(
-        [np.diff(np.asarray(array.ends).astype(np.int64), prepend=0) for array in arrays]
-    )
-    sizes = np.bincount(number_of.ravel(), lengths, len(keys)).astype(
-        np.int64
-    )  # a document may lie in several shards
+    all_keys = np.concatenate([array.keys for array in arrays])
+    keys, number_of = np.unique(all_keys, return_inverse=True)
+    lengths = np.concatenate([_document_lengths(array) for array in arrays])
+    # A document may lie in several shards: its parts have one key.
+    sizes = np.bincount(number_of.ravel(), lengths, len(keys)).astype(np.int64)
     total, limit = int(sizes.sum()), max(fraction, MOST_OF_FEW)
     part = max(fraction, needed / total)
     while True:
-        chosen = _smallest_keys(
-            keys.tolist(), sizes.tolist(), needed, most=min(int(part * total), total - needed)
-        )
+        most = min(int(part * total), total - needed)
+        chosen = _take_smallest_keys(keys.tolist(), sizes.tolist(), needed, most)
         if chosen or part >= limit:
             return chosen
         part = min(2 * part, limit)
 
 
-def _smallest_keys(
+def _take_smallest_keys(
     keys: Sequence[int], sizes: Sequence[int], needed: int, most: int
 ) -> tuple[int, ...]:
     """The first documents that have `needed` tokens together, without those that would make it more
@@ -268,7 +266,9 @@ def _smallest_keys(
         if size > 0 and num_held_out + size <= most:
             chosen.append(key)
             num_held_out += size
-    return tuple(chosen) if num_held_out >= needed else ()
+    if num_held_out < needed:
+        return ()
+    return tuple(chosen)
 
 
 def split_tokens(
@@ -279,25 +279,34 @@ def split_tokens(
 
     Of few documents, those of `keys`. By position, the last part of the last arrays.
     """
-    if split_by != "position":
+    if split_by == "document":
+        return _split_by_masks(
+            arrays, [choose_held_out_documents(array.keys, fraction) for array in arrays]
+        )
+    if split_by == "few_documents":
         chosen = np.array(keys, np.uint64)
-        held_out = [
-            choose_held_out_documents(array.keys, fraction)
-            if split_by == "document"
-            else np.isin(array.keys, chosen)
-            for array in arrays
-        ]
-        return Splits(_select(arrays, [~mask for mask in held_out]), _select(arrays, held_out))
+        return _split_by_masks(arrays, [np.isin(array.keys, chosen) for array in arrays])
     total = sum(len(array.tokens) for array in arrays)
-    num_held_out = (
-        min(total, max(2, math.ceil(total * fraction))) if fraction else 0
-    )  # one token is never a target
+    num_held_out = 0
+    if fraction:
+        # At least two: the first token is an input only, so one alone has no target.
+        num_held_out = min(total, max(2, math.ceil(total * fraction)))
     return _split_at(arrays, total - num_held_out)
 
 
+def _split_by_masks(arrays: Sequence[TokenArray], held_out: Sequence[NDArray[np.bool_]]) -> Splits:
+    """The two sides of documents; those under the masks `held_out` are on the second."""
+    return Splits(_select(arrays, [~mask for mask in held_out]), _select(arrays, held_out))
+
+
 def _num_held_out(array: TokenArray, fraction: float) -> int:
-    ends = np.asarray(array.ends).astype(np.int64)
-    return int(np.diff(ends, prepend=0)[choose_held_out_documents(array.keys, fraction)].sum())
+    is_held_out = choose_held_out_documents(array.keys, fraction)
+    return int(_document_lengths(array)[is_held_out].sum())
+
+
+def _document_lengths(array: TokenArray) -> Int64s:
+    # Signed before they are subtracted: uint64 and a Python 0 would become float64.
+    return np.asarray(np.diff(np.asarray(array.ends).astype(np.int64), prepend=0), np.int64)
 
 
 def choose_held_out_documents(keys: Uint64s, fraction: float) -> NDArray[np.bool_]:
@@ -316,6 +325,7 @@ def _select(arrays: Sequence[TokenArray], masks: Sequence[NDArray[np.bool_]]) ->
         ends = np.asarray(array.ends).astype(np.int64)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
         first, beyond = edges[0::2], edges[1::2]  # runs of documents
+        # At first == 0 the index is -1, a valid one whose value `where` does not take.
         start, stop = np.where(first > 0, ends[first - 1], 0), ends[beyond - 1]
         filled = stop > start
         starts.append(start[filled])
@@ -336,13 +346,18 @@ def _split_at(arrays: Sequence[TokenArray], num_train: int) -> Splits:
 
 
 def _fill_extents(arrays: Sequence[TokenArray], extents: Sequence[Extent]) -> TokenSequence:
-    filled = [extent for extent in extents if extent.stop > extent.start]
-    columns = (
-        [extent.array for extent in filled],
-        [e.start for e in filled],
-        [e.stop for e in filled],
+    array_of, starts, stops = [], [], []
+    for extent in extents:
+        if extent.stop > extent.start:
+            array_of.append(extent.array)
+            starts.append(extent.start)
+            stops.append(extent.stop)
+    return TokenSequence(
+        arrays,
+        np.array(array_of, np.int64),
+        np.array(starts, np.int64),
+        np.array(stops, np.int64),
     )
-    return TokenSequence(arrays, *(np.array(column, np.int64) for column in columns))
 
 
 def _sequence(
@@ -351,11 +366,12 @@ def _sequence(
     starts: Sequence[Int64s],
     stops: Sequence[Int64s],
 ) -> TokenSequence:
-    none = [np.zeros(0, np.int64)]
-    columns = (
-        np.concatenate([*none, *column]).astype(np.int64) for column in (array_of, starts, stops)
-    )
-    return TokenSequence(arrays, *columns)
+    return TokenSequence(arrays, _join(array_of), _join(starts), _join(stops))
+
+
+def _join(parts: Sequence[Int64s]) -> Int64s:
+    # An empty array first: numpy cannot concatenate none at all.
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 
 @dataclass(frozen=True)

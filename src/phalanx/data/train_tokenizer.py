@@ -17,7 +17,7 @@ from phalanx.data.columns import Reading
 from phalanx.data.cuts import Cutter
 from phalanx.data.readers import plan_parts, read_pieces
 from phalanx.data.sources import find_files
-from phalanx.data.spans import Task, plan_tasks
+from phalanx.data.spans import FileSpan, Task, plan_tasks
 from phalanx.data.tokenizer import TOKENIZER_FILE
 
 END = "<|endoftext|>"
@@ -74,14 +74,16 @@ def train_tokenizer(
         raise UsageError(
             f"a vocabulary of {vocab_size:,} is too large", fix=f"at most {MOST_VOCAB_SIZE:,}"
         )
-    path = out if out.suffix == ".json" else out / TOKENIZER_FILE
+    path = out
+    if path.suffix != ".json":
+        path = out / TOKENIZER_FILE
     if path.exists():
         raise DataError(
             "a tokenizer is there already", where=str(path), fix="give another --out, or remove it"
         )
     library = require("tokenizers", extra="hf", needed_for="training a tokenizer")
     corpus = _Corpus(inputs, column, max_text_bytes)
-    tokenizer, trainer = _build_untrained(library, vocab_size)
+    tokenizer, trainer = _build_tokenizer_and_trainer(library, vocab_size)
     _run(lambda: tokenizer.train_from_iterator(corpus.texts(), trainer), corpus, progress)
     if not corpus.text_bytes:
         raise DataError("there is no text in it", where=", ".join(inputs))
@@ -100,7 +102,7 @@ def train_tokenizer(
     )
 
 
-def _build_untrained(library: Any, vocab_size: int) -> tuple[Any, Any]:
+def _build_tokenizer_and_trainer(library: Any, vocab_size: int) -> tuple[Any, Any]:
     """GPT-2's construction: any text goes in, and comes out of `decode` as it was."""
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -121,11 +123,11 @@ class _Corpus:
         files = [file for source in find_files(inputs, named="") for file in source.files]
         self.total_bytes = sum(file.num_bytes for file in files)
         self._column = column
-        self._share = 1.0 if max_text_bytes is None else max_text_bytes / max(1, self.total_bytes)
-        self._tasks: list[Task] = plan_tasks(
-            [plan_parts(file, column, max(1, file.num_bytes), True) for file in files],
-            max(1, self.total_bytes),
-        )
+        self._share = 1.0
+        if max_text_bytes is not None:
+            self._share = max_text_bytes / max(1, self.total_bytes)
+        parts = [plan_parts(file, column, max(1, file.num_bytes), True) for file in files]
+        self._tasks: list[Task] = plan_tasks(parts, max(1, self.total_bytes))
         self._reading = Reading()
         self._began = time.monotonic()
         self.text_bytes, self.last, self.is_read = 0, "", False
@@ -138,23 +140,24 @@ class _Corpus:
         return TrainingProgress(self._reading.read, self.total_bytes, self.is_read, self.elapsed_s)
 
     def texts(self) -> Iterator[str]:
-        cutter = Cutter(
-            lambda before, after: True
-        )  # a word more or less at the end of a piece does not matter
-        for span in (span for task in self._tasks for span in task.spans):
-            for number, piece in enumerate(
-                read_pieces(span, self._column, cutter, False, self._reading)
-            ):
-                if (
-                    self._share < 1
-                    and stable_hash64("sample", piece.key, number) / 2**64 >= self._share
-                ):
-                    continue
-                if piece.text:
-                    self.text_bytes += piece.num_bytes
-                    self.last = str(piece.text)[:_SAMPLE_CHARS]
-                    yield str(piece.text)
+        # A word more or less at the end of a piece does not matter.
+        cutter = Cutter(lambda before, after: True)
+        for task in self._tasks:
+            for span in task.spans:
+                yield from self._texts_of(span, cutter)
         self.is_read = True
+
+    def _texts_of(self, span: FileSpan, cutter: Cutter) -> Iterator[str]:
+        pieces = read_pieces(span, self._column, cutter, False, self._reading)
+        for number, piece in enumerate(pieces):
+            if piece.text and self._is_sampled(piece.key, number):
+                self.text_bytes += piece.num_bytes
+                self.last = str(piece.text)[:_SAMPLE_CHARS]
+                yield str(piece.text)
+
+    def _is_sampled(self, key: int, number: int) -> bool:
+        # By a hash, so that the same inputs give the same tokenizer.
+        return self._share >= 1 or stable_hash64("sample", key, number) / 2**64 < self._share
 
 
 def _run(

@@ -8,6 +8,7 @@ time of the last change of status counts, too.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ def find_changed(
     """
     since_ns = os.stat(since).st_mtime_ns - _COARSE_NS
     paths = [span.path for span in task.spans if changed_ns[span.path] >= since_ns]
+    # Reading all of it is the last resort.
     if not paths or digest_content(task, column) == content:
         return []
     return sorted(paths, key=lambda path: -changed_ns[path])
@@ -50,7 +52,7 @@ def check_inputs_unchanged(
     """Raise DataError for a file that changed after it was read; dataset.json, written next,
     would be newer than it."""
     touched = set()
-    for file in (file for one in sources for file in one.files):
+    for file in itertools.chain.from_iterable(listing.files for listing in sources):
         try:
             status = os.stat(file.path)
         except OSError as error:

@@ -12,7 +12,7 @@ from phalanx.core.files import READ_REFUSALS, fix_of
 def unreadable(
     error: OSError,
     where: Path | str,
-    what: str = "cannot be read",
+    summary: str = "cannot be read",
     *,
     why: str = "",
     fix: str | None = None,
@@ -21,7 +21,7 @@ def unreadable(
     if its disk fails."""
     why = why or error.strerror or str(error)
     if error.errno not in READ_REFUSALS:
-        return DataError(what, where=str(where), why=why, fix=fix)
+        return DataError(summary, where=str(where), why=why, fix=fix)
     return DataStorageError(
-        what, where=str(where), why=why, fix=fix_of(error, where, place="place for the data")
+        summary, where=str(where), why=why, fix=fix_of(error, where, place="place for the data")
     )

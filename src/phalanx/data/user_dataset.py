@@ -91,17 +91,20 @@ class UserSamples:
         """Each entry of the samples' dicts, stacked: [n, ...]. Raises DataError for what cannot be
         a batch.
         """
-        places = self._order.at(indices) if self._order else np.asarray(indices)
+        places = np.asarray(indices)
+        if self._order is not None:
+            places = self._order.at(indices)
+        numbers, positions = indices.ravel().tolist(), places.ravel().tolist()
+        samples = []
         with _preserve_random_states():
-            samples = [
-                self._sample(int(index), int(position))
-                for index, position in zip(indices.ravel(), places.ravel(), strict=True)
-            ]
+            for index, position in zip(numbers, positions, strict=True):
+                samples.append(self._sample(index, position))
         self.on_sample(None)
-        return collate(samples, [int(position) for position in places.ravel()], self._source)
+        return collate(samples, positions, self._source)
 
     def _sample(self, index: int, index_in_source: int) -> Mapping[str, Any]:
-        _seed_all(stable_hash64("sample", self._seed, index))
+        # By the number in the run, not the place in the dataset: each epoch augments anew.
+        _seed_generators(stable_hash64("sample", self._seed, index))
         self.on_sample(index_in_source)
         try:
             sample: Any = self._dataset[index_in_source]
@@ -128,27 +131,27 @@ def collate(samples: Sequence[Mapping[str, Any]], places: Sequence[int], source:
         if set(sample) != set(keys):
             why = f"sample {places[0]} has {sorted(keys)}, sample {index} has {sorted(sample)}"
             raise DataError("samples must have the same keys", where=source, why=why)
-    return {key: _stack(key, [sample[key] for sample in samples], places, source) for key in keys}
+    arrays: Arrays = {}
+    for key in keys:
+        arrays[key] = _stack(key, [sample[key] for sample in samples], places, source)
+    return arrays
 
 
 def _stack(key: str, values: Sequence[Any], places: Sequence[int], source: str) -> NDArray[Any]:
-    arrays = [
-        _to_array(key, value, f"sample {index} of {source}")
-        for index, value in zip(places, values, strict=True)
-    ]
+    arrays = []
+    for index, value in zip(places, values, strict=True):
+        arrays.append(_to_array(key, value, f"sample {index} of {source}"))
     for index, array in zip(places, arrays, strict=True):
-        for noun, own_value, first in (
-            ("shape", array.shape, arrays[0].shape),
-            ("type", array.dtype, arrays[0].dtype),
+        for noun, own_value, first, fix in (
+            ("shape", array.shape, arrays[0].shape, "pad or crop them to one shape"),
+            ("type", array.dtype, arrays[0].dtype, "convert them to one type"),
         ):
             if own_value != first:
                 raise DataError(
                     f"samples of one batch have {key!r} of different {noun}s",
                     where=source,
                     why=f"{first} in sample {places[0]}, {own_value} in sample {index}",
-                    fix="pad or crop them to one shape"
-                    if noun == "shape"
-                    else "convert them to one type",
+                    fix=fix,
                 )
     return np.stack(arrays)
 
@@ -156,49 +159,55 @@ def _stack(key: str, values: Sequence[Any], places: Sequence[int], source: str) 
 def _to_array(key: str, value: Any, where: str) -> NDArray[Any]:
     if isinstance(value, bool | int) and not isinstance(value, np.generic):
         return np.asarray(value, np.int64)
-    if isinstance(value, float):  # as torch.tensor takes it; numpy's own float64 numbers, too
+    # As torch.tensor takes it; numpy's own float64 numbers, too.
+    if isinstance(value, float):
         return np.asarray(value, np.float32)
+    is_tensor = hasattr(value, "detach")
     try:
-        array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+        array = np.asarray(value.detach().cpu().numpy() if is_tensor else value)
     except (TypeError, ValueError) as error:  # a ragged list, or a type that numpy does not have
         raise DataError(f"{key!r} cannot be made an array", where=where, why=str(error)) from None
     if array.dtype.kind not in _NUMBERS:
         raise DataError(
             f"{key!r} is no number and no array of numbers", where=where, why=type(value).__name__
         )
-    return (
-        array.astype(np.float32)
-        if array.dtype == np.float64 and not hasattr(value, "detach")
-        else array
-    )
+    if array.dtype == np.float64 and not is_tensor:
+        # numpy's default, and rarely meant; the type of a tensor is.
+        return array.astype(np.float32)
+    return array
 
 
 def user_error(error: Exception, where: str) -> DataError:
     """A user's exception in one line: what, and the place in their code that it comes from."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__
-    ]
-    at = f"{frames[-1].filename}:{frames[-1].lineno}, " if frames else ""
-    return DataError(f"{type(error).__name__}: {error}", where=f"{at}{where}")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename != __file__:
+            where = f"{frame.filename}:{frame.lineno}, {where}"
+            break
+    return DataError(f"{type(error).__name__}: {error}", where=where)
 
 
 @contextlib.contextmanager
 def _preserve_random_states() -> Iterator[None]:
+    # Only if it is imported already: a worker whose dataset needs no torch does without.
     torch = sys.modules.get("torch")
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state() if torch else None
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), None
+    if torch is not None:
+        torch_state = torch.get_rng_state()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        if torch is not None and states[2] is not None:
-            torch.set_rng_state(states[2])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if torch is not None and torch_state is not None:
+            torch.set_rng_state(torch_state)
 
 
-def _seed_all(seed: int) -> None:
+def _seed_generators(seed: int) -> None:
     random.seed(seed)
+    # numpy refuses a seed of more than 32 bits.
     np.random.seed(seed % 2**32)
     if (torch := sys.modules.get("torch")) is not None:
+        # Not torch.manual_seed, which seeds the generators of GPUs as well.
         torch.default_generator.manual_seed(seed % 2**63)
 
 

@@ -10,7 +10,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-_STATE = struct.Struct("<dq")
+_STATE = struct.Struct("<dq")  # when it was written, and the number
+# Below 0, so that every number from 0 on is a sample.
 _SPLITS = {-1: "train", -2: "held_out"}
 _ELSEWHERE = -3
 
@@ -31,7 +32,9 @@ class WorkerPosition:
     def __str__(self) -> str:
         if self.sample is not None:
             return f"sample {self.sample}"
-        return f"split {self.opening!r} to open" if self.opening else "an answer"
+        if self.opening is not None:
+            return f"split {self.opening!r} to open"
+        return "an answer"
 
 
 class Whereabouts:
@@ -50,7 +53,9 @@ class Whereabouts:
 
     def read(self) -> WorkerPosition:
         since_s, number = _STATE.unpack_from(self._memory)
-        return WorkerPosition(since_s, number if number >= 0 else None, _SPLITS.get(number))
+        if number >= 0:
+            return WorkerPosition(since_s, sample=number)
+        return WorkerPosition(since_s, opening=_SPLITS.get(number))
 
     def close(self) -> None:
         """Safe to call twice."""

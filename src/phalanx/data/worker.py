@@ -43,12 +43,13 @@ Arrays = dict[str, NDArray[Any]]
 def send(link: socket.socket, message: Message, fd: int | None = None) -> None:
     """Send a message, and a file with it."""
     body = json.dumps(message).encode()
-    attached = (
-        [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-    )
+    attached = []
+    if fd is not None:
+        attached.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd])))
     data = _LENGTH.pack(len(body)) + body
-    sent = link.sendmsg([data], attached)
-    link.sendall(data[sent:])
+    # The descriptor goes with the first bytes; what a full socket did not take follows them.
+    num_sent = link.sendmsg([data], attached)
+    link.sendall(data[num_sent:])
 
 
 def receive(link: socket.socket) -> tuple[Message, int | None] | None:
@@ -60,7 +61,7 @@ def receive(link: socket.socket) -> tuple[Message, int | None] | None:
         for fd in fds:
             os.close(fd)
         return None
-    return json.loads(body), fds[0] if fds else None
+    return json.loads(body), next(iter(fds), None)
 
 
 def _receive_exactly(link: socket.socket, size: int, fds: list[int]) -> bytes:
@@ -89,6 +90,7 @@ def pack(arrays: Arrays) -> tuple[list[Message], int]:
         layout.append({"name": name, "dtype": each.dtype.str, "shape": each.shape, "at": size})
         size += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
     fd = open_unnamed_file("phalanx-batch")
+    # An empty file cannot be mapped.
     os.ftruncate(fd, max(size, 1))
     with mmap.mmap(fd, max(size, 1)) as memory:
         for entry, each in zip(layout, arrays.values(), strict=True):
@@ -101,16 +103,14 @@ def pack(arrays: Arrays) -> tuple[list[Message], int]:
 def unpack(layout: list[Message], fd: int) -> Arrays:
     """The arrays of `pack`, mapped: nothing is copied. Closes `fd`."""
     memory = mmap.mmap(fd, 0)
+    # The map keeps the file, and the arrays keep the map.
     os.close(fd)
-    return {
-        entry["name"]: np.frombuffer(
-            memory,
-            np.dtype(entry["dtype"]),
-            int(np.prod(entry["shape"], dtype=np.int64)),
-            entry["at"],
-        ).reshape(entry["shape"])
-        for entry in layout
-    }
+    arrays: Arrays = {}
+    for entry in layout:
+        count = int(np.prod(entry["shape"], dtype=np.int64))
+        flat = np.frombuffer(memory, np.dtype(entry["dtype"]), count, entry["at"])
+        arrays[entry["name"]] = flat.reshape(entry["shape"])
+    return arrays
 
 
 def serve(link: socket.socket, whereabouts: Whereabouts) -> None:
@@ -156,9 +156,12 @@ def _probe(request: Message, whereabouts: Whereabouts) -> Message:
     train = open_user_dataset(source, args, "train")
     whereabouts.opens("held_out")
     held_out = open_user_dataset(source, args, "held_out")
+    num_held_out = 0
+    if held_out is not None:
+        num_held_out = len(held_out)
     return {
         "num_train": len(train),
-        "num_held_out": 0 if held_out is None else len(held_out),
+        "num_held_out": num_held_out,
         "some_samples": digest_of_some(train, source, whereabouts.reads),
         "first_shapes": first_shapes(train, source, whereabouts.reads),
     }
@@ -199,20 +202,20 @@ def _end_with_the_rank(link: socket.socket, rank_pid: int) -> None:
 
 
 def _watch(link: socket.socket) -> None:
+    # No events: a hang-up is reported unasked, and messages are for the other thread.
     poll = select.poll()
     poll.register(link.fileno(), 0)
     while not any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(1000)):
         pass
+    # Not sys.exit, which would end this thread only.
     os._exit(0)
 
 
 def main() -> int:
     faulthandler.enable()  # a crash in C code says in which line of whose code
     link = socket.socket(fileno=int(sys.argv[1]))
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # the rank is asked to stop, and stops us when it is done
+    # The rank is asked to stop, and stops us when it is done.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _end_with_the_rank(link, int(sys.argv[2]))
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -15,7 +16,8 @@ from phalanx.core.files import append_regular
 
 MAX_SAID_BYTES = 64 * 1024  # of a log, from its end
 MAX_LAST_WORDS = 300
-_FATAL = "Fatal Python error"  # how faulthandler begins; what it ends with says little
+# The beginning of faulthandler's report of a crash; the stack it ends with says little.
+_FATAL = "Fatal Python error"
 
 
 class WorkerLog:
@@ -27,7 +29,8 @@ class WorkerLog:
     def __init__(self, name: str, path: Path | None) -> None:
         self.name, self.path = name, path
         self.file = _open(path)
-        self._begin = self.file.seek(0, os.SEEK_END)  # the log may go on from an earlier worker's
+        # The log may go on from an earlier worker's.
+        self._begin = self.file.seek(0, os.SEEK_END)
 
     def close(self, *, aloud: bool) -> str:
         """Close, and give the last line, or that of a crash.
@@ -42,11 +45,19 @@ class WorkerLog:
             self.path.unlink(missing_ok=True)
         lines = [line.rstrip() for line in text.splitlines() if line.strip()]
         if lines and (aloud or self.path is None):
-            print(
-                *(f"[{self.name}] {line}" for line in lines), sep="\n", file=sys.stderr, flush=True
-            )
-        last = next((line for line in lines if line.startswith(_FATAL)), lines[-1] if lines else "")
-        return last.strip()[:MAX_LAST_WORDS]
+            report = "\n".join(f"[{self.name}] {line}" for line in lines)
+            print(report, file=sys.stderr, flush=True)
+        return _find_last_line(lines)[:MAX_LAST_WORDS]
+
+
+def _find_last_line(lines: Sequence[str]) -> str:
+    """The line that says why a process ended: the first of a crash, or else the last one."""
+    for line in lines:
+        if line.startswith(_FATAL):
+            return line.strip()
+    if not lines:
+        return ""
+    return lines[-1].strip()
 
 
 def _open(path: Path | None) -> IO[bytes]:

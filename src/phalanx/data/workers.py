@@ -33,12 +33,12 @@ from phalanx.data.worker import Arrays, Message, error_of, receive, send, unpack
 from phalanx.data.worker_log import WorkerLog
 from phalanx.observe.events import Event, LoaderWorkerReplaced
 
-STEPS_AHEAD = 2  # of each worker
-MAX_REPLACEMENTS = 3  # for one step
-START_S = 30.0  # to import what a dataset needs, on top of the time for an answer
-OPENING_S = (
-    300.0  # at least, for each split of a user's dataset: a first time may download what it reads
-)
+STEPS_AHEAD = 2  # of each worker: one is read while the other waits
+MAX_REPLACEMENTS = 3  # for one step: what fails so often will not succeed
+# To import what a dataset needs, on top of the time for an answer.
+START_S = 30.0
+# At least, for each split of a user's dataset: a first time may download what it reads.
+OPENING_S = 300.0
 SAID_AFTER_S = 5.0  # of waiting; then each time that it is three times as long
 _CLOSE_S = 2.0
 _POLL_MS = 200
@@ -51,7 +51,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     link: socket.socket
     log: WorkerLog
-    place: Whereabouts
+    whereabouts: Whereabouts
     owed: deque[int] = field(default_factory=deque)
     heard_s: float = field(default_factory=lambda: time.monotonic() + START_S)
 
@@ -76,7 +76,9 @@ class WorkerPool:
         rank: int | None = None,
     ) -> None:
         self._logs = logs
-        self._of_rank = "" if rank is None else f" of rank {rank}"
+        self._of_rank = ""
+        if rank is not None:
+            self._of_rank = f" of rank {rank}"
         self._spec, self._num_workers, self._timeout_s = spec, num_workers, timeout_s
         self._indices_of, self._emit = indices_of, emit
         self._workers: list[_Worker] = []
@@ -90,7 +92,7 @@ class WorkerPool:
         Raises DataError for what a user's dataset raised, and if workers die of a step again and
         again.
         """
-        if not (self._workers and step in self._find_requested()):
+        if not (self._workers and step in self._list_pending()):
             self.close()
             self._workers = [self._start(number) for number in range(self._num_workers)]
             self._next_step = step
@@ -112,12 +114,13 @@ class WorkerPool:
             _stop(worker)
         self._workers, self._ready = [], {}
 
-    def _find_requested(self) -> set[int]:
-        return {
-            *self._ready,
-            *(step for worker in self._workers for step in worker.owed),
-            self._next_step,
-        }
+    def _list_pending(self) -> set[int]:
+        """The steps that come without a new start: ready, owed by a worker, or the next to ask
+        for."""
+        steps = {*self._ready, self._next_step}
+        for worker in self._workers:
+            steps.update(worker.owed)
+        return steps
 
     def _ask(self, step: int) -> None:
         number = step % self._num_workers
@@ -130,7 +133,8 @@ class WorkerPool:
     def _send_step(self, worker: _Worker, step: int) -> None:
         worker.link.settimeout(self._timeout_s)
         if len(worker.owed) == 1:
-            worker.heard_s = max(worker.heard_s, time.monotonic())  # it owed nothing until now
+            # It owed nothing until now.
+            worker.heard_s = max(worker.heard_s, time.monotonic())
         send(worker.link, {"step": step, "indices": self._indices_of(step).ravel().tolist()})
 
     def _hear(self, number: int) -> None:
@@ -149,7 +153,8 @@ class WorkerPool:
         worker.heard_s = time.monotonic()
         if "error" in message:
             reported = error_of(message["error"])
-            if message["step"] is None:  # the samples could not be opened: that will not change
+            # The samples could not be opened: that will not change.
+            if message["step"] is None:
                 raise reported
             self._ready[worker.owed.popleft()] = reported
         else:
@@ -162,33 +167,41 @@ class WorkerPool:
     def _replace(self, number: int, *, is_silent: bool = False) -> None:
         """Kill what is left of a worker and give its steps to a new one."""
         worker = self._workers[number]
-        sample = worker.place.read().sample
-        ended, last_words = _stop(worker, at_once=is_silent, aloud=True)
-        ended = f"silent for {self._timeout_s:g} s" if is_silent else ended
-        ended += f" at sample {sample}" if sample is not None else ""
-        name = f"worker {number}{self._of_rank}"
-        why = f"{name} {ended}" + (f"; it said last: {last_words}" if last_words else "")
+        # Before it is stopped, which closes the memory that says so.
+        sample = worker.whereabouts.read().sample
+        why, last_words = _stop(worker, at_once=is_silent, aloud=True)
+        if is_silent:
+            why = f"silent for {self._timeout_s:g} s"
+        if sample is not None:
+            why += f" at sample {sample}"
+        if last_words:
+            why += f"; it said last: {last_words}"
         step = worker.owed[0]
         self._replacements[step] = self._replacements.get(step, 0) + 1
-        self._emit(LoaderWorkerReplaced(step, why))
+        self._emit(LoaderWorkerReplaced(step, f"worker {number}{self._of_rank} {why}"))
         if self._replacements[step] >= MAX_REPLACEMENTS:
             del self._workers[number]
             self.close()
-            raise DataError(
-                f"workers end at step {step} again and again",
-                where=f"loader {name}, one of {self._num_workers}",
-                why=why.removeprefix(f"{name} ")
-                + (f"; all of it: {worker.log.path}" if worker.log.path else ""),
-                fix=(
-                    "see it happen in the rank with data.workers=0; if it is only slow, raise"
-                    " data.worker_timeout_s"
-                ),
-            )
+            raise self._give_up(number, step, why, worker.log.path)
         fresh = self._workers[number] = self._start(number)
         for owed in worker.owed:
             fresh.owed.append(owed)
-            with contextlib.suppress(OSError):  # noticed when its answer is missed
+            # A new worker that is gone, too, is noticed when its answer is missed.
+            with contextlib.suppress(OSError):
                 self._send_step(fresh, owed)
+
+    def _give_up(self, number: int, step: int, why: str, log: Path | None) -> DataError:
+        if log is not None:
+            why += f"; all of it: {log}"
+        return DataError(
+            f"workers end at step {step} again and again",
+            where=f"loader worker {number}{self._of_rank}, one of {self._num_workers}",
+            why=why,
+            fix=(
+                "see it happen in the rank with data.workers=0; if it is only slow, raise"
+                " data.worker_timeout_s"
+            ),
+        )
 
     def _start(self, number: int) -> _Worker:
         path = self._logs and self._logs.with_name(f"{self._logs.name}-worker-{number}.log")
@@ -205,20 +218,20 @@ def _spawn(log: WorkerLog, name: str) -> _Worker:
     numbers = [str(number) for number in (child_end.fileno(), os.getpid(), whereabouts.fd)]
     root = str(Path(phalanx.__file__).resolve().parents[1])
     python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    # One core each: the workers are the parallelism. Unbuffered: what a user's code prints must
+    # be there when it is killed.
+    settings = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    # -P: what lies in the current folder must not be imported instead of a library; the user's
+    # module paths come with the first message.
+    command = [sys.executable, "-P", "-m", "phalanx.data.worker", *numbers, name.replace(" ", "-")]
     with child_end:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "phalanx.data.worker", *numbers, name.replace(" ", "-")],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=log.file,
             stderr=log.file,
             pass_fds=[child_end.fileno(), whereabouts.fd],
-            # Unbuffered: what a user's code prints must be there when it is killed.
-            env=os.environ
-            | {
-                "PYTHONPATH": python_path,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONUNBUFFERED": "1",
-            },
+            env=os.environ | settings,
         )
     return _Worker(process, parent_end, log, whereabouts)
 
@@ -228,14 +241,17 @@ def _stop(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tup
 
     Returns how it ended, and the last line it wrote; with `aloud`, all of it is said here, too.
     """
+    # The worker ends by itself when its link is closed.
     worker.link.close()
-    worker.place.close()
+    worker.whereabouts.close()
     if not at_once:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(_CLOSE_S)
     worker.process.kill()  # nothing, if it has ended
     code = worker.process.wait()
-    why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    why = f"ended with exit code {code}"
+    if code < 0:
+        why = f"killed by {signal.Signals(-code).name}"
     return why, worker.log.close(aloud=aloud)
 
 
@@ -246,75 +262,83 @@ def probe_user_dataset(source: str, args: Mapping[str, Any], timeout_s: float = 
     that cannot be used.
     """
     worker = _spawn(WorkerLog("data.source", None), "probe")
-    worker.place.opens("train")
+    # Here already, so that the time to import what it needs counts as opening.
+    worker.whereabouts.opens("train")
     limits_s = (timeout_s, max(timeout_s, OPENING_S))
+    is_late, received = False, None
     try:
         send(worker.link, {"probe": {"source": source, "args": dict(args)}, "sys_path": sys.path})
-        is_late = not _comes(worker, source, *limits_s)
-        received = None if is_late else receive(worker.link)
+        is_late = not _wait_for_answer(worker, source, *limits_s)
+        if not is_late:
+            received = receive(worker.link)
     except OSError:
-        is_late, received = False, None
+        is_late = False
     except BaseException:  # Ctrl-C, SIGTERM
         _stop_quietly(worker, at_once=True)
         raise
-    last_place = worker.place.read()
+    position = worker.whereabouts.read()
     why, last_words = _stop_quietly(worker, at_once=is_late)
     if received is None:
-        raise _no_facts(source, last_place, "" if is_late else why, last_words, *limits_s)
+        if is_late:
+            why = ""
+        raise _explain_no_answer(source, position, why, last_words, *limits_s)
     message = received[0]
     if "error" in message:
         raise error_of(message["error"])
     return UserFacts(source, dict(args), **message["facts"])
 
 
-def _comes(worker: _Worker, source: str, sample_s: float, opening_s: float) -> bool:
+def _wait_for_answer(worker: _Worker, source: str, sample_s: float, opening_s: float) -> bool:
     """Wait for an answer, or the end of the process, and say what for; False if the user's code
     takes too long."""
     poll = select.poll()
     poll.register(worker.link.fileno(), select.POLLIN)
     since_s, next_said_s = 0.0, SAID_AFTER_S
     while not poll.poll(_POLL_MS):
-        last_place = worker.place.read()
-        if last_place.since_s != since_s:
-            since_s, next_said_s = last_place.since_s, SAID_AFTER_S
-        limit_s = opening_s if last_place.sample is None else sample_s
+        position = worker.whereabouts.read()
+        if position.since_s != since_s:
+            since_s, next_said_s = position.since_s, SAID_AFTER_S
+        limit_s = opening_s if position.sample is None else sample_s
         waited_s = time.monotonic() - since_s
         if waited_s > limit_s:
             return False
         if waited_s >= next_said_s:
             print(
-                f"phalanx: {source}: waiting for {last_place} ({waited_s:.0f} s of {limit_s:g} s)",
+                f"phalanx: {source}: waiting for {position} ({waited_s:.0f} s of {limit_s:g} s)",
                 file=sys.stderr,
             )
             next_said_s *= 3
     return True
 
 
-def _no_facts(
+def _explain_no_answer(
     source: str,
-    place: WorkerPosition,
+    position: WorkerPosition,
     ended: str,
     last_words: str,
     sample_s: float,
     opening_s: float,
 ) -> DataError:
-    """Why a probe gave no answer; `ended` is how its process did, empty if it took too long."""
-    last_line = f"it said last: {last_words}" if last_words else ""
+    """The error of a probe that gave no answer; `ended` is how its process did, empty if it took
+    too long."""
+    where = f"data.source {source}"
+    reasons = []
     if ended:
-        summary = (
-            f"the process that read {place} ended"
-            if place.sample is not None
-            else "the dataset cannot be opened"
-        )
-        return DataError(
-            summary, where=f"data.source {source}", why="; ".join(filter(None, (ended, last_line)))
-        )
-    limit_s = opening_s if place.sample is None else sample_s
-    summary = f"{place} did not come within {limit_s:g} s".replace(
-        "to open did not come", "did not open"
-    )
+        reasons.append(ended)
+    if last_words:
+        reasons.append(f"it said last: {last_words}")
+    why = "; ".join(reasons)
+    if ended and position.sample is not None:
+        return DataError(f"the process that read {position} ended", where=where, why=why)
+    if ended:
+        return DataError("the dataset cannot be opened", where=where, why=why)
+    limit_s = opening_s if position.sample is None else sample_s
+    if position.opening is None:
+        summary = f"{position} did not come within {limit_s:g} s"
+    else:
+        summary = f"split {position.opening!r} did not open within {limit_s:g} s"
     fix = "if it is only slow, raise data.worker_timeout_s"
-    return DataError(summary, where=f"data.source {source}", why=last_line or None, fix=fix)
+    return DataError(summary, where=where, why=why or None, fix=fix)
 
 
 def _stop_quietly(worker: _Worker, *, at_once: bool) -> tuple[str, str]:
