@@ -32,10 +32,10 @@ def test_a_fault_can_be_written_in_a_job(name: str) -> None:
         (kept,) = load_job(None, [f'resilience.inject=["{text}"]']).resilience.inject
         fault = parse_fault(kept)
         assert (fault.name, fault.inject) == (name, module.inject)
-    assert fault.here(1, 7, "backward")
-    assert not fault.here(0, 7, "backward")
-    assert not fault.here(1, 8, "backward")
-    assert not fault.here(1, 7, "forward")
+    assert fault.strikes_at(1, 7, "backward")
+    assert not fault.strikes_at(0, 7, "backward")
+    assert not fault.strikes_at(1, 8, "backward")
+    assert not fault.strikes_at(1, 7, "forward")
 
 
 def listener(run_dir: Path, *texts: str, rank: int = 1):

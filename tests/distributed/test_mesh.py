@@ -23,8 +23,9 @@ from phalanx.core.launchers import SUPERVISED, loopback_interface
 from phalanx.launch.rank_env import RankEnv, rank_variables
 from phalanx.mesh import mesh as mesh_file
 from phalanx.mesh import rendezvous
+from phalanx.mesh.devices import choose_device
 from phalanx.mesh.logical import Box, shard_of
-from phalanx.mesh.mesh import choose_device, open_mesh
+from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.rendezvous import (
     choose_interface,
     find_shared_gpu,

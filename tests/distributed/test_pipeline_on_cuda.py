@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.mesh import mesh as mesh_module
-from phalanx.mesh.mesh import PIPELINE_VARIABLES, open_mesh
+from phalanx.mesh.devices import PIPELINE_VARIABLES
+from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.rendezvous import open_default_group
 from phalanx.plan.layout import Layout
 from ranks import run_ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)  # what flash attention computes in
 FLASH_WIDTH = 256  # the widest head that flash attention takes on CUDA
 
 

@@ -40,9 +40,8 @@ def attend_by_blocks(
     """[B, H, T, E]: what `attend` computes with the mask of `window` (0: none) and documents,
     without that mask."""
     kind = q_BHTE.device.type
-    if (
-        torch.is_autocast_enabled(kind) and q_BHTE.dtype is not torch.float64
-    ):  # as torch's own attention does
+    # torch's own attention casts so, too; a custom operator has no cast of its own.
+    if torch.is_autocast_enabled(kind) and q_BHTE.dtype is not torch.float64:
         low = torch.get_autocast_dtype(kind)
         q_BHTE, k_BKTE, v_BKTE = q_BHTE.to(low), k_BKTE.to(low), v_BKTE.to(low)
     out, _ = _attend(q_BHTE, k_BKTE, v_BKTE, document_ids_BT, window, is_causal, block)
@@ -66,8 +65,12 @@ class VisibleKeys:
     def reach(self, first: int, last: int, num_tokens: int = sys.maxsize) -> tuple[int, int]:
         """The keys [begin, end) of all that queries [first, last) can see, whatever the
         documents are."""
-        back = self.window - 1 if self.window > 0 else sys.maxsize
-        return max(0, first - back), last if self.is_causal else min(num_tokens, last + back)
+        back = sys.maxsize
+        if self.window > 0:
+            back = self.window - 1
+        if self.is_causal:
+            return max(0, first - back), last
+        return max(0, first - back), min(num_tokens, last + back)
 
     def mask(
         self, first: int, last: int, start: int, end: int, dtype: torch.dtype, device: torch.device
@@ -120,10 +123,7 @@ def _blocks(q_BHTE: torch.Tensor, visible: VisibleKeys, block: int) -> Iterator[
         start, end = visible.reach(first, last, num_tokens)
         mask_shape = (last - first, first - start, end - start)
         if visible.document_ids_BT is not None or mask_shape != last_shape:
-            mask, last_shape = (
-                torch.empty(0),
-                mask_shape,
-            )  # the one before goes before the next is made
+            mask, last_shape = torch.empty(0), mask_shape  # frees the one before, first
             mask = visible.mask(first, last, start, end, q_BHTE.dtype, q_BHTE.device)
         yield _Block(slice(first, last), slice(start, end), mask)
 
@@ -141,7 +141,9 @@ def _kernel_and_keys(
 
 def _by_rows(x: torch.Tensor) -> torch.Tensor:
     """Kernels read along the last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
 
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? document_ids"

@@ -84,7 +84,9 @@ def _scores(
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    return scores if mask is None else scores + mask
+    if mask is None:
+        return scores
+    return scores + mask
 
 
 class CudaFlash:
@@ -120,9 +122,8 @@ class CudaEfficient:
 
     def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
         op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        padded = torch.nn.functional.pad(
-            lse, (0, -lse.shape[-1] % 32), value=torch.inf
-        )  # its rows are aligned
+        # The forward's log-sum-exp has rows of multiples of 32, and the backward wants them so.
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
         none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
         needs_grad = [True, True, True, False]
         grads = op(

@@ -16,9 +16,10 @@ def last_stage_names(module: nn.Module) -> tuple[str, ...]:
     """The names in `module.last_stage`, one or several; none if that attribute is anything else
     (a layer, say)."""
     attribute = getattr(module, LAST_STAGE, ())
-    names = (attribute,) if isinstance(attribute, str) else attribute
-    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
-        return tuple(names)
+    if isinstance(attribute, str):
+        return (attribute,)
+    if isinstance(attribute, list | tuple) and all(isinstance(name, str) for name in attribute):
+        return tuple(attribute)
     return ()
 
 
@@ -27,13 +28,14 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     Sequential of one class."""
     pattern = getattr(module, "block_pattern", None)
     if isinstance(pattern, str):
-        depth = pattern.count(".")
-        named = ((full_name(name), part) for name, part in module.named_modules())
-        return [
-            part
-            for name, part in named
-            if fnmatch.fnmatchcase(name, pattern) and name.count(".") == depth
-        ]
+        blocks = []
+        for raw_name, part in module.named_modules():
+            name = full_name(raw_name)
+            # fnmatch's `*` also matches dots: "layers.*" would take parts of blocks as well.
+            is_as_deep = name.count(".") == pattern.count(".")
+            if is_as_deep and fnmatch.fnmatchcase(name, pattern):
+                blocks.append(part)
+        return blocks
     for part in module.modules():
         is_list = isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
         if is_list and len({type(item) for item in part}) == 1:

@@ -129,7 +129,10 @@ def _fsdp_groups(state: Any) -> Iterator[Any]:
     """torch 2.13 may have several groups of parameters per unit, 2.11 has one or none."""
     for unit in state._state_ctx.all_states:
         groups = getattr(unit, "_fsdp_param_groups", None)
-        yield from groups if groups is not None else filter(None, [unit._fsdp_param_group])
+        if groups is not None:
+            yield from groups
+        elif unit._fsdp_param_group:
+            yield unit._fsdp_param_group
 
 
 def dtensor_of(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+# Less 2^64: int64 holds no numbers that large, and wraps around to the same bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 _CHUNK = {"cpu": 1 << 16, "other": 1 << 23}
@@ -83,9 +84,8 @@ class _Runs:
     by_parity: tuple[tuple[torch.Tensor | None, torch.Tensor | None], ...]
 
 
-@functools.lru_cache(
-    maxsize=64
-)  # every step asks for the same few boxes, and a copy to a GPU would wait for it
+# Every step asks for the same few boxes, and a copy to a GPU would wait for it.
+@functools.lru_cache(maxsize=64)
 def _runs(
     sizes: tuple[int, ...],
     offsets: tuple[int, ...],
@@ -101,8 +101,14 @@ def _runs(
     by_parity: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
     for odd in (0, 1):
         numbers = (starts % 2 == odd).nonzero().view(-1)
-        pairs = (starts[numbers] // 2).mul_(_GOLDEN).to(device) if len(numbers) else None
-        by_parity.append((numbers.to(device) if 0 < len(numbers) < len(starts) else None, pairs))
+        if len(numbers) == 0:
+            by_parity.append((None, None))
+            continue
+        pairs = (starts[numbers] // 2).mul_(_GOLDEN).to(device)
+        if len(numbers) == len(starts):
+            by_parity.append((None, pairs))
+        else:
+            by_parity.append((numbers.to(device), pairs))
     return _Runs(len(starts), math.prod(sizes[cut:]), tuple(by_parity))
 
 
@@ -138,12 +144,12 @@ def _pieces(num_lines: int, num_pairs: int, chunk: int) -> Iterator[tuple[int, i
 
 def _mix(values: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
     """The finaliser of SplitMix64, in place. `spare` is scratch of the same shape."""
-    spare = torch.empty_like(values) if spare is None else spare
+    if spare is None:
+        spare = torch.empty_like(values)
     for shift, factor in _ROUNDS:
         torch.bitwise_right_shift(values, shift, out=spare)
-        values.bitwise_xor_(
-            spare.bitwise_and_((1 << (64 - shift)) - 1)
-        )  # the shift copied the sign
+        # torch's shift of int64 copies the sign, and SplitMix64's shifts in zeros.
+        values.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1))
         if factor != 1:
             values.mul_(factor)
     return values

@@ -44,13 +44,8 @@ def describe_cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     features = [name for name in _FEATURES if name in flags]
     words = [platform.machine(), vendor, torch.backends.cpu.get_cpu_capability(), *features]
     choices = [f"{name}={os.environ[name]}" for name in _CHOICES if os.environ.get(name)]
-    return ", ".join(
-        [
-            " ".join(word for word in words if word),
-            *choices,
-            f"torch {torch.__version__.split('+')[0]}",
-        ]
-    )
+    cpu = " ".join(filter(None, words))
+    return ", ".join([cpu, *choices, f"torch {torch.__version__.split('+')[0]}"])
 
 
 def _read_first_cpu(cpuinfo: Path) -> dict[str, str]:
@@ -58,5 +53,8 @@ def _read_first_cpu(cpuinfo: Path) -> dict[str, str]:
         first, _, _ = cpuinfo.read_text(errors="replace").partition("\n\n")
     except OSError:
         return {}
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    facts = {}
+    for line in first.splitlines():
+        name, _, value = line.partition(":")
+        facts[name.strip()] = value.strip()
+    return facts

@@ -14,10 +14,8 @@ from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.core.uncaught import user_place
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_VALUES = (
-    ":4096:8",
-    ":16:8",
-)  # with which cuBLAS is deterministic; the first is faster and takes 24 MiB
+# With these cuBLAS is deterministic; the first is faster and takes 24 MiB.
+CUBLAS_VALUES = (":4096:8", ":16:8")
 _REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")  # how torch begins
 
 
@@ -66,7 +64,9 @@ def explain_refusals(enabled: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        refusal = _refusal_of(error) if enabled else None
+        if not enabled:
+            raise
+        refusal = _refusal_of(error)
         if refusal is None:
             raise
         raise refusal from error
@@ -83,6 +83,7 @@ def _compile_without_timing() -> None:
 def _refusal_of(error: BaseException) -> LayoutError | None:
     """torch's refusal as ours, also where another error was made of it; None for anything else."""
     link: BaseException | None = error
+    # A chain may be a circle, where user code has set `__cause__` so.
     for _ in range(10):
         if link is None:
             return None

@@ -13,7 +13,9 @@ from phalanx.core.phases import HostClock, PhaseClock
 
 def clock_of(device: torch.device) -> PhaseClock:
     """The clock that times phases of work on `device`."""
-    return EventClock.on_stream(device) if device.type == "cuda" else HostClock()
+    if device.type == "cuda":
+        return EventClock.on_stream(device)
+    return HostClock()
 
 
 class EventClock:
@@ -46,7 +48,9 @@ class EventClock:
         return self._record()
 
     def seconds(self, start: Any, end: Any) -> float | None:
-        return start.elapsed_time(end) / 1000 if end.query() else None
+        if not end.query():
+            return None
+        return start.elapsed_time(end) / 1000  # CUDA counts in milliseconds
 
     def wait(self, mark: Any) -> None:
         mark.synchronize()

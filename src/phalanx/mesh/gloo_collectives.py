@@ -20,10 +20,10 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
         dist.all_gather_into_tensor(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
         return
     sources = _global_ranks(group)
-    _wait(
-        dist.broadcast(row, source, group=group, async_op=True)
-        for row, source in zip(rows, sources, strict=True)
-    )
+    works = []
+    for row, source in zip(rows, sources, strict=True):
+        works.append(dist.broadcast(row, source, group=group, async_op=True))
+    _wait(works)
 
 
 def scatter_sum(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -32,10 +32,10 @@ def scatter_sum(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     `rows` is spent afterwards.
     """
     targets = _global_ranks(group)
-    _wait(
-        dist.reduce(row, target, group=group, async_op=True)
-        for row, target in zip(rows, targets, strict=True)
-    )
+    works = []
+    for row, target in zip(rows, targets, strict=True):
+        works.append(dist.reduce(row, target, group=group, async_op=True))
+    _wait(works)
     return rows[dist.get_rank(group)]
 
 
@@ -44,6 +44,7 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:
-    for work in list(works):
+    for work in works:
+        # None of a rank that takes no part, which torch's types allow and these calls never give.
         if work is not None:
             work.wait()

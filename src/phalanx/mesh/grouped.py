@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.mesh.casts import cast_weight
 
-ROUND_TO = 64  # rows
+ROUND_TO = 64  # rows, so that few sizes are compiled: see `_even`
 _SIZES = "_phalanx_sizes"
 
 
@@ -36,8 +36,9 @@ def grouped_linear(
 def autocast_type(x: torch.Tensor) -> torch.dtype:
     """The type in which products of `x` are computed."""
     kind = x.device.type
-    is_cast = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
-    return torch.get_autocast_dtype(kind) if is_cast else x.dtype
+    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
 
 
 def sizes_of(counts_E: torch.Tensor) -> list[int]:
@@ -53,7 +54,8 @@ def sizes_of(counts_E: torch.Tensor) -> list[int]:
 
 
 def remember_sizes(counts_E: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """`counts_E`, whose numbers the host knows already: nobody waits for a GPU to learn them."""
+    """`counts_E`, whose numbers the host knows already: it then never waits for a GPU to learn
+    them."""
     setattr(counts_E, _SIZES, sizes)
     return counts_E
 
@@ -72,11 +74,12 @@ class _GroupedLinear(torch.autograd.Function):
         x_RI, weight_EOI, counts_E = ctx.saved_tensors
         grad_RO = grad_RO.contiguous()
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        return (
-            rows_times(grad_RO, weight_EOI, counts_E) if needs_x else None,
-            rows_by_rows(grad_RO, x_RI, counts_E) if needs_weight else None,
-            None,
-        )
+        grad_x = grad_weight = None
+        if needs_x:
+            grad_x = rows_times(grad_RO, weight_EOI, counts_E)
+        if needs_weight:
+            grad_weight = rows_by_rows(grad_RO, x_RI, counts_E)
+        return grad_x, grad_weight, None
 
 
 def rows_times(
@@ -85,26 +88,21 @@ def rows_times(
     """[R, O]: rows of expert e times matrix[e]."""
     if _has_kernel(x_RI, matrix_EIO.shape[2]):
         return F.grouped_mm(x_RI, matrix_EIO, offs=_ends(counts_E))
-    parts = x_RI.split(sizes_of(counts_E))
-    return torch.cat(
-        [
-            (_even(part) @ matrix)[: len(part)]
-            for part, matrix in zip(parts, matrix_EIO, strict=True)
-        ]
-    )
+    products = []
+    for part, matrix in zip(x_RI.split(sizes_of(counts_E)), matrix_EIO, strict=True):
+        products.append((_even(part) @ matrix)[: len(part)])
+    return torch.cat(products)
 
 
 def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """[E, O, I]: of each expert the product of its rows of a and b, summed over rows."""
     if _has_kernel(a_RO, b_RI.shape[1]):
         product = F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
-        # On some GPUs the kernel writes nothing for a group without rows (pytorch #172439): what
-        # was in memory stays.
-        return (
-            product
-            if product.device.type == "cpu"
-            else product.masked_fill_((counts_E == 0)[:, None, None], 0)
-        )
+        if product.device.type != "cpu":
+            # On some GPUs the kernel writes nothing for a group without rows (pytorch #172439):
+            # what was in memory stays.
+            product.masked_fill_((counts_E == 0)[:, None, None], 0)
+        return product
     sizes = sizes_of(counts_E)
     return torch.stack(
         [_even(a).T @ _even(b) for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)]
@@ -129,8 +127,10 @@ def _ends(counts_E: torch.Tensor) -> torch.Tensor:
 def _has_kernel(rows: torch.Tensor, other_width: int) -> bool:
     """torch's grouped product is of rows of whole 16 bytes, on CUDA in bf16, on the CPU in fp32;
     see also `_even`."""
-    if not rows.shape[0] or any(
-        width * rows.element_size() % 16 for width in (rows.shape[1], other_width)
-    ):
+    num_rows, width = rows.shape
+    item_bytes = rows.element_size()
+    if not num_rows or width * item_bytes % 16 or other_width * item_bytes % 16:
         return False
-    return rows.dtype is (torch.float32 if rows.device.type == "cpu" else torch.bfloat16)
+    if rows.device.type == "cpu":
+        return rows.dtype is torch.float32
+    return rows.dtype is torch.bfloat16

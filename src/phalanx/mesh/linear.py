@@ -67,25 +67,21 @@ def input_dim(part: nn.Module) -> int:
 def find_holders(module: nn.Module) -> Iterator[ParamHolder]:
     """Every module that holds parameters itself; a tied one counts where it is met first."""
     counted: set[int] = set()
-    inside = {
-        id(inner)
-        for part in module.modules()
-        if isinstance(part, nn.MultiheadAttention)
-        for inner in part.modules()
-    }
+    inside_attention: set[int] = set()
+    for part in module.modules():
+        if isinstance(part, nn.MultiheadAttention):
+            inside_attention.update(id(inner) for inner in part.modules())
     for name, part in module.named_modules():
         parameters = list(part.parameters(recurse=False))
         if not parameters:
             continue
         num_params = sum(p.numel() for p in parameters if id(p) not in counted)
         counted |= {id(p) for p in parameters}
-        kind = classify_module(part, is_attention=id(part) in inside)
+        kind = classify_module(part, is_attention=id(part) in inside_attention)
         outputs = inputs = 0
         if is_linear(part) or is_grouped(part):
-            outputs, inputs = (
-                part.weight.shape[output_dim(part)],
-                part.weight.shape[input_dim(part)],
-            )
+            shape = part.weight.shape
+            outputs, inputs = shape[output_dim(part)], shape[input_dim(part)]
         elif is_stacked(part):
             _, outputs, inputs = getattr(part, first_of_stack(part)).shape
         elif isinstance(part, nn.Embedding):
@@ -97,11 +93,17 @@ def classify_module(part: nn.Module, *, is_attention: bool) -> str:
     """The kind of `part` as in `Holder.kind`."""
     if is_attention:
         return "attention"
-    if is_linear(part) or is_grouped(part):
-        return "grouped" if is_grouped(part) else "linear"
+    if is_grouped(part):
+        return "grouped"
+    if is_linear(part):
+        return "linear"
+    if is_stacked(part) and has_gate(part):
+        return "stacked with gates"
     if is_stacked(part):
-        return "stacked with gates" if has_gate(part) else "stacked"
-    return "embedding" if isinstance(part, nn.Embedding) else type(part).__name__
+        return "stacked"
+    if isinstance(part, nn.Embedding):
+        return "embedding"
+    return type(part).__name__
 
 
 def read_shard_rules(module: nn.Module) -> dict[str, str]:

@@ -105,7 +105,9 @@ def full_name(name: str) -> str:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The storage on this rank of a plain or distributed tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int) -> LogicalShard:
@@ -122,7 +124,9 @@ def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int
         return LogicalShard(name, shape, dtype, (box,), local, replica, num_replicas)
     mesh, placements = tensor.device_mesh, tensor.placements
     size, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    boxes = (Box(tuple(offset), (0,) * len(size), tuple(size)),) if _volume(size) else ()
+    boxes: tuple[Box, ...] = ()
+    if _volume(size):
+        boxes = (Box(tuple(offset), (0,) * len(size), tuple(size)),)
     replica = 0
     num_replicas = 1
     coordinate = mesh.get_coordinate()
@@ -136,32 +140,31 @@ def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int
 def compose_cut(cut: Cut, shard: LogicalShard) -> LogicalShard:
     """`shard` says what this rank holds of a local tensor, and `cut` what that is of the full
     one: both together."""
-    boxes = tuple(
-        box
-        for part in cut.boxes
-        for box_of_shard in shard.boxes
-        if (box := _intersect_boxes(part, box_of_shard)) is not None
-    )
-    return replace(shard, global_shape=cut.global_shape, boxes=boxes)
+    boxes = []
+    for part in cut.boxes:
+        for box_of_shard in shard.boxes:
+            box = _intersect_boxes(part, box_of_shard)
+            if box is not None:
+                boxes.append(box)
+    return replace(shard, global_shape=cut.global_shape, boxes=tuple(boxes))
 
 
 def _intersect_boxes(part: Box, stored: Box) -> Box | None:
     """The elements that `part` (local -> full) and `stored` (stored -> local) have in common
     (stored -> full)."""
-    spans = list(zip(part.local_offset, part.size, stored.global_offset, stored.size, strict=True))
-    starts = tuple(max(p, h) for p, _, h, _ in spans)
-    size = tuple(
-        min(p + n, h + m) - start for (p, n, h, m), start in zip(spans, starts, strict=True)
+    global_offset, local_offset, size = [], [], []
+    for dim in range(len(part.size)):
+        part_start, stored_start = part.local_offset[dim], stored.global_offset[dim]
+        start = max(part_start, stored_start)
+        stop = min(part_start + part.size[dim], stored_start + stored.size[dim])
+        if stop <= start:
+            return None
+        global_offset.append(part.global_offset[dim] + start - part_start)
+        local_offset.append(stored.local_offset[dim] + start - stored_start)
+        size.append(stop - start)
+    return Box(
+        tuple(global_offset), tuple(local_offset), tuple(size), part.replica, part.num_replicas
     )
-    if any(length <= 0 for length in size):
-        return None
-    global_offset = tuple(
-        g + s - p for g, s, p in zip(part.global_offset, starts, part.local_offset, strict=True)
-    )
-    local_offset = tuple(
-        o + s - h for o, s, h in zip(stored.local_offset, starts, stored.global_offset, strict=True)
-    )
-    return Box(global_offset, local_offset, size, part.replica, part.num_replicas)
 
 
 @dataclass(frozen=True)
@@ -188,11 +191,11 @@ class RankPosition:
         """
         shard = self._shard_in_stage(name, tensor, is_alike=is_alike)
         which, how_many = self.copies.get(name, (0, 1))
-        replica, num_replicas = (
-            which * shard.num_replicas + shard.replica,
-            how_many * shard.num_replicas,
+        return replace(
+            shard,
+            replica=which * shard.num_replicas + shard.replica,
+            num_replicas=how_many * shard.num_replicas,
         )
-        return replace(shard, replica=replica, num_replicas=num_replicas)
 
     def _shard_in_stage(self, name: str, tensor: torch.Tensor, *, is_alike: bool) -> LogicalShard:
         cut = self.cuts.get(name)
@@ -200,9 +203,10 @@ class RankPosition:
             share = self.tp * cut.ep
             replicas = {"replica": self.rank // share, "num_replicas": self.num_ranks // share}
             return compose_cut(cut, shard_of(name, tensor, **replicas))
-        shard = shard_of(
-            name, tensor, replica=self.rank, num_replicas=self.num_ranks if is_alike else 1
-        )
+        num_replicas = self.num_ranks
+        if not is_alike:
+            num_replicas = 1
+        shard = shard_of(name, tensor, replica=self.rank, num_replicas=num_replicas)
         if not isinstance(tensor, DTensor) or self.tp == 1:
             return shard
         replica, num_replicas = shard.replica * self.tp + self.tp_rank, shard.num_replicas * self.tp
@@ -210,11 +214,11 @@ class RankPosition:
 
 
 def module_shards(
-    module: nn.Module, place: RankPosition | None = None
+    module: nn.Module, position: RankPosition | None = None
 ) -> tuple[dict[str, LogicalShard], dict[str, str]]:
     """(shards of parameters and persistent buffers by full name, aliases of tied tensors ->
     stored name)."""
-    place = place or RankPosition()
+    position = position or RankPosition()
     shards: dict[str, LogicalShard] = {}
     aliases: dict[str, str] = {}
     stored_names: dict[int, str] = {}
@@ -229,7 +233,7 @@ def module_shards(
         stored_names[id(tensor)] = name
         # Buffers (running statistics) may differ between ranks; rank 0's are the model's: only
         # replica 0 writes them.
-        shards[name] = place.shard(
+        shards[name] = position.shard(
             name, tensor, is_alike=isinstance(tensor, nn.Parameter | DTensor)
         )
     return shards, aliases

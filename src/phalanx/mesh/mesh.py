@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.core.deprecated import warn_renamed
-from phalanx.core.digest import differing_keys, digest
+from phalanx.core.digest import digest
 from phalanx.core.errors import EnvironmentProblem, RanksDifferError
-from phalanx.core.launchers import SUPERVISED, adopt_launched_rank
-from phalanx.mesh.compat import default_group_timeout, quiet_torch, set_timeouts
-from phalanx.mesh.malloc import return_large_blocks
+from phalanx.core.launchers import adopt_launched_rank
+from phalanx.mesh.agreement import describe_differing_ranks
+from phalanx.mesh.compat import default_group_timeout, quiet_torch
+from phalanx.mesh.device_meshes import forget_device_meshes, open_expert_mesh, open_layout_mesh
+from phalanx.mesh.devices import choose_device, name_gpu, prepare_process, set_pipeline_variables
 from phalanx.mesh.rendezvous import (
     RENDEZVOUS_S,
     open_default_group,
@@ -30,16 +32,7 @@ from phalanx.mesh.rendezvous import (
     refuse_shared_gpus,
     wait_for_all,
 )
-from phalanx.plan.layout import AXES, Layout
-
-PIPELINE_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""Of CUDA, for pipelines, unless the user has set them.
-
-A kernel that is loaded at its first use can wait for the whole device, also for a receive that
-waits for its sender; and of more streams than there are connections some share one, where a receive
-keeps back the other stream's kernels. The order of messages (`plan.pipeline.messages`) is safe with
-either; these keep it from being slow.
-"""
+from phalanx.plan.layout import Layout
 
 
 def running_ranks() -> int:
@@ -110,14 +103,15 @@ class Mesh:
         ones.
         """
         assert self.device_mesh is not None, "one rank has no mesh"
+        key: Any = axes
+        if len(axes) == 1:
+            key = axes[0]
         if {"ep", "expert_shard"} & set(axes):
             assert self.expert_mesh is not None, "the layout has no ep"
-            return self.expert_mesh[axes if len(axes) > 1 else axes[0]]
-        reduces = self.reducing_mesh is not None and any(axis.startswith("dp_") for axis in axes)
-        of_all = (
-            self.reducing_mesh if self.reducing_mesh is not None and reduces else self.device_mesh
-        )
-        return of_all[axes if len(axes) > 1 else axes[0]]
+            return self.expert_mesh[key]
+        if self.reducing_mesh is not None and any(axis.startswith("dp_") for axis in axes):
+            return self.reducing_mesh[key]
+        return self.device_mesh[key]
 
     def data_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same part of the model and see different tokens.
@@ -158,13 +152,12 @@ class Mesh:
         rows: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             coordinates = self.layout.coordinates(rank)
-            rows.setdefault(
-                tuple(degree for name, degree in coordinates.items() if name != axis), []
-            ).append(rank)
+            key = tuple(degree for name, degree in coordinates.items() if name != axis)
+            rows.setdefault(key, []).append(rank)
         return [tuple(row) for row in rows.values()]
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over all ranks, in place."""
+        """Sum `tensor` over all ranks, in launched."""
         if self.device_mesh is not None:
             dist.all_reduce(tensor, group=self.group)
         return tensor
@@ -180,21 +173,23 @@ class Mesh:
         """Every rank's JSON value, in rank order, on every rank. Nothing is pickled."""
         if self.device_mesh is None:
             return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(
-            self.device
-        )
-        size = torch.tensor([data.numel()], device=self.device)
-        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
-        dist.all_gather(sizes, size, group=self.group)
-        longest = max(int(s) for s in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        encoded = bytearray(json.dumps(value).encode())
+        data = torch.frombuffer(encoded, dtype=torch.uint8).to(self.device)
+        sizes = self._all_gather(torch.tensor([data.numel()], device=self.device))
+        lengths = [int(size) for size in sizes]
+        # all_gather takes tensors of one length: the longest text's.
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data
-        gathered = [torch.zeros_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(gathered, padded, group=self.group)
-        return [
-            json.loads(g[: int(s)].cpu().numpy().tobytes())
-            for g, s in zip(gathered, sizes, strict=True)
-        ]
+        values = []
+        for text, length in zip(self._all_gather(padded), lengths, strict=True):
+            values.append(json.loads(text[:length].cpu().numpy().tobytes()))
+        return values
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `tensor`, which is of one shape on all ranks, in rank order."""
+        gathered = [torch.zeros_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor, group=self.group)
+        return gathered
 
     def open_cpu_mesh(self, *, timeout_s: float) -> Mesh:
         """The same ranks on the CPU, with a process group of their own: for one other thread of
@@ -213,21 +208,9 @@ class Mesh:
         digests = self.gather_json(digest(facts))
         if len(set(digests)) == 1:
             return
-        all_facts = self.gather_json(dict(facts))
-        majority = max(set(digests), key=lambda d: (digests.count(d), d == digests[0]))
-        reference = all_facts[digests.index(majority)]
-        differences = []
-        for rank, (rank_digest, value) in enumerate(zip(digests, all_facts, strict=True)):
-            if rank_digest != majority:
-                keys = differing_keys(reference, value)
-                shown = ", ".join(
-                    f"{k} = {_pick(value, k)!r}, not {_pick(reference, k)!r}" for k in keys[:4]
-                )
-                more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
-                differences.append(f"rank {rank}: {shown}{more}")
+        differences = describe_differing_ranks(digests, self.gather_json(dict(facts)))
         raise RanksDifferError(
-            "the ranks differ: " + "; ".join(differences),
-            fix="give every rank the same job, code and data",
+            f"the ranks differ: {differences}", fix="give every rank the same job, code and data"
         )
 
     # Names of 0.1.0, until 0.2
@@ -251,54 +234,6 @@ class Mesh:
         return self.open_cpu_mesh(timeout_s=timeout_s)
 
 
-def _pick(value: Any, path: str) -> Any:
-    for part in path.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return None
-        value = value[part]
-    return value
-
-
-def threads_per_rank(local_world_size: int) -> int:
-    """OMP_NUM_THREADS, or this rank's part of the cores."""
-    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if requested.isdigit() and int(requested) > 0:
-        return int(requested)
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return max(1, cores // max(1, local_world_size))
-
-
-def choose_device(kind: str, local_rank: int) -> torch.device:
-    """ "auto" is CUDA where there is any.
-
-    Raises EnvironmentProblem if CUDA is asked for and absent.
-    """
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise EnvironmentProblem("no CUDA device is available", fix="use cluster.device=cpu")
-        count = torch.cuda.device_count()
-        if count == 1 and SUPERVISED not in os.environ:
-            return torch.device(
-                "cuda", 0
-            )  # a launcher that shows each of its ranks the one GPU it may use
-        if local_rank >= count:
-            raise EnvironmentProblem(
-                f"local rank {local_rank} has no GPU", why=f"this machine has {count}"
-            )
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
-
-
-def name_gpu(device: torch.device) -> str:
-    """The UUID of a GPU: what its number stands for, which each rank may count from another
-    list."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 @contextlib.contextmanager
 def open_mesh(
     layout: Layout,
@@ -316,90 +251,123 @@ def open_mesh(
     are not those of the layout, if the port is taken, or if a rank does not arrive within
     `rendezvous_s`.
 
-    Every group that is opened meanwhile, by whomever, has `timeout_s` for a collective unless it is
-    given another.
+    Every group that is opened meanwhile, also by user code, has `timeout_s` for a collective unless
+    it is given another.
     """
     quiet_torch()
+    launched = _identify_rank(layout)
+    if layout.pp > 1 and device != "cpu":
+        # Before anything asks the driver, which reads them once.
+        set_pipeline_variables()
+    torch_device = choose_device(device, launched.local_rank)
+    threads_before = torch.get_num_threads()
+    if launched.opens_groups:
+        store = store or open_rendezvous_store(rendezvous_s=rendezvous_s)
+        # Before the device: making its context takes seconds, one after another on a machine with
+        # several GPUs.
+        _meet_ranks(store, launched, torch_device, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
+    prepare_process(torch_device, launched.world_size, is_sharded=layout.reduced.dp_shard > 1)
+    if launched.world_size == 1 and not dist.is_initialized():
+        yield Mesh(layout, 0, launched.local_rank, torch_device)
+        torch.set_num_threads(threads_before)
+        return
+    try:
+        with default_group_timeout(datetime.timedelta(seconds=timeout_s)):
+            if launched.opens_groups:
+                assert store is not None
+                open_default_group(
+                    store, launched.rank, launched.world_size, torch_device, timeout_s=timeout_s
+                )
+            yield _open_groups(layout, launched, torch_device, timeout_s)
+            # Without groups they were abandoned: what is queued may wait for ranks that are gone.
+            if launched.opens_groups and torch_device.type == "cuda" and dist.is_initialized():
+                torch.cuda.synchronize()
+    except BaseException:
+        if launched.opens_groups and dist.is_initialized():
+            _abandon_groups(torch_device)
+        raise
+    finally:
+        torch.set_num_threads(threads_before)
+    if launched.opens_groups and dist.is_initialized():
+        forget_device_meshes()
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _LaunchedRank:
+    """This process among the ranks.
+
+    `opens_groups`: there is no process group yet, and more than one rank.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    opens_groups: bool
+
+
+def _identify_rank(layout: Layout) -> _LaunchedRank:
+    """This process among the ranks, from the open process group or the environment.
+
+    Raises EnvironmentProblem if there are not as many as `layout` needs.
+    """
     adopt_launched_rank(os.environ)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
-    opens_groups = False
-    if dist.is_initialized():
+    has_group = dist.is_initialized()
+    if has_group:
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size != layout.world_size:
         raise EnvironmentProblem(
             f"the layout ({layout}) needs {layout.world_size} ranks and {world_size} are running",
             fix="start as many ranks as the plan says, or change parallel.*",
         )
-    if layout.pp > 1 and device != "cpu":  # before anything asks the driver, which reads them once
-        for name, value in PIPELINE_VARIABLES.items():
-            os.environ.setdefault(name, value)
-    torch_device = choose_device(device, local_rank)
-    threads_before = torch.get_num_threads()
-    if not dist.is_initialized() and world_size > 1:
-        opens_groups = True
-        store = store or open_rendezvous_store(rendezvous_s=rendezvous_s)
-        # Before the device: making its context takes seconds, one after another on a machine with
-        # several GPUs.
-        wait_for_all(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
-        if torch_device.type == "cuda":
-            refuse_shared_gpus(store, rank, world_size, name_gpu(torch_device))
-    # Ranks with a GPU compute on the CPU, too: an offloaded optimizer, initial weights, norms. The
-    # server that forks them has one thread, and what OMP_NUM_THREADS says afterwards torch no
-    # longer reads by itself.
-    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
-    if torch_device.type == "cpu":
-        if layout.reduced.dp_shard > 1:
-            return_large_blocks()
-    else:
-        torch.cuda.set_device(torch_device)
-    if world_size == 1 and not dist.is_initialized():
-        yield Mesh(layout, 0, local_rank, torch_device)
-        torch.set_num_threads(threads_before)
-        return
-    try:
-        with default_group_timeout(datetime.timedelta(seconds=timeout_s)):
-            if opens_groups:
-                assert store is not None
-                open_default_group(store, rank, world_size, torch_device, timeout_s=timeout_s)
-            device_mesh = _device_mesh(torch_device, layout, timeout_s)
-            reducing = (
-                _device_mesh(torch_device, layout.reduced, timeout_s) if layout.cp > 1 else None
-            )
-            # Where ranks go on, groups stay open, for DTensor keeps what it knows of a mesh for
-            # another one like it; the next mesh with the same axes gets them again, as each group
-            # of gloo has three threads that never rest.
-            experts = _expert_mesh(torch_device, layout, timeout_s)
-            yield Mesh(
-                layout,
-                rank,
-                local_rank,
-                torch_device,
-                device_mesh,
-                reducing,
-                experts,
-                is_ours=opens_groups,
-            )
-            if (
-                opens_groups and torch_device.type == "cuda" and dist.is_initialized()
-            ):  # or they were abandoned
-                torch.cuda.synchronize()
-    except BaseException:
-        if opens_groups and dist.is_initialized():
-            _abandon_groups(torch_device)
-        raise
-    finally:
-        torch.set_num_threads(threads_before)
-    if opens_groups and dist.is_initialized():
-        _meshes.clear()
-        dist.destroy_process_group()
+    return _LaunchedRank(rank, local_rank, world_size, world_size > 1 and not has_group)
+
+
+def _meet_ranks(
+    store: dist.Store,
+    launched: _LaunchedRank,
+    device: torch.device,
+    *,
+    rendezvous_s: float,
+    timeout_s: float,
+) -> None:
+    """Return when all ranks are here, each with a GPU of its own if `device` is one.
+
+    Raises EnvironmentProblem.
+    """
+    rank, world_size = launched.rank, launched.world_size
+    wait_for_all(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
+    if device.type == "cuda":
+        refuse_shared_gpus(store, rank, world_size, name_gpu(device))
+
+
+def _open_groups(
+    layout: Layout, launched: _LaunchedRank, device: torch.device, timeout_s: float
+) -> Mesh:
+    """This rank's Mesh, with device meshes for every axis of `layout`. Collective."""
+    device_mesh = open_layout_mesh(device, layout, timeout_s)
+    reducing_mesh = None
+    if layout.cp > 1:
+        reducing_mesh = open_layout_mesh(device, layout.reduced, timeout_s)
+    return Mesh(
+        layout,
+        launched.rank,
+        launched.local_rank,
+        device,
+        device_mesh,
+        reducing_mesh,
+        open_expert_mesh(device, layout, timeout_s),
+        is_ours=launched.opens_groups,
+    )
 
 
 def leave_at_once(mesh: Mesh) -> None:
     """Leave the groups of an open mesh, while the other ranks may be in a collective that this one
     will never join.
 
-    The mesh is of no use from then on. Groups that somebody else has opened stay open, as
+    The mesh is of no use from then on. Groups that were open before stay open, as
     `open_mesh` leaves them.
     """
     if mesh.is_ours and dist.is_initialized():
@@ -412,44 +380,9 @@ def _abandon_groups(device: torch.device) -> None:
     Destroying a group of NCCL waits for its kernels, and so for the others; aborting does not. Gloo
     only closes its sockets.
     """
-    _meshes.clear()
+    forget_device_meshes()
     with contextlib.suppress(Exception):  # the error that brought us here is the one to be seen
         if device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
-
-
-def _device_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh:
-    return _open_device_mesh(
-        device.type, tuple(getattr(layout, axis) for axis in AXES), AXES, timeout_s
-    )
-
-
-def _expert_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh | None:
-    if layout.ep == 1:
-        return None
-    shard = layout.reduced.dp_shard // layout.ep
-    shape = (layout.pp, layout.dp_replicate, shard, layout.ep, layout.tp)
-    return _open_device_mesh(
-        device.type, shape, ("pp", "dp_replicate", "expert_shard", "ep", "tp"), timeout_s
-    )
-
-
-def _open_device_mesh(
-    device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout_s: float
-) -> DeviceMesh:
-    """The mesh of all ranks with these axes; of one process group there is one, however often it
-    is asked for."""
-    if _meshes.get("world") is not dist.group.WORLD:
-        _meshes.clear()
-        _meshes["world"] = dist.group.WORLD
-    key = device_type, shape, names
-    if key not in _meshes:
-        _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    else:
-        set_timeouts(_meshes[key], datetime.timedelta(seconds=timeout_s))
-    return _meshes[key]
-
-
-_meshes: dict[Any, Any] = {}  # of the process group "world"

@@ -20,8 +20,8 @@ from phalanx.core.errors import EnvironmentProblem
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Another launcher's ranks wait for containers, images and file systems of many machines.
 RENDEZVOUS_S = 300.0
-SUPERVISED_RENDEZVOUS_S = 20.0
-READ_TIMEOUT_S = 20.0
+SUPERVISED_RENDEZVOUS_S = 20.0  # our ranks are forks of one process, which has imported torch
+READ_TIMEOUT_S = 20.0  # for ranks that have all arrived to read one key
 
 
 def wait_for_all(
@@ -38,15 +38,17 @@ def wait_for_all(
             [f"arrived/{r}" for r in range(world_size)], datetime.timedelta(seconds=rendezvous_s)
         )
     except dist.DistStoreError:
-        absent = [r for r in range(world_size) if not store.check([f"arrived/{r}"])]
+        absent = [str(r) for r in range(world_size) if not store.check([f"arrived/{r}"])]
+        ranks = "ranks"
+        if len(absent) == 1:
+            ranks = "rank"
         raise EnvironmentProblem(
-            f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not arrive in"
-            f" {rendezvous_s:g} s",
+            f"{ranks} {', '.join(absent)} did not arrive in {rendezvous_s:g} s",
             fix="see why they did not start, or set resilience.rendezvous_s to more",
         ) from None
-    # NCCL makes a communicator at the first use of its group, through the store: whoever is late by
-    # then, because of a slow first batch or compilation, is late to a collective and not to the
-    # rendezvous.
+    # NCCL makes a communicator at the first use of its group, through the store: a rank that is
+    # late by then, because of a slow first batch or compilation, is late to a collective and not to
+    # the rendezvous.
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
 
 
@@ -60,18 +62,15 @@ def refuse_shared_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) 
     store.set(f"gpu/{rank}", json.dumps([socket.gethostname(), gpu]))
     keys = [f"gpu/{r}" for r in range(world_size)]
     store.wait(keys)
-    problem = find_shared_gpu(
-        [tuple(json.loads(host_and_gpu)) for host_and_gpu in store.multi_get(keys)]
-    )
+    gpus = [tuple(json.loads(host_and_gpu)) for host_and_gpu in store.multi_get(keys)]
+    problem = find_shared_gpu(gpus)
     if problem is None:
         return
     store.set(f"gpu_read/{rank}", "1")
-    with contextlib.suppress(
-        dist.DistError
-    ):  # this rank may hold the store that the others read from
-        store.wait(
-            [f"gpu_read/{r}" for r in range(world_size)], datetime.timedelta(seconds=READ_TIMEOUT_S)
-        )
+    read_keys = [f"gpu_read/{r}" for r in range(world_size)]
+    # This rank may hold the store that the others read from: it leaves after them.
+    with contextlib.suppress(dist.DistError):
+        store.wait(read_keys, datetime.timedelta(seconds=READ_TIMEOUT_S))
     raise problem
 
 
@@ -80,19 +79,16 @@ def find_shared_gpu(gpus_of_ranks: Sequence[tuple[str, str]]) -> EnvironmentProb
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, gpu_of_rank in enumerate(gpus_of_ranks):
         ranks_of.setdefault(gpu_of_rank, []).append(rank)
-    shared = next(
-        ((gpu_of_rank, ranks) for gpu_of_rank, ranks in ranks_of.items() if len(ranks) > 1), None
-    )
-    if shared is None:
-        return None
-    (host, gpu), ranks = shared
-    first, last = ", ".join(map(str, ranks[:-1])), ranks[-1]
-    return EnvironmentProblem(
-        f"ranks {first} and {last} have the same GPU",
-        where=host,
-        why=f"its UUID is {gpu}",
-        fix="start as many ranks as there are GPUs, and see CUDA_VISIBLE_DEVICES",
-    )
+    for (host, gpu), ranks in ranks_of.items():
+        if len(ranks) > 1:
+            first, last = ", ".join(map(str, ranks[:-1])), ranks[-1]
+            return EnvironmentProblem(
+                f"ranks {first} and {last} have the same GPU",
+                where=host,
+                why=f"its UUID is {gpu}",
+                fix="start as many ranks as there are GPUs, and see CUDA_VISIBLE_DEVICES",
+            )
+    return None
 
 
 def open_default_group(
@@ -108,8 +104,11 @@ def open_default_group(
     # sends and receives of a group then share. A pipeline asks for messages of several ranks ahead,
     # in an order of its own: it needs the communicators of two ranks each that are opened at first
     # use.
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "nccl"
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
         store=store,
         rank=rank,
         world_size=world_size,
@@ -118,7 +117,7 @@ def open_default_group(
 
 
 def choose_interface(environ: Any) -> None:
-    """Set GLOO_SOCKET_IFNAME, unless somebody has, to the interface through which this rank reaches
+    """Set GLOO_SOCKET_IFNAME, unless it is set, to the interface through which this rank reaches
     MASTER_ADDR.
 
     By default gloo announces the address of the host's own name, which many machines resolve to
@@ -129,13 +128,11 @@ def choose_interface(environ: Any) -> None:
     if environ.get("GLOO_SOCKET_IFNAME") or not host or host in LOOPBACK:
         return
     name = interface_towards(host)
-    if name is not None and _is_loopback(name):
-        is_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-        name = (
-            name
-            if is_one_machine
-            else interface_towards("192.0.2.1") or interface_towards("2001:db8::1")
-        )
+    is_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+    if name is not None and not is_one_machine and _is_loopback(name):
+        # Addresses that documentation is given and no network has (RFC 5737, 3849): the way to
+        # them is the default route.
+        name = interface_towards("192.0.2.1") or interface_towards("2001:db8::1")
     if name is not None:
         environ["GLOO_SOCKET_IFNAME"] = name
 
@@ -165,9 +162,8 @@ def interface_towards(host: str) -> str | None:
 
 def _interface_with(address: str) -> str | None:
     address = address.partition("%")[0]
-    if address.startswith(
-        "127."
-    ):  # the whole block is one interface's, which lists the first address alone
+    # The whole block is one interface's, which lists its first address alone.
+    if address.startswith("127."):
         address = "127.0.0.1"
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in addresses):
@@ -199,9 +195,10 @@ def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
     try:
         if hosts_store and host in LOOPBACK:
             # A TCPStore binds every interface unless it is handed a socket.
-            listening = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
+            family = socket.AF_INET
+            if ":" in host:
+                family = socket.AF_INET6
+            listening = socket.create_server((host, port), family=family)
             options["master_listen_fd"] = listening.detach()
         return dist.TCPStore(
             host,
@@ -213,16 +210,14 @@ def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
             **options,
         )
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        if hosts_store:
-            why = (
-                "address in use"
-                if "in use" in str(error).lower() or "EADDRINUSE" in str(error)
-                else reason
-            )
-            raise EnvironmentProblem(
-                f"port {port} on {host} cannot be listened on",
-                why=why,
-                fix="choose another MASTER_PORT",
-            ) from None
-        raise EnvironmentProblem(f"no rank 0 answers at {host}:{port}", why=reason) from None
+        why = str(error).splitlines()[0]
+        if not hosts_store:
+            raise EnvironmentProblem(f"no rank 0 answers at {host}:{port}", why=why) from None
+        # The same in words of the system (ours to bind) and of torch (its own).
+        if "in use" in str(error).lower() or "EADDRINUSE" in str(error):
+            why = "address in use"
+        raise EnvironmentProblem(
+            f"port {port} on {host} cannot be listened on",
+            why=why,
+            fix="choose another MASTER_PORT",
+        ) from None

@@ -10,9 +10,12 @@ from torch import nn
 
 def attention_cores(module: nn.Module) -> list[tuple[nn.Module, Any]]:
     """(module that has it, `core`) of every attention that shows one."""
-    return [
-        (part, part.core) for part in module.modules() if getattr(part, "core", None) is not None
-    ]
+    cores = []
+    for part in module.modules():
+        core = getattr(part, "core", None)
+        if core is not None:
+            cores.append((part, core))
+    return cores
 
 
 def has_attention_seam(module: nn.Module, *, is_stage: bool = False) -> bool:

@@ -121,11 +121,15 @@ class TensorGroup:
             return self.wait(self.start_reduce_scatter(parts))
 
     def timed(self, kind: str, words: str) -> AbstractContextManager[None]:
-        return nullcontext() if torch.compiler.is_compiling() else self.phases("collective", words)
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        return self.phases("collective", words)
 
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
         missing = -x.shape[SEQUENCE] % self.size
-        return F.pad(x, (0, 0) * (x.ndim - SEQUENCE - 1) + (0, missing)) if missing else x
+        if not missing:
+            return x
+        return F.pad(x, (0, 0) * (x.ndim - SEQUENCE - 1) + (0, missing))
 
     def _count(self, kind: str, output: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
@@ -183,17 +187,14 @@ class _GatherFeatures(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: TensorGroup, sizes: tuple[int, ...]
     ) -> torch.Tensor:
         ctx.start, ctx.size = sum(sizes[: group.rank]), sizes[group.rank]
-        longest = max(sizes)
-        padded = F.pad(x, (0, longest - x.shape[-1])) if x.shape[-1] < longest else x
+        longest = max(sizes)  # a gather takes the same length of each rank
+        if x.shape[-1] < longest:
+            x = F.pad(x, (0, longest - x.shape[-1]))
         with group.timed("all_gather", "all_gather features"):
-            parts = (
-                group.wait(group.start_gather(padded[None]))
-                .unflatten(0, (group.size, -1))
-                .squeeze(1)
-            )
-        return torch.cat(
-            [part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1
-        )
+            gathered = group.wait(group.start_gather(x[None]))
+        parts = gathered.unflatten(0, (group.size, -1)).squeeze(1)
+        own_parts = [part[..., :size] for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(own_parts, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]

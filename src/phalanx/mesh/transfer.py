@@ -1,4 +1,4 @@
-"""Numbers between host and device that nobody waits for: a copy from pageable memory drains a
+"""Numbers between host and device without a wait: a copy from pageable memory drains a
 GPU's stream."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ def fill_on_device(values: Sequence[float], device: torch.device) -> torch.Tenso
     """`values` as fp64 on `device`, written there by kernels."""
     filled = torch.zeros(len(values), dtype=torch.float64, device=device)
     for element, value in zip(filled, values, strict=True):
-        if value:  # most are votes for nothing
+        if value:  # most are flags that are not set
             element.fill_(value)
     return filled
 

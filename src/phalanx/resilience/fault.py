@@ -26,7 +26,7 @@ class Fault:
     phase: str | None
     inject: Callable[[], None]
 
-    def here(self, rank: int, step: int, phase: str) -> bool:
+    def strikes_at(self, rank: int, step: int, phase: str) -> bool:
         return rank == self.rank and self.step in (None, step) and self.phase in (None, phase)
 
 
@@ -35,12 +35,16 @@ def parse_fault(text: str) -> Fault:
 
     The grammar is checked when the job is loaded.
     """
-    head, _, tail = text.rpartition(":") if "=" in text.rpartition(":")[2] else (text, "", "")
-    places = dict(part.split("=", 1) for part in tail.split(",") if part)
-    step = int(places["step"]) if "step" in places else None
-    return Fault(
-        head, int(places.get("rank", 0)), step, places.get("phase"), resolve(head, FAULTS, "inject")
-    )
+    name, _, tail = text.rpartition(":")
+    # "package.module:function" has a colon, too; a part with "=" is where a fault strikes.
+    if "=" not in tail:
+        name, tail = text, ""
+    target = dict(part.split("=", 1) for part in tail.split(",") if part)
+    step = None
+    if "step" in target:
+        step = int(target["step"])
+    rank = int(target.get("rank", 0))
+    return Fault(name, rank, step, target.get("phase"), resolve(name, FAULTS, "inject"))
 
 
 def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listener:
@@ -49,6 +53,7 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listene
     For several threads.
     """
     faults = [(_mark_name(texts, index), parse_fault(text)) for index, text in enumerate(texts)]
+    # Phases of the background write begin in a thread of its own.
     taking = threading.Lock()
 
     def take(fault: tuple[str, Fault]) -> bool:
@@ -60,7 +65,8 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listene
 
     def listen(step: int, phase: str) -> None:
         for name, fault in list(faults):
-            if fault.here(rank, step, phase) and take((name, fault)):
+            if fault.strikes_at(rank, step, phase) and take((name, fault)):
+                # The mark first: a fault that kills this process must not strike the restarted one.
                 mark = run_dir / "faults" / name
                 mark.parent.mkdir(exist_ok=True)
                 try:
@@ -73,8 +79,8 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listene
 
 
 def _mark_name(texts: Sequence[str], index: int) -> str:
-    """By what a fault says, not by its place in the list: a run may be resumed with another
-    list."""
+    """The name of a fault's mark: made from its text, not from its place in the list, since a run
+    may be resumed with another list."""
     text = texts[index]
     nth = texts[:index].count(text)
     return f"{parse_fault(text).name.replace(':', '.')[:64]}-{digest([text, nth])}.injected"

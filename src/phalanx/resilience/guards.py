@@ -24,9 +24,8 @@ class SkippedStepsGuard:
         if facts.should_apply:
             self.in_a_row = self.without_targets = 0
             return None
-        if (
-            facts.reason_to_skip == "overflow"
-        ):  # usual in fp16, and the loss scale gives up by itself
+        # Usual in fp16, and the loss scale gives up by itself.
+        if facts.reason_to_skip == "overflow":
             return None
         self.in_a_row += 1
         self.without_targets += facts.num_targets == 0
@@ -62,4 +61,6 @@ class SkippedStepsGuard:
 
 
 def _steps(number: int) -> str:
-    return "1 step" if number == 1 else f"{number} steps in a row"
+    if number == 1:
+        return "1 step"
+    return f"{number} steps in a row"

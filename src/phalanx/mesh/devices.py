@@ -1,0 +1,82 @@
+"""This rank's device and threads."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.launchers import SUPERVISED
+from phalanx.mesh.malloc import return_large_blocks
+
+PIPELINE_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Of CUDA, for pipelines, unless the user has set them.
+
+A kernel that is loaded at its first use can wait for the whole device, also for a receive that
+waits for its sender; and of more streams than there are connections some share one, where a receive
+keeps back the other stream's kernels. The order of messages (`plan.pipeline.messages`) is safe with
+either; these keep it from being slow.
+"""
+
+
+def set_pipeline_variables() -> None:
+    """Set PIPELINE_VARIABLES, but for those that the user has set."""
+    for name, value in PIPELINE_VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
+def choose_device(kind: str, local_rank: int) -> torch.device:
+    """ "auto" is CUDA where there is any.
+
+    Raises EnvironmentProblem if CUDA is asked for and absent.
+    """
+    if kind == "auto" and torch.cuda.is_available():
+        kind = "cuda"
+    if kind != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise EnvironmentProblem("no CUDA device is available", fix="use cluster.device=cpu")
+    count = torch.cuda.device_count()
+    if count == 1 and SUPERVISED not in os.environ:
+        # A launcher that shows each of its ranks the one GPU it may use.
+        return torch.device("cuda", 0)
+    if local_rank >= count:
+        raise EnvironmentProblem(
+            f"local rank {local_rank} has no GPU", why=f"this machine has {count}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def name_gpu(device: torch.device) -> str:
+    """The UUID of a GPU: what its number stands for, which each rank may count from another
+    list."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def prepare_process(device: torch.device, world_size: int, *, is_sharded: bool) -> None:
+    """Set this process's threads, and make `device` current or, for a sharded rank on the CPU,
+    malloc return large blocks."""
+    # Ranks with a GPU compute on the CPU, too: an offloaded optimizer, initial weights, norms. The
+    # server that forks them has one thread, and what OMP_NUM_THREADS says afterwards torch no
+    # longer reads by itself.
+    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+    elif is_sharded:
+        return_large_blocks()
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """OMP_NUM_THREADS, or this rank's part of the cores."""
+    # OpenMP takes a list, a number for each level of nested parallel regions: the first is torch's.
+    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if requested.isdigit() and int(requested) > 0:
+        return int(requested)
+    # Cores of this process where the system tells them: a container or a batch system may give it
+    # fewer than the machine has.
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // max(1, local_world_size))
