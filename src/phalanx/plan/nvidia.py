@@ -47,6 +47,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
     answers, or where CUDA_VISIBLE_DEVICES names none of the GPUs that are there.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # CUDA shows none for these two, and NVML would list all.
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
     gpus = _all_gpus(os.environ.get("PATH", ""))
@@ -102,6 +103,7 @@ def _ask_nvml() -> tuple[Gpu, ...]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
+        # By NVML's own numbers where a release of nvidia-ml-py lacks the names.
         absent = (
             getattr(nvml, "NVML_ERROR_LIBRARY_NOT_FOUND", 12),
             getattr(nvml, "NVML_ERROR_DRIVER_NOT_LOADED", 9),
@@ -150,7 +152,10 @@ def _gpu_of(nvml: Any, handle: Any, capability: tuple[int, int]) -> Gpu:
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    # Old releases of nvidia-ml-py return bytes.
+    if isinstance(value, bytes):
+        return value.decode()
+    return str(value)
 
 
 def _ask_nvidia_smi() -> tuple[Gpu, ...]:
@@ -170,13 +175,13 @@ def _ask_nvidia_smi() -> tuple[Gpu, ...]:
     if "no devices were found" in output.lower():
         return ()
     if done.returncode != 0:  # an image that has it, on a machine without a driver
-        raise _NoAnswer(
-            f"nvidia-smi says: {output or f'exit code {done.returncode}'}", is_absent=True
-        )
+        reason = output or f"exit code {done.returncode}"
+        raise _NoAnswer(f"nvidia-smi says: {reason}", is_absent=True)
     return tuple(_parse_line(line) for line in done.stdout.splitlines() if line.strip())
 
 
 def _parse_line(line: str) -> Gpu:
+    # From the right: the name, which comes first, may hold a comma.
     parts = [part.strip() for part in line.rsplit(",", 4)]
     if len(parts) != 5 or not parts[1].isdigit():
         raise _NoAnswer(f"nvidia-smi says {line.strip()[:80]!r} of a GPU")
@@ -184,8 +189,10 @@ def _parse_line(line: str) -> Gpu:
     if mig == "Enabled":
         raise _NoAnswer(f"{name} is cut into MIG slices, whose memory nvidia-smi does not list")
     major, _, minor = capability.partition(".")
-    known = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
-    return Gpu(name, int(mebibytes) * 2**20, uuid, known)
+    version = (0, 0)
+    if major.isdigit() and minor.isdigit():
+        version = int(major), int(minor)
+    return Gpu(name, int(mebibytes) * 2**20, uuid, version)
 
 
 def _select_gpus(gpus: Sequence[Gpu], names: Sequence[str]) -> tuple[Gpu, ...]:
@@ -193,11 +200,19 @@ def _select_gpus(gpus: Sequence[Gpu], names: Sequence[str]) -> tuple[Gpu, ...]:
     that names no GPU."""
     selected: list[Gpu] = []
     for name in map(str.strip, names):
-        if name.isdigit():
-            gpu = gpus[int(name)] if int(name) < len(gpus) else None
-        else:
-            gpu = next((gpu for gpu in gpus if name and gpu.uuid.startswith(name)), None)
+        gpu = _find_gpu(gpus, name)
         if gpu is None or any(gpu is one for one in selected):
             break
         selected.append(gpu)
     return tuple(selected)
+
+
+def _find_gpu(gpus: Sequence[Gpu], name: str) -> Gpu | None:
+    if name.isdigit():
+        if int(name) < len(gpus):
+            return gpus[int(name)]
+        return None
+    for gpu in gpus:
+        if name and gpu.uuid.startswith(name):
+            return gpu
+    return None

@@ -23,7 +23,9 @@ from phalanx.plan.plan import Plan
 
 LIMIT = 0.2  # of the ranks' time; waiting more than that is worth a change
 UNEVEN = 1.1  # the busiest rank against the mean of all
-MAX_ACTIONS = 100_000  # of a schedule that is looked at here
+WORTH = 0.95  # of a bubble: one that another schedule makes no smaller than this is left as it is
+MUCH_SMALLER = 0.9  # of a bubble: what interleaving must bring, for it sends more messages
+MAX_ACTIONS = 100_000  # of a schedule that is simulated here: planning must stay quick
 MAX_MICROBATCHES = 32  # times as many as there are, at most, are proposed
 
 
@@ -36,6 +38,7 @@ def bubble_of(
 ) -> float | None:
     """Part of all ranks' time that is idle; None for a schedule that there is not, or one too
     long to look at."""
+    # F, I and W of each microbatch in each stage, where backwards are split.
     if 3 * num_ranks * stages_per_rank * num_microbatches > MAX_ACTIONS:
         return None
     try:
@@ -54,7 +57,8 @@ def find_enough_microbatches(
     `costs` of stages, where they are not the plan's: what was measured. Smaller microbatches before
     more samples. None for a schedule from a file, and where no number does.
     """
-    costs = pipeline.costs if costs is None else costs
+    if costs is None:
+        costs = pipeline.costs
     if pipeline.rows or not costs:
         return None
     for count, is_divided in _counts(pipeline.num_microbatches, share):
@@ -69,17 +73,20 @@ def find_enough_microbatches(
 
 
 def _counts(now: int, share: int) -> Iterator[tuple[int, bool]]:
-    yield from ((count, True) for count in divisors(share) if now < count <= MAX_MICROBATCHES * now)
-    yield from ((factor * now, False) for factor in range(2, MAX_MICROBATCHES + 1))
+    """Larger numbers of microbatches to try, with True where they divide `share`: those first,
+    because they leave the batch as it is."""
+    for count in divisors(share):
+        if now < count <= MAX_MICROBATCHES * now:
+            yield count, True
+    for factor in range(2, MAX_MICROBATCHES + 1):
+        yield factor * now, False
 
 
 def bubble_if_interleaved(pipeline: Pipeline, layers: LayerCosts) -> float | None:
     """The bubble with two stages on each rank; None if that cannot be, or a rank has more now."""
-    return (
-        bubble_with_schedule(pipeline, layers, "interleaved")
-        if pipeline.schedule_name in ("gpipe", "1f1b")
-        else None
-    )
+    if pipeline.schedule_name not in ("gpipe", "1f1b"):
+        return None
+    return bubble_with_schedule(pipeline, layers, "interleaved")
 
 
 def bubble_with_schedule(pipeline: Pipeline, layers: LayerCosts, name: str) -> float | None:
@@ -89,9 +96,9 @@ def bubble_with_schedule(pipeline: Pipeline, layers: LayerCosts, name: str) -> f
     if len(layers.blocks) < per_rank * pipeline.num_ranks:
         return None
     placement = place_stages(name, pipeline.num_ranks, per_rank)
-    costs = [
-        StageCosts(cost, cost, cost) for cost in layers.of_stages(cut_for_ranks(layers, placement))
-    ]
+    stages = cut_for_ranks(layers, placement)
+    # F, I and W of a linear layer are one product each, so each takes as long as the others.
+    costs = [StageCosts(cost, cost, cost) for cost in layers.of_stages(stages)]
     return bubble_of(name, pipeline.num_ranks, pipeline.num_microbatches, per_rank, costs)
 
 
@@ -99,7 +106,9 @@ def bubble_with_half_stages(pipeline: Pipeline, costs: Sequence[StageCosts]) -> 
     """The bubble with two stages on each rank, each half of one of now; None if that cannot be."""
     if pipeline.schedule_name not in ("gpipe", "1f1b") or min(pipeline.stages.num_blocks) < 2:
         return None
-    halves = [scale_costs(cost, 0.5) for cost in costs for _ in range(2)]
+    halves = []
+    for cost in costs:
+        halves += [scale_costs(cost, 0.5)] * 2
     return bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, halves)
 
 
@@ -110,47 +119,30 @@ def find_busiest_rank(work: Sequence[Seconds], rank_of_stage: Sequence[int]) -> 
         of_ranks[rank] += cost
     rank = max(range(len(of_ranks)), key=of_ranks.__getitem__)
     mean = sum(of_ranks) / len(of_ranks)
-    return rank, float(of_ranks[rank] / mean) if mean else 1.0
-
-
-WORTH = 0.95  # of a bubble: one that another schedule makes no smaller than this is left as it is
+    if not mean:
+        return rank, 1.0
+    return rank, float(of_ranks[rank] / mean)
 
 
 def warn_of_long_bubble(job: Job, plan: Plan) -> str | None:
     """The warning for a bubble above a fifth, where ranks that wait become worth a change of the
     batch or of the schedule."""
-    timeline = plan.pipeline.timeline() if plan.pipeline is not None else None
-    if plan.pipeline is None or timeline is None or timeline.bubble <= LIMIT:
+    if plan.pipeline is None:
         return None
-    share = plan.num_microbatches * plan.micro_batch_size
-    fixes = []
-    if (enough := find_enough_microbatches(plan.pipeline, share)) is not None:
-        count, is_divided, bubble = enough
-        how = f"train.micro_batch_size={share // count}"
-        if not is_divided:
-            batch = count * plan.micro_batch_size * plan.layout.data_parallel_size
-            how = (
-                f"train.global_batch_size={batch} with"
-                f" train.micro_batch_size={plan.micro_batch_size}"
-            )
-        fixes.append(f"{how} ({count} microbatches: {bubble:.0%})")
-    interleaved = bubble_if_interleaved(
-        plan.pipeline, model_parts(job, plan.model_shape).layer_costs
-    )
-    if interleaved is not None and interleaved < 0.9 * timeline.bubble:
-        fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
-    remedy = f"set {' or '.join(fixes)}" if fixes else "use fewer pipeline ranks (parallel.pp)"
+    timeline = plan.pipeline.timeline()
+    if timeline is None or timeline.bubble <= LIMIT:
+        return None
     if plan.pipeline.rows:
-        remedy = (
-            "write more microbatches into"
-            f" {job.parallel.schedule_file}{_suggest_named(plan.pipeline, share)}"
-        )
-    rank, ratio = find_busiest_rank(
-        [total_seconds(cost) for cost in plan.pipeline.costs], plan.pipeline.rank_of_stage
-    )
+        named = _suggest_named(plan.pipeline, _samples_per_rank(plan))
+        remedy = f"write more microbatches into {job.parallel.schedule_file}{named}"
+    else:
+        remedy = _suggest_settings(job, plan, plan.pipeline, float(timeline.bubble))
+    work = [total_seconds(cost) for cost in plan.pipeline.costs]
+    rank, ratio = find_busiest_rank(work, plan.pipeline.rank_of_stage)
     if ratio > UNEVEN:
         remedy += f"; rank {rank} has {ratio:.2f} times the mean work"
-        remedy += ": leave parallel.stage_blocks out" if job.parallel.stage_blocks else ""
+        if job.parallel.stage_blocks:
+            remedy += ": leave parallel.stage_blocks out"
     return (
         f"ranks wait {float(timeline.bubble):.0%} of each step for other stages, with"
         f" {plural(plan.num_microbatches, 'microbatch', 'microbatches')} on"
@@ -158,13 +150,42 @@ def warn_of_long_bubble(job: Job, plan: Plan) -> str | None:
     )
 
 
+def _samples_per_rank(plan: Plan) -> int:
+    """The samples of a step that go through the pipeline of one data-parallel rank."""
+    return plan.num_microbatches * plan.micro_batch_size
+
+
+def _suggest_settings(job: Job, plan: Plan, pipeline: Pipeline, bubble: float) -> str:
+    """The settings that make `bubble` smaller, in words."""
+    fixes = []
+    share = _samples_per_rank(plan)
+    enough = find_enough_microbatches(pipeline, share)
+    if enough is not None:
+        count, is_divided, new_bubble = enough
+        if is_divided:
+            how = f"train.micro_batch_size={share // count}"
+        else:
+            batch = count * plan.micro_batch_size * plan.layout.data_parallel_size
+            how = (
+                f"train.global_batch_size={batch} with"
+                f" train.micro_batch_size={plan.micro_batch_size}"
+            )
+        fixes.append(f"{how} ({count} microbatches: {new_bubble:.0%})")
+    layers = model_parts(job, plan.model_shape).layer_costs
+    interleaved = bubble_if_interleaved(pipeline, layers)
+    if interleaved is not None and interleaved < MUCH_SMALLER * bubble:
+        fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
+    if not fixes:
+        return "use fewer pipeline ranks (parallel.pp)"
+    return f"set {' or '.join(fixes)}"
+
+
 def _suggest_named(pipeline: Pipeline, share: int) -> str:
     """The microbatches that a named schedule needs which has the stages where the file has them,
     in brackets; "" if none has."""
     for name in ("1f1b", "interleaved"):
-        if pipeline.rank_of_stage != place_stages(
-            name, pipeline.num_ranks, pipeline.stages_per_rank
-        ):
+        placement = place_stages(name, pipeline.num_ranks, pipeline.stages_per_rank)
+        if pipeline.rank_of_stage != placement:
             continue
         enough = find_enough_microbatches(replace(pipeline, schedule_name=name, rows=()), share)
         if enough is not None:
@@ -177,28 +198,26 @@ def warn_of_compiled_halves(job: Job, plan: Plan) -> str | None:
     do their backward at once."""
     if plan.pipeline is None or not plan.compile or not splits_backward(plan.pipeline.schedule()):
         return None
-    name = plan.pipeline.schedule_name
+    name, replaced = plan.pipeline.schedule_name, ""
+    if plan.pipeline.rows:
+        name = str(job.parallel.schedule_file)
+        replaced = " in place of parallel.schedule_file"
     message = (
-        f"schedule {job.parallel.schedule_file if plan.pipeline.rows else name} puts off gradients"
-        " of weights (W), "
+        f"schedule {name} puts off gradients of weights (W), and train.compile leaves nothing to"
+        " put off: compiled blocks do both halves of a backward at once"
     )
-    message += (
-        "and train.compile leaves nothing to put off: compiled blocks do both halves of a backward"
-        " at once"
-    )
-    timeline, layers = plan.pipeline.timeline(), model_parts(job, plan.model_shape).layer_costs
+    layers = model_parts(job, plan.model_shape).layer_costs
+    timeline = plan.pipeline.timeline()
     if timeline is None:
         return message
     now = float(timeline.bubble)
-    bubbles = (
-        (bubble_with_schedule(plan.pipeline, layers, other), other)
-        for other in ("1f1b", "interleaved")
-    )
-    bubble, best = min(
-        ((bubble, other) for bubble, other in bubbles if bubble is not None), default=(now, name)
-    )
+    bubbles = []
+    for other in ("1f1b", "interleaved"):
+        bubble = bubble_with_schedule(plan.pipeline, layers, other)
+        if bubble is not None:
+            bubbles.append((bubble, other))
     message += f"; ranks wait {now:.0%} of each step"
-    if bubble > WORTH * now:
+    least, best = min(bubbles, default=(now, plan.pipeline.schedule_name))
+    if least > WORTH * now:
         return f"{message}, and neither 1f1b nor interleaved has them wait less"
-    replaced = " in place of parallel.schedule_file" if plan.pipeline.rows else ""
-    return f"{message}; set parallel.schedule={best}{replaced} ({bubble:.0%})"
+    return f"{message}; set parallel.schedule={best}{replaced} ({least:.0%})"

@@ -18,12 +18,13 @@ def find_problems(schedule: Schedule, *, max_in_flight: int | None = None) -> tu
     positions from 1.
 
     Each stage has one rank and does F once for each microbatch, then B once, or I and W once; what
-    an action needs is done by somebody, and no rank waits for ever. With `max_in_flight`: no rank
-    holds more microbatches, counted per stage, than that. What follows from a problem already told
-    is not told again.
+    an action needs is made by another one, and no rank waits for ever. With `max_in_flight`: no
+    rank holds more microbatches, counted per stage, than that. Consequences of a listed problem are
+    not listed.
     """
     places = _places(schedule)
     problems = [*_find_misplaced(schedule), *_find_miscounted(schedule, places)]
+    # Only a schedule with every action once, where it belongs, can be run on paper.
     if not problems:
         problems = list(_find_endless_waits(schedule))
     if not problems and max_in_flight is not None:
@@ -36,8 +37,10 @@ def require_runnable(schedule: Schedule, *, max_in_flight: int | None = None) ->
     there are."""
     problems = find_problems(schedule, max_in_flight=max_in_flight)
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise LayoutError(f"schedule {schedule.name} cannot run: {problems[0]}{more}")
+        message = f"schedule {schedule.name} cannot run: {problems[0]}"
+        if len(problems) > 1:
+            message += f" (and {len(problems) - 1} more)"
+        raise LayoutError(message)
 
 
 def _at(rank: int, position: int) -> str:
@@ -105,15 +108,16 @@ def _find_miscounted_microbatch(
     elif not halves:
         yield Problem(str(backward), f"{missing}, and so are {inputs} and {weights}")
     elif len(halves) == 1:
-        other = weights if halves == [inputs] else inputs
-        yield Problem(
-            str(other), f"{missing}; {halves[0]} is half of a backward", _at(*places[halves[0]][0])
-        )
+        half, other = inputs, weights
+        if halves == [weights]:
+            half, other = weights, inputs
+        yield Problem(str(other), f"{missing}; {half} is half of a backward", _at(*places[half][0]))
 
 
 def _find_endless_waits(schedule: Schedule) -> Iterator[Problem]:
     """A problem for each rank that never ends: where it stands, and where what it waits for
     would be made."""
+    # Any seconds do: who waits for ever follows from the order alone.
     costs: dict[Kind, Seconds] = {"F": 1, "B": 1, "I": 1, "W": 1}
     paper_run = run_on_paper(schedule, [costs] * schedule.num_stages)
     if not paper_run.stuck:
@@ -121,21 +125,18 @@ def _find_endless_waits(schedule: Schedule) -> Iterator[Problem]:
     results = ActionResults(schedule.num_stages, schedule.num_microbatches)
     makers: dict[int, _Place] = {}
     for rank, row in enumerate(schedule.actions):
-        makers |= {
-            results.output_of(action): (rank, position) for position, action in enumerate(row)
-        }
+        for position, action in enumerate(row):
+            makers[results.output_of(action)] = rank, position
     standing = {rank: len(paper_run.spans_s[rank]) for rank in paper_run.stuck}
     for rank, needed in paper_run.stuck.items():
         maker_rank, position = makers[results.output_of(needed)]
         maker = schedule.actions[maker_rank][position]
         problem = f"waits for {maker}, which comes later, at position {position + 1}"
         if maker_rank != rank:
+            stop = standing[maker_rank]
             problem = (
                 f"waits for {maker} of {_at(maker_rank, position)}, and rank {maker_rank} stands at"
-                " position "
-            )
-            problem += (
-                f"{standing[maker_rank] + 1}, {schedule.actions[maker_rank][standing[maker_rank]]}"
+                f" position {stop + 1}, {schedule.actions[maker_rank][stop]}"
             )
         yield Problem(
             str(schedule.actions[rank][standing[rank]]), problem, _at(rank, standing[rank])

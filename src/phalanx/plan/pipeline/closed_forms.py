@@ -31,6 +31,7 @@ def idle_s(name: str, num_ranks: int, num_microbatches: int, costs: StageCosts) 
         return hops * (forward + inputs + weights)
     if name == "interleaved-zero-bubble" and in_rounds:
         return hops * max(forward, inputs, forward + inputs - weights)
+    # Fewer microbatches do not fill the V.
     fill = {"zb-v": 2 * num_ranks - 1, "dualpipe-v": 2 * num_ranks}.get(name)
     if fill is not None and num_microbatches >= fill and forward == inputs == weights:
         return hops * forward
@@ -47,7 +48,9 @@ def bubble(
         return None
     of_microbatch = costs.forward_s + costs.backward_input_s + costs.backward_weight_s
     step = num_microbatches * stages_per_rank * of_microbatch + idle
-    return idle / step if step else Fraction(0)
+    if not step:
+        return Fraction(0)
+    return idle / step
 
 
 def peak_in_flight(

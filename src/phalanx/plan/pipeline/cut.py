@@ -67,10 +67,13 @@ def cut_stages(costs: LayerCosts, num_stages: int) -> Stages:
     num_blocks = len(costs.blocks)
     most = num_blocks + (costs.embedding > 0) + (costs.head > 0)
     if num_stages < 1 or num_stages > most:
-        nearest = most if num_stages > 0 else 1
+        nearest = most
+        if num_stages < 1:
+            nearest = 1
         raise LayoutError(
             f"{num_blocks} blocks cannot be cut into {num_stages} stages", fix=f"nearest: {nearest}"
         )
+    # Twice: among the cuts whose costliest stage is cheapest, the most even one.
     work = _WholeCosts.of(costs, num_stages)
     largest, _ = _find_best(work, lambda cost, rest: max(cost, rest), limit=None)
     _, num_blocks_of = _find_best(work, lambda cost, rest: cost**2 + rest, limit=largest)
@@ -116,9 +119,17 @@ def _mend(num_blocks: Sequence[int], least: Sequence[int], num_layers: int) -> s
         if missing > 0:
             mended[mended.index(min(mended))] += 1
         else:
-            spare = [count if count > low else -1 for count, low in zip(mended, least, strict=True)]
-            mended[spare.index(max(spare))] -= 1
+            mended[_find_largest_spare(mended, least)] -= 1
     return ", ".join(map(str, mended))
+
+
+def _find_largest_spare(num_blocks: Sequence[int], least: Sequence[int]) -> int:
+    """The first of the largest stages that have more blocks than the least they may have."""
+    spare = list(num_blocks)
+    for stage, low in enumerate(least):
+        if spare[stage] <= low:
+            spare[stage] = -1
+    return spare.index(max(spare))
 
 
 @dataclass(frozen=True)
@@ -143,8 +154,11 @@ class _WholeCosts:
 
     def cost(self, stage: int, first: int, end: int) -> int:
         cost = self.sums[end] - self.sums[first]
-        cost += self.embedding if stage == 0 else 0
-        return cost + (self.head if stage == self.num_stages - 1 else 0)
+        if stage == 0:
+            cost += self.embedding
+        if stage == self.num_stages - 1:
+            cost += self.head
+        return cost
 
     def ends(self, stage: int, first_block: int) -> range:
         """The blocks before which a stage that begins at `first_block` may end, so that it and
@@ -154,6 +168,7 @@ class _WholeCosts:
         first = first_block + (not may_be_empty)
         if after == 0:
             return range(max(first, self.num_blocks), self.num_blocks + 1)
+        # Each stage after this one needs a block, but for the last if the head is work enough.
         return range(first, self.num_blocks - (after - (self.head > 0)) + 1)
 
 
@@ -165,12 +180,14 @@ def _find_best(
 
     Dynamic programming from the last stage to the first; no stage costs more than `limit`.
     """
-    after: dict[int, tuple[int, tuple[int, ...]]] = {
-        work.num_blocks: (0, ())
-    }  # by where a stage begins
+    # (value, blocks) of the stages after one, by the block at which they begin.
+    after: dict[int, tuple[int, tuple[int, ...]]] = {work.num_blocks: (0, ())}
     for stage in reversed(range(work.num_stages)):
         best: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for first in range(work.num_blocks + 1) if stage else (0,):
+        firsts = range(work.num_blocks + 1)
+        if stage == 0:
+            firsts = range(1)
+        for first in firsts:
             for end in work.ends(stage, first):
                 cost = work.cost(stage, first, end)
                 if end not in after or (limit is not None and cost > limit):
@@ -212,10 +229,14 @@ def cut_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
 def _moves(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
     """The cuts with one block less in one stage and one more in another: blocks between them
     shift along."""
-    counts, last = stages.num_blocks, len(stages.num_blocks) - 1
-    has_work = {0: costs.embedding > 0, last: costs.head > 0}  # without a block
+    counts = stages.num_blocks
+    least = [1] * len(counts)
+    if costs.embedding > 0:
+        least[0] = 0
+    if costs.head > 0:
+        least[-1] = 0
     for giver, count in enumerate(counts):
-        if count <= (0 if has_work.get(giver, False) else 1):
+        if count <= least[giver]:
             continue
         for taker in range(len(counts)):
             if taker != giver:
@@ -233,9 +254,7 @@ def _value(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _
     for rank, cost in zip(rank_of_stage, of_stages, strict=True):
         of_ranks[rank] = of_ranks.get(rank, 0) + cost
     total = float(sum(of_stages)) or 1.0
-    parts = (
-        max(of_ranks.values()),
-        max(of_stages),
-        sum(float(cost / total) ** 2 for cost in of_stages) * total,
-    )
+    unevenness = sum(float(cost / total) ** 2 for cost in of_stages) * total
+    parts = (max(of_ranks.values()), max(of_stages), unevenness)
+    # As shares of the whole: nine digits mean the same for costs in seconds and in FLOPs.
     return tuple(round(float(part) / total, 9) for part in parts)  # type: ignore[return-value]

@@ -18,14 +18,11 @@ from phalanx.plan.pipeline.v_shaped import generate_dualpipe_v, generate_zb_v
 
 def generate_gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
-    rows = (
-        tuple(
-            Action(kind, rank, microbatch)
-            for kind in ("F", "B")
-            for microbatch in range(num_microbatches)
-        )
-        for rank in range(num_ranks)
-    )
+    rows = []
+    for rank in range(num_ranks):
+        forwards = _list_actions("F", rank, num_microbatches)
+        backwards = _list_actions("B", rank, num_microbatches)
+        rows.append((*forwards, *backwards))
     return Schedule("gpipe", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
 
 
@@ -34,10 +31,15 @@ def generate_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
     (arXiv 2006.09503)."""
     rows = []
     for rank in range(num_ranks):
-        forwards = [Action("F", rank, microbatch) for microbatch in range(num_microbatches)]
-        backwards = [Action("B", rank, microbatch) for microbatch in range(num_microbatches)]
+        forwards = _list_actions("F", rank, num_microbatches)
+        backwards = _list_actions("B", rank, num_microbatches)
+        # As many forwards ahead as there are stages behind it: then the first gradient is back.
         rows.append(tuple(_alternate(forwards, backwards, num_ranks - 1 - rank)))
     return Schedule("1f1b", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
+
+
+def _list_actions(kind: Kind, stage: int, num_microbatches: int) -> list[Action]:
+    return [Action(kind, stage, microbatch) for microbatch in range(num_microbatches)]
 
 
 def generate_interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
@@ -47,13 +49,12 @@ def generate_interleaved(num_ranks: int, num_microbatches: int, stages_per_rank:
     for rank in range(num_ranks):
         forwards = list(_passes("F", rank, num_ranks, num_microbatches, stages_per_rank))
         backwards = list(_passes("B", rank, num_ranks, num_microbatches, stages_per_rank))
-        ahead = _num_ahead(num_ranks, num_microbatches, stages_per_rank) + 2 * (
-            num_ranks - 1 - rank
-        )
+        # Twice the hops to the last rank: a forward has to get there, and its gradient back.
+        ahead = _num_ahead(num_ranks, num_microbatches, stages_per_rank)
+        ahead += 2 * (num_ranks - 1 - rank)
         rows.append(tuple(_alternate(forwards, backwards, ahead)))
-    return Schedule(
-        "interleaved", num_microbatches, loop_placement(num_ranks, stages_per_rank), tuple(rows)
-    )
+    placement = loop_placement(num_ranks, stages_per_rank)
+    return Schedule("interleaved", num_microbatches, placement, tuple(rows))
 
 
 def generate_interleaved_zero_bubble(
@@ -92,9 +93,11 @@ def _passes(
     """The actions of one kind on a rank: a round of microbatches goes through one stage, then
     through the next; backwards meet the last stage first."""
     stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+    if kind != "F":
+        stages = stages[::-1]
     size = num_microbatches // num_rounds(num_ranks, num_microbatches)
     for first in range(0, num_microbatches, size):
-        for stage in stages if kind == "F" else reversed(stages):
+        for stage in stages:
             for microbatch in range(first, first + size):
                 yield Action(kind, stage, microbatch)
 
@@ -159,10 +162,11 @@ def generate_schedule(
             f"a pipeline of {num_ranks} ranks and {num_microbatches} microbatches",
             fix="use at least 1",
         )
-    per_rank = named.stages_per_rank if stages_per_rank is None else stages_per_rank
-    require_stages_per_rank(name, per_rank)
+    if stages_per_rank is None:
+        stages_per_rank = named.stages_per_rank
+    require_stages_per_rank(name, stages_per_rank)
     _require_microbatches(name, named, num_ranks, num_microbatches)
-    return named.make(num_ranks, num_microbatches, per_rank)
+    return named.make(num_ranks, num_microbatches, stages_per_rank)
 
 
 def can_run_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bool:
@@ -189,11 +193,8 @@ def _find_named(name: str) -> _NamedSchedule:
 def can_have_stages(name: str, stages_per_rank: int) -> bool:
     """True if a named schedule can have `stages_per_rank`."""
     named = _find_named(name)
-    return (
-        named.least_stages_per_rank
-        <= stages_per_rank
-        <= (named.most_stages_per_rank or stages_per_rank)
-    )
+    most = named.most_stages_per_rank or stages_per_rank
+    return named.least_stages_per_rank <= stages_per_rank <= most
 
 
 def require_stages_per_rank(name: str, wish: int) -> None:
@@ -203,7 +204,10 @@ def require_stages_per_rank(name: str, wish: int) -> None:
     least, most = named.least_stages_per_rank, named.most_stages_per_rank
     if can_have_stages(name, wish):
         return
-    fix = f"nearest: {most if most and wish > most else least}"
+    nearest = least
+    if most and wish > most:
+        nearest = most
+    fix = f"nearest: {nearest}"
     if wish == 1:
         fix += ", or schedule 1f1b"
     elif most == 1:
@@ -221,10 +225,12 @@ def _require_microbatches(name: str, named: _NamedSchedule, num_ranks: int, wish
         )
     if not named.in_rounds or _fills_rounds(num_ranks, wish):
         return
-    below = next(count for count in range(wish, 0, -1) if _fills_rounds(num_ranks, count))
-    above = next(
-        count for count in range(wish, wish + num_ranks + 1) if _fills_rounds(num_ranks, count)
-    )
+    # One microbatch always fills its round, and so does the next multiple of the ranks.
+    below = above = wish
+    while not _fills_rounds(num_ranks, below):
+        below -= 1
+    while not _fills_rounds(num_ranks, above):
+        above += 1
     rounds = num_rounds(num_ranks, wish)
     raise LayoutError(
         f"schedule {name} on {num_ranks} ranks cannot run {wish} microbatches",

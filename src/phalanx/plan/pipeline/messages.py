@@ -27,6 +27,9 @@ AHEAD = 2  # messages of a rank that are asked for beyond those that the next tw
 _COSTS: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Any seconds above 0 give an order that no rank waits for ever in; these are near what actions
 take."""
+# Of actions that begin at once: the gradients that go to another rank, then forwards, then W, which
+# makes nothing that another rank waits for.
+_TURNS: dict[Kind, int] = {"B": -1, "I": -1, "F": 0, "W": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class P2PMessage:
     @property
     def maker(self) -> int:
         """The stage that the message comes from."""
-        return self.stage + (1 if self.is_gradient else -1)
+        if self.is_gradient:
+            return self.stage + 1
+        return self.stage - 1
 
 
 def output_of(action: Action, num_stages: int) -> P2PMessage | None:
@@ -90,7 +95,9 @@ def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messa
     needed_at: dict[P2PMessage, int] = {}
     num_stages, owners = schedule.num_stages, schedule.rank_of_stage
     for other, row in enumerate(schedule.actions):
-        for position, action in enumerate(row) if other != rank else ():
+        if other == rank:
+            continue
+        for position, action in enumerate(row):
             output, needed = output_of(action, num_stages), input_of(action, num_stages)
             if output is not None and owners[output.stage] == rank:
                 coming.setdefault(other, []).append(output)
@@ -117,13 +124,13 @@ def _common_order(schedule: Schedule) -> list[tuple[int, int]]:
     keys = []
     for rank, (row, times) in enumerate(zip(schedule.actions, spans, strict=True)):
         for position, (action, (start, _)) in enumerate(zip(row, times, strict=True)):
-            turn = (
-                (0, action.stage)
-                if action.kind == "F"
-                else (1 if action.kind == "W" else -1, -action.stage)
-            )
-            keys.append((start, turn, rank, position))
-    return [(rank, position) for _, _, rank, position in sorted(keys)]
+            turn = _TURNS[action.kind]
+            # What has further to go comes first: a forward of an early stage, a gradient of a late.
+            stage = action.stage
+            if action.kind != "F":
+                stage = -stage
+            keys.append((start, turn, stage, rank, position))
+    return [(rank, position) for *_, rank, position in sorted(keys)]
 
 
 def _asks_in_order(
@@ -156,6 +163,7 @@ def _own_actions_before(
         if other == rank:
             before[other] = position + 1
         elif needed is not None:
+            # What a message depends on, all that its receiver makes afterwards depends on, too.
             before[other] = max(before[other], makers[needed])
         output = output_of(action, schedule.num_stages)
         if output is not None:
@@ -171,20 +179,21 @@ def _asks_ahead(
 ) -> tuple[tuple[int, ...], ...]:
     """The messages to ask for before each own action: those that the next two actions need, and
     AHEAD more of the same rank, as soon as they depend on nothing to come."""
-    places = {
-        message: (source, at)
-        for source, messages in coming.items()
-        for at, message in enumerate(messages)
-    }
+    places: dict[P2PMessage | None, tuple[int, int]] = {}  # source, number from that source
+    for source, messages in coming.items():
+        for at, message in enumerate(messages):
+            places[message] = source, at
     num_asked, row, asks = dict.fromkeys(coming, 0), schedule.actions[rank], []
     for position in range(len(row)):
         now: list[int] = []
+        # Of two actions: the message for the second travels while this rank computes the first.
         for action in row[position : position + 2]:
             needed = input_of(action, schedule.num_stages)
             if needed not in places:
                 continue
             source, at = places[needed]
             for message in coming[source][num_asked[source] : at + 1 + AHEAD]:
+                # Messages of one source are asked for in its order, so the rest waits as well.
                 if own_before[message] > position:
                     break
                 num_asked[source] += 1

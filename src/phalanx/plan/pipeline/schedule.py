@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -79,12 +79,13 @@ class Schedule:
     @property
     def placement(self) -> str:
         """The way in which stages lie on ranks: "loop", "v", or "own" for any other."""
-        if self.num_stages % self.num_ranks == 0:
-            for name, placement in (("loop", loop_placement), ("v", v_placement)):
-                if self.rank_of_stage == placement(
-                    self.num_ranks, self.num_stages // self.num_ranks
-                ):
-                    return name
+        stages_per_rank, remainder = divmod(self.num_stages, self.num_ranks)
+        if remainder:
+            return "own"
+        if self.rank_of_stage == loop_placement(self.num_ranks, stages_per_rank):
+            return "loop"
+        if self.rank_of_stage == v_placement(self.num_ranks, stages_per_rank):
+            return "v"
         return "own"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -101,9 +102,14 @@ class Schedule:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Schedule:
-        rows = (row.split(",") if row else () for row in body["actions"])
-        actions = tuple(tuple(map(Action.from_text, row)) for row in rows)
-        return cls(body["name"], body["num_microbatches"], tuple(body["rank_of_stage"]), actions)
+        rows = []
+        for text in body["actions"]:
+            cells = []
+            if text:  # "" is a rank without actions
+                cells = text.split(",")
+            rows.append(tuple(map(Action.from_text, cells)))
+        rank_of_stage = tuple(body["rank_of_stage"])
+        return cls(body["name"], body["num_microbatches"], rank_of_stage, tuple(rows))
 
 
 def loop_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -114,13 +120,17 @@ def loop_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 def v_placement(num_ranks: int, stages_per_rank: int = 2) -> tuple[int, ...]:
     """Rank r holds stages r and 2p - 1 - r: there and back, so that first and last stage share a
     rank."""
-    forth = tuple(range(num_ranks))
-    turns: Iterable[tuple[int, ...]] = (
-        forth[::-1] if turn % 2 else forth for turn in range(stages_per_rank)
-    )
-    return tuple(rank for turn in turns for rank in turn)
+    outward = tuple(range(num_ranks))
+    placement: list[int] = []
+    for turn in range(stages_per_rank):
+        if turn % 2 == 0:
+            placement += outward
+        else:
+            placement += outward[::-1]
+    return tuple(placement)
 
 
+# What torch writes into such a file besides actions: pairs that it may overlap, and communication.
 _OVERLAP = re.compile(r"\((?P<pair>[^()]*)\)OVERLAP_F_B")
 _SENDS = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
@@ -134,8 +144,11 @@ def read_schedule(path: Path) -> Schedule:
     try:
         rows = list(csv.reader(io.StringIO(read_regular(path).decode("utf-8"), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason: str | None = str(error)
+        if isinstance(error, OSError):
+            reason = error.strerror
         raise LayoutError("the schedule cannot be read", where=str(path), why=reason) from None
+    # Empty lines at the end are the editor's: no ranks without actions.
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     actions = tuple(tuple(_parse_row(path, line, cells)) for line, cells in enumerate(rows, 1))
@@ -157,9 +170,7 @@ def schedule_to_csv(schedule: Schedule) -> str:
 
 def _parse_row(path: Path, line: int, cells: list[str]) -> Iterator[Action]:
     for number, cell in enumerate(cells, 1):
-        text = cell.strip()
-        pair = _OVERLAP.fullmatch(text)
-        for part in pair["pair"].split(";") if pair else [text] if text else []:
+        for part in _split_cell(cell):
             try:
                 yield Action.from_text(part)
             except LayoutError as error:
@@ -171,6 +182,17 @@ def _parse_row(path: Path, line: int, cells: list[str]) -> Iterator[Action]:
                     )
                     raise LayoutError(f"{part} is no computation", where=where, why=why) from None
                 raise LayoutError(error.what, where=where, fix=error.fix) from None
+
+
+def _split_cell(cell: str) -> list[str]:
+    """The texts of the actions in a cell: none for a bubble, two where torch may overlap them."""
+    text = cell.strip()
+    if not text:
+        return []
+    overlap = _OVERLAP.fullmatch(text)
+    if overlap:
+        return overlap["pair"].split(";")
+    return [text]
 
 
 def _build_schedule(path: Path, actions: tuple[tuple[Action, ...], ...]) -> Schedule:

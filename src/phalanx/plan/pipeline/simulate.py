@@ -17,7 +17,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
 
 Seconds = float | Fraction
-NOTHING = -1
+NOTHING = -1  # in place of the number of a result
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ActionResults:
     """The inputs and outputs of actions as numbers: a schedule has a hundred thousand of them.
 
     F makes the input of the next stage. B and I make the gradient that the stage before needs: the
-    same one, whether its W came along or not. W makes nothing that anybody waits for.
+    same one, whether its W came along or not. W makes nothing that another action waits for.
     """
 
     num_stages: int
@@ -39,7 +39,9 @@ class ActionResults:
         number = action.stage * self.num_microbatches + action.microbatch
         if action.kind == "W":
             return NOTHING
-        return number if action.kind == "F" else number + len(self) // 2
+        if action.kind == "F":
+            return number
+        return number + len(self) // 2
 
     def inputs_of(self, action: Action) -> tuple[int, int]:
         """The results that an action needs: of its own stage, and of a neighbouring one; NOTHING
@@ -48,15 +50,23 @@ class ActionResults:
         gradient = forward + len(self) // 2
         if action.kind == "W":
             return gradient, NOTHING
+        received = NOTHING
         if action.kind == "F":
-            return NOTHING, forward - self.num_microbatches if action.stage else NOTHING
-        is_last = action.stage + 1 == self.num_stages
-        return forward, NOTHING if is_last else gradient + self.num_microbatches
+            if action.stage > 0:
+                received = forward - self.num_microbatches
+            return NOTHING, received
+        if action.stage + 1 < self.num_stages:
+            received = gradient + self.num_microbatches
+        return forward, received
 
     def name(self, number: int) -> Action:
         """The action, F or I, that makes result `number`."""
         half = len(self) // 2
-        return Action("F" if number < half else "I", *divmod(number % half, self.num_microbatches))
+        kind: Kind = "I"
+        if number < half:
+            kind = "F"
+        stage, microbatch = divmod(number % half, self.num_microbatches)
+        return Action(kind, stage, microbatch)
 
 
 @dataclass(frozen=True)
@@ -88,25 +98,26 @@ class _PaperRunner:
     ) -> None:
         self.schedule, self.seconds, self.send_s = schedule, seconds, send_s
         self.results = ActionResults(schedule.num_stages, schedule.num_microbatches)
-        self.arrived: list[Seconds | None] = [None] * len(
-            self.results
-        )  # at the neighbour that needs it
+        # When each result is at the neighbour that needs it.
+        self.arrived: list[Seconds | None] = [None] * len(self.results)
         self.waiting: dict[int, list[int]] = {}  # result -> ranks
+        # Until when a message is on its way from one rank to another, by (sender, receiver).
         self.link_free: dict[tuple[int, int], Seconds] = {}
         self.spans: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
 
     def run(self) -> PaperRun:
+        # A rank goes on until it misses a result, and is looked at again only once that is there:
+        # each action is visited a few times, and not each once per round over all ranks.
         ready = deque(range(self.schedule.num_ranks))
         while ready:
             rank = ready.popleft()
             missing = self._advance(rank, ready)
             if missing != NOTHING:
                 self.waiting.setdefault(missing, []).append(rank)
-        stuck = {
-            rank: self.results.name(number)
-            for number, ranks in self.waiting.items()
-            for rank in ranks
-        }
+        stuck = {}
+        for number, ranks in self.waiting.items():
+            for rank in ranks:
+                stuck[rank] = self.results.name(number)
         return PaperRun(tuple(map(tuple, self.spans)), dict(sorted(stuck.items())))
 
     def _advance(self, rank: int, ready: deque[int]) -> int:
@@ -115,7 +126,9 @@ class _PaperRunner:
         Ranks that waited for something become `ready`.
         """
         row, spans, arrived = self.schedule.actions[rank], self.spans[rank], self.arrived
-        clock = spans[-1][1] if spans else 0
+        clock: Seconds = 0
+        if spans:
+            clock = spans[-1][1]
         while len(spans) < len(row):
             action = row[len(spans)]
             own_input, received_input = self.results.inputs_of(action)
@@ -137,7 +150,9 @@ class _PaperRunner:
 
     def _arrival(self, rank: int, action: Action, end: Seconds) -> Seconds:
         """Sends go on beside computation, but one after the other from one rank to another."""
-        neighbour = action.stage + (1 if action.kind == "F" else -1)
+        neighbour = action.stage - 1
+        if action.kind == "F":
+            neighbour = action.stage + 1
         if not self.send_s or not 0 <= neighbour < self.schedule.num_stages:
             return end
         receiver = self.schedule.rank_of_stage[neighbour]
@@ -192,7 +207,9 @@ class Timeline:
 
     def bubble_of(self, rank: int) -> Seconds:
         """The part of the step in which `rank` computes nothing, 0 to 1."""
-        return 1 - self.busy_s(rank) / self.step_s if self.step_s else Fraction(0)
+        if not self.step_s:
+            return Fraction(0)
+        return 1 - self.busy_s(rank) / self.step_s
 
     @property
     def bubble(self) -> Seconds:
@@ -206,8 +223,10 @@ class Timeline:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Timeline:
-        spans = tuple(tuple((start, end) for start, end in row) for row in body["spans_s"])
-        return cls(Schedule.from_json(body["schedule"]), spans)
+        rows = []
+        for row in body["spans_s"]:
+            rows.append(tuple((start, end) for start, end in row))
+        return cls(Schedule.from_json(body["schedule"]), tuple(rows))
 
 
 def simulate(schedule: Schedule, costs: Sequence[StageCosts], send_s: Seconds = 0) -> Timeline:
@@ -259,6 +278,15 @@ class _Holdings:
         else:
             self.for_weights[stage] -= 1
 
+    def num_bytes(self, activation_bytes: Sequence[int], weight_input_bytes: Sequence[int]) -> int:
+        """Bytes of all, from those of one microbatch by stage."""
+        total = 0
+        for stage, count in self.before_backward.items():
+            total += count * activation_bytes[stage]
+        for stage, count in self.for_weights.items():
+            total += count * weight_input_bytes[stage]
+        return total
+
 
 def count_in_flight(schedule: Schedule) -> InFlight:
     """The peaks of microbatches in flight in a schedule."""
@@ -281,22 +309,10 @@ def peak_bytes(
     reads between I and W."""
     peaks = []
     for rank in range(schedule.num_ranks):
-        peaks.append(
-            max(
-                (
-                    sum(
-                        count * activation_bytes[stage]
-                        for stage, count in holding.before_backward.items()
-                    )
-                    + sum(
-                        count * weight_input_bytes[stage]
-                        for stage, count in holding.for_weights.items()
-                    )
-                    for holding in _moments(schedule, rank)
-                ),
-                default=0,
-            )
-        )
+        peak = 0
+        for holding in _moments(schedule, rank):
+            peak = max(peak, holding.num_bytes(activation_bytes, weight_input_bytes))
+        peaks.append(peak)
     return tuple(peaks)
 
 

@@ -17,6 +17,7 @@ from phalanx.plan.pipeline.simulate import Seconds, StageCosts, Timeline, simula
 # Of one rank, in the order in which it did them: (action, begin, end) in seconds. JSON makes lists
 # of the tuples.
 RankSpans = Sequence[Sequence[Any]]
+WORTH = 0.005  # of a step: what a cut must gain to be worth the change
 
 
 def build_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
@@ -27,25 +28,46 @@ def build_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
     rank. Raises LayoutError for what is no step of a pipeline.
     """
     try:
-        actions = tuple(tuple(Action.from_text(action) for action, _, _ in row) for row in spans)
-        times = [[(float(start), float(end)) for _, start, end in row] for row in spans]
+        parsed_rows = [_parse_spans(row) for row in spans]
     except (TypeError, ValueError, AttributeError):
         raise LayoutError("a span is an action, when it began and when it ended") from None
-    flat = [time for row in times for time in row]
-    if not flat or not all(math.isfinite(start) and start <= end for start, end in flat):
-        raise LayoutError("spans of a pipeline begin before they end, and there is at least one")
-    owner = {action.stage: rank for rank, row in enumerate(actions) for action in row}
-    if sorted(owner) != list(range(len(owner))):
+    zero = math.inf
+    num_microbatches = 0
+    owners: dict[int, int] = {}  # stage -> rank
+    for rank, (actions, times) in enumerate(parsed_rows):
+        for action, (start, end) in zip(actions, times, strict=True):
+            if not (math.isfinite(start) and start <= end):
+                raise _bad_spans()
+            zero = min(zero, start)
+            num_microbatches = max(num_microbatches, action.microbatch + 1)
+            owners[action.stage] = rank
+    if not owners:
+        raise _bad_spans()
+    if sorted(owners) != list(range(len(owners))):
         raise LayoutError(
-            f"spans of stages {sorted(owner)}, which are not all stages of a pipeline"
+            f"spans of stages {sorted(owners)}, which are not all stages of a pipeline"
         )
-    zero = min(start for start, _ in flat)
-    num_microbatches = 1 + max(action.microbatch for row in actions for action in row)
-    rank_of_stage = tuple(owner[stage] for stage in range(len(owner)))
-    return Timeline(
-        Schedule(name, num_microbatches, rank_of_stage, actions),
-        tuple(tuple((start - zero, end - zero) for start, end in row) for row in times),
+    rank_of_stage = tuple(rank for _, rank in sorted(owners.items()))
+    schedule = Schedule(
+        name, num_microbatches, rank_of_stage, tuple(actions for actions, _ in parsed_rows)
     )
+    spans_s = []
+    for _, times in parsed_rows:
+        spans_s.append(tuple((start - zero, end - zero) for start, end in times))
+    return Timeline(schedule, tuple(spans_s))
+
+
+def _parse_spans(row: RankSpans) -> tuple[tuple[Action, ...], list[tuple[float, float]]]:
+    """The actions of a rank, and the begin and end of each."""
+    actions, times = [], []
+    for action, start, end in row:
+        actions.append(Action.from_text(action))
+        times.append((float(start), float(end)))
+    return tuple(actions), times
+
+
+def _bad_spans() -> LayoutError:
+    return LayoutError("spans of a pipeline begin before they end, and there is at least one")
 
 
 def splits_backward(schedule: Schedule) -> bool:
@@ -71,7 +93,9 @@ def mean_stage_costs(timeline: Timeline) -> tuple[StageCosts, ...]:
         mean = {kind: took[kind] / max(1, count[kind]) for kind in took}
         halves = mean["I"] + mean["W"]
         backward_s = (took["B"] + took["I"] + took["W"]) / max(1, count["F"])
-        weight_s = backward_s * mean["W"] / halves if halves else 0.0
+        weight_s = 0.0
+        if halves:
+            weight_s = backward_s * mean["W"] / halves
         costs.append(StageCosts(mean["F"], backward_s - weight_s, weight_s))
     return tuple(costs)
 
@@ -94,7 +118,9 @@ def scale_to_measured(pipeline: Pipeline, measured: Sequence[StageCosts]) -> Tim
             f"{len(measured)} stages were measured, and {len(pipeline.costs)} planned"
         )
     planned_s = sum(map(total_seconds, pipeline.costs))
-    scale = sum(map(total_seconds, measured)) / planned_s if planned_s else 0.0
+    scale = 0.0
+    if planned_s:
+        scale = sum(map(total_seconds, measured)) / planned_s
     return simulate(pipeline.schedule(), [scale_costs(cost, scale) for cost in pipeline.costs])
 
 
@@ -104,9 +130,6 @@ def scale_costs(cost: StageCosts, factor: float) -> StageCosts:
         float(cost.backward_input_s) * factor,
         float(cost.backward_weight_s) * factor,
     )
-
-
-WORTH_S = 0.005  # of a step: what a cut must gain to be worth the change
 
 
 @dataclass(frozen=True)
@@ -122,11 +145,13 @@ class Recut:
     @property
     def gain(self) -> float:
         """The part of a step that is saved."""
-        return 1 - self.step_s / self.measured_step_s if self.measured_step_s else 0.0
+        if not self.measured_step_s:
+            return 0.0
+        return 1 - self.step_s / self.measured_step_s
 
     @property
     def is_worth_it(self) -> bool:
-        return self.stages != self.measured and self.gain >= WORTH_S
+        return self.stages != self.measured and self.gain >= WORTH
 
 
 def recut(
@@ -150,17 +175,17 @@ def recut(
             f" {len(weights.blocks)}",
             fix="give a run of this model",
         )
-    forward = _distribute_seconds([cost.forward_s for cost in seconds], measured, weights)
-    inputs = _distribute_seconds([cost.backward_input_s for cost in seconds], measured, weights)
-    of_weights = _distribute_seconds(
-        [cost.backward_weight_s for cost in seconds], measured, weights
-    )
-    totals = _distribute_seconds([total_seconds(cost) for cost in seconds], measured, weights)
-    stages = cut_for_ranks(totals, pipeline.rank_of_stage)
-    kinds = [kind.of_stages(stages) for kind in (forward, inputs, of_weights)]
-    costs = [StageCosts(*of_stage) for of_stage in zip(*kinds, strict=True)]
+    totals = [total_seconds(cost) for cost in seconds]
+    layers = _distribute_seconds(totals, measured, weights)
+    stages = cut_for_ranks(layers, pipeline.rank_of_stage)
+    by_kind = []
+    for kind in ("forward_s", "backward_input_s", "backward_weight_s"):
+        kind_seconds = [getattr(cost, kind) for cost in seconds]
+        by_kind.append(_distribute_seconds(kind_seconds, measured, weights).of_stages(stages))
+    costs = [StageCosts(*stage_seconds) for stage_seconds in zip(*by_kind, strict=True)]
     schedule = replace(pipeline, stages=stages).schedule()
-    now_s, then_s = (float(simulate(schedule, of).step_s) for of in (seconds, costs))
+    now_s = float(simulate(schedule, seconds).step_s)
+    then_s = float(simulate(schedule, costs).step_s)
     return Recut(measured, stages, now_s, then_s)
 
 
@@ -176,13 +201,19 @@ def _distribute_seconds(
     head: Seconds = 0
     last = len(stages.num_blocks) - 1
     for stage, ((first, end), took) in enumerate(zip(stages.ranges, seconds, strict=True)):
-        before = weights.embedding if stage == 0 else 0
-        after = weights.head if stage == last else 0
+        before: Seconds = 0
+        after: Seconds = 0
+        if stage == 0:
+            before = weights.embedding
+        if stage == last:
+            after = weights.head
         weights_of_blocks = list(weights.blocks[first:end])
         if not before + sum(weights_of_blocks) + after:
             weights_of_blocks = [1] * len(weights_of_blocks)
         total = before + sum(weights_of_blocks) + after
+        if not total:  # neither blocks nor anything else that costs
+            continue
         blocks += [took * part / total for part in weights_of_blocks]
-        embedding += took * before / total if total else 0
-        head += took * after / total if total else 0
+        embedding += took * before / total
+        head += took * after / total
     return LayerCosts(embedding, tuple(blocks), head)

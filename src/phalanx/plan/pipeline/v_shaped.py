@@ -25,9 +25,10 @@ class _ActionTape:
 
     def do(self, kind: Kind, stage: int) -> None:
         """Adds the next F, I or B of `stage`. The W of an I is put off until `weights`."""
-        counted: Kind = (
-            "F" if kind == "F" else "I"
-        )  # B and I are the same count: a microbatch has one or the other
+        # B and I are one count: a microbatch has one or the other.
+        counted: Kind = "I"
+        if kind == "F":
+            counted = "F"
         action = Action(kind, stage, self._next[counted, stage])
         self._next[counted, stage] += 1
         self.actions.append(action)
@@ -36,10 +37,11 @@ class _ActionTape:
 
     def weights(self, stage: int | None = None) -> None:
         """Adds the oldest W that was put off (of `stage`), if there is one."""
-        due = next((action for action in self._weights_due if stage in (None, action.stage)), None)
-        if due is not None:
-            self._weights_due.remove(due)
-            self.actions.append(due)
+        for due in self._weights_due:
+            if stage in (None, due.stage):
+                self._weights_due.remove(due)
+                self.actions.append(due)
+                return
 
     def num_remaining(self, kind: Kind, stage: int, num_microbatches: int) -> int:
         return num_microbatches - self._next[kind, stage]
@@ -53,14 +55,10 @@ def generate_zb_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
     section 6)."""
     # Fewer microbatches than fill the V: plan for as many, and leave out those that do not exist.
     planned = max(num_microbatches, 2 * num_ranks - 1)
-    rows = (
-        tuple(
-            action
-            for action in _zb_v_row(rank, num_ranks, planned)
-            if action.microbatch < num_microbatches
-        )
-        for rank in range(num_ranks)
-    )
+    rows = []
+    for rank in range(num_ranks):
+        row = _zb_v_row(rank, num_ranks, planned)
+        rows.append(tuple(action for action in row if action.microbatch < num_microbatches))
     return Schedule("zb-v", num_microbatches, v_placement(num_ranks), tuple(rows))
 
 
@@ -137,9 +135,11 @@ def _dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Ac
     # Of the last backwards the second half is split: their W fill the gaps that the end of the
     # pipeline leaves.
     drained: list[int] = [up_stage, down_stage] * (rank + 1)
-    num_whole = 2 * ((rank + 1) // 2) + (1 if rank % 2 == 0 else 0)
-    for position, stage in enumerate(drained):
-        tape.do("B" if position < num_whole else "I", stage)
+    num_whole = rank + 1
+    for stage in drained[:num_whole]:
+        tape.do("B", stage)
+    for stage in drained[num_whole:]:
+        tape.do("I", stage)
     for _ in range(beyond):
         tape.weights()
         tape.do("I", down_stage)
