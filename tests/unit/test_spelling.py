@@ -14,7 +14,8 @@ from phalanx.cli._spelling import OTHER_VERBS
 from phalanx.cli._spelling import sections_by_key as sections_of_the_file
 from phalanx.core.registry import names
 from phalanx.job.findings import keys_by_section, list_sections_of_keys
-from phalanx.job.key_aliases import _ROWS, OTHER_NAMES, OTHER_OPTIONS, find_keys
+from phalanx.job.key_aliases import _ROWS, OTHER_NAMES, OTHER_OPTIONS
+from phalanx.job.key_suggestions import find_keys
 from phalanx.job.load import load_job
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from phalanx.cli._complete import job_keys
 from phalanx.core.errors import UsageError, did_you_mean
-from phalanx.job.key_aliases import OTHER_NAMES, OTHER_OPTIONS, suggest_key
+from phalanx.job.key_aliases import OTHER_NAMES, OTHER_OPTIONS
+from phalanx.job.key_suggestions import suggest_key
 
 # Verbs of other tools, and words for what ours do.
 OTHER_VERBS: Mapping[str, str] = {

@@ -12,7 +12,8 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from phalanx.core.errors import did_you_mean
-from phalanx.job.key_aliases import OTHER_NAMES, suggest_key
+from phalanx.job.key_aliases import OTHER_NAMES
+from phalanx.job.key_suggestions import suggest_key
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
 

@@ -27,6 +27,7 @@ KINDS = {
 # Keys whose values are "none" or the files of a folder.
 FILES = {"parallel.compress": "phalanx.parallel.hooks"}
 
+# What pydantic says as draft-07 does.
 _KEPT = (
     "description",
     "enum",
@@ -42,29 +43,34 @@ _KEPT = (
 def job_json_schema() -> dict[str, Any]:
     """The JSON Schema of a job file, keys in the order of the sections."""
     schema = Job.model_json_schema()
-    definitions = schema["$defs"]
+    sections = {}
+    for name, ref in schema["properties"].items():
+        sections[name] = _section(name, ref, schema["$defs"])
     return {
         "$schema": DRAFT,
         "title": "phalanx job",
         "description": "What `phalanx train` runs. Every key has a default.",
         "type": "object",
-        "properties": {
-            name: _section(name, ref, definitions) for name, ref in schema["properties"].items()
-        },
+        "properties": sections,
         "additionalProperties": False,
     }
 
 
 def _section(name: str, ref: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    body = definitions[ref["$ref"].rpartition("/")[2]]
+    body = _find_definition(ref, definitions)
     section: dict[str, Any] = {"type": "object"}
     if "description" in body:
         section["description"] = _words(body["description"])
-    section["properties"] = {
-        key: _key(f"{name}.{key}", schema, definitions)
-        for key, schema in body["properties"].items()
-    }
-    return section | {"additionalProperties": False}
+    section["properties"] = _keys(body["properties"], definitions, f"{name}.")
+    section["additionalProperties"] = False
+    return section
+
+
+def _keys(schemas: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    keys = {}
+    for key, schema in schemas.items():
+        keys[key] = _key(f"{prefix}{key}", schema, definitions)
+    return keys
 
 
 def _key(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
@@ -86,10 +92,7 @@ def _key(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict
 
 def _value(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """pydantic's schema of a value in draft-07: no references, no null, pairs as lists of two."""
-    if "$ref" in schema:
-        schema = definitions[schema["$ref"].rpartition("/")[2]] | {
-            k: v for k, v in schema.items() if k != "$ref"
-        }
+    schema = _resolve(schema, definitions)
     body = {key: schema[key] for key in _KEPT if key in schema}
     if "description" in body:
         body["description"] = _words(body["description"])
@@ -101,21 +104,37 @@ def _value(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any
         body["enum"] = [NONE]
     elif "type" in schema:
         body["type"] = schema["type"]
-    for key in ("minItems", "maxItems"):
-        if key in schema:
-            body[key] = schema[key]
+    body |= {key: schema[key] for key in ("minItems", "maxItems") if key in schema}
     if "prefixItems" in schema:
-        each = [_value(item, definitions) for item in schema["prefixItems"]]
-        body["items"] = each[0] if all(item == each[0] for item in each) else each
+        body["items"] = _pair(schema["prefixItems"], definitions)
     elif isinstance(schema.get("items"), dict):
         body["items"] = _value(schema["items"], definitions)
     if "properties" in schema:
-        body["properties"] = {
-            key: _key(key, inner, definitions) for key, inner in schema["properties"].items()
-        }
+        body["properties"] = _keys(schema["properties"], definitions)
         body["required"] = schema.get("required", [])
         body["additionalProperties"] = False
     return body
+
+
+def _resolve(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """`schema` with the definition that it refers to in place of the reference."""
+    if "$ref" not in schema:
+        return schema
+    siblings = {key: value for key, value in schema.items() if key != "$ref"}
+    return _find_definition(schema, definitions) | siblings
+
+
+def _find_definition(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    definition: dict[str, Any] = definitions[schema["$ref"].rpartition("/")[2]]
+    return definition
+
+
+def _pair(items: list[dict[str, Any]], definitions: dict[str, Any]) -> Any:
+    """The schema of a list with these items, in the shorter form if all are alike."""
+    schemas = [_value(item, definitions) for item in items]
+    if schemas.count(schemas[0]) == len(schemas):
+        return schemas[0]
+    return schemas
 
 
 def _offer(body: dict[str, Any], choices: list[dict[str, Any]]) -> None:

@@ -6,7 +6,6 @@ Data for messages; standard library only, since errors of the command line read 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -295,7 +294,7 @@ _ROWS: tuple[tuple[KeyName, str], ...] = (
         KeyName("precision.compute", '"auto", "fp32", "bf16", "fp16" or "fp8"', keeps_value=False),
         "bf16 fp16 fp8 fp32",
     ),
-    # judging, saving, recording
+    # evaluating, saving, recording
     (
         KeyName("eval.every_steps"),
         (
@@ -367,7 +366,16 @@ _ROWS: tuple[tuple[KeyName, str], ...] = (
     ),
 )
 
-OTHER_NAMES: Mapping[str, KeyName] = {name: key for key, names in _ROWS for name in names.split()}
+
+def _index_by_name() -> dict[str, KeyName]:
+    keys_by_name = {}
+    for key, names in _ROWS:
+        for name in names.split():
+            keys_by_name[name] = key
+    return keys_by_name
+
+
+OTHER_NAMES: Mapping[str, KeyName] = _index_by_name()
 
 # What is no key here but an option, or a verb.
 OTHER_OPTIONS: Mapping[str, str] = {
@@ -381,40 +389,3 @@ OTHER_OPTIONS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("dry_run", "validate_only"), "the verb plan"),
 }
-
-Leaves = Mapping[str, tuple[str, ...]]
-
-
-def find_keys(word: str, leaves: Leaves) -> tuple[KeyName, ...]:
-    """The keys that `word` may mean: those of this name, those that other trainers call so, else
-    the nearest of all names.
-
-    `leaves`: the sections of each name of a key ("lr": ("optim",)). The word may have dashes, or a
-    section before it.
-    """
-    name = word.lower().lstrip("-").replace("-", "_").rpartition(".")[2]
-    if name in leaves:
-        return tuple(KeyName(f"{section}.{name}") for section in leaves[name])
-    if name in OTHER_NAMES:
-        return (OTHER_NAMES[name],)
-    close = difflib.get_close_matches(name, [*leaves, *OTHER_NAMES], n=1, cutoff=0.75)
-    return find_keys(close[0], leaves) if close else ()
-
-
-def suggest_key(word: str, leaves: Leaves, raw: str = "") -> str:
-    """'did you mean "optim.lr=1e-3"?' with what is otherwise about the key; "" if none is near.
-
-    `raw` is the value that was given.
-    """
-    keys = find_keys(word, leaves)
-    if not keys:
-        return ""
-    is_switch = (
-        raw.lower() in ("true", "false") and word.lower() not in leaves
-    )  # fsdp=true is no number of shards
-    shown = [
-        f'"{our.key}={raw}"' if raw and our.keeps_value and not is_switch else f'"{our.key}"'
-        for our in keys
-    ]
-    notes = [our.note for our in keys if our.note]
-    return f"did you mean {' or '.join(shown)}?" + (f" ({notes[0]})" if notes else "")

@@ -19,8 +19,6 @@ REASONS = {
     "sqrt": "Adam follows the square root (Malladi et al. 2022)",
 }
 RULES = {"adamw": "sqrt", "sgd": "linear"}  # what "auto" means
-
-
 MAX_DEFAULT_WARMUP = 50  # steps
 RANDOM_WEIGHTS_LR = 3e-3
 # Of weights that are trained already. AdamW moves each weight by about lr whatever its gradient, so
@@ -39,8 +37,9 @@ class PeakRate:
 
 def warmup_steps(job: Job) -> int:
     """The steps of linear warm-up: the job's, or a tenth of the run, at most MAX_DEFAULT_WARMUP."""
-    requested = job.optim.warmup_steps
-    return min(MAX_DEFAULT_WARMUP, job.train.steps // 10) if requested is None else requested
+    if job.optim.warmup_steps is not None:
+        return job.optim.warmup_steps
+    return min(MAX_DEFAULT_WARMUP, job.train.steps // 10)
 
 
 def scaling_rule(optim: Optim) -> str | None:
@@ -48,29 +47,35 @@ def scaling_rule(optim: Optim) -> str | None:
 
     "auto" knows no rule for an own optimizer.
     """
-    rule = RULES.get(optim.kind) if optim.lr_scaling == "auto" else optim.lr_scaling
-    return rule if rule in REASONS else None
+    rule: str | None = optim.lr_scaling
+    if rule == "auto":
+        rule = RULES.get(optim.kind)
+    if rule not in REASONS:
+        return None
+    return rule
 
 
 def peak_rate(job: Job) -> PeakRate:
     """The rate at the end of warm-up."""
-    optim, batch = job.optim, job.train.global_batch_size
-    rule, reference, unscaled = (
-        scaling_rule(optim),
-        job.optim.reference_batch_size,
-        unscaled_rate(job),
-    )
+    rule = scaling_rule(job.optim)
+    reference, batch = job.optim.reference_batch_size, job.train.global_batch_size
+    unscaled = unscaled_rate(job)
     if rule is None or reference is None or reference == batch:
         return unscaled
-    ratio = batch / reference
-    lr = unscaled.lr * (ratio if rule == "linear" else ratio**0.5)
-    factor = f"{batch}/{reference}" if rule == "linear" else f"sqrt({batch}/{reference})"
-    reason = REASONS[rule] if rule == RULES.get(optim.kind) else f"{rule}, as the job says"
-    scaled = (
-        f"lr {unscaled.lr:.3g} x {factor} = {lr:.3g}: batch {batch} instead of {reference};"
+    factor, shown_factor = batch / reference, f"{batch}/{reference}"
+    if rule == "sqrt":
+        factor, shown_factor = factor**0.5, f"sqrt({shown_factor})"
+    reason = f"{rule}, as the job says"
+    if rule == RULES.get(job.optim.kind):
+        reason = REASONS[rule]
+    lr = unscaled.lr * factor
+    why = (
+        f"lr {unscaled.lr:.3g} x {shown_factor} = {lr:.3g}: batch {batch} instead of {reference};"
         f" {reason}"
     )
-    return PeakRate(lr, f"{scaled}; {unscaled.why}" if unscaled.why else scaled)
+    if unscaled.why:
+        why += f"; {unscaled.why}"
+    return PeakRate(lr, why)
 
 
 def unscaled_rate(job: Job) -> PeakRate:
@@ -79,9 +84,9 @@ def unscaled_rate(job: Job) -> PeakRate:
     if job.optim.lr != "auto":
         return PeakRate(job.optim.lr)
     trained = trained_weights(job.model)
-    lr = TRAINED_WEIGHTS_LR.get(job.optim.kind) if trained else None
-    if lr is None:
+    if not trained or job.optim.kind not in TRAINED_WEIGHTS_LR:
         return PeakRate(RANDOM_WEIGHTS_LR)
+    lr = TRAINED_WEIGHTS_LR[job.optim.kind]
     why = (
         f"the weights of {trained} are trained already; random ones would get"
         f" {RANDOM_WEIGHTS_LR:.3g}"
@@ -98,7 +103,8 @@ def trained_weights(model: Model) -> str:
         return f"model.init_from={model.init_from}"
     if is_hugging_face(model.kind):
         assert model.kind is not None
-        return f"model.kind={model.kind}" if weights_directory(model.kind) is not None else ""
+        if weights_directory(model.kind) is not None:
+            return f"model.kind={model.kind}"
     return ""
 
 
@@ -120,8 +126,6 @@ def overrides_on_resume(was: Job, overrides: Sequence[str]) -> list[str]:
         was.optim.reference_batch_size is not None
         or "optim.reference_batch_size" in overrides_by_key
     )
-    return (
-        []
-        if known or rule == "none"
-        else [f"optim.reference_batch_size={was.train.global_batch_size}"]
-    )
+    if known or rule == "none":
+        return []
+    return [f"optim.reference_batch_size={was.train.global_batch_size}"]

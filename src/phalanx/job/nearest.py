@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 def divisors(number: int) -> list[int]:
     """The divisors of `number` in ascending order; those up to a million and their partners."""
-    low = [
-        candidate
-        for candidate in range(1, min(int(number**0.5), 10**6) + 1)
-        if number % candidate == 0
-    ]
-    return sorted({*low, *(number // candidate for candidate in low)})
+    all_divisors = set()
+    # A message must not take minutes over a number of 2^60.
+    for candidate in range(1, min(int(number**0.5), 10**6) + 1):
+        if number % candidate == 0:
+            all_divisors |= {candidate, number // candidate}
+    return sorted(all_divisors)
 
 
 def nearest(wish: int, legal: Sequence[int]) -> str:
@@ -42,17 +42,17 @@ def nearest_degrees(
 
     Of equals the one that keeps inner axes: they are what a node has room for.
     """
-    legal = [
-        degrees
-        for degrees, remainder in _factorizations(num_ranks, len(degrees_wanted))
-        if remainder == 1 or not must_fill
-    ]
+    legal = []
+    for degrees, remainder in _factorizations(num_ranks, len(degrees_wanted)):
+        if remainder == 1 or not must_fill:
+            legal.append(degrees)
     wishes = tuple(degrees_wanted.values())
 
     def distance(degrees: Sequence[int]) -> tuple[float, tuple[float, ...]]:
-        factors = [
-            abs(math.log2(degree / wish)) for degree, wish in zip(degrees, wishes, strict=True)
-        ]
+        factors = []
+        for degree, wish in zip(degrees, wishes, strict=True):
+            factors.append(abs(math.log2(degree / wish)))
+        # Rounded, because sums in another order are not equal; then the innermost axis decides.
         return round(sum(factors), 9), tuple(reversed(factors))
 
     nearest = min(legal, key=distance)

@@ -18,7 +18,7 @@ from phalanx.job.findings import (
     shorten,
     split_union,
 )
-from phalanx.job.key_aliases import suggest_key
+from phalanx.job.key_suggestions import suggest_key
 from phalanx.job.positions import Path
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -58,7 +58,12 @@ def overlay(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, An
             inner = table.get(str(part))
             if table is merged and part in merged and not isinstance(inner, dict):
                 break  # the file writes the section as something else, which is reported there
-            table[str(part)] = table = dict(inner) if isinstance(inner, dict) else {}
+            # Each table on the way is a copy: `tree` stays as it is.
+            copy = {}
+            if isinstance(inner, dict):
+                copy = dict(inner)
+            table[str(part)] = copy
+            table = copy
         else:
             table[str(override.path[-1])] = override.value
     return merged
@@ -80,8 +85,10 @@ def _parse(text: str, index: int) -> Override | Finding:
     if not raw:
         return refuse(key, "has no value", f"write {shorten(key)}=VALUE")
     path: Path = tuple(parts)
-    value = _text_value(raw) if wants_text(path) else _toml_value(raw)
-    if isinstance(value, str) and value == raw and raw[0] in "[{" and not wants_text(path):
+    if wants_text(path):
+        return Override(path, _text_value(raw), index)
+    value = _toml_value(raw)
+    if isinstance(value, str) and value == raw and raw[0] in "[{":
         fix = f"""strings inside need quotes, and the shell eats them: write '{key}=["a", "b"]'"""
         return refuse(key, f"the value {shorten(raw)} is not valid TOML", fix)
     return Override(path, value, index)
@@ -90,43 +97,49 @@ def _parse(text: str, index: int) -> Override | Finding:
 def _refuse_without_section(name: str, raw: str, index: int) -> Finding:
     """The finding for `dim=192`: names the key that was meant, in full and with its value; for a
     section, a key that its value may be of."""
-    if name in keys_by_section():
-        first = "kind" if name == "model" and ":" in raw else keys_by_section()[name][0]
-        problem, fix = (
-            "is a whole section",
-            f"set its keys one by one: {name}.{first}={shorten(raw) or '...'}",
-        )
-    else:
-        fix = suggest_key(name, list_sections_of_keys(), shorten(raw)) or did_you_mean(
-            name, tuple(keys_by_section())
-        )
-        problem, fix = "is not section.key", fix or "write section.key=value"
-    return Finding((name,), problem, fix, override=index)
+    keys = keys_by_section()
+    value = shorten(raw)
+    if name in keys:
+        first = keys[name][0]
+        if name == "model" and ":" in raw:  # package.module:factory
+            first = "kind"
+        fix = f"set its keys one by one: {name}.{first}={value or '...'}"
+        return Finding((name,), "is a whole section", fix, override=index)
+    fix = suggest_key(name, list_sections_of_keys(), value) or did_you_mean(name, tuple(keys))
+    return Finding((name,), "is not section.key", fix or "write section.key=value", override=index)
 
 
 def wants_text(path: Path) -> bool:
     """True if the key takes strings alone, so that a bare 123, true or a path is one."""
-    types = split_union(find_annotation(path))
-    return not any(arm in (int, float) for arm in types) and any(
-        arm is str
-        or (get_origin(arm) is Literal and all(isinstance(choice, str) for choice in get_args(arm)))
-        for arm in types
-    )
+    arms = split_union(find_annotation(path))
+    if int in arms or float in arms:
+        return False
+    return any(map(_is_text, arms))
+
+
+def _is_text(arm: Any) -> bool:
+    """True for `str`, and for a choice among strings."""
+    if get_origin(arm) is Literal:
+        return all(isinstance(choice, str) for choice in get_args(arm))
+    return arm is str
 
 
 def _text_value(raw: str) -> str:
     """`raw` itself, or what is inside if it is one TOML string in quotes."""
-    value = _toml_value(raw) if raw[0] in "\"'" else raw
-    return value if isinstance(value, str) else raw
+    if raw[0] in "\"'":
+        value = _toml_value(raw)
+        if isinstance(value, str):
+            return value
+    return raw
 
 
 def _toml_value(raw: str) -> Any:
     """`raw` as one TOML value, or as the bare word that it is."""
     try:
         table = tomllib.loads(f"value = {raw}")
-    except (
-        ValueError,
-        RecursionError,
-    ):  # TOMLDecodeError is a ValueError, and so is an integer of 5,000 digits
+    except (ValueError, RecursionError):
+        # TOMLDecodeError is a ValueError, and so is what int() raises for 5,000 digits.
         return raw
-    return table["value"] if len(table) == 1 else raw
+    if len(table) > 1:  # lines after the value, which an argument may have
+        return raw
+    return table["value"]

@@ -33,6 +33,7 @@ class KeyPlace(NamedTuple):
 def locate(text: str) -> dict[Path, KeyPlace]:
     """The place of every table, key, value and array element of valid TOML; of two mentions, the
     first."""
+    # Only for an error's line and column: start-up does without.
     import tree_sitter
     import tree_sitter_toml
 
@@ -61,9 +62,9 @@ class _Atlas:
 
     def spot(self, node: Any) -> Spot:
         row, column_bytes = node.start_point
-        return Spot(
-            row + 1, len(self.lines[row].encode()[:column_bytes].decode(errors="ignore")) + 1
-        )
+        # tree-sitter counts bytes, and editors count characters.
+        before = self.lines[row].encode()[:column_bytes].decode(errors="ignore")
+        return Spot(row + 1, len(before) + 1)
 
     def add(self, path: Path, key: Any, value: Any) -> None:
         self.places.setdefault(path, KeyPlace(self.spot(key), self.spot(value)))
@@ -105,6 +106,11 @@ class _Atlas:
 def _keys(node: Any) -> list[tuple[str, Any]]:
     """The names in a key, each with its own node. Depth first: a dotted key nests to the left."""
     if node.type == "dotted_key":
-        return [pair for child in node.named_children for pair in _keys(child)]
-    text: str = node.text.decode()
-    return [(next(iter(tomllib.loads(f"{text} = 0"))) if node.type == "quoted_key" else text, node)]
+        pairs = []
+        for child in node.named_children:
+            pairs += _keys(child)
+        return pairs
+    name: str = node.text.decode()
+    if node.type == "quoted_key":
+        (name,) = tomllib.loads(f"{name} = 0")  # resolves the escapes
+    return [(name, node)]

@@ -58,14 +58,18 @@ def job_template(
     """
     job = job or Job()
     values, defaults = job.to_json(), Job().to_json()
-    is_set = {
-        f"{section}.{key}"
-        for section, keys in keys_by_section().items()
-        for key in keys
-        if values[section][key] != defaults[section][key] and f"{section}.{key}" != PLACE_OF_ITS_OWN
-    } | set(USUAL)
-    parts = [f"#:schema {schema_file}"] if schema_file else []
-    parts.append(HEAD.format(file=file) if minimal else f"{HEAD.format(file=file)}#\n{EVERY_KEY}")
+    is_set = set(USUAL)
+    for section, keys in keys_by_section().items():
+        changed = [key for key in keys if values[section][key] != defaults[section][key]]
+        is_set.update(f"{section}.{key}" for key in changed)
+    is_set.discard(PLACE_OF_ITS_OWN)
+    parts = []
+    if schema_file:
+        parts.append(f"#:schema {schema_file}")
+    head = HEAD.format(file=file)
+    if not minimal:
+        head += f"#\n{EVERY_KEY}"
+    parts.append(head)
     schema = job_json_schema()["properties"]
     for section in keys_by_section():
         if minimal and not any(key.startswith(f"{section}.") for key in is_set):
@@ -85,20 +89,26 @@ def _section(
     if not minimal and "description" in schema:
         lines.insert(0, _prose(schema["description"]))
     for key, value in values.items():
-        line = f"{key} = {toml_value(value)}"
+        if minimal and f"{name}.{key}" not in is_set:
+            continue
+        if not minimal:
+            lines.append(_prose(_words(name, key, schema)))
         if f"{name}.{key}" in is_set:
-            lines += [line] if minimal else [_prose(_words(name, key, schema)), line]
-        elif not minimal:
-            shown = line if f"{name}.{key}" != PLACE_OF_ITS_OWN else f'{key} = "none"'
-            lines += [_prose(_words(name, key, schema)), f"#{shown}"]
+            lines.append(f"{key} = {toml_value(value)}")
+        elif f"{name}.{key}" == PLACE_OF_ITS_OWN:
+            lines.append(f'#{key} = "none"')
+        else:
+            lines.append(f"#{key} = {toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 
 def _words(section: str, key: str, schema: dict[str, Any]) -> str:
     """The key's own words, and what may stand behind the equals sign."""
-    words = schema["properties"][key].get("description", "")
+    words: str = schema["properties"][key].get("description", "")
     kinds = describe_key((section, key)).removesuffix(f" or {toml_value(None)}")
-    return words if kinds in SAYS_LITTLE else f"{words} ({kinds})"
+    if kinds in SAYS_LITTLE:
+        return words
+    return f"{words} ({kinds})"
 
 
 def _prose(text: str) -> str:

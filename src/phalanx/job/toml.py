@@ -20,25 +20,29 @@ def toml_value(value: Any) -> str:
     "none"."""
     if value is None:
         return '"none"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if isinstance(value, bool):  # before int, which a bool is as well
+        return str(value).lower()
     if isinstance(value, str):
-        return escape_controls(
-            json.dumps(value, ensure_ascii=False)
-        )  # JSON's escapes are TOML's, but for DEL
+        # JSON's escapes are TOML's, but for DEL.
+        return escape_controls(json.dumps(value, ensure_ascii=False))
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     assert isinstance(value, dict), f"TOML has no {type(value).__name__}"
-    pairs = [
-        f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items() if item is not None
-    ]
-    return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
+    pairs = []
+    for key, item in value.items():
+        if item is not None:
+            pairs.append(f"{_toml_key(key)} = {toml_value(item)}")
+    if not pairs:
+        return "{}"
+    return f"{{ {', '.join(pairs)} }}"
 
 
 def _toml_key(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else toml_value(key)
+    if _BARE_KEY.fullmatch(key):
+        return key
+    return toml_value(key)
 
 
 ALWAYS = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
@@ -51,14 +55,21 @@ def model_section(shape: ModelShape, more: Mapping[str, Any] | None = None) -> s
     base = find_preset(DEFAULT_PRESETS.get(shape.kind, "small"))
     assert base is not None
     defaults = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
-    always = {*ALWAYS, *(() if shape.reads_images else OF_TEXT), *base.values}
-    unread = {"ffn_dim"} if shape.num_expert_layers == shape.num_layers else set()
-    unread |= {"num_kv_heads"} if shape.kv_rank else set()
+    # A key that the default preset sets is written even where it equals the shape's default.
+    always = {*ALWAYS, *base.values}
+    if not shape.reads_images:
+        always.update(OF_TEXT)
+    unread = set()
+    if shape.num_expert_layers == shape.num_layers:
+        unread.add("ffn_dim")
+    if shape.kv_rank:
+        unread.add("num_kv_heads")
+    settings = dict(more or {})
+    if shape.kind != "decoder":
+        settings["kind"] = shape.kind
     values = shape.to_json()
-    keys = [key for key in SHAPE_KEYS if key in always or values[key] != defaults[key]]
-    chosen = {key: values[key] for key in keys if key not in unread}
-    kind = {"kind": shape.kind} if shape.kind != "decoder" else {}
-    lines = [
-        f"{key} = {toml_value(value)}" for key, value in {**(more or {}), **kind, **chosen}.items()
-    ]
+    for key in SHAPE_KEYS:
+        if key not in unread and (key in always or values[key] != defaults[key]):
+            settings[key] = values[key]
+    lines = [f"{key} = {toml_value(value)}" for key, value in settings.items()]
     return "\n".join(["[model]", *lines]) + "\n"

@@ -1,0 +1,55 @@
+"""The key that a wrong name was meant to be: one of our own, or one of another trainer's.
+
+Standard library only, since errors of the command line read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from phalanx.job.key_aliases import OTHER_NAMES, KeyName
+
+Leaves = Mapping[str, tuple[str, ...]]
+_LIKENESS = 0.75  # difflib's ratio from which a name counts as a misspelling of another
+
+
+def find_keys(word: str, leaves: Leaves) -> tuple[KeyName, ...]:
+    """The keys that `word` may mean: those of this name, those that other trainers call so, else
+    the nearest of all names.
+
+    `leaves`: the sections of each name of a key ("lr": ("optim",)). The word may have dashes, or a
+    section before it.
+    """
+    name = word.lower().lstrip("-").replace("-", "_").rpartition(".")[2]
+    if name in leaves:
+        return tuple(KeyName(f"{section}.{name}") for section in leaves[name])
+    if name in OTHER_NAMES:
+        return (OTHER_NAMES[name],)
+    close = difflib.get_close_matches(name, [*leaves, *OTHER_NAMES], n=1, cutoff=_LIKENESS)
+    if not close:
+        return ()
+    return find_keys(close[0], leaves)
+
+
+def suggest_key(word: str, leaves: Leaves, raw: str = "") -> str:
+    """'did you mean "optim.lr=1e-3"?' with what is otherwise about the key; "" if none is near.
+
+    `raw` is the value that was given.
+    """
+    keys = find_keys(word, leaves)
+    if not keys:
+        return ""
+    # Another trainer's switch may be a number of ours: fsdp=true is no number of shards.
+    is_switch = raw.lower() in ("true", "false") and word.lower() not in leaves
+    shown = []
+    for key in keys:
+        setting = key.key
+        if raw and key.keeps_value and not is_switch:
+            setting += f"={raw}"
+        shown.append(f'"{setting}"')
+    suggestion = f"did you mean {' or '.join(shown)}?"
+    notes = [key.note for key in keys if key.note]
+    if notes:
+        suggestion += f" ({notes[0]})"
+    return suggestion
