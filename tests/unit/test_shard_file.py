@@ -265,7 +265,7 @@ def pieces(body: dict[str, Any]) -> Any:
         ("do not make", lambda b: pieces(b)[1].update(offset=[600, 0])),
         ("not the block of w", lambda b: pieces(b)[0].update(key="m#0")),
         ("not the block of w", lambda b: pieces(b)[0].update(key="nowhere")),
-        ("which nobody writes", lambda b: b["tensors"]["w"].update(dtype="object")),
+        ("which no release writes", lambda b: b["tensors"]["w"].update(dtype="object")),
         ("was written by nobody|no save wrote", lambda b: b["files"].pop("rank-0001.safetensors")),
     ],
 )

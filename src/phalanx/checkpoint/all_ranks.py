@@ -56,6 +56,7 @@ def all_ranks_or_raise(group: Group, where: str, doing: str) -> Iterator[RankRes
     """
     results = RankResults()
     message = fix = class_name = None
+    # Errors wait for the gather, which the other ranks take part in.
     try:
         yield results
     except CheckpointError as error:
@@ -69,11 +70,11 @@ def all_ranks_or_raise(group: Group, where: str, doing: str) -> Iterator[RankRes
         if fix and error.errno in _ONLY_WRITING:
             fix = f"{fix}; {EARLIER_STAND}"
     gathered = group.gather_json([message, fix, class_name, results.local])
-    failures = [
-        (f"rank {rank}: {message}", fix, _ERROR_CLASSES.get(class_name or "", CheckpointError))
-        for rank, (message, fix, class_name, _) in enumerate(gathered)
-        if message
-    ]
+    failures = []
+    for rank, (message, fix, class_name, _) in enumerate(gathered):
+        if message:
+            error_class = _ERROR_CLASSES.get(class_name or "", CheckpointError)
+            failures.append((f"rank {rank}: {message}", fix, error_class))
     if failures:
         # That the run is another job's says more than what else went wrong because of it.
         run_taken = (failure for failure in failures if issubclass(failure[2], RunTakenError))

@@ -50,7 +50,9 @@ def write_best(
     RUN/checkpoints/step-N.
     """
     checkpoint = checkpoint or str(checkpoint_directory(run_dir, step).relative_to(run_dir))
-    best = Best(step, loss, num_targets, checkpoint, metric, loss if value is None else value)
+    if value is None:
+        value = loss
+    best = Best(step, loss, num_targets, checkpoint, metric, value)
     write_json_durably(disk or Disk(), run_dir / BEST, {"format": 1, **asdict(best)})
     return best
 
@@ -59,6 +61,7 @@ def read_best(run_dir: Path) -> Best | None:
     """The recorded best step; None if there is none, or its file cannot be read."""
     try:
         body = json.loads(LocalFolder(run_dir).read(BEST))
+        # An older file has neither metric nor value: it went by the loss.
         metric, loss = str(body.get("metric", "loss")), float(body["loss"])
         value = float(body.get("value", loss))
         return Best(

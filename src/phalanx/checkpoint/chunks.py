@@ -12,7 +12,8 @@ import xxhash
 
 from phalanx.core.files import open_regular
 
-# A rank that needs a slice reads and verifies only the chunks it lies in.
+# Checksums are per chunk, not per tensor or file: a rank that needs a slice reads and verifies only
+# the chunks it lies in, and a flipped bit is named by tensor all the same, by the file's header.
 CHUNK_BYTES = 4 << 20
 
 
@@ -25,6 +26,7 @@ class StoredFile:
     chunks_xxh3: str
 
     def chunk_xxh3(self, number: int) -> str:
+        # 64 bits are 16 digits of hex.
         return self.chunks_xxh3[16 * number : 16 * number + 16]
 
     @property

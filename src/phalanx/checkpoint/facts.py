@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 LARGEST_COUNT = 2**63 - 1  # of steps, tokens, bytes: what 64 bits hold
-LARGEST_PROGRESS = 2**53  # steps, samples, tokens: 9 quadrillion
+# Of steps, samples, tokens: 9 quadrillion, which a float counts exactly, too.
+LARGEST_PROGRESS = 2**53
 MAX_TEXT = 4096  # characters of a name, a kind, a digest
 MAX_DEPTH = 32  # of facts that only their reader knows
-_MAX_EXPONENT = 2.0**1000
+_MAX_SCALE = 2.0**1000  # far from the largest float, 2^1024, as a scale doubles
 
 
 def count(number: Any) -> int:
     """`number` if it is a whole number from 0 to what 64 bits hold; ValueError if not."""
+    # A bool is an int, too: `type`, not isinstance.
     if type(number) is not int or not 0 <= number <= LARGEST_COUNT:
         raise ValueError(f"{shorten_fact(number)} is no count")
     return number
@@ -58,8 +60,15 @@ def shorten_fact(value: Any, *, quoted: bool = True) -> str:
     """`value` in a message, cut where it is long."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__} of {len(value)}"
-    shown = repr(value[:60] if isinstance(value, str) else value) if quoted else str(value)
-    return shown if len(shown) <= 64 else f"{shown[:60]}..."
+    if not quoted:
+        shown = str(value)
+    elif isinstance(value, str):
+        shown = repr(value[:60])
+    else:
+        shown = repr(value)
+    if len(shown) > 64:
+        return f"{shown[:60]}..."
+    return shown
 
 
 def progress(value: Any) -> int:
@@ -68,7 +77,7 @@ def progress(value: Any) -> int:
     Counts that go on from there must not leave 64 bits.
     """
     if count(value) > LARGEST_PROGRESS:
-        raise ValueError(f"{shorten_fact(value)} is more than anybody trained")
+        raise ValueError(f"{shorten_fact(value)} is more than any run trains")
     return int(value)
 
 
@@ -84,11 +93,7 @@ def _check_optimizer(value: Any) -> None:
 
 def _check_loss_scale(value: Any) -> None:
     scale = mapping(value).get("scale")
-    if (
-        isinstance(scale, bool)
-        or not isinstance(scale, int | float)
-        or not 0 < scale < _MAX_EXPONENT
-    ):
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < _MAX_SCALE:
         raise ValueError(f"the scale is {shorten_fact(scale)}")
     count(value.get("good_steps"))
 
@@ -103,7 +108,7 @@ def _check_number(value: Any) -> None:
 
 
 def _check_any(value: Any, depth: int = 0) -> None:
-    """Facts that only their reader knows: no deeper than anybody would write."""
+    """Checks facts that only their reader knows: they must not be nested too deeply."""
     if depth > MAX_DEPTH:
         raise ValueError("it is nested too deeply")
     for item in _items(value):
@@ -113,7 +118,9 @@ def _check_any(value: Any, depth: int = 0) -> None:
 def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
-    return value if isinstance(value, list) else ()
+    if isinstance(value, list):
+        return value
+    return ()
 
 
 _CHECKS: Mapping[str, Callable[[Any], object]] = {

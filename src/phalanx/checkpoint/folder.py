@@ -82,12 +82,15 @@ class LocalFolder:
     @property
     def step(self) -> int:
         match = STEP_NAME.fullmatch(self.path.name)
-        return int(match[1]) if match else -1
+        if match is None:
+            return -1
+        return int(match[1])
 
     def sizes(self) -> dict[str, int]:
-        return {
-            entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(self.path)
-        }
+        sizes = {}
+        for entry in os.scandir(self.path):
+            sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return sizes
 
     def where(self, name: str) -> str:
         return str(self.path / name)
@@ -124,7 +127,9 @@ class _LocalReader:
 
 def as_folder(folder: Folder | Path) -> Folder:
     """`folder` as a Folder: a path is a directory on this machine."""
-    return LocalFolder(folder) if isinstance(folder, Path) else folder
+    if isinstance(folder, Path):
+        return LocalFolder(folder)
+    return folder
 
 
 def place_in_run(folder: Folder, run_dir: Path) -> str:
@@ -137,4 +142,6 @@ def place_in_run(folder: Folder, run_dir: Path) -> str:
 
 def full_place(run_dir: Path, recorded: str) -> str:
     """The full path or URL of a checkpoint whose `place_in_run` is `recorded`."""
-    return recorded if "://" in recorded else str(run_dir / recorded)
+    if "://" in recorded:
+        return recorded
+    return str(run_dir / recorded)

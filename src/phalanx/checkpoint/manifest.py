@@ -36,7 +36,7 @@ MANIFEST = "manifest.json"
 OPTIMIZER = "optim/"  # prefix of names of optimizer state
 # Prefix of names of state of compressed gradients, which belongs to one layout.
 REDUCTION = "comm/"
-MAX_DIMS = 64
+MAX_DIMS = 64  # numpy's own limit, since 2.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,10 @@ class Manifest:
 
     def without(self, *prefixes: str) -> Manifest:
         """The manifest without the tensors whose names begin with one of `prefixes`."""
-        tensors = {n: tensor for n, tensor in self.tensors.items() if not n.startswith(prefixes)}
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            if not name.startswith(prefixes):
+                tensors[name] = tensor
         return replace(self, tensors=tensors)
 
 
@@ -130,16 +133,19 @@ def read_manifest(folder: Folder | Path) -> Manifest:
     try:
         text = folder.read(MANIFEST)
         body = json.loads(text.decode())
-        # Both raise ValueError: for numbers that are none, and for half a letter.
-        computed_xxh3 = body_xxh3(body) if isinstance(body, dict) else ""
-        canonical = manifest_bytes(body) if isinstance(body, dict) else b""
+        computed_xxh3, canonical = "", b""
+        if isinstance(body, dict):
+            # Both raise ValueError: for numbers that are none, and for half a letter.
+            computed_xxh3, canonical = body_xxh3(body), manifest_bytes(body)
     except FileNotFoundError:
         raise _missing_manifest_error(folder) from None
     except OSError as error:
         raise wrap_os_error(error, "the manifest cannot be read", path) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
-    version = body.get("format") if isinstance(body, dict) else type(body).__name__
+    version: Any = type(body).__name__
+    if isinstance(body, dict):
+        version = body.get("format")
     if type(version) is not int or version != FORMAT:
         raise CheckpointError(
             f"format {version!r} is not {FORMAT}", where=path, fix="use the release that wrote it"
@@ -156,7 +162,9 @@ def read_manifest(folder: Folder | Path) -> Manifest:
     try:
         manifest = _parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        why = str(error) if type(error) is ValueError else repr(error)
+        why = repr(error)
+        if type(error) is ValueError:  # our own checks'; others' texts say too little alone
+            why = str(error)
         raise CheckpointError("the manifest is damaged", where=path, why=why) from None
     _require_own_step(folder, manifest)
     return manifest
@@ -216,50 +224,58 @@ def check_aliases(aliases: Mapping[str, Any], tensors: Container[str]) -> dict[s
 
 
 def _parse(body: Mapping[str, Any]) -> Manifest:
-    tensors = {
-        name: StoredTensor(
-            tuple(map(count, t["shape"])),
-            text(t["dtype"]),
-            tuple(
-                Piece(
-                    _file_name(p["file"]),
-                    text(p["key"]),
-                    tuple(map(count, p["offset"])),
-                    tuple(map(count, p["size"])),
-                    text(p.get("xxh3_128", "")),
-                )
-                for p in t["pieces"]
-            ),
-        )
-        for name, t in mapping(body["tensors"]).items()
-    }
+    tensors = {}
+    for name, facts in mapping(body["tensors"]).items():
+        tensors[name] = _parse_tensor(facts)
     if count(body["chunk_bytes"]) != CHUNK_BYTES:
         raise ValueError(f"chunks of {body['chunk_bytes']} bytes")
-    files = {
-        _file_name(name): _parse_file(name, facts) for name, facts in mapping(body["files"]).items()
-    }
+    files = {}
+    for name, facts in mapping(body["files"]).items():
+        files[_file_name(name)] = _parse_file(name, facts)
     for name, tensor in tensors.items():
-        if len(tensor.shape) > MAX_DIMS or math.prod(tensor.shape) > LARGEST_COUNT:
-            raise ValueError(
-                f"{name} is of {len(tensor.shape)} dimensions and {math.prod(tensor.shape)}"
-                " elements"
-            )
-        for piece in tensor.pieces:
-            if piece.file not in files:
-                raise ValueError(f"{name} is in {piece.file}, which is not listed")
-            for offset, size, length in zip(piece.offset, piece.size, tensor.shape, strict=True):
-                if not 0 <= offset <= offset + size <= length:
-                    raise ValueError(f"{name} has a piece outside its shape {list(tensor.shape)}")
+        _check_tensor(name, tensor, files)
+    layout = {}
+    for axis, number in mapping(body["layout"]).items():
+        layout[axis] = degree(number)
     return Manifest(
         progress(body["step"]),
         text(body["job_digest"]),
-        {axis: degree(number) for axis, number in mapping(body["layout"]).items()},
+        layout,
         check_facts(body["facts"]),
         tensors,
         check_aliases(mapping(body["aliases"]), tensors),
         files,
         count(body.get("epoch", 0)),
     )
+
+
+def _parse_tensor(facts: Mapping[str, Any]) -> StoredTensor:
+    shape, dtype = tuple(map(count, facts["shape"])), text(facts["dtype"])
+    return StoredTensor(shape, dtype, tuple(map(_parse_piece, facts["pieces"])))
+
+
+def _parse_piece(facts: Mapping[str, Any]) -> Piece:
+    return Piece(
+        _file_name(facts["file"]),
+        text(facts["key"]),
+        tuple(map(count, facts["offset"])),
+        tuple(map(count, facts["size"])),
+        text(facts.get("xxh3_128", "")),
+    )
+
+
+def _check_tensor(name: str, tensor: StoredTensor, files: Container[str]) -> None:
+    """Raise ValueError if no tensor can be of this shape, or a piece lies outside of it or in a
+    file that is not one of `files`."""
+    num_dims, num_elements = len(tensor.shape), math.prod(tensor.shape)
+    if num_dims > MAX_DIMS or num_elements > LARGEST_COUNT:
+        raise ValueError(f"{name} is of {num_dims} dimensions and {num_elements} elements")
+    for piece in tensor.pieces:
+        if piece.file not in files:
+            raise ValueError(f"{name} is in {piece.file}, which is not listed")
+        for offset, size, length in zip(piece.offset, piece.size, tensor.shape, strict=True):
+            if not 0 <= offset <= offset + size <= length:
+                raise ValueError(f"{name} has a piece outside its shape {list(tensor.shape)}")
 
 
 def _parse_file(name: str, facts: Mapping[str, Any]) -> StoredFile:

@@ -18,7 +18,9 @@ _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL
 def choose_error_class(error: OSError) -> type[CheckpointError]:
     """StorageError (exit 7) if the disk refuses; CheckpointError (exit 5) if a file is missing or
     wrong."""
-    return CheckpointError if error.errno in _MISSING else StorageError
+    if error.errno in _MISSING:
+        return CheckpointError
+    return StorageError
 
 
 def wrap_os_error(

@@ -4,9 +4,9 @@ checksum.
 Torch-free.
 
 The format is safetensors' own (8 bytes of length, a JSON header, the tensors one after the other),
-so that anybody can read it. Checksums are XXH3-64 of each 4 MiB of the file, kept in the manifest:
-a range is verified by reading the chunks it touches, and nothing is handed out that was not
-verified in memory first.
+so that other programs can read it. Checksums are XXH3-64 of each 4 MiB of the file, kept in the
+manifest: a range is verified by reading the chunks it touches, and nothing is handed out that was
+not verified in memory first.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def write_stream(
 ) -> StoredFile:
     """Write a safetensors file into `file`, which the caller syncs and closes. Raises OSError."""
     sources = list(sources)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {}
+    if metadata:
+        header["__metadata__"] = dict(metadata)
     position = 0
     for source in sources:
         dtype, item_bytes = DTYPES[source.dtype]
@@ -135,6 +137,7 @@ class CheckedFile:
         self._folder, self._name, self._stored = as_folder(folder), name, stored
         self.where = self._folder.where(name)
         self._reader: RangeReader | None = None
+        # One buffer for all chunks: reading in the file's order verifies each of them once.
         self._chunk = np.empty(min(CHUNK_BYTES, max(1, stored.num_bytes)), np.uint8)
         self._chunk_number = -1
         self.num_bytes_read = 0
@@ -209,21 +212,23 @@ class CheckedFile:
         if not shape:
             out[...] = self.read(base, base + item).view(out.dtype)[0]
             return
-        row = math.prod(shape[1:]) * item  # bytes
-        inner = sum(o * math.prod(shape[d + 1 :]) * item for d, o in enumerate(start) if d > 0)
-        last = sum(
-            (o + n - 1) * math.prod(shape[d + 1 :]) * item
-            for d, (o, n) in _skip_first(start, out.shape)
-        )
+        # Bytes from one index of a dimension to the next; of the first one, bytes of a row.
+        strides = tuple(math.prod(shape[dim + 1 :]) * item for dim in range(len(shape)))
+        row = strides[0]
+        inner = last = 0  # in a row: where its first wanted element begins, and its last one
+        for offset, size, stride in zip(start[1:], out.shape[1:], strides[1:], strict=True):
+            inner += offset * stride
+            last += (offset + size - 1) * stride
         span = last + item - inner  # bytes of one row from its first wanted element to its last
         has_gaps = span != math.prod(out.shape[1:]) * item
         if len(shape) > 1 and (span > SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
             for index in range(out.shape[0]):
                 self._fill(out[index], base + (start[0] + index) * row, shape[1:], item, start[1:])
             return
-        strides = tuple(math.prod(shape[d + 1 :]) * item for d in range(len(shape)))
+        rows_at_once = max(1, SPAN_BYTES // max(row, 1))
         # A gap as long as a chunk may hold chunks of which nothing is wanted: those are not read.
-        rows_at_once = 1 if row - span >= CHUNK_BYTES else max(1, SPAN_BYTES // max(row, 1))
+        if row - span >= CHUNK_BYTES:
+            rows_at_once = 1
         for first in range(0, out.shape[0], rows_at_once):
             count = min(rows_at_once, out.shape[0] - first)
             data_start = base + (start[0] + first) * row + inner
@@ -264,7 +269,9 @@ class CheckedFile:
     def _describe_range(self, start: int, stop: int) -> str:
         """The tensors in a range of the file, in words."""
         entries = self.entries or self._read_doubtful_entries()
-        parts = ["the file's header"] if start == 0 else []
+        parts = []
+        if start == 0:
+            parts.append("the file's header")
         for entry in entries.values():
             name = entry.key.rpartition("#")[0]
             if start < entry.stop and entry.start < stop and name not in parts:
@@ -322,10 +329,6 @@ def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, 
 
 def _element(item_bytes: int) -> np.dtype[Any]:
     """A numpy type of `item_bytes` bytes, for moving elements without reading them."""
-    return np.dtype(f"u{item_bytes}" if item_bytes in (1, 2, 4, 8) else f"V{item_bytes}")
-
-
-def _skip_first(
-    start: tuple[int, ...], size: tuple[int, ...]
-) -> Iterator[tuple[int, tuple[int, int]]]:
-    return ((d, pair) for d, pair in enumerate(zip(start, size, strict=True)) if d > 0)
+    if item_bytes in (1, 2, 4, 8):
+        return np.dtype(f"u{item_bytes}")
+    return np.dtype(f"V{item_bytes}")

@@ -10,6 +10,7 @@ import torch
 
 from phalanx.checkpoint.reading.full_tensors import Bits, bits_type
 
+# numpy has no bfloat16: bits come and go as unsigned integers of the same width.
 _HOLDERS: dict[int, Any] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 

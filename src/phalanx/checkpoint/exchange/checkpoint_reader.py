@@ -25,7 +25,7 @@ class CheckpointReader(FullTensorReader):
         for name, tensor in self.manifest.tensors.items():
             if tensor.dtype not in DTYPES:
                 raise CheckpointError(
-                    f"{name} is of type {tensor.dtype}, which nobody writes", where=self.where
+                    f"{name} is of type {tensor.dtype}, which no release writes", where=self.where
                 )
         self.tensors = {
             name: TensorInfo(tensor.shape, tensor.dtype)

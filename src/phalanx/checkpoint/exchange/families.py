@@ -28,6 +28,21 @@ UNSUPPORTED = {
 }
 
 
+# A shape that several families can describe is exported as the first of these.
+_SIMPLEST_FIRST = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+)
+
+
 @dataclass(frozen=True)
 class NameRule:
     """The rule for one tensor of Hugging Face: phalanx's tensors stacked along the first dimension,
@@ -94,11 +109,10 @@ class Family:
         if len(shape) != 3 or 0 in shape:
             return False
         first = element_name(name, 0)
-        return any(
-            rule.our_names(candidate)
-            for candidate in (first, self.prefix + first)
-            for rule in self.rules
-        )
+        for rule in self.rules:
+            if rule.our_names(first) or rule.our_names(self.prefix + first):
+                return True
+        return False
 
     @property
     def is_gated(self) -> bool:
@@ -108,32 +122,16 @@ class Family:
     @property
     def auto_class(self) -> str:
         """The class of transformers that opens it."""
-        return (
-            "AutoModelForImageClassification"
-            if self.always.get("kind") == "vit"
-            else "AutoModelForCausalLM"
-        )
+        if self.always.get("kind") == "vit":
+            return "AutoModelForImageClassification"
+        return "AutoModelForCausalLM"
 
 
 def list_families() -> list[Family]:
     """All families; of several that can describe a shape the earlier one describes it more
     simply."""
-    order = (
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "gemma",
-        "gemma3",
-        "gpt2",
-        "mixtral",
-        "qwen3_moe",
-        "deepseek_v3",
-    )
-    names = sorted(
-        _texts(), key=lambda name: (order.index(name) if name in order else len(order), name)
-    )
-    return [_family(name) for name in names]
+    rest = sorted(_texts().keys() - set(_SIMPLEST_FIRST))
+    return [_family(name) for name in (*_SIMPLEST_FIRST, *rest)]
 
 
 def find_family(model_type: str) -> Family:
@@ -151,11 +149,11 @@ def find_family(model_type: str) -> Family:
 @cache
 def _texts() -> dict[str, str]:
     folder = resources.files("phalanx.job.presets") / "names"
-    return {
-        file.name.removesuffix(".toml"): file.read_text(encoding="utf-8")
-        for file in folder.iterdir()
-        if file.name.endswith(".toml")
-    }
+    texts = {}
+    for file in folder.iterdir():
+        if file.name.endswith(".toml"):
+            texts[file.name.removesuffix(".toml")] = file.read_text(encoding="utf-8")
+    return texts
 
 
 @cache
@@ -163,26 +161,22 @@ def _family(name: str) -> Family:
     table = _table(name)
     rules = []
     for their_pattern, entry in table.pop("tensors").items():
-        rule: dict[str, Any] = {"ours": [entry]} if isinstance(entry, str) else entry
-        rules.append(
-            NameRule(
-                their_pattern,
-                tuple(rule["ours"]),
-                rule.get("transposed", False),
-                rule.get("ones", 0),
-            )
-        )
-    lists: dict[str, Any] = {
-        key: tuple(table.pop(key)) for key in ("biases", "ignored", "nullable") if key in table
-    }
-    maps: dict[str, Any] = {
-        key: table.pop(key, {})
-        for key in ("widths", "always", "required", "written", "defaults", "also")
-    }
-    maps["required"] = {
-        key: None if value == "none" else value for key, value in maps["required"].items()
-    }
-    return Family(rules=tuple(rules), **maps, **lists, **table)
+        rules.append(_parse_rule(their_pattern, entry))
+    for key in ("biases", "ignored", "nullable"):
+        table[key] = tuple(table.get(key, ()))
+    for key in ("widths", "always", "required", "written", "defaults", "also"):
+        table.setdefault(key, {})
+    for key, value in table["required"].items():
+        if value == "none":  # TOML has no null
+            table["required"][key] = None
+    return Family(rules=tuple(rules), **table)
+
+
+def _parse_rule(their_pattern: str, entry: str | Mapping[str, Any]) -> NameRule:
+    if isinstance(entry, str):
+        return NameRule(their_pattern, (entry,))
+    transposed, ones = entry.get("transposed", False), entry.get("ones", 0)
+    return NameRule(their_pattern, tuple(entry["ours"]), transposed, ones)
 
 
 def _table(name: str) -> dict[str, Any]:
@@ -193,21 +187,29 @@ def _table(name: str) -> dict[str, Any]:
         return table
     base = _table(table.pop("same_as"))
     for key, value in table.items():
-        base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            base[key] = {**base.get(key, {}), **value}
+        else:
+            base[key] = value
     return base
 
 
 @cache
 def _pattern(text: str) -> re.Pattern[str]:
-    parts = re.split(r"\{(\w+)\}", text)
-    return re.compile(
-        "".join(PLACES[part] if odd % 2 else re.escape(part) for odd, part in enumerate(parts))
-    )
+    parts = re.split(r"\{(\w+)\}", text)  # text and names of places in turn
+    for index, part in enumerate(parts):
+        if index % 2 == 0:
+            parts[index] = re.escape(part)
+        else:
+            parts[index] = PLACES[part]
+    return re.compile("".join(parts))
 
 
 def _match(pattern: str, name: str) -> dict[str, str] | None:
     match = _pattern(pattern).fullmatch(name)
-    return match.groupdict() if match else None
+    if match is None:
+        return None
+    return match.groupdict()
 
 
 def _fill(pattern: str, fields: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ from phalanx.checkpoint.exchange.hf_export import (
     Extras,
     Progress,
     Rounding,
+    common_dtype,
     round_tensor,
     write_shards,
 )
@@ -39,12 +40,11 @@ def export_own_directory(
 
     Raises UsageError if `out` is there, ResourceError if it cannot be written.
     """
-    tensors = [
-        round_tensor(RenamedTensor(name, info, partial(weights.load, name)), rounding)
-        for name, info in weights.tensors.items()
-    ]
-    dtypes = {tensor.info.dtype for tensor in tensors}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    tensors = []
+    for name, info in weights.tensors.items():
+        tensor = RenamedTensor(name, info, partial(weights.load, name))
+        tensors.append(round_tensor(tensor, rounding))
+    dtype = common_dtype(tensors)
     settings = {**config, "dtype": dtype, "torch_dtype": dtype}
     total = sum(tensor.info.num_bytes for tensor in tensors)
     with new_directory(out) as partial_out:
@@ -54,6 +54,8 @@ def export_own_directory(
         for name, path in extras.files.items():
             copy_file(path, partial_out / name)
     architecture = str((config.get("architectures") or [config["model_type"]])[0])
-    auto = "AutoModelForImageClassification" if "image_size" in config else "AutoModelForCausalLM"
+    auto_class = "AutoModelForCausalLM"
+    if "image_size" in config:
+        auto_class = "AutoModelForImageClassification"
     names = (*files, CONFIG, *extras.texts, *extras.files)
-    return Exported(architecture, auto, names, dtype, len(tensors), total)
+    return Exported(architecture, auto_class, names, dtype, len(tensors), total)

@@ -92,12 +92,11 @@ def export_hugging_face(
     family = find_family(config["model_type"])
     shapes = stored_shapes(shape)
     _require_weights_of(shapes, weights)
-    tensors = [
-        round_tensor(tensor, rounding)
-        for tensor in translate_to_hugging_face(family, shapes, weights)
-    ]
-    dtypes = {tensor.info.dtype for tensor in tensors}
-    config["dtype"] = config["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
+    tensors = []
+    for tensor in translate_to_hugging_face(family, shapes, weights):
+        tensors.append(round_tensor(tensor, rounding))
+    # Newer releases of transformers read "dtype", older ones "torch_dtype".
+    config["dtype"] = config["torch_dtype"] = common_dtype(tensors)
     total = sum(tensor.info.num_bytes for tensor in tensors)
     with new_directory(out) as partial_out:
         files = write_shards(partial_out, tensors, shard_bytes, lambda done: progress(done, total))
@@ -106,16 +105,28 @@ def export_hugging_face(
         for name, path in extras.files.items():
             copy_file(path, partial_out / name)
     names = (*files, CONFIG, *extras.texts, *extras.files)
-    notes = (family.note,) if family.note else ()
     return Exported(
-        family.architecture, family.auto_class, names, config["dtype"], len(tensors), total, notes
+        family.architecture,
+        family.auto_class,
+        names,
+        config["dtype"],
+        len(tensors),
+        total,
+        notes=tuple(filter(None, [family.note])),
     )
+
+
+def common_dtype(tensors: Sequence[RenamedTensor]) -> str:
+    """The type of all `tensors`; "float32" if they have several, which holds the numbers of any."""
+    dtypes = {tensor.info.dtype for tensor in tensors}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return "float32"
 
 
 def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: TensorReader) -> None:
-    mismatches = find_mismatches(
-        {name: ExpectedTensor(shape) for name, shape in shapes.items()}, weights.tensors
-    )
+    expected = {name: ExpectedTensor(shape) for name, shape in shapes.items()}
+    mismatches = find_mismatches(expected, weights.tensors)
     if mismatches:
         raise MismatchError(
             "the checkpoint does not hold the weights of this run's model",
@@ -146,22 +157,20 @@ def write_shards(
 ) -> list[str]:
     """Write one file, or several and an index. Returns their names."""
     shards = list(group_into_files(tensors, shard_bytes))
-    has_index = len(shards) > 1
-    names = [
-        f"model-{n:05d}-of-{len(shards):05d}.safetensors" if has_index else SINGLE
-        for n in range(1, len(shards) + 1)
-    ]
+    names = [SINGLE]
+    if len(shards) > 1:
+        numbers = range(1, len(shards) + 1)
+        names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in numbers]
     done = 0
+    weight_map = {}
     for name, shard in zip(names, shards, strict=True):
         sources = []
         for tensor in shard:
             done += tensor.info.num_bytes
             sources.append(make_source(tensor, tensor.name, partial(progress, done)))
+            weight_map[tensor.name] = name
         write_transformers_file(directory / name, sources)
-    if has_index:
-        weight_map = {
-            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
-        }
+    if len(shards) > 1:
         index = {"metadata": {"total_size": done}, "weight_map": weight_map}
         write_json_durably(Disk(), directory / INDEX, index)
         names.append(INDEX)

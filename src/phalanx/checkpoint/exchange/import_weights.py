@@ -37,12 +37,15 @@ class ImportResult:
 
     def to_json(self) -> dict[str, Any]:
         """Facts of `phalanx checkpoint import --json`."""
+        model_toml = None
+        if self.model_toml is not None:
+            model_toml = str(self.model_toml)
         return {
             "checkpoint": str(self.checkpoint),
             "num_tensors": self.num_tensors,
             "num_bytes": self.num_bytes,
             "dtype": self.dtype,
-            "model_toml": str(self.model_toml) if self.model_toml is not None else None,
+            "model_toml": model_toml,
             "notes": list(self.notes),
         }
 
@@ -62,12 +65,15 @@ def import_weights(
     with open_source(source, prefix=prefix, trust_pickle=trust_pickle, parent=parent) as weights:
         checkpoint = write_import(weights, out, _job_file(weights, out), progress=progress)
         dtypes = sorted({tensor.info.dtype for tensor in weights.tensors})
+        model_toml = None
+        if weights.shape is not None:
+            model_toml = checkpoint.parents[1] / MODEL_TOML
         return ImportResult(
             checkpoint,
             num_tensors=len({tensor.name for tensor in weights.tensors}),
             num_bytes=weights.num_bytes,
             dtype=" and ".join(dtypes),
-            model_toml=checkpoint.parents[1] / MODEL_TOML if weights.shape else None,
+            model_toml=model_toml,
             notes=tuple(weights.notes),
         )
 
@@ -94,9 +100,9 @@ def _job_file(weights: Weights, out: Path) -> str | None:
     if 0 < weights.shape.max_positions < Data().seq_len:
         data["seq_len"] = weights.shape.max_positions
     if data:
-        text += "\n[data]\n" + "".join(
-            f"{key} = {toml_value(value)}\n" for key, value in data.items()
-        )
+        text += "\n[data]\n"
+    for key, value in data.items():
+        text += f"{key} = {toml_value(value)}\n"
     _require_job(text, weights)
     return text
 

@@ -6,6 +6,7 @@ OUT/checkpoints/step-0 is the checkpoint, OUT/model.toml the job file that fits 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +40,7 @@ from phalanx.job.tensors import stored_shapes
 
 FILE_BYTES = 4 << 30
 MODEL_TOML = "model.toml"
+# What an export writes back into config.json, and no ModelShape has.
 COPIED_SETTINGS = (
     "bos_token_id",
     "eos_token_id",
@@ -117,18 +119,17 @@ def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -
             mismatches,
             where=str(source),
         )
-    settings = {key: config[key] for key in COPIED_SETTINGS if config.get(key) is not None}
-    files = {name: source / name for name in COPIED_FILES if (source / name).is_file()}
     try:
         tensors = tuple(stack_experts(shapes, translated.tensors))
     except CheckpointError as error:
         error.where = error.where or str(source)
         raise
-    notes = tuple(
-        f"{name} is left out: the embedding is the head, config.json says"
-        for name in translated.tied_heads
-    )
-    return Weights(str(source), tensors, shape, settings, files, notes)
+    settings = {key: config[key] for key in COPIED_SETTINGS if config.get(key) is not None}
+    files = {name: source / name for name in COPIED_FILES if (source / name).is_file()}
+    notes = []
+    for name in translated.tied_heads:
+        notes.append(f"{name} is left out: the embedding is the head, config.json says")
+    return Weights(str(source), tensors, shape, settings, files, tuple(notes))
 
 
 def read_own_names(
@@ -145,29 +146,31 @@ def read_own_names(
     """
     chosen = [name for name in reader.tensors if name.startswith(prefix) and name != prefix]
     if not chosen:
-        raise CheckpointError(
-            f"no tensor's name begins with {prefix!r}" if prefix else "there is no tensor in it",
-            where=origin,
-            why=f"the first names are {', '.join(list(reader.tensors)[:3])}"
-            if reader.tensors
-            else None,
-        )
+        raise _no_tensor_error(origin, reader, prefix)
     num_omitted = len(reader.tensors) - len(chosen)
     all_notes = list(notes)
     if num_omitted:
         all_notes.append(
             f"of {len(reader.tensors)} tensors {num_omitted} do not begin with {prefix!r}"
         )
-    tensors = (
-        RenamedTensor(name[len(prefix) :], reader.tensors[name], partial(reader.load, name))
-        for name in sorted(chosen)
-    )
-    tied = {
-        name[len(prefix) :]: stored[len(prefix) :]
-        for name, stored in (aliases or {}).items()
-        if name.startswith(prefix) and stored in chosen
-    }
+    tensors = []
+    for name in sorted(chosen):
+        load = partial(reader.load, name)
+        tensors.append(RenamedTensor(name.removeprefix(prefix), reader.tensors[name], load))
+    tied = {}
+    for name, stored in (aliases or {}).items():
+        if name.startswith(prefix) and stored in chosen:
+            tied[name.removeprefix(prefix)] = stored.removeprefix(prefix)
     return Weights(origin, tuple(tensors), notes=tuple(all_notes), aliases=tied)
+
+
+def _no_tensor_error(origin: str, reader: TensorReader, prefix: str) -> CheckpointError:
+    message, why = "there is no tensor in it", None
+    if prefix:
+        message = f"no tensor's name begins with {prefix!r}"
+    if reader.tensors:
+        why = f"the first names are {', '.join(list(reader.tensors)[:3])}"
+    return CheckpointError(message, where=origin, why=why)
 
 
 def write_import(
@@ -206,23 +209,23 @@ def _write_draft(
         sources = []
         for tensor in group:
             parts, info = pieces.setdefault(tensor.name, []), tensor.info
-            key, offset = (
-                f"{tensor.name}#{len(parts)}",
-                tensor.offset or (0,) * len(info.shape),
-            )
+            key = f"{tensor.name}#{len(parts)}"
+            offset = tensor.offset or (0,) * len(info.shape)
             done += info.num_bytes
             sources.append(make_source(tensor, key, partial(progress, done)))
             parts.append(Piece(file, key, offset, info.shape))
         files[file] = draft.write(file, partial(write_stream, sources=sources))
     dtypes = {tensor.name: tensor.info.dtype for tensor in weights.tensors}
-    tensors = {
-        name: StoredTensor(_shape_of(parts), dtypes[name], tuple(parts))
-        for name, parts in pieces.items()
-    }
+    tensors = {}
+    for name, parts in pieces.items():
+        tensors[name] = StoredTensor(_shape_of(parts), dtypes[name], tuple(parts))
+    model_shape = None
+    if weights.shape is not None:
+        model_shape = _shape_to_json(weights.shape)
     facts = {
         "step": 0,
         "imported_from": weights.origin,
-        "model_shape": _shape_to_json(weights.shape) if weights.shape else None,
+        "model_shape": model_shape,
         "hugging_face": dict(weights.settings or {}),
     }
     manifest = Manifest(0, "", {}, facts, tensors, dict(weights.aliases), files)
@@ -231,10 +234,7 @@ def _write_draft(
 
 def _shape_of(parts: Sequence[Piece]) -> tuple[int, ...]:
     """The shape of the tensor that consists of `parts`."""
-    ends = [
-        [offset + size for offset, size in zip(part.offset, part.size, strict=True)]
-        for part in parts
-    ]
+    ends = [tuple(map(operator.add, part.offset, part.size)) for part in parts]
     return tuple(map(max, zip(*ends, strict=True)))
 
 
@@ -252,4 +252,7 @@ def _shape_to_json(shape: ModelShape) -> dict[str, Any]:
         "tie_embeddings",
     )
     facts = shape.to_json()
-    return {key: facts[key] for key in facts if key in always or facts[key] != defaults[key]}
+    for key in facts.keys() - set(always):
+        if facts[key] == defaults[key]:
+            del facts[key]
+    return facts

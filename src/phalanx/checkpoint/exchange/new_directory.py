@@ -29,6 +29,7 @@ def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
         disk.make_directory(partial)
         yield partial
         disk.sync_directory(partial)
+        # Again: writing may have taken long, and something may have come meanwhile.
         refuse_existing(out)
         with suppress(FileNotFoundError):
             disk.remove_directory(out)
@@ -44,9 +45,9 @@ def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
 def refuse_existing(out: Path) -> None:
     """Raise UsageError unless there is nothing at `out`, or an empty directory."""
     try:
-        is_free = (
-            not out.exists() and not out.is_symlink() if not out.is_dir() else not os.listdir(out)
-        )
+        is_free = not out.exists() and not out.is_symlink()
+        if out.is_dir():
+            is_free = not os.listdir(out)
     except OSError as error:
         raise resource_error(error, "opening", out) from None
     if not is_free:

@@ -5,7 +5,7 @@ Torch-free.
 
 Unpickling runs what the file says: torch's weights_only narrows that and has been got around before
 (CVE-2025-32434). So nothing of phalanx unpickles but the process that this starts. It has no
-credentials in its environment and leaves safetensors, which are then read like anybody's; it is no
+credentials in its environment and leaves safetensors, which are then read as any others; it is no
 sandbox.
 """
 
@@ -26,6 +26,7 @@ from phalanx.checkpoint.exchange.tensor_readers import SafetensorsReader, open_s
 from phalanx.core.errors import CheckpointError
 
 READER = "phalanx.checkpoint.exchange.unpickle"
+# Without these Python or its libraries do not start; everything else may hold a credential.
 _PASSED_VARIABLES = (
     "PATH",
     "LD_LIBRARY_PATH",
@@ -54,7 +55,7 @@ class UnpickledWeights:
 
 def refuse_pickle(source: Path) -> CheckpointError:
     return CheckpointError(
-        "it is pickled, and reading it can run any program that somebody put into it",
+        "it is pickled, and reading it can run any program that was put into it",
         where=str(source),
         fix="give --trust-pickle if you know where it comes from",
     )
@@ -99,6 +100,7 @@ def _read(source: Path, folder: Path) -> dict[str, Any]:
         errors="replace",
         start_new_session=True,
     )
+    # What is unpickled may print, too: the answer is the last line.
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     try:
         answer = json.loads(lines[-1])
@@ -109,6 +111,8 @@ def _read(source: Path, folder: Path) -> dict[str, Any]:
         raise CheckpointError(str(answer["refused"]), where=str(source), why=answer["why"])
     if has_answer:
         return dict(answer)
+    why = f"the process that read it ended with {done.returncode}"
     errors = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    why = errors[-1][:300] if errors else f"the process that read it ended with {done.returncode}"
+    if errors:
+        why = errors[-1][:300]
     raise CheckpointError("it cannot be read", where=str(source), why=why)

@@ -11,7 +11,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from phalanx.checkpoint.exchange.families import Family, find_family, list_families
-from phalanx.checkpoint.exchange.latent import latent_config, latent_values, yarn_mscale
+from phalanx.checkpoint.exchange.latent import latent_config, latent_values
+from phalanx.checkpoint.exchange.rope_settings import (
+    FULL,
+    SLIDING,
+    read_rope,
+    setting_error,
+    write_rope,
+)
 from phalanx.core.errors import LayoutError
 from phalanx.job.shape import ModelShape
 
@@ -24,12 +31,9 @@ ACTIVATIONS = {
     ("geglu", "gelu"): ("gelu",),
     ("geglu_tanh", "gelu_tanh"): ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
 }
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # the values of nn.rotary
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 MAX_WIDTH, MAX_PARTS = 2**31, 1_000_000  # a config.json may say anything
 MAY_BE_NONE = ("num_dense_layers", "balance_loss")
 BIAS_RATE = 0.001  # DeepSeek-V3's; no config.json says it
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def shape_of_config(config: Config) -> ModelShape:
@@ -47,17 +51,14 @@ def shape_of_config(config: Config) -> ModelShape:
 
 
 def _shape(family: Family, config: Config) -> ModelShape:
-    not_null = {
-        family.also.get(key, key): value for key, value in config.items() if value is not None
-    }
-    nulls = {key: None for key in family.nullable if key in config and config[key] is None}
-    config = {**family.defaults, **not_null, **nulls}
+    config = _fill_config(family, config)
     for key, required in family.required.items():
         if config.get(key, required) != required:
-            raise _unsupported(key, config[key], f"phalanx computes it with {required}")
+            raise setting_error(key, config[key], f"phalanx computes it with {required}")
     values: dict[str, Any] = dict(family.always)
-    present = [key for key in family.widths if key in config]
-    values |= {family.widths[key]: config[key] for key in present}
+    for key, shape_key in family.widths.items():
+        if key in config:
+            values[shape_key] = config[key]
     if config.get("quantization_config"):
         raise LayoutError(
             "the weights are quantized", fix="import the directory that they were made of"
@@ -74,9 +75,9 @@ def _shape(family: Family, config: Config) -> ModelShape:
     if family.window:
         values |= _window(family, config, values["num_layers"])
     if family.rope:
-        values |= _rope(family, config, bool(values.get("sliding_window")))
+        values |= read_rope(family, config, bool(values.get("sliding_window")))
     if family.scores_by and config[family.scores_by] != values["head_dim"]:
-        raise _unsupported(
+        raise setting_error(
             family.scores_by,
             config[family.scores_by],
             f"phalanx divides by the head's {values['head_dim']}",
@@ -84,14 +85,27 @@ def _shape(family: Family, config: Config) -> ModelShape:
     return normalize_shape(ModelShape(**values))
 
 
+def _fill_config(family: Family, config: Config) -> dict[str, Any]:
+    """`config` in the family's own names, with its defaults in place of what is left out or null;
+    where null is a value it stays."""
+    filled = dict(family.defaults)
+    for key, value in config.items():
+        if value is not None:
+            filled[family.also.get(key, key)] = value
+    for key in family.nullable:
+        if key in config and config[key] is None:
+            filled[key] = None
+    return filled
+
+
 def _fill_defaults(values: dict[str, Any], config: Config) -> None:
     """Add the keys of ModelShape that follow from other ones."""
     values.setdefault("kind", "decoder")
     if values["kind"] == "vit":
         values |= {"vocab_size": 0, "tie_embeddings": False}
-        values["num_classes"] = (
-            len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
-        )
+        values["num_classes"] = config.get("num_labels", 2)  # transformers' default
+        if "id2label" in config:
+            values["num_classes"] = len(config["id2label"])
     values.setdefault("num_kv_heads", values["num_heads"])
     values.setdefault("head_dim", values["dim"] // values["num_heads"])
     values.setdefault("ffn_dim", values.get("expert_ffn_dim", 4 * values["dim"]))
@@ -101,17 +115,7 @@ def _require_numbers(values: Mapping[str, Any]) -> None:
     """Raise ValueError for numbers that no model can have, before they are computed with."""
     for key, value in values.items():
         usual = getattr(ModelShape, key, None)
-        if isinstance(usual, str):
-            continue
-        if isinstance(usual, bool) or key == "tie_embeddings":
-            fits = isinstance(value, bool)
-        else:
-            kinds = int | float if isinstance(usual, float) else int
-            fits = (
-                isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < MAX_WIDTH
-            )
-            fits = fits and (value > 0 or key in MAY_BE_NONE)
-        if not fits:
+        if not isinstance(usual, str) and not _is_plausible(key, value, usual):
             raise ValueError(f"{key} {value!r}")
     if values["num_layers"] * values.get("num_experts", 1) > MAX_PARTS:
         raise ValueError(f"{values['num_layers']} blocks of {values.get('num_experts', 1)} experts")
@@ -125,15 +129,25 @@ def _require_numbers(values: Mapping[str, Any]) -> None:
         )
 
 
+def _is_plausible(key: str, value: Any, usual: Any) -> bool:
+    """True if a model can have `value`, a truth value or a number like `usual`, for `key`."""
+    if isinstance(usual, bool) or key == "tie_embeddings":
+        return isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if isinstance(value, float) and not isinstance(usual, float):
+        return False
+    return 0 < value < MAX_WIDTH or (value == 0 and key in MAY_BE_NONE)
+
+
 def _activation(name: str, is_gated: bool, key: str) -> str:
+    known: list[str] = []
     for (gated, plain), names in ACTIVATIONS.items():
-        if name in names and (gated if is_gated else plain):
-            return gated if is_gated else plain
-    raise _unsupported(
-        key,
-        name,
-        f"phalanx has {', '.join(known for names in ACTIVATIONS.values() for known in names)}",
-    )
+        activation = gated if is_gated else plain
+        if name in names and activation:
+            return activation
+        known += names
+    raise setting_error(key, name, f"phalanx has {', '.join(known)}")
 
 
 def _bias(family: Family, config: Config) -> str:
@@ -142,7 +156,9 @@ def _bias(family: Family, config: Config) -> str:
         raise LayoutError(
             f"{' and '.join(family.biases)} differ", why="phalanx's models have both or neither"
         )
-    return "all" if biases.pop() else "none"
+    if biases == {True}:
+        return "all"
+    return "none"
 
 
 def _window(family: Family, config: Config, num_layers: int) -> dict[str, int]:
@@ -150,7 +166,7 @@ def _window(family: Family, config: Config, num_layers: int) -> dict[str, int]:
     window = int(config.get("sliding_window") or 0)
     if family.window == "all":
         return {"sliding_window": window}
-    types = config.get("layer_types") or _layer_types(config, num_layers, window)
+    types = config.get("layer_types") or _default_layer_types(config, num_layers)
     if not window or SLIDING not in types:
         return {"sliding_window": 0}
     shape = ModelShape(num_layers, 0, 0, 0, 0, 0, 0, False, sliding_window=window)
@@ -163,78 +179,29 @@ def _window(family: Family, config: Config, num_layers: int) -> dict[str, int]:
     )
 
 
-def _layer_types(config: Config, num_layers: int, window: int) -> list[str]:
+def _default_layer_types(config: Config, num_layers: int) -> list[str]:
     """The layer types that transformers takes where config.json has none."""
     if not config["use_sliding_window"]:
         return [FULL] * num_layers
+    types = [SLIDING] * num_layers
     if "sliding_window_pattern" in config:
         interval = int(config["sliding_window_pattern"])
-        return [FULL if (layer + 1) % interval == 0 else SLIDING for layer in range(num_layers)]
-    first = int(config["max_window_layers"])
-    return [FULL if layer < first else SLIDING for layer in range(num_layers)]
+        for layer in range(num_layers):
+            if (layer + 1) % interval == 0:
+                types[layer] = FULL
+        return types
+    for layer in range(min(num_layers, int(config["max_window_layers"]))):
+        types[layer] = FULL
+    return types
 
 
 def layer_types(shape: ModelShape) -> list[str]:
     """The layer type of each block, in transformers' words."""
-    return [SLIDING if shape.is_local(layer) else FULL for layer in range(shape.num_layers)]
-
-
-def _rope(family: Family, config: Config, has_window: bool) -> dict[str, Any]:
-    """Keys of rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and
-    `rope_scaling` (before)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if family.rope == "one":
-        return _one_rope(family, rope, config, float(config["rope_theta"]))
-    by_type = rope if {SLIDING, FULL} & set(rope) else {FULL: rope}
-    values = _one_rope(family, by_type.get(FULL) or {}, config, float(config["rope_theta"]))
-    local = _one_rope(
-        family, by_type.get(SLIDING) or {}, config, float(config["rope_local_base_freq"])
-    )
-    if not has_window or local == values:
-        return values
-    if local["rope_scaling"] != "none":
-        raise LayoutError(
-            "rope_parameters of sliding_attention are scaled",
-            why="phalanx scales those of other blocks",
-        )
-    return values | {"local_rope_theta": local["rope_theta"]}
-
-
-def _one_rope(family: Family, rope: Config, config: Config, theta: float) -> dict[str, Any]:
-    """Keys of ModelShape for one kind of block; `theta` is used where `rope` has none.
-
-    Raises LayoutError for a setting that phalanx's models do not compute.
-    """
-    rotated_share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-    if float(rotated_share or 1.0) != 1.0:
-        share = rope.get("partial_rotary_factor")
-        raise _unsupported("partial_rotary_factor", share, "phalanx rotates whole heads")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    values: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or theta)}
-    if kind == "default":
-        return values | {"rope_scaling": "none"}
-    if kind not in ("linear", "llama3", "yarn"):
-        raise _unsupported("rope_type", kind, "phalanx has default, linear, llama3 and yarn")
-    values |= {"rope_scaling": kind, "rope_factor": float(rope["factor"])}
-    if family.latent and kind == "yarn":
-        values["rope_mscale"] = yarn_mscale(rope)
-        rope = {key: rope[key] for key in rope if key not in ("mscale", "mscale_all_dim")}
-    if kind == "linear":
-        return values
-    _require_constants(rope, kind)
-    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    return values | {"rope_original_len": int(original)}
-
-
-def _require_constants(rope: Config, kind: str) -> None:
-    """Raise LayoutError unless the constants of a scaling are those that phalanx computes with."""
-    for key, required in (LLAMA3 if kind == "llama3" else YARN).items():
-        value = rope.get(key)
-        if value is not None and value != required:
-            raise _unsupported(key, value, f"phalanx's {kind} has {required}")
-    for key in ("attention_factor", "mscale", "mscale_all_dim"):
-        if rope.get(key) is not None:
-            raise _unsupported(key, rope[key], "phalanx takes the one that follows from the factor")
+    types = [FULL] * shape.num_layers
+    for layer in range(shape.num_layers):
+        if shape.is_local(layer):
+            types[layer] = SLIDING
+    return types
 
 
 def normalize_shape(shape: ModelShape) -> ModelShape:
@@ -273,11 +240,11 @@ def normalize_shape(shape: ModelShape) -> ModelShape:
 def normalize_for_inference(shape: ModelShape) -> ModelShape:
     """`normalize_shape`, without the keys that only training reads: weights mean the same whatever
     balances experts."""
-    return replace(
-        normalize_shape(shape),
-        balance_loss=0.0,
-        balance_bias=BIAS_RATE if shape.balance_bias else 0.0,
-    )
+    # Only whether there is a bias matters: it is a tensor of the weights, at whatever rate.
+    rate = 0.0
+    if shape.balance_bias:
+        rate = BIAS_RATE
+    return replace(normalize_shape(shape), balance_loss=0.0, balance_bias=rate)
 
 
 def config_of_shape(
@@ -313,11 +280,10 @@ def _reasons(family: Family, config: Config, shape: ModelShape) -> list[str]:
         read_back = asdict(normalize_for_inference(_shape(family, config)))
     except (LayoutError, ValueError):  # also a family of experts, of a model that has none
         return [_NOTHING_ALIKE]
-    reasons = [
-        f"its {key} is {read_back[key]} and the model's {value}"
-        for key, value in asdict(normalize_for_inference(shape)).items()
-        if read_back[key] != value
-    ]
+    reasons = []
+    for key, value in asdict(normalize_for_inference(shape)).items():
+        if read_back[key] != value:
+            reasons.append(f"its {key} is {read_back[key]} and the model's {value}")
     if family.heads_divide_dim and shape.dim % shape.num_heads:
         reasons.append(f"its {shape.num_heads} heads must divide dim {shape.dim}")
     return reasons
@@ -328,7 +294,9 @@ _NOTHING_ALIKE = "it has another kind of feed-forward or positions"
 
 def _weight(reason: str) -> int:
     """The weight of a reason: a family of another kind is farther away than any single key."""
-    return 100 if reason == _NOTHING_ALIKE or reason.startswith("its kind is") else 1
+    if reason == _NOTHING_ALIKE or reason.startswith("its kind is"):
+        return 100
+    return 1
 
 
 def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, Any]:
@@ -336,7 +304,8 @@ def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, 
         "architectures": [family.architecture],
         "model_type": family.model_type,
     }
-    config |= {key: getattr(shape, shape_key) for key, shape_key in family.widths.items()}
+    for key, shape_key in family.widths.items():
+        config[key] = getattr(shape, shape_key)
     config[family.activation] = _their_activation(shape.activation)
     config |= {
         **dict.fromkeys(family.biases, shape.bias == "all"),
@@ -348,9 +317,10 @@ def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, 
     if family.scores_by:
         config[family.scores_by] = shape.head_dim
     if shape.reads_images and "num_labels" in config:
-        labels = [f"LABEL_{number}" for number in range(config.pop("num_labels"))]
-        config |= {"id2label": {str(number): label for number, label in enumerate(labels)}}
-        config |= {"label2id": {label: number for number, label in enumerate(labels)}}
+        config |= {"id2label": {}, "label2id": {}}
+        for number in range(config.pop("num_labels")):
+            config["id2label"][str(number)] = f"LABEL_{number}"
+            config["label2id"][f"LABEL_{number}"] = number
     if family.window:
         config["sliding_window"] = shape.sliding_window or None
     if family.window == "layer_types":
@@ -360,42 +330,12 @@ def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, 
         }
     if family.rope:
         length = max(max_positions, int(shape.rope_original_len * shape.rope_factor), 1)
-        config |= {"max_position_embeddings": length} | _their_rope(family, shape)
+        config |= {"max_position_embeddings": length} | write_rope(family, shape)
     return config
 
 
 def _their_activation(activation: str) -> str:
-    return next(names[0] for known, names in ACTIVATIONS.items() if activation in known)
-
-
-def _their_rope(family: Family, shape: ModelShape) -> dict[str, Any]:
-    """Keys of rotary positions that transformers 4 and 5 both read, where there are such."""
-    scaling: dict[str, Any] = {"rope_type": "default"}
-    if shape.rope_scaling != "none":
-        scaling = {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
-        scaling |= (
-            {"original_max_position_embeddings": shape.rope_original_len}
-            if shape.rope_original_len
-            else {}
-        )
-        scaling |= LLAMA3 if shape.rope_scaling == "llama3" else {}
-        if family.latent and shape.rope_scaling == "yarn":
-            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), shape.rope_mscale)
-    is_scaled = shape.rope_scaling != "none"
-    if family.rope == "one":
-        return {"rope_theta": shape.rope_theta, "rope_scaling": scaling if is_scaled else None}
-    if not is_scaled or shape.local_rope_theta:
-        local = shape.local_rope_theta or shape.rope_theta
-        return {
-            "rope_theta": shape.rope_theta,
-            "rope_local_base_freq": local,
-            "rope_scaling": scaling if is_scaled else None,
-        }
-    parameters = {"rope_theta": shape.rope_theta, **scaling}
-    return {"rope_parameters": {FULL: parameters, SLIDING: dict(parameters)}}
-
-
-def _unsupported(key: str, value: Any, why: str) -> LayoutError:
-    return LayoutError(
-        f"config.json says {key} = {value!r}, which phalanx's models do not compute", why=why
-    )
+    for known, names in ACTIVATIONS.items():
+        if activation in known:
+            return names[0]
+    raise AssertionError(f"transformers has no name for {activation}")

@@ -78,12 +78,15 @@ def _is_pickled(source: Path) -> bool:
 def _list_notes(unpickled: UnpickledWeights) -> list[str]:
     notes = []
     if unpickled.num_skipped:
-        many = unpickled.num_skipped > 1
-        words = "things in it are no tensors and are" if many else "thing in it is no tensor and is"
+        words = "things in it are no tensors and are"
+        if unpickled.num_skipped == 1:
+            words = "thing in it is no tensor and is"
         notes.append(f"{unpickled.num_skipped} {words} left out")
     if unpickled.left_out:
-        more = f" and {len(unpickled.left_out) - 5} more" if len(unpickled.left_out) > 5 else ""
-        notes.append(f"no checkpoint can hold {', '.join(unpickled.left_out[:5])}{more}: left out")
+        names = ", ".join(unpickled.left_out[:5])
+        if len(unpickled.left_out) > 5:
+            names += f" and {len(unpickled.left_out) - 5} more"
+        notes.append(f"no checkpoint can hold {names}: left out")
     if unpickled.ran_code:
         notes.append(
             "torch cannot read it as mere weights: it was unpickled in full, with whatever that"

@@ -23,7 +23,7 @@ from phalanx.core.files import open_regular, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_HEADER_BYTES = 100 << 20
+MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 MAX_INDEX_BYTES = 64 << 20
 _TORCH_NAMES = {
     safetensors_name: torch_name for torch_name, (safetensors_name, _) in DTYPES.items()
@@ -78,8 +78,9 @@ class UnstackedReader:
                 self._elements[name] = (stack, number)
 
     def load(self, name: str) -> Bits:
-        element = self._elements.get(name)
-        return self._reader.load_element(*element) if element else self._reader.load(name)
+        if name in self._elements:
+            return self._reader.load_element(*self._elements[name])
+        return self._reader.load(name)
 
 
 def element_name(stack: str, number: int) -> str:
@@ -103,7 +104,7 @@ class SafetensorsReader:
     def load(self, name: str) -> Bits:
         info = self.tensors[name]
         path, start = self._locations[name]
-        if not math.prod(info.shape):
+        if not math.prod(info.shape):  # no memory can be mapped for no bytes
             return np.empty(info.shape, bits_type(info.dtype))
         try:
             with open_regular(path) as file:
@@ -153,6 +154,7 @@ def open_safetensors(source: Path) -> SafetensorsReader:
     if (source / INDEX).is_file():
         return SafetensorsReader(str(source), _read_index(source))
     files = sorted(source.glob("*.safetensors"))
+    # Other files beside it are other forms of the same weights (consolidated.safetensors).
     if (source / SINGLE) in files:
         files = [source / SINGLE]
     if not files:
@@ -173,6 +175,7 @@ def _read_index(source: Path) -> list[Path]:
         ) from None
     holders = {file: name for name, file in weight_map.items()}
     for file, name in holders.items():
+        # A plain name: an index cannot point outside its directory.
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,255}", str(file)) or str(file).startswith("."):
             raise CheckpointError(f"the index names the file {file!r}", where=str(source / INDEX))
         if not os.path.isfile(source / file):

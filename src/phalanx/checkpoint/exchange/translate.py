@@ -55,10 +55,10 @@ def translate_to_hugging_face(
                 break
         else:
             raise AssertionError(f"{family.model_type} has no name for {name}")
-    return [
-        _merge(their_name, rule, our_names, reader)
-        for their_name, (rule, our_names) in groups.items()
-    ]
+    tensors = []
+    for their_name, (rule, our_names) in groups.items():
+        tensors.append(_merge(their_name, rule, our_names, reader))
+    return tensors
 
 
 def _merge(
@@ -74,14 +74,17 @@ def _merge(
             merged = reader.load(our_names[0])
         else:
             merged = np.concatenate([reader.load(name) for name in our_names])
-        return (merged.T if rule.transposed else merged).reshape(info.shape)
+        if rule.transposed:
+            merged = merged.T
+        return merged.reshape(info.shape)
 
     return RenamedTensor(their_name, info, load)
 
 
 def _their_shape(rule: NameRule, shape: Shape) -> Shape:
-    oriented = tuple(reversed(shape)) if rule.transposed else tuple(shape)
-    return (1,) * rule.ones + oriented
+    if rule.transposed:
+        shape = shape[::-1]
+    return (1,) * rule.ones + tuple(shape)
 
 
 def list_expert_stacks(shapes: Mapping[str, Shape]) -> list[str]:
@@ -181,9 +184,9 @@ def _rule_for(family: Family, name: str) -> tuple[NameRule | None, list[str]]:
 def is_ignored(family: Family, name: str) -> bool:
     """True for buffers that old releases saved."""
     inner = name.removeprefix(family.prefix)
-    return inner.endswith(".rotary_emb.inv_freq") or any(
-        fnmatchcase(inner, pattern) for pattern in family.ignored
-    )
+    if inner.endswith(".rotary_emb.inv_freq"):
+        return True
+    return any(fnmatchcase(inner, pattern) for pattern in family.ignored)
 
 
 def _split(
@@ -198,15 +201,19 @@ def _split(
     Lengths are those of `shapes`; a tensor that does not add up keeps its own shape.
     """
     info = reader.tensors[name]
-    has_ones = set(info.shape[: rule.ones]) <= {1}
-    inner = info.shape[rule.ones :] if has_ones else info.shape
-    oriented = tuple(reversed(inner)) if rule.transposed else inner
-    lengths = [shapes[our_name][0] if our_name in shapes else 0 for our_name in our_names]
+    oriented = info.shape
+    if set(info.shape[: rule.ones]) <= {1}:
+        oriented = info.shape[rule.ones :]
+    if rule.transposed:
+        oriented = oriented[::-1]
+    # 0 for a name that the model does not have: then the lengths do not add up.
+    lengths = [shapes.get(our_name, (0,))[0] for our_name in our_names]
     fits = len(our_names) > 1 and bool(oriented) and sum(lengths) == oriented[0]
     start = 0
     for our_name, length in zip(our_names, lengths, strict=True):
-        shape = (length, *oriented[1:]) if fits else oriented
-        rows = slice(start, start + length) if fits else slice(None)
+        shape, rows = oriented, slice(None)
+        if fits:
+            shape, rows = (length, *oriented[1:]), slice(start, start + length)
         load = partial(_load_rows, reader, name, rule, oriented, rows)
         yield RenamedTensor(our_name, TensorInfo(shape, info.dtype), load)
         start += length
@@ -216,5 +223,8 @@ def _load_rows(
     reader: TensorReader, name: str, rule: NameRule, oriented: Shape, rows: slice
 ) -> Bits:
     bits = reader.load(name)
-    bits = bits.reshape(oriented[::-1]).T if rule.transposed else bits.reshape(oriented)
-    return bits[rows] if oriented else bits
+    if not oriented:
+        return bits.reshape(oriented)
+    if rule.transposed:
+        return bits.reshape(oriented[::-1]).T[rows]
+    return bits.reshape(oriented)[rows]

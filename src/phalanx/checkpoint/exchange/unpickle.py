@@ -41,7 +41,9 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise CheckpointError(f"{path.name} is not a regular file")
         return _read_dcp(source, folder)
-    files = sorted(source.glob(BINARIES)) if source.is_dir() else [source]
+    files = [source]
+    if source.is_dir():
+        files = sorted(source.glob(BINARIES))
     num_skipped, num_tensors, ran_code = 0, 0, False
     aliases: dict[str, str] = {}
     left_out: list[str] = []
@@ -51,8 +53,13 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
         ran_code |= is_more
         values = list(_flatten(content, ""))
         by_name = dict(_rename(_select_tensors(values), raw_names))
-        left_out += [f"{name} ({_kind(value)})" for name, value in by_name.items() if _kind(value)]
-        tensors = {name: value for name, value in by_name.items() if not _kind(value)}
+        tensors = {}
+        for name, value in by_name.items():
+            kind = _kind(value)
+            if kind:
+                left_out.append(f"{name} ({kind})")
+            else:
+                tensors[name] = value
         num_tensors += len(tensors)
         num_skipped += len(values) - len(by_name)
         if source.is_file():  # a directory's configuration says what is tied
@@ -71,7 +78,9 @@ def _build_answer(
     ran_code: bool,
 ) -> dict[str, Any]:
     if not num_tensors:
-        why = f"{', '.join(left_out[:3])} cannot be taken" if left_out else None
+        why = None
+        if left_out:
+            why = f"{', '.join(left_out[:3])} cannot be taken"
         raise CheckpointError("there is no tensor in it", why=why)
     return {
         "num_skipped": num_skipped,
@@ -118,11 +127,13 @@ def _identity(tensor: torch.Tensor) -> Any:
     """A key that is equal for tied tensors, which share their memory, and for no others."""
     if not tensor.numel():
         return object()
+    # Views of one storage with other shapes or strides are not tied.
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _unpickle(path: Path) -> tuple[Any, bool]:
     """(content, True if reading it took more than torch's weights_only)."""
+    # First without running code, which is enough for most files.
     try:
         with open_regular(path) as file:
             return torch.load(file, map_location="cpu", weights_only=True), False
@@ -159,13 +170,17 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         value = value.state_dict()
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flatten(item, f"{name}.{key}" if name else str(key))
+        items = list(value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes | torch.Size):
-        for number, item in enumerate(value):
-            yield from _flatten(item, f"{name}.{number}" if name else str(number))
+        items = list(enumerate(value))
     else:
         yield name, value
+        return
+    prefix = ""
+    if name:
+        prefix = f"{name}."
+    for key, item in items:
+        yield from _flatten(item, f"{prefix}{key}")
 
 
 def _kind(value: torch.Tensor) -> str:
@@ -178,7 +193,9 @@ def _kind(value: torch.Tensor) -> str:
         return str(value.layout).removeprefix("torch.")
     if value.is_meta:
         return "without values"
-    return "" if dtype_name(value.dtype) in DTYPES else dtype_name(value.dtype)
+    if dtype_name(value.dtype) in DTYPES:
+        return ""
+    return dtype_name(value.dtype)
 
 
 def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
@@ -187,29 +204,30 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = _read_dcp_metadata(source)
-    all_tensors = {
-        name: facts for name, facts in metadata.items() if isinstance(facts, TensorStorageMetadata)
-    }
-    named = dict(_rename(((name, name) for name in all_tensors), {}))
-    dtypes = {name: dtype_name(facts.properties.dtype) for name, facts in all_tensors.items()}
-    tensors = {name: facts for name, facts in all_tensors.items() if dtypes[name] in DTYPES}
-    our_names = {raw_name: name for name, raw_name in named.items()}
-    for number, names in enumerate(_groups(tensors)):
-        group: dict[str, Any] = {
-            name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
-            for name in names
-        }
+    raw_names = []
+    for raw_name, facts in metadata.items():
+        if isinstance(facts, TensorStorageMetadata):
+            raw_names.append(raw_name)
+    our_names = {}
+    for name, raw_name in _rename(zip(raw_names, raw_names, strict=True), {}):
+        our_names[raw_name] = name
+    tensors, left_out = {}, []
+    for raw_name in raw_names:
+        dtype = dtype_name(metadata[raw_name].properties.dtype)
+        if dtype in DTYPES:
+            tensors[raw_name] = metadata[raw_name]
+        else:
+            left_out.append(f"{our_names[raw_name]} ({dtype})")
+    for number, group_names in enumerate(_groups(tensors)):
+        group: dict[str, Any] = {}
+        for raw_name in group_names:
+            facts = tensors[raw_name]
+            group[raw_name] = torch.empty(facts.size, dtype=facts.properties.dtype)
         dcp.load(group, checkpoint_id=source, no_dist=True)
-        _write(
-            folder / f"part-{number:05d}.safetensors",
-            {our_names[name]: group[name] for name in names},
-        )
-    left_out = [
-        f"{our_names[name]} ({dtypes[name]})" for name in all_tensors if name not in tensors
-    ]
-    return _build_answer(
-        len(tensors), len(metadata) - len(all_tensors), left_out, {}, ran_code=False
-    )
+        renamed = {our_names[raw_name]: tensor for raw_name, tensor in group.items()}
+        _write(folder / f"part-{number:05d}.safetensors", renamed)
+    num_skipped = len(metadata) - len(raw_names)
+    return _build_answer(len(tensors), num_skipped, left_out, {}, ran_code=False)
 
 
 def _read_dcp_metadata(source: Path) -> Mapping[str, Any]:
@@ -242,15 +260,11 @@ def _groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    write_file(
-        path,
-        [
-            TensorSource(
-                name, dtype_name(tensor.dtype), tuple(tensor.shape), partial(_bytes, tensor)
-            )
-            for name, tensor in tensors.items()
-        ],
-    )
+    sources = []
+    for name, tensor in tensors.items():
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        sources.append(TensorSource(name, dtype, shape, partial(_bytes, tensor)))
+    write_file(path, sources)
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:

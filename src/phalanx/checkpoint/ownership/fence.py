@@ -51,8 +51,9 @@ class Fence:
     @classmethod
     def for_rank(cls, run_dir: Path, claim: Claim) -> Fence:
         """The fence of a rank whose job has made `claim`."""
-        token = FencingToken(run_dir, claim.epoch) if claim.epoch else None
-        return cls(run_dir, claim.holder, token)
+        if not claim.epoch:
+            return cls(run_dir, claim.holder)
+        return cls(run_dir, claim.holder, FencingToken(run_dir, claim.epoch))
 
     def is_lost(self, *, now: bool = False) -> bool:
         """True once another job has taken the run, and for ever after. Looks at once if `now`."""
@@ -80,7 +81,7 @@ class Fence:
             return None
         try:
             newest = read_token_number(self._run_dir)
-        except CheckpointError:
+        except CheckpointError:  # a file that cannot be read for a moment takes no run away
             return None
         if newest <= self.token.number:
             return None

@@ -20,7 +20,7 @@ from phalanx.core.files import fix_of, read_regular, resource_error
 from phalanx.core.printable import printable
 
 TOKEN_FILE = "epoch"
-MAX_TOKEN_BYTES = 1000
+MAX_TOKEN_BYTES = 1000  # a number, and a line that names the job
 _UNREADABLE = "the run's epoch cannot be read"
 _WRITE_IT = "write the number of restarts into it, or a larger one"
 # The number alone, or the number and a line of who took the run.

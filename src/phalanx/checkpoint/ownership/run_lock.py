@@ -34,6 +34,7 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
     "epoch": (int,),
 }
+# What flock answers on file systems without it, some network ones among them.
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -54,8 +55,10 @@ class LockHolder:
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_unix_s))
-        epoch = f" (epoch {self.epoch})" if self.epoch else ""
-        return f"process {self.pid} on {self.host} since {since}{epoch}"
+        text = f"process {self.pid} on {self.host} since {since}"
+        if self.epoch:
+            text += f" (epoch {self.epoch})"
+        return text
 
 
 @dataclass(frozen=True)
@@ -164,12 +167,15 @@ def _release(lock: Lock) -> None:
 
 
 def _is_ours(lock: Lock) -> bool:
-    holder = _read_holder(lock.fd) if _is_at(lock.path, lock.fd) else None
+    if not _is_at(lock.path, lock.fd):
+        return False
+    holder = _read_holder(lock.fd)
     return holder is not None and holder.is_same_job(lock.holder)
 
 
 def holder_at(path: Path) -> LockHolder | None:
     """The holder that a lock names; None if there is no lock, or if it names none."""
+    # Without waiting, should the name be that of a pipe.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -210,9 +216,11 @@ def _read_holder(fd: int) -> LockHolder | None:
     """
     try:
         holder = LockHolder(**json.loads(os.pread(fd, 4096, 0)))
-        return holder if _is_plausible(holder) else None
+        if _is_plausible(holder):
+            return holder
     except (ValueError, TypeError, OverflowError, OSError, RecursionError):
-        return None
+        pass
+    return None
 
 
 def _is_plausible(holder: LockHolder) -> bool:
@@ -235,6 +243,7 @@ def _is_dead(holder: LockHolder) -> bool:
     """True if the holder's process is gone, as far as this machine can know it."""
     if holder.host != socket.gethostname():
         return False
+    # After a reboot its process id and start time may be those of another process.
     if holder.boot_id != _boot_id():
         return True
     return _start_time(holder.pid) != holder.start_time
@@ -269,7 +278,9 @@ def _start_time(pid: int) -> float | None:
     try:
         # The command's name, in parentheses, may itself hold spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return None if fields[0] in (b"Z", b"X") else float(fields[19])
+        if fields[0] in (b"Z", b"X"):  # a zombie, or dead: its locks are gone
+            return None
+        return float(fields[19])
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
             return None

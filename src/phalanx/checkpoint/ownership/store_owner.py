@@ -59,6 +59,7 @@ def claim_store(store: Store, run_dir: Path) -> None:
     if store.owner is None:
         return
     run_owner = _read_copy(run_dir) or _write_new_copy(run_dir)
+    # The owner is read back below: two runs that write at once both read the one that stayed.
     if store.owner.read() is None:
         store.owner.write(json.dumps(run_owner.to_json(), sort_keys=True).encode())
     if (refusal := find_refusal(store, run_dir)) is not None:
@@ -85,15 +86,16 @@ def find_refusal(store: Store, run_dir: Path) -> RunLockedError | None:
     A run that never claimed a store (of an earlier version, or whose URL is new) has none of its
     own either. Raises CheckpointError.
     """
-    text = store.owner.read() if store.owner is not None else None
-    if store.owner is None or text is None or _is_same_run(store.owner, _read_copy(run_dir)):
+    if store.owner is None:
         return None
-    owner = _parse_owner(text)
+    text = store.owner.read()
+    if text is None or _is_same_run(store.owner, _read_copy(run_dir)):
+        return None
+    owner = _parse_owner(text) or "another run, whose name cannot be read"
     fix = (
         f"choose another checkpoint.url; if that run is known to be gone, remove {store.owner.url}"
     )
-    owner_name = str(owner) if owner else "another run, whose name cannot be read"
-    return RunLockedError(f"checkpoint.url belongs to {owner_name}", where=store.url, fix=fix)
+    return RunLockedError(f"checkpoint.url belongs to {owner}", where=store.url, fix=fix)
 
 
 def require_claim(fencing_token: FencingToken | None, store: Store) -> None:
@@ -108,10 +110,10 @@ def require_claim(fencing_token: FencingToken | None, store: Store) -> None:
 
 def _is_same_run(owner_object: OwnerObject, run_owner: StoreOwner | None) -> bool:
     text = owner_object.read()
-    store_owner = _parse_owner(text) if text is not None else None
-    if run_owner is None or store_owner is None:
+    if text is None or run_owner is None:
         return False
-    return run_owner.run_id == store_owner.run_id
+    store_owner = _parse_owner(text)
+    return store_owner is not None and run_owner.run_id == store_owner.run_id
 
 
 def _read_copy(run_dir: Path) -> StoreOwner | None:
@@ -152,10 +154,12 @@ def _parse_owner(text: bytes) -> StoreOwner | None:
     shown to people."""
     try:
         body = json.loads(text)
-        names = [str(body[key]) for key in ("run_id", "run", "host")]
-        owner = StoreOwner(names[0], names[1], names[2], float(body["since_unix_s"]))
-        # str() raises for a time that is none.
-        is_readable = all(map(str.isprintable, names)) and bool(str(owner))
-        return owner if body["format"] == OWNER_FORMAT and is_readable else None
+        run_id, run, host = str(body["run_id"]), str(body["run"]), str(body["host"])
+        owner = StoreOwner(run_id, run, host, float(body["since_unix_s"]))
+        str(owner)  # raises for a time that is none
+        is_readable = all(map(str.isprintable, (run_id, run, host)))
+        if body["format"] == OWNER_FORMAT and is_readable:
+            return owner
     except (ValueError, OverflowError, OSError, KeyError, TypeError):
-        return None
+        pass
+    return None

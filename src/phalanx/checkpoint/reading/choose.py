@@ -19,7 +19,9 @@ def choose_checkpoint(location: str | Path, *, best: bool = False) -> Folder:
     if not best:
         return find_checkpoint(location)
     location = run_at(location)
-    recorded = None if is_url(location) else read_best(Path(location))
+    recorded = None
+    if not is_url(location):  # the record is in the run directory, not in its store
+        recorded = read_best(Path(location))
     if recorded is None:
         fix = "train with eval.keep_best=true"
         raise CheckpointError("no checkpoint was kept as the best", where=str(location), fix=fix)

@@ -5,6 +5,7 @@ Every byte that is compared was verified first. One tensor of each side is in me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,12 @@ from phalanx.core.digest import differing_keys
 
 # numpy's type of the same bits, for types that numpy does not have
 _NUMPY: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_WORDS = {
+    "only_a": "only in the first",
+    "only_b": "only in the second",
+    "shape": "shapes",
+    "dtype": "types",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,9 @@ class CheckpointDifference:
         return not self.facts and not self.tensors
 
     def to_json(self) -> dict[str, Any]:
-        facts = {key: {"a": a, "b": b} for key, (a, b) in self.facts.items()}
+        facts = {}
+        for key, (a, b) in self.facts.items():
+            facts[key] = {"a": a, "b": b}
         return {
             "same": self.same,
             "facts": facts,
@@ -98,7 +107,9 @@ def _diff_facts(a: Manifest, b: Manifest) -> dict[str, tuple[Any, Any]]:
 
 def _get_fact(facts: Any, key: str) -> Any:
     for part in key.split("."):
-        facts = facts.get(part) if isinstance(facts, dict) else None
+        if not isinstance(facts, dict):
+            return None
+        facts = facts.get(part)
     return facts
 
 
@@ -107,7 +118,9 @@ class _AliasReader(FullTensorReader):
 
     def facts(self, name: str) -> tuple[tuple[int, ...], str] | None:
         stored = self.manifest.tensors.get(self._resolve_alias(name))
-        return (stored.shape, stored.dtype) if stored else None
+        if stored is None:
+            return None
+        return stored.shape, stored.dtype
 
     def tensor(self, name: str) -> NDArray[Any]:
         """The tensor's bits, in the type of numpy that holds them."""
@@ -123,26 +136,31 @@ def _compare(name: str, reader_a: _AliasReader, reader_b: _AliasReader) -> Tenso
     a, b = reader_a.facts(name), reader_b.facts(name)
     if a is None or b is None:
         shape, dtype = a or b or ((), "")
-        return TensorDifference(name, "only_a" if b is None else "only_b", f"{dtype} {list(shape)}")
+        kind = "only_a"
+        if a is None:
+            kind = "only_b"
+        return TensorDifference(name, kind, f"{dtype} {list(shape)}")
     if a[0] != b[0]:
         return TensorDifference(name, "shape", f"{list(a[0])} and {list(b[0])}")
     if a[1] != b[1]:
         return TensorDifference(name, "dtype", f"{a[1]} and {b[1]}")
     x, y = reader_a.tensor(name), reader_b.tensor(name)
-    bits_x, bits_y = (
-        np.ascontiguousarray(t).reshape(-1).view(f"u{t.dtype.itemsize}") for t in (x, y)
-    )
-    different = bits_x != bits_y
-    count = int(different.sum())
+    # Bits, and not numbers: NaN is equal to itself here, and 0 is not -0.
+    count = int((_flat_bits(x) != _flat_bits(y)).sum())
     if not count:
         return None
     max_abs, relative = _errors(_numbers(x, a[1]), _numbers(y, a[1]))
     return TensorDifference(name, "values", "", count, x.size, max_abs, relative)
 
 
+def _flat_bits(array: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
+
+
 def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
     """The numbers that the bits mean, in fp64; None for types that numpy cannot read."""
     if dtype == "bfloat16":
+        # The upper half of the bits of a float32.
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if dtype in _NUMPY or bits.dtype.kind == "c":
         return None
@@ -154,39 +172,44 @@ def _errors(
 ) -> tuple[float | None, float | None]:
     if a is None or b is None:
         return None, None
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):  # weights of a run that diverged
         gap = np.abs(a - b)
         norm = float(np.sqrt(np.square(a).sum()))
         distance = float(np.sqrt(np.square(gap).sum()))
-    return float(gap.max()), distance / norm if norm else float("inf")
+    if not norm:
+        return float(gap.max()), math.inf
+    return float(gap.max()), distance / norm
 
 
 def describe_difference(difference: CheckpointDifference, *, limit: int = 40) -> Iterator[str]:
     """The difference in lines for people, largest relative error first."""
     for key, (a, b) in difference.facts.items():
         yield f"fact    {key}: {a} and {b}"
-    words = {
-        "only_a": "only in the first",
-        "only_b": "only in the second",
-        "shape": "shapes",
-        "dtype": "types",
-    }
-    for tensor in [t for t in difference.tensors if t.what != "values"][:limit]:
-        yield f"tensor  {tensor.name}: {words[tensor.what]}, {tensor.detail}"
-    values = [t for t in difference.tensors if t.what == "values"]
-    values.sort(key=lambda t: -(t.relative if t.relative is not None else float("inf")))
+    structure, values = [], []
+    for tensor in difference.tensors:
+        if tensor.what == "values":
+            values.append(tensor)
+        else:
+            structure.append(tensor)
+    values.sort(key=lambda tensor: -_relative_error(tensor))
+    for tensor in structure[:limit]:
+        yield f"tensor  {tensor.name}: {_WORDS[tensor.what]}, {tensor.detail}"
     for tensor in values[:limit]:
-        errors = ""
+        line = f"values  {tensor.name}: {tensor.num_different:,} of {tensor.num_elements:,} differ"
         if tensor.max_abs is not None:
-            errors = f", at most {tensor.max_abs:.3g}, relative {tensor.relative:.3g}"
-        yield (
-            f"values  {tensor.name}: {tensor.num_different:,} of {tensor.num_elements:,}"
-            f" differ{errors}"
-        )
-    left_out = max(0, len(values) - limit) + max(0, len(difference.tensors) - len(values) - limit)
-    if left_out:
-        yield f"        and {left_out} more tensors"
-    yield (
-        f"{'same' if difference.same else 'equal'}    {difference.num_equal} tensors are equal bit"
-        " by bit"
-    )
+            line += f", at most {tensor.max_abs:.3g}, relative {tensor.relative:.3g}"
+        yield line
+    num_hidden = max(0, len(values) - limit) + max(0, len(structure) - limit)
+    if num_hidden:
+        yield f"        and {num_hidden} more tensors"
+    word = "equal"
+    if difference.same:
+        word = "same"
+    yield f"{word}    {difference.num_equal} tensors are equal bit by bit"
+
+
+def _relative_error(tensor: TensorDifference) -> float:
+    """The relative error to sort by: one that cannot be told comes first."""
+    if tensor.relative is None:
+        return math.inf
+    return tensor.relative

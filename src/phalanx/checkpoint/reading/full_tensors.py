@@ -26,6 +26,16 @@ def bits_type(dtype: str) -> np.dtype[Any]:
     return np.dtype(f"u{DTYPES[dtype][1]}")
 
 
+def subtract_offsets(start: tuple[int, ...], offset: tuple[int, ...]) -> tuple[int, ...]:
+    """`start` of a tensor counted from `offset`, dimension by dimension."""
+    return tuple(position - origin for position, origin in zip(start, offset, strict=True))
+
+
+def box_slices(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    """The slices of the elements [start, start + size)."""
+    return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
+
+
 class FullTensorReader:
     """Reads full tensors by name; a context manager, inside of which files stay open.
 
@@ -58,9 +68,10 @@ class FullTensorReader:
         stored = self.manifest.tensors[name]
         if stored.dtype not in DTYPES:
             raise CheckpointError(
-                f"{name} is of type {stored.dtype}, which nobody writes", where=self.folder.url
+                f"{name} is of type {stored.dtype}, which no release writes", where=self.folder.url
             )
         dtype = bits_type(stored.dtype)
+        # Of a piece that is there twice another one may be missing: `np.empty` would show through.
         if name not in self._tiled and not is_tiled(stored):
             raise CheckpointError(f"{name} is not whole in the checkpoint", where=self.folder.url)
         self._tiled.add(name)
@@ -76,12 +87,10 @@ class FullTensorReader:
                 raise CheckpointError(
                     f"{piece.key} is not the block of {name} it should be", where=file.where
                 )
-            in_piece = tuple(s - o for s, o in zip(start, piece.offset, strict=True))
+            in_piece = subtract_offsets(start, piece.offset)
             block = file.read_block(entry, in_piece, length).view(dtype).reshape(length)
-            in_box = tuple(
-                slice(s - o, s - o + n) for s, o, n in zip(start, offset, length, strict=True)
-            )
-            bits[in_box] = block
+            in_box = subtract_offsets(start, offset)
+            bits[box_slices(in_box, length)] = block
         return bits
 
     def _file(self, name: str) -> CheckedFile:

@@ -59,9 +59,10 @@ def list_checkpoints(location: str) -> CheckpointListing:
     """
     folders = [find_folder(location)] if is_checkpoint(location) else find_folders(location)
     best = _find_best(location)
-    return CheckpointListing(
-        tuple(map(_read_entry, folders)), best.step if best is not None else None
-    )
+    best_step = None
+    if best is not None:
+        best_step = best.step
+    return CheckpointListing(tuple(map(_read_entry, folders)), best_step)
 
 
 def find_folder(location: str) -> Folder:
@@ -70,7 +71,9 @@ def find_folder(location: str) -> Folder:
     """
     if not is_checkpoint(location):
         return find_folders(location)[-1]
-    directory = local_directory(location) or (None if is_url(location) else Path(location))
+    directory = local_directory(location)
+    if directory is None and not is_url(location):
+        directory = Path(location)
     if directory is not None and not os.path.lexists(directory):
         _refuse_missing(location)
     return find_checkpoint(location)
@@ -116,7 +119,9 @@ def _read_entry(folder: Folder) -> CheckpointEntry:
 def _find_best(run: str) -> Best | None:
     """The best checkpoint by the run's directory; None at a URL, where nothing records it."""
     location = run_at(run)
-    return None if is_url(location) else read_best(Path(location))
+    if is_url(location):
+        return None
+    return read_best(Path(location))
 
 
 def _refuse_missing(location: str) -> NoReturn:

@@ -4,6 +4,7 @@ agree on the outcome."""
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from phalanx.checkpoint.all_ranks import Group, all_ranks_or_raise
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
+from phalanx.checkpoint.reading.full_tensors import box_slices, subtract_offsets
 from phalanx.checkpoint.reading.mismatch import (
     ExpectedTensor,
     Mismatch,
@@ -52,13 +54,15 @@ def load_checkpoint(
             manifest = read_manifest(folder)
             require_complete_directory(folder, manifest)
             manifest = require(manifest) or manifest
-            manifest = manifest.without_optimizer() if weights_only else manifest
+            if weights_only:
+                manifest = manifest.without_optimizer()
             mismatches = _find_mismatches(manifest, shards, cast)
             results.local = [asdict(mismatch) for mismatch in mismatches]
             manifests.append(manifest)
         _require_no_mismatch(folder, results.by_rank, weights_only)
         with all_ranks_or_raise(group, folder.url, "loading a checkpoint"):
             staged = stage_blocks(folder, manifests[0], shards)
+        # Only now that no rank can fail any more: a state is loaded as a whole, or not at all.
         with torch.no_grad():
             for target, source in staged:
                 target.copy_(source)
@@ -95,20 +99,25 @@ def _require_no_mismatch(
     for rows in by_rank:
         of_rank = {Mismatch(**row) for row in rows}
         extra_of_rank = {mismatch for mismatch in of_rank if mismatch.kind == "extra"}
-        extra = extra_of_rank if extra is None else extra & extra_of_rank
+        if extra is None:
+            extra = extra_of_rank
+        extra &= extra_of_rank
         mismatches |= of_rank - extra_of_rank
     mismatches |= extra or set()
     if mismatches:
         ordered = tuple(sorted(mismatches, key=lambda mismatch: (mismatch.kind, mismatch.name)))
-        fix = "model.init_cast=true rounds them" if weights_only else ""
-        raise _mismatch_error(folder, ordered, fix)
+        cast_fix = ""
+        if weights_only:
+            cast_fix = "model.init_cast=true rounds them"
+        raise _mismatch_error(folder, ordered, cast_fix)
 
 
 def _mismatch_error(
     folder: Folder, mismatches: tuple[Mismatch, ...], cast_fix: str
 ) -> MismatchError:
-    only_types = all(mismatch.kind == "dtype" for mismatch in mismatches)
-    fix = cast_fix if only_types and cast_fix else "use the job it was written by"
+    fix = "use the job it was written by"
+    if cast_fix and all(mismatch.kind == "dtype" for mismatch in mismatches):
+        fix = cast_fix
     message = "the checkpoint does not fit this model"
     return MismatchError(message, mismatches, where=folder.url, fix=fix)
 
@@ -130,7 +139,7 @@ def stage_blocks(
                 dtype = manifest.tensors[shard.name].dtype
                 entry = _find_entry(source, piece, dtype)
                 start, size = piece.overlap(box.global_offset, box.size) or ((), ())
-                in_piece = tuple(s - o for s, o in zip(start, piece.offset, strict=True))
+                in_piece = subtract_offsets(start, piece.offset)
                 block = torch.from_numpy(source.read_block(entry, in_piece, size))
                 target = shard.tensor[_local_slices(box, start, size)]
                 staged.append((target, block.view(getattr(torch, dtype)).reshape(size)))
@@ -145,8 +154,9 @@ def stage_blocks(
 def _local_slices(box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
     """Slices of the local tensor for the elements [start, start + size) of the full tensor, which
     lie in `box`."""
-    first = [s - g + o for s, g, o in zip(start, box.global_offset, box.local_offset, strict=True)]
-    return tuple(slice(index, index + n) for index, n in zip(first, size, strict=True))
+    in_box = subtract_offsets(start, box.global_offset)
+    local_start = tuple(map(operator.add, in_box, box.local_offset))
+    return box_slices(local_start, size)
 
 
 def _plan_reads(

@@ -4,6 +4,7 @@ as a table. Torch-free.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -78,14 +79,11 @@ def find_mismatches(
 
     With `cast` floating-point tensors of another type match.
     """
-    rows = [
-        Mismatch(name, "missing", _describe(expected[name]), NOTHING)
-        for name in sorted(expected.keys() - stored.keys())
-    ]
-    rows += [
-        Mismatch(name, "extra", NOTHING, _describe(stored[name]))
-        for name in sorted(stored.keys() - expected.keys())
-    ]
+    rows = []
+    for name in sorted(expected.keys() - stored.keys()):
+        rows.append(Mismatch(name, "missing", _describe(expected[name]), NOTHING))
+    for name in sorted(stored.keys() - expected.keys()):
+        rows.append(Mismatch(name, "extra", NOTHING, _describe(stored[name])))
     for name in sorted(expected.keys() & stored.keys()):
         model_tensor, stored_tensor = expected[name], stored[name]
         if tuple(model_tensor.shape) != tuple(stored_tensor.shape):
@@ -108,15 +106,14 @@ def format_mismatch_table(mismatches: tuple[Mismatch, ...], limit: int = MAX_ROW
     """Lines of aligned columns, `limit` rows at most: the first ones of each kind, so that none is
     hidden behind another."""
     shown = _select_rows(mismatches, limit)
-    rows = [
-        ("tensor", "wanted", "found"),
-        *((printable(row.name), row.wanted, row.found) for row in shown),
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [
-        f"  {name:<{widths[0]}}  {expected:<{widths[1]}}  {stored}"
-        for name, expected, stored in rows
-    ]
+    rows = [("tensor", "wanted", "found")]
+    for row in shown:
+        rows.append((printable(row.name), row.wanted, row.found))
+    name_width = max(len(name) for name, _, _ in rows)
+    expected_width = max(len(expected) for _, expected, _ in rows)
+    lines = []
+    for name, expected, stored in rows:
+        lines.append(f"  {name:<{name_width}}  {expected:<{expected_width}}  {stored}")
     if len(mismatches) > len(shown):
         lines.append(f"  and {len(mismatches) - len(shown)} more")
     return lines
@@ -126,8 +123,10 @@ def _select_rows(mismatches: tuple[Mismatch, ...], limit: int) -> list[Mismatch]
     by_kind: dict[str, list[Mismatch]] = {}
     for row in mismatches:
         by_kind.setdefault(row.kind, []).append(row)
-    in_turns = [row for rows in zip_longest(*by_kind.values()) for row in rows if row is not None]
-    chosen = in_turns[:limit]
+    chosen: list[Mismatch] = []
+    for rows in zip_longest(*by_kind.values()):  # the first of each kind, then the second, ...
+        chosen += filter(None, rows)
+    del chosen[limit:]
     return [row for row in mismatches if row in chosen]
 
 
@@ -138,8 +137,8 @@ def _count_kinds(mismatches: tuple[Mismatch, ...]) -> str:
         "shape": "of another shape",
         "dtype": "of another type",
     }
-    counts = {kind: sum(row.kind == kind for row in mismatches) for kind in words}
-    return ", ".join(f"{count} {words[kind]}" for kind, count in counts.items() if count)
+    counts = Counter(row.kind for row in mismatches)
+    return ", ".join(f"{counts[kind]} {words[kind]}" for kind in words if counts[kind])
 
 
 def _describe(tensor: Tensor) -> str:

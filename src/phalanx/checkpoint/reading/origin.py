@@ -58,4 +58,6 @@ def find_run_dir(location: str, folder: Folder) -> Path | None:
     location = str(run_at(location))
     if not is_url(location) and not is_checkpoint(location):
         return Path(location)
-    return folder.path.absolute().parents[1] if isinstance(folder, LocalFolder) else None
+    if isinstance(folder, LocalFolder):
+        return folder.path.absolute().parents[1]  # RUN/checkpoints/step-N
+    return None

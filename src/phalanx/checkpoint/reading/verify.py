@@ -124,13 +124,8 @@ def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointEr
     extra = sorted(present - set(manifest.files) - {MANIFEST})
     problems = []
     if missing:
-        tensors = [
-            name
-            for name, tensor in manifest.tensors.items()
-            if any(piece.file == missing[0] for piece in tensor.pieces)
-        ]
         message = f"{_join_files(missing)} missing"
-        why = f"{missing[0]} holds {_join_tensors(tensors)}"
+        why = f"{missing[0]} holds {_join_tensors(_list_tensors(manifest, missing[0]))}"
         problems.append(CheckpointError(message, where=folder.url, why=why))
     if extra:
         message, fix = f"{_join_files(extra)} in it that no save wrote", "move it elsewhere"
@@ -138,12 +133,21 @@ def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointEr
     return problems
 
 
+def _list_tensors(manifest: Manifest, file: str) -> list[str]:
+    """The names of the tensors that have a piece in `file`."""
+    names = []
+    for name, tensor in manifest.tensors.items():
+        if any(piece.file == file for piece in tensor.pieces):
+            names.append(name)
+    return names
+
+
 def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[CheckpointError]:
     """Problems of tensors: their pieces must make them, each element once."""
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in DTYPES:
             yield CheckpointError(
-                f"{name} is of type {tensor.dtype}, which nobody writes", where=folder.url
+                f"{name} is of type {tensor.dtype}, which no release writes", where=folder.url
             )
         elif not is_tiled(tensor):
             yield CheckpointError(
@@ -153,10 +157,12 @@ def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[CheckpointE
 
 def is_tiled(tensor: StoredTensor) -> bool:
     """True if the pieces make the full tensor: each element once."""
+    # As many elements as the tensor has, and none twice: then none is missing either.
     volume = sum(math.prod(piece.size) for piece in tensor.pieces)
     if volume != math.prod(tensor.shape):
         return False
     pieces = [piece for piece in tensor.pieces if math.prod(piece.size)]
+    # In order, so that only neighbours are compared: a tensor may have thousands of pieces.
     pieces.sort(key=lambda piece: piece.offset)
     for number, piece in enumerate(pieces):
         if any(_overlaps(piece, other) for other in _find_neighbours(pieces, number)):
@@ -179,10 +185,7 @@ def _find_neighbours(pieces: list[Piece], number: int) -> list[Piece]:
 
 
 def _overlaps(a: Piece, b: Piece) -> bool:
-    return all(
-        max(start, other) < min(start + size, other + length)
-        for start, size, other, length in zip(a.offset, a.size, b.offset, b.size, strict=True)
-    )
+    return a.overlap(b.offset, b.size) is not None
 
 
 def _require_pieces(file: CheckedFile, name: str, manifest: Manifest) -> None:
@@ -201,8 +204,13 @@ def _require_pieces(file: CheckedFile, name: str, manifest: Manifest) -> None:
 
 
 def _join_files(names: list[str]) -> str:
-    return f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} ({len(names)} files) are"
+    if len(names) == 1:
+        return f"{names[0]} is"
+    return f"{', '.join(names)} ({len(names)} files) are"
 
 
 def _join_tensors(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more tensors"
+    return text

@@ -45,6 +45,7 @@ def open_store(run_dir: Path, url: str | None, *, say: Say = lambda text: None) 
         return LocalStore(run_dir / "checkpoints")
     if (directory := local_directory(url)) is not None:
         return LocalStore(directory)
+    # Here, because a run in a directory needs none of it.
     from phalanx.checkpoint.stores.object import ObjectStore
 
     return ObjectStore.open(url, say=say)
@@ -101,7 +102,9 @@ def _read_url(run_dir: Path) -> str | None:
         url = read_json(run_dir / "job.json")["checkpoint"]["url"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return url if isinstance(url, str) else None
+    if isinstance(url, str):
+        return url
+    return None
 
 
 def newest_step(store: Store) -> int:

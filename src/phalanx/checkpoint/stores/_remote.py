@@ -20,6 +20,7 @@ from phalanx.core.store_urls import refusal
 T = TypeVar("T")
 Say = Callable[[str], None]
 
+# Errors that another attempt cannot mend.
 _LASTING = (
     FileNotFoundError,
     PermissionError,
@@ -27,7 +28,8 @@ _LASTING = (
     NotADirectoryError,
     NotImplementedError,
 )
-_READING = ("reading", "looking at")
+_READING = ("reading", "looking at")  # where FileNotFoundError is an answer, and no failure
+# Of libraries that may not be installed, and so by name.
 _LASTING_NAMES = (
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -39,7 +41,7 @@ _LASTING_NAMES = (
 _ASK_ONCE = {"mode": "standard", "total_max_attempts": 1}
 _S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": _ASK_ONCE}}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3}
-_PART_BYTES = 1 << 22
+_PART_BYTES = 1 << 22  # at most copied at once: see `_Upload.write`
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -161,7 +163,9 @@ class Remote:
         return stored
 
     def _path(self, key: str) -> str:
-        return f"{self.root}/{key}" if key else self.root
+        if not key:
+            return self.root
+        return f"{self.root}/{key}"
 
     def _relative(self, path: str, base: str) -> str:
         return path.lstrip("/").removeprefix(base.lstrip("/")).lstrip("/")
@@ -183,9 +187,11 @@ class Remote:
                 why = _redact(f"{type(error).__name__}: {error}")
                 lasting = _is_lasting(error)
                 if lasting or attempt == self.patience.attempts:
-                    tried = "" if lasting else f", tried {attempt} times"
+                    message = f"failed while {doing} it"
+                    if not lasting:
+                        message += f", tried {attempt} times"
                     raise StorageError(
-                        f"failed while {doing} it{tried}",
+                        message,
                         where=self.url(key),
                         why=why,
                         fix="look at the store, its address and the credentials in the environment",
@@ -249,10 +255,9 @@ def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
             url, use_listings_cache=False, **_OPTIONS.get(protocol, {})
         )
     except ImportError as error:
-        extra = _EXTRAS.get(protocol)
-        fix = (
-            f"pip install 'phalanx[{extra}]'" if extra else "install the library that fsspec names"
-        )
+        fix = "install the library that fsspec names"
+        if protocol in _EXTRAS:
+            fix = f"pip install 'phalanx[{_EXTRAS[protocol]}]'"
         raise EnvironmentProblem(
             f"{protocol}:// needs a library", why=_redact(str(error)), fix=fix
         ) from None

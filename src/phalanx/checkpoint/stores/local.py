@@ -24,6 +24,7 @@ from phalanx.core.errors import StorageError
 from phalanx.core.files import fix_of
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
+# File systems, and files of another one or owner, that take no hard link: a copy is written then.
 _NO_LINKS = (
     errno.EXDEV,
     errno.EPERM,
@@ -139,7 +140,8 @@ class LocalStore:
             disk.sync_directory(draft.path)
         replaced = final.with_name(f".{final.name}{REPLACED}")
         remove_tree(disk, replaced)
-        # This step was saved before: the run continued from an older checkpoint.
+        # This step was saved before: the run continued from an older checkpoint. A crash between
+        # the two renames leaves it hidden, and `clean_up` puts it back.
         if os.path.lexists(final):
             disk.rename(final, replaced)
         try:

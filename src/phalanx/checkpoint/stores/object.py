@@ -1,8 +1,8 @@
 """Checkpoints in an object store that fsspec opens (s3://, gs://, az://, ...). Torch-free.
 
 A checkpoint is a folder `step-N-ATTEMPT-RANDOM`: no save ever writes into the files of another. Its
-manifest is put last, in one request, and removed first: a folder without one is no checkpoint for
-anybody. Of several of one step the one with the highest attempt counts.
+manifest is put last, in one request, and removed first: a folder without one is no checkpoint. Of
+several of one step the one with the highest attempt counts.
 """
 
 from __future__ import annotations
@@ -43,12 +43,16 @@ class ObjectFolder:
     @property
     def step(self) -> int:
         match = _NAME.fullmatch(self.name)
-        return int(match[1]) if match else -1
+        if match is None:
+            return -1
+        return int(match[1])
 
     @property
     def attempt(self) -> int:
         match = _NAME.fullmatch(self.name)
-        return int(match[2]) if match else -1
+        if match is None:
+            return -1
+        return int(match[2])
 
     def sizes(self) -> dict[str, int]:
         return self.remote.list(self.name)
@@ -85,7 +89,11 @@ class _Reader:
     def read_into(self, buffer: memoryview, offset: int) -> None:
         end = offset + len(buffer)
         if not self._start <= offset <= end <= self._start + len(self._data):
-            self._num_on = self._num_on + 1 if offset == self._end_of_last else 0
+            if offset == self._end_of_last:
+                self._num_on += 1
+            else:
+                self._num_on = 0
+            # Twice as much each time: a file read through takes few requests, a jump wastes little.
             ahead = min(AHEAD_BYTES, len(buffer) << max(0, self._num_on - 1))
             stop = min(self._num_bytes, max(end, offset + ahead))
             self._start, self._data = offset, memoryview(self._remote.read(self._key, offset, stop))
@@ -197,12 +205,12 @@ class ObjectStore:
 
     def begin(self, step: int) -> ObjectDraft:
         self.clean_up()
-        attempts = [
-            self.folder(name).attempt
-            for name in self._list_folders()
-            if self.folder(name).step == step
-        ]
-        return self.join(step, f"{max(attempts, default=0) + 1:04d}-{secrets.token_hex(4)}")
+        last_attempt = 0
+        for name in self._list_folders():
+            folder = self.folder(name)
+            if folder.step == step:
+                last_attempt = max(last_attempt, folder.attempt)
+        return self.join(step, f"{last_attempt + 1:04d}-{secrets.token_hex(4)}")
 
     def join(self, step: int, token: str) -> ObjectDraft:
         return ObjectDraft(self.folder(f"step-{step}-{token}"), token)
@@ -228,6 +236,7 @@ class ObjectStore:
 
     def remove(self, folder: Folder) -> None:
         files = self._remote.list(folder.name)
+        # First, so that a crash on the way leaves no checkpoint with files missing.
         if MANIFEST in files:
             self._remote.remove(f"{folder.name}/{MANIFEST}")
         for name in files:
@@ -260,7 +269,9 @@ def folder_at(url: str) -> ObjectFolder | None:
     if parent.endswith("/"):  # s3://bucket
         return None
     folder = ObjectFolder(open_remote(parent, say=lambda text: None, patience=Patience()), name)
-    return folder if MANIFEST in folder.sizes() else None
+    if MANIFEST not in folder.sizes():
+        return None
+    return folder
 
 
 def _require_files(folder: ObjectFolder, manifest: bytes) -> None:
@@ -273,7 +284,9 @@ def _require_files(folder: ObjectFolder, manifest: bytes) -> None:
     sizes = folder.sizes()
     for name, stored in files.items():
         if sizes.get(name) != stored["num_bytes"]:
-            amount = f"{sizes[name]} bytes" if name in sizes else "nothing"
+            amount = "nothing"
+            if name in sizes:
+                amount = f"{sizes[name]} bytes"
             raise CheckpointError(
                 f"the store has {amount} of it, not the {stored['num_bytes']} bytes sent",
                 where=folder.where(name),
