@@ -101,6 +101,7 @@ def _check_loss_scale(value: Any) -> None:
 def _check_number(value: Any) -> None:
     """State of an optimizer: what fits into 64 bits, or lists of such."""
     _check_any(value)
+    # From the least of int64 to the largest of uint64.
     if type(value) is int and not -LARGEST_COUNT - 1 <= value <= 2 * LARGEST_COUNT + 1:
         raise ValueError(f"{shorten_fact(value)} does not fit into 64 bits")
     for item in _items(value):

@@ -116,6 +116,7 @@ class _LocalReader:
     def read_into(self, buffer: memoryview, offset: int) -> None:
         done = 0
         while done < len(buffer):
+            # It may read less than asked for: 2 GiB at most on Linux.
             count = os.preadv(self._fd, [buffer[done:]], offset + done)
             if count == 0:
                 raise EOFError

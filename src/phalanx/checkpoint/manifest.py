@@ -146,6 +146,7 @@ def read_manifest(folder: Folder | Path) -> Manifest:
     version: Any = type(body).__name__
     if isinstance(body, dict):
         version = body.get("format")
+    # Before the checksum, which another format may take otherwise.
     if type(version) is not int or version != FORMAT:
         raise CheckpointError(
             f"format {version!r} is not {FORMAT}", where=path, fix="use the release that wrote it"
@@ -227,6 +228,7 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     tensors = {}
     for name, facts in mapping(body["tensors"]).items():
         tensors[name] = _parse_tensor(facts)
+    # Files are verified by chunks of this size alone.
     if count(body["chunk_bytes"]) != CHUNK_BYTES:
         raise ValueError(f"chunks of {body['chunk_bytes']} bytes")
     files = {}

@@ -221,6 +221,7 @@ class CheckedFile:
             last += (offset + size - 1) * stride
         span = last + item - inner  # bytes of one row from its first wanted element to its last
         has_gaps = span != math.prod(out.shape[1:]) * item
+        # Row by row where one row is too much at once, or its gaps may hold whole chunks.
         if len(shape) > 1 and (span > SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
             for index in range(out.shape[0]):
                 self._fill(out[index], base + (start[0] + index) * row, shape[1:], item, start[1:])
@@ -233,6 +234,7 @@ class CheckedFile:
             count = min(rows_at_once, out.shape[0] - first)
             data_start = base + (start[0] + first) * row + inner
             data_stop = data_start + (count - 1) * row + span
+            # Rows with their gaps as one view: numpy copies the wanted elements in one go.
             data = self.read(data_start, data_stop).view(out.dtype)
             block = np.lib.stride_tricks.as_strided(
                 data, (count, *out.shape[1:]), strides, writeable=False

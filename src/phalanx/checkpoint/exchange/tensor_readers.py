@@ -108,6 +108,7 @@ class SafetensorsReader:
             return np.empty(info.shape, bits_type(info.dtype))
         try:
             with open_regular(path) as file:
+                # Mapped, and not read: an element of a stack costs its own bytes alone.
                 return np.memmap(file, bits_type(info.dtype), "r", start, info.shape)
         except (OSError, ValueError) as error:
             raise _unreadable(path, str(error)) from None

@@ -130,6 +130,7 @@ def refuse_if_held(run_dir: Path) -> None:
 def _take(path: Path) -> Lock:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
+        # Without O_EXCL: a dead job leaves its file, and the first to flock it takes it over.
         fd = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             locked = _try_flock(fd)
@@ -157,6 +158,7 @@ def _take(path: Path) -> Lock:
 def _release(lock: Lock) -> None:
     """Remove the lock if it is still ours: it may have been removed by hand, and another job may
     have taken it since."""
+    # Removed while it is still locked: once it is closed, another job may hold the same file.
     try:
         if _is_ours(lock):
             lock.path.unlink()

@@ -250,6 +250,7 @@ def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
     import fsspec
 
     protocol = url.partition("://")[0]
+    # No cache of listings: other ranks, and other jobs, write there as well.
     try:
         fs, root = fsspec.core.url_to_fs(
             url, use_listings_cache=False, **_OPTIONS.get(protocol, {})

@@ -16,6 +16,7 @@ from typing import Any
 from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
 
+# Fractions where equal times must be equal: sums of floats in another order are not.
 Seconds = float | Fraction
 NOTHING = -1  # in place of the number of a result
 

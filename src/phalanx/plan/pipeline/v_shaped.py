@@ -1,8 +1,8 @@
 """Schedules in which each rank holds two stages in a V, so that it has the first microbatches back
 early.
 
-`near` is a rank's stage on the way there, `far` the one on the way back; rank 0 holds the first and
-the last stage.
+`down_stage` is a rank's stage on the way to the turn, `up_stage` the one on the way back; rank 0
+holds the first and the last stage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _ActionTape:
         self._weights_due: deque[Action] = deque()
 
     def do(self, kind: Kind, stage: int) -> None:
-        """Adds the next F, I or B of `stage`. The W of an I is put off until `weights`."""
+        """Adds the next F, I or B of `stage`. The W of an I is put off until `do_weights`."""
         # B and I are one count: a microbatch has one or the other.
         counted: Kind = "I"
         if kind == "F":
@@ -35,7 +35,7 @@ class _ActionTape:
         if kind == "I":
             self._weights_due.append(Action("W", stage, action.microbatch))
 
-    def weights(self, stage: int | None = None) -> None:
+    def do_weights(self, stage: int | None = None) -> None:
         """Adds the oldest W that was put off (of `stage`), if there is one."""
         for due in self._weights_due:
             if stage in (None, due.stage):
@@ -72,8 +72,10 @@ def _zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
     def back(stage: int) -> None:
         tape.do("I", stage)
-        tape.weights(stage)
+        tape.do_weights(stage)
 
+    # Warm-up: down until the first microbatch is back from the turn, then both ways alternately,
+    # then up alone, where the first gradients are.
     for _ in range(2 * to_turn - 1):
         tape.do("F", down_stage)
     for _ in range(rank):
@@ -81,20 +83,22 @@ def _zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
         tape.do("F", down_stage)
     for _ in range(to_turn):
         forward_and_back(up_stage)
+    # Steady state: a forward and a backward of each stage.
     while tape.num_remaining("F", up_stage, num_microbatches):
         if tape.num_remaining("F", down_stage, num_microbatches):
             tape.do("F", down_stage)
         back(down_stage)
         forward_and_back(up_stage)
+    # The end: I first, because other ranks wait for it, and W in the gaps.
     for _ in range(rank):
         tape.do("I", down_stage)
         tape.do("I", up_stage)
     for _ in range(to_turn):
         tape.do("I", down_stage)
-        tape.weights(down_stage)
+        tape.do_weights(down_stage)
     for stage in (up_stage, down_stage):
         for _ in range(tape.num_due(stage)):
-            tape.weights(stage)
+            tape.do_weights(stage)
     return tape.actions
 
 
@@ -114,6 +118,7 @@ def generate_dualpipe_v(
 def _dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     down_stage, up_stage, beyond = rank, 2 * num_ranks - 1 - rank, num_ranks - 1 - rank
     tape = _ActionTape()
+    # Warm-up, as in ZB-V.
     for _ in range(2 * beyond):
         tape.do("F", down_stage)
     for _ in range(rank + 1):
@@ -121,13 +126,15 @@ def _dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Ac
         tape.do("F", up_stage)
     for _ in range(beyond):
         tape.do("I", up_stage)
-        tape.weights()
+        tape.do_weights()
         tape.do("F", up_stage)
+    # Steady state: each forward beside a backward of the other stage.
     for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
         tape.do("F", down_stage)
         tape.do("B", up_stage)
         tape.do("F", up_stage)
         tape.do("B", down_stage)
+    # No microbatch is left to go down.
     for _ in range(beyond):
         tape.do("B", up_stage)
         tape.do("F", up_stage)
@@ -141,8 +148,8 @@ def _dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Ac
     for stage in drained[num_whole:]:
         tape.do("I", stage)
     for _ in range(beyond):
-        tape.weights()
+        tape.do_weights()
         tape.do("I", down_stage)
     for _ in range(rank + 1):
-        tape.weights()
+        tape.do_weights()
     return tape.actions
