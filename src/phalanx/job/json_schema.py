@@ -143,6 +143,7 @@ def _offer(body: dict[str, Any], choices: list[dict[str, Any]]) -> None:
         target = target_schema.get("items", target_schema)
         if target.get("type") != "string":
             continue
+        # Of a union only the string is replaced: "none" and numbers stay.
         if any(target is arm for arm in body.get("anyOf", ())):
             body["anyOf"] = [*choices, *(arm for arm in body["anyOf"] if arm is not target)]
         else:

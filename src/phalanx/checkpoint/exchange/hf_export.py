@@ -157,6 +157,7 @@ def write_shards(
 ) -> list[str]:
     """Write one file, or several and an index. Returns their names."""
     shards = list(group_into_files(tensors, shard_bytes))
+    # The names that transformers looks for.
     names = [SINGLE]
     if len(shards) > 1:
         numbers = range(1, len(shards) + 1)

@@ -60,6 +60,7 @@ def import_weights(
     `source`, which can run any code. Raises UsageError if `out` is there, CheckpointError or
     LayoutError for weights that are not readable.
     """
+    # Before weights are read, which may take minutes; the directory is looked at again at its end.
     refuse_existing(out)
     parent = out.absolute().parent
     with open_source(source, prefix=prefix, trust_pickle=trust_pickle, parent=parent) as weights:

@@ -68,6 +68,7 @@ def _is_pickled(source: Path) -> bool:
     """True if the weights are pickled. Raises CheckpointError for a directory without weights."""
     if source.is_file():
         return source.suffix != ".safetensors"
+    # Where a directory has both forms of its weights, the one that cannot run code is read.
     if (source / INDEX).is_file() or any(source.glob("*.safetensors")):
         return False
     if (source / ".metadata").is_file() or any(source.glob("pytorch_model*.bin")):

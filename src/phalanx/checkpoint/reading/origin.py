@@ -46,6 +46,7 @@ def find_origin(location: str, folder: Folder, manifest: Manifest) -> Checkpoint
         if run_dir is None:
             return None
         plan = Plan.from_json(read_json(run_dir / "plan.json"))
+    # A plan that is gone, or of another release: the checkpoint can be read without it.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return CheckpointOrigin(plan.model_shape, plan.seq_len)
