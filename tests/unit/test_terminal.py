@@ -21,8 +21,8 @@ from phalanx.core.registry import names
 from phalanx.core.terminal import (
     SafeStream,
     filter_output,
+    print_coloured,
     print_document,
-    print_painted,
     safe_output,
     unwrap_stream,
 )
@@ -119,7 +119,7 @@ def test_documents_keep_every_value(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_only_our_own_colours_are_painted(capsys: pytest.CaptureFixture[str]) -> None:
     with safe_output():
-        print_painted("\033[32mgreen\033[0m \x1b[2J\x1b]0;t\x07")
+        print_coloured("\033[32mgreen\033[0m \x1b[2J\x1b]0;t\x07")
     assert capsys.readouterr().out == "\033[32mgreen\033[0m  [2J ]0;t \n"
 
 

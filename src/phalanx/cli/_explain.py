@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.terminal import print_document, print_painted
+from phalanx.core.terminal import print_coloured, print_document
 from phalanx.job.findings import shorten
 from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
@@ -75,6 +75,6 @@ def print_explained(
         print_document(json.dumps(explain_json(explained, plan, job_file), indent=1))
     else:
         colour = wants_colour()
-        print_painted("\n".join(explain_lines(explained, colour=colour)))
+        print_coloured("\n".join(explain_lines(explained, colour=colour)))
         for warning in plan.warnings:
-            print_painted(_painted(f"\nwarn    {warning.text}", "33", colour))
+            print_coloured(_painted(f"\nwarn    {warning.text}", "33", colour))

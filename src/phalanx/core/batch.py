@@ -26,9 +26,10 @@ def flat_entries(batch: Mapping[str, Any], *, of_tensors: bool = False) -> dict[
     another list is an array of its numbers. `of_tensors`: entries are tensors, and any list or
     tuple is a level.
     """
-    return dict(
-        entry for name, value in batch.items() for entry in _entries(str(name), value, of_tensors)
-    )
+    entries: dict[str, Any] = {}
+    for name, value in batch.items():
+        entries.update(_entries(str(name), value, of_tensors))
+    return entries
 
 
 def _entries(name: str, value: Any, of_tensors: bool) -> Iterator[tuple[str, Any]]:
@@ -59,22 +60,20 @@ def entry_of(batch: Mapping[str, Value], key: str) -> Any:
     """
     if key in batch:
         return batch[key]
-    inside = {
-        name[len(key) + 1 :]: value
-        for name, value in batch.items()
-        if name.startswith(f"{key}{LEVELS}")
-    }
+    inside: dict[str, Value] = {}
+    for name, value in batch.items():
+        if name.startswith(f"{key}{LEVELS}"):
+            inside[name[len(key) + 1 :]] = value
     if not inside:
         raise KeyError(key)
-    names = list(dict.fromkeys(name.partition(LEVELS)[0] for name in inside))
-    entries = {name: entry_of(inside, name) for name in names}
-    return (
-        list(entries.values())
-        if names == [str(number) for number in range(len(names))]
-        else entries
-    )
+    entries = {name: entry_of(inside, name) for name in names_of(inside)}
+    # Of a list, as far as the names tell: a dict with these keys comes back as one, too.
+    if list(entries) == list(map(str, range(len(entries)))):
+        return list(entries.values())
+    return entries
 
 
 def names_of(batch: Mapping[str, Any]) -> Sequence[str]:
     """The outermost names of a flat batch."""
+    # A dict, not a set: names keep their order.
     return list(dict.fromkeys(name.partition(LEVELS)[0] for name in batch))

@@ -35,9 +35,8 @@ def process_began_s() -> float:
     """
     now_s = time.monotonic()
     try:
-        ticks = int(
-            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        )  # since boot
+        # Since boot.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):  # no Linux
         return now_s

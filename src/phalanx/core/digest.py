@@ -36,4 +36,6 @@ def differing_keys(a: Any, b: Any, prefix: str = "") -> list[str]:
             else:
                 paths += differing_keys(a[key], b[key], path)
         return paths
-    return [] if canonical_json(a) == canonical_json(b) else [prefix or "."]
+    if canonical_json(a) == canonical_json(b):
+        return []
+    return [prefix or "."]

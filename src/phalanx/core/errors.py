@@ -73,11 +73,14 @@ class PhalanxError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        line = f"{self.where}: {self.what}" if self.where else self.what
+        line = self.what
+        if self.where:
+            line = f"{self.where}: {line}"
         if self.why:
             line += f" ({self.why})"
         if self.fix:
             line += f"; {self.fix}"
+        # A library's error in it may have several lines.
         return " ".join(line.split())
 
     def to_json(self) -> dict[str, object]:
@@ -168,10 +171,12 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        line = (
-            f"{self.where}: {self.key}: {self.what}" if self.where else f"{self.key}: {self.what}"
-        )
-        return f"{line}; {self.fix}" if self.fix else line
+        line = f"{self.key}: {self.what}"
+        if self.where:
+            line = f"{self.where}: {line}"
+        if self.fix:
+            line += f"; {self.fix}"
+        return line
 
 
 class JobError(PhalanxError):
@@ -195,5 +200,6 @@ def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
     """' (did you mean "x"?)' for the nearest known word, or an empty string."""
     import difflib
 
-    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f'did you mean "{matches[0]}"?' if matches else ""
+    for match in difflib.get_close_matches(word, known, n=1, cutoff=0.6):
+        return f'did you mean "{match}"?'
+    return ""

@@ -18,7 +18,7 @@ from phalanx.core.library_errors import LIBRARIES, os_error_of
 
 # How large a file of each kind may be before it is read into memory: ten times what anybody has
 # seen, and no more.
-JSON_BYTES = 64 * 2**20  # job.json, plan.json, config.json, and what else a run keeps about itself
+JSON_BYTES = 64 * 2**20  # job.json, plan.json, config.json, and what else a run keeps of itself
 MANIFEST_BYTES = 512 * 2**20  # of checkpoints and datasets: some 2 million pieces or shards
 TOKENIZER_BYTES = 256 * 2**20
 LINE_BYTES = 16 * 2**20  # one event
@@ -111,9 +111,11 @@ def open_descriptor(path: Path | str, flags: int) -> int:
     Raises OSError as `open_regular` does.
     """
     try:
+        # O_NONBLOCK: to open a pipe would wait for its other end.
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # as a disk says it that is gone; but there is no disk
+        # ENXIO would read as a disk that is gone, and ELOOP as a circle of links.
+        if error.errno == errno.ENXIO:
             raise OSError(errno.EINVAL, "it is a socket, not a regular file", str(path)) from None
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise OSError(errno.EINVAL, "it is a link, not a regular file", str(path)) from None
@@ -180,7 +182,10 @@ def regular_path(path: Path | str) -> Iterator[str]:
     """
     with open_regular(path) as file:
         opened = f"/proc/self/fd/{file.fileno()}"
-        yield opened if os.path.exists(opened) else str(path)
+        # Where there is no /proc, the name itself: another file may have it by now.
+        if not os.path.exists(opened):
+            opened = str(path)
+        yield opened
 
 
 def require_regular(mode: int, path: Path | str) -> None:
@@ -219,28 +224,20 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What a disk says when it will not do what any other disk would: no fault of a name, a format or a
 # program.
 REFUSALS_THAT_LAST = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
-REFUSALS = (
-    *REFUSALS_THAT_LAST,
-    errno.ESTALE,
-    errno.ENODEV,
-    errno.ENXIO,
-)  # an NFS server may come back
+# The rest may pass: an NFS server may come back.
+REFUSALS = (*REFUSALS_THAT_LAST, errno.ESTALE, errno.ENODEV, errno.ENXIO)
+
+
+def _known_codes(*names: str) -> tuple[int, ...]:
+    # Some are Linux's alone.
+    return tuple(getattr(errno, name) for name in names if hasattr(errno, name))
+
+
 # What only a failing disk or file server says when it is read: of a file that is missing or damaged
 # it says otherwise.
-READ_REFUSALS = tuple(
-    getattr(errno, name)
-    for name in (
-        "EIO",
-        "ESTALE",
-        "ENODEV",
-        "ENXIO",
-        "EUCLEAN",
-        "EBADMSG",
-        "EREMOTEIO",
-        "ETIMEDOUT",
-        "ENOTCONN",
-    )
-    if hasattr(errno, name)  # some are Linux's alone
+READ_REFUSALS = _known_codes(
+    *("EIO", "ESTALE", "ENODEV", "ENXIO", "EUCLEAN", "EBADMSG"),
+    *("EREMOTEIO", "ETIMEDOUT", "ENOTCONN"),
 )
 _OURS = __name__.partition(".")[0]
 
@@ -254,18 +251,21 @@ _SCRATCH = re.compile(rf"{SCRATCH_PREFIX}\w+-\w{{8}}")
 def fix_of(error: OSError, path: Path | str, *, place: str = "run.dir") -> str | None:
     """The fix for an OSError at `path`, which the user chose by the setting `place`; None if none
     is known."""
-    scratch = _is_scratch(Path(path))
-    place = "TMPDIR" if scratch else place
+    is_scratch = _is_scratch(Path(path))
+    setting = "TMPDIR" if is_scratch else place
+    # The kernel has one code for both: no space left, and no inode.
     if error.errno == errno.ENOSPC and _has_no_inodes(Path(path)):
         return "remove files there: the file system has no inodes left"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free space there" + (", or choose another TMPDIR" if scratch else "")
+        if is_scratch:
+            return "free space there, or choose another TMPDIR"
+        return "free space there"
     if error.errno == errno.EFBIG:
         return "raise the limit on the size of files (ulimit -f)"
     if error.errno in _NOT_WRITABLE:
-        return f"make it writable, or choose another {place}"
+        return f"make it writable, or choose another {setting}"
     if error.errno in REFUSALS or error.errno in READ_REFUSALS:
-        return f"look at the disk (dmesg), or choose another {place}"
+        return f"look at the disk (dmesg), or choose another {setting}"
     return None
 
 
@@ -274,7 +274,9 @@ def resource_error(
 ) -> PhalanxError:
     """The PhalanxError for an OSError met while `doing` something with `path`, which the user
     chose as `place`."""
-    reason = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
+    reason = error.strerror
+    if not reason:
+        reason = os.strerror(error.errno) if error.errno else str(error)
     summary = f"failed while {doing}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         summary = f"no space left while {doing}"
@@ -300,11 +302,10 @@ def disk_problem(
     """
     if not _is_raised_by_us(error) and not _is_about_file_in(run_dir, error):
         return None
-    refusal = (
-        error
-        if isinstance(error, OSError) and error.errno is not None
-        else os_error_of(error, refusals)
-    )
+    if isinstance(error, OSError) and error.errno is not None:
+        refusal: OSError | None = error
+    else:
+        refusal = os_error_of(error, refusals)
     if refusal is None or (refusal.errno is not None and refusal.errno not in refusals):
         return None
     path = str(refusal.filename or where or "a file")
@@ -353,8 +354,11 @@ def _has_no_inodes(path: Path) -> bool:
             status = os.statvfs(folder)
         except OSError:
             continue
-        has_room = status.f_bavail * status.f_frsize > _ROOM_BYTES
-        return status.f_files > 0 and status.f_favail <= (_FEW_INODES if has_room else 0)
+        most = 0
+        if status.f_bavail * status.f_frsize > _ROOM_BYTES:
+            most = _FEW_INODES
+        # f_files is 0 where a file system makes inodes as it needs them.
+        return status.f_files > 0 and status.f_favail <= most
     return False
 
 

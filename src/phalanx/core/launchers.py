@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.nodelists import NodeList, parse_nodelist, parse_tasks_per_node
+from phalanx.core.units import plural
 
 TORCH_VARIABLES = (
     "RANK",
@@ -24,24 +25,14 @@ TORCH_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-SUPERVISED = (  # variable: our own supervisor started this rank, and nobody else did
-    "PHALANX_SUPERVISED"
-)
-PREFIXES = (
-    "PET_",
-    "SLURM_",
-    "OMPI_COMM_WORLD_",
-    "PMI_",
-    "MPI_LOCAL",
-)  # of variables that describe ranks
-FIRST_PORT, NUM_PORTS = (
-    12_000,
-    20_000,
-)  # below the ports that a kernel gives away by itself (32768 on Linux)
-USUAL_PORT = 29_500  # torchrun's, where nothing tells one job of a machine from another
-LARGEST_RANK_STEP = (
-    0xFFFF0000  # above it are numbers of Slurm's own steps: batch script, salloc's shell, extern
-)
+SUPERVISED = "PHALANX_SUPERVISED"  # variable: our own supervisor, nobody else, started this rank
+PREFIXES = ("PET_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")  # of what describes ranks
+# Below the ports that a kernel gives away by itself (32768 on Linux).
+FIRST_PORT, NUM_PORTS = 12_000, 20_000
+# torchrun's, where nothing tells one job of a machine from another.
+USUAL_PORT = 29_500
+# Above it are numbers of Slurm's own steps: batch script, salloc's shell, extern.
+LARGEST_RANK_STEP = 0xFFFF0000
 
 
 @dataclass(frozen=True)
@@ -86,9 +77,8 @@ def adopt_launched_rank(environ: MutableMapping[str, str]) -> LaunchedRank | Non
     launched = find_launched_rank(environ)
     if launched is not None:
         environ.update(launched.torch_variables())
-        if (
-            launched.master_addr == "127.0.0.1"
-        ):  # gloo listens, by default, on the address the host's name resolves to
+        # gloo listens, by default, on the address that the host's name resolves to.
+        if launched.master_addr == "127.0.0.1":
             environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     return launched
 
@@ -108,7 +98,10 @@ def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
 def loopback_interface() -> str:
     """The name of the interface that holds 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
     names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), names[0] if names else "lo")
+    for name in ("lo", "lo0", *names):
+        if name in names:
+            return name
+    return "lo"
 
 
 def read_integer(environ: Mapping[str, str], name: str) -> int | None:
@@ -184,7 +177,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
     """
     if not _is_task_of_srun(environ):
         return None
-    size_name = next((name for name in _SLURM_SIZES if _text(environ, name)), "")
+    size_name = _first_set(environ, _SLURM_SIZES)
     if not size_name:
         raise EnvironmentProblem(
             "SLURM_PROCID is set and SLURM_NTASKS is not",
@@ -201,23 +194,36 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
     local_size = _slurm_local_size(environ, size, nodes)
     check_range("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
     address = _text(environ, "MASTER_ADDR") or _slurm_address(environ, nodes, rank, several)
-    step = read_integer(environ, "SLURM_STEP_ID") or read_integer(environ, "SLURM_STEPID") or 0
+    step = _slurm_step(environ)
     job = read_integer(environ, "SLURM_JOB_ID")
-    job = read_integer(environ, "SLURM_JOBID") if job is None else job
+    if job is None:
+        job = read_integer(environ, "SLURM_JOBID")
     port = read_port(environ, "MASTER_PORT")
     if port is None and job is None:
         raise EnvironmentProblem(
             f"{several} and SLURM_JOB_ID is not set",
             fix="set MASTER_PORT to the same free port on every task",
         )
-    port = (
-        port or FIRST_PORT + ((job or 0) + 1009 * step) % NUM_PORTS
-    )  # steps of one job may train at the same time
-    of_job = "" if job is None else f" of job {job}"
-    on = "" if nodes is None else f" on {len(nodes):,} node{'s' if len(nodes) > 1 else ''}"
-    words = f"{size:,} tasks{of_job}{on}; rank 0 at {address}:{port}"
+    # Steps of one job may train at the same time: far apart, for jobs in a row have numbers in a
+    # row.
+    port = port or FIRST_PORT + ((job or 0) + 1009 * step) % NUM_PORTS
+    words = f"{_describe_slurm_tasks(size, job, nodes)}; rank 0 at {address}:{port}"
     attempt = read_integer(environ, "SLURM_RESTART_COUNT") or 0
     return LaunchedRank("Slurm", rank, size, local_rank, local_size, address, port, words, attempt)
+
+
+def _slurm_step(environ: Mapping[str, str]) -> int:
+    """The number of srun's step, 0 where none is set; releases of Slurm spell it in two ways."""
+    return read_integer(environ, "SLURM_STEP_ID") or read_integer(environ, "SLURM_STEPID") or 0
+
+
+def _describe_slurm_tasks(size: int, job: int | None, nodes: NodeList | None) -> str:
+    words = f"{size:,} tasks"
+    if job is not None:
+        words += f" of job {job}"
+    if nodes is not None:
+        words += f" on {plural(len(nodes), 'node')}"
+    return words
 
 
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
@@ -234,28 +240,29 @@ _OF_BATCH_SCRIPTS = ("SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST")
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
     """A batch script has SLURM_PROCID=0 and SLURM_NTASKS, too; srun alone sets variables of its
     step."""
-    step = read_integer(environ, "SLURM_STEP_ID") or read_integer(environ, "SLURM_STEPID") or 0
-    if step > LARGEST_RANK_STEP:
+    if _slurm_step(environ) > LARGEST_RANK_STEP:
         return False
-    has_step = any(_text(environ, name) for name in _OF_STEPS)
     rank = read_integer(environ, "SLURM_PROCID")
     if rank is None:
-        if has_step or _text(environ, "SLURM_LOCALID"):
-            alone = all(read_integer(environ, name) in (None, 1) for name in _SLURM_SIZES)
-            if not alone:
-                present_name = next(
-                    name for name in (*_OF_STEPS, "SLURM_LOCALID") if _text(environ, name)
-                )
-                raise EnvironmentProblem(
-                    f"{present_name} is set and SLURM_PROCID is not",
-                    fix=f"start ranks by srun, or unset {present_name}",
-                )
+        _refuse_step_without_rank(environ)
         return False
-    if has_step or rank != 0:
+    if rank != 0 or _first_set(environ, _OF_STEPS):
         return True
-    return environ.get("ENVIRONMENT") != "BATCH" and not any(
-        _text(environ, name) for name in _OF_BATCH_SCRIPTS
-    )
+    return environ.get("ENVIRONMENT") != "BATCH" and not _first_set(environ, _OF_BATCH_SCRIPTS)
+
+
+def _refuse_step_without_rank(environ: Mapping[str, str]) -> None:
+    """Raise EnvironmentProblem where variables speak of a step of several tasks, and none of this
+    one's rank."""
+    present = _first_set(environ, (*_OF_STEPS, "SLURM_LOCALID"))
+    if not present:
+        return
+    is_alone = all(read_integer(environ, name) in (None, 1) for name in _SLURM_SIZES)
+    if not is_alone:
+        raise EnvironmentProblem(
+            f"{present} is set and SLURM_PROCID is not",
+            fix=f"start ranks by srun, or unset {present}",
+        )
 
 
 def _slurm_nodes(environ: Mapping[str, str]) -> NodeList | None:
@@ -291,7 +298,9 @@ def _slurm_local_size(environ: Mapping[str, str], size: int, nodes: NodeList | N
                 f" on node {node}",
                 fix="unset it, or let srun set it",
             )
-    num_nodes = len(nodes) if nodes is not None else 1
+    num_nodes = 1
+    if nodes is not None:
+        num_nodes = len(nodes)
     return -(-size // min(num_nodes, size))
 
 
@@ -335,17 +344,10 @@ def _read_pmi(environ: Mapping[str, str]) -> LaunchedRank | None:
     if pair is None:
         return None
     rank, size = pair
-    local_rank, local_size = (
-        read_integer(environ, "MPI_LOCALRANKID"),
-        read_integer(environ, "MPI_LOCALNRANKS"),
-    )
-    if (local_rank is None) != (local_size is None):
-        present, absent = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")[:: 1 if local_size is None else -1]
-        raise EnvironmentProblem(
-            f"{present} is set and {absent} is not", fix=f"set {absent}, or unset {present}"
-        )
-    if local_rank is None or local_size is None:
-        local_rank, local_size = rank, size
+    local_rank, local_size = rank, size
+    local_pair = _read_both(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if local_pair is not None:
+        local_rank, local_size = local_pair
     check_range("MPI_LOCALRANKID", local_rank, "MPI_LOCALNRANKS", local_size)
     return _mpi_rank(
         environ, "PMI", (rank, size, local_rank, local_size), ("PMI_JOBID", "PMI_KVSNAME")
@@ -363,7 +365,9 @@ def _mpi_rank(
     rank, size, local_rank, local_size = position
     if local_size > size:
         raise EnvironmentProblem(f"{origin} says {local_size} ranks on this node of {size} in all")
-    address = _text(environ, "MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
+    address = _text(environ, "MASTER_ADDR")
+    if not address and local_size == size:
+        address = "127.0.0.1"
     nodes = _slurm_nodes(environ)
     if not address and nodes is not None and size > 1:
         address = next(iter(nodes))
@@ -372,12 +376,11 @@ def _mpi_rank(
             f"{origin} has {size} ranks on several nodes and MASTER_ADDR is not set",
             fix="set it to the host of rank 0 on every rank (mpirun -x MASTER_ADDR=HOST)",
         )
-    job = next((text for name in job_names if (text := _text(environ, name))), "")
-    derived = (
-        FIRST_PORT + int(hashlib.sha256(job.encode()).hexdigest()[:8], 16) % NUM_PORTS
-        if job
-        else USUAL_PORT
-    )
+    job = _text(environ, _first_set(environ, job_names))
+    derived = USUAL_PORT
+    if job:
+        # Every rank of the job comes to the same one, and another job of the machine to another.
+        derived = FIRST_PORT + int(hashlib.sha256(job.encode()).hexdigest()[:8], 16) % NUM_PORTS
     port = read_port(environ, "MASTER_PORT") or derived
     words = f"{size:,} ranks, {local_size:,} on this node; rank 0 at {address}:{port}"
     return LaunchedRank(origin, rank, size, local_rank, local_size, address, port, words)
@@ -386,28 +389,43 @@ def _mpi_rank(
 def _read_pair(
     environ: Mapping[str, str], rank_name: str, size_name: str
 ) -> tuple[int, int] | None:
-    rank, size = read_integer(environ, rank_name), read_integer(environ, size_name)
-    if rank is None and size is None:
+    pair = _read_both(environ, rank_name, size_name)
+    if pair is None:
         return None
-    if rank is None or size is None:
-        present, absent = (size_name, rank_name) if rank is None else (rank_name, size_name)
-        raise EnvironmentProblem(
-            f"{present} is set and {absent} is not", fix=f"set {absent}, or unset {present}"
-        )
+    rank, size = pair
     check_range(rank_name, rank, size_name, size)
-    return (rank, size) if size > 1 else None
+    if size == 1:
+        return None
+    return rank, size
+
+
+def _read_both(environ: Mapping[str, str], first: str, second: str) -> tuple[int, int] | None:
+    """The integers of two variables, None if neither is set.
+
+    Raises EnvironmentProblem where one of them is missing.
+    """
+    values = read_integer(environ, first), read_integer(environ, second)
+    present, absent = first, second
+    if values[0] is None:
+        present, absent = second, first
+    if values[0] is not None and values[1] is not None:
+        return values[0], values[1]
+    if values == (None, None):
+        return None
+    raise EnvironmentProblem(
+        f"{present} is set and {absent} is not", fix=f"set {absent}, or unset {present}"
+    )
 
 
 def _read_mpirun_in_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
     """mpirun inside a Slurm job starts its daemons by srun: what they pass on describes the
     daemons, not the ranks."""
-    size = (
-        read_integer(environ, "OMPI_COMM_WORLD_SIZE")
-        if _text(environ, "OMPI_COMM_WORLD_RANK")
-        else None
-    )
-    in_slurm = any(_text(environ, name) for name in _SLURM_SIZES)
-    if size is None or not in_slurm or size == read_integer(environ, "SLURM_NTASKS"):
+    if not _text(environ, "OMPI_COMM_WORLD_RANK"):
+        return None
+    size = read_integer(environ, "OMPI_COMM_WORLD_SIZE")
+    if size is None or not _first_set(environ, _SLURM_SIZES):
+        return None
+    if size == read_integer(environ, "SLURM_NTASKS"):
         return None
     return _read_open_mpi(environ)
 
@@ -423,6 +441,14 @@ def _require(environ: Mapping[str, str], name: str, why: str) -> int:
             ),
         )
     return value
+
+
+def _first_set(environ: Mapping[str, str], names: Iterable[str]) -> str:
+    """The first of the variables `names` that is set to a text, or "" if none is."""
+    for name in names:
+        if _text(environ, name):
+            return name
+    return ""
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:

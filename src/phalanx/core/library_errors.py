@@ -34,13 +34,14 @@ def os_error_of(error: BaseException, codes: Collection[int]) -> OSError | None:
     lines = [line.strip() for line in _text_of(error).splitlines()]
     for line in lines:
         is_of_disk = not isinstance(error, RuntimeError) or _OF_A_FILE.search(line) is not None
-        possible = codes if is_of_disk else [code for code in codes if code in _OF_DISKS_ALONE]
-        code = next((code for code in possible if _names(line, code)), None)
-        if code is not None:
-            path = _PATH.search(line)
-            return OSError(code, os.strerror(code), path and path[1])
-    cut = next(filter(_CUT_SHORT.search, lines), None)
-    return OSError(cut) if cut is not None else None
+        for code in codes:
+            if (is_of_disk or code in _OF_DISKS_ALONE) and _names(line, code):
+                path = _PATH.search(line)
+                return OSError(code, os.strerror(code), path and path[1])
+    for line in lines:
+        if _CUT_SHORT.search(line):
+            return OSError(line)
+    return None
 
 
 def _may_hold_one(error: BaseException) -> bool:

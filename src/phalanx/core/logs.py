@@ -7,6 +7,7 @@ import contextlib
 import io
 import mmap
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterable
@@ -16,7 +17,9 @@ from phalanx.core.files import append_regular
 from phalanx.core.secrets import Redactor, spans_by_place
 from phalanx.core.spellings import Spellings, spellings_of
 
+# Windows overlap by more than a spelling of a secret can have: one that lies in two is found.
 _WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 1 << 16
+_NO_LINE_END = re.compile(r"[^\n]")
 
 
 def redirect_output(path: Path, redactor: Redactor) -> None:
@@ -47,9 +50,8 @@ class RedactedStream(io.TextIOWrapper):
         super().__init__(raw, encoding="utf-8", errors="backslashreplace")
         self._redactor = redactor
         self._num_lost = 0
-        self._begun = (
-            threading.local()
-        )  # each thread's line: no lock that a fork could inherit locked
+        # Each thread's line: no lock that a fork could inherit locked.
+        self._begun = threading.local()
 
     @property
     def num_lost(self) -> int:
@@ -60,17 +62,17 @@ class RedactedStream(io.TextIOWrapper):
     def write(self, text: str) -> int:
         *lines, self._begun.line = (getattr(self._begun, "line", "") + text).split("\n")
         if lines:
-            self._put(self._redactor.text("\n".join(lines)) + "\n")
+            self._write_through(self._redactor.text("\n".join(lines)) + "\n")
         return len(text)
 
     def flush(self) -> None:
         if line := getattr(self._begun, "line", ""):
             self._begun.line = ""
-            self._put(self._redactor.text(line))
+            self._write_through(self._redactor.text(line))
         with contextlib.suppress(OSError):  # what somebody wrote into our buffer
             super().flush()
 
-    def _put(self, text: str) -> None:
+    def _write_through(self, text: str) -> None:
         """Past the buffer of TextIOWrapper, which would keep what the disk refuses and raise it
         again and again."""
         data = text.encode("utf-8", "backslashreplace")
@@ -81,28 +83,28 @@ class RedactedStream(io.TextIOWrapper):
             self._num_lost += 1
 
 
-def blank_out(path: Path, secrets: Iterable[str], *, begin: int = 0) -> int:
+def blank_out(path: Path, secrets: Iterable[str], *, done_bytes: int = 0) -> int:
     """Overwrite each of `secrets`, and what URLs carry, in the file with stars, in place; the
     number of places.
 
-    `begin`: how much of the file this was done for before. Raises OSError.
+    `done_bytes`: how much of the file this was done for before. Raises OSError.
     """
     size = path.stat().st_size
-    if size == 0 or size == begin:
+    if size == 0 or size == done_bytes:
         return 0
     with append_regular(path) as file, mmap.mmap(file.fileno(), 0) as content:
         known = tuple(secrets)
-        begin = (
-            max(begin - _OVERLAP_BYTES, 0) if begin <= len(content) else 0
-        )  # a secret may be half there
-        num_places = sum(_blank_out_all(content, secret.encode(), begin) for secret in known)
-        in_letters = tuple(
-            secret.encode("utf-8", "replace").decode("latin-1") for secret in known
-        )  # one for each byte
+        # A shorter file is a new one. Otherwise a secret may lie half in what was done before.
+        start = 0
+        if done_bytes <= len(content):
+            start = max(done_bytes - _OVERLAP_BYTES, 0)
+        num_places = sum(_blank_out_all(content, secret.encode(), start) for secret in known)
+        # Windows are read as latin-1, a letter for each byte: secrets must be spelled so, too.
+        in_letters = tuple(secret.encode("utf-8", "replace").decode("latin-1") for secret in known)
         return (
             num_places
-            + _blank_out_spellings(content, spellings_of((known, in_letters)), begin)
-            + _blank_out_by_place(content, content.rfind(b"\n", 0, begin) + 1)
+            + _blank_out_spellings(content, spellings_of((known, in_letters)), start)
+            + _blank_out_by_place(content, content.rfind(b"\n", 0, start) + 1)
         )
 
 
@@ -124,9 +126,8 @@ def _blank_out_spellings(content: mmap.mmap, known: Spellings, first: int) -> in
         for span_start, span_end in known.places(window):
             text = window[span_start:span_end].decode("latin-1")  # a byte is a letter
             for start, end in known.spans(text):
-                stars = "".join(
-                    "\n" if letter == "\n" else "*" for letter in text[start:end]
-                )  # lines stay lines
+                # Lines stay lines.
+                stars = _NO_LINE_END.sub("*", text[start:end])
                 content[window_start + span_start + start : window_start + span_start + end] = (
                     stars.encode()
                 )

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_HOST_CHARACTERS = re.compile(r"[A-Za-z0-9._:%-]*")  # an IPv6 address with its zone, too
+# An IPv6 address with its zone, too.
+_HOST_CHARACTERS = re.compile(r"[A-Za-z0-9._:%-]*")
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class NodeList:
     of a bracket)."""
 
     def __len__(self) -> int:
-        return sum(
-            math.prod(sum(map(_count, part)) for part in pattern) for pattern in self.patterns
-        )
+        num_hosts = 0
+        for pattern in self.patterns:
+            num_hosts += math.prod(sum(map(_count, part)) for part in pattern)
+        return num_hosts
 
     def __iter__(self) -> Iterator[str]:
         for pattern in self.patterns:
@@ -106,7 +108,9 @@ def _parse_range(word: str) -> _Numbers:
 
 
 def _count(choice: str | _Numbers) -> int:
-    return 1 if isinstance(choice, str) else len(choice)
+    if isinstance(choice, str):
+        return 1
+    return len(choice)
 
 
 def _expand(pattern: tuple[tuple[str | _Numbers, ...], ...]) -> Iterator[str]:
@@ -115,6 +119,8 @@ def _expand(pattern: tuple[tuple[str | _Numbers, ...], ...]) -> Iterator[str]:
         yield ""
         return
     for choice in pattern[0]:
-        for text in (choice,) if isinstance(choice, str) else choice:
+        # A string's own iterator would give its letters.
+        texts = (choice,) if isinstance(choice, str) else choice
+        for text in texts:
             for rest in _expand(pattern[1:]):
                 yield text + rest

@@ -24,9 +24,8 @@ def open_closed_streams() -> None:
 
 def silence(stream: TextIO) -> None:
     """Send what `stream` still holds, and whatever follows, nowhere: also at exit."""
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # a stream without a descriptor, as a notebook has
+    # A stream without a descriptor, as a notebook has.
+    with contextlib.suppress(OSError, ValueError):
         fd = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, fd)

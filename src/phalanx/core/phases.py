@@ -41,7 +41,8 @@ PHASES = (
 
 Listener = Callable[[int, str], None]
 
-_MOST_QUEUED = 4096  # marks whose seconds nobody takes, as in a loop that is not the trainer's
+# In a loop that is not the trainer's nobody takes the seconds of marks: they must not pile up.
+_MOST_QUEUED = 4096
 
 
 class PhaseClock(Protocol):
@@ -147,7 +148,8 @@ def read_black_box(path: Path) -> LastSeen | None:
 
 
 def _text(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode(errors="replace")  # the writer cuts where the field ends
+    # The writer cuts where the field ends.
+    return raw.rstrip(b"\0").decode(errors="replace")
 
 
 class Phases:
@@ -182,9 +184,8 @@ class Phases:
 
         The black box goes on telling where training is.
         """
-        phases = Phases(
-            None, tuple(each for each in self._listeners if each not in self._of_training)
-        )
+        listeners = tuple(each for each in self._listeners if each not in self._of_training)
+        phases = Phases(None, listeners)
         phases.step = step
         return phases
 
@@ -204,7 +205,8 @@ class Phases:
             yield
         except BaseException:
             if len(self._stack) > depth:
-                self._close(name)  # the black box goes on telling where it was raised
+                # The black box goes on telling where it was raised.
+                self._close(name)
             raise
         if len(self._stack) > depth:
             self.leave(name)
@@ -222,16 +224,19 @@ class Phases:
             with self("collective", words):
                 yield
             return
-        around = self._stack[-1] if self._stack else ("collective", "")
+        phase, around = "collective", ""
+        if self._stack:
+            phase, around = self._stack[-1]
         if self._black_box is not None:
             self._black_box.write(self.step, "collective", words)
         for listener in self._listeners:
             listener(self.step, "collective")
         yield
         if self._black_box is not None:
-            self._black_box.write(self.step, *around)
-        for listener in self._of_training if self._stack else ():
-            listener(self.step, around[0])
+            self._black_box.write(self.step, phase, around)
+        if self._stack:
+            for listener in self._of_training:
+                listener(self.step, phase)
 
     def enter(self, name: str, collective: str = "") -> None:
         """Begin a phase; the enclosing one stops counting.
@@ -252,10 +257,13 @@ class Phases:
     def leave(self, name: str) -> None:
         """End phase `name` and any that an exception left open inside it."""
         self._close(name)
-        if (
-            self._black_box is not None
-        ):  # after the outermost phase its collective, too, lies behind this rank
-            self._black_box.write(self.step, *(self._stack[-1] if self._stack else (name, "")))
+        if self._black_box is None:
+            return
+        if self._stack:
+            self._black_box.write(self.step, *self._stack[-1])
+        else:
+            # The phase stays, as the last one; its collective lies behind this rank.
+            self._black_box.write(self.step, name)
 
     def _close(self, name: str) -> None:
         now = self.clock.mark()
@@ -288,7 +296,9 @@ class Phases:
 
     @property
     def current(self) -> str:
-        return self._stack[-1][0] if self._stack else ""
+        if not self._stack:
+            return ""
+        return self._stack[-1][0]
 
     @contextmanager
     def set_apart(self) -> Iterator[dict[str, float]]:

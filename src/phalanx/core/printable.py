@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# marks of direction, embedded and isolated
+# Marks of direction, embedded and isolated: what follows one could be shown in another order.
 TURNS_AROUND = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-MAX_LINE_CHARS = 8192  # more of one line tells nobody anything, and scrolls away what does
+# More of one line tells nobody anything, and scrolls away what does.
+MAX_LINE_CHARS = 8192
 _KEPT_OF_THE_END = MAX_LINE_CHARS // 4  # there our own lines say what to do
 _RAW_CONTROLS = re.compile(f"[\x7f-\x9f\u2028\u2029{TURNS_AROUND}\ud800-\udfff]")
 
@@ -20,7 +21,9 @@ def printable(text: str, limit: int = 2000) -> str:
     """
     text = text.rstrip()
     line = _replace_controls(text[:limit])
-    return line if len(text) <= limit else line[:-1] + "…"
+    if len(text) <= limit:
+        return line
+    return line[:-1] + "…"
 
 
 def printable_text(text: str) -> str:
@@ -50,10 +53,15 @@ def _printable_line(line: str) -> str:
 def _replace_controls(line: str) -> str:
     if line.isprintable():
         return line
-    return "".join(
-        letter if letter.isprintable() or _is_harmless(letter) else " " for letter in line
-    )
+    letters = list(line)
+    for position, letter in enumerate(letters):
+        if not _is_harmless(letter):
+            letters[position] = " "
+    return "".join(letters)
 
 
 def _is_harmless(letter: str) -> bool:
+    if letter.isprintable():
+        return True
+    # Blanks, joiners and icons of private fonts are not "printable" to Python.
     return unicodedata.category(letter) in ("Zs", "Cf", "Co") and letter not in TURNS_AROUND

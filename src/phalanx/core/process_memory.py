@@ -59,10 +59,11 @@ class ProcessMemory:
     """Reads the memory of a process (None: this one), which costs some ten microseconds a time."""
 
     def __init__(self, pid: int | None = None) -> None:
-        self._place = "/proc/self" if pid is None else f"/proc/{pid}"
+        self._directory = f"/proc/{pid or 'self'}"
+        # Kept open: a reading is one system call.
         self._status: int | None = None
         try:
-            self._status = os.open(f"{self._place}/status", os.O_RDONLY | os.O_CLOEXEC)
+            self._status = os.open(f"{self._directory}/status", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # no Linux, or the process is gone
             pass
 
@@ -84,8 +85,9 @@ class ProcessMemory:
     def reset_peak(self) -> bool:
         """Set the kernel's mark back to what is resident now. False where that is not allowed."""
         try:
-            file = os.open(f"{self._place}/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+            file = os.open(f"{self._directory}/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
             try:
+                # 5 sets VmHWM back and touches nothing else (proc(5)).
                 os.write(file, b"5")
             finally:
                 os.close(file)
@@ -102,8 +104,9 @@ class ProcessMemory:
         every step.
         """
         try:
-            with open(f"{self._place}/smaps_rollup", "rb") as file:
+            with open(f"{self._directory}/smaps_rollup", "rb") as file:
                 text = file.read()
+            # With the line's beginning: "SwapPss:" ends in the same letters.
             return max(0, _field(text, b"Rss:") - _field(text, b"\nPss:"))
         except (OSError, ValueError):
             return None

@@ -18,10 +18,8 @@ def names(package: str) -> list[str]:
     any."""
     spec = importlib.util.find_spec(package)
     assert spec is not None, package
-    modules = [
-        module.name for module in pkgutil.iter_modules(list(spec.submodule_search_locations or ()))
-    ]
-    return sorted(name for name in modules if not name.startswith("_"))
+    modules = pkgutil.iter_modules(list(spec.submodule_search_locations or ()))
+    return sorted(module.name for module in modules if not module.name.startswith("_"))
 
 
 def read_literal(kind: str, package: str, name: str, default: Any) -> Any:
@@ -36,12 +34,14 @@ def read_literal(kind: str, package: str, name: str, default: Any) -> Any:
         path = Path(folder) / f"{kind}.py"
         if not path.is_file():
             continue
-        for line in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(line, ast.Assign) and any(
-                isinstance(t, ast.Name) and t.id == name for t in line.targets
-            ):
-                return ast.literal_eval(line.value)
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.Assign) and _assigns(statement, name):
+                return ast.literal_eval(statement.value)
     return default
+
+
+def _assigns(statement: ast.Assign, name: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name for node in statement.targets)
 
 
 def is_foreign(kind: str | None) -> bool:
@@ -70,6 +70,7 @@ def resolve(kind: str, package: str, attribute: str) -> Any:
     try:
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # A module that the user's own imports, and does not find, is another error.
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise LayoutError(
                 f"module {module_name!r} cannot be found",
@@ -78,10 +79,9 @@ def resolve(kind: str, package: str, attribute: str) -> Any:
         raise
     for part in path.split("."):
         if not hasattr(target, part):
-            suggestion = did_you_mean(
-                part, [name for name in dir(target) if not name.startswith("_")]
-            )
-            raise LayoutError(f"{module_name!r} has no {path!r}", fix=suggestion or None)
+            known = [name for name in dir(target) if not name.startswith("_")]
+            fix = did_you_mean(part, known) or None
+            raise LayoutError(f"{module_name!r} has no {path!r}", fix=fix)
         target = getattr(target, part)
     return target
 

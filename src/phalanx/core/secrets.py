@@ -21,10 +21,10 @@ _ENDINGS = (
     *("CREDENTIAL", "CREDENTIALS", "WEBHOOK"),
 )
 _WORDS = frozenset(("PASS", "AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "JWT", "PAT", "DSN"))
-_PLACES = frozenset(
-    ("FILE", "PATH", "DIR", "SOCK", "NAME")
-)  # TOKEN_FILE says where a secret lies, and is none
-_SHELLS_OWN = frozenset(("PWD", "OLDPWD"))  # the folder that a shell is in, and was in
+# TOKEN_FILE says where a secret lies, and is none.
+_PLACES = frozenset(("FILE", "PATH", "DIR", "SOCK", "NAME"))
+# The folder that a shell is in, and was in.
+_SHELLS_OWN = frozenset(("PWD", "OLDPWD"))
 _CONNECTIONS = frozenset(("CONNECTIONSTRING", "CONNSTR"))
 # In the arguments of a model "pad_token" and "num_key_heads" are ordinary: there, these words need
 # company or a value that looks like a key.
@@ -66,6 +66,7 @@ def _clean(value: Any, known: Spellings) -> Any:
 def _hide(text: str, known: Spellings) -> str:
     """Known secrets first: what is left of a URL around them is looked at by its form."""
     text = known.hide(text)
+    # From the end on, so that the places of those before stay right.
     for start, end in reversed(spans_by_place(text)):
         text = text[:start] + HIDDEN + text[end:]
     return text
@@ -77,6 +78,7 @@ def spans_by_place(text: str) -> list[Span]:
     In order, none in another.
     """
     spans: list[Span] = []
+    # Sorted by where they begin: one that begins inside of another is a part of it.
     for span in sorted({*user_spans(text), *parameter_spans(text, _is_secret_in_query)}):
         if not spans or span[0] >= spans[-1][1]:
             spans.append(span)
@@ -100,14 +102,14 @@ def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     for name, value in environ.items():
         if len(value) < MIN_LENGTH:
             continue
-        named_value = (value,) if is_secret_name(name) and not _is_a_path(value) else ()
-        parts = [part.strip() for text in named_value for part in (text, *text.splitlines())]
-        parts += [value[start:end] for start, end in spans_by_place(value)]
+        parts = []
+        if is_secret_name(name) and not _is_a_path(value):
+            parts += [part.strip() for part in (value, *value.splitlines())]
+        spans = spans_by_place(value)
         if _is_connection(name):
-            parts += [
-                value[start:end]
-                for start, end in parameter_spans(value, _is_secret_in_query, anywhere=True)
-            ]
+            spans += parameter_spans(value, _is_secret_in_query, anywhere=True)
+        parts += [value[start:end] for start, end in spans]
+        # Without repetitions: a value of one line is a line of it, too.
         if secrets := tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_LENGTH)):
             secrets_by_name[name] = secrets
     return secrets_by_name

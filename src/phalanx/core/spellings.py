@@ -11,6 +11,7 @@ around, or encoded twice.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 HIDDEN = "***"
-MIN_LENGTH = 8  # "1", "true" or "disabled" in place of a key must not blank out ordinary words
+# "1", "true" or "disabled" in place of a key must not blank out ordinary words.
+MIN_LENGTH = 8
 PIECE_CHARS = 12  # of a secret of 16 or more
 _ENCODED_CHARS = 10  # of base64, where a secret is only a part of what was encoded
 _WORD = re.compile(rf"[A-Za-z0-9_\-.+/=]{{{PIECE_CHARS},}}")
@@ -41,11 +43,11 @@ _ABOUT_A_BREAK = 96
 class Spellings:
     """The texts to look for. `pieces` are all substrings of PIECE_CHARS that stand for a secret."""
 
-    whole: re.Pattern[str] | None
+    unbroken: re.Pattern[str] | None
     broken: re.Pattern[str] | None
     pieces: frozenset[str]
     texts: tuple[bytes, ...] = ()
-    """What `whole` looks for, as far as bytes that are read as latin-1 can hold it."""
+    """What `unbroken` looks for, as far as bytes that are read as latin-1 can hold it."""
 
     def places(self, data: bytes) -> list[tuple[int, int]]:
         """Stretches of `data` outside of which `spans` finds nothing: a look that is a hundred
@@ -59,27 +61,26 @@ class Spellings:
         hashes = _hashes(grams)
         short, long = (known[hashes] for known in self._known_grams)
         short[:-1] |= long[:-1] & long[1:]  # a long one has two beside each other
-        stretches = [
-            (at - reach, at + reach) for at in (np.flatnonzero(short) * _GRAM_BYTES).tolist()
-        ]
-        stretches += [
-            (at - _ABOUT_A_BREAK - reach, at + _ABOUT_A_BREAK + reach) for at in self._breaks(data)
-        ]
-        merged: list[tuple[int, int]] = []
-        for start, end in sorted(stretches):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(merged[-1][1], end)
-            else:
-                merged.append((max(start, 0), end))
-        return merged
+        stretches = []
+        for at in (np.flatnonzero(short) * _GRAM_BYTES).tolist():
+            stretches.append((at - reach, at + reach))
+        reach += _ABOUT_A_BREAK
+        for at in self._breaks(data):
+            stretches.append((at - reach, at + reach))
+        return _merge(stretches)
 
     @cached_property
     def _known_grams(self) -> tuple[np.ndarray, np.ndarray]:
-        """For short spellings and for long ones: by hash, True if one of them has such a gram."""
-        return (
-            _mark_known(_grams(text for text in self.texts if len(text) < 3 * _GRAM_BYTES - 1)),
-            _mark_known(_grams(text for text in self.texts if len(text) >= 3 * _GRAM_BYTES - 1)),
-        )
+        """Two tables by hash, for short spellings and for long ones: True if one of them has such
+        a gram."""
+        short, long = [], []
+        for text in self.texts:
+            # From 11 bytes on two grams that begin at multiples of 4 lie in it, wherever it does.
+            if len(text) < 3 * _GRAM_BYTES - 1:
+                short.append(text)
+            else:
+                long.append(text)
+        return _mark_grams(_grams(short)), _mark_grams(_grams(long))
 
     @cached_property
     def _known_joints(self) -> frozenset[bytes]:
@@ -101,25 +102,27 @@ class Spellings:
 
     def hide(self, text: str) -> str:
         """`text` with HIDDEN in place of every secret that is found in it."""
-        if self.whole is None:
+        if self.unbroken is None:
             return text
-        text = self.whole.sub(HIDDEN, text)
+        text = self.unbroken.sub(HIDDEN, text)
         if "\n" in text and self.broken is not None:
             text = self.broken.sub(HIDDEN, text)
-        return _WORD.sub(self._hide_pieces, text) if self.pieces else text
+        if self.pieces:
+            text = _WORD.sub(self._hide_pieces, text)
+        return text
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Spans of the secrets in `text`; some may overlap."""
-        if self.whole is None:
+        if self.unbroken is None or self.broken is None:
             return
-        for pattern in (self.whole, self.broken):
-            yield from (
-                (match.span() for match in pattern.finditer(text)) if pattern is not None else ()
-            )
-        for word in _WORD.finditer(text) if self.pieces else ():
-            yield from (
-                (word.start() + start, word.start() + end) for start, end in self._runs(word[0])
-            )
+        for pattern in (self.unbroken, self.broken):
+            for match in pattern.finditer(text):
+                yield match.span()
+        if not self.pieces:
+            return
+        for word in _WORD.finditer(text):
+            for start, end in self._runs(word[0]):
+                yield word.start() + start, word.start() + end
 
     def _hide_pieces(self, match: re.Match[str]) -> str:
         word = match[0]
@@ -145,33 +148,49 @@ class Spellings:
 @lru_cache(maxsize=32)
 def spellings_of(groups: tuple[tuple[str, ...], ...]) -> Spellings:
     """The spellings of all secrets; the longest are looked for first."""
-    secrets = {secret for group in groups for secret in group}
-    written = {text for secret in secrets for text in _plain_forms(secret)}
-    encoded = {text for secret in secrets for text in _encoded_forms(secret)}
-    unbroken = [text for text in written if len(text) >= MIN_LENGTH] + [
-        text for text in encoded if len(text) >= _ENCODED_CHARS
-    ]
-    ordered = sorted(set(unbroken), key=lambda text: (-len(text), text))
-    random = [text for text in (*secrets, *encoded) if looks_random(text)]
+    secrets = set(itertools.chain.from_iterable(groups))
+    plain: set[str] = set()
+    encoded: set[str] = set()
+    for secret in secrets:
+        plain.update(_plain_forms(secret))
+        encoded.update(_encode_in_all_ways(secret))
+    texts = {text for text in plain if len(text) >= MIN_LENGTH}
+    texts |= {text for text in encoded if len(text) >= _ENCODED_CHARS}
+    # The longest first: of two that begin alike a pattern takes the one that stands first in it.
+    ordered = sorted(texts, key=lambda text: (-len(text), text))
+    pieces: set[str] = set()
+    for text in filter(looks_random, secrets | encoded):
+        pieces.update(_pieces(text))
+    if not ordered:
+        return Spellings(None, None, frozenset(pieces))
     return Spellings(
-        re.compile("|".join(map(re.escape, ordered))) if ordered else None,
-        re.compile("|".join(_BREAK.join(map(re.escape, text)) for text in ordered))
-        if ordered
-        else None,
-        frozenset(piece for text in random for piece in _pieces(text)),
-        tuple(
-            text.encode("latin-1") for text in ordered if all(ord(letter) < 256 for letter in text)
-        ),
+        re.compile("|".join(map(re.escape, ordered))),
+        re.compile("|".join(_BREAK.join(map(re.escape, text)) for text in ordered)),
+        frozenset(pieces),
+        tuple(text.encode("latin-1") for text in ordered if max(text) <= "\xff"),
     )
 
 
+def _merge(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Stretches in order; those that overlap or touch are one."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(stretches):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((max(start, 0), end))
+    return merged
+
+
 def _grams(texts: Iterable[bytes]) -> set[bytes]:
-    return {
-        text[at : at + _GRAM_BYTES] for text in texts for at in range(len(text) - _GRAM_BYTES + 1)
-    }
+    grams = set()
+    for text in texts:
+        for at in range(len(text) - _GRAM_BYTES + 1):
+            grams.add(text[at : at + _GRAM_BYTES])
+    return grams
 
 
-def _mark_known(grams: set[bytes]) -> np.ndarray:
+def _mark_grams(grams: set[bytes]) -> np.ndarray:
     import numpy as np
 
     known = np.zeros(1 << (32 - _HASH_SHIFT), dtype=bool)
@@ -205,13 +224,14 @@ def _plain_forms(secret: str) -> Iterable[str]:
     yield quote_plus(secret)
     yield json.dumps(secret)[1:-1]
     yield json.dumps(secret, ensure_ascii=False)[1:-1]
-    yield json.dumps(json.dumps(secret)[1:-1])[1:-1]  # JSON that is a text in JSON
+    # JSON that is a text in JSON.
+    yield json.dumps(json.dumps(secret)[1:-1])[1:-1]
     yield repr(secret)[1:-1]
     yield repr(_bytes_of(secret))[2:-1]
     yield " ".join(secret.split())
 
 
-def _encoded_forms(secret: str) -> Iterable[str]:
+def _encode_in_all_ways(secret: str) -> Iterable[str]:
     raw = _bytes_of(secret)
     for digits in (
         raw.hex(),
@@ -223,9 +243,8 @@ def _encoded_forms(secret: str) -> Iterable[str]:
     yield raw.hex(" ")
     yield raw.hex(":")
     yield base64.b32encode(raw).decode().rstrip("=")
-    for num_before in range(
-        3
-    ):  # letters of base64 stand for three bytes each, wherever the secret begins
+    # Letters of base64 stand for three bytes each, wherever the secret begins.
+    for num_before in range(3):
         text = base64.b64encode(b"\0" * num_before + raw).decode().rstrip("=")
         start = -(-num_before * 8 // 6)
         end = (num_before + len(raw)) * 8 // 6
@@ -234,8 +253,6 @@ def _encoded_forms(secret: str) -> Iterable[str]:
 
 
 def _bytes_of(secret: str) -> bytes:
-    return (
-        secret.encode("utf-8", "surrogateescape")
-        if secret.isprintable()
-        else secret.encode("utf-8", "replace")
-    )
+    if secret.isprintable():
+        return secret.encode("utf-8", "surrogateescape")
+    return secret.encode("utf-8", "replace")

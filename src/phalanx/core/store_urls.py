@@ -42,19 +42,15 @@ def refusal(url: str, *, in_job: bool = False) -> Refusal | None:
     if match is None:
         return Refusal("is not a URL", _INSTEAD)
     protocol = match[1]
-    if protocol in DIRECTORIES:
-        return (
-            None
-            if local_directory(url)
-            else Refusal("is not an absolute path", "as file:///data/run-7")
-        )
-    if protocol == MEMORY:
-        problem = (
+    if protocol in DIRECTORIES and local_directory(url) is None:
+        return Refusal("is not an absolute path", "as file:///data/run-7")
+    if protocol == MEMORY and in_job:
+        return Refusal(
             "is memory of one process: the ranks would each save into their own, and it ends with"
-            " them"
+            " them",
+            _INSTEAD,
         )
-        return Refusal(problem, _INSTEAD) if in_job else None
-    if protocol not in OBJECT_STORES:
+    if protocol not in (*OBJECT_STORES, *DIRECTORIES, MEMORY):
         schemes = ", ".join(f"{name}://" for name in OBJECT_STORES)
         return Refusal(
             f"is of no store for checkpoints ({schemes})",

@@ -48,6 +48,7 @@ class SafeStream:
 
     def __getattr__(self, name: str) -> Any:
         """flush, fileno, isatty, encoding, ...: the stream's own."""
+        # copy and pickle ask before __init__ has set it: without this, over and over again.
         if name in ("behind", "detach"):
             raise AttributeError(name)
         return getattr(self.behind, name)
@@ -90,7 +91,9 @@ def safe_output() -> Iterator[None]:
 
 def unwrap_stream(stream: TextIO) -> TextIO:
     """The stream behind the filter, for what draws."""
-    return stream.behind if isinstance(stream, SafeStream) else stream
+    if isinstance(stream, SafeStream):
+        return stream.behind
+    return stream
 
 
 def print_document(text: str, end: str = "\n") -> None:
@@ -101,14 +104,13 @@ def print_document(text: str, end: str = "\n") -> None:
     write_encoded(unwrap_stream(sys.stdout), escape_controls(text) + end)
 
 
-def print_painted(text: str) -> None:
+def print_coloured(text: str) -> None:
     """Print lines in which our own colours stand, and nothing else that a terminal obeys."""
     redacted = Redactor(os.environ).text(text)
-    safe = (
-        part if _COLOUR.fullmatch(part) else printable_text(part)
-        for part in _COLOUR.split(redacted)
-    )
-    write_encoded(unwrap_stream(sys.stdout), "".join(safe) + "\n")
+    # With a group in the pattern, split gives text and colour in turn, text first.
+    parts = _COLOUR.split(redacted)
+    parts[::2] = map(printable_text, parts[::2])
+    write_encoded(unwrap_stream(sys.stdout), "".join(parts) + "\n")
 
 
 def write_encoded(stream: TextIO, text: str) -> None:

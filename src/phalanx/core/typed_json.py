@@ -91,9 +91,9 @@ def _read_dataclass(kind: type, document: object, where: str) -> object:
     unknown = document.keys() - hints.keys()
     if unknown:
         raise TypedJsonError(f"{where} has no field {min(unknown)!r}")
-    values = {
-        name: _read(hints[name], value, f"{where}.{name}") for name, value in document.items()
-    }
+    values = {}
+    for name, value in document.items():
+        values[name] = _read(hints[name], value, f"{where}.{name}")
     missing = _required_fields(kind) - values.keys()
     if missing:
         raise TypedJsonError(f"{where}.{min(missing)} is missing")
@@ -117,6 +117,7 @@ def _read(kind: Any, value: object, where: str) -> Any:
         return _read_dataclass(cast(type, kind), value, where)
     if kind is Path and isinstance(value, str):
         return Path(value)
+    # A float that was given as 5 is written as an int. By exact type: True is an int, too.
     if kind is float and type(value) in (int, float):
         return float(cast(float, value))
     if kind is object or kind is Any or type(value) is kind:
@@ -149,7 +150,7 @@ def _mismatch(where: str, expected: str, value: object) -> TypedJsonError:
     return TypedJsonError(f"{where} must be {expected}, not {str(value)[:80]!r}")
 
 
-@functools.cache
+@functools.cache  # get_type_hints evaluates every annotation as code
 def _field_types(kind: type) -> Mapping[str, Any]:
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
@@ -157,8 +158,9 @@ def _field_types(kind: type) -> Mapping[str, Any]:
 
 @functools.cache
 def _required_fields(kind: type) -> frozenset[str]:
-    missing = dataclasses.MISSING
-    fields = dataclasses.fields(kind)
-    return frozenset(
-        f.name for f in fields if f.default is missing and f.default_factory is missing
-    )
+    no_default = dataclasses.MISSING
+    names = set()
+    for field in dataclasses.fields(kind):
+        if field.default is no_default and field.default_factory is no_default:
+            names.add(field.name)
+    return frozenset(names)

@@ -39,35 +39,40 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         sys.__excepthook__(kind, error, trace)
         return
     rank = os.environ.get("RANK", "0")
-    lines = str(error).splitlines() if isinstance(error, JobError) else [str(error)]
+    lines = [str(error)]
+    if isinstance(error, JobError):
+        lines = str(error).splitlines()
     if _is_first_to_say(str(error)):
-        from phalanx.core.terminal import (
-            safe_output,
-        )  # only now: nobody pays for what is not needed
-
-        with safe_output():
-            whose = f"rank {rank}: " if rank not in ("", "0") else ""
-            for number, line in enumerate(lines):
-                location = _place_of(trace) if number == len(lines) - 1 else ""
-                print(f"phalanx: {whose}{line}{location}", file=sys.stderr)
+        _print_lines(lines, rank, trace)
     _tell_torchrun("; ".join(lines))
     raise SystemExit(int(error.exit_code))  # which Python obeys here
 
 
-def _place_of(trace: TracebackType | None) -> str:
-    """ " (train.py:12)": the innermost line of the user's own code."""
+def _print_lines(lines: list[str], rank: str, trace: TracebackType | None) -> None:
+    # Only now: nobody pays for what is not needed.
+    from phalanx.core.terminal import safe_output
+
+    prefix = "phalanx: "
+    if rank not in ("", "0"):
+        prefix += f"rank {rank}: "
     location = user_place(trace)
-    return f" ({Path(location).name})" if location else ""
+    if lines and location:
+        lines = [*lines[:-1], f"{lines[-1]} ({Path(location).name})"]
+    with safe_output():
+        for line in lines:
+            print(f"{prefix}{line}", file=sys.stderr)
 
 
 def user_place(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code, "/home/me/train.py:12"; empty if there is none."""
     library_folders = ("site-packages", "/lib/python")
     for frame in reversed(traceback.extract_tb(trace)):
-        if not frame.filename.startswith((_OURS, "<")) and not any(
-            part in frame.filename for part in library_folders
-        ):
-            return f"{frame.filename}:{frame.lineno}"
+        # "<string>" and the like name no file that somebody could open.
+        if frame.filename.startswith((_OURS, "<")):
+            continue
+        if any(part in frame.filename for part in library_folders):
+            continue
+        return f"{frame.filename}:{frame.lineno}"
     return ""
 
 
@@ -116,13 +121,14 @@ def _marker(text: str) -> Path:
     is one."""
     from phalanx.core.digest import digest
 
-    folder = Path(os.environ.get(ERROR_FILE, "")).parents
-    together = folder[1] if len(folder) > 2 and folder[1].is_dir() else Path(tempfile.gettempdir())
-    group = [
-        os.environ.get(name, "")
-        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    ]
-    return together / f"phalanx-refusal-{os.getuid()}-{digest([group, os.getppid(), text])}"
+    folder = Path(tempfile.gettempdir())
+    # torchrun's error file lies in a folder for each rank, inside of one for all of an attempt.
+    parents = Path(os.environ.get(ERROR_FILE, "")).parents
+    if len(parents) > 2 and parents[1].is_dir():
+        folder = parents[1]
+    variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    group = [os.environ.get(name, "") for name in variables]
+    return folder / f"phalanx-refusal-{os.getuid()}-{digest([group, os.getppid(), text])}"
 
 
 def _tell_torchrun(text: str) -> None:

@@ -11,8 +11,10 @@ def format_bytes(num_bytes: float) -> str:
     """1536 -> '1.5 KiB'."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if round(abs(value), 0 if unit == "B" else 1) < 1024 or unit == "TiB":
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        num_digits = 0 if unit == "B" else 1
+        # Rounded first: 1023.97 KiB is not shown as 1024.0 KiB.
+        if round(abs(value), num_digits) < 1024 or unit == "TiB":
+            return f"{value:.{num_digits}f} {unit}"
         value /= 1024
     raise AssertionError
 
@@ -24,8 +26,12 @@ def format_count(count: float) -> str:
         if round(abs(value)) < 1000 or unit == "T":
             if unit == "":
                 return f"{value:.0f}"
-            digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-            return f"{value:.{digits}f} {unit}"
+            # Three digits, as they are after rounding.
+            if abs(value) < 9.995:
+                return f"{value:.2f} {unit}"
+            if abs(value) < 99.95:
+                return f"{value:.1f} {unit}"
+            return f"{value:.0f} {unit}"
         value /= 1000
     raise AssertionError
 
@@ -57,10 +63,15 @@ def describe_error(predicted: float, measured: float) -> str:
         predicted != measured and measured <= 0
     ):
         return "–"
-    error = 0.0 if predicted == measured else (predicted - measured) / measured
-    if abs(error) < 0.005:
+    # Equal ones first: both may be 0.
+    if predicted == measured or abs(predicted - measured) / measured < 0.005:
         return "right to 1 %"
-    return f"{100 * abs(error):.0f} % too {'low' if error < 0 else 'high'}"
+    error = (predicted - measured) / measured
+    return f"{100 * abs(error):.0f} % too {_direction(predicted, measured)}"
+
+
+def _direction(predicted: float, measured: float) -> str:
+    return "low" if predicted < measured else "high"
 
 
 SMALL_BYTES, LARGE_ERROR = 64 * MIB, 0.25
@@ -74,9 +85,8 @@ def describe_bytes_error(predicted: float, measured: float) -> str:
     is_small = is_known and min(predicted, measured) < SMALL_BYTES
     if not is_small or abs(predicted - measured) < LARGE_ERROR * measured:
         return describe_error(predicted, measured)
-    return (
-        f"{format_bytes(abs(predicted - measured))} too {'low' if predicted < measured else 'high'}"
-    )
+    difference = format_bytes(abs(predicted - measured))
+    return f"{difference} too {_direction(predicted, measured)}"
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:
@@ -84,4 +94,6 @@ def plural(number: int, noun: str, nouns: str = "") -> str:
 
     `nouns`: of many, where an s is not enough.
     """
-    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {nouns or f'{noun}s'}"

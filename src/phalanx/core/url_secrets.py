@@ -44,7 +44,8 @@ def parameter_spans(text: str, is_secret: IsSecret, *, anywhere: bool = False) -
     """
     if "=" not in text:
         return
-    for match in (_PARAMETER if anywhere else _IN_URL).finditer(text):
+    pattern = _PARAMETER if anywhere else _IN_URL
+    for match in pattern.finditer(text):
         name, value = unquote(match.group(1)), match.group(2)
         if not is_placeholder(value) and is_secret(name, value):
             yield match.span(2)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.cores import count_cores
 from phalanx.core.digest import differing_keys, digest
 from phalanx.core.errors import DataError, ResourceError, RunLockedError
 from phalanx.core.files import (
@@ -166,10 +167,7 @@ def build_dataset(
 def _useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
     if encoder.kind == "bytes" and total_bytes < _QUICK_BYTES:
         return 1
-    # A scheduler may have given this process fewer cores than the machine has.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return count_cores()
 
 
 def _options(

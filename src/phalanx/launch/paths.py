@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -66,7 +67,8 @@ def refuse_linked_folders(run_dir: Path, *, more: Sequence[str] = ()) -> None:
 def clear_black_boxes(run_dir: Path) -> None:
     """Remove the last places of the ranks of an earlier attempt."""
     for path in (run_dir / BLACK_BOXES).glob("rank-*"):
-        with contextlib.suppress(IsADirectoryError):  # no place can be read from it
+        # No place can be read from it.
+        with contextlib.suppress(IsADirectoryError):
             path.unlink(missing_ok=True)
 
 
@@ -80,13 +82,16 @@ def blank_out_logs(
     restart waits for this. `only_attempt`: only the logs of its ranks are searched, and nothing
     else is touched: the other files are another job's.
     """
-    secrets = sorted({secret for group in secret_values(environ).values() for secret in group})
-    num_searched = _read_num_searched(run_dir)
-    pattern = "*.log" if only_attempt is None else f"rank-*-attempt-{only_attempt:02d}.log"
+    secrets = sorted(set(itertools.chain.from_iterable(secret_values(environ).values())))
+    num_searched = _read_sizes_searched(run_dir)
+    pattern = "*.log"
+    if only_attempt is not None:
+        pattern = f"rank-*-attempt-{only_attempt:02d}.log"
     for path in (run_dir / LOGS).glob(pattern):
         try:
+            # The size before: what is written meanwhile is searched the next time.
             size = path.stat().st_size
-            blank_out(path, secrets, begin=num_searched.get(path.name, 0))
+            blank_out(path, secrets, done_bytes=num_searched.get(path.name, 0))
             num_searched[path.name] = size
         except OSError:
             # A log that is gone or cannot be written holds nothing that could be mended here.
@@ -96,7 +101,7 @@ def blank_out_logs(
             write_json_atomic(run_dir / LOGS / BLANKED_OUT, num_searched, durable=False)
 
 
-def _read_num_searched(run_dir: Path) -> dict[str, int]:
+def _read_sizes_searched(run_dir: Path) -> dict[str, int]:
     """Bytes of each log that were searched for secrets already, by file name."""
     try:
         sizes = read_json(run_dir / LOGS / BLANKED_OUT)
