@@ -247,7 +247,7 @@ def measure(case: Case, plan: Plan, clock: Clock, options: argparse.Namespace) -
         sums = model.forward_backward(microbatches, squares)
         if repeat >= options.warmup:
             found["spans"].append(
-                [(str(action), begin, end) for action, begin, end in model.pipeline_spans]
+                [(str(action), begin, end) for action, begin, end in model.pipeline.spans]
             )
             found["peaks"].append(clock.peak)
         assert model.reduce_and_clip(sums).grad_norm > 0

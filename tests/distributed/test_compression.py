@@ -22,6 +22,7 @@ from phalanx.parallel.data_parallel.compression import HOOKS
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.planner import make_plan
+from phalanx.train.state import TrainState
 from ranks import run_ranks
 from resuming import (
     SAVED,
@@ -88,9 +89,19 @@ def _learn(rank: int, kind: str, forgets: bool) -> tuple[float, list[str]]:
                 group["lr"] = 1e-2 * min(1.0, (step + 1) / 5) * (1 - step / 80)
             optimizer.step()
             if forgets:
-                for error in model.unsent_gradients().values():
+                assert model.compression is not None
+                for error in model.compression.errors().values():
                     error.zero_()
         return sum(losses[-5:]) / 5, _unequal(mesh, model)
+
+
+def unsent_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    """What compression keeps between steps, as a checkpoint has it."""
+    model = state.model
+    if model.compression is None:
+        return {}
+    shards = model.compression.shards(model.shards(), model.mesh)
+    return {name: shard.tensor for name, shard in shards.items()}
 
 
 def _unequal(mesh: Mesh, model: ParallelModel) -> list[str]:
@@ -145,15 +156,11 @@ def interrupt(rank: int, root: Path) -> dict[str, Any]:
             straight_dir = copy_run(root / "empty", root / kind, mesh)
             state = new_state(mesh, job, a_plan, new_module(torch.float32))
             straight = train(state, job, a_plan, straight_dir, attempt=0, look_at=(STEPS,))
-            kept = {
-                name: shard.tensor.clone() for name, shard in state.model.reduction_shards().items()
-            }
+            kept = {name: tensor.clone() for name, tensor in unsent_tensors(state).items()}
             continued_dir = copy_run(root / kind, root / f"{kind} continued", mesh)
             again = new_state(mesh, job, a_plan, new_module(torch.float32, seed=2))
             continued = resume(again, job, a_plan, continued_dir)
-            kept_again = {
-                name: shard.tensor for name, shard in again.model.reduction_shards().items()
-            }
+            kept_again = unsent_tensors(again)
             lost_dir = copy_run(root / kind, root / f"{kind} lost", mesh)
             if rank == 0:
                 edit_manifest(newest(lost_dir), _lose)
@@ -187,7 +194,8 @@ def elsewhere(rank: int, num_ranks: int, root: Path) -> dict[str, Any]:
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             state = new_state(mesh, job, a_plan, new_module(torch.float32, seed=2))
             restore_state(state, newest(root / "int8"))
-            errors = state.model.unsent_gradients().values()
+            compression = state.model.compression
+            errors = () if compression is None else compression.errors().values()
             found[kind] = (
                 state.step,
                 bool(state.lost_reduction),

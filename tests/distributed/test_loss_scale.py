@@ -18,8 +18,8 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.loss_scale import FLOOR, LossScale, require_facts
-from phalanx.parallel.model import StepStats
 from phalanx.parallel.parallelize import parallelize
+from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.planner import make_plan
 from phalanx.resilience.guards import SkippedStepsGuard
 from ranks import run_ranks
@@ -68,7 +68,8 @@ def overflow_once(rank: int) -> dict[str, Any]:
                         (facts.reason_to_skip, facts.loss_scale, facts.loss, facts.grad_norm, kept)
                     )
                 after = model.loss_scale.facts() if model.loss_scale is not None else {}
-                errors = all(bool(e.isfinite().all()) for e in model.unsent_gradients().values())
+                unsent = {} if model.compression is None else model.compression.errors()
+                errors = all(bool(e.isfinite().all()) for e in unsent.values())
                 weights = sum(
                     t.sum().item() for t in (s.tensor.double() for s in model.shards().values())
                 )

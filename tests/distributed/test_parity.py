@@ -32,8 +32,9 @@ from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import LocalLoss, ParallelModel
+from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
+from phalanx.parallel.step_stats import LocalLoss
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
 

@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,8 +30,10 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import PipelineMeasured
 from phalanx.observe.tail import read_recorded
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import LocalLoss, ParallelModel
+from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.pipeline.executor import PipelineExecutor
 from phalanx.parallel.protocol import ParallelContext, Root
+from phalanx.parallel.step_stats import LocalLoss
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
@@ -234,7 +237,7 @@ def gathered(rank: int, folder: str) -> None:
         stage, late_s = mesh.coordinates["pp"], 50.0 * mesh.coordinates["dp_replicate"]
         rows = zip(timeline.schedule.actions[stage], timeline.spans_s[stage], strict=True)
         spans = [(str(action), late_s + float(b), 2 * late_s + float(e)) for action, (b, e) in rows]
-        ParallelModel.pipeline_spans = spans  # type: ignore[assignment,method-assign]  # this process ends soon
+        model.pipeline = cast(PipelineExecutor, SimpleNamespace(spans=spans))
         bus = Bus(rank=rank, run_dir=Path(folder))
         for step in (1, 4, 5, 6, 9):
             record_pipeline(step, 9, model, bus)

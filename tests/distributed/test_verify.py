@@ -37,11 +37,12 @@ from phalanx.parallel.data_parallel.compression import Compression
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.dropout.transform import Dropout
 from phalanx.parallel.hooks import int8
-from phalanx.parallel.model import LocalLoss, ParallelModel
+from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.offload import activations as offload_activations
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.recompute import segment as stretch
 from phalanx.parallel.recompute import transform as recompute
+from phalanx.parallel.step_stats import LocalLoss
 from phalanx.parallel.wire import Wire
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import (

@@ -23,12 +23,14 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.data_parallel import replicate as dp_replicate
 from phalanx.parallel.data_parallel import shard as dp_shard
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
-from phalanx.parallel.model import LocalLoss, ParallelModel
+from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline import tied_params as pp_ties
-from phalanx.parallel.pipeline.executor import PipelineRun
+from phalanx.parallel.pipeline.executor import PipelineExecutor
 from phalanx.parallel.pipeline.p2p import P2PQueue
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
+from phalanx.parallel.step_reducer import StepReducer
+from phalanx.parallel.step_stats import LocalLoss
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.verify.cases import shrink_job
 from plants import some
@@ -98,7 +100,7 @@ def test_pipelines_equal_the_reference(
 def gradients_reduced_before_the_last_w() -> None:
     """Data parallelism reduces when the last gradient has left the rank: a W that is still to
     come is too late."""
-    do = PipelineRun._run_action
+    do = PipelineExecutor._run_action
 
     def early(self: Any, action: Any, post: Any, microbatches: Any, *rest: Any) -> None:
         do(self, action, post, microbatches, *rest)
@@ -111,7 +113,7 @@ def gradients_reduced_before_the_last_w() -> None:
                 )
             self.reduce()
 
-    PipelineRun._run_action = early  # type: ignore[method-assign]
+    PipelineExecutor._run_action = early  # type: ignore[method-assign]
 
 
 def weights_freed_between_the_halves() -> None:
@@ -181,13 +183,13 @@ def norm_of_a_stage() -> None:
 
 
 def norm_of_the_first_rank_twice() -> None:
-    gradients = ParallelModel._gradients
+    gradients = StepReducer._collect_gradients
 
     def twice(self: Any) -> Any:
         found, squares = gradients(self)
-        return found, squares * (2 if self.mesh.coordinates["pp"] == 0 else 1)
+        return found, squares * (2 if self._mesh.coordinates["pp"] == 0 else 1)
 
-    ParallelModel._gradients = twice  # type: ignore[method-assign]
+    StepReducer._collect_gradients = twice  # type: ignore[method-assign]
 
 
 def tied_weight_counted_by_each_holder() -> None:
@@ -226,7 +228,7 @@ def gradients_of_another_microbatch() -> None:
 
 
 def a_stage_that_ends_a_block_early() -> None:
-    compute = PipelineRun._compute
+    compute = PipelineExecutor._compute
 
     def early(self: Any, stage: int, given: Any, batch: Any, objective: Any) -> Any:
         pipeline, stages = self.staged.pipeline, self.staged.pipeline.stages
@@ -238,7 +240,7 @@ def a_stage_that_ends_a_block_early() -> None:
         finally:
             self.staged.pipeline = pipeline
 
-    PipelineRun._compute = early  # type: ignore[method-assign]
+    PipelineExecutor._compute = early  # type: ignore[method-assign]
 
 
 def mean_of_means() -> None:

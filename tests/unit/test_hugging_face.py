@@ -23,7 +23,7 @@ from phalanx.nn.hugging_face.adapter import build
 from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.nn.hugging_face.shard_rules import shard_rules_of
 from phalanx.nn.objective import logits_cross_entropy
-from phalanx.parallel.model import gather_logits
+from phalanx.parallel.loss_forward import gather_logits
 from phalanx.parallel.tensor.transform import cut
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.costs import part_params

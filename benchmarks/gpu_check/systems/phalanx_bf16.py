@@ -14,7 +14,7 @@ from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Event
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import StepStats
+from phalanx.parallel.step_stats import StepStats
 from phalanx.resilience.guards import SkippedStepsGuard
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from phalanx.core.errors import CheckpointError, NumericsError
 from phalanx.plan.plan import Plan
 
@@ -30,7 +32,7 @@ class LossScale:
     def is_dynamic(self) -> bool:
         return self.growth_steps > 0
 
-    def after(self, *, finite: bool) -> None:
+    def adjust(self, *, finite: bool) -> None:
         """Adjust the scale to the outcome of a step.
 
         Raises NumericsError where a smaller scale would not help.
@@ -64,6 +66,41 @@ class LossScale:
             self.scale, self.good_steps = float(facts["scale"]), int(facts["good_steps"])
 
 
+@dataclass(frozen=True)
+class LossNormalizer:
+    """What a loss is multiplied by before the backward, and what undoes that in gradients.
+
+    `constant` is about the number of targets of a rank: with it gradients are of a usual size
+    while they are reduced, and the exact number of targets is known only afterwards.
+    """
+
+    constant: float
+    loss_scale: LossScale | None
+
+    @property
+    def factor(self) -> float:
+        """What a loss is multiplied by."""
+        return (1.0 if self.loss_scale is None else self.loss_scale.scale) / self.constant
+
+    def normalize(self, loss: torch.Tensor) -> torch.Tensor:
+        """The share of the loss that gradients are taken of."""
+        loss = loss / self.constant
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
+    def undo(self, num_targets: float, num_ranks: int) -> float:
+        """What makes gradients, the mean over `num_ranks`, those of the loss per target."""
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        return num_ranks * self.constant / num_targets / scale
+
+
+def build_normalizer(plan: Plan) -> LossNormalizer:
+    """Build the normalizer of a plan's loss; fp16 alone scales it."""
+    scale = None
+    if plan.loss_scale is not None:
+        scale = LossScale(plan.loss_scale, plan.loss_scale_growth_steps)
+    return LossNormalizer(float(plan.targets_per_rank), scale)
+
+
 def require_facts(facts: Any, where: str) -> None:
     """Raises CheckpointError for what no loss scale has said."""
     try:
@@ -72,12 +109,3 @@ def require_facts(facts: Any, where: str) -> None:
     except (KeyError, TypeError, ValueError):
         pass
     raise CheckpointError(f"its loss scale is {facts!r}", where=where)
-
-
-def loss_scale_of(plan: Plan) -> LossScale | None:
-    """Build the loss scale of a plan; None if the loss is not scaled."""
-    return (
-        LossScale(plan.loss_scale, plan.loss_scale_growth_steps)
-        if plan.loss_scale is not None
-        else None
-    )

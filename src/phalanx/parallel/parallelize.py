@@ -21,6 +21,7 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline.shape_inference import raise_first_refusal
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import ParallelContext, Parallelism, Root
 from phalanx.plan.plan import Plan
 
@@ -121,9 +122,8 @@ def parallelize(
 @contextmanager
 def _in_all_stages(context: ParallelContext) -> Iterator[None]:
     """Raise a refusal of one stage on all of them: they hold different parts of the module."""
-    if (
-        context.staged is None
-    ):  # before the stages are cut ranks have the same module, and refuse alike
+    staged = context.axes.find(Staged)
+    if staged is None:  # before the stages are cut ranks have the same module, and refuse alike
         yield
         return
     refusal: PhalanxError | None = None
@@ -131,7 +131,7 @@ def _in_all_stages(context: ParallelContext) -> Iterator[None]:
         yield
     except PhalanxError as error:
         refusal = error
-    raise_first_refusal(context.staged.stage_group, refusal)
+    raise_first_refusal(staged.stage_group, refusal)
 
 
 def _allocate(root: nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,18 +13,13 @@ from torch import nn
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Cut, LogicalShard, RankPosition, module_shards
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.parallel.data_parallel.compression import Compression
+from phalanx.parallel.axes import Axes
 from phalanx.parallel.dropout.rng import DropoutRng
+from phalanx.parallel.loss_scale import LossNormalizer, build_normalizer
 from phalanx.parallel.optimizer_params import OptimizerParams
 from phalanx.parallel.step_hooks import StepHooks
 from phalanx.parallel.traffic import Traffic
 from phalanx.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from phalanx.parallel.context.transform import SequenceSplit
-    from phalanx.parallel.expert.transform import ExpertGroup, SeparateExperts
-    from phalanx.parallel.pipeline.transform import Staged
 
 
 class Order(IntEnum):
@@ -70,7 +65,7 @@ class Root(nn.Module):
 @dataclass(kw_only=True)
 class ParallelContext:
     """A model under construction: transforms read the plan and the mesh and change or wrap
-    `root`."""
+    `root`, append to `hooks`, and add what they keep to `axes`."""
 
     root: Root
     plan: Plan
@@ -78,45 +73,43 @@ class ParallelContext:
     phases: Phases
     blocks: list[nn.Module]
     outer: nn.Module  # what is called; `root`, or a wrapper around it
-    hooks: StepHooks = field(default_factory=StepHooks)
-    dropout_rng: DropoutRng = field(default_factory=lambda: DropoutRng(seed=0))
-    autocast: bool = True  # False where a transform itself casts parameters and inputs
-    materialize: Callable[[], None] = lambda: None
-    traffic: Traffic = field(default_factory=Traffic)
-    compression: Compression | None = None
-    cuts: Mapping[str, Cut] = field(
-        default_factory=dict
-    )  # what tensor parallelism has cut, by full name
-    tensor_group: TensorGroup | None = None
-    optimizer_params: OptimizerParams = field(default_factory=OptimizerParams)
-    unused: set[str] = field(
-        default_factory=set
-    )  # parameters without part in a loss, where that is allowed
     block_numbers: tuple[int, ...] = ()  # of `blocks` among those of the whole model
     names: frozenset[str] = frozenset()  # of all modules of the whole model
-    absent: frozenset[str] = (
-        frozenset()
-    )  # modules outside the blocks of which another stage holds parameters
-    experts: SeparateExperts | None = None  # where ranks have parts of them
-    expert_group: ExpertGroup | None = None
-    cp: SequenceSplit | None = None  # where ranks have parts of sequences
-    staged: Staged | None = None  # the pipeline this rank is part of
+    autocast: bool = True  # False where a transform itself casts parameters and inputs
+    materialize: Callable[[], None] = lambda: None
+    hooks: StepHooks = field(default_factory=StepHooks)
+    axes: Axes = field(default_factory=Axes)
+    traffic: Traffic = field(default_factory=Traffic)
+    dropout_rng: DropoutRng = field(default_factory=lambda: DropoutRng(seed=0))
+    optimizer_params: OptimizerParams = field(default_factory=OptimizerParams)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """By full name: which blocks of a parameter this rank has, of those that tp or ep has cut."""
+    copies: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By full name: (which of the ranks this is, how many they are) of parameters that several
+    ranks of a pipeline hold."""
+    normalizer: LossNormalizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.normalizer = build_normalizer(self.plan)
 
     def shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
         """Shards of parameters and persistent buffers as they are now, by full-model name;
         aliases of tied tensors."""
-        return module_shards(self.root.module, self.place)
+        return module_shards(self.root.module, self.position)
 
     @property
-    def place(self) -> RankPosition:
+    def position(self) -> RankPosition:
         """Position of this rank among those that hold the same."""
         mesh, layout = self.mesh, self.plan.layout
-        num_ranks = (
-            layout.world_size // layout.pp
-        )  # of this rank's stages: pp is the outermost axis
-        copies = {} if self.staged is None else self.staged.copies
+        # pp is the outermost axis: the ranks of one stage are numbered one after another
+        num_ranks = layout.world_size // layout.pp
         return RankPosition(
-            mesh.rank % num_ranks, num_ranks, self.cuts, mesh.coordinates["tp"], layout.tp, copies
+            mesh.rank % num_ranks,
+            num_ranks,
+            self.cuts,
+            mesh.coordinates["tp"],
+            layout.tp,
+            self.copies,
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.core.errors import NumericsError
-from phalanx.parallel.model import StepStats
+from phalanx.parallel.step_stats import StepStats
 
 
 @dataclass

@@ -15,7 +15,8 @@ from torch import nn
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import read_recorded
-from phalanx.parallel.model import Batch, ParallelModel
+from phalanx.parallel.executor import Batch
+from phalanx.parallel.model import ParallelModel
 from phalanx.train.randomness import separate_generators
 
 # Batches to evaluate by source ("" where there is only one). Iterated once per evaluation;

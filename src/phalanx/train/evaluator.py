@@ -14,7 +14,8 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.transfer import fill_on_device
 from phalanx.observe.events import Event
 from phalanx.observe.progress import ProgressTeller
-from phalanx.parallel.model import Batch, Objective, ParallelModel
+from phalanx.parallel.executor import Batch, Objective
+from phalanx.parallel.model import ParallelModel
 from phalanx.train.evaluation import (
     LOSS,
     Evaluation,

@@ -12,7 +12,7 @@ import torch
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.transfer import fill_on_device
-from phalanx.parallel.model import Batch, Objective
+from phalanx.parallel.executor import Batch, Objective
 from phalanx.train.evaluation import LOSS, average_over_sources
 
 SumAndCount = tuple[float, float]

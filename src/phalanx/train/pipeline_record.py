@@ -49,9 +49,8 @@ def _collect_local_spans(model: ParallelModel) -> dict[str, Any] | None:
     pipeline, then."""
     if not is_stage_leader(model.mesh):
         return None
-    return collect_spans(
-        model.phases.clock, model.finished_at, model.pipeline_spans or [], model.mesh.rank
-    )
+    spans = [] if model.pipeline is None else model.pipeline.spans
+    return collect_spans(model.phases.clock, model.finished_at, spans, model.mesh.rank)
 
 
 def collect_spans(

@@ -79,7 +79,9 @@ class TrainState:
             copies=self.model.copies,
         )
         tensors = collect_tensors(self.optimizer, named, rank=mesh.rank, world_size=mesh.world_size)
-        return model | slots | tensors | self.model.reduction_shards()
+        compression = self.model.compression
+        unsent = {} if compression is None else compression.shards(model, self.model.mesh)
+        return model | slots | tensors | unsent
 
     def facts(self) -> dict[str, Any]:
         """The part of the state besides tensors, as far as this rank knows it.

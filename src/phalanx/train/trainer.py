@@ -30,7 +30,8 @@ from phalanx.observe.events import (
 )
 from phalanx.optim.build import set_learning_rate
 from phalanx.optim.schedule import learning_rate
-from phalanx.parallel.model import Objective, StepStats
+from phalanx.parallel.executor import Objective
+from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.train.best import BestRecorder, best_steps
 from phalanx.train.checkpoint_schedule import CheckpointSchedule

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
-from phalanx.parallel.model import Batch, Objective, ParallelModel
+from phalanx.parallel.executor import Batch, Objective
+from phalanx.parallel.model import ParallelModel
 from phalanx.verify.dropout_watch import DropoutWatch
 from phalanx.verify.trace import TraceReader
 from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, gradients_of
@@ -78,7 +79,8 @@ def follow(
     observations.absent = sorted(reference_names - set(shards))
     observations.held = {name: describe_held(shard) for name, shard in shards.items()}
     observations.boxes = list_boxes(shards)
-    observations.stages = dict(model.stages_of)
+    if model.pipeline is not None:
+        observations.stages = dict(model.pipeline.staged.stages)
     share = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
     watch = DropoutWatch(model.module, seed, **share) if trace.dropped else None
     observations.tensors[INITIAL] = compare_blocks(trace, INITIAL, shards)

@@ -9,7 +9,9 @@ import torch
 import xxhash
 
 from phalanx.mesh.logical import LogicalShard
-from phalanx.parallel.model import Batch, Objective, ParallelModel, StepStats
+from phalanx.parallel.executor import Batch, Objective
+from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.step_stats import StepStats
 from phalanx.verify.follow import (
     Dots,
     RankObservations,
@@ -87,7 +89,7 @@ def _add_unsent(
     plan = model.plan
     per_target = plan.layout.data_parallel_size * plan.targets_per_rank / facts.num_targets
     complete = {}
-    unsent = model.unsent_gradients()
+    unsent = {} if model.compression is None else model.compression.errors()
     for name, shard in sent.items():
         unsent_part = unsent.get(name, torch.zeros_like(shard.tensor)).clone()
         model.mesh.all_reduce_sum(unsent_part)

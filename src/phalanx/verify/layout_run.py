@@ -13,7 +13,8 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.build import build_objective
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import Batch, ParallelModel
+from phalanx.parallel.executor import Batch
+from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
@@ -49,7 +50,8 @@ class LayoutRun:
 
     @property
     def is_amid_schedule(self) -> bool:
-        return self._model is not None and self._model.is_amid_schedule
+        pipeline = None if self._model is None else self._model.pipeline
+        return pipeline is not None and pipeline.is_under_way
 
     def run(self, full_trace: Trace, steps: Sequence[Sequence[Batch]], mesh: Mesh) -> LayoutResult:
         """Train `steps`, this rank's microbatches of each. Collective."""

@@ -19,7 +19,7 @@ from phalanx.core.files import REFUSALS_THAT_LAST, disk_problem
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import Batch
+from phalanx.parallel.executor import Batch
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss

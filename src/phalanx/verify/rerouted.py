@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.model import Batch
+from phalanx.parallel.executor import Batch
 from phalanx.verify.flips import Misrouted, Reroute, find_misrouted
 from phalanx.verify.layout_run import LayoutResult
 from phalanx.verify.references import References

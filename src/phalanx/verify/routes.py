@@ -140,11 +140,13 @@ class RouteWatch:
     ) -> None:
         """The first of a forward: a block that is computed again, for its gradients, chooses
         again."""
-        moment, num_rows = model.rows_under_way, len(experts_BTK)
-        if model.is_inferring_shapes or (moment is None and model.module.training):
+        moment, num_rows = model.dropout_rng.moment, len(experts_BTK)
+        if model.pipeline is not None and model.pipeline.is_inferring_shapes:
+            return
+        if moment is None and model.module.training:
             return
         if moment is not None:
-            key, first_row = f"{phase(moment[0] - 1)}/{name}", moment[1]
+            key, first_row = f"{phase(moment.step - 1)}/{name}", moment.first_row
         else:
             key = f"{EVALUATION}/{name}"
             index = sum(other == key for other, _ in self._parts)

@@ -29,6 +29,7 @@ from phalanx.mesh.seams import attention_cores, has_attention_seam
 from phalanx.parallel.context.attention import ATTEND
 from phalanx.parallel.context.chunks import Chunks
 from phalanx.parallel.context.group import ContextGroup
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.activations import QUERY_BLOCK
 from phalanx.plan.degrees import no_attention_seam_error
@@ -48,7 +49,7 @@ class ContextParallel:
         """Puts another core into each attention, and another maker of masks into the model."""
         module, plan = context.root.module, context.plan
         cores = attention_cores(module)
-        _require_seams(module, cores, is_stage=context.staged is not None)
+        _require_seams(module, cores, is_stage=context.axes.find(Staged) is not None)
         chunks = Chunks(plan.layout.cp, plan.cp_load_balance)
         group = ContextGroup(context.mesh.submesh("cp").get_group(), chunks, context.phases)
         masks = ContextMask(group, module.attention_mask, whole=plan.cp_attention == "ulysses")  # type: ignore[arg-type]
@@ -59,7 +60,7 @@ class ContextParallel:
         for parent, core in cores:
             parent.core = ContextCore(core.window, masks, plan.cp_attention)
         module.attention_mask = masks  # type: ignore[assignment]
-        context.cp = SequenceSplit(group, sequences)
+        context.axes.add(SequenceSplit(group, sequences))
         context.traffic.add_sender("cp", group)
 
 

@@ -4,7 +4,7 @@ keeps between steps."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +15,9 @@ from phalanx.mesh.logical import Box, LogicalShard, dtype_name, full_name, shard
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.hooks._protocol import ERROR, Gradient, Hook, Settings
 from phalanx.parallel.loss_scale import LossScale
+from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.traffic import all_reduce_bytes
 from phalanx.parallel.wire import Wire
-from phalanx.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from phalanx.parallel.protocol import ParallelContext
 
 HOOKS = "phalanx.parallel.hooks"
 STATE = "comm/"  # what the names of its state begin with
@@ -35,10 +32,13 @@ class Compression:
     """
 
     def __init__(
-        self, hook: Hook, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: Wire
+        self,
+        hook: Hook,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        wire: Wire,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        self.loss_scale: LossScale | None = None
-        self._hook, self._wire = hook, wire
+        self._hook, self._wire, self._loss_scale = hook, wire, loss_scale
         self._names: dict[nn.Parameter, str] = {}
         self._slots: dict[str, dict[str, torch.Tensor]] = {}
         for raw_name, parameter in named_parameters:
@@ -77,7 +77,7 @@ class Compression:
 
         Collective.
         """
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         gradients = []
         for parameter, tensor in zip(parameters, tensors, strict=True):
             if tensor.numel():
@@ -137,17 +137,20 @@ def reduce_by_hook(context: ParallelContext, ddp: DistributedDataParallel) -> Ca
     num_bytes = sum(p.nbytes for p in context.root.parameters() if p.requires_grad)
     traffic.plain_bytes = round(all_reduce_bytes(num_bytes, group.size()))
     wire = Wire(group, traffic, context.phases)
-    context.compression = compression_of(context.plan, context.root.module, wire)
-    if context.compression is None:
+    compression = build_compression(context, wire)
+    if compression is None:
         return lambda: traffic.add_all_reduce(num_bytes, group.size())
-    context.compression.attach(ddp)
+    context.axes.add(compression)
+    compression.attach(ddp)
     return lambda: None
 
 
-def compression_of(plan: Plan, module: nn.Module, wire: Wire) -> Compression | None:
+def build_compression(context: ParallelContext, wire: Wire) -> Compression | None:
     """Build the compression that the plan asks for; None if gradients travel as they are."""
+    plan = context.plan
     if plan.compress == "none":
         return None
     settings = Settings(plan.compress_rank, plan.compress_fraction, plan.seed)
     hook: Hook = resolve(plan.compress, HOOKS, "build")(settings)
-    return Compression(hook, module.named_parameters(), wire)
+    named_parameters = context.root.module.named_parameters()
+    return Compression(hook, named_parameters, wire, context.normalizer.loss_scale)

@@ -19,6 +19,7 @@ from phalanx.parallel.batchnorm.layer import differing_buffers
 from phalanx.parallel.data_parallel.compression import reduce_by_hook
 from phalanx.parallel.data_parallel.unsharded_params import average_gradients
 from phalanx.parallel.expert.transform import SeparateExperts
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
@@ -31,12 +32,13 @@ class DpReplicate:
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()
-        if context.staged is not None:
+        if context.axes.find(Staged) is not None:
             reduce_after_pipeline(context)
             return
         options = context.plan.data_parallel
-        if context.experts is not None:
-            _reduce_experts(context, context.experts)
+        experts = context.axes.find(SeparateExperts)
+        if experts is not None:
+            _reduce_experts(context, experts)
         has_buffers = bool(differing_buffers(context.root))
         ddp = DistributedDataParallel(
             context.root,
@@ -51,7 +53,8 @@ class DpReplicate:
             init_sync=False,
         )
         count_step = reduce_by_hook(context, ddp)
-        watch = _ExposedWait(context)
+        watch = BackwardWatch(context, experts)
+        context.axes.add(watch)
         is_learning = options.static_graph
 
         @contextmanager
@@ -111,9 +114,10 @@ def reduce_after_pipeline(context: ParallelContext) -> None:
     """DDP cannot follow forwards and backwards of several microbatches at once: gradients are
     averaged after all."""
     group = context.mesh.data_parallel_group()
-    separate = set() if context.experts is None else set(context.experts.parameters())
-    if context.experts is not None:
-        _reduce_experts(context, context.experts)
+    experts = context.axes.find(SeparateExperts)
+    separate = set() if experts is None else set(experts.parameters())
+    if experts is not None:
+        _reduce_experts(context, experts)
     parameters = [
         p for p in context.root.module.parameters() if p.requires_grad and p not in separate
     ]
@@ -141,20 +145,19 @@ def _buckets(parameters: Sequence[nn.Parameter], num_bytes: int) -> Iterator[lis
         yield bucket
 
 
-class _ExposedWait:
+class BackwardWatch:
     """Charges to "collective" what remains of the backward once the last gradient exists: pure
-    waiting.
+    waiting. `unused`: names of parameters that had no part in a loss so far, where that is allowed.
 
     DDP starts a bucket's all-reduce when its gradients are ready and waits for all of them at the
     end, inside C++.
     """
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(self, context: ParallelContext, experts: SeparateExperts | None) -> None:
+        self.unused: set[str] = set()
         self._phases = context.phases
-        self._unused = (
-            context.unused if context.plan.data_parallel.unused_parameters == "allow" else None
-        )
-        separate = set() if context.experts is None else set(context.experts.parameters())
+        self._allows_unused = context.plan.data_parallel.unused_parameters == "allow"
+        separate = set() if experts is None else set(experts.parameters())
         self._trainable = {
             p: name
             for name, p in context.root.module.named_parameters()
@@ -185,8 +188,8 @@ class _ExposedWait:
         self._armed = False
         if missing:
             names = sorted(full_name(self._trainable[parameter]) for parameter in missing)
-        if missing and self._unused is not None:
-            self._unused.update(names)
+        if missing and self._allows_unused:
+            self.unused.update(names)
         elif missing:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise LayoutError(

@@ -29,6 +29,8 @@ from phalanx.mesh.compat import (
 from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
 from phalanx.parallel.batchnorm.layer import differing_buffers
 from phalanx.parallel.data_parallel.unsharded_params import kept_whole
+from phalanx.parallel.expert.transform import SeparateExperts
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.layout import ALL_BLOCKS, split_dim
 from phalanx.plan.plan import Plan
@@ -44,7 +46,7 @@ class DpShard:
         layout, options = context.plan.layout.reduced, context.plan.data_parallel
         axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
         low = context.compute_dtype is not torch.float32
-        experts = context.experts
+        experts, staged = context.axes.find(SeparateExperts), context.axes.find(Staged)
         unsharded = kept_whole(context.root.module, options.keep_whole_below)
         unsharded -= set(experts.parameters() if experts is not None else ())
         groups = _units(_self_contained(context), options.blocks_per_unit)
@@ -56,7 +58,7 @@ class DpShard:
         mesh = context.mesh.submesh(*axes)
         # In a pipeline a unit is used again and again within a step, by microbatches that overlap:
         # it stays whole.
-        free = context.plan.zero_stage == 3 and context.staged is None
+        free = context.plan.zero_stage == 3 and staged is None
         more: dict[str, Any] = {
             "mesh": mesh,
             "ignored_params": unsharded,
@@ -87,7 +89,7 @@ class DpShard:
             reduce_unused_parameters(unit)
         if options.prefetch is not None:
             _prefetch([context.root, *(group[0] for group in groups)], options.prefetch)
-        if context.staged is not None:
+        if staged is not None:
             keep_for_pipeline(context, units)
             return
         each_time, is_hybrid = options.accumulate == "sharded", layout.dp_replicate > 1

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.dropout.rng import ReplayContext
 from phalanx.parallel.dropout.transform import rows_second
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import ParallelContext
 
 BERNOULLI = torch.ops.aten.bernoulli_.float
@@ -50,7 +51,8 @@ class RandomOpInterceptor:
         self._looked: set[int] = set()
         self._state: torch.Tensor | None = None
         self._dropout_rng.replay_context = self._replay_context
-        self._num_stages = 1 if context.staged is None else len(context.staged.own_stages)
+        staged = context.axes.find(Staged)
+        self._num_stages = 1 if staged is None else len(staged.own_stages)
 
     def begin_step(self) -> None:
         known = not self._is_global or self._must_look or bool(self._dropout_rng.left_to_torch)

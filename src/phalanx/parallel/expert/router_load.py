@@ -58,7 +58,7 @@ class RouterLoads:
         return cls(routers, mesh, phases, mesh.stage_group() if expected or routers else None)
 
     def reduce(self) -> None:
-        """`found` becomes that of the step, by one all-reduce over the ranks with the same stages.
+        """`loads` becomes that of the step, by one all-reduce over the ranks with the same stages.
 
         On a GPU it is there once the device was waited for, which the reduction of the step's facts
         does next.
@@ -80,7 +80,7 @@ class RouterLoads:
         self._is_due = True
 
     @property
-    def found(self) -> dict[str, ExpertLoad]:
+    def loads(self) -> dict[str, ExpertLoad]:
         """Loads of each router's experts in the last step; empty before the first one."""
         if self._read is None:
             return {}

@@ -28,6 +28,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
 from phalanx.mesh.grouped import remember_sizes
 from phalanx.mesh.logical import Box, Cut, full_name, local_tensor
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
@@ -47,7 +48,7 @@ class ExpertParallel:
         mixtures = {
             full_name(name): part for name, part in module.named_modules() if is_mixture(part)
         }
-        if not mixtures and context.staged is None:
+        if not mixtures and context.axes.find(Staged) is None:
             raise LayoutError(
                 "parallel.ep needs a model whose experts can be dispatched to, and"
                 f" {type(module).__name__} has none",
@@ -59,13 +60,13 @@ class ExpertParallel:
         for name, part in mixtures.items():
             part.dispatch = BetweenRanks(group)
             cuts |= _cut(part.experts, f"{name}.experts", group, context.cuts, tp=layout.tp)
-        context.cuts = {**context.cuts, **cuts}
+        context.cuts.update(cuts)
         axes = ("dp_replicate", "expert_shard") if layout.dp_replicate > 1 else ("expert_shard",)
         modules = tuple(part.experts for part in mixtures.values())
-        context.experts = SeparateExperts(
-            frozenset(cuts), modules, context.mesh.submesh(*axes), layout.ep
+        context.axes.add(group)
+        context.axes.add(
+            SeparateExperts(frozenset(cuts), modules, context.mesh.submesh(*axes), layout.ep)
         )
-        context.expert_group = group
         context.traffic.add_sender("ep", group)
         context.hooks.before_reduce.append(
             lambda named: share_gradients(named, frozenset(cuts), layout.ep)

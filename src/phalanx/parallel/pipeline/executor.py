@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,20 +18,20 @@ import torch
 
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.mesh.casts import share_casts
+from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
+from phalanx.parallel.executor import AddLoss, Batch
+from phalanx.parallel.loss_forward import LossForward, OutputFunction
 from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
 from phalanx.parallel.pipeline.shape_inference import broadcast_value, infer_shapes
-from phalanx.parallel.pipeline.transform import Staged
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.saved_tensors import SavedBytes
+from phalanx.parallel.saved_tensors import SavedBytes, is_counted
 from phalanx.plan.pipeline.messages import Messages, P2PMessage, output_of, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
-Batch = Mapping[str, torch.Tensor]
-Forward = Callable[[Batch, Any], Any]
-"""(microbatch, objective) -> hidden states; of the last stage what the objective returns."""
 Span = tuple[str, Any, Any]
 """(action, begin, end): marks of the clock of phases."""
 
@@ -46,7 +46,7 @@ class SavedForward:
 
 
 @dataclass
-class PipelineRun:
+class PipelineExecutor:
     """One rank's part. `spans`: the actions of the last step, without waiting for messages.
 
     `most_in_flight`: microbatches of each own stage that were held at once, over all steps;
@@ -56,13 +56,11 @@ class PipelineRun:
     context: ParallelContext
     staged: Staged
     interceptor: RandomOpInterceptor
-    forward: Forward
-    scaled: Callable[[torch.Tensor], torch.Tensor]
+    forward: LossForward
     spans: list[Span] = field(default_factory=list)
     most_in_flight: Counter[int] = field(default_factory=Counter)
     stage_bytes: dict[int, int] = field(default_factory=dict)
-    peak_bytes: int = 0
-    counts_saved: bool = False
+    saved_bytes: int | None = None
     is_under_way: bool = False
     """Stays true where an error left a schedule half done: other ranks then wait for this one."""
     _deferred: DeferredWeightGrads = field(default_factory=DeferredWeightGrads)
@@ -72,12 +70,21 @@ class PipelineRun:
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _messages: dict[tuple[str, int], Messages] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._counts_saved = is_counted(self.context.plan)
+        self._tensor_group = self.context.axes.find(TensorGroup)
+
+    @property
+    def is_inferring_shapes(self) -> bool:
+        """True while stages learn what they hand on: what is computed then is thrown away."""
+        return self.staged.stage_forward.is_inferring_shapes
+
     def forward_backward(
         self,
         microbatches: Sequence[Batch],
         objective: Any,
         step: int,
-        add: Callable[[torch.Tensor, Any], None],
+        add: AddLoss,
     ) -> None:
         """All actions of this rank.
 
@@ -87,7 +94,8 @@ class PipelineRun:
         schedule = self._schedule(len(microbatches))
         self.spans = []
         self._saved.clear()
-        with self.context.hooks.enter_microbatch(is_last=True):
+        hooks = self.context.hooks
+        with self.forward.sharing_copies(), hooks.enter_microbatch(is_last=True):
             self._infer_specs(microbatches, objective)
             queue = self._open_queue(schedule, microbatches)
             self.is_under_way = True
@@ -135,7 +143,7 @@ class PipelineRun:
         microbatches: Sequence[Batch],
         objective: Any,
         step: int,
-        add: Callable[[torch.Tensor, Any], None],
+        add: AddLoss,
     ) -> None:
         output: torch.Tensor | None = None
         if action.kind == "F":
@@ -185,7 +193,7 @@ class PipelineRun:
         batch: Batch,
         objective: Any,
         step: int,
-        add: Callable[[torch.Tensor, Any], None],
+        add: AddLoss,
     ) -> torch.Tensor:
         if stage_input is not None:
             stage_input.requires_grad_()
@@ -198,7 +206,7 @@ class PipelineRun:
         if action.stage + 1 == self.staged.pipeline.num_stages:
             loss, num_targets = outcome
             add(loss.detach(), num_targets)
-            outcome = self.scaled(loss)
+            outcome = self.context.normalizer.normalize(loss)
         self._saved[action.stage, action.microbatch] = SavedForward(stage_input, outcome)
         self._record_in_flight()
         return outcome.detach()
@@ -236,15 +244,15 @@ class PipelineRun:
     def _set_num_tokens(self, batch: Batch) -> None:
         """Tell the tensor group how long the sequences of `batch` are, which only the first
         stage's embedding sees."""
-        if self.context.tensor_group is not None:
-            self.context.tensor_group.num_tokens = self._num_tokens[self._spec_key(batch)]
+        if self._tensor_group is not None:
+            self._tensor_group.num_tokens = self._num_tokens[self._spec_key(batch)]
 
     # What is kept
 
     @contextmanager
     def _counting(self, stage: int) -> Iterator[None]:
         """Count what autograd saves in the first forward of each stage."""
-        if not self.counts_saved or stage in self.stage_bytes:
+        if not self._counts_saved or stage in self.stage_bytes:
             yield
             return
         saved = SavedBytes()
@@ -256,9 +264,9 @@ class PipelineRun:
         in_flight = Counter(stage for stage, _ in self._saved)
         for stage, count in in_flight.items():
             self.most_in_flight[stage] = max(self.most_in_flight[stage], count)
-        self.peak_bytes = max(
-            self.peak_bytes, sum(n * self.stage_bytes.get(s, 0) for s, n in in_flight.items())
-        )
+        num_bytes = sum(n * self.stage_bytes.get(s, 0) for s, n in in_flight.items())
+        if num_bytes > (self.saved_bytes or 0):
+            self.saved_bytes = num_bytes
 
     # Forms
 
@@ -285,10 +293,10 @@ class PipelineRun:
                         self.staged.stage_group,
                         pipeline.rank_of_stage,
                         compute,
-                        self.context.tensor_group,
+                        self._tensor_group,
                     )
-                if self.context.tensor_group is not None:
-                    self._num_tokens[key] = self.context.tensor_group.num_tokens
+                if self._tensor_group is not None:
+                    self._num_tokens[key] = self._tensor_group.num_tokens
                 self.is_under_way = False
             except PhalanxError:  # the same on every rank
                 self.is_under_way = False
@@ -311,7 +319,7 @@ class PipelineRun:
 
     # Without gradients
 
-    def only_forward(self, microbatches: Iterable[Batch], objective: Any) -> Iterator[Any]:
+    def evaluate(self, microbatches: Iterable[Batch], objective: Any) -> Iterator[Any]:
         """Yield the objective's result for each microbatch where the last stage is, None elsewhere.
 
         No gradients.
@@ -345,9 +353,12 @@ class PipelineRun:
             self.is_under_way = False
             yield from outcome
 
-    def on_all(self, value: torch.Tensor | None) -> torch.Tensor:
-        """`value` of the rank with the last stage, on every rank of the pipeline. Collective."""
-        return broadcast_value(self.staged.stage_group, self.staged.last_rank, value)
+    def call(self, batch: Batch, then: Callable[[Any], Any]) -> torch.Tensor:
+        """`then(outputs)`, a tensor of the rank with the last stage, on every rank of the
+        pipeline."""
+        (result,) = self.evaluate([batch], OutputFunction(then))
+        self.context.hooks.run_release_weights()
+        return broadcast_value(self.staged.stage_group, self.staged.last_rank, result)
 
 
 def _forwards(pipeline: Pipeline, num_microbatches: int) -> Schedule:

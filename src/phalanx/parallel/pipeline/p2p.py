@@ -3,7 +3,7 @@
 Between two ranks messages travel in the order in which the sender's actions make them; the receiver
 knows the schedule, and asks for them in that order, a few before they are needed:
 `plan.pipeline.messages` says when. So no message needs a tag, and no rank ever waits for a send
-before it receives. Shapes and types are known beforehand (see `PipelineRun._infer_specs`).
+before it receives. Shapes and types are known beforehand (see `PipelineExecutor._infer_specs`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import nn
 
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import full_name, local_tensor
-from phalanx.parallel.pipeline.transform import Staged
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
@@ -27,9 +27,9 @@ class TiedParams:
         return plan.layout.pp > 1
 
     def apply(self, context: ParallelContext) -> None:
-        staged = context.staged
+        staged = context.axes.find(Staged)
         assert staged is not None
-        if staged.copies:
+        if staged.holders:
             module, phases = context.root.module, context.phases
             context.optimizer_params.before_update.append(
                 lambda: sum_tied_gradients(staged, module, phases)

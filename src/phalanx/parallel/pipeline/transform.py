@@ -11,8 +11,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -29,36 +28,11 @@ from phalanx.parallel.pipeline.stage_forward import (
     StageForward,
     release_block,
 )
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.pipeline.weight_grads import split_linears
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Plan
-
-
-@dataclass
-class Staged:
-    """A rank's view of the pipeline that it is part of.
-
-    `copies`: name -> (which of the ranks this is, how many they are) of parameters that several
-    ranks hold; `holders`: the ranks themselves. `stages`: name -> the stages that hold it, of every
-    parameter of this rank.
-    """
-
-    pipeline: Pipeline
-    stage_group: StageGroup
-    stage_forward: StageForward
-    copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def own_stages(self) -> tuple[int, ...]:
-        return self.pipeline.stages_of(self.stage_group.rank)
-
-    @property
-    def last_rank(self) -> int:
-        """The pipeline's rank with the last stage, which has outputs and losses."""
-        return self.pipeline.rank_of_stage[-1]
 
 
 class PipelineStages:
@@ -80,12 +54,14 @@ class PipelineStages:
         holding.require_movable()
         own_rank = stage_group.rank
         holding.require_one_name()
-        context.absent = holding.strip(own_rank, stage_forward, context.mesh.device)
+        absent = holding.strip(own_rank, stage_forward, context.mesh.device)
         stage_forward.outside = holding.outside()
         rank_names = holding.by_name(own_rank)
         holders = {name: ranks for name, ranks in rank_names.items() if len(ranks) > 1}
         stages = {name: holding.stages_of(name) for name in rank_names}
-        copies = {name: (ranks.index(own_rank), len(ranks)) for name, ranks in holders.items()}
+        context.copies.update(
+            {name: (ranks.index(own_rank), len(ranks)) for name, ranks in holders.items()}
+        )
         ranges = pipeline.stages.ranges
         rank_blocks = [
             index for stage in pipeline.stages_of(own_rank) for index in range(*ranges[stage])
@@ -111,7 +87,7 @@ class PipelineStages:
             split_linears(module)
         context.root.forward = functools.partial(_run_stage, stage_forward, context.root.forward)  # type: ignore[method-assign]
         context.traffic.add_sender("pp", stage_group)
-        context.staged = Staged(pipeline, stage_group, stage_forward, copies, holders, stages)
+        context.axes.add(Staged(pipeline, stage_group, stage_forward, holders, stages, absent))
 
 
 def _run_stage(

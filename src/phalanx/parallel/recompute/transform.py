@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.recompute.contexts import recompute_contexts, selective_contexts
 from phalanx.parallel.recompute.segment import RecomputeSegment
@@ -40,12 +41,13 @@ class Recompute:
 def own_segments(context: ParallelContext) -> Iterator[Segment]:
     """Segments of the blocks that this rank has, counted among these. A segment ends where a
     stage does."""
-    if context.staged is None:
+    staged = context.axes.find(Staged)
+    if staged is None:
         yield from planned_segments(context.plan, len(context.blocks))
         return
-    pipeline, numbers = context.staged.pipeline, context.block_numbers
+    pipeline, numbers = staged.pipeline, context.block_numbers
     planned = planned_segments(context.plan, sum(pipeline.stages.num_blocks))
-    for stage in context.staged.own_stages:
+    for stage in staged.own_stages:
         stage_start, end = pipeline.stages.ranges[stage]
         if stage_start == end:
             continue

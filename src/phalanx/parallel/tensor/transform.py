@@ -27,6 +27,7 @@ from phalanx.mesh.linear import (
 )
 from phalanx.mesh.logical import Box, Cut, full_name
 from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
+from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor.dropout import WholeMasks, parts_dropped
@@ -61,16 +62,21 @@ class TensorParallel:
             chunks=1 if plan.compile else plan.tp_chunks,
         )
         rules = rules_for(module, plan.rules, context.names)
+        staged = context.axes.find(Staged)
         surgery = _Surgery(
-            module, group, rules, absent=context.absent, is_stage=context.staged is not None
+            module,
+            group,
+            rules,
+            absent=frozenset() if staged is None else staged.absent,
+            is_stage=staged is not None,
         )
         surgery.operate()
         surgery.require_whole_masks(context)
-        context.cuts = surgery.cuts
+        context.cuts.update(surgery.cuts)
         partial = surgery.partial_parameters()
         partial_gradients = PartialGradients(group, partial, surgery.cuts)
         context.hooks.before_reduce.append(partial_gradients.sum_over_ranks)
-        context.tensor_group = group
+        context.axes.add(group)
         if not plan.compile:  # compiled code counts nothing: no number is better than a part of it
             context.traffic.add_sender("tp", group)
         explain = functools.partial(misfit, columns=surgery.open_columns())

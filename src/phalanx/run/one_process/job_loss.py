@@ -14,7 +14,7 @@ from phalanx.core.batch import entry_of, names_of
 from phalanx.job.schema import Job
 from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
-from phalanx.parallel.model import READS_PARTS, gather_logits
+from phalanx.parallel.loss_forward import READS_PARTS, gather_logits
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch, plain_cross_entropy
 

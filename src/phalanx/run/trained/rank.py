@@ -27,7 +27,8 @@ from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.determinism import deterministic_algorithms
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_model, build_objective
-from phalanx.parallel.model import Batch, ParallelModel
+from phalanx.parallel.executor import Batch
+from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.plan import Plan
 from phalanx.run.data import check_masks, open_held_out

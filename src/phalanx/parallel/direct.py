@@ -1,0 +1,63 @@
+"""DirectExecutor: one microbatch after another, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
+from phalanx.parallel.executor import AddLoss, Batch, LossAndTargets, Objective
+from phalanx.parallel.loss_forward import LossForward
+from phalanx.parallel.protocol import ParallelContext
+from phalanx.parallel.saved_tensors import SavedBytes, is_counted
+
+
+class DirectExecutor:
+    """Computes whole forwards on this rank: every layout without a pipeline."""
+
+    def __init__(
+        self, context: ParallelContext, interceptor: RandomOpInterceptor, forward: LossForward
+    ) -> None:
+        self.saved_bytes: int | None = None
+        self._context, self._interceptor, self._forward = context, interceptor, forward
+        self._is_due = is_counted(context.plan)  # to count what autograd saves, once
+
+    def forward_backward(
+        self, microbatches: Sequence[Batch], objective: Objective, step: int, add: AddLoss
+    ) -> None:
+        """Forward and backward of each microbatch; ranks communicate during the last one only."""
+        hooks, phases = self._context.hooks, self._context.phases
+        for index, batch in enumerate(microbatches):
+            with (
+                hooks.enter_microbatch(is_last=index == len(microbatches) - 1),
+                self._interceptor.microbatch(step, index, batch),
+            ):
+                with phases("forward"), self._counting_once(), self._interceptor.forward():
+                    loss, targets = self._forward(batch, objective)
+                with phases("backward"):
+                    self._context.normalizer.normalize(loss).backward()
+                    hooks.run_after_backward()
+            add(loss.detach(), targets)
+
+    def evaluate(
+        self, microbatches: Iterable[Batch], objective: Objective
+    ) -> Iterator[LossAndTargets]:
+        """Loss and targets of each microbatch, without a backward."""
+        for batch in microbatches:
+            loss, targets = self._forward(batch, objective)
+            yield loss, targets
+
+    def call(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
+        """`then(outputs)` of one forward of this rank's tokens."""
+        return self._forward.call_module(self._forward.cut(batch), then)
+
+    @contextmanager
+    def _counting_once(self) -> Iterator[None]:
+        if not self._is_due:
+            yield
+            return
+        self._is_due, saved = False, SavedBytes()
+        with saved.counting():
+            yield
+        self.saved_bytes = saved.num_bytes

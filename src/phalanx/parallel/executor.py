@@ -1,0 +1,39 @@
+"""Executor: runs the microbatches of a step on this rank. Direct, or by a pipeline's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Batch = Mapping[str, torch.Tensor]
+Objective = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]
+LossAndTargets = tuple[torch.Tensor, torch.Tensor]
+AddLoss = Callable[[torch.Tensor, torch.Tensor], None]
+"""Takes (loss, number of targets) of a microbatch: 0-d tensors without gradients."""
+
+
+class Executor(Protocol):
+    """How a model computes: `DirectExecutor` or `PipelineExecutor`. All of it is collective."""
+
+    saved_bytes: int | None
+    """Bytes autograd kept for the backward; None before the first, and where they are out of sight
+    (is_counted)."""
+
+    def forward_backward(
+        self, microbatches: Sequence[Batch], objective: Objective, step: int, add: AddLoss
+    ) -> None:
+        """Accumulate gradients; `add` is called for each microbatch where its loss is."""
+        ...
+
+    def evaluate(
+        self, microbatches: Iterable[Batch], objective: Objective
+    ) -> Iterator[LossAndTargets | None]:
+        """Loss and targets of each microbatch without gradients; None where another rank has
+        them."""
+        ...
+
+    def call(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
+        """`then(outputs)` of one forward, on every rank."""
+        ...

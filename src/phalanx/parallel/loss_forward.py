@@ -1,0 +1,159 @@
+"""LossForward: forward and loss of one microbatch, the same under both executors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.core.errors import PhalanxError
+from phalanx.mesh.transfer import pin_memory
+from phalanx.parallel.call.bind_batch import NamedTensors, call_with_batch, describe_batch
+from phalanx.parallel.call.check_indices import (
+    TAKES_CLASSES,
+    require_ids,
+    require_looked_up,
+    require_targets,
+)
+from phalanx.parallel.call.check_objective import require_sums
+from phalanx.parallel.context.transform import SequenceSplit
+from phalanx.parallel.executor import Batch, LossAndTargets, Objective
+from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.protocol import ParallelContext
+
+READS_PARTS = "reads_vocabulary_parts"
+"""An objective with this attribute computes with a part of the logits."""
+
+
+def gather_logits(outputs: Any) -> Any:
+    """Logits of the whole vocabulary, where tensor parallelism has cut it or the objective was
+    to make them."""
+    gather_logits = getattr(outputs, "gather_logits", None)
+    return outputs if gather_logits is None else gather_logits()
+
+
+@dataclass(frozen=True)
+class OutputFunction:
+    """Stands for an objective where outputs are wanted, not a loss."""
+
+    then: Callable[[Any], Any]
+
+
+class LossForward:
+    """Takes a microbatch from the host to its loss: copies and cuts it, calls the module with the
+    objective inside, and explains errors by the batch and the layout."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+        self._module = context.root.module
+        self._split = context.axes.find(SequenceSplit)
+        staged = context.axes.find(Staged)
+        self._stage_forward = None if staged is None else staged.stage_forward
+        self._has_run = False
+        self._shares_copies = False
+        self._copies: dict[int, dict[str, torch.Tensor]] = {}  # by id of the batch
+
+    def __call__(self, batch: Batch, objective: Objective | OutputFunction) -> Any:
+        """(loss, targets) of a microbatch; hidden states of a pipeline's stage that is not the
+        last; the result of an OutputFunction."""
+        if self._context.plan.model_shape.is_known:
+            require_ids(batch, self._context.plan.vocab_size)
+        on_device = self._copy_to_device(batch)
+        if self._split is not None:
+            on_device = NamedTensors(self._split.cut(on_device))
+        compute_loss = functools.partial(self._compute_loss, objective, batch, on_device)
+        try:
+            outcome = self.call_module(on_device, compute_loss)
+        except PhalanxError:
+            raise
+        except Exception as error:
+            self._explain(error, batch)
+            raise
+        self._has_run = True
+        if self._is_loss(objective):
+            require_sums(outcome)
+        return outcome
+
+    def call_module(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
+        """`then(outputs)` of one forward, inside of the call that data parallelism wraps."""
+        args, kwargs = call_with_batch(self._module, batch)
+        with self.autocast():
+            return self._context.outer(args, kwargs, then)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if not self._context.autocast or self._context.plan.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._context.mesh.device.type, self._context.compute_dtype)
+
+    def cut(self, batch: Batch) -> Batch:
+        """This rank's tokens of `batch`, where sequences are cut; all of it elsewhere."""
+        return batch if self._split is None else self._split.cut(batch)
+
+    @contextmanager
+    def sharing_copies(self) -> Iterator[None]:
+        """Copy each microbatch to the device once, though several stages ask for it. It must live
+        as long as this."""
+        self._shares_copies = self._context.mesh.device.type != "cpu"
+        try:
+            yield
+        finally:
+            self._shares_copies, self._copies = False, {}
+
+    def _compute_loss(
+        self,
+        objective: Objective | OutputFunction,
+        batch: Batch,
+        on_device: Batch,
+        outputs: Any,
+    ) -> LossAndTargets | Any:
+        if self._stage_forward is not None:
+            self._stage_forward.require_clean_outputs(outputs)
+            # An objective counts and draws as often as there are microbatches.
+            if self._stage_forward.is_inferring_shapes:
+                return torch.zeros(()), torch.zeros(())
+        if isinstance(objective, OutputFunction):
+            return objective.then(outputs)
+        if not getattr(objective, READS_PARTS, False):
+            outputs = gather_logits(outputs)
+        if getattr(objective, TAKES_CLASSES, False):
+            require_targets(batch, outputs)
+        return objective(outputs, on_device)
+
+    def _is_loss(self, objective: Objective | OutputFunction) -> bool:
+        if isinstance(objective, OutputFunction):
+            return False
+        return self._stage_forward is None or self._stage_forward.is_last_stage
+
+    def _explain(self, error: Exception, batch: Batch) -> None:
+        """Raise what a user can mend in place of `error`, or add notes to it."""
+        require_looked_up(batch, error)
+        if not self._has_run:  # a layout's misfit shows in the first forward
+            refusal = self._context.hooks.find_explanation(error)
+            if refusal is not None:
+                raise refusal from error
+        error.add_note(f"the batch: {describe_batch(batch)}")
+        if self._context.cuts:
+            error.add_note(
+                "tp has cut parameters by rules: a view that counts heads or features needs divide="
+            )
+
+    def _copy_to_device(self, batch: Batch) -> NamedTensors:
+        """`batch` on this rank's device.
+
+        From page-locked memory, which a loader's thread may have put it in already: a copy from
+        other memory waits for all that the device has to do.
+        """
+        device = self._context.mesh.device
+        if id(batch) in self._copies:
+            return NamedTensors(self._copies[id(batch)])
+        copied = {
+            key: pin_memory(tensor, device).to(device, non_blocking=True)
+            for key, tensor in batch.items()
+        }
+        if self._shares_copies:
+            self._copies[id(batch)] = copied
+        return NamedTensors(copied)

@@ -1,0 +1,36 @@
+"""Staged: a rank's view of the pipeline that it is part of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx.parallel.pipeline.p2p import StageGroup
+from phalanx.parallel.pipeline.stage_forward import StageForward
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
+
+
+@dataclass
+class Staged:
+    """A rank's stages and what it shares with other ranks of the pipeline.
+
+    `holders`: name -> the ranks of the pipeline that hold a parameter, of those that several hold.
+    `stages`: name -> the stages that hold it, of every parameter of this rank. `absent`: modules
+    outside the blocks of which another stage holds parameters.
+    """
+
+    pipeline: Pipeline
+    stage_group: StageGroup
+    stage_forward: StageForward
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        return self.pipeline.stages_of(self.stage_group.rank)
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline's rank with the last stage, which has outputs and losses."""
+        return self.pipeline.rank_of_stage[-1]

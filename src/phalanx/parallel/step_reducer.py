@@ -1,0 +1,112 @@
+"""StepReducer: one reduction of a step's sums over all ranks, then the exact norm, and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from phalanx.mesh.transfer import fill_on_device
+from phalanx.parallel.expert.router_load import RouterLoads
+from phalanx.parallel.gradients import Held, held_by, own_squares
+from phalanx.parallel.protocol import ParallelContext
+from phalanx.parallel.rank_parameters import RankParameters
+from phalanx.parallel.step_stats import LocalLoss, StepStats
+
+
+class StepReducer:
+    """Makes a step of what each rank has summed. Collective.
+
+    `finished_at`: mark of `phases.clock` when this rank left the reduction of the last step, as
+    all do at about one time.
+    """
+
+    def __init__(
+        self, context: ParallelContext, parameters: RankParameters, loads: RouterLoads
+    ) -> None:
+        self.finished_at: Any = 0.0
+        self._context, self._mesh, self._phases = context, context.mesh, context.phases
+        self._parameters, self._loads = parameters, loads
+        self._held: dict[str, tuple[Held, ...]] | None = None
+
+    def reduce_and_clip(
+        self, local_loss: LocalLoss, *, max_norm: float | None, flags: Sequence[float]
+    ) -> StepStats:
+        """Gradients become those of sum(loss) / sum(targets), scaled down to `max_norm`."""
+        with self._context.traffic.counting():
+            self._context.hooks.run_before_reduce(self._parameters.iterate_named())
+        self._loads.reduce()
+        with self._phases("optimizer"):
+            gradients, squares = self._collect_gradients()
+            vector = torch.stack((*self._count_once(local_loss), squares))
+            vector = torch.cat((vector, fill_on_device(flags, vector.device)))
+        with self._phases("collective", "all_reduce step facts"):
+            self._mesh.all_reduce_sum(vector)
+            loss_sum, num_targets, total_squares, *reduced_flags = vector.tolist()
+            self.finished_at = self._phases.clock.mark()
+        stats = self._start_stats(reduced_flags)
+        if num_targets == 0:
+            return stats
+        normalizer = self._context.normalizer
+        # FSDP and DDP average over data-parallel ranks, which have different numbers of targets:
+        # the mean is made a sum again, and that is divided by all targets.
+        num_ranks = self._context.plan.layout.reduced.data_parallel_size
+        factor = normalizer.undo(num_targets, num_ranks)
+        norm, loss = factor * total_squares**0.5, loss_sum / num_targets
+        finite = norm - norm == 0.0 and loss - loss == 0.0  # false for NaN and infinities
+        if finite:
+            if max_norm is not None and norm > max_norm:
+                factor *= max_norm / norm
+            if factor != 1.0 and gradients:  # a stage may have none: all of it frozen
+                with self._phases("optimizer"):
+                    torch._foreach_mul_(gradients, factor)
+        stats = replace(
+            stats, loss=loss, num_targets=int(num_targets), grad_norm=norm, finite=finite
+        )
+        scale = normalizer.loss_scale
+        if scale is not None:
+            stats = replace(stats, loss_scale=scale.scale, scale_adapts=scale.is_dynamic)
+            scale.adjust(finite=finite)
+        return stats
+
+    def reduce_sums(self, local_loss: LocalLoss) -> tuple[float, int]:
+        """(loss per target, number of targets) over all ranks."""
+        vector = self._mesh.all_reduce_sum(torch.stack(self._count_once(local_loss)))
+        loss_sum, num_targets = vector.tolist()
+        return (loss_sum / num_targets if num_targets else float("nan")), int(num_targets)
+
+    def _start_stats(self, flags: Sequence[float]) -> StepStats:
+        """A step without targets, and what was sent in it."""
+        sent = self._context.traffic.take()
+        return StepStats(
+            loss=0.0,
+            num_targets=0,
+            grad_norm=0.0,
+            finite=True,
+            flags=tuple(flags),
+            sent_bytes=sent["dp"],
+            sent_tp_bytes=sent["tp"],
+            sent_cp_bytes=sent["cp"],
+            sent_ep_bytes=sent["ep"],
+            sent_pp_bytes=sent["pp"],
+        )
+
+    def _collect_gradients(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """(this rank's gradients, its part of the sum of their squares)."""
+        if self._held is None:
+            shards = self._parameters.collect_trained_shards()
+            self._held = {name: held_by(shard) for name, shard in shards.items()}
+        gradients, squares = own_squares(self._parameters.iterate_named(), self._held)
+        # Of gradients in host memory the host has the number, and a copy of it costs a kernel.
+        if squares.device != self._mesh.device:
+            squares = fill_on_device((squares.item(),), self._mesh.device)[0]
+        return gradients, squares
+
+    def _count_once(self, local_loss: LocalLoss) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums of this rank, zeros unless it leads its tp group: ranks that read the same samples
+        have the same sums, and one of them counts."""
+        if self._mesh.is_tp_leader:
+            return local_loss.loss_sum, local_loss.num_targets
+        return torch.zeros_like(local_loss.loss_sum), torch.zeros_like(local_loss.num_targets)
