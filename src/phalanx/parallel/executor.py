@@ -17,9 +17,11 @@ AddLoss = Callable[[torch.Tensor, torch.Tensor], None]
 class Executor(Protocol):
     """How a model computes: `DirectExecutor` or `PipelineExecutor`. All of it is collective."""
 
-    saved_bytes: int | None
-    """Bytes autograd kept for the backward; None before the first, and where they are out of sight
-    (is_counted)."""
+    @property
+    def saved_bytes(self) -> int | None:
+        """Bytes autograd kept for the backward; None before the first, and where they are out of
+        sight (is_counted)."""
+        ...
 
     def forward_backward(
         self, microbatches: Sequence[Batch], objective: Objective, step: int, add: AddLoss

@@ -8,7 +8,6 @@ bubble.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +23,11 @@ from phalanx.parallel.executor import AddLoss, Batch
 from phalanx.parallel.loss_forward import LossForward, OutputFunction
 from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
 from phalanx.parallel.pipeline.shape_inference import broadcast_value, infer_shapes
+from phalanx.parallel.pipeline.stage_memory import StageMemory
 from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.saved_tensors import SavedBytes, is_counted
+from phalanx.parallel.saved_tensors import is_counted
 from phalanx.plan.pipeline.messages import Messages, P2PMessage, output_of, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
@@ -47,20 +47,13 @@ class SavedForward:
 
 @dataclass
 class PipelineExecutor:
-    """One rank's part. `spans`: the actions of the last step, without waiting for messages.
-
-    `most_in_flight`: microbatches of each own stage that were held at once, over all steps;
-    `stage_bytes`: what autograd kept of one microbatch, where it was counted.
-    """
+    """One rank's part. `spans`: the actions of the last step, without waiting for messages."""
 
     context: ParallelContext
     staged: Staged
     interceptor: RandomOpInterceptor
     forward: LossForward
     spans: list[Span] = field(default_factory=list)
-    most_in_flight: Counter[int] = field(default_factory=Counter)
-    stage_bytes: dict[int, int] = field(default_factory=dict)
-    saved_bytes: int | None = None
     is_under_way: bool = False
     """Stays true where an error left a schedule half done: other ranks then wait for this one."""
     _deferred: DeferredWeightGrads = field(default_factory=DeferredWeightGrads)
@@ -71,8 +64,13 @@ class PipelineExecutor:
     _messages: dict[tuple[str, int], Messages] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._counts_saved = is_counted(self.context.plan)
+        self._memory = StageMemory(is_counted=is_counted(self.context.plan))
         self._tensor_group = self.context.axes.find(TensorGroup)
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Bytes autograd kept at most at one time, of all microbatches in flight."""
+        return self._memory.saved_bytes
 
     @property
     def is_inferring_shapes(self) -> bool:
@@ -199,7 +197,7 @@ class PipelineExecutor:
             stage_input.requires_grad_()
         with (
             self.interceptor.microbatch(step, action.microbatch, batch),
-            self._counting(action.stage),
+            self._memory.counting(action.stage),
         ):
             with self.interceptor.forward(action.stage):
                 outcome = self._compute(action.stage, stage_input, batch, objective)
@@ -208,7 +206,7 @@ class PipelineExecutor:
             add(loss.detach(), num_targets)
             outcome = self.context.normalizer.normalize(loss)
         self._saved[action.stage, action.microbatch] = SavedForward(stage_input, outcome)
-        self._record_in_flight()
+        self._memory.record(stage for stage, _ in self._saved)
         return outcome.detach()
 
     def _run_backward(self, action: Action, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -247,28 +245,7 @@ class PipelineExecutor:
         if self._tensor_group is not None:
             self._tensor_group.num_tokens = self._num_tokens[self._spec_key(batch)]
 
-    # What is kept
-
-    @contextmanager
-    def _counting(self, stage: int) -> Iterator[None]:
-        """Count what autograd saves in the first forward of each stage."""
-        if not self._counts_saved or stage in self.stage_bytes:
-            yield
-            return
-        saved = SavedBytes()
-        with saved.counting():
-            yield
-        self.stage_bytes[stage] = saved.num_bytes
-
-    def _record_in_flight(self) -> None:
-        in_flight = Counter(stage for stage, _ in self._saved)
-        for stage, count in in_flight.items():
-            self.most_in_flight[stage] = max(self.most_in_flight[stage], count)
-        num_bytes = sum(n * self.stage_bytes.get(s, 0) for s, n in in_flight.items())
-        if num_bytes > (self.saved_bytes or 0):
-            self.saved_bytes = num_bytes
-
-    # Forms
+    # Shapes and types of what stages send
 
     def _spec_key(self, batch: Batch) -> Any:
         shapes = tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items()))
