@@ -20,7 +20,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.compute.fp8 import Float8, convert, is_suited, require_device
+from phalanx.parallel.compute.fp8 import Float8, convert, has_fp8_widths, require_device
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster, compute_capability
 from phalanx.plan.nvidia import Gpu
@@ -94,7 +94,7 @@ class Twice(nn.Linear):
 
 def test_subclasses_and_odd_widths_stay_as_they_are() -> None:
     assert [
-        is_suited(part)
+        has_fp8_widths(part)
         for part in (nn.Linear(16, 32), nn.Linear(24, 32), nn.Linear(32, 24), Twice(16, 32))
     ] == [*(True, False, False, False)]
 

@@ -182,7 +182,7 @@ def test_it_halves_and_doubles() -> None:
     scale = LossScale(8.0, growth_steps=3)
     seen = []
     for finite in (True, True, False, True, True, True, True):
-        scale.after(finite=finite)
+        scale.adjust(finite=finite)
         seen.append(scale.scale)
     assert seen == [8, 8, 4, 4, 4, 8, 8]
     again = LossScale(1.0, growth_steps=3)
@@ -192,15 +192,15 @@ def test_it_halves_and_doubles() -> None:
 
 def test_it_gives_up_where_a_smaller_one_would_not_help() -> None:
     scale = LossScale(4 * FLOOR, growth_steps=3)
-    scale.after(finite=False)
-    scale.after(finite=False)
+    scale.adjust(finite=False)
+    scale.adjust(finite=False)
     with pytest.raises(NumericsError, match=r"loss scale of 1 .*bf16"):
-        scale.after(finite=False)
+        scale.adjust(finite=False)
 
 
 def test_a_fixed_one_stays_and_its_skips_count() -> None:
     scale = LossScale(128.0, growth_steps=0)
-    scale.after(finite=False)
+    scale.adjust(finite=False)
     assert scale.scale == 128.0
     overflow = StepStats(1.0, 8, float("inf"), finite=False, loss_scale=128.0, scale_adapts=True)
     fixed = StepStats(1.0, 8, float("inf"), finite=False, loss_scale=128.0)

@@ -37,7 +37,7 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.offload import activations as offload_activations
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.recompute import segment as stretch
-from phalanx.parallel.recompute.transform import planned_segments
+from phalanx.parallel.recompute.transform import find_segments
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.segments import Segment, list_segments
@@ -304,7 +304,7 @@ def refused(rank: int, what: str) -> str:
         if what == "compiled":
             parallelize(Dropping(), with_mode(a_plan, "sqrt", compile=True), mesh)
         elif what == "every":
-            planned_segments(replace(a_plan, recompute="every-k", recompute_every=9), NUM_BLOCKS)
+            find_segments(replace(a_plan, recompute="every-k", recompute_every=9), NUM_BLOCKS)
         elif what == "budget":
             parallelize(Dropping(), replace(a_plan, recompute="budget"), mesh)
         else:

@@ -94,14 +94,14 @@ def window_dropped() -> None:
 
 def positions_restart_per_rank() -> None:
     """The tokens of each rank count from 0."""
-    cut = cp.SequenceSplit.cut
+    cut = cp.SequenceSplit.split_batch
 
     def restarting(self: Any, batch: Any) -> Any:
         found = cut(self, batch)
         length = found["inputs"].shape[1]
         return found | {"positions": torch.arange(length).expand_as(found["inputs"])}
 
-    cp.SequenceSplit.cut = restarting  # type: ignore[method-assign]
+    cp.SequenceSplit.split_batch = restarting  # type: ignore[method-assign]
 
 
 def merge_without_rescale() -> None:

@@ -71,12 +71,12 @@ def rows_of_the_other_rank() -> None:
 
 def columns_cut_along_the_inputs() -> None:
     """What is said to be a block of rows is one of columns: the wrong dimension."""
-    cut_of = tp._cut_of
+    cut_of = tp._build_cut_boxes
 
     def turned(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Any:
         return cut_of(shape, 1 - dim if len(shape) == 2 and shape[0] == shape[1] else dim, spans)
 
-    tp._cut_of = turned
+    tp._build_cut_boxes = turned
 
 
 def whole_parameters_not_summed() -> None:
@@ -102,7 +102,7 @@ def shared_heads_not_summed() -> None:
 
 def head_cut_apart_from_the_embedding() -> None:
     """Of a tied weight each place gets a part of its own."""
-    cut = tp._Surgery._cut
+    cut = tp._Surgery._shard
 
     def apart(self: Any, *args: Any) -> None:
         replaced = dict(self._replaced)
@@ -110,7 +110,7 @@ def head_cut_apart_from_the_embedding() -> None:
         cut(self, *args)
         self._replaced.update(replaced)
 
-    tp._Surgery._cut = apart  # type: ignore[assignment, method-assign]
+    tp._Surgery._shard = apart  # type: ignore[assignment, method-assign]
 
 
 def entry_without_a_sum() -> None:

@@ -24,7 +24,7 @@ from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.nn.hugging_face.shard_rules import shard_rules_of
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.loss_forward import gather_logits
-from phalanx.parallel.tensor.transform import cut
+from phalanx.parallel.tensor.transform import shard_module
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.costs import part_params
 from phalanx.plan.planner import make_plan
@@ -290,7 +290,7 @@ def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path, name: st
     with torch.device("meta"):
         modules = [build(kind) for _ in range(2)]
     for rank, module in enumerate(modules):
-        cut(module, TensorGroup("tp", rank, 2, Phases()), rules)
+        shard_module(module, TensorGroup("tp", rank, 2, Phases()), rules)
     counted = [sum(p.numel() for p in module.parameters()) for module in modules]
     assert here.num_params == max(counted) < shape.num_params
     blocks = [sum(p.numel() for p in block.parameters()) for block in modules[0].model.layers]

@@ -62,6 +62,7 @@ class StageGroup:
     rank: int
     ways: Ways
     device: str = "cpu"
+    sent_bytes: int = 0
 
     def send(self, tensor: torch.Tensor, target: int) -> Any:
         message = Message(tensor.clone())
@@ -111,7 +112,7 @@ def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
                 most[r], done[r] = max(most[r], posts[r].num_sent), done[r] + 1
         assert done != before, "a rank waits for ever"
     for post in posts:
-        post.wait_sent()
+        post.wait_for_sends()
     return most
 
 

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def stand_in(door: StageForward, **options: Any) -> Placeholder:
-    return Placeholder.of(
+    return Placeholder.stand_for(
         torch.ones(3, 4, dtype=torch.bfloat16), "embed.weight", door, CPU, **options
     )
 
@@ -262,9 +262,11 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
             made_here = output_of(action, num_stages)
             if made_here is not None:
                 handed[made_here] = torch.ones(2)
-                num_bytes = post.send(made_here, handed[made_here])
-                assert num_bytes == (0 if schedule.rank_of_stage[made_here.stage] == rank else 8)
-        post.wait_sent()
+                sent_before = peers.sent_bytes
+                post.send(made_here, handed[made_here])
+                is_own = schedule.rank_of_stage[made_here.stage] == rank
+                assert peers.sent_bytes - sent_before == (0 if is_own else 8)
+        post.wait_for_sends()
         assert all(
             peers.asked.count(source) == len(some)
             for source, some in coming.items()

@@ -24,7 +24,7 @@ from phalanx.job.tensors import list_holders, module_names
 from phalanx.mesh.linear import find_holders
 from phalanx.mesh.logical import Box, Cut, LogicalShard, compose_cut
 from phalanx.nn.models.decoder import build
-from phalanx.parallel.tensor.transform import _cut_of
+from phalanx.parallel.tensor.transform import _build_cut_boxes
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
@@ -234,7 +234,10 @@ def test_what_ranks_hold_makes_the_whole(
     total = unit * (sum(part.heads for part in rule.parts) or len(rule.parts))
     shape = (total, other) if dim == 0 else (other, total)
     try:
-        cuts = [_cut_of(shape, dim, rule.spans(total, tp, rank, name="w")) for rank in range(tp)]
+        cuts = [
+            _build_cut_boxes(shape, dim, rule.spans(total, tp, rank, name="w"))
+            for rank in range(tp)
+        ]
     except LayoutError:
         heads = max((max(part.heads, part.queries) for part in rule.parts), default=0)
         keys = min((part.heads for part in rule.parts), default=0)

@@ -10,7 +10,7 @@ from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import AddLoss, Batch, LossAndTargets, Objective
 from phalanx.parallel.loss_forward import LossForward
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.saved_tensors import SavedBytes, is_counted
+from phalanx.parallel.saved_tensors import SavedBytes, can_count
 
 
 class DirectExecutor:
@@ -21,7 +21,7 @@ class DirectExecutor:
     ) -> None:
         self.saved_bytes: int | None = None
         self._context, self._interceptor, self._forward = context, interceptor, forward
-        self._is_due = is_counted(context.plan)  # to count what autograd saves, once
+        self._is_due = can_count(context.plan)  # to count what autograd saves, once
 
     def forward_backward(
         self, microbatches: Sequence[Batch], objective: Objective, step: int, add: AddLoss
@@ -50,7 +50,7 @@ class DirectExecutor:
 
     def call(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         """`then(outputs)` of one forward of this rank's tokens."""
-        return self._forward.call_module(self._forward.cut(batch), then)
+        return self._forward.call_module(self._forward.split_batch(batch), then)
 
     @contextmanager
     def _counting_once(self) -> Iterator[None]:

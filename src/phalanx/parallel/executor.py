@@ -15,12 +15,13 @@ AddLoss = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Executor(Protocol):
-    """How a model computes: `DirectExecutor` or `PipelineExecutor`. All of it is collective."""
+    """Runs microbatches on this rank: `DirectExecutor` or `PipelineExecutor`. All of it is
+    collective."""
 
     @property
     def saved_bytes(self) -> int | None:
         """Bytes autograd kept for the backward; None before the first, and where they are out of
-        sight (is_counted)."""
+        sight (can_count)."""
         ...
 
     def forward_backward(

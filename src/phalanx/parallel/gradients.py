@@ -22,7 +22,7 @@ class Held:
     num_holders: int
 
 
-def held_by(shard: LogicalShard) -> tuple[Held, ...]:
+def list_held_blocks(shard: LogicalShard) -> tuple[Held, ...]:
     """The whole tensor, unless its blocks are on different numbers of ranks."""
     counts = {shard.num_replicas * box.num_replicas for box in shard.boxes}
     if len(counts) <= 1:

@@ -64,7 +64,7 @@ class LossForward:
             require_ids(batch, self._context.plan.vocab_size)
         on_device = self._copy_to_device(batch)
         if self._split is not None:
-            on_device = NamedTensors(self._split.cut(on_device))
+            on_device = NamedTensors(self._split.split_batch(on_device))
         compute_loss = functools.partial(self._compute_loss, objective, batch, on_device)
         try:
             outcome = self.call_module(on_device, compute_loss)
@@ -89,9 +89,9 @@ class LossForward:
             return nullcontext()
         return torch.autocast(self._context.mesh.device.type, self._context.compute_dtype)
 
-    def cut(self, batch: Batch) -> Batch:
+    def split_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of `batch`, where sequences are cut; all of it elsewhere."""
-        return batch if self._split is None else self._split.cut(batch)
+        return batch if self._split is None else self._split.split_batch(batch)
 
     @contextmanager
     def sharing_copies(self) -> Iterator[None]:

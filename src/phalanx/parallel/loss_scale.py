@@ -68,7 +68,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class LossNormalizer:
-    """What a loss is multiplied by before the backward, and what undoes that in gradients.
+    """Multiplies a loss before the backward, and says what undoes that in gradients.
 
     `constant` is about the number of targets of a rank: with it gradients are of a usual size
     while they are reduced, and the exact number of targets is known only afterwards.
@@ -79,7 +79,7 @@ class LossNormalizer:
 
     @property
     def factor(self) -> float:
-        """What a loss is multiplied by."""
+        """The number that a loss is multiplied by."""
         return (1.0 if self.loss_scale is None else self.loss_scale.scale) / self.constant
 
     def normalize(self, loss: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class LossNormalizer:
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def undo(self, num_targets: float, num_ranks: int) -> float:
-        """What makes gradients, the mean over `num_ranks`, those of the loss per target."""
+        """The factor that makes gradients, the mean over `num_ranks`, those of the loss per target."""
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         return num_ranks * self.constant / num_targets / scale
 

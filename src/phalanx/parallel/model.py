@@ -56,7 +56,9 @@ class ParallelModel:
         self._interceptor = RandomOpInterceptor(self.module, context)
         shape = context.plan.model_shape
         expected = shape.num_experts > 0 or not shape.is_known
-        self._loads = RouterLoads.of(self.module, context.mesh, context.phases, expected=expected)
+        self._loads = RouterLoads.collect(
+            self.module, context.mesh, context.phases, expected=expected
+        )
         context.optimizer_params.watch_optimizers(
             self.module.parameters() if self._loads.moves_biases else ()
         )
@@ -77,7 +79,7 @@ class ParallelModel:
     @property
     def saved_bytes(self) -> int | None:
         """Bytes autograd kept for the backward; None before the first one, and where they are out
-        of sight (is_counted)."""
+        of sight (can_count)."""
         return self._executor.saved_bytes
 
     @property
@@ -135,8 +137,8 @@ class ParallelModel:
         """
         if self._split is None:
             return self._executor.call(batch, then)
-        with self._split.padded(batch) as padded:
-            return self._split.group.from_last(self._executor.call(padded, then))
+        with self._split.padding(batch) as padded:
+            return self._split.group.broadcast_last(self._executor.call(padded, then))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters an optimizer updates: this rank's shards, as DTensors where they are
@@ -144,7 +146,7 @@ class ParallelModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._parameters.iterate_named()
+        return self._parameters.iterate_parameters()
 
     def train(self, mode: bool = True) -> None:
         self._context.outer.train(mode)
@@ -179,7 +181,7 @@ class ParallelModel:
         microbatches = [flat_entries(batch, of_tensors=True) for batch in microbatches]
         self.step = self.step + 1 if step is None else step
         self._interceptor.begin_step()
-        self._context.optimizer_params.require_synced()
+        self._context.optimizer_params.require_sync()
         # A pipeline's stages do not see the objective: they are told what a balance loss of
         # experts weighs beside it.
         balance = getattr(self.module, "balance", None)

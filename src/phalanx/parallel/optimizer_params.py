@@ -96,17 +96,18 @@ class OptimizerParams:
     )  # page-locked, of parts on the host
     _is_model_stale: bool = False
 
-    def find_updated(self, parameter: nn.Parameter) -> nn.Parameter:
+    def find_optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter that an optimizer updates for a parameter of the module."""
         shard = self.shards.get(parameter)
         return parameter if shard is None else shard.updated
 
-    def named_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    def iterate_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return (
-            (name, self.find_updated(parameter)) for name, parameter in module.named_parameters()
+            (name, self.find_optimizer_parameter(parameter))
+            for name, parameter in module.named_parameters()
         )
 
-    def named_shards(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    def iterate_shards(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """Named parameters that the optimizer updates and that are not the module's own."""
         return (
             (name, self.shards[p].updated)
@@ -158,7 +159,8 @@ class OptimizerParams:
         """
         self_ref = weakref.ref(self)
         updated = {
-            id(self.find_updated(parameter)) for parameter in (*self.shards, *moved_with_them)
+            id(self.find_optimizer_parameter(parameter))
+            for parameter in (*self.shards, *moved_with_them)
         }
 
         def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -170,7 +172,7 @@ class OptimizerParams:
 
         weakref.finalize(self, register_optimizer_step_post_hook(on_step).remove)
 
-    def require_synced(self) -> None:
+    def require_sync(self) -> None:
         """Raises LayoutError where an optimizer stepped and the model never saw it."""
         if self._is_model_stale:
             raise LayoutError(

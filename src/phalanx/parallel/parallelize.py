@@ -113,14 +113,14 @@ def parallelize(
         )
     for transform in transforms():
         if transform.wanted(plan):
-            with _in_all_stages(context):
+            with _raise_in_all_stages(context):
                 transform.apply(context)
     materialize()
     return ParallelModel(context, has_weights=initialize or not on_meta)
 
 
 @contextmanager
-def _in_all_stages(context: ParallelContext) -> Iterator[None]:
+def _raise_in_all_stages(context: ParallelContext) -> Iterator[None]:
     """Raise a refusal of one stage on all of them: they hold different parts of the module."""
     staged = context.axes.find(Staged)
     if staged is None:  # before the stages are cut ranks have the same module, and refuse alike

@@ -17,10 +17,10 @@ class RankParameters:
     def __init__(self, context: ParallelContext) -> None:
         self._context, self._module = context, context.root.module
 
-    def iterate_named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def iterate_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that an optimizer updates, under the module's raw names."""
         self._context.hooks.run_release_weights()
-        return self._context.optimizer_params.named_parameters(self._module)
+        return self._context.optimizer_params.iterate_parameters(self._module)
 
     def collect_shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
         """Shards of parameters and persistent buffers by full-model name; names of tied tensors ->
@@ -29,10 +29,10 @@ class RankParameters:
         return self._context.shards()
 
     def collect_trained_shards(self) -> dict[str, LogicalShard]:
-        """Shards of what `iterate_named` gives, which may be less of each parameter than the rank
+        """Shards of what `iterate_parameters` gives, which may be less of each parameter than the rank
         holds."""
         shards, _ = self.collect_shards()
-        for raw_name, part in self._context.optimizer_params.named_shards(self._module):
+        for raw_name, part in self._context.optimizer_params.iterate_shards(self._module):
             name = full_name(raw_name)
             shards[name] = self._context.position.shard(name, part)
         return shards

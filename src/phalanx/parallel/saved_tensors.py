@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.plan.plan import Plan
 
 
-def is_counted(plan: Plan) -> bool:
+def can_count(plan: Plan) -> bool:
     """False where other hooks, or a compiler, take what autograd saves out of sight."""
     return not (plan.recompute != "none" or plan.offload_activations or plan.compile)
 

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.mesh.transfer import fill_on_device
 from phalanx.parallel.expert.router_load import RouterLoads
-from phalanx.parallel.gradients import Held, held_by, own_squares
+from phalanx.parallel.gradients import Held, list_held_blocks, own_squares
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.rank_parameters import RankParameters
 from phalanx.parallel.step_stats import LocalLoss, StepStats
@@ -36,7 +36,7 @@ class StepReducer:
     ) -> StepStats:
         """Gradients become those of sum(loss) / sum(targets), scaled down to `max_norm`."""
         with self._context.traffic.counting():
-            self._context.hooks.run_before_reduce(self._parameters.iterate_named())
+            self._context.hooks.run_before_reduce(self._parameters.iterate_parameters())
         self._loads.reduce()
         with self._phases("optimizer"):
             gradients, squares = self._collect_gradients()
@@ -97,8 +97,8 @@ class StepReducer:
         """(this rank's gradients, its part of the sum of their squares)."""
         if self._held is None:
             shards = self._parameters.collect_trained_shards()
-            self._held = {name: held_by(shard) for name, shard in shards.items()}
-        gradients, squares = own_squares(self._parameters.iterate_named(), self._held)
+            self._held = {name: list_held_blocks(shard) for name, shard in shards.items()}
+        gradients, squares = own_squares(self._parameters.iterate_parameters(), self._held)
         # Of gradients in host memory the host has the number, and a copy of it costs a kernel.
         if squares.device != self._mesh.device:
             squares = fill_on_device((squares.item(),), self._mesh.device)[0]

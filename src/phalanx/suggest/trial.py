@@ -123,7 +123,7 @@ def _adds_up(
         part = copy.deepcopy(home)
         rules = {**texts, "": "replicate" + (f" divide={','.join(counts)}" if counts else "")}
         group = _Alone(name="", rank=rank, size=tp, phases=Phases())
-        tensor_parallel.cut(part, group, parse_rules(rules))
+        tensor_parallel.shard_module(part, group, parse_rules(rules))
         outputs: list[torch.Tensor] = []
         part.get_submodule(row).register_forward_hook(
             lambda part, args, out, outputs=outputs: outputs.append(out)

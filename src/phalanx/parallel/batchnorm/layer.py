@@ -148,7 +148,7 @@ def _per_channel(tensor: torch.Tensor) -> list[int]:
     return [dim for dim in range(tensor.ndim) if dim != 1]
 
 
-def _spread(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _expand_channels(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[C] to [1, C, 1, ...]."""
     return per_channel.view(1, -1, *(1,) * (like.ndim - 2))
 
@@ -206,7 +206,9 @@ class _Normalise(torch.autograd.Function):
         wide = mean.dtype
         dims = _per_channel(input)
         grad = grad_output.to(wide)
-        centred = (input.to(wide) - _spread(mean, input)).mul_(_spread(scale, input))
+        centred = (input.to(wide) - _expand_channels(mean, input)).mul_(
+            _expand_channels(scale, input)
+        )
         grad_bias, grad_weight = grad.sum(dims), (grad * centred).sum(dims)
         grad_input = None
         if ctx.needs_input_grad[0]:
@@ -215,9 +217,9 @@ class _Normalise(torch.autograd.Function):
             means = sums / count
             channels = mean.numel()
             factor = scale if weight is None else scale * weight
-            grad_input = grad - _spread(means[:channels], input)
-            grad_input -= centred.mul_(_spread(means[channels:], input))
-            grad_input = grad_input.mul_(_spread(factor, input)).to(input.dtype)
+            grad_input = grad - _expand_channels(means[:channels], input)
+            grad_input -= centred.mul_(_expand_channels(means[channels:], input))
+            grad_input = grad_input.mul_(_expand_channels(factor, input)).to(input.dtype)
         return (
             grad_input,
             grad_weight if weight is not None else None,

@@ -60,14 +60,14 @@ def _synchronise(name: str, module: _BatchNorm, ranks: Ranks) -> None:
             )
         module.__class__ = AnyDimensions
     else:
-        module.__class__ = _synchronised_class(original)  # type: ignore[arg-type]  # torch's are Any
+        module.__class__ = _derive_synchronised_type(original)  # type: ignore[arg-type]  # torch's are Any
     module._ranks = ranks
     if ranks.all and original.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         module.register_forward_hook(functools.partial(_require_call, name, original.__name__))
 
 
 @functools.cache
-def _synchronised_class(original: type[_BatchNorm]) -> type[_BatchNorm]:
+def _derive_synchronised_type(original: type[_BatchNorm]) -> type[_BatchNorm]:
     bases = (
         original,
         Synchronised,

@@ -77,7 +77,7 @@ def convert(block: nn.Module, *, emulate: bool = False) -> int:
             why=str(error),
             fix="pip install 'phalanx[gpu]', or " + FP8_FIX,
         ) from None
-    suited = [part for part in block.modules() if is_suited(part)]
+    suited = [part for part in block.modules() if has_fp8_widths(part)]
     config: Any = Float8LinearConfig(emulate=emulate)
     convert_to_float8_training(
         block, module_filter_fn=lambda part, name: part in suited, config=config
@@ -85,7 +85,7 @@ def convert(block: nn.Module, *, emulate: bool = False) -> int:
     return len(suited)
 
 
-def is_suited(part: nn.Module) -> bool:
+def has_fp8_widths(part: nn.Module) -> bool:
     """An nn.Linear, and no subclass, which may multiply in its own way, with widths that kernels
     take."""
     return type(part) is nn.Linear and not (

@@ -126,13 +126,13 @@ class _Blockwise(torch.autograd.Function):
         group, mask, grad = ctx.group, (masks[0] if masks else ctx.seen), grad.contiguous()
         grad_q, products = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), Products(q)
 
-        def of_block(owner: int, block_kv: torch.Tensor) -> torch.Tensor:
+        def compute_block_grad(owner: int, block_kv: torch.Tensor) -> torch.Tensor:
             grad_kv = torch.zeros(block_kv.shape, dtype=lse.dtype, device=q.device)
             for block in _blocks(group, owner, block_kv, mask, ctx.window):
                 products.backward(grad, out, lse, block, grad_q, grad_kv)
             return grad_kv
 
-        grad_kv = ctx.carrier(group).gradients(kv, of_block).to(q.dtype)
+        grad_kv = ctx.carrier(group).gradients(kv, compute_block_grad).to(q.dtype)
         return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None, None, None, None
 
 
@@ -156,7 +156,10 @@ def _blocks(
     else:
         for at in range(part.first_query, part.last_query):
             for to in range(part.first_key, part.last_key):
-                starts = (chunks.of(group.rank)[at] * length, chunks.of(owner)[to] * length)
+                starts = (
+                    chunks.list_chunks(group.rank)[at] * length,
+                    chunks.list_chunks(owner)[to] * length,
+                )
                 yield from _blocks_of_chunks(kv, (at * length, to * length), starts, length, mask)
 
 
@@ -235,13 +238,13 @@ class _Gathered:
         self._group = group
 
     def blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        yield from enumerate(self._group.gathered(kv))
+        yield from enumerate(self._group.all_gather(kv))
 
     def gradients(
         self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         rows = torch.stack([of_block(owner, block) for owner, block in self.blocks(kv)])
-        return self._group.scattered_sum(rows)
+        return self._group.reduce_scatter(rows)
 
 
 class _ToHeads(torch.autograd.Function):
@@ -275,11 +278,11 @@ class _ToTokens(torch.autograd.Function):
 
 def _to_heads(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
     rows = x_BHTE.unflatten(1, (group.size, -1)).movedim(1, 0)  # [ranks, B, H / ranks, T, E]
-    arrived = group.exchanged(rows).movedim(0, 2).flatten(2, 3)
+    arrived = group.all_to_all(rows).movedim(0, 2).flatten(2, 3)
     return arrived.index_select(2, group.chunks.order_back(arrived.shape[2], x_BHTE.device))
 
 
 def _to_tokens(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
     ordered = x_BHTE.index_select(2, group.chunks.order(x_BHTE.shape[2], x_BHTE.device))
     rows = ordered.unflatten(2, (group.size, -1)).movedim(2, 0)  # [ranks, B, H / ranks, T, E]
-    return group.exchanged(rows).movedim(0, 1).flatten(1, 2)
+    return group.all_to_all(rows).movedim(0, 1).flatten(1, 2)

@@ -53,7 +53,7 @@ class Chunks:
     def count(self) -> int:
         return self.size * self.per_rank
 
-    def of(self, rank: int) -> tuple[int, ...]:
+    def list_chunks(self, rank: int) -> tuple[int, ...]:
         """The numbers of a rank's chunks, ascending."""
         return (rank, 2 * self.size - 1 - rank) if self.balance == "zigzag" else (rank,)
 
@@ -83,7 +83,7 @@ class Chunks:
         stand, in its order."""
         return _order(self, num_tokens, device or torch.device("cpu"))[1]
 
-    def _made_places(self, rank: int, num_tokens: int, device: torch.device) -> torch.Tensor:
+    def _compute_places(self, rank: int, num_tokens: int, device: torch.device) -> torch.Tensor:
         if num_tokens % self.count:
             raise LayoutError(
                 f"sequences of {num_tokens} tokens cannot be cut into {self.count} equal chunks for"
@@ -91,7 +91,7 @@ class Chunks:
                 fix=f"nearest: {multiples_near(num_tokens, self.count)} tokens",
             )
         length = num_tokens // self.count
-        chunks = self.of(rank)
+        chunks = self.list_chunks(rank)
         return torch.cat(
             [torch.arange(c * length, (c + 1) * length, device=device) for c in chunks]
         )
@@ -113,8 +113,8 @@ class Chunks:
 
         pairs = [
             (at, to)
-            for at, query in enumerate(self.of(query_rank))
-            for to, key in enumerate(self.of(key_rank))
+            for at, query in enumerate(self.list_chunks(query_rank))
+            for to, key in enumerate(self.list_chunks(key_rank))
             if sees(query, key)
         ]
         if not pairs:
@@ -127,7 +127,7 @@ class Chunks:
 @functools.lru_cache(maxsize=KEPT)
 def _places(chunks: Chunks, rank: int, num_tokens: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):  # a backward of later steps may keep it
-        return chunks._made_places(rank, num_tokens, device)
+        return chunks._compute_places(rank, num_tokens, device)
 
 
 @functools.lru_cache(maxsize=KEPT)

@@ -59,7 +59,7 @@ class ContextGroup:
 
         return wait
 
-    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[ranks, ...]: everyone's."""
         rows = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
         rows[self.rank] = tensor
@@ -68,7 +68,7 @@ class ContextGroup:
             gather_rows(rows, self.group)
         return rows
 
-    def scattered_sum(self, rows: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of this rank's row of `rows` [ranks, ...], which is spent."""
         self.sent_bytes += rows[0].nbytes * (self.size - 1)
         with self.phases("collective", "reduce_scatter gradients of keys and values"):
@@ -78,7 +78,7 @@ class ContextGroup:
             dist.reduce_scatter_tensor(rank_rows, rows, group=self.group)
             return rank_rows
 
-    def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         """[ranks, ...]: of each rank the row that it has for this one."""
         rows = rows.contiguous()
         arrived = torch.empty_like(rows)
@@ -87,7 +87,7 @@ class ContextGroup:
             dist.all_to_all_single(arrived, rows, group=self.group)
         return arrived
 
-    def from_last(self, value: torch.Tensor) -> torch.Tensor:
+    def broadcast_last(self, value: torch.Tensor) -> torch.Tensor:
         """Return the value of the rank with the last token, on every rank, on the device where
         `value` is."""
         sent = (

@@ -171,7 +171,7 @@ class ContextSequences:
     padding: int = 0
 
     def total(self, counts_BE: torch.Tensor) -> torch.Tensor:
-        return self.group.gathered(counts_BE.contiguous()).sum(0)
+        return self.group.all_gather(counts_BE.contiguous()).sum(0)
 
     def length(self, num_tokens: int) -> int:
         return num_tokens * self.group.size - self.padding
@@ -184,17 +184,19 @@ class ContextSequences:
         rank_choices = chosen_BTE.unflatten(
             1, (chunks.per_rank, -1)
         )  # [B, chunks of a rank, tokens of a chunk, E]
-        counts = self.group.gathered(
+        counts = self.group.all_gather(
             rank_choices.sum(2).contiguous()
         )  # [ranks, B, chunks of a rank, E]
         number = {
-            chunk: (r, at) for r in range(chunks.size) for at, chunk in enumerate(chunks.of(r))
+            chunk: (r, at)
+            for r in range(chunks.size)
+            for at, chunk in enumerate(chunks.list_chunks(r))
         }
         in_order = torch.stack(
             [counts[r, :, at] for r, at in (number[chunk] for chunk in range(chunks.count))], dim=1
         )
         earlier = in_order.cumsum(1) - in_order
-        before = torch.stack([earlier[:, chunk] for chunk in chunks.of(rank)], dim=1)
+        before = torch.stack([earlier[:, chunk] for chunk in chunks.list_chunks(rank)], dim=1)
         return (rank_choices.cumsum(2) - rank_choices + before[:, :, None]).flatten(1, 2)
 
 
@@ -205,7 +207,7 @@ class SequenceSplit:
     group: ContextGroup
     sequences: ContextSequences
 
-    def cut(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def split_batch(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's tokens of `batch` [B, T], with their positions in the sequence. document_ids
         stay whole: masks are of all of them.
 
@@ -231,7 +233,7 @@ class SequenceSplit:
         }
 
     @contextmanager
-    def padded(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    def padding(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """A batch of inputs alone of any length, with a document of its own before it, so that it
         divides.
 

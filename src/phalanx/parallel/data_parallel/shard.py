@@ -28,7 +28,7 @@ from phalanx.mesh.compat import (
 )
 from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
 from phalanx.parallel.batchnorm.layer import differing_buffers
-from phalanx.parallel.data_parallel.unsharded_params import kept_whole
+from phalanx.parallel.data_parallel.unsharded_params import find_whole_parameters
 from phalanx.parallel.expert.transform import SeparateExperts
 from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
@@ -47,9 +47,9 @@ class DpShard:
         axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
         low = context.compute_dtype is not torch.float32
         experts, staged = context.axes.find(SeparateExperts), context.axes.find(Staged)
-        unsharded = kept_whole(context.root.module, options.keep_whole_below)
+        unsharded = find_whole_parameters(context.root.module, options.keep_whole_below)
         unsharded -= set(experts.parameters() if experts is not None else ())
-        groups = _units(_self_contained(context), options.blocks_per_unit)
+        groups = _units(_find_separable_blocks(context), options.blocks_per_unit)
         # A model may say that its blocks get activations in the compute type already: casting what
         # is left would only round what must stay wide (rotary tables). Other modules keep autocast
         # as well, as under DDP. What stays whole is not cast by FSDP either, and meets cast
@@ -129,7 +129,7 @@ def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None
             unit.unshard()
 
     @contextmanager
-    def keep_gathered(is_last: bool) -> Iterator[None]:
+    def keep_weights(is_last: bool) -> Iterator[None]:
         root.set_requires_gradient_sync(False)
         root.set_is_last_backward(False)
         root.set_reshard_after_backward(False)
@@ -144,7 +144,7 @@ def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None
         root.set_reshard_after_backward(True)
         finish_backward(root)
 
-    context.hooks.around_microbatch.append(keep_gathered)
+    context.hooks.around_microbatch.append(keep_weights)
     context.hooks.gather_weights.append(gather)
     context.hooks.release_weights.append(functools.partial(_release, units))
     # FSDP accumulates in a hook of the backward, which never ran for gradients made by hand.
@@ -176,7 +176,7 @@ def _prefetch(units: list[Any], depth: int) -> None:
         unit.set_modules_to_backward_prefetch(before[::-1])
 
 
-def _self_contained(context: ParallelContext) -> list[nn.Module]:
+def _find_separable_blocks(context: ParallelContext) -> list[nn.Module]:
     """The blocks that share no parameter with anything outside; the others stay in the root's unit.
 
     A unit gathers and frees its parameters alone, so a parameter can belong to one unit only.

@@ -19,7 +19,7 @@ from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
 
-def kept_whole(module: nn.Module, below: int) -> set[nn.Parameter]:
+def find_whole_parameters(module: nn.Module, below: int) -> set[nn.Parameter]:
     """Parameters that FSDP leaves unsharded: small ones, single numbers, and tensors that do not
     lie in the order of their dimensions, which it cannot split."""
     return {

@@ -159,13 +159,13 @@ _COUNTED: dict[type[_DropoutNd], type[_Counted]] = {
 
 def _count(name: str, module: _DropoutNd, dropout_rng: DropoutRng, *, rows_dim: int) -> None:
     """Change the class of `module` in place."""
-    module.__class__ = _counted_class(type(module))  # type: ignore[arg-type]  # torch's classes are Any
+    module.__class__ = _derive_counting_type(type(module))  # type: ignore[arg-type]  # torch's classes are Any
     assert isinstance(module, _Counted)
     module._dropout_rng, module._name, module._rows_dim = dropout_rng, name, rows_dim
 
 
 @functools.cache
-def _counted_class(original: type[_DropoutNd]) -> type[_Counted]:
+def _derive_counting_type(original: type[_DropoutNd]) -> type[_Counted]:
     if original in _COUNTED:
         return _COUNTED[original]
     counted = next(_COUNTED[known] for known in original.__mro__ if known in _COUNTED)

@@ -46,7 +46,9 @@ class RouterLoads:
         return any(getattr(router, "bias", None) is not None for router in self.routers.values())
 
     @classmethod
-    def of(cls, module: nn.Module, mesh: Mesh, phases: Phases, *, expected: bool) -> RouterLoads:
+    def collect(
+        cls, module: nn.Module, mesh: Mesh, phases: Phases, *, expected: bool
+    ) -> RouterLoads:
         """`expected`: a stage of the model may have routers.
 
         Collective: ranks whose stages have none open the group, too, for torch counts the groups

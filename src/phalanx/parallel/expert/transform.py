@@ -59,7 +59,9 @@ class ExpertParallel:
         cuts: dict[str, Cut] = {}
         for name, part in mixtures.items():
             part.dispatch = BetweenRanks(group)
-            cuts |= _cut(part.experts, f"{name}.experts", group, context.cuts, tp=layout.tp)
+            cuts |= _split_experts(
+                part.experts, f"{name}.experts", group, context.cuts, tp=layout.tp
+            )
         context.cuts.update(cuts)
         axes = ("dp_replicate", "expert_shard") if layout.dp_replicate > 1 else ("expert_shard",)
         modules = tuple(part.experts for part in mixtures.values())
@@ -112,7 +114,7 @@ def _require_possible(plan: Plan) -> None:
         )
 
 
-def _cut(
+def _split_experts(
     experts: nn.Module, prefix: str, group: ExpertGroup, cuts: Any, *, tp: int
 ) -> dict[str, Cut]:
     """Every parameter [E, ...] of `experts` becomes this rank's [E / P, ...]."""
@@ -183,7 +185,7 @@ class ExpertGroup:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def exchanged_counts(self, counts_PE: torch.Tensor) -> torch.Tensor:
+    def exchange_counts(self, counts_PE: torch.Tensor) -> torch.Tensor:
         """[P, E / P]: how many rows for each of another rank's experts -> how many of each rank
         for each of its own."""
         arrived = torch.empty_like(counts_PE)
@@ -192,7 +194,7 @@ class ExpertGroup:
             dist.all_to_all_single(arrived, counts_PE.contiguous(), group=self.group)
         return arrived
 
-    def exchanged(
+    def exchange_rows(
         self, rows_RD: torch.Tensor, to: Sequence[int], of: Sequence[int]
     ) -> torch.Tensor:
         """The first to[0] rows go to rank 0, and so on; of[0] rows of rank 0 come first in what
@@ -218,7 +220,7 @@ class BetweenRanks:
     def __call__(self, x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Rows) -> torch.Tensor:
         size = self.group.size
         counts_PE = counts_E.view(size, -1)
-        arrived_PE = self.group.exchanged_counts(counts_PE)
+        arrived_PE = self.group.exchange_counts(counts_PE)
         # All that the host must know of the counts, in one read: a GPU is waited for once.
         sent_counts, arrived_counts = torch.stack((counts_PE, arrived_PE)).tolist()
         sent, received = [sum(row) for row in sent_counts], [sum(row) for row in arrived_counts]
@@ -247,12 +249,12 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, to: list[int], of: list[int], group: ExpertGroup
     ) -> torch.Tensor:
         ctx.to, ctx.of, ctx.group = to, of, group
-        return group.exchanged(rows, to, of)
+        return group.exchange_rows(rows, to, of)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.group.exchanged(grad, ctx.of, ctx.to), None, None, None
+        return ctx.group.exchange_rows(grad, ctx.of, ctx.to), None, None, None
 
 
 parallelism = ExpertParallel()

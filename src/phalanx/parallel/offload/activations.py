@@ -61,12 +61,12 @@ class CopyStream:
     def run(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def after_computation(self) -> None:
+    def wait_for_computation(self) -> None:
         """Let later copies see what was computed so far."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def before_computation(self, event: torch.cuda.Event | None) -> None:
+    def hold_computation(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -115,7 +115,7 @@ class OffloadPass:
         if not self._is_offloadable(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        offloaded = self._find_offloaded(storage, tensor._version) or self._offload(
+        offloaded = self._find_copy(storage, tensor._version) or self._offload(
             storage, tensor._version
         )
         offloaded.num_left += 1
@@ -128,7 +128,7 @@ class OffloadPass:
             return packed
         offloaded = packed.offloaded
         self._fetch(offloaded)
-        self._copy_stream.before_computation(offloaded.arrived)
+        self._copy_stream.hold_computation(offloaded.arrived)
         back = offloaded.back
         assert back is not None
         self._fetch_before(offloaded)
@@ -149,9 +149,7 @@ class OffloadPass:
             and not is_weight(tensor)
         )
 
-    def _find_offloaded(
-        self, storage: torch.UntypedStorage, version: int
-    ) -> OffloadedStorage | None:
+    def _find_copy(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage | None:
         owner, then, offloaded = self._known.get(storage.data_ptr(), (None, 0, None))
         if owner is None or offloaded is None or owner() is None or then != version:
             return None
@@ -160,7 +158,7 @@ class OffloadPass:
     def _offload(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-        self._copy_stream.after_computation()
+        self._copy_stream.wait_for_computation()
         with self._copy_stream.run():
             host.copy_(flat, non_blocking=True)
         if self._copy_stream.stream is not None:

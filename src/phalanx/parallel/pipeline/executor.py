@@ -27,7 +27,7 @@ from phalanx.parallel.pipeline.stage_memory import StageMemory
 from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.saved_tensors import is_counted
+from phalanx.parallel.saved_tensors import can_count
 from phalanx.plan.pipeline.messages import Messages, P2PMessage, output_of, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
@@ -64,7 +64,7 @@ class PipelineExecutor:
     _messages: dict[tuple[str, int], Messages] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._memory = StageMemory(is_counted=is_counted(self.context.plan))
+        self._memory = StageMemory(can_count=can_count(self.context.plan))
         self._tensor_group = self.context.axes.find(TensorGroup)
 
     @property
@@ -102,7 +102,7 @@ class PipelineExecutor:
                     queue.start_receives(index)
                     self._run_action(action, queue, microbatches, objective, step, add)
             with self.context.phases("pipeline", "settle sends"):
-                queue.wait_sent()
+                queue.wait_for_sends()
         self.is_under_way = False
         assert not self._saved, "a schedule that was checked leaves nothing"
         assert not self._deferred.num_due, "nor does it leave a W"
@@ -146,18 +146,18 @@ class PipelineExecutor:
         output: torch.Tensor | None = None
         if action.kind == "F":
             stage_input = self._receive(queue, action, is_gradient=False)
-            with self._timed(action, "forward"):
+            with self._time_action(action, "forward"):
                 output = self._run_forward(
                     action, stage_input, microbatches[action.microbatch], objective, step, add
                 )
         elif action.kind == "W":
-            with self._timed(action, "backward"):
+            with self._time_action(action, "backward"):
                 self._deferred.run((action.stage, action.microbatch))
                 self.context.hooks.run_after_weight_grads()
         else:
             gradient = self._receive(queue, action, is_gradient=True)
             self._set_num_tokens(microbatches[action.microbatch])  # a recomputation asks
-            with self._timed(action, "backward"):
+            with self._time_action(action, "backward"):
                 output = self._run_backward(action, gradient)
         message = output_of(action, self.staged.pipeline.num_stages)
         if message is not None:
@@ -177,7 +177,7 @@ class PipelineExecutor:
             return queue.receive(message)
 
     @contextmanager
-    def _timed(self, action: Action, phase: str) -> Iterator[None]:
+    def _time_action(self, action: Action, phase: str) -> Iterator[None]:
         clock = self.context.phases.clock
         start = clock.mark()
         with self.context.phases(phase, str(action)):
@@ -326,7 +326,7 @@ class PipelineExecutor:
                     outcome[action.microbatch] = output
                 else:
                     queue.send(message, output.detach())
-            queue.wait_sent()
+            queue.wait_for_sends()
             self.is_under_way = False
             yield from outcome
 

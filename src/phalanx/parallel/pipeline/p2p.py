@@ -25,10 +25,6 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype)
-
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
@@ -141,10 +137,10 @@ class P2PQueue:
             self._start_receive(source)
         work, buffer = self._receiving.pop(message)
         work.wait()
-        self._release_sent(source, self._messages.made_at[message])
+        self._release_messages(source, self._messages.made_at[message])
         return buffer
 
-    def _release_sent(self, target: int, place: int) -> None:
+    def _release_messages(self, target: int, place: int) -> None:
         """`target` has made something at `place` of its row: what it needed until then has arrived.
 
         Without this a step would hold all that it ever sent, however few microbatches are in
@@ -158,7 +154,7 @@ class P2PQueue:
                 unfinished.append((message, work, tensor))
         self._sent[target] = unfinished
 
-    def wait_sent(self) -> None:
+    def wait_for_sends(self) -> None:
         """At the end: all that was sent has left."""
         for sent in self._sent.values():
             for _, work, _ in sent:

@@ -51,18 +51,18 @@ def infer_shapes(
 
     def compute_and_check(stage: int, arrived: torch.Tensor | None) -> Any:
         output = compute(stage, arrived)
-        _require_unmoved(module, buffers_before)
+        _require_same_state(module, buffers_before)
         return output
 
     try:
-        with torch.no_grad(), _preserved_rng(stage_group.device):
+        with torch.no_grad(), _preserve_rng(stage_group.device):
             return _run_stages(stage_group, rank_of_stage, compute_and_check, group)
     finally:
         for part, is_training in modes:
             part.training = is_training
 
 
-def _require_unmoved(module: nn.Module, buffers_before: Mapping[str, torch.Tensor]) -> None:
+def _require_same_state(module: nn.Module, buffers_before: Mapping[str, torch.Tensor]) -> None:
     for name, buffer in _persistent_buffers(module):
         if name in buffers_before and _are_different(buffer, buffers_before[name]):
             own_name = full_name(name).removeprefix("module.")  # of the user's, inside of the root
@@ -99,7 +99,7 @@ def raise_first_refusal(stage_group: StageGroup, refusal: PhalanxError | None) -
 
 
 @contextmanager
-def _preserved_rng(device: torch.device) -> Iterator[None]:
+def _preserve_rng(device: torch.device) -> Iterator[None]:
     """Whatever a user's forward draws inside, training draws as if it had not been."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:

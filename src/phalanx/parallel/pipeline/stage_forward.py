@@ -130,7 +130,7 @@ class StageForward:
         self._blocks.append(block)
         block_type = type(block)
         if block_type not in self._classes:
-            self._classes[block_type] = _intercepted_class(block_type)
+            self._classes[block_type] = _derive_intercepting_type(block_type)
         block.__dict__["_phalanx_stage_forward"] = functools.partial(
             self._call, index, functools.partial(block_type.__call__, block)
         )
@@ -201,7 +201,7 @@ class StageForward:
             )
         window.num_called += 1
 
-    def require_all_called(self) -> None:
+    def require_all_calls(self) -> None:
         """When a forward has returned that no later stage goes on with."""
         window = self.window
         if window is not None and window.num_called < self.num_blocks:
@@ -236,7 +236,7 @@ class StageForward:
             and value.is_floating_point()
             and bool(value.isnan().any())
         ):
-            if self._has_diverged(self.window.arrived):
+            if self._is_divergent(self.window.arrived):
                 return
             raise LayoutError(
                 f"{what} depends on what comes before the blocks, which stage {self.window.stage}"
@@ -245,7 +245,7 @@ class StageForward:
                 fix="compute it from the inputs inside of each block, or do without parallel.pp",
             )
 
-    def _has_diverged(self, arrived: torch.Tensor) -> bool:
+    def _is_divergent(self, arrived: torch.Tensor) -> bool:
         """True if what arrived, or a weight, is not finite: training has diverged, and a NaN
         says nothing about the model."""
         tensors = (
@@ -333,7 +333,7 @@ class _Arrival(torch.autograd.Function):
         return gradient
 
 
-def _intercepted_class(own: type[nn.Module]) -> type[nn.Module]:
+def _derive_intercepting_type(own: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._phalanx_stage_forward(*args, **kwargs)
 
@@ -370,7 +370,9 @@ def release_block(
                 setattr(
                     part,
                     key,
-                    Placeholder.of(tensor.detach(), full, stage_forward, device, in_block=True),
+                    Placeholder.stand_for(
+                        tensor.detach(), full, stage_forward, device, in_block=True
+                    ),
                 )
     block.__dict__[_RELEASED] = dict(block._modules)
     block._modules.clear()
@@ -387,7 +389,7 @@ class Placeholder(torch.Tensor):
     _in_block: bool
 
     @staticmethod
-    def of(
+    def stand_for(
         tensor: torch.Tensor,
         name: str,
         stage_forward: StageForward,

@@ -12,12 +12,12 @@ class StageMemory:
     """Counts what the first forward of each stage saves, and how much of it was there at once.
 
     `saved_bytes`: the most at one time, over all steps; None before the first, and where
-    `is_counted` is False.
+    `can_count` is False.
     """
 
-    def __init__(self, *, is_counted: bool) -> None:
+    def __init__(self, *, can_count: bool) -> None:
         self.saved_bytes: int | None = None
-        self._is_counted = is_counted
+        self._is_counted = can_count
         self._bytes_of: dict[int, int] = {}  # by stage, of one microbatch
 
     @contextmanager

@@ -99,7 +99,7 @@ def _run_stage(
         output = forward(args, kwargs, then)
     except StageBoundary as end:
         return end.hidden if end.hidden._base is None else end.hidden.clone()  # FSDP hooks no views
-    stage_forward.require_all_called()
+    stage_forward.require_all_calls()
     return output
 
 
@@ -258,7 +258,11 @@ class Holding:
                 if parameter is None or rank in self.ranks_of(name):
                     continue
                 del part._parameters[key]
-                setattr(part, key, Placeholder.of(parameter.detach(), name, stage_forward, device))
+                setattr(
+                    part,
+                    key,
+                    Placeholder.stand_for(parameter.detach(), name, stage_forward, device),
+                )
                 stripped[owner] += 1
             if (
                 rank != self._pipeline.rank_of_stage[0]

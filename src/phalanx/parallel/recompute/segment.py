@@ -120,7 +120,7 @@ class _SegmentForward:
         leaves, structure = tree_flatten((args, kwargs))
         saved: list[torch.Tensor] = []
         inputs = [
-            self._described_input(leaf, saved) if isinstance(leaf, torch.Tensor) else leaf
+            self._describe_input(leaf, saved) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         ]
         device = next(
@@ -136,7 +136,7 @@ class _SegmentForward:
         self.last_outputs = [(tensor.detach(), tensor._version) for tensor in tensors]
         return outputs
 
-    def _described_input(
+    def _describe_input(
         self, tensor: torch.Tensor, kept: list[torch.Tensor]
     ) -> _OutputOfPrevious | _KeptInput:
         for index, (before, version) in enumerate(self.last_outputs):
@@ -267,7 +267,7 @@ def _capture_ambient(device: torch.device) -> Callable[[], AbstractContextManage
     caches = torch.is_autocast_cache_enabled()
 
     @contextmanager
-    def restored() -> Iterator[None]:
+    def restore() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             torch.set_rng_state(random)
@@ -277,4 +277,4 @@ def _capture_ambient(device: torch.device) -> Callable[[], AbstractContextManage
                 stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
             yield
 
-    return restored
+    return restore

@@ -43,10 +43,10 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
     stage does."""
     staged = context.axes.find(Staged)
     if staged is None:
-        yield from planned_segments(context.plan, len(context.blocks))
+        yield from find_segments(context.plan, len(context.blocks))
         return
     pipeline, numbers = staged.pipeline, context.block_numbers
-    planned = planned_segments(context.plan, sum(pipeline.stages.num_blocks))
+    planned = find_segments(context.plan, sum(pipeline.stages.num_blocks))
     for stage in staged.own_stages:
         stage_start, end = pipeline.stages.ranges[stage]
         if stage_start == end:
@@ -66,7 +66,7 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
             yield Segment(first + segment.start, first + segment.stop, segment.mode)
 
 
-def planned_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
+def find_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
     """Segments of the plan; for a module with other blocks than were planned for, those that the
     mode means."""
     num_planned = plan.model_shape.num_layers

@@ -35,11 +35,11 @@ class WholeMasks:
         self._hooks += [
             modules[name].register_forward_pre_hook(self._closes(name)) for name in rows
         ]
-        self._hooks.append(module.register_forward_hook(self._done))
+        self._hooks.append(module.register_forward_hook(self._stop_watching))
 
     def require(self, name: str) -> None:
         if self._is_watching and (self._cuts_sequence or self._open):
-            raise parts_dropped(name)
+            raise partial_dropout_error(name)
 
     def _opens(self, name: str) -> Any:
         return lambda *_: self._open.add(name)
@@ -49,7 +49,7 @@ class WholeMasks:
 
         def close(*_: object) -> None:
             shared = {
-                column: _num_shared(column.split("."), name.split(".")) for column in self._open
+                column: _count_common(column.split("."), name.split(".")) for column in self._open
             }
             self._open -= {
                 column for column, length in shared.items() if length == max(shared.values())
@@ -57,7 +57,7 @@ class WholeMasks:
 
         return close
 
-    def _done(self, module: nn.Module, *_: object) -> None:
+    def _stop_watching(self, module: nn.Module, *_: object) -> None:
         if module.training:
             self._is_watching = (
                 False  # recomputed parts of a forward, which stop midway, are not followed
@@ -66,7 +66,7 @@ class WholeMasks:
                 hook.remove()
 
 
-def _num_shared(path: list[str], other: list[str]) -> int:
+def _count_common(path: list[str], other: list[str]) -> int:
     """Number of leading parts that two dotted names share."""
     return next(
         (i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b),
@@ -74,7 +74,7 @@ def _num_shared(path: list[str], other: list[str]) -> int:
     )
 
 
-def parts_dropped(name: str) -> LayoutError:
+def partial_dropout_error(name: str) -> LayoutError:
     return LayoutError(
         f"dropout of {name} is where ranks of tp have parts of the activations",
         fix=(

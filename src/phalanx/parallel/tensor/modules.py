@@ -61,7 +61,7 @@ def _product(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Te
     return linear(x, weight) if getattr(part, SPLITS, False) else F.linear(x, weight)
 
 
-def leave_unsummed(part: nn.Module, name: str, size: int) -> None:
+def skip_sum(part: nn.Module, name: str, size: int) -> None:
     """Each rank multiplies its features, and a region around adds up what ranks have made."""
     if getattr(part, "bias", None) is not None:
         raise LayoutError(
@@ -229,7 +229,7 @@ class Outputs:
                 fix='give a head of tokens "vocab"; "column gather" puts other features together',
             )
         if logits is not None:
-            return self._tagged(module, logits, outputs)
+            return self._tag_logits(module, logits, outputs)
         head = getattr(outputs, "head_VD", None)
         if head is None:
             if self._group.cuts_sequence and not self._is_whole(outputs):
@@ -263,7 +263,9 @@ class Outputs:
         ]
         return bool(tensors) and all(t.shape[SEQUENCE] == self._group.num_tokens for t in tensors)
 
-    def _tagged(self, module: nn.Module, logits: torch.Tensor, outputs: Any) -> VocabularyLogits:
+    def _tag_logits(
+        self, module: nn.Module, logits: torch.Tensor, outputs: Any
+    ) -> VocabularyLogits:
         if outputs is not logits:
             raise LayoutError(
                 f"{type(module).__name__} does not return its head's logits as they are",

@@ -30,7 +30,7 @@ from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
 from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.tensor import modules as tp_modules
-from phalanx.parallel.tensor.dropout import WholeMasks, parts_dropped
+from phalanx.parallel.tensor.dropout import WholeMasks, partial_dropout_error
 from phalanx.parallel.tensor.grad_sync import PartialGradients
 from phalanx.parallel.tensor.overlap import overlap_columns
 from phalanx.parallel.tensor.shape_errors import OpenColumn, misfit
@@ -114,7 +114,7 @@ def _cuts_sequence(module: nn.Module, plan: Plan) -> bool:
     return can if plan.sequence_parallel is None else plan.sequence_parallel
 
 
-def cut(module: nn.Module, group: TensorGroup, rules: Sequence[Rule]) -> dict[str, Cut]:
+def shard_module(module: nn.Module, group: TensorGroup, rules: Sequence[Rule]) -> dict[str, Cut]:
     """Cut a module in place, for one rank of `group`."""
     surgery = _Surgery(module, group, rules)
     surgery.operate()
@@ -201,7 +201,7 @@ class _Surgery:
                 continue
             is_unseen = plan.compile and self._region_of(f"{name}.p") is not None
             if plan.dropout != "global" or cuts_sequence or is_unseen:
-                raise parts_dropped(f"{name} ({part.p:g})")
+                raise partial_dropout_error(f"{name} ({part.p:g})")
         if plan.dropout == "global" and not plan.compile:
             cut = {
                 kind: [n for n, r in self._rules.items() if r.kind == kind and not r.gather]
@@ -266,8 +266,8 @@ class _Surgery:
 
     def _column(self, name: str, part: nn.Module, rule: Rule) -> None:
         spans = self._spans(rule, tp_modules.num_outputs(part), name)
-        self._cut(name, part, "weight", output_dim(part), spans)
-        self._cut(name, part, "bias", 0, spans)
+        self._shard(name, part, "weight", output_dim(part), spans)
+        self._shard(name, part, "bias", 0, spans)
         tp_modules.set_outputs(part, _length(spans))
         if self._region_of(name) is None:
             part.register_forward_pre_hook(
@@ -291,9 +291,9 @@ class _Surgery:
 
     def _row(self, name: str, part: nn.Module, rule: Rule) -> None:
         spans = self._spans(rule, tp_modules.num_inputs(part), name)
-        self._cut(name, part, "weight", input_dim(part), spans)
+        self._shard(name, part, "weight", input_dim(part), spans)
         if rule.unsummed:
-            tp_modules.leave_unsummed(part, name, _length(spans))
+            tp_modules.skip_sum(part, name, _length(spans))
         else:
             tp_modules.make_row(part, name, self.group, _length(spans))
 
@@ -305,8 +305,8 @@ class _Surgery:
             )
         first, hidden = first_of_stack(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
         require_parts(rule, name, classify_module(part, is_attention=False))
-        self._cut(name, part, first, 1, self._spans(rule, getattr(part, first).shape[1], name))
-        self._cut(
+        self._shard(name, part, first, 1, self._spans(rule, getattr(part, first).shape[1], name))
+        self._shard(
             name,
             part,
             "down_proj",
@@ -327,8 +327,8 @@ class _Surgery:
             for r in range(self.group.size)
         ]
         vocabulary = Vocabulary(self.group, tuple(sizes))
-        self._cut(name, part, "weight", 0 if is_embedding else output_dim(part), spans)
-        self._cut(name, part, "bias", 0, spans)
+        self._shard(name, part, "weight", 0 if is_embedding else output_dim(part), spans)
+        self._shard(name, part, "bias", 0, spans)
         if is_embedding:
             tp_modules.make_embedding(part, name, vocabulary)
         else:
@@ -361,12 +361,14 @@ class _Surgery:
 
     # Parameters
 
-    def _cut(self, owner: str, part: nn.Module, key: str, dim: int, spans: Sequence[Span]) -> None:
+    def _shard(
+        self, owner: str, part: nn.Module, key: str, dim: int, spans: Sequence[Span]
+    ) -> None:
         parameter = getattr(part, key, None)
         if parameter is None:
             return
         name = f"{owner}.{key}"
-        cut = _cut_of(tuple(parameter.shape), dim, spans)
+        cut = _build_cut_boxes(tuple(parameter.shape), dim, spans)
         replacement = next(
             (entry for old, entry in self._replaced.items() if old is parameter), None
         )
@@ -398,7 +400,7 @@ def _length(spans: Sequence[Span]) -> int:
     return sum(span.size for span in spans)
 
 
-def _cut_of(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Cut:
+def _build_cut_boxes(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Cut:
     return Cut(shape, tuple(_boxes(shape, dim, spans)))
 
 
