@@ -88,7 +88,8 @@ class LossNormalizer:
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def undo(self, num_targets: float, num_ranks: int) -> float:
-        """The factor that makes gradients, the mean over `num_ranks`, those of the loss per target."""
+        """The factor that makes gradients, a mean over `num_ranks`, those of the loss per
+        target."""
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         return num_ranks * self.constant / num_targets / scale
 

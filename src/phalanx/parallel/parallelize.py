@@ -56,44 +56,13 @@ def parallelize(
     hold the same weights on every rank (build it from the same seed). It is changed in place.
     Raises LayoutError for a module that the plan cannot be applied to.
     """
-    if plan.layout.world_size != mesh.world_size:
-        raise LayoutError(
-            f"the plan is for {plan.layout.world_size} ranks and the mesh has {mesh.world_size}"
-        )
-    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
-    if lazy:
-        raise LayoutError(
-            f"the shape of {lazy[0]} is not known yet: {type(module).__name__} is lazy",
-            fix="call it once with a sample in your factory, or use the layer that is not lazy",
-        )
+    _require_suitable(module, plan, mesh)
     on_meta = any(p.is_meta for p in module.parameters())
-    if on_meta and not hasattr(module, "initialize"):
-        raise LayoutError(
-            f"{type(module).__name__} is on the meta device and cannot fill itself",
-            fix="give it initialize(shards, seed) or build it with real weights",
-        )
     root = Root(module)
     if not on_meta:
         mesh.require_agreement({"initial weights of your module": _fingerprint(module)})
         root.to(mesh.device)
-    done = not on_meta
-
-    def materialize() -> None:
-        nonlocal done
-        if done:
-            return
-        done = True
-        _allocate(root, mesh.device, parameters_on_host=plan.data_parallel.parameters_on_host)
-        shards, _ = context.shards()
-        with torch.no_grad():
-            if (
-                not initialize
-            ):  # a pipeline rehearses with them: what memory held before might be refused as NaN
-                for shard in shards.values():
-                    shard.tensor.zero_()
-                return
-            module.initialize(shards, plan.seed if seed is None else seed)  # type: ignore[operator]
-
+    seed = plan.seed if seed is None else seed
     context = ParallelContext(
         root=root,
         plan=plan,
@@ -101,10 +70,11 @@ def parallelize(
         phases=phases or Phases(),
         blocks=find_blocks(module),
         outer=root,
-        materialize=materialize,
         names=frozenset(full_name(name) for name, _ in module.named_modules()),
-        dropout_rng=DropoutRng(plan.seed if seed is None else seed),
+        dropout_rng=DropoutRng(seed),
     )
+    if on_meta:
+        context.materialize = _Materialization(context, seed if initialize else None).run
     context.block_numbers = tuple(range(len(context.blocks)))
     if not context.blocks and (plan.recompute != "none" or plan.compile):
         raise LayoutError(
@@ -115,8 +85,54 @@ def parallelize(
         if transform.wanted(plan):
             with _raise_in_all_stages(context):
                 transform.apply(context)
-    materialize()
+    context.materialize()
     return ParallelModel(context, has_weights=initialize or not on_meta)
+
+
+def _require_suitable(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Raises LayoutError for a mesh of other ranks, and for a module without shapes or weights."""
+    name = type(module).__name__
+    if plan.layout.world_size != mesh.world_size:
+        raise LayoutError(
+            f"the plan is for {plan.layout.world_size} ranks and the mesh has {mesh.world_size}"
+        )
+    for parameter_name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise LayoutError(
+                f"the shape of {parameter_name} is not known yet: {name} is lazy",
+                fix="call it once with a sample in your factory, or use the layer that is not lazy",
+            )
+    on_meta = any(parameter.is_meta for parameter in module.parameters())
+    if on_meta and not hasattr(module, "initialize"):
+        raise LayoutError(
+            f"{name} is on the meta device and cannot fill itself",
+            fix="give it initialize(shards, seed) or build it with real weights",
+        )
+
+
+class _Materialization:
+    """Gives a module on the meta device memory and values, once: each transform that needs real
+    tensors asks for it, and the last of all if none did. `seed` None: zeros."""
+
+    def __init__(self, context: ParallelContext, seed: int | None) -> None:
+        self._context, self._seed = context, seed
+        self._is_done = False
+
+    def run(self) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        root, mesh = self._context.root, self._context.mesh
+        on_host = self._context.plan.data_parallel.parameters_on_host
+        _allocate(root, mesh.device, parameters_on_host=on_host)
+        shards, _ = self._context.shards()
+        with torch.no_grad():
+            if self._seed is not None:
+                root.module.initialize(shards, self._seed)  # type: ignore[operator]
+                return
+            # Not what memory held before: a pipeline rehearses with these, and might find a NaN.
+            for shard in shards.values():
+                shard.tensor.zero_()
 
 
 @contextmanager

@@ -29,8 +29,8 @@ class RankParameters:
         return self._context.shards()
 
     def collect_trained_shards(self) -> dict[str, LogicalShard]:
-        """Shards of what `iterate_parameters` gives, which may be less of each parameter than the rank
-        holds."""
+        """Shards of what `iterate_parameters` gives, which may be less of each parameter than
+        the rank holds."""
         shards, _ = self.collect_shards()
         for raw_name, part in self._context.optimizer_params.iterate_shards(self._module):
             name = full_name(raw_name)

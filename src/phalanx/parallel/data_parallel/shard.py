@@ -43,46 +43,8 @@ class DpShard:
         return plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2
 
     def apply(self, context: ParallelContext) -> None:
-        layout, options = context.plan.layout.reduced, context.plan.data_parallel
-        axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-        low = context.compute_dtype is not torch.float32
-        experts, staged = context.axes.find(SeparateExperts), context.axes.find(Staged)
-        unsharded = find_whole_parameters(context.root.module, options.keep_whole_below)
-        unsharded -= set(experts.parameters() if experts is not None else ())
-        groups = _units(_find_separable_blocks(context), options.blocks_per_unit)
-        # A model may say that its blocks get activations in the compute type already: casting what
-        # is left would only round what must stay wide (rotary tables). Other modules keep autocast
-        # as well, as under DDP. What stays whole is not cast by FSDP either, and meets cast
-        # tensors: autocast makes them one type.
-        cast = bool(unsharded) or not getattr(context.root.module, "block_inputs_are_cast", False)
-        mesh = context.mesh.submesh(*axes)
-        # In a pipeline a unit is used again and again within a step, by microbatches that overlap:
-        # it stays whole.
-        free = context.plan.zero_stage == 3 and staged is None
-        more: dict[str, Any] = {
-            "mesh": mesh,
-            "ignored_params": unsharded,
-            "shard_placement_fn": _evenly(layout.dp_shard),
-        }
-        if options.parameters_on_host:
-            more["offload_policy"] = CPUOffloadPolicy(pin_memory=context.mesh.device.type == "cuda")
-        if experts is not None:  # units of their own, over other ranks
-            placement = _evenly(layout.dp_shard // experts.ep)
-            expert_options = more | {"mesh": experts.mesh, "shard_placement_fn": placement}
-            for module in experts.modules:
-                policy = _policy(context.compute_dtype, low, cast_inputs=cast)
-                fully_shard(module, reshard_after_forward=free, mp_policy=policy, **expert_options)
-                hide_from_modes(module)
-        for group in groups:
-            policy = _policy(context.compute_dtype, low, cast_inputs=cast)
-            fully_shard(group, reshard_after_forward=free, mp_policy=policy, **more)
-        # The root holds embedding and head, which the backward needs at once: freeing them would
-        # gather them twice.
-        policy = _policy(context.compute_dtype, low, cast_inputs=True)
-        fully_shard(
-            context.root, reshard_after_forward=free and not groups, mp_policy=policy, **more
-        )
-        context.autocast = cast
+        options, staged = context.plan.data_parallel, context.axes.find(Staged)
+        groups = _shard_units(context, staged)
         units = [module for module in context.root.modules() if isinstance(module, FSDPModule)]
         for unit in units:
             _time_communication(unit, context)
@@ -91,23 +53,77 @@ class DpShard:
             _prefetch([context.root, *(group[0] for group in groups)], options.prefetch)
         if staged is not None:
             keep_for_pipeline(context, units)
-            return
-        each_time, is_hybrid = options.accumulate == "sharded", layout.dp_replicate > 1
-        root, buffers = context.root, differing_buffers(context.root)
+        else:
+            _reduce_last(context, units)
 
-        @contextmanager
-        def reduce_last(is_last: bool) -> Iterator[None]:
-            root.set_requires_gradient_sync(is_last or each_time)
-            root.set_is_last_backward(is_last or each_time)
-            if is_hybrid:  # copies of a shard are averaged once per step
-                root.set_requires_all_reduce(is_last)
-            # As DDP does: every forward begins with rank 0's running statistics.
-            for buffer in buffers:
-                dist.broadcast(buffer, 0)
-            yield
 
-        context.hooks.around_microbatch.append(reduce_last)
-        context.hooks.release_weights.append(functools.partial(_release, units))
+def _shard_units(context: ParallelContext, staged: Staged | None) -> list[list[nn.Module]]:
+    """Hand each unit to FSDP: experts, runs of blocks, and the root with all else; the runs of
+    blocks."""
+    layout, options = context.plan.layout.reduced, context.plan.data_parallel
+    axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+    experts = context.axes.find(SeparateExperts)
+    unsharded = find_whole_parameters(context.root.module, options.keep_whole_below)
+    if experts is not None:
+        unsharded -= set(experts.parameters())
+    groups = _units(_find_separable_blocks(context), options.blocks_per_unit)
+    # A model may say that its blocks get activations in the compute type already: casting what
+    # is left would only round what must stay wide (rotary tables). Other modules keep autocast
+    # as well, as under DDP. What stays whole is not cast by FSDP either, and meets cast
+    # tensors: autocast makes them one type.
+    cast = bool(unsharded) or not getattr(context.root.module, "block_inputs_are_cast", False)
+    # In a pipeline a unit is used again and again within a step, by microbatches that overlap:
+    # it stays whole.
+    free = context.plan.zero_stage == 3 and staged is None
+    shared: dict[str, Any] = {
+        "mesh": context.mesh.submesh(*axes),
+        "ignored_params": unsharded,
+        "shard_placement_fn": _evenly(layout.dp_shard),
+    }
+    if options.parameters_on_host:
+        is_pinned = context.mesh.device.type == "cuda"
+        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=is_pinned)
+    block_policy = _policy(context.compute_dtype, cast_inputs=cast)
+    if experts is not None:  # units of their own, over other ranks
+        placement = _evenly(layout.dp_shard // experts.ep)
+        expert_options = shared | {"mesh": experts.mesh, "shard_placement_fn": placement}
+        for module in experts.modules:
+            fully_shard(
+                module, reshard_after_forward=free, mp_policy=block_policy, **expert_options
+            )
+            hide_from_modes(module)
+    for group in groups:
+        fully_shard(group, reshard_after_forward=free, mp_policy=block_policy, **shared)
+    # The root holds embedding and head, which the backward needs at once: freeing them would
+    # gather them twice.
+    root_policy = _policy(context.compute_dtype, cast_inputs=True)
+    fully_shard(
+        context.root, reshard_after_forward=free and not groups, mp_policy=root_policy, **shared
+    )
+    context.autocast = cast
+    return groups
+
+
+def _reduce_last(context: ParallelContext, units: list[FSDPModule]) -> None:
+    """Reduce gradients in a step's last microbatch, or in each (parallel.accumulate)."""
+    plan = context.plan
+    each_time = plan.data_parallel.accumulate == "sharded"
+    is_hybrid = plan.layout.reduced.dp_replicate > 1
+    root, buffers = context.root, differing_buffers(context.root)
+
+    @contextmanager
+    def reduce_last(is_last: bool) -> Iterator[None]:
+        root.set_requires_gradient_sync(is_last or each_time)
+        root.set_is_last_backward(is_last or each_time)
+        if is_hybrid:  # copies of a shard are averaged once per step
+            root.set_requires_all_reduce(is_last)
+        # As DDP does: every forward begins with rank 0's running statistics.
+        for buffer in buffers:
+            dist.broadcast(buffer, 0)
+        yield
+
+    context.hooks.around_microbatch.append(reduce_last)
+    context.hooks.release_weights.append(functools.partial(_release, units))
 
 
 def _evenly(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
@@ -193,11 +209,11 @@ def _find_separable_blocks(context: ParallelContext) -> list[nn.Module]:
     ]
 
 
-def _policy(compute: torch.dtype, low: bool, *, cast_inputs: bool) -> MixedPrecisionPolicy:
-    if not low:
+def _policy(compute_dtype: torch.dtype, *, cast_inputs: bool) -> MixedPrecisionPolicy:
+    if compute_dtype is torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
     )
 
 

@@ -145,51 +145,59 @@ class _Surgery:
         if not self.is_stage and not any(rule.kind in CUTS for rule in self._rules.values()):
             raise LayoutError(f"no sharding rule cuts anything of {type(self.module).__name__}")
         for name, rule in self._rules.items():
-            part = self._modules[name]
-            for count in rule.divide:
-                tp_modules.divide(part, name, count, self.group.size)
-            if rule.kind in CUTS:
-                require_cuttable(
-                    rule, name, classify_module(part, is_attention=self._is_attention(name))
-                )
-            if rule.kind == "column":
-                self._column(name, part, rule)
-            elif rule.kind == "row":
-                self._row(name, part, rule)
-            elif rule.kind == "experts":
-                self._experts(name, part, rule)
-            elif rule.kind == "vocab":
-                self._vocab(name, part, rule)
-            elif rule.kind == "region":
-                self._region(name, part, rule)
-            elif rule.kind == "sequence":
-                part.register_forward_hook(
-                    functools.partial(tp_modules.keep_own_tokens, self.group)
-                )
+            self._apply_rule(name, self._modules[name], rule)
         self._require_ties()
-        begins = [part for part, _ in self._vocabularies if isinstance(part, nn.Embedding)]
-        if (
-            self.group.cuts_sequence
-            and not self.is_stage
-            and not (begins or any(r.kind == "sequence" for r in self._rules.values()))
-        ):
-            raise LayoutError(
-                f"no rule cuts an embedding of {type(self.module).__name__}, where its sequence"
-                " would be cut",
-                fix=(
-                    'give it "vocab" (or "sequence": it stays whole), or set'
-                    " parallel.sequence_parallel=false"
-                ),
-            )
-        cut = [
-            self._modules[name.rpartition(".")[0]] for name in self.cuts if name.endswith(".weight")
-        ]
-        alone = [
-            c for c in self.open_columns() if not c.has_row and self._region_of(c.name) is None
-        ]
-        last = [(self._modules[column.name], column.rule) for column in alone]
+        self._require_cut_sequence()
+        self._watch_outputs()
+
+    def _apply_rule(self, name: str, part: nn.Module, rule: Rule) -> None:
+        for count in rule.divide:
+            tp_modules.divide(part, name, count, self.group.size)
+        if rule.kind in CUTS:
+            kind = classify_module(part, is_attention=self._is_attention(name))
+            require_cuttable(rule, name, kind)
+        apply_rule = {
+            "column": self._column,
+            "row": self._row,
+            "experts": self._experts,
+            "vocab": self._vocab,
+            "region": self._region,
+            "sequence": self._sequence,
+        }.get(rule.kind)
+        if apply_rule is not None:  # "partial" and "replicate" say what gradients are, later
+            apply_rule(name, part, rule)
+
+    def _require_cut_sequence(self) -> None:
+        """Raises LayoutError where sequences are to be cut and nothing begins to: a stage of a
+        pipeline gets its part from the one before."""
+        if not self.group.cuts_sequence or self.is_stage:
+            return
+        is_cut = any(isinstance(part, nn.Embedding) for part, _ in self._vocabularies)
+        if is_cut or any(rule.kind == "sequence" for rule in self._rules.values()):
+            return
+        raise LayoutError(
+            f"no rule cuts an embedding of {type(self.module).__name__}, where its sequence"
+            " would be cut",
+            fix=(
+                'give it "vocab" (or "sequence": it stays whole), or set'
+                " parallel.sequence_parallel=false"
+            ),
+        )
+
+    def _watch_outputs(self) -> None:
+        """After each forward: say which rows of the vocabulary a rank has, or refuse a part of
+        the features or of the sequence."""
+        cut_modules = []
+        for name in self.cuts:
+            owner, _, key = name.rpartition(".")
+            if key == "weight":
+                cut_modules.append(self._modules[owner])
+        last_columns = []
+        for column in self.open_columns():
+            if not column.has_row and self._region_of(column.name) is None:
+                last_columns.append((self._modules[column.name], column.rule))
         self.module.register_forward_hook(
-            tp_modules.Outputs(self.group, self._vocabularies, cut, last)
+            tp_modules.Outputs(self.group, self._vocabularies, cut_modules, last_columns)
         )
 
     def require_whole_masks(self, context: ParallelContext) -> None:
@@ -355,6 +363,9 @@ class _Surgery:
         part.register_forward_pre_hook(
             functools.partial(tp_modules.enter, self.group, rule.argument), with_kwargs=True
         )
+
+    def _sequence(self, name: str, part: nn.Module, rule: Rule) -> None:
+        part.register_forward_hook(functools.partial(tp_modules.keep_own_tokens, self.group))
 
     def _spans(self, rule: Rule, size: int, name: str) -> list[Span]:
         return rule.spans(size, self.group.size, self.group.rank, name=name)
