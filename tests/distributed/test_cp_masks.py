@@ -62,7 +62,7 @@ def part(
     places = group.chunks.places(group.rank, tensors[0].shape[2])
     *qkv, grad = (tensor.index_select(2, places) for tensor in tensors)
     leaves = [tensor.requires_grad_() for tensor in qkv]
-    make = ContextMask(group, shared_mask, whole=kind == "ulysses")
+    make = ContextMask(group, shared_mask, covers_all=kind == "ulysses")
     mask = make(len(places), window, ids, grad.dtype, CPU)
     assert isinstance(mask, VisibleKeys)
     return results(ATTEND[kind](*leaves, mask, window, group), leaves, grad)

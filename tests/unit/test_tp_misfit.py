@@ -10,7 +10,7 @@ from phalanx.parallel.tensor.shape_errors import OpenColumn, misfit
 from phalanx.plan.rules import parse_rules
 
 (RULE,) = parse_rules({"up": "column"})
-COLUMN = OpenColumn("up", RULE, whole=64, own=32, has_row=False)
+COLUMN = OpenColumn("up", RULE, full_size=64, rank_size=32, has_row=False)
 
 
 def error_of(call: object) -> Exception:

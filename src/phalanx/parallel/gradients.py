@@ -37,7 +37,7 @@ def list_held_blocks(shard: LogicalShard) -> tuple[Held, ...]:
 
 
 def own_squares(
-    named: Iterable[tuple[str, nn.Parameter]], held: Mapping[str, tuple[Held, ...]]
+    named: Iterable[tuple[str, nn.Parameter]], blocks: Mapping[str, tuple[Held, ...]]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(this rank's gradients, its part of their squares: 0-d fp64 where the gradients are, on the
     CPU without any).
@@ -50,7 +50,7 @@ def own_squares(
         if parameter.grad is None or not (gradient := local_tensor(parameter.grad)).numel():
             continue
         gradients.append(gradient)
-        for block in held[full_name(name)]:
+        for block in blocks[full_name(name)]:
             by_holders[block.num_holders].append(gradient[block.where])
     squares: torch.Tensor | None = None
     for holders, group_gradients in by_holders.items():

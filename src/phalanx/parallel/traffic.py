@@ -80,5 +80,5 @@ class Traffic:
 
     def take(self) -> dict[str, int]:
         """Bytes of the step by axis, 0 for an axis that the layout has not; the next one begins."""
-        taken, self._step_bytes = self._step_bytes, dict.fromkeys(AXES, 0.0)
-        return {axis: round(num_bytes) for axis, num_bytes in taken.items()}
+        step_bytes, self._step_bytes = self._step_bytes, dict.fromkeys(AXES, 0.0)
+        return {axis: round(num_bytes) for axis, num_bytes in step_bytes.items()}

@@ -29,15 +29,18 @@ class Ranks:
     all: bool = True
     group: dist.ProcessGroup | None = None
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """[ranks, *mine.shape]"""
+    def gather(self, rank_values: torch.Tensor) -> torch.Tensor:
+        """[ranks, *rank_values.shape]"""
         if not self.all:
-            return mine[None]
+            return rank_values[None]
         gathered = torch.empty(
-            dist.get_world_size(self.group), mine.numel(), dtype=mine.dtype, device=mine.device
+            dist.get_world_size(self.group),
+            rank_values.numel(),
+            dtype=rank_values.dtype,
+            device=rank_values.device,
         )
         with self.phases("collective", "all_gather BatchNorm statistics"):
-            dist.all_gather_into_tensor(gathered.view(-1), mine, group=self.group)
+            dist.all_gather_into_tensor(gathered.view(-1), rank_values, group=self.group)
         return gathered
 
     def add_up(self, sums: torch.Tensor) -> None:
@@ -107,7 +110,7 @@ class Synchronised(_BatchNorm):
         return output
 
     @torch.no_grad()
-    def _track(self, found: Statistics) -> None:
+    def _track(self, statistics: Statistics) -> None:
         """Move the running statistics, with the unbiased variance, as torch does; momentum None
         averages over all."""
         factor = self.momentum
@@ -115,8 +118,8 @@ class Synchronised(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if factor is None:
                 factor = 1.0 / float(self.num_batches_tracked)
-        unbiased = found.var * (found.count / (found.count - 1))
-        for running, now in ((self.running_mean, found.mean), (self.running_var, unbiased)):
+        unbiased = statistics.var * (statistics.count / (statistics.count - 1))
+        for running, now in ((self.running_mean, statistics.mean), (self.running_var, unbiased)):
             assert running is not None
             running.mul_(1 - (factor or 0.0)).add_((factor or 0.0) * now.to(running.dtype))
 
@@ -188,14 +191,14 @@ class _Normalise(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        found: Statistics,
+        statistics: Statistics,
         eps: float,
         ranks: Ranks,
     ) -> torch.Tensor:
         ctx.ranks, ctx.has_bias = ranks, bias is not None
-        scale = torch.rsqrt(found.var + eps)
-        ctx.save_for_backward(input, weight, found.mean, scale, found.count)
-        return F.batch_norm(input, found.mean, found.var, weight, bias, False, 0.0, eps)
+        scale = torch.rsqrt(statistics.var + eps)
+        ctx.save_for_backward(input, weight, statistics.mean, scale, statistics.count)
+        return F.batch_norm(input, statistics.mean, statistics.var, weight, bias, False, 0.0, eps)
 
     @staticmethod
     @once_differentiable

@@ -9,16 +9,16 @@ import torch
 from phalanx.core.errors import LayoutError
 
 
-def require_sums(found: Any) -> None:
+def require_sums(outcome: Any) -> None:
     """An objective returns (loss_sum, num_targets); what is easily returned instead is a mean
     loss."""
     fix = (
         "return (loss_sum, num_targets): the sum of the losses, a tensor of no dimensions, and how"
         " many they are"
     )
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise LayoutError(f"the objective returned {_kind(found)}", fix=fix)
-    loss, targets = found
+    if not isinstance(outcome, tuple) or len(outcome) != 2:
+        raise LayoutError(f"the objective returned {_kind(outcome)}", fix=fix)
+    loss, targets = outcome
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
         raise LayoutError(f"the objective's loss_sum is {_kind(loss)}", fix=fix)
     if (isinstance(targets, torch.Tensor) and targets.ndim) or not isinstance(

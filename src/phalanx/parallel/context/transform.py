@@ -52,7 +52,7 @@ class ContextParallel:
         _require_seams(module, cores, is_stage=context.axes.find(Staged) is not None)
         chunks = Chunks(plan.layout.cp, plan.cp_load_balance)
         group = ContextGroup(context.mesh.submesh("cp").get_group(), chunks, context.phases)
-        masks = ContextMask(group, module.attention_mask, whole=plan.cp_attention == "ulysses")  # type: ignore[arg-type]
+        masks = ContextMask(group, module.attention_mask, covers_all=plan.cp_attention == "ulysses")  # type: ignore[arg-type]
         sequences = ContextSequences(group)
         for part in module.modules():
             if hasattr(part, "sequences"):
@@ -97,7 +97,7 @@ class ContextMask:
 
     group: ContextGroup
     make: Mask
-    whole: bool
+    covers_all: bool
     """Of all tokens in the sequence's order; else of this rank's, and the keys of rank 0, rank
     1, ..."""
 
@@ -114,10 +114,12 @@ class ContextMask:
             raise LayoutError(
                 f"document_ids are of {document_ids_BT.shape[1]} tokens, and sequences have {total}"
             )
-        full_mask = self.make(total, window, document_ids_BT, dtype, device) if self.whole else None
+        full_mask = (
+            self.make(total, window, document_ids_BT, dtype, device) if self.covers_all else None
+        )
         if full_mask is not None or not is_masked(total, window, document_ids_BT):
             return full_mask
-        if self.whole or num_tokens > QUERY_BLOCK:
+        if self.covers_all or num_tokens > QUERY_BLOCK:
             return VisibleKeys(document_ids_BT, window, is_causal=True)
         places = [self.group.chunks.places(rank, total, device) for rank in range(size)]
         queries, keys = places[self.group.rank], torch.cat(places)

@@ -82,7 +82,7 @@ class OffloadedStorage:
     """
 
     host: torch.Tensor
-    place: int  # in the order of parking
+    number: int  # in the order of parking
     num_left: int = 0
     back: torch.Tensor | None = None
     arrived: torch.cuda.Event | None = None
@@ -189,7 +189,7 @@ class OffloadPass:
         if self._copy_stream.stream is None:
             return
         for earlier in (
-            ref() for ref in self._in_order[max(0, offloaded.place - NUM_AHEAD) : offloaded.place]
+            ref() for ref in self._in_order[max(0, offloaded.number - NUM_AHEAD) : offloaded.number]
         ):
             if earlier is not None and earlier.num_left > 0:
                 self._fetch(earlier)

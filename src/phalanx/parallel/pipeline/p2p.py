@@ -110,9 +110,9 @@ class P2PQueue:
         """Messages whose tensors are still held: nobody can know yet that they have arrived."""
         return sum(map(len, self._sent.values()))
 
-    def start_receives(self, place: int) -> None:
-        """Begin to receive what is to be on its way when the own action at `place` is queued."""
-        for source in self._messages.asks[place]:
+    def start_receives(self, index: int) -> None:
+        """Begin to receive what is to be on its way when the own action at `index` is queued."""
+        for source in self._messages.asks[index]:
             self._start_receive(source)
 
     def _start_receive(self, source: int) -> None:
@@ -140,15 +140,15 @@ class P2PQueue:
         self._release_messages(source, self._messages.made_at[message])
         return buffer
 
-    def _release_messages(self, target: int, place: int) -> None:
-        """`target` has made something at `place` of its row: what it needed until then has arrived.
+    def _release_messages(self, target: int, index: int) -> None:
+        """`target` has made something at `index` of its row: what it needed until then has arrived.
 
         Without this a step would hold all that it ever sent, however few microbatches are in
         flight.
         """
         unfinished = []
         for message, work, tensor in self._sent.get(target, ()):
-            if self._messages.needed_at[message] <= place:
+            if self._messages.needed_at[message] <= index:
                 work.wait()
             else:
                 unfinished.append((message, work, tensor))

@@ -43,15 +43,15 @@ class StageBoundary(BaseException):
 
 @dataclass
 class Window:
-    """The blocks [begin, end) of one call, and what has arrived for the first of them (None: the
+    """The blocks [first, end) of one call, and what has arrived for the first of them (None: the
     first stage)."""
 
     stage: int
-    begin: int
+    first: int
     end: int
     arrived: torch.Tensor | None
     is_last: bool = False
-    place: str = BEFORE
+    position: str = BEFORE
     enables_grad: bool = False
     keeps_casts: bool = True
     num_called: int = 0
@@ -150,16 +150,16 @@ class StageForward:
             self._require_clean(hidden, f"what block {index} is given")
             raise StageBoundary(hidden)
         if (
-            index == self.num_blocks - 1 and window.begin == self.num_blocks
+            index == self.num_blocks - 1 and window.first == self.num_blocks
         ):  # a stage of the head alone
             hidden = self._arrive(window, hidden)
-            window.place = AFTER
+            window.position = AFTER
             return hidden
-        if index < window.begin:
+        if index < window.first:
             return hidden
-        if index == window.begin:
+        if index == window.first:
             hidden = self._arrive(window, hidden)
-            window.place = INSIDE
+            window.position = INSIDE
         for value in (hidden, *tree_leaves((args[1:], kwargs))) if self.is_inferring_shapes else ():
             self._require_clean(value, f"an argument of block {index}")
         output = compute(hidden, *args[1:], **kwargs)
@@ -169,7 +169,7 @@ class StageForward:
                 fix="have blocks return the hidden states alone",
             )
         if index == self.num_blocks - 1:
-            window.place = AFTER
+            window.position = AFTER
             if not window.is_last:  # the last stage is the head alone
                 self._require_clean(output, "the last block's output")
                 raise StageBoundary(output)
@@ -227,7 +227,7 @@ class StageForward:
             )
         return self.window
 
-    def _require_clean(self, value: Any, what: str) -> None:
+    def _require_clean(self, value: Any, role: str) -> None:
         """A stage's stand-ins are NaN, and so is all that is made of them."""
         if not self.is_inferring_shapes or self.window is None or self.window.arrived is None:
             return
@@ -239,7 +239,7 @@ class StageForward:
             if self._is_divergent(self.window.arrived):
                 return
             raise LayoutError(
-                f"{what} depends on what comes before the blocks, which stage {self.window.stage}"
+                f"{role} depends on what comes before the blocks, which stage {self.window.stage}"
                 " does not have",
                 why="stages hand on one tensor, the hidden states",
                 fix="compute it from the inputs inside of each block, or do without parallel.pp",
@@ -262,18 +262,19 @@ class StageForward:
         """A stand-in is used: right before the blocks of a later stage, whose result is thrown
         away."""
         window = self._require_window()
-        if window.arrived is not None and window.place == BEFORE:
+        if window.arrived is not None and window.position == BEFORE:
             return
-        key = "parallel.first_stage" if window.place == BEFORE else "parallel.last_stage"
+        key = "parallel.first_stage" if window.position == BEFORE else "parallel.last_stage"
         fix = f'set {key}=["{name.rpartition(".")[0] or name}"]'
         if in_block:
             fix = (
                 "use a block's weights in the block's own forward alone, or do without parallel.pp"
             )
-        elif window.place == INSIDE:
+        elif window.position == INSIDE:
             fix = "make it a part of the blocks, or do without parallel.pp"
         raise LayoutError(
-            f"{name} is used {window.place} the blocks, and stage {window.stage} does not hold it",
+            f"{name} is used {window.position} the blocks, and stage {window.stage} does not"
+            " hold it",
             fix=fix,
         )
 
@@ -291,7 +292,7 @@ class _RefuseDecisions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._window.place == BEFORE and _is_decision(result):
+        if self._window.position == BEFORE and _is_decision(result):
             inputs = [
                 leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
             ]
@@ -305,14 +306,14 @@ class _RefuseDecisions(TorchDispatchMode):
         return result
 
 
-def _is_decision(found: Any) -> bool:
+def _is_decision(result: Any) -> bool:
     return any(
         (
             not leaf.is_floating_point()
             if isinstance(leaf, torch.Tensor)
             else isinstance(leaf, bool | int | float)
         )
-        for leaf in tree_leaves(found)
+        for leaf in tree_leaves(result)
     )
 
 
@@ -333,16 +334,16 @@ class _Arrival(torch.autograd.Function):
         return gradient
 
 
-def _derive_intercepting_type(own: type[nn.Module]) -> type[nn.Module]:
+def _derive_intercepting_type(original: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._phalanx_stage_forward(*args, **kwargs)
 
     def find(self: nn.Module, name: str) -> Any:
         submodule = self.__dict__.get(_RELEASED, {}).get(name)
-        return own.__getattr__(self, name) if submodule is None else submodule
+        return original.__getattr__(self, name) if submodule is None else submodule
 
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    return type(own.__name__, (own,), {"__call__": call, "__getattr__": find, **names})
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (original,), {"__call__": call, "__getattr__": find, **names})
 
 
 def release_block(
@@ -351,16 +352,16 @@ def release_block(
     stage_forward: StageForward,
     device: torch.device,
     *,
-    kept: Collection[nn.Module] = frozenset(),
+    shared: Collection[nn.Module] = frozenset(),
 ) -> None:
     """Take all tensors out of a block of another stage.
 
     What else it says of itself (its kind, say) stays, also of its parts, which it no longer counts
-    among its modules: for whoever looks, there are stand-ins in them. Parts that are `kept` are
+    among its modules: for whoever looks, there are stand-ins in them. Parts that are `shared` are
     somebody else's as well.
     """
     for prefix, part in block.named_modules():
-        if part in kept:
+        if part in shared:
             continue
         for tensors in (part._parameters, part._buffers):
             block_tensors = [(key, tensor) for key, tensor in tensors.items() if tensor is not None]

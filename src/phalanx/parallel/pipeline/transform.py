@@ -76,7 +76,7 @@ class PipelineStages:
                     holding.name_of_block(index),
                     stage_forward,
                     context.mesh.device,
-                    kept=rank_parts,
+                    shared=rank_parts,
                 )
         context.blocks = [blocks[index] for index in rank_blocks]
         context.block_numbers = tuple(rank_blocks)

@@ -87,7 +87,7 @@ class _Call:
     replay: AbstractContextManager[Any]
     inputs: list[Any]
     structure: Any
-    kept: (
+    node: (
         Any  # the autograd node that saved tensors, so that hooks around (offloading) see them, too
     )
     ambient: Callable[[], AbstractContextManager[None]]
@@ -137,13 +137,13 @@ class _SegmentForward:
         return outputs
 
     def _describe_input(
-        self, tensor: torch.Tensor, kept: list[torch.Tensor]
+        self, tensor: torch.Tensor, saved: list[torch.Tensor]
     ) -> _OutputOfPrevious | _KeptInput:
         for index, (before, version) in enumerate(self.last_outputs):
             if _is_same(tensor, before) and tensor._version == version:
                 return _OutputOfPrevious(index, tensor.requires_grad)
-        kept.append(tensor.detach())
-        return _KeptInput(len(kept) - 1, tensor.requires_grad)
+        saved.append(tensor.detach())
+        return _KeptInput(len(saved) - 1, tensor.requires_grad)
 
     def _pack(self, tensor: torch.Tensor) -> _SavedSlot:
         slot = _SavedSlot()
@@ -200,7 +200,7 @@ def _replay_call(
     for module in call.block.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-    saved = call.kept.saved_tensors
+    saved = call.node.saved_tensors
     leaves = []
     for leaf in call.inputs:
         if isinstance(leaf, _OutputOfPrevious | _KeptInput):

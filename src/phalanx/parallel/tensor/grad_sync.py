@@ -21,10 +21,13 @@ class PartialGradients:
     """
 
     def __init__(
-        self, group: TensorGroup, whole: Sequence[tuple[str, nn.Parameter]], cuts: Mapping[str, Cut]
+        self,
+        group: TensorGroup,
+        partial: Sequence[tuple[str, nn.Parameter]],
+        cuts: Mapping[str, Cut],
     ) -> None:
         self._group, self._cuts = group, cuts
-        self._whole = {name for name, _ in whole}
+        self._partial = {name for name, _ in partial}
         self._shared = {
             name for name, cut in cuts.items() if any(box.num_replicas > 1 for box in cut.boxes)
         }
@@ -56,10 +59,10 @@ class PartialGradients:
 
     def _pieces(self, name: str, parameter: nn.Parameter) -> list[tuple[torch.Tensor, int, int]]:
         """(gradient, which of the distinct ones this rank holds, how many there are)."""
-        if parameter.grad is None or name not in self._whole | self._shared:
+        if parameter.grad is None or name not in self._partial | self._shared:
             return []
         gradient = local_tensor(parameter.grad)
-        if name in self._whole:
+        if name in self._partial:
             return [(gradient, 0, 1)]
         shard = compose_cut(self._cuts[name], shard_of(name, parameter, replica=0, num_replicas=1))
         return [

@@ -21,15 +21,15 @@ MISFITS = (
 
 @dataclass(frozen=True)
 class OpenColumn:
-    """A layer of which a rank puts out `own` of `whole` features, for others to take.
+    """A layer of which a rank puts out `rank_size` of `full_size` features, for others to take.
 
     `has_row`: beside it in the same part of the model there is a layer that can.
     """
 
     name: str
     rule: Rule
-    whole: int
-    own: int
+    full_size: int
+    rank_size: int
     has_row: bool
 
 
@@ -49,12 +49,13 @@ def misfit(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | Non
     met = [
         column
         for column in columns
-        if {column.whole, column.own} <= sizes and column.own < column.whole
+        if {column.full_size, column.rank_size} <= sizes and column.rank_size < column.full_size
     ]
     column = next((column for column in met if not column.has_row), met[0] if met else None)
     if column is None:
         return None
     return missing_row_error(
         column.rule,
-        f"those of {column.name}, {column.own} of {column.whole}, meet what is whole: {message}",
+        f"those of {column.name}, {column.rank_size} of {column.full_size}, meet what is whole:"
+        f" {message}",
     )

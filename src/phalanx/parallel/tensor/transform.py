@@ -83,7 +83,9 @@ class TensorParallel:
         context.hooks.explain_error.append(explain)
 
 
-def rules_for(module: nn.Module, own: Mapping[str, str], names: Iterable[str]) -> tuple[Rule, ...]:
+def rules_for(
+    module: nn.Module, job_rules: Mapping[str, str], names: Iterable[str]
+) -> tuple[Rule, ...]:
     """The job's rules, then those that the model brings (`shard_rules`).
 
     Raises LayoutError where there are none.
@@ -91,9 +93,11 @@ def rules_for(module: nn.Module, own: Mapping[str, str], names: Iterable[str]) -
     `names`: of all modules of the whole model, of which a pipeline stage has a part.
     """
     brought = {
-        pattern: text for pattern, text in read_shard_rules(module).items() if pattern not in own
+        pattern: text
+        for pattern, text in read_shard_rules(module).items()
+        if pattern not in job_rules
     }
-    rules = parse_rules({**own, **brought})
+    rules = parse_rules({**job_rules, **brought})
     if not any(rule.kind in CUTS for rule in rules):
         raise missing_rules_error(type(module).__name__)
     require_matches(rules, list(names))
