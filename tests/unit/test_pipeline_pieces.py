@@ -54,7 +54,7 @@ def test_a_stand_in_is_used_before_the_blocks_of_a_later_stage_alone() -> None:
         assert type(used) is torch.Tensor
         assert bool(used.isnan().all())
         assert door.window is not None
-        door.window.place = "between"
+        door.window.position = "between"
         with pytest.raises(
             LayoutError,
             match=r"used between the blocks, and stage 1 .*make it a part of the blocks",
@@ -62,7 +62,7 @@ def test_a_stand_in_is_used_before_the_blocks_of_a_later_stage_alone() -> None:
             F.embedding(torch.tensor([0]), found)
         with pytest.raises(LayoutError, match="in the block's own forward alone"):
             inside.sum()
-        door.window.place = "after"
+        door.window.position = "after"
         with pytest.raises(
             LayoutError, match=r'used after the blocks.*parallel.last_stage=\["embed"\]'
         ):

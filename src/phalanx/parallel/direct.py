@@ -21,7 +21,8 @@ class DirectExecutor:
     ) -> None:
         self.saved_bytes: int | None = None
         self._context, self._interceptor, self._forward = context, interceptor, forward
-        self._is_due = can_count(context.plan)  # to count what autograd saves, once
+        # Hooks on saved tensors cost time, so what autograd saves is counted once.
+        self._is_due = can_count(context.plan)
 
     def forward_backward(
         self, microbatches: Sequence[Batch], objective: Objective, step: int, add: AddLoss

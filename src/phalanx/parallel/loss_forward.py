@@ -55,7 +55,8 @@ class LossForward:
         self._stage_forward = None if staged is None else staged.stage_forward
         self._has_run = False
         self._shares_copies = False
-        self._copies: dict[int, dict[str, torch.Tensor]] = {}  # by id of the batch
+        # By id of the batch, which lives as long as this.
+        self._copies: dict[int, dict[str, torch.Tensor]] = {}
 
     def __call__(self, batch: Batch, objective: Objective | OutputFunction) -> Any:
         """(loss, targets) of a microbatch; hidden states of a pipeline's stage that is not the
@@ -131,7 +132,8 @@ class LossForward:
     def _explain(self, error: Exception, batch: Batch) -> None:
         """Raise what a user can mend in place of `error`, or add notes to it."""
         require_looked_up(batch, error)
-        if not self._has_run:  # a layout's misfit shows in the first forward
+        # A layout's misfit shows in the first forward.
+        if not self._has_run:
             refusal = self._context.hooks.find_explanation(error)
             if refusal is not None:
                 raise refusal from error

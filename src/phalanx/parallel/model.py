@@ -248,7 +248,8 @@ class ParallelModel:
                 if outcome is not None:
                     loss_sum += outcome[0]
                     num_targets += outcome[1]
-        finally:  # no backward follows that would free the weights
+        finally:
+            # No backward follows that would free the weights.
             self._context.hooks.run_release_weights()
         return LocalLoss(loss_sum, num_targets)
 

@@ -91,9 +91,8 @@ class OptimizerParams:
     shards: dict[nn.Parameter, OptimizerShard] = field(default_factory=dict)
     before_update: list[Callable[[], None]] = field(default_factory=list)
     after_update: list[Callable[[], None]] = field(default_factory=list)
-    _gradients: dict[OptimizerShard, torch.Tensor | None] = field(
-        default_factory=dict
-    )  # page-locked, of parts on the host
+    # Page-locked gradients of parts on the host, used again in each step.
+    _gradients: dict[OptimizerShard, torch.Tensor | None] = field(default_factory=dict)
     _is_model_stale: bool = False
 
     def find_optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:

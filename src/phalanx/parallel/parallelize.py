@@ -139,7 +139,8 @@ class _Materialization:
 def _raise_in_all_stages(context: ParallelContext) -> Iterator[None]:
     """Raise a refusal of one stage on all of them: they hold different parts of the module."""
     staged = context.axes.find(Staged)
-    if staged is None:  # before the stages are cut ranks have the same module, and refuse alike
+    # Before the stages are cut ranks have the same module, and refuse alike.
+    if staged is None:
         yield
         return
     refusal: PhalanxError | None = None

@@ -24,7 +24,8 @@ class SavedBytes:
     def __init__(self) -> None:
         self.num_bytes = 0
         self._seen: set[int] = set()
-        self._alive: list[torch.UntypedStorage] = []  # or a freed address would be counted as seen
+        # Storages stay alive, or a freed address would be taken for one that was counted.
+        self._alive: list[torch.UntypedStorage] = []
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -39,7 +39,8 @@ class StepHooks:
         """The contexts of a microbatch as one; the first that was appended is the outermost."""
         if not self.around_microbatch:
             return nullcontext()
-        if len(self.around_microbatch) == 1:  # as good as always: no stack in a step's path
+        # As good as always there is one: no stack in a step's path.
+        if len(self.around_microbatch) == 1:
             return self.around_microbatch[0](is_last)
         return self._enter_all(is_last)
 
@@ -56,7 +57,8 @@ class StepHooks:
     def run_before_reduce(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         if not self.before_reduce:
             return
-        parameters = list(named_parameters)  # each hook walks over them
+        # A list, because each hook walks over them.
+        parameters = list(named_parameters)
         for hook in self.before_reduce:
             hook(parameters)
 

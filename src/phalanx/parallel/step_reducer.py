@@ -55,11 +55,13 @@ class StepReducer:
         num_ranks = self._context.plan.layout.reduced.data_parallel_size
         factor = normalizer.undo(num_targets, num_ranks)
         norm, loss = factor * total_squares**0.5, loss_sum / num_targets
-        finite = norm - norm == 0.0 and loss - loss == 0.0  # false for NaN and infinities
+        # x - x is 0 but for NaN and infinities.
+        finite = norm - norm == 0.0 and loss - loss == 0.0
         if finite:
             if max_norm is not None and norm > max_norm:
                 factor *= max_norm / norm
-            if factor != 1.0 and gradients:  # a stage may have none: all of it frozen
+            # A stage may have none: all of it frozen.
+            if factor != 1.0 and gradients:
                 with self._phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
         stats = replace(

@@ -168,9 +168,8 @@ def _statistics(input: torch.Tensor, ranks: Ranks) -> Statistics:
     all_sums = ranks.gather(rank_sums)
     means, squares, counts = all_sums[:, :channels], all_sums[:, channels:-1], all_sums[:, -1:]
     total = counts.sum()
-    if (
-        count <= 1 and total <= 1
-    ):  # asked only where it can be so: reading a number back stops a GPU
+    # Asked only where it can be so: reading a number back stops a GPU.
+    if count <= 1 and total <= 1:
         raise DataError(
             f"BatchNorm needs more than 1 value per channel in training, and "
             f"{'all ranks together have' if ranks.all else 'a rank has'} {int(total)}",

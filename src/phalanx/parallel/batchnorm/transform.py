@@ -51,9 +51,8 @@ def _synchronise(name: str, module: _BatchNorm, ranks: Ranks) -> None:
     original = type(module)
     if isinstance(module, nn.SyncBatchNorm) and not ranks.all:
         return
-    if isinstance(
-        module, nn.SyncBatchNorm
-    ):  # torch's own, which refuses CPUs, as DDP does anything derived from it
+    # torch's own class refuses CPUs, and DDP refuses anything derived from it.
+    if isinstance(module, nn.SyncBatchNorm):
         if original is not nn.SyncBatchNorm:
             raise LayoutError(
                 f"{name} ({original.__name__}) is derived from torch's SyncBatchNorm", fix=DERIVE
@@ -68,10 +67,11 @@ def _synchronise(name: str, module: _BatchNorm, ranks: Ranks) -> None:
 
 @functools.cache
 def _derive_synchronised_type(original: type[_BatchNorm]) -> type[_BatchNorm]:
+    # In this order `super().forward` of a user's class finds ours before torch's.
     bases = (
         original,
         Synchronised,
-    )  # so that `super().forward` of a user's class finds ours before torch's
+    )
     return type(f"Synchronised{original.__name__}", bases, {"__module__": original.__module__})
 
 

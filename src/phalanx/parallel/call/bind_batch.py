@@ -13,8 +13,10 @@ from torch import nn
 from phalanx.core.batch import entry_of, names_of
 from phalanx.core.errors import DataError, LayoutError
 
-ANY = "**"  # stands for a forward that takes any keyword
-MAX_SHOWN = 12  # entries of a batch in a message
+# This stands for a forward that takes any keyword.
+ANY = "**"
+# A message names so many entries of a batch at most.
+MAX_SHOWN = 12
 
 
 class NamedTensors(dict[str, torch.Tensor]):

@@ -18,10 +18,10 @@ from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import DataError
 
 Batch = Mapping[str, torch.Tensor]
-TAKES_CLASSES = (  # what an objective has that takes every target for the number of a class
-    "takes_classes"
-)
-_TARGETS = ("labels", "targets")  # in the order in which the built-in objectives look
+# An objective with this attribute takes every target for the number of a class.
+TAKES_CLASSES = "takes_classes"
+# The built-in objectives look in this order.
+_TARGETS = ("labels", "targets")
 
 
 def require_ids(batch: Batch, vocab_size: int) -> None:

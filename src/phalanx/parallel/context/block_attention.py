@@ -33,9 +33,8 @@ class Running:
         """Merge a block for the queries `rows`: each side's weight is its share of the common
         denominator."""
         old, new = self.lse[:, :, rows], torch.logaddexp(self.lse[:, :, rows], lse)
-        new_lse = new.where(
-            new > -torch.inf, 0.0
-        )  # of queries that have seen nothing yet both shares are zero
+        # Queries that have seen nothing yet have shares of zero: -inf - -inf would be NaN.
+        new_lse = new.where(new > -torch.inf, 0.0)
         old_weight, added = (old - new_lse).exp().unsqueeze(-1), (lse - new_lse).exp().unsqueeze(-1)
         self.out[:, :, rows] = self.out[:, :, rows] * old_weight + out * added
         self.lse[:, :, rows] = new
@@ -51,7 +50,8 @@ class Products:
         q = self.q[:, :, block.rows]
         kernel = kernel_of(q, block.mask)
         out, lse = kernel.forward(q, *self._keys(block, kernel), block.mask, block.is_causal)
-        if block.mask is not None:  # kernels differ in what they say of a query that sees nothing
+        # Kernels differ in what they return for a query that sees nothing.
+        if block.mask is not None:
             blind = (block.mask == -torch.inf).all(-1)
             lse, out = lse.masked_fill(blind, -torch.inf), out.masked_fill(blind.unsqueeze(-1), 0.0)
         running.add(block.rows, out, lse)

@@ -15,7 +15,8 @@ import torch
 from phalanx.core.errors import LayoutError
 from phalanx.job.nearest import multiples_near
 
-KEPT = 32  # index tensors: a training meets one length or two, a sample of text some more
+# Index tensors are kept: a training meets one length or two, a sample of text some more.
+KEPT = 32
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Part:
     """
 
     first_query: int
-    last_query: int  # not in it
+    last_query: int  # exclusive
     first_key: int
-    last_key: int  # not in it
+    last_key: int  # exclusive
     is_causal: bool = False
 
     def queries(self, chunk_tokens: int) -> slice:
@@ -106,9 +107,8 @@ class Chunks:
         length = num_tokens // self.count
 
         def sees(query: int, key: int) -> bool:
-            nearest = max(
-                0, (query - key - 1) * length + 1
-            )  # from the first query back to the last key
+            # The distance from the first query back to the last key.
+            nearest = max(0, (query - key - 1) * length + 1)
             return key <= query and not 0 < window <= nearest
 
         pairs = [
@@ -126,7 +126,8 @@ class Chunks:
 
 @functools.lru_cache(maxsize=KEPT)
 def _places(chunks: Chunks, rank: int, num_tokens: int, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # a backward of later steps may keep it
+    # A backward of later steps may keep the tensor, and would refuse one of inference mode.
+    with torch.inference_mode(False):
         return chunks._compute_places(rank, num_tokens, device)
 
 

@@ -90,9 +90,8 @@ class ContextGroup:
     def broadcast_last(self, value: torch.Tensor) -> torch.Tensor:
         """Return the value of the rank with the last token, on every rank, on the device where
         `value` is."""
-        sent = (
-            value.to("cuda") if dist.get_backend(self.group) == "nccl" else value
-        )  # which takes no others
+        # NCCL takes no tensors of the host.
+        sent = value.to("cuda") if dist.get_backend(self.group) == "nccl" else value
         sent = sent.contiguous()
         source = dist.get_global_rank(self.group, self.chunks.last_rank)
         dist.broadcast(sent, source, group=self.group)

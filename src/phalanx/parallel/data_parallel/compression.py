@@ -20,7 +20,8 @@ from phalanx.parallel.traffic import all_reduce_bytes
 from phalanx.parallel.wire import Wire
 
 HOOKS = "phalanx.parallel.hooks"
-STATE = "comm/"  # what the names of its state begin with
+# Names of its state in checkpoints begin with this.
+STATE = "comm/"
 
 
 class Compression:
@@ -61,9 +62,8 @@ class Compression:
                 done.set_result(buffer)
                 return done
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(
-                stream
-            ):  # beside the backward; DDP waits for the future before gradients are used
+            # This runs beside the backward; DDP waits for the future before gradients are used.
+            with torch.cuda.stream(stream):
                 self.reduce(bucket.parameters(), bucket.gradients())
                 done = torch.futures.Future(devices=[buffer.device])
                 done.set_result(buffer)

@@ -84,7 +84,8 @@ def _shard_units(context: ParallelContext, staged: Staged | None) -> list[list[n
         is_pinned = context.mesh.device.type == "cuda"
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=is_pinned)
     block_policy = _policy(context.compute_dtype, cast_inputs=cast)
-    if experts is not None:  # units of their own, over other ranks
+    # Experts are units of their own: other ranks hold the same ones.
+    if experts is not None:
         placement = _evenly(layout.dp_shard // experts.ep)
         expert_options = shared | {"mesh": experts.mesh, "shard_placement_fn": placement}
         for module in experts.modules:
@@ -115,7 +116,8 @@ def _reduce_last(context: ParallelContext, units: list[FSDPModule]) -> None:
     def reduce_last(is_last: bool) -> Iterator[None]:
         root.set_requires_gradient_sync(is_last or each_time)
         root.set_is_last_backward(is_last or each_time)
-        if is_hybrid:  # copies of a shard are averaged once per step
+        # Copies of a shard are averaged once per step.
+        if is_hybrid:
             root.set_requires_all_reduce(is_last)
         # As DDP does: every forward begins with rank 0's running statistics.
         for buffer in buffers:
@@ -188,7 +190,8 @@ def _prefetch(units: list[Any], depth: int) -> None:
     """
     for index, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
-        before = units[max(1, index - depth) : index]  # the root is whole from the forward on
+        # Without the root, which is whole from the forward on.
+        before = units[max(1, index - depth) : index]
         unit.set_modules_to_backward_prefetch(before[::-1])
 
 
@@ -240,9 +243,8 @@ def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
                     return super().__call__(output_tensor, input_tensor, group, async_op)
                 rows = output_tensor.view(group.size(), -1)
                 rank_rows = rows[group.rank()]
-                if (
-                    rank_rows.data_ptr() != input_tensor.data_ptr()
-                ):  # FSDP fills its part of the output
+                # FSDP fills its part of the output.
+                if rank_rows.data_ptr() != input_tensor.data_ptr():
                     rank_rows.copy_(input_tensor.view(-1))
                 gather_rows(rows, group)
                 return None

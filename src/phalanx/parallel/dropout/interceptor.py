@@ -44,9 +44,8 @@ class RandomOpInterceptor:
         self._calling: list[str | None] = [None]
         self._drawing: set[str] = set()
         self._mode = _ByPlace(self)
-        self._can_look = (
-            self._is_global and not context.plan.compile
-        )  # a compiled module is not looked into
+        # Modes and hooks would break the graph of a compiled module.
+        self._can_look = self._is_global and not context.plan.compile
         self._must_look, self._served = self._can_look, ExitStack()
         self._looked: set[int] = set()
         self._state: torch.Tensor | None = None
@@ -207,9 +206,8 @@ class _ByPlace(TorchDispatchMode):
     def __init__(self, drawing: RandomOpInterceptor) -> None:
         super().__init__()
         self._drawing = drawing
-        on_gpu = (
-            drawing.mesh_device.type == "cuda"
-        )  # elsewhere nobody pays for looking at each function
+        # A CPU's attention kernels have no dropout: only a GPU pays for looking at each function.
+        on_gpu = drawing.mesh_device.type == "cuda"
         self._attention: AbstractContextManager[Any] = (
             _PlainAttention() if on_gpu else nullcontext()
         )

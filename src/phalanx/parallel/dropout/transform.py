@@ -21,9 +21,8 @@ from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
-SELU_ALPHA = (
-    1.7580993408473766  # SELU's alpha x scale: what alpha dropout puts in place of what it drops
-)
+# SELU's alpha x scale: what alpha dropout puts in place of what it drops.
+SELU_ALPHA = 1.7580993408473766
 
 
 class Dropout:
@@ -34,7 +33,8 @@ class Dropout:
 
     def apply(self, context: ParallelContext) -> None:
         if context.plan.compile and context.plan.recompute != "none":
-            return  # a compiled recomputation is the compiler's, and so is what it draws
+            # The compiler recomputes in its own way and draws its own numbers.
+            return
         module = context.root.module
         time_first = rows_second(module)
         for name, part in module.named_modules():
@@ -169,10 +169,11 @@ def _derive_counting_type(original: type[_DropoutNd]) -> type[_Counted]:
     if original in _COUNTED:
         return _COUNTED[original]
     counted = next(_COUNTED[known] for known in original.__mro__ if known in _COUNTED)
+    # In this order `super().forward` of a user's class finds ours before torch's.
     bases = (
         original,
         counted,
-    )  # so that `super().forward` of a user's class finds ours before torch's
+    )
     return type(f"Counted{original.__name__}", bases, {"__module__": original.__module__})
 
 

@@ -35,11 +35,11 @@ class RouterLoads:
     mesh: Mesh
     phases: Phases
     group: dist.ProcessGroup | None
-    _counts: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # by router [E + 1], on the device
+    # By router: [E + 1] on the device, the last one is of dropped choices.
+    _counts: dict[str, torch.Tensor] = field(default_factory=dict)
     _read: Callable[[], list[float]] | None = None
-    _is_due: bool = False  # biases have yet to follow `_counts`
+    # True while biases have yet to follow `_counts`.
+    _is_due: bool = False
 
     @property
     def moves_biases(self) -> bool:
@@ -70,7 +70,8 @@ class RouterLoads:
         device = self.mesh.device
         parts = [router.load.take(router.num_experts, device) for router in self.routers.values()]  # type: ignore
         counts = torch.cat(parts)
-        if not self.mesh.is_tp_leader:  # of ranks that see the same tokens one counts
+        # Ranks of tp see the same tokens: one of them counts.
+        if not self.mesh.is_tp_leader:
             counts = torch.zeros_like(counts)
         if self.group is not None:
             with self.phases("collective", "all_reduce loads of experts"):

@@ -15,7 +15,8 @@ import torch
 from phalanx.parallel.hooks._protocol import Gradient, Settings
 from phalanx.parallel.wire import Wire
 
-LARGEST = 2.0**15  # of the sum over ranks; fp16 ends at 65504
+# The sum over ranks stays below this; fp16 ends at 65504.
+LARGEST = 2.0**15
 
 
 class Fp16:

@@ -48,9 +48,8 @@ class TopK:
         )
         for gradient, rank_values, where in by_gradient:
             total = torch.zeros_like(gradient.tensor).view(-1)
-            for row, chosen in zip(
-                rank_values, where.long(), strict=True
-            ):  # one rank after the other: no place is there twice
+            # One rank after the other: within a rank's values no place is there twice.
+            for row, chosen in zip(rank_values, where.long(), strict=True):
                 total[chosen] += row
             gradient.tensor.copy_(total.view_as(gradient.tensor)).div_(wire.num_ranks)
         return [k.view_as(g.tensor) for k, g in zip(errors, gradients, strict=True)]

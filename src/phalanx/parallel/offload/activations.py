@@ -21,11 +21,13 @@ from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.saved_tensors import is_weight
 from phalanx.plan.plan import Plan
 
+# Below this a copy costs more than it frees; a CPU rehearses with everything.
 SMALLEST_BYTES = {
     "cuda": 1 << 16,
     "cpu": 1,
-}  # below, a copy costs more than it frees; a CPU rehearses with everything
-NUM_AHEAD = 2  # storages that are fetched before they are asked for
+}
+# So many storages are fetched before the backward asks for them.
+NUM_AHEAD = 2
 
 
 class OffloadActivations:
@@ -82,7 +84,8 @@ class OffloadedStorage:
     """
 
     host: torch.Tensor
-    number: int  # in the order of parking
+    # Storages are numbered in the order in which the forward saved them.
+    number: int
     num_left: int = 0
     back: torch.Tensor | None = None
     arrived: torch.cuda.Event | None = None
@@ -162,9 +165,8 @@ class OffloadPass:
         with self._copy_stream.run():
             host.copy_(flat, non_blocking=True)
         if self._copy_stream.stream is not None:
-            flat.record_stream(
-                self._copy_stream.stream
-            )  # its memory is not given away before it has been read
+            # The allocator must not give its memory away before the copy has read it.
+            flat.record_stream(self._copy_stream.stream)
         offloaded = OffloadedStorage(host, len(self._in_order))
         self.num_bytes += host.numel()
         self._in_order.append(weakref.ref(offloaded))
@@ -180,7 +182,8 @@ class OffloadPass:
             )
             offloaded.back.copy_(offloaded.host, non_blocking=True)
             offloaded.arrived = self._copy_stream.mark()
-        if self._copy_stream.stream is not None:  # made on the copy stream, read by the computation
+        # The copy stream made it and the computation reads it: the allocator must know of both.
+        if self._copy_stream.stream is not None:
             offloaded.back.record_stream(torch.cuda.current_stream(self._copy_stream.device))
 
     def _fetch_before(self, offloaded: OffloadedStorage) -> None:

@@ -156,7 +156,8 @@ class PipelineExecutor:
                 self.context.hooks.run_after_weight_grads()
         else:
             gradient = self._receive(queue, action, is_gradient=True)
-            self._set_num_tokens(microbatches[action.microbatch])  # a recomputation asks
+            # A recomputation inside of the backward asks for the length, too.
+            self._set_num_tokens(microbatches[action.microbatch])
             with self._time_action(action, "backward"):
                 output = self._run_backward(action, gradient)
         message = output_of(action, self.staged.pipeline.num_stages)
@@ -227,7 +228,8 @@ class PipelineExecutor:
         )
 
     def _backward(self, saved: SavedForward, gradient: torch.Tensor | None) -> None:
-        if saved.output.requires_grad:  # not a first stage whose parameters are all frozen
+        # The output of a first stage whose parameters are all frozen has no graph.
+        if saved.output.requires_grad:
             saved.output.backward(gradient)
 
     def _compute(
@@ -275,7 +277,8 @@ class PipelineExecutor:
                 if self._tensor_group is not None:
                     self._num_tokens[key] = self._tensor_group.num_tokens
                 self.is_under_way = False
-            except PhalanxError:  # the same on every rank
+            except PhalanxError:
+                # All ranks raise the same refusal, so none waits for this one.
                 self.is_under_way = False
                 raise
             finally:

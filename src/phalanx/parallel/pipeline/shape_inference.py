@@ -47,7 +47,8 @@ def infer_shapes(
     """
     modes = [(part, part.training) for part in module.modules()]
     buffers_before = {name: buffer.clone() for name, buffer in _persistent_buffers(module)}
-    module.eval()  # nothing is drawn, no running statistics move
+    # In evaluation mode nothing is drawn and no running statistics move.
+    module.eval()
 
     def compute_and_check(stage: int, arrived: torch.Tensor | None) -> Any:
         output = compute(stage, arrived)
@@ -65,7 +66,8 @@ def infer_shapes(
 def _require_same_state(module: nn.Module, buffers_before: Mapping[str, torch.Tensor]) -> None:
     for name, buffer in _persistent_buffers(module):
         if name in buffers_before and _are_different(buffer, buffers_before[name]):
-            own_name = full_name(name).removeprefix("module.")  # of the user's, inside of the root
+            # The user's own name, without that of the root around it.
+            own_name = full_name(name).removeprefix("module.")
             raise LayoutError(
                 f"a forward in evaluation moves the buffer {own_name}, and each stage of a pipeline"
                 " calls it",

@@ -149,9 +149,8 @@ class StageForward:
         if index >= window.end and not window.is_last:
             self._require_clean(hidden, f"what block {index} is given")
             raise StageBoundary(hidden)
-        if (
-            index == self.num_blocks - 1 and window.first == self.num_blocks
-        ):  # a stage of the head alone
+        # This stage is the head alone: the last block of another one is where it begins.
+        if index == self.num_blocks - 1 and window.first == self.num_blocks:
             hidden = self._arrive(window, hidden)
             window.position = AFTER
             return hidden
@@ -170,7 +169,8 @@ class StageForward:
             )
         if index == self.num_blocks - 1:
             window.position = AFTER
-            if not window.is_last:  # the last stage is the head alone
+            # The last stage is the head alone.
+            if not window.is_last:
                 self._require_clean(output, "the last block's output")
                 raise StageBoundary(output)
         return output
@@ -179,7 +179,8 @@ class StageForward:
         if window.arrived is None:
             return hidden
         window.restore()
-        torch.set_grad_enabled(window.enables_grad)  # `open` restores what was before
+        # The context `open` restores what was before.
+        torch.set_grad_enabled(window.enables_grad)
         torch.set_autocast_cache_enabled(window.keeps_casts)
         arrived: torch.Tensor = (
             _Arrival.apply(window.arrived) if window.enables_grad else window.arrived
@@ -410,7 +411,8 @@ class Placeholder(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-                return result  # shape, type and the like, which it shares with what it stands for
+                # Shape, type and the like are those of what it stands for.
+                return result
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Placeholder):
                     leaf._door.require_placeholder_use(leaf._name, in_block=leaf._in_block)

@@ -18,7 +18,8 @@ class StageMemory:
     def __init__(self, *, can_count: bool) -> None:
         self.saved_bytes: int | None = None
         self._is_counted = can_count
-        self._bytes_of: dict[int, int] = {}  # by stage, of one microbatch
+        # By stage: bytes of one microbatch.
+        self._bytes_of: dict[int, int] = {}
 
     @contextmanager
     def counting(self, stage: int) -> Iterator[None]:

@@ -98,7 +98,8 @@ def _run_stage(
     try:
         output = forward(args, kwargs, then)
     except StageBoundary as end:
-        return end.hidden if end.hidden._base is None else end.hidden.clone()  # FSDP hooks no views
+        # FSDP registers no hook on a view.
+        return end.hidden if end.hidden._base is None else end.hidden.clone()
     stage_forward.require_all_calls()
     return output
 
@@ -145,7 +146,8 @@ class Holding:
         parameters = [
             (full_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)
         ]
-        self._stages: dict[int, set[int]] = {}  # by the parameter's identity
+        # By the parameter's identity: a tied one has several names.
+        self._stages: dict[int, set[int]] = {}
         self._by_name: dict[str, nn.Parameter] = dict(parameters)
         after = False
         for name, parameter in parameters:
@@ -264,9 +266,8 @@ class Holding:
                     Placeholder.stand_for(parameter.detach(), name, stage_forward, device),
                 )
                 stripped[owner] += 1
-            if (
-                rank != self._pipeline.rank_of_stage[0]
-            ):  # what a checkpoint has of buffers is the first stage's
+            # A checkpoint takes buffers from the first stage alone.
+            if rank != self._pipeline.rank_of_stage[0]:
                 part._non_persistent_buffers_set.update(part._buffers)
         return frozenset(stripped)
 

@@ -25,7 +25,8 @@ from phalanx.mesh.linear import is_grouped
 
 GradWork = Callable[[], None]
 
-SPLITS = "phalanx_splits_backward"  # attribute of a linear layer whose forward asks for it
+# A linear layer with this attribute defers the gradient of its weight.
+SPLITS = "phalanx_splits_backward"
 
 
 @dataclass

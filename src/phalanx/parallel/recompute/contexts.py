@@ -22,7 +22,8 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 # each device has its own: _flash_attention_for_cpu, _cudnn_attention, ...
 ATTENTION = "_scaled_dot_product_"
-MASKED_ATTENTION = "attend_by_blocks"  # ours, of long sequences
+# Our own operator for attention in long sequences.
+MASKED_ATTENTION = "attend_by_blocks"
 COLLECTIVES = "_c10d_functional"
 
 
@@ -149,7 +150,8 @@ class _RecomputeContext:
         self._tape.replay_at = 0
         _set_tape(self._norms, self._tape)
         self._running_state = [(norm.momentum, norm.num_batches_tracked) for norm in self._plain]
-        for norm in self._plain:  # the same kernel, whose running statistics move by nothing
+        # The same kernel as in the forward, whose running statistics move by nothing.
+        for norm in self._plain:
             norm.momentum, norm.num_batches_tracked = 0.0, None
 
     def __exit__(self, *_: object) -> None:

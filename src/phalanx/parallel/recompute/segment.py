@@ -87,9 +87,8 @@ class _Call:
     replay: AbstractContextManager[Any]
     inputs: list[Any]
     structure: Any
-    node: (
-        Any  # the autograd node that saved tensors, so that hooks around (offloading) see them, too
-    )
+    # The autograd node that saved the inputs, so that hooks around it (offload) see them, too.
+    node: Any
     ambient: Callable[[], AbstractContextManager[None]]
 
 
@@ -174,7 +173,8 @@ class _SegmentForward:
                 slot.tensor = tensor.detach()
             num_filled += 1
             if num_filled == len(self._slots):
-                raise _AllFilled  # what follows, the last product say, nobody needs
+                # All that was saved is filled: what follows, the last product say, is not needed.
+                raise _AllFilled
 
         outputs: list[torch.Tensor] = []
         try:

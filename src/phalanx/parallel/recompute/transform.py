@@ -85,7 +85,8 @@ def _recompute(block: nn.Module, segment: Segment, context: ParallelContext) -> 
     options: dict[str, Any] = {
         "context_fn": recompute_contexts(block, segment.mode, context.dropout_rng)
     }
-    if context.plan.compile:  # a compiler follows torch's own contexts, and no others
+    # A compiler follows torch's own contexts, and no others.
+    if context.plan.compile:
         options = {"context_fn": selective_contexts} if segment.mode == "selective" else {}
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 

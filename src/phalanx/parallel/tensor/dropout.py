@@ -59,9 +59,8 @@ class WholeMasks:
 
     def _stop_watching(self, module: nn.Module, *_: object) -> None:
         if module.training:
-            self._is_watching = (
-                False  # recomputed parts of a forward, which stop midway, are not followed
-            )
+            # A recomputed part of a forward stops midway and would not end its hooks.
+            self._is_watching = False
             for hook in self._hooks:
                 hook.remove()
 

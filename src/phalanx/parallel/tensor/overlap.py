@@ -23,7 +23,8 @@ from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup
 def row_in_chunks(x: torch.Tensor, weight: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """`group.leave(x @ weight.T)`. x: [B, T, features of this rank]."""
     if x.ndim < 3 or (group.cuts_sequence and x.shape[SEQUENCE] % group.size):
-        return group.leave(F.linear(x, weight))  # what must be padded is not worth chunks
+        # Tokens that must be padded are not worth chunks.
+        return group.leave(F.linear(x, weight))
     weight = weight.to(x.dtype)
     result: torch.Tensor = (_RowScatter if group.cuts_sequence else _RowSum).apply(x, weight, group)
     return result

@@ -77,7 +77,8 @@ class TensorParallel:
         partial_gradients = PartialGradients(group, partial, surgery.cuts)
         context.hooks.before_reduce.append(partial_gradients.sum_over_ranks)
         context.axes.add(group)
-        if not plan.compile:  # compiled code counts nothing: no number is better than a part of it
+        # Compiled code counts nothing: no number is better than a part of it.
+        if not plan.compile:
             context.traffic.add_sender("tp", group)
         explain = functools.partial(misfit, columns=surgery.open_columns())
         context.hooks.explain_error.append(explain)
@@ -133,7 +134,8 @@ class _Surgery:
     group: TensorGroup
     rules: Sequence[Rule]
     cuts: dict[str, Cut] = field(default_factory=dict)
-    absent: frozenset[str] = frozenset()  # what another stage of a pipeline holds
+    # Modules of which another stage of a pipeline holds parameters.
+    absent: frozenset[str] = frozenset()
     is_stage: bool = False
     _replaced: dict[nn.Parameter, tuple[nn.Parameter, Cut]] = field(default_factory=dict)
     _vocabularies: list[tuple[nn.Module, Vocabulary]] = field(default_factory=list)
@@ -168,7 +170,8 @@ class _Surgery:
             "region": self._region,
             "sequence": self._sequence,
         }.get(rule.kind)
-        if apply_rule is not None:  # "partial" and "replicate" say what gradients are, later
+        # "partial" and "replicate" cut nothing: they say later how gradients are summed.
+        if apply_rule is not None:
             apply_rule(name, part, rule)
 
     def _require_cut_sequence(self) -> None:
@@ -390,7 +393,8 @@ class _Surgery:
         if replacement is None:
             pieces = [parameter.detach().narrow(dim, span.start, span.size) for span in spans]
             local = nn.Parameter(torch.cat(pieces, dim=dim), requires_grad=parameter.requires_grad)
-            local.__dict__.update(parameter.__dict__)  # what a user's code has noted on it
+            # A user's code may have noted attributes on the parameter.
+            local.__dict__.update(parameter.__dict__)
             replacement = self._replaced[parameter] = (local, cut)
         if replacement[1] != cut:
             raise LayoutError(
