@@ -21,7 +21,7 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe_module, refuse_silent_exits
 from phalanx.parallel.call.bind_batch import call_with_batch
-from phalanx.parallel.data_parallel.replicate import _ExposedWait
+from phalanx.parallel.data_parallel.replicate import BackwardWatch
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
@@ -268,10 +268,8 @@ def test_parameters_without_a_part_in_the_loss_are_counted_and_three_are_named(
 ) -> None:
     module = torch.nn.ParameterList(torch.zeros(1) for _ in range(num_unused))
     plan = SimpleNamespace(data_parallel=SimpleNamespace(unused_parameters="refuse"))
-    piece: Any = SimpleNamespace(
-        phases=None, plan=plan, experts=None, root=SimpleNamespace(module=module)
-    )
-    watch = _ExposedWait(piece)
+    piece: Any = SimpleNamespace(phases=None, plan=plan, root=SimpleNamespace(module=module))
+    watch = BackwardWatch(piece, None)
     watch.arm()
     with pytest.raises(LayoutError, match=said) as caught:
         watch.disarm()
