@@ -112,9 +112,8 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
-    input_goes_to_columns_alone = (
-        True  # q, k and v, which tensor parallelism may then enter together
-    )
+    # To q, k and v, which tensor parallelism may then enter together.
+    input_goes_to_columns_alone = True
 
     def __init__(self, shape: ModelShape, window: int) -> None:
         super().__init__()
@@ -130,9 +129,9 @@ class Attention(nn.Module):
 
     @staticmethod
     def _head_norm(shape: ModelShape) -> RMSNorm | None:
-        return (
-            RMSNorm(shape.head_dim, shape.norm_eps, shape.norm_plus_one) if shape.qk_norm else None
-        )
+        if not shape.qk_norm:
+            return None
+        return RMSNorm(shape.head_dim, shape.norm_eps, shape.norm_plus_one)
 
     def forward(
         self,

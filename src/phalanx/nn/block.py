@@ -53,12 +53,15 @@ class Block(nn.Module):
         attended = self.attention(
             self.attention_norm(x_BTD), table, positions_BT, document_ids_BT, mask
         )
-        x_BTD = x_BTD + (
-            attended if self.attention_post_norm is None else self.attention_post_norm(attended)
-        )
-        normed = self.ffn_norm(x_BTD)
-        fed = self.moe(normed) if self.has_experts else self.ffn(normed)
-        return x_BTD + (fed if self.ffn_post_norm is None else self.ffn_post_norm(fed))
+        if self.attention_post_norm is not None:
+            attended = self.attention_post_norm(attended)
+        # Not in place, here and below: the backward of a norm needs what the norm was given.
+        x_BTD = x_BTD + attended
+        feed_forward = self.moe if self.has_experts else self.ffn
+        fed = feed_forward(self.ffn_norm(x_BTD))
+        if self.ffn_post_norm is not None:
+            fed = self.ffn_post_norm(fed)
+        return x_BTD + fed
 
 
 def init_rules(shape: ModelShape) -> tuple[InitRule, ...]:

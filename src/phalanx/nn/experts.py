@@ -81,17 +81,24 @@ class MixtureOfExperts(nn.Module):
         drops = routing.kept_BTK is not None
         if routing.kept_BTK is not None:  # what an expert has no room for stands behind all rows
             expert_R = expert_R.where(routing.kept_BTK.flatten(), num_experts)
+        # Stable, so that an expert's rows are in the tokens' order on every device.
         order = expert_R.argsort(stable=True)
+        # One count more for the dropped choices, which no expert sees.
         counts_E = torch.zeros(num_experts + drops, dtype=torch.int64, device=x_BTD.device)
         counts_E = counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))[:num_experts]
-        rows = _Rows.from_order(order, sum(sizes_of(counts_E)) if drops else len(order), len(x_ND))
+        num_rows = len(order)
+        if drops:
+            num_rows = sum(sizes_of(counts_E))
+        rows = _Rows.from_order(order, num_rows, len(x_ND))
         weight_R = routing.weights_BTK.flatten()[rows.order]
         out_RD = self.dispatch(
             _TakeRows.apply(x_ND, rows.token_R, rows.row_KN), counts_E, self.experts
         )
         out_ND: torch.Tensor = _WeightedSum.apply(out_RD, weight_R, rows.order, rows.row_KN)
         out_BTD = out_ND.view_as(x_BTD)
-        return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
+        if self.shared is None:
+            return out_BTD
+        return out_BTD + self.shared(x_BTD)
 
 
 class _Rows(NamedTuple):
@@ -112,6 +119,7 @@ class _Rows(NamedTuple):
         row = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
         )
+        # By choice first: `_sum_by_token` adds one row of each token at a time.
         row_KN = row.view(num_tokens, per_token).sort(dim=1).values.T.contiguous()
         order = order[:num_rows]
         return cls(order, order.div(per_token, rounding_mode="floor"), row_KN)
@@ -126,12 +134,19 @@ def _sum_by_token(
     num_rows, is_full = len(row_RD), len(row_RD) < row_KN.numel()
     wide = torch.promote_types(row_RD.dtype, torch.float32)  # a half's sum is rounded once
     out_ND = row_RD.new_zeros(row_KN.shape[1], row_RD.shape[1], dtype=wide)
-    for row_N in row_KN if num_rows else ():
-        at = row_N.clamp(max=num_rows - 1) if is_full else row_N
+    if num_rows == 0:
+        return out_ND.to(row_RD.dtype)
+    for row_N in row_KN:
+        at = row_N
+        # Where a choice was dropped any row is taken, and then nothing of it.
+        if is_full:
+            at = row_N.clamp(max=num_rows - 1)
         part_ND = row_RD.index_select(0, at)
         if weight_R is not None:
             part_ND = part_ND.mul_(weight_R.index_select(0, at)[:, None].to(part_ND.dtype))
-        out_ND += part_ND.masked_fill_((row_N >= num_rows)[:, None], 0) if is_full else part_ND
+        if is_full:
+            part_ND = part_ND.masked_fill_((row_N >= num_rows)[:, None], 0)
+        out_ND += part_ND
     return out_ND.to(row_RD.dtype)
 
 

@@ -12,6 +12,7 @@ import contextlib
 import fnmatch
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,12 +23,11 @@ import torch
 from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import LogicalShard
 
-CHUNK = (
-    1 << 15
-    # elements: scratch memory of a quarter MiB, and few enough that torch starts no threads of its
-    # own
-)
-THREADS_FROM = 1 << 20  # elements of a run, from which on threads are worth their start
+# In elements: scratch memory of a quarter MiB, and few enough that torch starts no threads of its
+# own.
+CHUNK = 1 << 15
+# In elements of a run: fewer are made before threads have started.
+THREADS_FROM = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,19 @@ def initialize_shards(
     A name without a rule is a bug.
     """
     for name, shard in shards.items():
-        rule = next((r for r in rules if fnmatch.fnmatchcase(name, r.pattern)), None)
-        assert rule is not None, f"no initialisation rule for {name}"
+        rule = _find_rule(rules, name)
         if rule.std == 0.0:
             shard.tensor.fill_(rule.constant)
         else:
             _fill_normal(shard, rule.std, stable_hash64("init", seed, name))
+
+
+def _find_rule(rules: Sequence[InitRule], name: str) -> InitRule:
+    for rule in rules:
+        # Not fnmatch, which ignores case on some systems.
+        if fnmatch.fnmatchcase(name, rule.pattern):
+            return rule
+    raise AssertionError(f"no initialisation rule for {name}")
 
 
 def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
@@ -66,13 +73,11 @@ def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
             continue
         # Contiguous runs: every dimension before the last that is cut is walked, the rest is one
         # run.
-        cut = max(
-            d for d, (s, g) in enumerate(zip(box.size, shard.global_shape, strict=True)) if s != g
-        )
-        strides = [math.prod(shard.global_shape[d + 1 :]) for d in range(len(box.size))]
-        first = sum(
-            offset * stride for offset, stride in zip(box.global_offset, strides, strict=True)
-        )
+        cut = len(box.size) - 1
+        while box.size[cut] == shard.global_shape[cut]:
+            cut -= 1
+        strides = [math.prod(shard.global_shape[dim + 1 :]) for dim in range(len(box.size))]
+        first = sum(map(operator.mul, box.global_offset, strides))
         run = box.size[cut] * strides[cut]
         target = shard.tensor
         for dim, (offset, size) in enumerate(zip(box.local_offset, box.size, strict=True)):
@@ -82,8 +87,8 @@ def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
             continue
         # Runs of one slice of the dimension before the cut are equally far apart: a matrix is one
         # slice of rows.
-        for index in itertools.product(*(range(n) for n in box.size[: cut - 1])):
-            start = first + sum(i * strides[dim] for dim, i in enumerate(index))
+        for index in itertools.product(*map(range, box.size[: cut - 1])):
+            start = first + sum(map(operator.mul, index, strides))
             _fill_runs(target[index], std, key, start, pitch=strides[cut - 1], run=run)
 
 
@@ -129,9 +134,8 @@ def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
         for done in range(0, count, CHUNK):
             draw(done)
         return out
-    with ThreadPoolExecutor(
-        threads
-    ) as pool:  # numpy draws without Python's lock, and so does torch compute
+    # Numpy draws without Python's lock, and so does torch compute.
+    with ThreadPoolExecutor(threads) as pool:
         list(pool.map(draw, range(0, count, CHUNK)))
     return out
 
@@ -146,7 +150,8 @@ def _normals_of_runs(key: int, starts: Sequence[int], run: int) -> torch.Tensor:
     halves = np.empty((len(starts), run), np.uint32)
     for row, start in zip(halves, starts, strict=True):
         first_draw = start // 2
-        generator.advance(first_draw // 4 - counter)  # one counter gives four 64-bit draws
+        # One counter gives four 64-bit draws.
+        generator.advance(first_draw // 4 - counter)
         skip = first_draw % 4
         draws = generator.random_raw(skip + (start + run + 1) // 2 - first_draw)
         counter = first_draw // 4 + -(-len(draws) // 4)

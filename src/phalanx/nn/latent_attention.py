@@ -37,8 +37,10 @@ class LatentAttention(nn.Module):
         self.parts = (shape.head_dim - shape.rope_head_dim, shape.rope_head_dim)
         self.kv_rank = shape.kv_rank
         queries = shape.num_heads * shape.head_dim
-        self.q = None if shape.query_rank else nn.Linear(shape.dim, queries, bias=False)
-        if shape.query_rank:
+        self.q: nn.Linear | None = None
+        if not shape.query_rank:
+            self.q = nn.Linear(shape.dim, queries, bias=False)
+        else:
             self.q_down = nn.Linear(shape.dim, shape.query_rank, bias=False)
             self.q_norm = RMSNorm(shape.query_rank, EPS, shape.norm_plus_one)
             self.q_up = nn.Linear(shape.query_rank, queries, bias=False)
@@ -73,11 +75,12 @@ class LatentAttention(nn.Module):
 
     def _queries(self, x_BTD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         q = self.q_up(self.q_norm(self.q_down(x_BTD))) if self.q is None else self.q(x_BTD)
-        plain, rotated = (
-            q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.parts, dim=-1)
-        )
+        heads = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        plain, rotated = heads.split(self.parts, dim=-1)
         q_BHTE = torch.cat((plain, rotate_neighbours(rotated, table)), dim=-1)
-        return q_BHTE if self.query_scale == 1 else q_BHTE * self.query_scale
+        if self.query_scale == 1:
+            return q_BHTE
+        return q_BHTE * self.query_scale
 
     def _keys_and_values(
         self, x_BTD: torch.Tensor, table: torch.Tensor

@@ -22,7 +22,9 @@ class RMSNorm(nn.Module):
         self.eps, self.plus_one = eps, plus_one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = 1 + self.weight if self.plus_one else self.weight
+        weight = self.weight
+        if self.plus_one:
+            weight = 1 + weight
         return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.eps).to(x.dtype)
 
 

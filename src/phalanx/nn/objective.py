@@ -76,8 +76,9 @@ def logits_cross_entropy(chunk_tokens: int) -> Objective:
     def objective(
         outputs: Any, batch: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_of_classes = isinstance(outputs, torch.Tensor) and outputs.ndim == 2
-        return (classification_cross_entropy if is_of_classes else tokens)(outputs, batch)
+        if isinstance(outputs, torch.Tensor) and outputs.ndim == 2:
+            return classification_cross_entropy(outputs, batch)
+        return tokens(outputs, batch)
 
     return takes_classes(_reads_vocabulary_parts(objective))
 
@@ -94,11 +95,9 @@ def _causal_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(outputs, CausalOutput):
         return token_cross_entropy(outputs, batch)
-    hidden_BTD = (
-        outputs.hidden_BTD
-        if outputs.vocabulary is None
-        else outputs.vocabulary.enter(outputs.hidden_BTD)
-    )
+    hidden_BTD = outputs.hidden_BTD
+    if outputs.vocabulary is not None:
+        hidden_BTD = outputs.vocabulary.enter(hidden_BTD)
     hidden_ND = hidden_BTD.flatten(0, 1)
     targets_N = batch["targets"].flatten()
     loss_sum = _ChunkedCrossEntropy.apply(
@@ -133,9 +132,7 @@ def token_cross_entropy(
             fix="return logits [..., vocab] or CausalOutput, or set model.objective",
         )
     targets = batch["targets"].flatten()
-    logits = (
-        outputs.flatten(0, -2).float() if outputs.dtype != torch.float64 else outputs.flatten(0, -2)
-    )
+    logits = _at_least_float32(outputs.flatten(0, -2))
     loss_sum = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     return loss_sum, (targets != IGNORE_INDEX).sum()
 
@@ -154,18 +151,23 @@ def classification_cross_entropy(
             f"classification needs logits [batch, classes]; the model returned {_form(outputs)}",
             fix="return them, or set model.objective",
         )
-    labels = batch["labels"] if "labels" in batch else batch["targets"]
-    logits = outputs if outputs.dtype == torch.float64 else outputs.float()
+    name = "labels" if "labels" in batch else "targets"
+    labels, logits = batch[name], _at_least_float32(outputs)
     loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return loss_sum, (labels != IGNORE_INDEX).sum()
 
 
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    # float64 stays: a reference is computed in it.
+    if logits.dtype == torch.float64:
+        return logits
+    return logits.float()
+
+
 def _form(outputs: Any) -> str:
-    return (
-        f"a tensor {list(outputs.shape)}"
-        if isinstance(outputs, torch.Tensor)
-        else type(outputs).__name__
-    )
+    if isinstance(outputs, torch.Tensor):
+        return f"a tensor {list(outputs.shape)}"
+    return type(outputs).__name__
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -188,14 +190,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         head = head_VD.to(hidden_ND.dtype)
+        # float64, for it adds up the losses of any number of chunks.
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
-        grad_hidden = torch.empty_like(hidden_ND) if grad else None
-        grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device) if grad else None
+        grad_hidden, grad_head = None, None
+        if grad:
+            grad_hidden = torch.empty_like(hidden_ND)
+            # Wide, because it is added up over all chunks.
+            grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device)
         shape = min(chunk, hidden_ND.shape[0]), head.shape[0]
         # Every chunk has the same room: freed and taken anew, it would leave holes in a CPU's heap
         # (mesh.malloc).
         room_CV = scratch(shape, wide, hidden_ND)
-        low_CV = room_CV if wide == hidden_ND.dtype else scratch(shape, hidden_ND.dtype, hidden_ND)
+        low_CV = room_CV
+        if wide != hidden_ND.dtype:
+            low_CV = scratch(shape, hidden_ND.dtype, hidden_ND)
         for start in range(0, hidden_ND.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden = hidden_ND[rows]
@@ -282,12 +290,15 @@ def _loss_and_gradient(
     together.
     """
     valid = targets_N != IGNORE_INDEX
+    # Where there is no target any index will do: `valid` takes it out again.
     picked, is_here, peak = targets_N.where(valid, 0), valid, logits_NV.amax(dim=1)
     if vocabulary is not None:
         picked = picked - vocabulary.start
         is_here = valid & (picked >= 0) & (picked < logits_NV.shape[1])
         picked, peak = picked.where(is_here, 0), vocabulary.max(peak)
-    picked = picked[:, None]  # without a vocabulary any other negative target is refused by gather
+    # Without a vocabulary any other negative target is refused by gather.
+    picked = picked[:, None]
+    # In place from here on: another tensor of this size would double what a loss needs.
     logits_NV -= peak[:, None]
     at_target = logits_NV.gather(1, picked).squeeze(1)
     logits_NV.exp_()
@@ -295,7 +306,8 @@ def _loss_and_gradient(
     if vocabulary is not None:
         norm, at_target = vocabulary.sum(torch.stack((norm, at_target.where(is_here, 0.0))))
     loss_sum = torch.where(valid, norm.log() - at_target, 0.0).sum(dtype=torch.float64)
-    logits_NV /= norm[:, None]  # now probabilities; minus one-hot they are the gradient
+    # Now probabilities; minus one-hot they are the gradient.
+    logits_NV /= norm[:, None]
     logits_NV.scatter_add_(1, picked, -is_here[:, None].to(logits_NV.dtype))
     logits_NV *= valid[:, None]
     return loss_sum

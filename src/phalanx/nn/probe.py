@@ -38,49 +38,67 @@ def describe_module(kind: str, args: dict[str, object]) -> dict[str, object]:
             module = factory(**args)
     except PhalanxError:
         raise
-    # it reads numbers of its weights, say: then with weights, and an error of that is the user's
     except Exception:
+        # It reads numbers of its weights, say: then with weights, whose error is the user's.
         module = factory(**args)
     if not isinstance(module, torch.nn.Module):
         raise PhalanxError(f"{kind} returned {type(module).__name__}, not an nn.Module")
-    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
-    if lazy:
-        raise PhalanxError(
-            f"{lazy[0]} has no shape yet: call lazy layers once with a sample in the factory"
-        )
-    blocks = {id(block) for block in find_blocks(module)}
-    parameters = list(module.named_parameters())
     return {
-        "num_params": sum(p.numel() for _, p in parameters),
-        "num_trainable_params": sum(p.numel() for _, p in parameters if p.requires_grad),
-        "tensors": [
-            [full_name(name), list(p.shape), str(p.dtype).removeprefix("torch.")]
-            for name, p in parameters
-        ],
+        **_describe_parameters(module),
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
-        "num_dropouts": sum(_drops(part) for part in module.modules()),
+        "num_dropouts": sum(map(_drops, module.modules())),
         "takes_document_ids": _takes_document_ids(module),
         "names": [full_name(name) for name, _ in module.named_modules()],
         "holders": [vars(holder) for holder in find_holders(module)],
         "shard_rules": read_shard_rules(module),
-        "blocks": [full_name(name) for name, part in module.named_modules() if id(part) in blocks],
+        "blocks": _block_names(module),
         "last_stage": list(last_stage_names(module)),
         "has_attention_seam": has_attention_seam(module),
         "facts": getattr(module, FACTS, {}),
     }
 
 
+def _describe_parameters(module: torch.nn.Module) -> dict[str, object]:
+    num_params = num_trainable = 0
+    tensors = []
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise PhalanxError(
+                f"{name} has no shape yet: call lazy layers once with a sample in the factory"
+            )
+        num_params += parameter.numel()
+        if parameter.requires_grad:
+            num_trainable += parameter.numel()
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        tensors.append([full_name(name), list(parameter.shape), dtype])
+    return {
+        "num_params": num_params,
+        "num_trainable_params": num_trainable,
+        "tensors": tensors,
+    }
+
+
+def _block_names(module: torch.nn.Module) -> list[str]:
+    blocks = set(map(id, find_blocks(module)))
+    return [full_name(name) for name, part in module.named_modules() if id(part) in blocks]
+
+
 def _takes_document_ids(module: torch.nn.Module) -> str:
     parameters = inspect.signature(module.forward).parameters
     if "document_ids" in parameters:
         return "by name"
-    return "as any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else "no"
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return "as any keyword"
+    return "no"
 
 
 def _drops(part: torch.nn.Module) -> bool:
     """Dropout layers, and torch's attention and recurrent layers, which hold a probability
     themselves."""
-    probability = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0.0)
+    probability = getattr(part, "dropout", 0.0)
+    if isinstance(part, _DropoutNd):
+        probability = part.p
+    # A user's `dropout` may be a module, too.
     return isinstance(probability, float) and probability > 0
 
 
@@ -91,14 +109,11 @@ def locate_user_error(error: BaseException) -> str:
 
 def locate_user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost frame of the user's own code as "model.py:12: "; "" if there is none."""
-    user_frames = [
-        f
-        for f in frames
-        if "site-packages" not in f.filename and not f.filename.startswith(("<", _OUR_FOLDER))
-    ]
-    return (
-        f"{Path(user_frames[-1].filename).name}:{user_frames[-1].lineno}: " if user_frames else ""
-    )
+    for frame in reversed(frames):
+        if "site-packages" in frame.filename or frame.filename.startswith(("<", _OUR_FOLDER)):
+            continue
+        return f"{Path(frame.filename).name}:{frame.lineno}: "
+    return ""
 
 
 def summarize_error(error: BaseException) -> str:
@@ -122,6 +137,7 @@ def refuse_silent_exits() -> Iterator[None]:
                 file=sys.stderr,
                 flush=True,
             )
+            # Not `status`: 0 would look as if the model had been described.
             leave(1)
         leave(status)
 

@@ -11,10 +11,8 @@ import torch
 
 from phalanx.job.shape import ModelShape
 
-LLAMA3_LOW, LLAMA3_HIGH = (
-    1.0,
-    4.0,
-)  # turns within the original length: below, scaled; above, left as they are
+# Turns within the original length: below, frequencies are scaled; above, left as they are.
+LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0
 YARN_SLOW, YARN_FAST = 1.0, 32.0  # the same of YaRN
 
 
@@ -75,6 +73,7 @@ def _yarn_share(plain: torch.Tensor, shape: ModelShape) -> torch.Tensor:
     low = max(math.floor(pair_that_turns(YARN_FAST)), 0)
     high = min(math.ceil(pair_that_turns(YARN_SLOW)), shape.rotated_dim - 1)
     index = torch.arange(half, dtype=plain.dtype, device=plain.device)
+    # Not 0, where both are the same pair.
     return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)
 
 
@@ -86,20 +85,17 @@ def rotary_table(
     frequencies = rotary_frequencies(shape, wide, positions_BT.device, local=local)
     angle_BTE = positions_BT[..., None].to(wide) * frequencies
     table = torch.stack((angle_BTE.cos(), angle_BTE.sin()))[:, :, None]
-    if not shape.kv_rank and not (
-        local and shape.local_rope_theta
-    ):  # latent attention has it on more than this
+    # Latent attention has the temperature on whole queries and keys.
+    if not shape.kv_rank and not (local and shape.local_rope_theta):
         table = table * yarn_temperature(shape)  # on queries and keys alike
     return table
 
 
 def yarn_temperature(shape: ModelShape) -> float:
     """The factor of queries and keys under YaRN (arXiv 2309.00071, section 3.4); 1 without it."""
-    return (
-        0.1 * shape.rope_mscale * math.log(shape.rope_factor) + 1
-        if shape.rope_scaling == "yarn"
-        else 1.0
-    )
+    if shape.rope_scaling != "yarn":
+        return 1.0
+    return 0.1 * shape.rope_mscale * math.log(shape.rope_factor) + 1
 
 
 def rotate(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

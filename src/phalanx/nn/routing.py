@@ -87,7 +87,10 @@ class Balance:
 
     def with_loss(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """`loss_sum` as it is; its backward tells the routers the gradient that it gets."""
-        return _RecordLossGradient.apply(loss_sum, self) if loss_sum.requires_grad else loss_sum
+        if not loss_sum.requires_grad:
+            return loss_sum
+        recorded: torch.Tensor = _RecordLossGradient.apply(loss_sum, self)
+        return recorded
 
 
 @dataclass
@@ -99,8 +102,9 @@ class Load:
     dropped: torch.Tensor | None = None
 
     def add(self, counts_E: torch.Tensor, dropped: torch.Tensor) -> None:
-        self.counts_E = counts_E if self.counts_E is None else self.counts_E + counts_E
-        self.dropped = dropped if self.dropped is None else self.dropped + dropped
+        if self.counts_E is not None and self.dropped is not None:
+            counts_E, dropped = self.counts_E + counts_E, self.dropped + dropped
+        self.counts_E, self.dropped = counts_E, dropped
 
     def take(self, num_experts: int, device: torch.device) -> torch.Tensor:
         """[E + 1], fp64: tokens that chose each expert, and how many choices were dropped."""
@@ -138,31 +142,34 @@ class Router(nn.Module):
         )
         self.weight = nn.Parameter(torch.empty(shape.num_experts, shape.dim))
         self.bias: torch.Tensor | None
-        self.buffers_are_alike = True  # on all ranks, and nobody needs to make them so
+        # Alike on all ranks without being sent: each moves the bias by the same counts.
+        self.buffers_are_alike = True
         self.register_buffer("bias", torch.zeros(shape.num_experts) if shape.balance_bias else None)
         self.balance, self.load = balance, Load()
         self.sequences: Sequences = WholeSequences()
         self.choose: Choose = best
-        self.num_alike = (
-            1  # ranks that route the same tokens alike, and whose gradients are added up
-        )
+        # Ranks that route the same tokens alike, and whose gradients are added up.
+        self.num_alike = 1
 
     def forward(self, x_BTD: torch.Tensor) -> Routing:
         """Scores are computed in fp32 at least, whatever the type of the rest."""
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        # Autocast would compute the scores in the narrow type again.
         with torch.autocast(x_BTD.device.type, enabled=False):
             logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
-            scores_BTE = (
-                logits_BTE.softmax(-1) if self.scores == "softmax" else logits_BTE.sigmoid()
-            )
-            chosen_by = (
-                scores_BTE.detach() if self.bias is None else scores_BTE.detach() + self.bias
-            )
+            if self.scores == "softmax":
+                scores_BTE = logits_BTE.softmax(-1)
+            else:
+                scores_BTE = logits_BTE.sigmoid()
+            # The bias decides who is chosen, and not how much it counts.
+            chosen_by = scores_BTE.detach()
+            if self.bias is not None:
+                chosen_by = chosen_by + self.bias
             experts_BTK = self.choose(chosen_by, self.per_token)
             chosen_BTE = torch.zeros_like(scores_BTE, dtype=torch.int64).scatter_(
                 -1, experts_BTK, 1
             )
-            kept_BTK = self._mark_kept(chosen_BTE, experts_BTK)
+            kept_BTK = self._mark_within_capacity(chosen_BTE, experts_BTK)
             if torch.is_grad_enabled() and scores_BTE.requires_grad:
                 scores_BTE = self._add_balance_loss(scores_BTE, chosen_BTE, kept_BTK)
             weights_BTK = scores_BTE.gather(-1, experts_BTK)
@@ -176,7 +183,7 @@ class Router(nn.Module):
         if self.bias is not None:
             self.bias += self.bias_rate * torch.sign(counts_E.mean() - counts_E).to(self.bias.dtype)
 
-    def _mark_kept(
+    def _mark_within_capacity(
         self, chosen_BTE: torch.Tensor, experts_BTK: torch.Tensor
     ) -> torch.Tensor | None:
         """True for the first tokens of each sequence that chose an expert, up to its capacity; None
@@ -194,7 +201,9 @@ class Router(nn.Module):
     def _add_balance_loss(
         self, scores_BTE: torch.Tensor, chosen_BTE: torch.Tensor, kept_BTK: torch.Tensor | None
     ) -> torch.Tensor:
-        dropped = chosen_BTE.new_zeros(()) if kept_BTK is None else (~kept_BTK).sum()
+        dropped = chosen_BTE.new_zeros(())
+        if kept_BTK is not None:
+            dropped = (~kept_BTK).sum()
         counts_BE, weights_BE = chosen_BTE.sum(1), None
         if self.loss_weight:
             length = self.sequences.length(chosen_BTE.shape[1])
@@ -202,11 +211,10 @@ class Router(nn.Module):
             weights_BE = counts * (
                 self.loss_weight / self.num_alike * self.num_experts / (self.per_token * length)
             )
-        shares_BTE = (
-            scores_BTE
-            if self.scores == "softmax"
-            else scores_BTE / scores_BTE.sum(-1, keepdim=True)
-        )
+        shares_BTE = scores_BTE
+        # Of a softmax they add up to 1 already.
+        if self.scores != "softmax":
+            shares_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
         balanced: torch.Tensor = _AddBalanceGradient.apply(
             scores_BTE, shares_BTE, weights_BE, counts_BE.sum(0), dropped, self
         )
@@ -215,6 +223,7 @@ class Router(nn.Module):
 
 def capacity(num_tokens: int, per_token: int, num_experts: int, factor: float) -> int:
     """Tokens of one sequence that an expert takes: `factor` times its even share, at least 1."""
+    # Rounded first: a product that is whole but for its last bits is not one more.
     return max(1, math.ceil(round(factor * num_tokens * per_token / num_experts, 6)))
 
 
@@ -222,7 +231,8 @@ class _RecordLossGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss_sum: torch.Tensor, balance: Balance) -> torch.Tensor:  # type: ignore[override]
         ctx.balance = balance
-        return loss_sum.clone()  # FSDP hooks no views
+        # A copy of one number, and not a view: FSDP hooks no views.
+        return loss_sum.clone()
 
     @staticmethod
     @once_differentiable

@@ -30,7 +30,8 @@ from phalanx.nn.objective import HeadOutput
 
 MODELS = "phalanx.nn.models"
 LAYERDROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
-FACTS = "shape_facts"  # attribute of a module: what `ModelShape` can be told of it
+# Attribute of a module: what `ModelShape` can be told of it.
+FACTS = "shape_facts"
 
 
 def factory_of(kind: str) -> Callable[..., Any]:
@@ -97,7 +98,10 @@ def _build_config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> An
                     f"model.args: {key!r} is no setting of {model_type}",
                     fix=did_you_mean(key, sorted(known)) or None,
                 )
-        return CONFIG_MAPPING[model_type].from_dict({**values, **args}) if args else parsed
+        if not args:
+            return parsed
+        # Anew, for a config derives some settings from others as it is made.
+        return CONFIG_MAPPING[model_type].from_dict({**values, **args})
     except LayoutError:
         raise
     except Exception as error:
@@ -109,13 +113,14 @@ def _build_config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> An
 def _missing_setting(config: Any, error: Exception) -> str | None:
     """A fix for an AttributeError of a setting that is missing in the config, or in one inside it;
     None for other errors."""
-    unreadable = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
-    parts = {"": config} | {f"{key}.": value for key, value in vars(config).items()}
-    path = next(
-        (path for path, part in parts.items() if unreadable is not None and part is unreadable),
-        None,
-    )
-    return None if path is None else f"its config.json must say {path}{error.name}"  # type: ignore[attr-defined]
+    if not isinstance(error, AttributeError) or error.obj is None:
+        return None
+    if error.obj is config:
+        return f"its config.json must say {error.name}"
+    for key, part in vars(config).items():
+        if part is error.obj:
+            return f"its config.json must say {key}.{error.name}"
+    return None
 
 
 def _choose_auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
@@ -126,19 +131,31 @@ def _choose_auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
     model_type = values["model_type"]
     is_causal = model_type in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_image = model_type in known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    is_encoder = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
-        config, "is_decoder", False
-    )
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        or not (is_causal or is_image)
-        or (is_encoder and is_causal)
-    ):
+    # BERT and its kin are listed as causal, and are so as decoders only.
+    is_masked = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if is_masked and not getattr(config, "is_decoder", False):
+        is_trainable = is_image and not is_causal
+    else:
+        is_trainable = is_image or is_causal
+    if not is_trainable or getattr(config, "is_encoder_decoder", False):
         raise LayoutError(
             f"{kind} is a {model_type}, which is no causal language model and no image classifier",
             fix="write a factory of your own and an objective: docs/own-code.md",
         )
-    architectures = [str(name) for name in values.get("architectures") or ()]
+    _refuse_untrainable_settings(kind, values, config)
+    auto = transformers.AutoModelForImageClassification
+    if is_causal:
+        auto = transformers.AutoModelForCausalLM
+    classes = _classes(auto, config)
+    # As DeiT's: transformers asks the config which one, and fails.
+    if len(classes) > 1 and not config.architectures:
+        config.architectures = [classes[0].__name__]
+    return auto
+
+
+def _refuse_untrainable_settings(kind: str, values: dict[str, Any], config: Any) -> None:
+    """Raise LayoutError for a config of a model that is not, or cannot be, trained as it says."""
+    architectures = list(map(str, values.get("architectures") or ()))
     trainable_suffixes = ("ForCausalLM", "LMHeadModel", "ForImageClassification")
     if architectures and not architectures[0].endswith(trainable_suffixes):
         raise LayoutError(
@@ -154,42 +171,35 @@ def _choose_auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
             " computed",
             fix="set model.args = { output_router_logits = false }",
         )
-    dropping = next((key for key in LAYERDROPS if getattr(config, key, None)), None)
-    if dropping is not None:
-        raise LayoutError(
-            f"{kind} leaves out layers at random ({dropping}), other ones on each rank, which would"
-            " wait for these",
-            fix=f"set model.args = {{ {dropping} = 0.0 }}",
-        )
-    auto = (
-        transformers.AutoModelForCausalLM
-        if is_causal
-        else transformers.AutoModelForImageClassification
-    )
-    classes = _classes(auto, config)
-    if (
-        len(classes) > 1 and not config.architectures
-    ):  # as DeiT's: transformers asks the config which one, and fails
-        config.architectures = [classes[0].__name__]
-    return auto
+    for key in LAYERDROPS:
+        if getattr(config, key, None):
+            raise LayoutError(
+                f"{kind} leaves out layers at random ({key}), other ones on each rank, which would"
+                " wait for these",
+                fix=f"set model.args = {{ {key} = 0.0 }}",
+            )
 
 
 def _classes(auto: Any, config: Any) -> list[Any]:
     """The classes that can build `config`; the first is the default of a config that names none."""
     classes = auto._model_mapping[type(config)]
-    return list(classes) if isinstance(classes, list | tuple) else [classes]
+    if isinstance(classes, list | tuple):
+        return list(classes)
+    return [classes]
 
 
 def _attention(auto: Any, config: Any) -> str:
     """torch's own attention where the model has it, else the one that is written out."""
     classes = _classes(auto, config)
-    chosen = next(
-        (one for one in classes if one.__name__ in (config.architectures or ())), classes[0]
-    )
-    return "sdpa" if getattr(chosen, "_supports_sdpa", False) else "eager"
+    architectures = config.architectures or ()
+    chosen = next(filter(lambda model: model.__name__ in architectures, classes), classes[0])
+    if getattr(chosen, "_supports_sdpa", False):
+        return "sdpa"
+    return "eager"
 
 
 def _load_with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Module:
+    # Nothing is downloaded, and nothing unpickled.
     module, loading_info = auto.from_pretrained(
         str(directory),
         config=config,
@@ -200,14 +210,14 @@ def _load_with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.
         output_loading_info=True,
     )
     for key_kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in loading_info.get(key_kind) or ())
+        names = sorted(map(str, loading_info.get(key_kind) or ()))
         if names:
+            why = f"{key_kind.replace('_', ' ')}: {', '.join(names[:3])}"
+            if len(names) > 3:
+                why += " ..."
             raise LayoutError(
                 f"the weights beside {kind} are not those of its config",
-                why=(
-                    f"{key_kind.replace('_', ' ')}:"
-                    f" {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-                ),
+                why=why,
                 fix="name the config.json itself to begin from random weights",
             )
     model: nn.Module = module.train()
@@ -219,12 +229,11 @@ def _adapt(module: Any, config: Any) -> nn.Module:
     rules and facts."""
     original_class = type(module)
     reads_images = module.main_input_name == "pixel_values"
-    head = "" if reads_images else find_plain_head(module)
-    forward = (
-        _forward_of_images(original_class)
-        if reads_images
-        else _forward_of_tokens(original_class, head)
-    )
+    if reads_images:
+        head, forward = "", _forward_of_images(original_class)
+    else:
+        head = find_plain_head(module)
+        forward = _forward_of_tokens(original_class, head)
     names = {
         "__module__": original_class.__module__,
         "__qualname__": original_class.__qualname__,
@@ -251,7 +260,9 @@ def _forward_of_tokens(original_class: type, head: str) -> Callable[..., Any]:
     def forward_to_logits(
         self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        named = {"position_ids": positions} if takes_positions else {}
+        named = {}
+        if takes_positions:
+            named["position_ids"] = positions
         outputs = original_class.forward(  # type: ignore[attr-defined]
             self, input_ids=inputs, use_cache=False, return_dict=True, **named
         )
@@ -266,7 +277,9 @@ def _forward_of_tokens(original_class: type, head: str) -> Callable[..., Any]:
         return build_head_output(layer, recorder)
 
     takes_positions = "position_ids" in inspect.signature(original_class.forward).parameters  # type: ignore[attr-defined]
-    return forward_to_hidden_states if head else forward_to_logits
+    if head:
+        return forward_to_hidden_states
+    return forward_to_logits
 
 
 def _forward_of_images(original_class: type) -> Callable[..., torch.Tensor]:
@@ -281,21 +294,20 @@ def _block_pattern(module: Any) -> str | None:
     """ "model.layers.*": the first list of what transformers says is not to be split."""
     unsplit_classes = set(getattr(module, "_no_split_modules", None) or ())
     for name, part in module.named_modules():
-        if (
-            isinstance(part, nn.ModuleList)
-            and len(part)
-            and all(type(item).__name__ in unsplit_classes for item in part)
-        ):
+        if not isinstance(part, nn.ModuleList) or not len(part):
+            continue
+        if {type(item).__name__ for item in part} <= unsplit_classes:
             return f"{name}.*"
     return None
 
 
 def _read_facts(config: Any, *, reads_images: bool) -> dict[str, int]:
     def read_size(*keys: str) -> int:
-        size = next(
-            (getattr(config, key) for key in keys if isinstance(getattr(config, key, None), int)), 0
-        )
-        return int(size)
+        for key in keys:
+            size = getattr(config, key, None)
+            if isinstance(size, int):
+                return int(size)
+        return 0
 
     if reads_images:
         return {

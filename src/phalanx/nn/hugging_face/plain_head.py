@@ -64,11 +64,11 @@ def find_plain_head(module: Any) -> str:
     modes = [(part, part.training) for part in module.modules()]
     try:
         with force_batched_products(module):
-            return (
-                names[0]
-                if all(_returns_its_output(module.train(mode), names[0]) for mode in (True, False))
-                else ""
-            )
+            # What comes after a head may be there in one of the two modes only.
+            for mode in (True, False):
+                if not _returns_its_output(module.train(mode), names[0]):
+                    return ""
+            return names[0]
     except Exception:  # of transformers, for something that needs numbers
         return ""
     finally:
@@ -92,11 +92,13 @@ def _returns_its_output(module: Any, name: str) -> bool:
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         ]
+        # Tied parameters stay one tensor: the head's weight may be the embedding's.
         empty_by_id: dict[int, torch.Tensor] = {}
-        tensors = {
-            key: empty_by_id.setdefault(id(t), torch.empty(t.shape, dtype=t.dtype))
-            for key, t in tensors_by_name
-        }
+        tensors: dict[str, torch.Tensor] = {}
+        for key, tensor in tensors_by_name:
+            if id(tensor) not in empty_by_id:
+                empty_by_id[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            tensors[key] = empty_by_id[id(tensor)]
         arguments = {
             "input_ids": torch.zeros(1, 3, dtype=torch.int64),
             "use_cache": False,
@@ -106,6 +108,7 @@ def _returns_its_output(module: Any, name: str) -> bool:
     if len(recorder.outputs) != 1:
         return False
     hidden, logits_of_head = recorder.inputs[0], recorder.outputs[0]
+    # A change in place would count the version up.
     return logits is logits_of_head and logits_of_head._version == 0 and hidden.shape[:2] == (1, 3)
 
 

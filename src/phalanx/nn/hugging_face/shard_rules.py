@@ -9,7 +9,7 @@ known to stand it; the rest is whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -18,6 +18,11 @@ from phalanx.mesh.linear import first_of_stack, has_gate, is_linear, is_stacked
 COLUMN, ROW, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 EXPERTS, FUSED_COLUMN = "moe_tp_experts", "packed_colwise"
 COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
+# Settings of models that cap or scale their logits.
+LOGIT_CHANGES = (
+    *("final_logit_softcapping", "logit_scale", "logits_scaling"),
+    *("lm_head_multiplier", "mup_width_scale"),
+)
 
 OWN_PLANS: dict[str, dict[str, str]] = {
     "vit": {
@@ -37,11 +42,10 @@ def shard_rules_of(module: Any, config: Any, *, has_plain_head: bool) -> dict[st
 
     See `plain_head` for a plain head.
     """
-    rules = (
-        _gpt2(config)
-        if config.model_type == "gpt2"
-        else _rules_from_plan(module, _plan(module, config))
-    )
+    if config.model_type == "gpt2":
+        rules = _gpt2(config)
+    else:
+        rules = _rules_from_plan(module, _plan(module, config))
     return rules | _vocabulary(module, config, has_plain_head)
 
 
@@ -80,75 +84,101 @@ def _rules_from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     rules_by_pattern: dict[str, list[dict[str, str]]] = defaultdict(list)
     for name, part in module.named_modules():
         pattern = _pattern(name)
-        covered = {
-            child: plan[f"{pattern}.{child}"]
-            for child, _ in part.named_children()
-            if f"{pattern}.{child}" in plan
-        }
         if is_stacked(part):
             rules_by_pattern[pattern].append(_rules_of_experts(part, pattern, plan))
-            continue
-        rules_by_pattern[pattern].append(_rules_of_part(part, covered) if covered else {})
+        else:
+            rules_by_pattern[pattern].append(_rules_of_part(part, pattern, plan))
     rules: dict[str, str] = {}
     for pattern, part_rules in rules_by_pattern.items():
-        if part_rules[0] and all(other == part_rules[0] for other in part_rules):
-            rules |= {
-                f"{pattern}.{child}" if child else pattern: text
-                for child, text in part_rules[0].items()
-            }
+        first = part_rules[0]
+        if part_rules.count(first) < len(part_rules):
+            continue
+        for child, text in first.items():
+            # "" is the part itself.
+            rules[f"{pattern}.{child}".removesuffix(".")] = text
     return rules
 
 
 def _rules_of_experts(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
-    expected = {
-        "": EXPERTS,
-        f".{first_of_stack(part)}": FUSED_COLUMN if has_gate(part) else COLUMN,
-        ".down_proj": ROW,
-    }
-    is_covered = all(plan.get(f"{pattern}{name}") == kind for name, kind in expected.items())
-    return {"": "experts parts=2" if has_gate(part) else "experts"} if is_covered else {}
+    rule, first_kind = "experts", COLUMN
+    if has_gate(part):
+        rule, first_kind = "experts parts=2", FUSED_COLUMN
+    expected = {"": EXPERTS, f".{first_of_stack(part)}": first_kind, ".down_proj": ROW}
+    for name, kind in expected.items():
+        if plan.get(f"{pattern}{name}") != kind:
+            return {}
+    return {"": rule}
 
 
-def _rules_of_part(part: nn.Module, covered: dict[str, str]) -> dict[str, str]:
+def _rules_of_part(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
     """Rules of the part itself ("") and its layers; empty if one of them cannot be cut, or is not
     known."""
-    holding = {
-        name for name, child in part.named_children() if any(True for _ in child.parameters())
-    }
-    kinds = set(covered.values())
-    is_whole = (
-        part._parameters
-        or holding != set(covered)
-        or not {COLUMN, ROW} <= kinds <= {COLUMN, ROW, PARTIAL}
-    )
-    width = getattr(part, "head_dim", None)
-    if is_whole or (width is None and "mlp" not in type(part).__name__.lower()):
+    kinds: dict[str, str] = {}
+    for child, layer in part.named_children():
+        if f"{pattern}.{child}" in plan:
+            kinds[child] = plan[f"{pattern}.{child}"]
+        elif any(True for _ in layer.parameters()):
+            return {}
+    # Nothing is known of a parameter that is the part's own, and of no layer in it.
+    if part._parameters or not _has_column_and_row(kinds):
         return {}
-    rules, heads = {"": "region"}, []
-    for child, kind in covered.items():
+    width = getattr(part, "head_dim", None)
+    # Without heads, only of a feed-forward it is known that any feature may go to any rank.
+    if width is None and "mlp" not in type(part).__name__.lower():
+        return {}
+    rules = {"": "region"}
+    head_counts = set()
+    for child, kind in kinds.items():
         layer = getattr(part, child)
-        if kind == PARTIAL:
-            # A norm of all features at once would see a part of them.
-            if width is None or any(tuple(p.shape) != (width,) for p in layer.parameters()):
-                return {}
-            rules[child] = "partial"
-            continue
-        if not is_linear(layer):
+        if not any(True for _ in layer.parameters()):
             return {}
-        size = layer.out_features if kind == COLUMN else layer.in_features
-        if width is not None and size % width:
+        rule = _rule_of_layer(layer, kind, width)
+        if rule is None:
             return {}
-        heads_text = f" heads={size // width}" if width else ""
-        heads += [size // width] if width else []
-        rules[child] = ("column" if kind == COLUMN else "row") + heads_text
-    counted = [
-        key
-        for key in COUNTS
-        if isinstance(getattr(part, key, None), int) and getattr(part, key) in heads
-    ]
-    if counted:
-        rules[""] += f" divide={','.join(counted)}"
+        rules[child] = rule.text
+        if rule.num_heads:
+            head_counts.add(rule.num_heads)
+    counts = [key for key in COUNTS if _is_count(part, key, head_counts)]
+    if counts:
+        rules[""] += f" divide={','.join(counts)}"
     return rules
+
+
+def _has_column_and_row(kinds: dict[str, str]) -> bool:
+    """True if there are cuts by output and by input, which belong together, and none of another
+    kind than these and norms."""
+    return {COLUMN, ROW} <= set(kinds.values()) <= {COLUMN, ROW, PARTIAL}
+
+
+class _LayerRule(NamedTuple):
+    text: str
+    num_heads: int = 0
+
+
+def _rule_of_layer(layer: Any, kind: str, width: int | None) -> _LayerRule | None:
+    """The rule of a layer of `kind`, in a part whose heads are `width` wide; None if it cannot be
+    cut."""
+    if kind == PARTIAL:
+        # A norm of all features at once would see a part of them.
+        if width is None or any(tuple(weight.shape) != (width,) for weight in layer.parameters()):
+            return None
+        return _LayerRule("partial")
+    if not is_linear(layer):
+        return None
+    rule, size = "row", layer.in_features
+    if kind == COLUMN:
+        rule, size = "column", layer.out_features
+    if width is None:
+        return _LayerRule(rule)
+    if size % width:
+        return None
+    return _LayerRule(f"{rule} heads={size // width}", size // width)
+
+
+def _is_count(part: nn.Module, key: str, head_counts: set[int]) -> bool:
+    """True for an attribute by which a forward counts heads, and which must be that of a rank."""
+    count = getattr(part, key, None)
+    return isinstance(count, int) and count in head_counts
 
 
 def _vocabulary(module: Any, config: Any, has_plain_head: bool) -> dict[str, str]:
@@ -160,30 +190,37 @@ def _vocabulary(module: Any, config: Any, has_plain_head: bool) -> dict[str, str
         return {}
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     names = {id(part): name for name, part in module.named_modules()}
-    is_plain = type(embedding) is nn.Embedding
-    is_tied = (
-        head is not None
-        and embedding is not None
-        and getattr(head, "weight", 0) is embedding.weight
-    )
-    is_tied = is_tied or bool(getattr(config, "tie_word_embeddings", False))
+    is_plain, is_tied = type(embedding) is nn.Embedding, _are_tied(embedding, head, config)
     rules = {}
     if is_plain and (head is None or not is_tied or type(head) is nn.Linear):
         rules[names[id(embedding)]] = "vocab"
     if type(head) is nn.Linear and (is_plain or not is_tied):
-        changes = (
-            "final_logit_softcapping",
-            "logit_scale",
-            "logits_scaling",
-            "lm_head_multiplier",
-            "mup_width_scale",
-        )
-        is_changed = not _brings_plan(module, config) or any(
-            getattr(config, k, None) not in (None, False) for k in changes
-        )
-        rules[names[id(head)]] = "column gather" if is_changed and not has_plain_head else "vocab"
+        rules[names[id(head)]] = "vocab"
+        if not has_plain_head and _may_change_logits(module, config):
+            rules[names[id(head)]] = "column gather"
     return rules
 
 
+def _are_tied(embedding: Any, head: Any, config: Any) -> bool:
+    is_one_tensor = (
+        head is not None
+        and embedding is not None
+        and getattr(head, "weight", 0) is embedding.weight
+    )
+    return is_one_tensor or bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _may_change_logits(module: Any, config: Any) -> bool:
+    """True unless the model is known to return what its head puts out."""
+    if not _brings_plan(module, config):
+        return True
+    return any(getattr(config, key, None) not in (None, False) for key in LOGIT_CHANGES)
+
+
 def _pattern(name: str) -> str:
-    return ".".join("*" if word.isdigit() else word for word in name.split("."))
+    """The name with a star for each number: blocks that are alike have one."""
+    words = name.split(".")
+    for position, word in enumerate(words):
+        if word.isdigit():
+            words[position] = "*"
+    return ".".join(words)

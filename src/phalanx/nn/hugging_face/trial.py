@@ -25,6 +25,7 @@ def require_trainable(kind: str, module: Any, facts: dict[str, int], *, reads_im
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
+        # Of no GPUs: the model is on the CPU, and nothing is drawn on them.
         with torch.random.fork_rng(devices=[]):
             sees_later = False
             if reads_images:
@@ -32,9 +33,8 @@ def require_trainable(kind: str, module: Any, facts: dict[str, int], *, reads_im
                 with torch.no_grad():
                     module(torch.zeros(size))
             else:
-                sees_later = _sees_later(
-                    module, min(TOKENS, facts["max_positions"] or TOKENS), facts["vocab_size"]
-                )
+                length = min(TOKENS, facts["max_positions"] or TOKENS)
+                sees_later = _sees_later(module, length, facts["vocab_size"])
     except Exception as error:
         raise LayoutError(
             f"the forward of {kind} fails",
@@ -44,14 +44,13 @@ def require_trainable(kind: str, module: Any, facts: dict[str, int], *, reads_im
         for part, is_training in modes:
             part.training = is_training
     if sees_later:
+        fix = None
+        if hasattr(module.config, "is_decoder"):
+            fix = "set model.args = { is_decoder = true }"
         raise LayoutError(
             f"{kind} is no causal language model: its tokens see those after them, and so their"
             " targets",
-            fix=(
-                "set model.args = { is_decoder = true }"
-                if hasattr(module.config, "is_decoder")
-                else None
-            ),
+            fix=fix,
         )
 
 
@@ -63,14 +62,12 @@ def _sees_later(module: Any, length: int, vocab_size: int) -> bool:
     def note(part: Any, args: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.shape[1] < length:
             return output
-        looked_up.append(
-            output.detach().requires_grad_()
-        )  # some models put tokens of their own before a sequence
+        # Some models put tokens of their own before a sequence.
+        looked_up.append(output.detach().requires_grad_())
         return looked_up[-1].clone()  # and some write into it
 
-    tokens = 1 + torch.arange(length)[None] % max(
-        1, (vocab_size or length) - 1
-    )  # 0 may stand for padding
+    # From 1 on, for 0 may stand for padding.
+    tokens = 1 + torch.arange(length)[None] % max(1, (vocab_size or length) - 1)
     hook = module.get_input_embeddings().register_forward_hook(note)
     with torch.enable_grad():
         try:
@@ -82,4 +79,7 @@ def _sees_later(module: Any, length: int, vocab_size: int) -> bool:
             return False
         before = (result[:, :-1] * torch.randn(result.shape[-1])).sum()
         gradients = torch.autograd.grad(before, looked_up, allow_unused=True)
-    return any(g is not None and bool(g[:, -1].nan_to_num().any()) for g in gradients)
+    for gradient in gradients:
+        if gradient is not None and gradient[:, -1].nan_to_num().any():
+            return True
+    return False
