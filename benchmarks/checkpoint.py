@@ -38,13 +38,11 @@ from phalanx.checkpoint.chunks import CHUNK_BYTES
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.reading.verify import verify_checkpoint
-from phalanx.checkpoint.stores import open_store
-from phalanx.checkpoint.writing.async_checkpointer import (
-    AsyncCheckpointer,
-    CheckpointDestination,
-    Snapshot,
-)
+from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
+from phalanx.checkpoint.writing.write import Snapshot
 from phalanx.core.phases import Phases
+from phalanx.job.schema import Checkpoint
 from phalanx.mesh.logical import shard_of
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.observe.bus import Bus
@@ -86,9 +84,11 @@ class Bench:
         self.shards = {
             name: shard_of(name, t, replica=0, num_replicas=1) for name, t in self.state.items()
         }
-        self.store = open_store(folder / "phalanx", None)
-        target = CheckpointDestination(self.store, "", folder / "phalanx")
-        self.saver = AsyncCheckpointer(target, mesh, Bus(rank=mesh.rank), Phases())
+        storage = RunStorage.open(folder / "phalanx")
+        self.store = storage.store
+        self.saver = AsyncCheckpointer(
+            storage, Checkpoint(), mesh, Bus(rank=mesh.rank), Phases(), job_digest=""
+        )
         self.gloo = dist.new_group(backend="gloo")
 
     def take(self, name: str, value: float) -> None:

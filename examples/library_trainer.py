@@ -55,13 +55,11 @@ def main(run_dir: Path) -> phalanx.TrainState:
         trainer = phalanx.Trainer(
             job,
             plan,
-            mesh,
             state,
             bus,
-            data=Squares(plan),
-            objective=phalanx.build_objective(job),
+            phalanx.TrainingData(Squares(plan), phalanx.build_objective(job)),
+            storage=phalanx.RunStorage.open(run_dir),
             guards=(phalanx.SkippedStepsGuard(limit=10),),
-            run_dir=run_dir,
         )
         print(trainer.run(), f"after {state.step} steps; checkpoints in {run_dir / 'checkpoints'}")
         bus.close()

@@ -51,6 +51,8 @@ _HOME = {
     "shard_rules": "phalanx.core.shard_rules",
     "Trainer": "phalanx.train.trainer",
     "TrainState": "phalanx.train.state",
+    "TrainingData": "phalanx.train.training_data",
+    "RunStorage": "phalanx.checkpoint.run_storage",
     "load_weights": "phalanx.checkpoint.reading.weights",
     "verify_job": "phalanx.verify.drive",
     "VerifyResult": "phalanx.verify.result",
@@ -68,6 +70,7 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.reading.weights import load_weights
+    from phalanx.checkpoint.run_storage import RunStorage
     from phalanx.core.errors import PhalanxError
     from phalanx.core.shard_rules import shard_rules
     from phalanx.job.load import load_job
@@ -86,6 +89,7 @@ if TYPE_CHECKING:
     from phalanx.run.train_job import RunResult, resume_job, train_job
     from phalanx.train.state import TrainState
     from phalanx.train.trainer import Trainer
+    from phalanx.train.training_data import TrainingData
     from phalanx.verify.drive import verify_job
     from phalanx.verify.result import VerifyResult
 

@@ -37,7 +37,7 @@ from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.object import ObjectFolder, ObjectStore
 from phalanx.checkpoint.stores.protocol import Store
 from phalanx.checkpoint.writing.retention import Retention, prune
-from phalanx.checkpoint.writing.write import WrittenCheckpoint, write_checkpoint
+from phalanx.checkpoint.writing.write import Snapshot, WrittenCheckpoint, write_checkpoint
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError, EnvironmentProblem, RunLockedError, StoreTakenError
 from phalanx.core.phases import Phases
@@ -107,14 +107,8 @@ def shards(whole: Tensors) -> dict[str, LogicalShard]:
 
 def save_in(store: Store, step: int, whole: Tensors, **more: Any) -> WrittenCheckpoint:
     aliases = {"tied": "frozen"} if "frozen" in whole else {}
-    how = {
-        "aliases": aliases,
-        "facts": {"step": step},
-        "job_digest": "",
-        "group": ONE,
-        "phases": Phases(),
-    }
-    return write_checkpoint(store, step, shards(whole), **how | more)  # type: ignore[arg-type]
+    snapshot = Snapshot(step, shards(whole), aliases, {"step": step})
+    return write_checkpoint(store, snapshot, job_digest="", group=ONE, phases=Phases(), **more)
 
 
 def loaded(folder: Folder, like: Tensors) -> Tensors:

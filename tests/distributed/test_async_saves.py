@@ -23,17 +23,18 @@ import torch
 from safetensors.numpy import load_file
 
 from commands import wait_until
+from phalanx.checkpoint.best import write_best
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
 from phalanx.checkpoint.writing import async_checkpointer, pruner
 from phalanx.checkpoint.writing.async_checkpointer import (
     AsyncCheckpointer,
-    CheckpointDestination,
-    Snapshot,
 )
+from phalanx.checkpoint.writing.checkpoint_schedule import RETRY_SAVE_STEPS, CheckpointSchedule
 from phalanx.checkpoint.writing.staging import Staging
-from phalanx.checkpoint.writing.write import select_owned_blocks
+from phalanx.checkpoint.writing.write import Snapshot, select_owned_blocks
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
@@ -43,7 +44,6 @@ from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.observe import events
 from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
-from phalanx.train.checkpoint_schedule import RETRY_SAVE_STEPS, CheckpointSchedule
 from ranks import run_ranks
 
 COLUMNS = 1000
@@ -110,7 +110,13 @@ class Run:
     """One rank that trains: the real votes, saves and threads around a state that only counts."""
 
     def __init__(
-        self, mesh: Mesh, run_dir: Path, *, listener: Any = None, kept_best: int = -1, **keys: Any
+        self,
+        mesh: Mesh,
+        run_dir: Path,
+        *,
+        listener: Any = None,
+        kept_best: int | None = None,
+        **keys: Any,
     ) -> None:
         self.mesh, self.state, self.disk = mesh, State(mesh), ShyDisk()
         self.said: list[events.Event] = []
@@ -118,15 +124,14 @@ class Run:
         kept = Checkpoint(**keys)
         bus = Bus(rank=mesh.rank)
         bus.emit = self.said.append  # type: ignore[method-assign]
-        target = CheckpointDestination(
-            LocalStore(run_dir / "checkpoints", self.disk), "", run_dir,
-            keep_last=kept.keep_last, keep_every=kept.keep_every, protected_steps=lambda: frozenset((kept_best,)),
-        )  # fmt: skip
+        if kept_best is not None and mesh.rank == 0:
+            write_best(run_dir, step=kept_best, loss=1.0, num_targets=1)
+        storage = RunStorage(run_dir, LocalStore(run_dir / "checkpoints", self.disk))
         self.phases = Phases(None, (listener,) if listener else ())
         self.saver = AsyncCheckpointer(
-            target, mesh, bus, self.phases, asynchronous=kept.asynchronous, timeout_s=DEADLINE_S
+            storage, kept, mesh, bus, self.phases, job_digest="", timeout_s=DEADLINE_S
         )
-        self.saves = CheckpointSchedule(self.saver, kept, mesh, self.state, bus, record=self.record)  # type: ignore[arg-type]
+        self.saves = CheckpointSchedule(self.saver, kept, mesh, self.state, bus, record=self.record)
 
     def record(self) -> None:
         self.recorded.append(self.state.step)

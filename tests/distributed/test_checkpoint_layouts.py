@@ -47,7 +47,7 @@ from phalanx.checkpoint.manifest import (
 from phalanx.checkpoint.reading.full_tensors import FullTensorReader
 from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.writing.write import write_checkpoint
+from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Optim
@@ -69,9 +69,18 @@ def store(run_dir: Path) -> LocalStore:
     return LocalStore(run_dir / "checkpoints")
 
 
-def saved_path(run_dir: Path, step: int, shards: dict[str, LogicalShard], **how: Any) -> Path:
+def saved_path(
+    run_dir: Path,
+    step: int,
+    shards: dict[str, LogicalShard],
+    *,
+    aliases: dict[str, str],
+    facts: dict[str, Any],
+    **how: Any,
+) -> Path:
     """Where the shards were saved."""
-    folder = write_checkpoint(store(run_dir), step, shards, **how).folder
+    snapshot = Snapshot(step, shards, aliases, facts)
+    folder = write_checkpoint(store(run_dir), snapshot, **how).folder
     assert isinstance(folder, LocalFolder)
     return folder.path
 

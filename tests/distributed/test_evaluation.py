@@ -26,6 +26,7 @@ from models import CPU, LAYOUTS
 from phalanx.checkpoint.best import BEST, read_best
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.observe import events
@@ -37,6 +38,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopFlags
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import TrainingData
 from ranks import run_ranks
 
 STEPS, ROWS, WIDTH = 6, 8, 6
@@ -175,11 +177,13 @@ def train(
             assert run_dir is not None
             state.restore(list_checkpoint_dirs(run_dir)[-1], phases=model.phases)
         bus = Heard(rank=rank, attempt=attempt, run_dir=run_dir)
-        data = Steps(rank, num_ranks)
-        trainer = Trainer(
-            job, plan, mesh, state, bus, data=data, objective=objective, stop=stop, run_dir=run_dir,
-            held_out=None if eval_keys is None else sources or {"": held_out},
-        )  # fmt: skip
+        data = TrainingData(
+            Steps(rank, num_ranks),
+            objective,
+            None if eval_keys is None else sources or {"": held_out},
+        )
+        storage = None if run_dir is None else RunStorage.open(run_dir)
+        trainer = Trainer(job, plan, state, bus, data, storage=storage, stop=stop)
         began = time.perf_counter()
         ended = trainer.run()
         wall_s = time.perf_counter() - began

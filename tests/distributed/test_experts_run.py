@@ -29,6 +29,7 @@ from phalanx.plan.memory import rank_params
 from phalanx.plan.planner import make_plan
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import TrainingData
 from ranks import run_ranks
 
 STEPS = 3
@@ -90,13 +91,8 @@ def trained(rank: int, name: str, folder: str) -> int:
         held = sum(local_tensor(parameter).numel() for _, parameter in model.named_parameters())
         state = TrainState(model, build_optimizer(model, job.optim), seed=7)
         place = (mesh.data_parallel_rank, plan.layout.data_parallel_size)
-        data = Steps(*place, plan.num_microbatches)
-        assert (
-            Trainer(
-                job, plan, mesh, state, bus, data=data, objective=causal_cross_entropy(16)
-            ).run()
-            == "finished"
-        )
+        data = TrainingData(Steps(*place, plan.num_microbatches), causal_cross_entropy(16))
+        assert Trainer(job, plan, state, bus, data).run() == "finished"
     bus.close()
     return held
 

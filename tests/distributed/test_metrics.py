@@ -30,6 +30,7 @@ from phalanx.train.evaluation import EvalRecord, EvalScore, Evaluation
 from phalanx.train.metrics import MetricSums, average_metrics, require_metric
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import TrainingData
 from ranks import run_ranks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -93,12 +94,14 @@ def evaluated(
     plan = make_plan(job, cluster=CPU, num_ranks=num_ranks)
     with open_mesh(plan.layout, device="cpu") as mesh:
         model = parallelize(Moody(), plan, mesh)
-        trainer = Trainer(
-            job, plan, mesh, TrainState(model, build_optimizer(model, job.optim), seed=7), Bus(rank=rank),
-            data=Steps(rank, num_ranks), objective=objective,
-            held_out={"first": [first], "second": [second, second]}, source_weights={"first": 1.0, "second": 3.0},
-        )  # fmt: skip
-        return trainer.evaluate()
+        data = TrainingData(
+            Steps(rank, num_ranks),
+            objective,
+            held_out={"first": [first], "second": [second, second]},
+            source_weights={"first": 1.0, "second": 3.0},
+        )
+        state = TrainState(model, build_optimizer(model, job.optim), seed=7)
+        return Trainer(job, plan, state, Bus(rank=rank), data).evaluate()
 
 
 def judged(rank: int, num_ranks: int) -> dict[str, Mapping[str, float]]:

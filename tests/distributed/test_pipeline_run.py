@@ -19,6 +19,7 @@ from models import BATCH, CPU, SEQ_LEN, VOCAB, decoder_of, global_batches, share
 from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.reading.weights import load_weights
+from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
@@ -32,6 +33,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.train.generate import generate_tokens
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import TrainingData
 from ranks import run_ranks
 
 STEPS, LAYERS = 6, 4
@@ -106,10 +108,8 @@ def trained(rank: int, name: str, folder: str, restore_from: str | None = None) 
             assert state.step == 3
         place = (mesh.data_parallel_rank, plan.layout.data_parallel_size)
         held_out = {"": share(global_batches(1)[0], *place, plan.num_microbatches)}
-        trainer = Trainer(
-            job, plan, mesh, state, bus,
-            data=Steps(*place, plan.num_microbatches), objective=Objective(), held_out=held_out, run_dir=Path(folder),
-        )  # fmt: skip
+        data = TrainingData(Steps(*place, plan.num_microbatches), Objective(), held_out)
+        trainer = Trainer(job, plan, state, bus, data, storage=RunStorage.open(folder))
         assert trainer.run() == "finished"
         sample = generate_tokens(model, [1, 2, 3], num_tokens=8, context=SEQ_LEN, seed=3)
     bus.close()

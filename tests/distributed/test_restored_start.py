@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
@@ -87,14 +88,14 @@ def restored(rank: int, folder: Path, layout: str) -> dict[str, Any]:
                     torch.full_like(shard.tensor, number + 1.0)
                 )  # no longer what a draw gives
         state.model.refresh()
-        store = open_store(folder, None)
-        state.save(store, job_digest="", phases=Phases())
+        storage = RunStorage.open(folder)
+        state.save(storage.store, job_digest="", phases=Phases())
         made.clear()
         again = build_state(job, plan, mesh, Phases(), draws=False)
         empty = not any(shard.tensor.count_nonzero() for shard in again.model.shards().values())
         bus = Bus(rank=rank, attempt=0, run_dir=folder)
-        names = find_checkpoints(store, mesh, run_dir=folder)
-        restore_newest(store, names, again, bus, run_dir=folder, fallback=False)
+        names = find_checkpoints(storage, mesh)
+        restore_newest(storage, names, again, bus, fallback=False)
         bus.close()
         want, have = state.model.trained_shards(), again.model.trained_shards()
         equal = [name for name in want if torch.equal(want[name].tensor, have[name].tensor)]

@@ -27,7 +27,7 @@ from phalanx.checkpoint.manifest import (
 from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores import open_store
-from phalanx.checkpoint.writing.write import write_checkpoint
+from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.plan.layout import Layout
@@ -98,10 +98,7 @@ def save_shards(
     """Save hand-made shards. Collective; the checkpoint's directory."""
     write_checkpoint(
         open_store(run_dir, None),
-        step,
-        shards,
-        aliases=aliases or {},
-        facts=facts or {},
+        Snapshot(step, shards, aliases or {}, facts or {}),
         job_digest="",
         group=group,
         phases=Phases(),

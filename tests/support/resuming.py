@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoints import Tensors, newest, restore_state
 from commands import write_text
+from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.files import write_json_atomic
 from phalanx.data.corpus import load_corpus
 from phalanx.data.loader import Share, TrainBatches
@@ -35,6 +36,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import TrainingData
 
 SEQ_LEN, BATCH, VOCAB, SEED = 12, 24, 257, 5
 STEPS, SAVED = 5, 3  # saved once
@@ -209,13 +211,10 @@ def train(
     trainer = Trainer(
         job,
         plan,
-        mesh,
         state,
         bus,
-        data=data,
-        objective=causal_cross_entropy(64),
-        run_dir=run_dir,
-        records=records,
+        TrainingData(data, causal_cross_entropy(64), records=records),
+        storage=RunStorage.open(run_dir),
     )
     if mesh.rank == 0:
         layout = plan.layout.to_json()

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.checkpoint.reading.diff import describe_difference, diff_checkpoints
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.writing.write import write_checkpoint
+from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
@@ -44,7 +44,7 @@ def save(
         shards[name] = LogicalShard(name, size, dtype_name(whole.dtype), boxes, whole)
     mesh = Mesh(Layout(), 0, 0, torch.device("cpu"))
     return write_checkpoint(
-        LocalStore(run_dir / "checkpoints"), step, shards, aliases={"head": "w"}, facts={"step": step, **facts},
+        LocalStore(run_dir / "checkpoints"), Snapshot(step, shards, {"head": "w"}, {"step": step, **facts}),
         job_digest="", group=mesh, phases=Phases(),
     ).folder.path  # fmt: skip
 

@@ -29,7 +29,7 @@ from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing import incremental
 from phalanx.checkpoint.writing.retention import Retention, prune
-from phalanx.checkpoint.writing.write import write_checkpoint
+from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
 from phalanx.core.disk import Disk
 from phalanx.core.errors import CheckpointError, ResourceError
 from phalanx.core.phases import Phases
@@ -75,10 +75,7 @@ def save_step(run_dir: Path, step: int, value: int, disk: Disk | None = None) ->
     """`value` is all that there is to tell one state from another."""
     write_checkpoint(
         LocalStore(run_dir / "checkpoints", disk),
-        step,
-        shards(tensors(value)),
-        aliases={"tied": "frozen"},
-        facts={"value": value},
+        Snapshot(step, shards(tensors(value)), {"tied": "frozen"}, {"value": value}),
         job_digest="",
         group=ONE,
         phases=Phases(),

@@ -12,6 +12,7 @@ from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.ownership.fence import Fence
 from phalanx.checkpoint.ownership.fencing_token import acquire_token
 from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock
+from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import RunLockedError, RunTakenError
 from phalanx.job.load import load_job
@@ -29,18 +30,19 @@ def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path
     fence = Fence(tmp_path, None, ours)
     store = LocalStore(tmp_path / "checkpoints")
     store.root.mkdir()
+    storage = RunStorage(tmp_path, store, fence)
     bus = Bus(rank=0)
     with open_mesh(Layout(), device="cpu") as mesh:
-        best = BestRecorder(load_job(None, []), mesh, bus, tmp_path, fence)
+        best = BestRecorder(load_job(None, []), mesh, bus, storage)
         best.record(4, EvalScore(1.25, 9, 1.25))
         first = store.begin(8).path
-        assert find_checkpoints(store, mesh, run_dir=tmp_path, fence=fence) == []
+        assert find_checkpoints(storage, mesh) == []
         assert not first.exists()  # of an earlier job, half written
         acquire_token(tmp_path, taker="process 7 on another host")
         theirs = store.begin(9).path
         best.record(5, EvalScore(1.0, 9, 1.0))
         with pytest.raises(RunTakenError, match="process 7 on another host"):
-            find_checkpoints(store, mesh, run_dir=tmp_path, fence=fence)
+            find_checkpoints(storage, mesh)
     named = read_best(tmp_path)
     assert named is not None
     assert named.step == 4

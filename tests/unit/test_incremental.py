@@ -18,7 +18,7 @@ from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing import incremental
-from phalanx.checkpoint.writing.write import WrittenCheckpoint, write_checkpoint
+from phalanx.checkpoint.writing.write import Snapshot, WrittenCheckpoint, write_checkpoint
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.plan.layout import Layout
@@ -61,8 +61,8 @@ def save_step(
 ) -> WrittenCheckpoint:
     def on_rank(group: ThreadRank) -> WrittenCheckpoint:
         mine = rows_of(whole, group.rank, num_ranks)
-        how = {"aliases": {}, "facts": {}, "job_digest": "", "phases": Phases()}
-        return write_checkpoint(store, step, mine, group=group, **how)  # type: ignore[arg-type]
+        snapshot = Snapshot(step, mine, aliases={}, facts={})
+        return write_checkpoint(store, snapshot, job_digest="", group=group, phases=Phases())
 
     return run_threads(Layout(dp_shard=num_ranks), on_rank)[0]  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.writing.write import write_checkpoint
+from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.mesh.mesh import Mesh
@@ -46,10 +46,7 @@ def checkpoint(tmp_path: Path) -> Path:
     mesh = Mesh(Layout(), 0, 0, torch.device("cpu"))
     return write_checkpoint(
         LocalStore(tmp_path),
-        3,
-        shards,
-        aliases={"head": "w"},
-        facts={"note": "é"},
+        Snapshot(3, shards, aliases={"head": "w"}, facts={"note": "é"}),
         job_digest="d",
         group=mesh,
         phases=Phases(),

@@ -7,8 +7,13 @@ import random
 
 import pytest
 
+from phalanx.checkpoint.writing.save_clock import (
+    FIRST_AUTO_S,
+    FIRST_AUTO_STEPS,
+    SaveClock,
+    optimal_interval_s,
+)
 from phalanx.job.schema import Checkpoint
-from phalanx.train.save_clock import FIRST_AUTO_S, FIRST_AUTO_STEPS, SaveClock, optimal_interval_s
 
 
 def lost(interval_s: float, stall_s: float, mtbf_s: float) -> float:

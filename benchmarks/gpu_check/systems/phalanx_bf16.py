@@ -58,13 +58,12 @@ def measure(case: Case, say: Say, *, precision: str = "bf16") -> None:
         trainer = phalanx.Trainer(
             job,
             plan,
-            mesh,
             state,
             bus,
-            data=OneBatch(batch_of(case, plan)),
-            objective=build_objective(job),
+            phalanx.TrainingData(
+                OneBatch(batch_of(case, plan)), build_objective(job), records=count
+            ),
             guards=(SkippedStepsGuard(limit=10), losses),
-            records=count,
         )
         trainer.run()
         bus.close()

@@ -57,6 +57,12 @@ def write_best(
     return best
 
 
+def read_best_steps(run_dir: Path) -> frozenset[int]:
+    """The best step, if one is recorded: its checkpoint must stay, whatever else is removed."""
+    best = read_best(run_dir)
+    return frozenset() if best is None else frozenset((best.step,))
+
+
 def read_best(run_dir: Path) -> Best | None:
     """The recorded best step; None if there is none, or its file cannot be read."""
     try:

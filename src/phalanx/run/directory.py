@@ -22,6 +22,7 @@ from phalanx.observe.events import RunStarted
 from phalanx.observe.tail import EventTail
 
 JOB_FILE, PLAN_FILE = "job.json", "plan.json"
+DATA_FOLDER = "data"  # in the run directory
 
 
 def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:

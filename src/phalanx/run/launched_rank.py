@@ -83,7 +83,7 @@ class DecisionStore:
         run is not done.
         """
         try:
-            return ExitCode(run_rank(run, store=self._store, **options))
+            return ExitCode(run_rank(run, rendezvous=self._store, **options))
         except (SystemExit, KeyboardInterrupt) as error:
             is_stop = (
                 isinstance(error, KeyboardInterrupt)

@@ -25,6 +25,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import keep_precision, replace_precision
 from phalanx.run.data_counts import count_data
 from phalanx.run.directory import (
+    DATA_FOLDER,
     JOB_FILE,
     PLAN_FILE,
     RunDirectory,
@@ -39,7 +40,6 @@ from phalanx.run.store_claim import hold_store
 from phalanx.run.tokens import find_tokens
 
 CHECKPOINT_BYTES_PER_PARAM = 12  # fp32 weights and two moments
-DATA_FOLDER = "data"  # in the run directory
 
 
 @dataclass(frozen=True)

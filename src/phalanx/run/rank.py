@@ -10,20 +10,21 @@ import importlib
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import phalanx
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.ownership.fence import Fence
-from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import BlackBox, Phases
 from phalanx.core.typed_json import JsonObject
-from phalanx.data.corpus import load_corpus
-from phalanx.job.schema import Job
+from phalanx.data.corpus import Corpus, load_corpus
+from phalanx.data.loader import TrainBatches
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.launch.rank_link import RankLink
@@ -35,7 +36,6 @@ from phalanx.nn.build import build_objective
 from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
 from phalanx.observe.events import Envelope, Note, RunStarted, SinkDropped
 from phalanx.parallel.parallelize import transforms
-from phalanx.plan.plan import Plan
 from phalanx.resilience.fault import fault_listener
 from phalanx.resilience.guards import SkippedStepsGuard
 from phalanx.run.data import (
@@ -45,6 +45,7 @@ from phalanx.run.data import (
     require_same_samples,
     say_batch_change,
 )
+from phalanx.run.directory import DATA_FOLDER
 from phalanx.run.needs import sink_openers
 from phalanx.run.rank_run import RankPayload, RankRun
 from phalanx.run.sample import sample_text
@@ -54,8 +55,15 @@ from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopFlags
 from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import TrainingData
 
 transforms()  # imported in the server, once, instead of in every rank
+
+_EXIT_CODES = {
+    "finished": ExitCode.OK,
+    "sigterm": ExitCode.PREEMPTED,
+    "sigint": ExitCode.INTERRUPTED,
+}
 
 
 def main(document: JsonObject, link: RankLink) -> int:
@@ -64,9 +72,8 @@ def main(document: JsonObject, link: RankLink) -> int:
     ranks = read_rank_env(os.environ)
     assert ranks is not None, "the supervisor sets RANK"
     started_s = payload.started_s
-    if (
-        ranks.attempt > payload.first_attempt
-    ):  # a restart began with this process, not with the command
+    if ranks.attempt > payload.first_attempt:
+        # A restart began with this process, not with the command.
         started_s = time.monotonic()
     run = RankRun(
         job=payload.job,
@@ -81,8 +88,29 @@ def main(document: JsonObject, link: RankLink) -> int:
     return run_rank(run)
 
 
-def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store: Any = None) -> int:
-    """Train as one rank; `sinks` come on top of the job's. Returns the exit code."""
+@dataclass(frozen=True)
+class RankContext:
+    """One rank's part of a run, and what goes with it from start to end: its events, its phases,
+    its memory, the signals it got, and the fence around the run."""
+
+    run: RankRun
+    bus: Bus
+    phases: Phases
+    meter: MemoryMeter
+    stop: StopFlags
+    fence: Fence
+
+
+def run_rank(
+    run: RankRun,
+    *,
+    sinks: Sequence[tuple[str, OpenSink]] = (),
+    rendezvous: dist.Store | None = None,
+) -> int:
+    """Train as one rank; `sinks` come on top of the job's. Returns the exit code.
+
+    `rendezvous` is the ranks' key-value store of another launcher, where that is open already.
+    """
     job, rank = run.job, run.rank
     stop = StopFlags()
     stop.listen()
@@ -102,11 +130,12 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
         may_write=lambda: not fence.is_lost(),
     )
     try:
-        code = _train(run, bus, phases, meter, stop, store, fence)
+        code = _train(RankContext(run, bus, phases, meter, stop, fence), rendezvous)
     except BaseException:
         bus.close(CLOSE_AFTER_ERROR_S)
         raise
-    bus.close(more_s=CLOSE_MORE_S if code == 0 else 0.0)  # whoever stops a run has little time
+    # Whoever stops a run (code 75, 130) has little time: sinks get theirs at its end alone.
+    bus.close(more_s=CLOSE_MORE_S if code == ExitCode.OK else 0.0)
     return code
 
 
@@ -128,121 +157,147 @@ def _report_errors(run: RankRun) -> Iterator[None]:
         raise
 
 
-def _train(
-    run: RankRun,
-    bus: Bus,
-    phases: Phases,
-    meter: MemoryMeter,
-    stop: StopFlags,
-    store: Any,
-    fence: Fence,
-) -> int:
-    job, plan, run_dir = run.job, run.plan, run.run_dir
-    phases.enter("startup")
-    limits = {
-        "timeout_s": job.resilience.collective_timeout_s,
-        "rendezvous_s": job.resilience.rendezvous_s
-        or (SUPERVISED_RENDEZVOUS_S if store is None else RENDEZVOUS_S),
-    }
-    deterministic = deterministic_algorithms(
-        job.train.deterministic, device=plan.device, compiles=plan.compile
-    )
-    with (
-        deterministic,
-        open_mesh(plan.layout, device=plan.device, store=store, **limits) as mesh,
-        _report_errors(run),
-    ):
-        phases.time_by(clock_of(mesh.device))
-        corpus = load_corpus(run_dir / "data")
-        mesh.require_agreement(
-            {
-                "job": job.to_json(),
-                "plan": plan.to_json(),
-                "data": corpus.to_json(),
-                "torch": torch.__version__,
-                "phalanx": phalanx.__version__,
-            }
-        )
+def _train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
+    """Join the other ranks, build and restore the state, train, and leave together."""
+    run, plan = rank.run, rank.run.plan
+    rank.phases.enter("startup")
+    with _join_ranks(run, rendezvous) as mesh, _report_errors(run):
+        rank.phases.time_by(clock_of(mesh.device))
+        corpus = load_corpus(run.run_dir / DATA_FOLDER)
+        _require_equal_ranks(run, mesh, corpus)
         if plan.zero_stage >= 2:
-            importlib.import_module(
-                "torch._dynamo"
-            )  # as FSDP's first use does: 100 MB of torch, not of training
-        meter.start(mesh.device)
-        lacks = check_gpu_room(mesh, plan)
-        checkpoints = open_store(
-            run_dir,
-            job.checkpoint.url,
-            say=lambda why: bus.emit(Note("store_is_slow", {"why": why})),
-        )
+            # FSDP's first use imports it: 100 MB of torch's, which must not count as training's.
+            importlib.import_module("torch._dynamo")
+        rank.meter.start(mesh.device)
+        shortage = check_gpu_room(mesh, plan)
+        storage = _open_storage(rank)
         state, restored = open_state(
-            job,
+            run.job,
             plan,
             mesh,
-            phases,
-            bus,
-            store=checkpoints,
-            run_dir=run_dir,
-            fence=fence,
+            rank.phases,
+            rank.bus,
+            storage=storage,
             tokenizer=corpus.tokenizer_digest,
         )
-        check_masks(job, state.model)
+        check_masks(run.job, state.model)
         require_same_samples(corpus, mesh)
         with (
-            open_train_batches(job, plan, mesh, corpus, state, bus, run_dir) as data,
+            open_train_batches(
+                run.job, plan, mesh, corpus, state, rank.bus, run.run_dir
+            ) as batches,
             _report_errors(run),
         ):
-            trainer = Trainer(
-                job,
-                plan,
-                mesh,
-                state,
-                bus,
-                data=data,
-                objective=build_objective(job),
-                held_out=open_held_out(job, plan, mesh, corpus),
-                source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
-                records=data.record,
-                guards=(SkippedStepsGuard(job.resilience.max_skipped_steps),),
-                stop=stop,
-                run_dir=run_dir,
-                fencing_token=fence.token,
-                fence=fence,
-                memory=meter,
-            )
+            trainer = _build_trainer(rank, storage, state, corpus, batches)
             if mesh.rank == 0:
-                bus.emit(_build_run_started(job, plan, mesh, state, restored, run.started_s))
-                _say_warnings(job, plan, state, bus, lacks)
-            phases.leave("startup")
-            ended = trainer.run()
-        if ended == "finished":
-            # All is saved: a rank that dies from here on has not failed the run, and no rank does
-            # before all are here.
-            run.link.report_done()
-            mesh.barrier()
-        has_all_ranks = ended != "finished" or sample_text(job, plan, mesh, corpus, trainer, meter)
-        predicted = plan.memory_of_rank(mesh.rank)
-        bus.emit(meter.measure(state.shards(), state.model, predicted, trainer.staging_bytes))
-        meter.stop()
-        if has_all_ranks:
-            mesh.barrier()
-        else:
-            leave_at_once(
-                mesh
-                # closing it on a GPU would wait for a collective of the sample that the others are
-                # in
-            )
-    return {"finished": ExitCode.OK, "sigterm": ExitCode.PREEMPTED, "sigint": ExitCode.INTERRUPTED}[
-        ended
-    ]
+                rank.bus.emit(_build_run_started(run, mesh, state, restored))
+                _emit_warnings(run, state, rank.bus, shortage)
+            rank.phases.leave("startup")
+            end_reason = trainer.run()
+        _finish_together(rank, trainer, corpus, is_finished=end_reason == "finished")
+    return _EXIT_CODES[end_reason]
 
 
-def _say_warnings(job: Job, plan: Plan, state: TrainState, bus: Bus, lacks: str) -> None:
-    """Emit what the owner of a run may regret, before its first step."""
-    if lacks:
-        bus.emit(Note("warning", {"warning": "little_room", "text": lacks}))
-    for warning in plan.warnings:
+@contextlib.contextmanager
+def _join_ranks(run: RankRun, rendezvous: dist.Store | None) -> Iterator[Mesh]:
+    """Open the mesh of the plan for the body, in which algorithms are as deterministic as the job
+    asks for."""
+    job, plan = run.job, run.plan
+    default_s = SUPERVISED_RENDEZVOUS_S if rendezvous is None else RENDEZVOUS_S
+    with (
+        deterministic_algorithms(
+            job.train.deterministic, device=plan.device, compiles=plan.compile
+        ),
+        open_mesh(
+            plan.layout,
+            device=plan.device,
+            store=rendezvous,
+            timeout_s=job.resilience.collective_timeout_s,
+            rendezvous_s=job.resilience.rendezvous_s or default_s,
+        ) as mesh,
+    ):
+        yield mesh
+
+
+def _require_equal_ranks(run: RankRun, mesh: Mesh, corpus: Corpus) -> None:
+    """Raise, on every rank, if job, plan, data or versions differ between ranks."""
+    mesh.require_agreement(
+        {
+            "job": run.job.to_json(),
+            "plan": run.plan.to_json(),
+            "data": corpus.to_json(),
+            "torch": torch.__version__,
+            "phalanx": phalanx.__version__,
+        }
+    )
+
+
+def _open_storage(rank: RankContext) -> RunStorage:
+    """The run's storage, opened once for all that this rank reads and saves."""
+
+    def emit_slow_store(why: str) -> None:
+        rank.bus.emit(Note("store_is_slow", {"why": why}))
+
+    run = rank.run
+    return RunStorage.open(
+        run.run_dir, run.job.checkpoint.url, fence=rank.fence, say=emit_slow_store
+    )
+
+
+def _build_trainer(
+    rank: RankContext, storage: RunStorage, state: TrainState, corpus: Corpus, batches: TrainBatches
+) -> Trainer:
+    job, plan = rank.run.job, rank.run.plan
+    data = TrainingData(
+        batches,
+        build_objective(job),
+        open_held_out(job, plan, state.model.mesh, corpus),
+        source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
+        records=batches.record,
+    )
+    return Trainer(
+        job,
+        plan,
+        state,
+        rank.bus,
+        data,
+        storage=storage,
+        guards=(SkippedStepsGuard(job.resilience.max_skipped_steps),),
+        stop=rank.stop,
+        memory=rank.meter,
+    )
+
+
+def _finish_together(
+    rank: RankContext, trainer: Trainer, corpus: Corpus, *, is_finished: bool
+) -> None:
+    """Sample text if the run is finished, emit the memory of this rank, and wait for the others."""
+    run, mesh, state = rank.run, trainer.mesh, trainer.state
+    has_all_ranks = True
+    if is_finished:
+        # All is saved: a rank that dies from here on has not failed the run, and no rank does
+        # before all are here.
+        run.link.report_done()
+        mesh.barrier()
+        has_all_ranks = sample_text(run.job, run.plan, mesh, corpus, trainer, rank.meter)
+    predicted = run.plan.memory_of_rank(mesh.rank)
+    rank.bus.emit(rank.meter.measure(state.shards(), state.model, predicted, trainer.staging_bytes))
+    rank.meter.stop()
+    if has_all_ranks:
+        mesh.barrier()
+    else:
+        # Closing the mesh on a GPU would wait for the collective of the sample that others are in.
+        leave_at_once(mesh)
+
+
+def _emit_warnings(run: RankRun, state: TrainState, bus: Bus, shortage: str) -> None:
+    """Emit what the owner of a run may regret, before its first step; `shortage` says which GPU
+    has little room, if one does."""
+    if shortage:
+        bus.emit(Note("warning", {"warning": "little_room", "text": shortage}))
+    for warning in run.plan.warnings:
         bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
-    say_batch_change(job, plan, state, bus)
+    say_batch_change(run.job, run.plan, state, bus)
     if state.other_cpu:
         bus.emit(Note("another_cpu", {"why": state.other_cpu}))
     if state.lost_reduction:
@@ -250,17 +305,17 @@ def _say_warnings(job: Job, plan: Plan, state: TrainState, bus: Bus, lacks: str)
 
 
 def _build_run_started(
-    job: Job, plan: Plan, mesh: Mesh, state: TrainState, restored: Folder | None, started_s: float
+    run: RankRun, mesh: Mesh, state: TrainState, restored: Folder | None
 ) -> RunStarted:
     return RunStarted(
-        run=job.run.name,
-        job_digest=plan.job_digest,
+        run=run.job.run.name,
+        job_digest=run.plan.job_digest,
         world_size=mesh.world_size,
         step=state.step,
-        total_steps=job.train.steps,
+        total_steps=run.job.train.steps,
         device=str(mesh.device),
-        layout=plan.layout.to_json(),
+        layout=run.plan.layout.to_json(),
         restored_from=restored.name if restored else "",
-        startup_s=time.monotonic() - started_s,
+        startup_s=time.monotonic() - run.started_s,
         plain_bytes=state.model.plain_bytes,
     )

@@ -9,11 +9,11 @@ from typing import Any
 
 from phalanx.checkpoint.all_ranks import all_ranks_or_raise
 from phalanx.checkpoint.folder import Folder, place_in_run
-from phalanx.checkpoint.ownership.fence import Fence
 from phalanx.checkpoint.ownership.store_owner import find_refusal
 from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.reading.mismatch import MismatchError
-from phalanx.checkpoint.stores import Store, find_checkpoint
+from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.checkpoint.stores import find_checkpoint
 from phalanx.core.errors import CheckpointError, RunLockedError
 from phalanx.core.phases import Phases
 from phalanx.job.learning_rate import resolve_optim
@@ -38,9 +38,7 @@ def open_state(
     phases: Phases,
     bus: Bus,
     *,
-    store: Store,
-    run_dir: Path,
-    fence: Fence,
+    storage: RunStorage,
     tokenizer: str,
 ) -> tuple[TrainState, Folder | None]:
     """The state that training continues from, and the checkpoint that it was restored from, if
@@ -49,13 +47,13 @@ def open_state(
     Collective. A run without checkpoints starts from the weights of model.init_from, else from
     random ones.
     """
-    names = find_checkpoints(store, mesh, run_dir=run_dir, fence=fence)
-    initial = None if names else find_initial_weights(mesh, run_dir)
+    names = find_checkpoints(storage, mesh)
+    initial = None if names else find_initial_weights(mesh, storage.run_dir)
     is_replaced = bool(names) or initial is not None
     state = build_state(job, plan, mesh, phases, tokenizer=tokenizer, draws=not is_replaced)
     if names:
         fallback = job.checkpoint.fallback
-        return state, restore_newest(store, names, state, bus, run_dir=run_dir, fallback=fallback)
+        return state, restore_newest(storage, names, state, bus, fallback=fallback)
     if initial is not None:
         take_initial_weights(initial, job.model, state, bus)
     return state, None
@@ -75,9 +73,7 @@ def build_state(
     return TrainState(model, build_optimizer(model, resolve_optim(job)), job.run.seed, tokenizer)
 
 
-def find_checkpoints(
-    store: Store, mesh: Mesh, *, run_dir: Path, fence: Fence | None = None
-) -> list[str]:
+def find_checkpoints(storage: RunStorage, mesh: Mesh) -> list[str]:
     """Names of the run's checkpoints, the newest first.
 
     Collective. The list is rank 0's, because a shared file system may show each rank another one.
@@ -86,13 +82,13 @@ def find_checkpoints(
     """
     names: list[str] = []
     refusal: RunLockedError | None = None
+    store, fence = storage.store, storage.fence
     with all_ranks_or_raise(mesh, store.url, "looking for checkpoints") as results:
         if mesh.rank == 0 and fence is not None and fence.is_lost(now=True):
             raise fence.error()
         if mesh.rank == 0:
-            refusal = find_refusal(
-                store, run_dir
-            )  # of two runs that claimed it at once, the later one has it
+            # Of two runs that claimed the store at once, the later one has it.
+            refusal = find_refusal(store, storage.run_dir)
         if mesh.rank == 0 and refusal is None:
             store.clean_up()
             names = [folder.name for folder in reversed(store.folders())]
@@ -104,13 +100,7 @@ def find_checkpoints(
 
 
 def restore_newest(
-    store: Store,
-    names: Sequence[str],
-    state: TrainState,
-    bus: Bus,
-    *,
-    run_dir: Path,
-    fallback: bool,
+    storage: RunStorage, names: Sequence[str], state: TrainState, bus: Bus, *, fallback: bool
 ) -> Folder:
     """Continue from the first of the checkpoints `names`, or with `fallback` from the first that
     can be read.
@@ -122,7 +112,7 @@ def restore_newest(
     mesh = state.model.mesh
     first_error: CheckpointError | None = None
     for name in names:
-        folder = store.folder(name)
+        folder = storage.store.folder(name)
         try:
             state.restore(folder, phases=state.model.phases)
             return folder
@@ -133,7 +123,7 @@ def restore_newest(
                     error.fix = error.fix or _TAKE_AN_OLDER_ONE
                 break
             if mesh.rank == 0:
-                location = place_in_run(folder, run_dir)
+                location = place_in_run(folder, storage.run_dir)
                 bus.emit(CheckpointUnusable(folder.step, location, error.why or str(error)))
     assert first_error is not None
     raise first_error

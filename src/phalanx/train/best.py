@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from phalanx.checkpoint.best import BEST, read_best, write_best
-from phalanx.checkpoint.ownership.fence import Fence
-from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.errors import CheckpointError
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
@@ -16,26 +13,22 @@ from phalanx.train.evaluation import EvalRecord, EvalScore
 
 
 class BestRecorder:
-    """Records the best step of a run, on rank 0. Does nothing with `run_dir=None`.
+    """Records the best step of a run, on rank 0. Does nothing without `storage`.
 
-    Once `fence` says that another job has the run, nothing is recorded: the ranks stop at their
-    next step.
+    Once another job has the run, nothing is recorded: the ranks stop at their next step.
     """
 
-    def __init__(
-        self, job: Job, mesh: Mesh, bus: Bus, run_dir: Path | None, fence: Fence | None = None
-    ) -> None:
-        self._job, self._mesh, self._bus = job, mesh, bus
-        self._run_dir, self._fence = run_dir, fence
+    def __init__(self, job: Job, mesh: Mesh, bus: Bus, storage: RunStorage | None) -> None:
+        self._job, self._mesh, self._bus, self._storage = job, mesh, bus, storage
 
     def record_missing(self, evals: EvalRecord, step: int) -> None:
         """Record the step that training continues from, if it was the best and its job ended after
         the checkpoint was there and before it was recorded."""
-        if self._run_dir is None or not self._job.eval.keep_best or not evals.has(step):
+        if self._storage is None or not self._job.eval.keep_best or not evals.has(step):
             return
         score = evals.of(step)
         best_step, _ = evals.best(score.num_targets, self._job.eval.mode or "min")
-        recorded = read_best(self._run_dir)
+        recorded = read_best(self._storage.run_dir)
         if best_step == step and (recorded is None or recorded.step != step):
             self.record(step, score)
 
@@ -44,20 +37,18 @@ class BestRecorder:
 
         A failure is an event.
         """
-        if self._run_dir is None or self._mesh.rank != 0:
-            return
-        if self._fence is not None and self._fence.is_lost(now=True):
+        if self._storage is None or self._mesh.rank != 0 or self._storage.is_lost(now=True):
             return
         metric = self._job.eval.metric
         try:
             write_best(
-                self._run_dir,
+                self._storage.run_dir,
                 step=step,
                 loss=score.loss,
                 num_targets=score.num_targets,
                 metric=metric,
                 value=score.value,
-                checkpoint=self._find_place(step),
+                checkpoint=self._find_place(self._storage, step),
             )
         except CheckpointError as error:
             self._bus.emit(CheckpointFailed(step, BEST, str(error), training_goes_on=True))
@@ -66,15 +57,9 @@ class BestRecorder:
                 CheckpointFailed(step, BEST, error.strerror or str(error), training_goes_on=True)
             )
 
-    def _find_place(self, step: int) -> str | None:
+    def _find_place(self, storage: RunStorage, step: int) -> str | None:
         """The URL of the checkpoint of a step, if that is not in the run's own directory."""
-        if self._run_dir is None or self._job.checkpoint.url is None:
+        if self._job.checkpoint.url is None:
             return None
-        folders = open_store(self._run_dir, self._job.checkpoint.url).folders()
+        folders = storage.store.folders()
         return next((folder.url for folder in folders if folder.step == step), None)
-
-
-def best_steps(run_dir: Path) -> frozenset[int]:
-    """The best step, if there is one: its checkpoint must stay, whatever else is removed."""
-    best = read_best(run_dir)
-    return frozenset() if best is None else frozenset((best.step,))

@@ -14,8 +14,7 @@ from phalanx.checkpoint.manifest import REDUCTION, Manifest
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.writing.async_checkpointer import Snapshot
-from phalanx.checkpoint.writing.write import WrittenCheckpoint, write_checkpoint
+from phalanx.checkpoint.writing.write import Snapshot, WrittenCheckpoint, write_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.cpu_kind import describe_cpu_kind
@@ -121,10 +120,7 @@ class TrainState:
         """
         return write_checkpoint(
             store,
-            self.step,
-            self.shards(),
-            aliases=self.model.aliases(),
-            facts=self.facts(),
+            self.snapshot(),
             job_digest=job_digest,
             group=self.model.mesh,
             phases=phases,

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from phalanx.checkpoint.ownership.fence import Fence
-from phalanx.checkpoint.ownership.fencing_token import FencingToken
-from phalanx.checkpoint.stores import open_store
-from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer, CheckpointDestination
+from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
+from phalanx.checkpoint.writing.checkpoint_schedule import CheckpointSchedule
 from phalanx.core.errors import RunTakenError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job
@@ -30,31 +27,24 @@ from phalanx.observe.events import (
 )
 from phalanx.optim.build import set_learning_rate
 from phalanx.optim.schedule import learning_rate
-from phalanx.parallel.executor import Objective
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
-from phalanx.train.best import BestRecorder, best_steps
-from phalanx.train.checkpoint_schedule import CheckpointSchedule
+from phalanx.train.best import BestRecorder
 from phalanx.train.evaluation import (
     EvalRecord,
     EvalScore,
     Evaluation,
-    HeldOut,
     read_record,
 )
 from phalanx.train.evaluator import Evaluator
 from phalanx.train.experts_record import build_expert_event, is_logged
 from phalanx.train.memory import MemoryMeter
+from phalanx.train.old_trainer_call import accept_old_call
 from phalanx.train.pipeline_record import is_stage_leader, record_pipeline
 from phalanx.train.randomness import seed_generators
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopFlags, StopRequestedError
-
-
-class Microbatches(Protocol):
-    """The source of a step's data: a pure function of the step, so that resuming needs no state."""
-
-    def step_microbatches(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]: ...
+from phalanx.train.training_data import TrainingData
 
 
 class Guard(Protocol):
@@ -69,44 +59,36 @@ class Guard(Protocol):
 
 
 class Trainer:
-    """Advances a TrainState to the job's last step, evaluating `held_out` on the way and at the end
-    if it is given.
+    """Advances a TrainState to the job's last step, evaluating held-out data on the way and at the
+    end if there is some.
 
-    `source_weights`: what each source of `held_out` counts in the loss over all; without them, what
-    its targets are. `run_dir=None` never saves. `records(step)` is what else there is to say of a
-    step that is done. Events go to `bus`; nothing here formats text or knows who reads.
+    Without `storage` nothing is saved. `stop` has the signals that this rank got, `memory` measures
+    it. Events go to `bus`; nothing here formats text or knows who reads.
     """
 
+    @accept_old_call
     def __init__(
         self,
         job: Job,
         plan: Plan,
-        mesh: Mesh,
         state: TrainState,
         bus: Bus,
+        data: TrainingData,
         *,
-        data: Microbatches,
-        objective: Objective,
-        held_out: HeldOut | None = None,
-        source_weights: Mapping[str, float] | None = None,
+        storage: RunStorage | None = None,
         guards: Sequence[Guard] = (),
         stop: StopFlags | None = None,
-        run_dir: Path | None = None,
-        fencing_token: FencingToken | None = None,
-        fence: Fence | None = None,
-        records: Callable[[int], Sequence[Event]] = lambda step: (),
         memory: MemoryMeter | None = None,
     ) -> None:
-        self.job, self.plan, self.mesh, self.state, self.bus = job, plan, mesh, state, bus
-        self.data, self.objective, self.guards = data, objective, tuple(guards)
-        self.stop, self.fence = stop or StopFlags(), fence
-        self.run_dir, self.fencing_token = run_dir, fencing_token
-        self.records, self.source_weights = records, source_weights
+        self.job, self.plan, self.state, self.bus = job, plan, state, bus
+        self.mesh: Mesh = state.model.mesh
+        self.data, self.storage, self.guards = data, storage, tuple(guards)
+        self.stop = stop or StopFlags()
         self.phases: Phases = state.model.phases
         self._memory = memory or MemoryMeter()
-        self._schedule = self._open_schedule() if run_dir is not None else None
-        self._best = BestRecorder(job, mesh, bus, run_dir, fence)
-        self._evaluator = self._open_evaluator(held_out) if held_out is not None else None
+        self._schedule = self._build_schedule()
+        self._best = BestRecorder(job, self.mesh, bus, storage)
+        self._evaluator = self._build_evaluator()
         self._unrecorded: tuple[StepStats, str | None] | None = None
         self._recorded_s = time.perf_counter()
         self._evals = EvalRecord()
@@ -134,7 +116,8 @@ class Trainer:
     def _run(self) -> str:
         if self._evaluator is not None:
             self._evaluator.require_metric(self.job.eval.metric)
-        self._evals = read_record(self.run_dir, self.state.step, self.mesh, self.job.eval.metric)
+        run_dir = None if self.storage is None else self.storage.run_dir
+        self._evals = read_record(run_dir, self.state.step, self.mesh, self.job.eval.metric)
         self._best.record_missing(self._evals, self.state.step)
         self.phases.take()
         self._recorded_s = time.perf_counter()
@@ -146,8 +129,8 @@ class Trainer:
             if skipped is None:
                 self._require_saveable()
             sigterm, sigint, is_fenced, *save_flags = facts.flags
-            if is_fenced and self.fence is not None:
-                raise self.fence.error()
+            if is_fenced and self._fence is not None:
+                raise self._fence.error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._schedule is not None:
                 self._schedule.after_step(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
@@ -171,9 +154,9 @@ class Trainer:
         # batch): resuming repeats it. Dropout follows the sample instead (parallel.draws).
         seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
         with self.phases("data"):
-            microbatches = self.data.step_microbatches(step)
+            microbatches = self.data.batches.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
-        sums = model.forward_backward(microbatches, self.objective, step=step)
+        sums = model.forward_backward(microbatches, self.data.objective, step=step)
         facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=self._flags())
         reasons = [
             facts.reason_to_skip,
@@ -200,48 +183,42 @@ class Trainer:
     def _flags(self) -> tuple[float, ...]:
         """This rank's flags in the reduction of a step: stops, a lost run, and saves."""
         save_flags = self._schedule.flags() if self._schedule is not None else (0.0, 0.0, 0.0)
-        is_fenced = self.fence is not None and self.mesh.rank == 0 and self.fence.is_lost()
+        is_fenced = self.storage is not None and self.mesh.rank == 0 and self.storage.is_lost()
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
-    def _open_schedule(self) -> CheckpointSchedule:
-        assert self.run_dir is not None
-        run_dir, options = self.run_dir, self.job.checkpoint
+    @property
+    def _fence(self) -> Fence | None:
+        return None if self.storage is None else self.storage.fence
 
-        def report_slow_store(why: str) -> None:
-            self.bus.emit(Note("store_is_slow", {"why": why}))
-
-        destination = CheckpointDestination(
-            open_store(run_dir, options.url, say=report_slow_store),
-            self.plan.job_digest,
-            run_dir,
-            fencing_token=self.fencing_token,
-            incremental=options.incremental,
-            keep_last=options.keep_last,
-            keep_every=options.keep_every,
-            protected_steps=partial(best_steps, run_dir),
-        )
+    def _build_schedule(self) -> CheckpointSchedule | None:
+        if self.storage is None:
+            return None
+        options = self.job.checkpoint
         checkpointer = AsyncCheckpointer(
-            destination,
+            self.storage,
+            options,
             self.mesh,
             self.bus,
             self.phases,
-            asynchronous=options.asynchronous,
+            job_digest=self.plan.job_digest,
             timeout_s=self.job.resilience.collective_timeout_s,
         )
         return CheckpointSchedule(
             checkpointer, options, self.mesh, self.state, self.bus, record=self._record
         )
 
-    def _open_evaluator(self, held_out: HeldOut) -> Evaluator:
+    def _build_evaluator(self) -> Evaluator | None:
+        if self.data.held_out is None:
+            return None
         return Evaluator(
             self.state,
             self.mesh,
-            objective=self.objective,
-            held_out=held_out,
-            source_weights=self.source_weights,
+            objective=self.data.objective,
+            held_out=self.data.held_out,
+            source_weights=self.data.source_weights,
             stop=self.stop,
             emit=self.bus.emit if self.mesh.rank == 0 else _ignore_event,
-            fence=self.fence,
+            fence=self._fence,
         )
 
     @property
@@ -250,7 +227,7 @@ class Trainer:
         return self._schedule.staging_bytes if self._schedule is not None else 0
 
     def save(self, *, is_last_chance: bool = False) -> None:
-        """Save this step if it is not saved yet, and a run directory was given (see
+        """Save this step if it is not saved yet, and there is a storage (see
         `CheckpointSchedule.save`)."""
         if self._schedule is not None:
             self._schedule.save(is_last_chance=is_last_chance)
@@ -305,7 +282,7 @@ class Trainer:
                 sent_pp_bytes=facts.sent_pp_bytes,
             )
         )
-        for event in self.records(step):
+        for event in self.data.records(step):
             self.bus.emit(event)
         self._warn_of_draws()
         self._warn_of_unused()

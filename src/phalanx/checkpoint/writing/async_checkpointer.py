@@ -11,29 +11,27 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from phalanx.checkpoint.all_ranks import all_ranks_or_raise
 from phalanx.checkpoint.folder import place_in_run
-from phalanx.checkpoint.ownership.fencing_token import FencingToken
-from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.writing.background_write import BackgroundWrite
+from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.checkpoint.writing.background_task import BackgroundTask
 from phalanx.checkpoint.writing.pruner import CheckpointPruner
-from phalanx.checkpoint.writing.retention import Retention
 from phalanx.checkpoint.writing.staging import Staging
 from phalanx.checkpoint.writing.write import (
+    Snapshot,
     WrittenCheckpoint,
     select_owned_blocks,
     write_checkpoint,
 )
 from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.core.phases import Phases
+from phalanx.job.schema import Checkpoint
 from phalanx.mesh.logical import LogicalShard
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
@@ -44,16 +42,6 @@ POLL_S = 0.2
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """The content of the checkpoint of `step`. Its tensors are those of training."""
-
-    step: int
-    shards: Mapping[str, LogicalShard]
-    aliases: Mapping[str, str]
-    facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class SaveCost:
     """Seconds that training stood still for a save, and seconds until it was committed."""
 
@@ -61,53 +49,34 @@ class SaveCost:
     wall_s: float
 
 
-@dataclass(frozen=True)
-class CheckpointDestination:
-    """The store of a run's checkpoints, and the rules by which old ones go.
-
-    `protected_steps` returns the steps that pruning never removes.
-    """
-
-    store: Store
-    job_digest: str
-    run_dir: Path
-    fencing_token: FencingToken | None = None
-    incremental: bool = True
-    keep_last: int | None = None
-    keep_every: int | None = None
-    protected_steps: Callable[[], frozenset[int]] = frozenset
-
-    def retention(self) -> Retention:
-        return Retention(self.keep_last, self.keep_every, self.protected_steps())
-
-
 class AsyncCheckpointer:
-    """Writes Snapshots to a CheckpointDestination: `begin` leaves it to a thread, `save` waits.
+    """Writes Snapshots into a run's storage: `begin` leaves it to a thread, `save` waits.
 
-    Both are collective. `phases` are those of training. Rank 0 emits on `bus` what was saved, what
-    failed and what was removed.
+    Both are collective. `options` are the job's: whether to write beside training, to link blocks
+    that did not change, and to remove old checkpoints. `phases` are those of training. Rank 0 emits
+    on `bus` what was saved, what failed and what was removed.
     """
 
     def __init__(
         self,
-        destination: CheckpointDestination,
+        storage: RunStorage,
+        options: Checkpoint,
         mesh: Mesh,
         bus: Bus,
         phases: Phases,
         *,
-        asynchronous: bool = True,
+        job_digest: str,
         timeout_s: float = 600.0,
     ) -> None:
-        self.asynchronous = asynchronous
+        self.asynchronous = options.asynchronous
         self.last_cost: SaveCost | None = None
-        self._destination, self._mesh, self._bus, self._phases = destination, mesh, bus, phases
+        self._storage, self._options, self._job_digest = storage, options, job_digest
+        self._mesh, self._bus, self._phases = mesh, bus, phases
         self._timeout_s = timeout_s
         self._staging = Staging(mesh.device)
         self._thread_mesh: Mesh | None = None
-        self._write: BackgroundWrite | None = None
-        self._pruner = CheckpointPruner(
-            destination.store, destination.retention, self._emit, destination.fencing_token
-        )
+        self._write: BackgroundTask | None = None
+        self._pruner = CheckpointPruner(storage, options, self._emit)
 
     @property
     def staging_bytes(self) -> int:
@@ -202,7 +171,7 @@ class AsyncCheckpointer:
     def require_saveable(self, take_snapshot: Callable[[], Snapshot]) -> None:
         """Raise CheckpointError, on every rank, if the snapshot of any rank has state that no
         checkpoint holds; collective."""
-        url = self._destination.store.url
+        url = self._storage.store.url
         with all_ranks_or_raise(self._mesh, url, "looking at what there is to save"):
             select_owned_blocks(take_snapshot().shards)
 
@@ -228,7 +197,7 @@ class AsyncCheckpointer:
             return False
         stall_s = time.perf_counter() - began
         record()
-        self._write = BackgroundWrite(
+        self._write = BackgroundTask(
             "phalanx-save", lambda: self._write_staged(staged, began, stall_s)
         )
         self._write.start()
@@ -253,7 +222,7 @@ class AsyncCheckpointer:
         snapshots: list[Snapshot] = []
         with (
             self._emitting_failure(step, is_last),
-            all_ranks_or_raise(self._mesh, self._destination.store.url, "taking the state"),
+            all_ranks_or_raise(self._mesh, self._storage.store.url, "taking the state"),
         ):
             snapshots.append(take_snapshot())
         written = self._write_snapshot(
@@ -261,7 +230,7 @@ class AsyncCheckpointer:
         )
         wall_s = time.perf_counter() - began
         self._emit_saved(step, written, SaveCost(wall_s, wall_s))
-        if prune and self._destination.keep_last is not None and self._mesh.rank == 0:
+        if prune and self._mesh.rank == 0:
             self._pruner.allow()
             self._pruner.start()
 
@@ -300,9 +269,7 @@ class AsyncCheckpointer:
         waits for saves from now on."""
         with (
             self._emitting_failure(step),
-            all_ranks_or_raise(
-                self._mesh, self._destination.store.url, "copying the state"
-            ) as results,
+            all_ranks_or_raise(self._mesh, self._storage.store.url, "copying the state") as results,
         ):
             if isinstance(problem, CheckpointError):
                 raise problem
@@ -322,7 +289,7 @@ class AsyncCheckpointer:
         phases = self._phases.for_thread(staged.step)
         written = self._write_snapshot(staged, self._thread_mesh, phases, lambda: None)
         self._emit_saved(staged.step, written, SaveCost(stall_s, time.perf_counter() - began))
-        if self._destination.keep_last is not None and self._mesh.rank == 0:
+        if self._mesh.rank == 0:
             self._pruner.start()
 
     def _write_snapshot(
@@ -334,20 +301,16 @@ class AsyncCheckpointer:
         *,
         is_last: bool = False,
     ) -> WrittenCheckpoint:
-        destination = self._destination
         with self._emitting_failure(snapshot.step, is_last):
             return write_checkpoint(
-                destination.store,
-                snapshot.step,
-                snapshot.shards,
-                aliases=snapshot.aliases,
-                facts=snapshot.facts,
-                job_digest=destination.job_digest,
+                self._storage.store,
+                snapshot,
+                job_digest=self._job_digest,
                 group=group,
                 phases=phases,
                 before_commit=record,
-                fencing_token=destination.fencing_token,
-                incremental=destination.incremental,
+                fencing_token=self._storage.fencing_token,
+                incremental=self._options.incremental,
             )
 
     @contextmanager
@@ -363,7 +326,7 @@ class AsyncCheckpointer:
 
     def _emit_saved(self, step: int, written: WrittenCheckpoint, cost: SaveCost) -> None:
         self.last_cost = cost
-        path = place_in_run(written.folder, self._destination.run_dir)
+        path = place_in_run(written.folder, self._storage.run_dir)
         self._emit(
             CheckpointSaved(
                 step, path, written.num_bytes, cost.wall_s, cost.stall_s, written.num_new_bytes

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from phalanx.checkpoint.ownership.fencing_token import FencingToken
-from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.writing.background_write import BackgroundWrite
+from phalanx.checkpoint.best import read_best_steps
+from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.checkpoint.writing.background_task import BackgroundTask
 from phalanx.checkpoint.writing.retention import Retention, prune
 from phalanx.core.errors import CheckpointError
+from phalanx.job.schema import Checkpoint
 from phalanx.observe.events import CheckpointsRemoved, Event, Note
 
 # An interrupted removal still reads or removes one thing more; this is how long a stop waits for
@@ -24,30 +25,27 @@ class _PruningInterruptedError(Exception):
 
 
 class CheckpointPruner:
-    """Removes the checkpoints of a store that `retention()` does not keep.
+    """Removes the checkpoints of a run that the job's `options` do not keep; the best one stays.
 
-    `emit` gets an event of what was removed, and of what could not be. Nothing is removed once
-    another job has the run of `fencing_token`.
+    `emit` gets an event of what was removed, and of what could not be. Nothing is removed without
+    keep_last, or once another job has the run.
     """
 
     def __init__(
-        self,
-        store: Store,
-        retention: Callable[[], Retention],
-        emit: Callable[[Event], None],
-        fencing_token: FencingToken | None = None,
+        self, storage: RunStorage, options: Checkpoint, emit: Callable[[Event], None]
     ) -> None:
-        self._store, self._retention, self._emit = store, retention, emit
-        self._fencing_token = fencing_token
-        self._thread: BackgroundWrite | None = None
+        self._storage, self._options, self._emit = storage, options, emit
+        self._thread: BackgroundTask | None = None
         self._is_interrupted = threading.Event()
         self._interrupted_s = 0.0
 
     def start(self) -> None:
-        """Start a pruning, after the one that is still at work if there is one.
+        """Start a pruning, if the job asks for it, after the one that is still at work.
 
         The caller is this rank's only save.
         """
+        if self._options.keep_last is None:
+            return
         earlier = None if self._thread is None or self._thread.is_done else self._thread
 
         def work() -> None:
@@ -55,7 +53,7 @@ class CheckpointPruner:
                 earlier.join()
             self._prune()
 
-        self._thread = BackgroundWrite("phalanx-prune", work)
+        self._thread = BackgroundTask("phalanx-prune", work)
         self._thread.start()
 
     def interrupt(self) -> None:
@@ -101,11 +99,11 @@ class CheckpointPruner:
             before = self._list_steps()
             try:
                 prune(
-                    self._store,
+                    self._storage.store,
                     self._retention(),
                     say=self._emit_reason,
                     progress=raise_if_interrupted,
-                    fencing_token=self._fencing_token,
+                    fencing_token=self._storage.fencing_token,
                 )
             finally:
                 removed = sorted(before - self._list_steps())
@@ -119,8 +117,13 @@ class CheckpointPruner:
             if not self._is_interrupted.is_set():
                 self._emit_reason(str(error))
 
+    def _retention(self) -> Retention:
+        """What stays by now: the best step may be another one than at the last pruning."""
+        best_steps = read_best_steps(self._storage.run_dir)
+        return Retention(self._options.keep_last, self._options.keep_every, best_steps)
+
     def _list_steps(self) -> set[int]:
-        return {folder.step for folder in self._store.folders()}
+        return {folder.step for folder in self._storage.store.folders()}
 
     def _emit_reason(self, why: str) -> None:
         message = f"old checkpoints are not removed: {why}"

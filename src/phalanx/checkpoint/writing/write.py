@@ -36,6 +36,20 @@ SPLIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """The content of the checkpoint of `step`, as one rank has it.
+
+    `shards` are logical tensors by full-model name, `aliases` the names that are tied to one of
+    them, `facts` what the manifest says besides. The tensors may be those of training.
+    """
+
+    step: int
+    shards: Mapping[str, LogicalShard]
+    aliases: Mapping[str, str]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class WrittenCheckpoint:
     """A committed checkpoint. `num_bytes`: all bytes of its tensors; `num_new_bytes`: those that
     had to be written for it."""
@@ -51,11 +65,8 @@ class WrittenCheckpoint:
 
 def write_checkpoint(
     store: Store,
-    step: int,
-    shards: Mapping[str, LogicalShard],
+    snapshot: Snapshot,
     *,
-    aliases: Mapping[str, str],
-    facts: Mapping[str, Any],
     job_digest: str,
     group: Group,
     phases: Phases,
@@ -63,11 +74,11 @@ def write_checkpoint(
     fencing_token: FencingToken | None = None,
     incremental: bool = True,
 ) -> WrittenCheckpoint:
-    """Write the checkpoint of `step` into `store`. Collective.
+    """Write `snapshot` into `store` as a checkpoint. Collective.
 
-    `shards` are those of this rank, or what `select_owned_blocks` made of them: nothing else is
+    Its shards are those of this rank, or what `select_owned_blocks` made of them: nothing else is
     read. `before_commit` is called when every rank's part is written, before there is a checkpoint.
-    `facts` may differ between stages of a pipeline in what they know of: the manifest has all of
+    Its facts may differ between stages of a pipeline in what they know of: the manifest has all of
     them, and of a fact that several know the first rank's value.
 
     With `incremental`, blocks that the checkpoint before holds already are linked to it, or copied
@@ -83,23 +94,26 @@ def write_checkpoint(
                 # Before anything is written: `begin` removes drafts, which may be another job's.
                 require_claim(fencing_token, store)
                 before = store.folders() if incremental else []
-                results.local = [store.begin(step).token, before[-1].name if before else None]
+                results.local = [
+                    store.begin(snapshot.step).token,
+                    before[-1].name if before else None,
+                ]
         draft_token, previous_name = results.by_rank[0]
-        draft = store.join(step, draft_token)
+        draft = store.join(snapshot.step, draft_token)
     try:
         with phases("ckpt_write"):
             with all_ranks_or_raise(group, draft.url, "writing a checkpoint") as results:
                 previous = open_previous(store.folder(previous_name)) if previous_name else None
-                results.local = _write_owned_blocks(draft, shards, group.rank, previous)
-                results.local["aliases"] = dict(aliases)
+                results.local = _write_owned_blocks(draft, snapshot.shards, group.rank, previous)
+                results.local["aliases"] = dict(snapshot.aliases)
                 if group.layout.pp > 1:  # only then do ranks know of different things
-                    results.local["facts"] = dict(facts)
+                    results.local["facts"] = dict(snapshot.facts)
             parts = results.by_rank
         all_facts: Mapping[str, Any] = {}
         for part in parts:
             all_facts = _merge_facts(all_facts, part.get("facts", {}))
         manifest = _assemble_manifest(
-            step, job_digest, group, all_facts or facts, parts, fencing_token
+            snapshot.step, job_digest, group, all_facts or snapshot.facts, parts, fencing_token
         )
         before_commit()
         with phases("before_commit"):

@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
+from phalanx.checkpoint.writing.save_clock import SaveClock
+from phalanx.checkpoint.writing.write import Snapshot
 from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import CheckpointPostponed, Event
-from phalanx.train.save_clock import SaveClock
-from phalanx.train.state import TrainState
 
 # A disk that is full is full for a while: trying at each step would stall each step.
 RETRY_SAVE_STEPS = 10  # steps between attempts while saving fails (a full disk, say)
+
+
+class SaveableState(Protocol):
+    """The state that is saved: a TrainState, or what a loop of your own has."""
+
+    @property
+    def step(self) -> int: ...
+
+    def snapshot(self) -> Snapshot:
+        """The content of a checkpoint of this step. Its tensors are those of training."""
 
 
 class CheckpointSchedule:
@@ -33,7 +44,7 @@ class CheckpointSchedule:
         checkpointer: AsyncCheckpointer,
         options: Checkpoint,
         mesh: Mesh,
-        state: TrainState,
+        state: SaveableState,
         bus: Bus,
         *,
         record: Callable[[], None],

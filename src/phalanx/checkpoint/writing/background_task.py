@@ -1,4 +1,4 @@
-"""Work of one rank beside training: a thread whose error is never lost."""
+"""A task of one rank beside training (a write, a pruning): a thread whose error is never lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.core.errors import CheckpointError, RunTakenError
 NICENESS = 5  # a third of the share of a core that a thread of training has
 
 
-class BackgroundWrite:
+class BackgroundTask:
     """A thread that runs `work` once.
 
     `failed`: a CheckpointError ended it; `taken` is that error if another job or run owns the run

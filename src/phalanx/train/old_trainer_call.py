@@ -1,0 +1,54 @@
+"""The call of Trainer before it took TrainingData and RunStorage: it works until 0.2, and warns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.core.deprecated import warn_renamed
+from phalanx.observe.events import Note
+from phalanx.train.training_data import TrainingData
+
+_OLD = "Trainer(job, plan, mesh, state, bus, data=..., objective=..., run_dir=...)"
+_NEW = "Trainer(job, plan, state, bus, TrainingData(...), storage=RunStorage.open(run_dir))"
+_POSITIONAL = ("job", "plan", "mesh", "state", "bus")
+_OF_DATA = ("held_out", "source_weights", "records")
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def accept_old_call(init: Init) -> Init:
+    """Make the `__init__` of Trainer take its old arguments, too."""
+
+    @functools.wraps(init)
+    def init_either_way(self: Any, *args: Any, **named: Any) -> None:
+        if "objective" not in named:  # which every old call names, and no new one has
+            init(self, *args, **named)
+            return
+        warn_renamed(_OLD, _NEW)
+        init(self, **_translate_arguments(args, named))
+
+    return cast(Init, init_either_way)
+
+
+def _translate_arguments(args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the new call that mean what the old ones did."""
+    new = dict(zip(_POSITIONAL, args, strict=False)) | dict(named)
+    new.pop("mesh")  # the state's model has it
+    of_data = {name: new.pop(name) for name in _OF_DATA if name in new}
+    new["data"] = TrainingData(new["data"], new.pop("objective"), **of_data)
+    run_dir, token, fence = (new.pop(name, None) for name in ("run_dir", "fencing_token", "fence"))
+    if run_dir is None:
+        return new
+    if fence is None and token is not None:
+        fence = Fence(run_dir, None, token)
+
+    def emit_slow_store(why: str) -> None:
+        new["bus"].emit(Note("store_is_slow", {"why": why}))
+
+    url = new["job"].checkpoint.url
+    new["storage"] = RunStorage.open(run_dir, url, fence=fence, say=emit_slow_store)
+    return new
