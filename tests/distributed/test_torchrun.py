@@ -78,6 +78,39 @@ def test_torchrun_needs_no_run_directory_and_changes_no_bit(reference: Reference
     assert not (run_dir / "lock").exists()
 
 
+TWO_RUNS = """
+import sys
+import phalanx
+
+for name in ("first", "second"):
+    job = phalanx.load_job(None, [*sys.argv[1:], f"run.dir={name}"])
+    result = phalanx.train_job(job, quiet=True)
+    assert (result.status, result.last_step) == ("finished", 20), result
+result = phalanx.resume_job("second", ["train.steps=22"], quiet=True)
+assert (result.status, result.last_step) == ("finished", 22), result
+"""
+
+
+def test_one_script_trains_and_resumes_under_torchrun(reference: Reference) -> None:
+    """Each run of the same processes is one of its own: it reads nothing that the run before
+    agreed on."""
+    folder = reference.folder
+    (folder / "two_runs.py").write_text(TWO_RUNS)
+    done = finish(
+        start(
+            "two_runs.py",
+            *JOB,
+            cwd=folder,
+            env=environment(OMP_NUM_THREADS="1"),
+            command=TORCHRUN[:-2],
+        )
+    )
+    assert done.code == 0, done.err
+    for name in ("first", "second"):
+        losses = loss_curve(folder / name)
+        assert {step: losses[step] for step in range(1, 21)} == loss_curve(reference.dir)
+
+
 @pytest.mark.long
 def test_a_run_is_resumed_under_torchrun(reference: Reference) -> None:
     copy = reference.interrupted("under torchrun")
@@ -93,6 +126,26 @@ def test_a_run_is_resumed_under_torchrun(reference: Reference) -> None:
         reference.dir
     )  # which also holds the steps of both attempts against another
     assert weights(copy) == weights(reference.dir)
+
+
+def test_a_script_whose_ranks_hold_their_own_store_trains_twice(reference: Reference) -> None:
+    """Without torchrun's store rank 0 holds one, to the end of its process."""
+    folder, port = reference.folder, free_port()
+    (folder / "by_hand.py").write_text(
+        TWO_RUNS.replace('"first", "second"', '"third", "fourth"').replace('"second"', '"fourth"')
+    )
+    ranks = [
+        start(
+            "by_hand.py",
+            *JOB,
+            cwd=folder,
+            env=rank_environment(rank, 2, port),
+            command=(sys.executable,),
+        )
+        for rank in range(2)
+    ]
+    done = [finish(rank) for rank in ranks]
+    assert [d.code for d in done] == [0, 0], [d.err for d in done]
 
 
 @pytest.mark.long

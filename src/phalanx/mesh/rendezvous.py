@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import socket
@@ -22,6 +23,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RENDEZVOUS_S = 300.0
 SUPERVISED_RENDEZVOUS_S = 20.0  # our ranks are forks of one process, which has imported torch
 READ_TIMEOUT_S = 20.0  # for ranks that have all arrived to read one key
+
+# Of this process: how often its ranks have met, and the stores that it holds for the others, by
+# process (a fork has none), host and port.
+_meetings = itertools.count()
+_held_stores: dict[tuple[int, str, int], dist.TCPStore] = {}
 
 
 def wait_for_all(
@@ -178,18 +184,26 @@ def _is_loopback(name: str) -> bool:
 def open_rendezvous_store(*, rendezvous_s: float = RENDEZVOUS_S) -> dist.Store:
     """The key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 holds unless its launcher does.
 
-    Keys are those of this incarnation of the ranks: a restart never reads what the dead ones wrote.
+    Keys are those of this incarnation of the ranks, and of this opening of the store, which all
+    ranks open equally often: a restart never reads what the dead ones wrote, nor a second run of
+    the same processes what the first one did.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     incarnation = (
         os.environ.get("PHALANX_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     )
-    return dist.PrefixStore(f"phalanx/{incarnation}", _open_store(rank, world_size, rendezvous_s))
+    store = _open_store(rank, world_size, rendezvous_s)
+    return dist.PrefixStore(f"phalanx/{incarnation}/{next(_meetings)}", store)
 
 
 def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    holding = os.getpid(), host, port
+    if hosts_store and holding in _held_stores:
+        store = _held_stores[holding]
+        store.set_timeout(datetime.timedelta(seconds=rendezvous_s))
+        return store
     listening: socket.socket | None = None
     options: dict[str, Any] = {}
     try:
@@ -200,7 +214,7 @@ def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
                 family = socket.AF_INET6
             listening = socket.create_server((host, port), family=family)
             options["master_listen_fd"] = listening.detach()
-        return dist.TCPStore(
+        store = dist.TCPStore(
             host,
             port,
             world_size,
@@ -221,3 +235,8 @@ def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
             why=why,
             fix="choose another MASTER_PORT",
         ) from None
+    if hosts_store:
+        # Held to the end of the process: a rank that is early for the next run must not meet the
+        # store of the last one while that is being closed.
+        _held_stores[holding] = store
+    return store

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint.ownership.fence import Claim, Fence
-from phalanx.core.clocks import process_began_s
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.external import ExternalRanks
@@ -55,16 +54,24 @@ class RankZeroError(PhalanxError):
 
 
 def train_as_rank(
-    job: Job, run_dir: Path, launched: ExternalRanks, resumed: Resumed | None, output: RunOutput
+    job: Job,
+    run_dir: Path,
+    launched: ExternalRanks,
+    resumed: Resumed | None,
+    output: RunOutput,
+    *,
+    began_s: float,
 ) -> RunEnd:
     """Train as one rank of another launcher. Rank 0 speaks for all.
+
+    `began_s` (monotonic) is when the run was asked for.
 
     A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in
     `run.dir`.
     """
     from phalanx.run.launched_rank import DecisionStore
 
-    began_s, ranks = process_began_s(), launched.rank_env  # each of them imports torch by itself
+    ranks = launched.rank_env
     store = DecisionStore(job, ranks)
     if ranks.rank != 0:
         return _follow(job, ranks, store, began_s, output)

@@ -46,8 +46,8 @@ def train_job(job: Job, *, quiet: bool = False) -> RunResult:
     Ranks are started and supervised as `phalanx train` does it: in processes of their own, started
     again after a crash. The run directory is `run.dir`, else a new one under runs/. With `quiet`
     nothing is printed. Works from a script, a notebook and any thread; in the main thread Ctrl-C
-    saves and stops. As one rank of another launcher (torchrun), all ranks call it, once in the life
-    of their processes: a second run there would read what the first one agreed on.
+    saves and stops. As one rank of another launcher (torchrun), all ranks call it, equally
+    often.
 
     Raises PhalanxError for what the user can mend before the first step: a job that cannot run,
     data or a layout that does not fit, a run directory in use.

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.core.clocks import process_began_s
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.end_record import EndRecord
@@ -54,8 +55,11 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
         began_s = time.monotonic()
         ranks = external_ranks(os.environ)
         if ranks is not None:
-            train = _train_with_guard if guards_rank else train_as_rank
-            return train(request.job, request.run_dir, ranks, request.resumed, output)
+            if guards_rank:
+                return _train_with_guard(request, ranks, output)
+            return train_as_rank(
+                request.job, request.run_dir, ranks, request.resumed, output, began_s=began_s
+            )
         job, resumed = request.job, request.resumed
         is_resumed = resumed is not None
         with prepare_run(
@@ -68,17 +72,22 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
             return train_supervised(run, output, began_s=began_s, resumed=resumed)
 
 
-def _train_with_guard(
-    job: Job, run_dir: Path, ranks: ExternalRanks, resumed: Resumed | None, output: RunOutput
-) -> RunEnd:
+def _train_with_guard(request: TrainRequest, ranks: ExternalRanks, output: RunOutput) -> RunEnd:
     """Train as one rank whose guard tells the launcher how it ended.
 
     The guard is forked before torch is imported: it needs none of it.
     """
-    record = fork_under_guard(ranks.rank_env.rank, run_dir)
+    record = fork_under_guard(ranks.rank_env.rank, request.run_dir)
     exit_code = int(ExitCode.INTERNAL)
     try:
-        end = train_as_rank(job, run_dir, ranks, resumed, output)
+        end = train_as_rank(
+            request.job,
+            request.run_dir,
+            ranks,
+            request.resumed,
+            output,
+            began_s=process_began_s(),  # each rank of a command imports torch by itself
+        )
         exit_code = end.exit_code
         return end
     except PhalanxError as error:
