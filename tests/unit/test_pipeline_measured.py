@@ -31,7 +31,7 @@ from phalanx.plan.pipeline.trace import (
 )
 from phalanx.plan.planner import make_plan
 from phalanx.report.bubble import MeasuredPipeline, read_pipeline
-from phalanx.train.pipeline_record import align_clocks, build_pipeline_event, is_recorded
+from phalanx.train.pipeline_record import align_clocks, build_pipeline_event, should_record
 
 Spans = list[list[tuple[str, float, float]]]
 EVEN = StageCosts(0.010, 0.012, 0.008)
@@ -157,8 +157,14 @@ def test_the_plan_is_shown_at_the_speed_that_was_measured() -> None:
 
 
 def test_steps_that_are_recorded() -> None:
-    assert [step for step in range(1, 6001) if is_recorded(step, 6000)] == [5, 50, 500, 5000, 6000]
-    assert [step for step in range(1, 4) if is_recorded(step, 3)] == [3]
+    assert [step for step in range(1, 6001) if should_record(step, 6000)] == [
+        5,
+        50,
+        500,
+        5000,
+        6000,
+    ]
+    assert [step for step in range(1, 4) if should_record(step, 3)] == [3]
 
 
 def test_clocks_of_several_machines_start_when_ranks_left_a_reduction() -> None:

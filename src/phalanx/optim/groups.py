@@ -44,13 +44,13 @@ class Groups:
 
     def with_decay(self, weight_decay: float | str, *, auto: float) -> list[dict[str, Any]]:
         """Parameter groups as torch's optimizers take them; "auto" means the optimizer's own."""
-        decay = auto if weight_decay == "auto" else weight_decay
-        groups = [(self.decayed, decay), (self.undecayed, 0.0)]
-        return [
-            {"params": list(parameters), "weight_decay": decay}
-            for parameters, decay in groups
-            if parameters or self.keeps_empty
-        ]
+        if weight_decay == "auto":
+            weight_decay = auto
+        groups = []
+        for parameters, decay in ((self.decayed, weight_decay), (self.undecayed, 0.0)):
+            if parameters or self.keeps_empty:
+                groups.append({"params": list(parameters), "weight_decay": decay})
+        return groups
 
 
 def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Groups:
@@ -64,16 +64,21 @@ def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Par
         for name, parameter in part.named_parameters(recurse=False):
             if _is_undecayed(part, name, parameter):
                 undecayed_ids.add(id(parameter))
-    undecayed_names = {
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if id(parameter) in undecayed_ids
-    }
-    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
-    return Groups(
-        tuple(p for name, p in trainable if name not in undecayed_names),
-        tuple(p for name, p in trainable if name in undecayed_names),
-    )
+    # By name from here on: what is trained may be shards that stand for the module's parameters.
+    undecayed_names: set[str] = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in undecayed_ids:
+            undecayed_names.add(name)
+    decayed: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        if name in undecayed_names:
+            undecayed.append(parameter)
+        else:
+            decayed.append(parameter)
+    return Groups(tuple(decayed), tuple(undecayed))
 
 
 def _is_undecayed(holder: nn.Module, name: str, parameter: nn.Parameter) -> bool:

@@ -15,7 +15,8 @@ def learning_rate(job: Job, step: int, peak: float | None = None) -> float:
     plan's and so the job's, no file is looked for.
     """
     optim, total_steps, warmup = job.optim, job.train.steps, warmup_steps(job)
-    peak = peak_rate(job).lr if peak is None else peak
+    if peak is None:
+        peak = peak_rate(job).lr
     if step <= warmup:
         return peak * step / warmup
     low = peak * optim.min_lr_ratio
@@ -26,6 +27,9 @@ def learning_rate(job: Job, step: int, peak: float | None = None) -> float:
         return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     if optim.schedule == "linear":
         return low + (peak - low) * max(0.0, 1 - done)
+    # wsd: constant, then linear in the last steps.
     decay_steps = max(1, round(total_steps * optim.decay_fraction))
     into_decay = step - (total_steps - decay_steps)
-    return peak if into_decay <= 0 else low + (peak - low) * max(0.0, 1 - into_decay / decay_steps)
+    if into_decay <= 0:
+        return peak
+    return low + (peak - low) * max(0.0, 1 - into_decay / decay_steps)

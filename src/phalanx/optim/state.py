@@ -55,11 +55,11 @@ class OptimizerValue:
 def list_group_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The values of the optimizer's groups now, besides tensors, by path: copies that later changes
     do not reach."""
-    return {
-        entry.path: _copy_if_possible(entry.value)
-        for entry in _list_group_entries(optimizer)
-        if not _is_tensor(entry.value)
-    }
+    values = {}
+    for entry in _list_group_entries(optimizer):
+        if not _is_tensor(entry.value):
+            values[entry.path] = _copy_if_possible(entry.value)
+    return values
 
 
 def collect_numbers(
@@ -78,7 +78,7 @@ def collect_numbers(
         if is_of_group and entry.path in built and _is_same(built[entry.path], entry.value):
             continue
         try:
-            numbers[entry.path] = None if entry.value is None else _to_json(entry.value)
+            numbers[entry.path] = _to_json(entry.value)
         except ValueError:
             raise _refusal(optimizer, f"{entry.path} = {reprlib.repr(entry.value)}") from None
     return numbers
@@ -91,13 +91,12 @@ def collect_tensors(
 
     They are the same on every rank, as such numbers are.
     """
-    return {
-        f"optim/{entry.path}": shard_of(
-            f"optim/{entry.path}", entry.value, replica=rank, num_replicas=world_size
-        )
-        for entry in _list_values(optimizer, named_parameters)
-        if _is_tensor(entry.value) and not entry.path.startswith("state/")
-    }
+    shards = {}
+    for entry in _list_values(optimizer, named_parameters):
+        if _is_tensor(entry.value) and not entry.path.startswith("state/"):
+            name = f"optim/{entry.path}"
+            shards[name] = shard_of(name, entry.value, replica=rank, num_replicas=world_size)
+    return shards
 
 
 def plan_restores(
@@ -116,7 +115,9 @@ def plan_restores(
     parameters = {full_name(name): parameter for name, parameter in named_parameters}
     restores: list[Restore] = []
     for path, value in numbers.items():
-        owner = path.removeprefix("state/").rpartition("/")[0] if path.startswith("state/") else ""
+        owner = ""
+        if path.startswith("state/"):
+            owner = path.removeprefix("state/").rpartition("/")[0]
         if owner not in parameters and owner in elsewhere:
             continue
         try:
@@ -149,17 +150,18 @@ def make_slots(
         path = name.removeprefix("optim/")
         if path == name or not hasattr(torch, facts.dtype):
             continue
-        owner = parameters.get(path.rpartition("/")[0])
+        owner_name = path.rpartition("/")[0]
+        owner = parameters.get(owner_name)
+        if owner is not None:
+            path = f"state/{path}"
         try:
-            get_holder, key = _locate(
-                optimizer, parameters, path if owner is None else f"state/{path}"
-            )
+            get_holder, key = _locate(optimizer, parameters, path)
         except (KeyError, IndexError, ValueError):
             continue  # a tensor of another optimizer: loading reports it as a mismatch
         holder = get_holder()
         if not _is_tensor(holder.get(key)):
             undos.append(_make_undo(optimizer, holder, key))
-            full_shape = (full_shapes or {}).get(path.rpartition("/")[0])
+            full_shape = (full_shapes or {}).get(owner_name)
             holder[key] = _make_slot(optimizer, owner, full_shape, facts)
     return undos
 
@@ -219,7 +221,9 @@ def _locate(
         return lambda: optimizer.state.setdefault(parameter, {}), slot
     if kind != "own" or not isinstance(optimizer.state.get(owner, {}), dict):
         raise KeyError(path)
-    return lambda: optimizer.state.setdefault(owner, {}) if owner else optimizer.state, slot
+    if not owner:
+        return lambda: optimizer.state, slot
+    return lambda: optimizer.state.setdefault(owner, {}), slot
 
 
 def _set_value(holder: Holder, key: str, value: Any) -> None:
@@ -256,10 +260,11 @@ def _make_slot(
         return torch.zeros_like(owner, dtype=dtype, requires_grad=False)
     groups = optimizer.param_groups
     group = next((g for g in groups if any(p is owner for p in g["params"])), groups[0])
-    on_device = bool(facts.shape) or group.get("fused") or group.get("capturable")
-    return torch.zeros(
-        facts.shape, dtype=dtype, device=group["params"][0].device if on_device else "cpu"
-    )
+    device = torch.device("cpu")
+    # torch's optimizers count steps on the CPU, but for kernels that read the count on the GPU.
+    if facts.shape or group.get("fused") or group.get("capturable"):
+        device = group["params"][0].device
+    return torch.zeros(facts.shape, dtype=dtype, device=device)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -267,19 +272,28 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _to_json(value: Any) -> Any:
-    """Raises ValueError."""
+    """`value` as JSON, from which `_parse_json` makes an equal one; raises ValueError."""
+    if value is None:
+        return None
+    return _item_to_json(value)
+
+
+def _item_to_json(value: Any) -> Any:
     if isinstance(value, int | float) and math.isfinite(value):
         return value
-    if isinstance(value, list | tuple):
-        items = [_to_json(item) for item in value]
-        return items if isinstance(value, list) else {_TUPLE: items}
+    if isinstance(value, list):
+        return list(map(_item_to_json, value))
+    if isinstance(value, tuple):
+        return {_TUPLE: list(map(_item_to_json, value))}
     raise ValueError
 
 
 def _parse_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return tuple(_parse_json(item) for item in value[_TUPLE])
-    return [_parse_json(item) for item in value] if isinstance(value, list) else value
+        return tuple(map(_parse_json, value[_TUPLE]))
+    if isinstance(value, list):
+        return list(map(_parse_json, value))
+    return value
 
 
 def _refusal(optimizer: torch.optim.Optimizer, value: str) -> CheckpointError:

@@ -26,7 +26,7 @@ class BestRecorder:
         the checkpoint was there and before it was recorded."""
         if self._storage is None or not self._job.eval.keep_best or not evals.has(step):
             return
-        score = evals.of(step)
+        score = evals.get_score(step)
         best_step, _ = evals.best(score.num_targets, self._job.eval.mode or "min")
         recorded = read_best(self._storage.run_dir)
         if best_step == step and (recorded is None or recorded.step != step):

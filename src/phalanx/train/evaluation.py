@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from torch import nn
 
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import EvalFinished
@@ -43,7 +43,9 @@ class Evaluation:
 
     def value_of(self, metric: str) -> float:
         """The loss or a metric; NaN where it was not measured."""
-        return self.loss if metric == LOSS else self.metrics.get(metric, math.nan)
+        if metric == LOSS:
+            return self.loss
+        return self.metrics.get(metric, math.nan)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class EvalRecord:
     def has(self, step: int) -> bool:
         return step in self._done
 
-    def of(self, step: int) -> EvalScore:
+    def get_score(self, step: int) -> EvalScore:
         return self._done[step]
 
     def add(self, step: int, score: EvalScore) -> None:
@@ -88,16 +90,15 @@ class EvalRecord:
 
         Only evaluations of `num_targets` targets: a value over other data cannot be compared.
         """
-        sign = -1.0 if mode == "max" else 1.0
-        finite = [
-            (sign * score.value, step)
-            for step, score in self._done.items()
-            if score.num_targets == num_targets and math.isfinite(score.value)
-        ]
+        sign = {"min": 1.0, "max": -1.0}[mode]
+        finite = []
+        for step, score in self._done.items():
+            if score.num_targets == num_targets and math.isfinite(score.value):
+                finite.append((sign * score.value, step))
         if not finite:
             return 0, EvalScore(math.nan, num_targets, math.nan)
-        _, step = min(finite)
-        return step, self._done[step]
+        _, best_step = min(finite)  # of equal values the smaller step
+        return best_step, self._done[best_step]
 
 
 def read_record(run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS) -> EvalRecord:
@@ -128,23 +129,28 @@ def evaluation_mode(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[Non
     the same stages: the others have other ones. A module that its owner put into evaluation mode (a
     frozen BatchNorm, say) is in it afterwards, too.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
-    modes: list[tuple[nn.Module, bool]] = [
-        (module, module.training) for module in model.module.modules()
-    ]
+    buffers = list(model.module.buffers())
+    before = [buffer.clone() for buffer in buffers]
+    modes = [(module, module.training) for module in model.module.modules()]
     with separate_generators("evaluate", seed, mesh.data_parallel_rank, device=mesh.device):
         model.train(False)
         try:
             if mesh.device_mesh is not None:
-                group = mesh.data_parallel_group() if mesh.layout.pp > 1 else None
-                for buffer, _ in buffers:
-                    dist.broadcast(
-                        buffer, 0 if group is None else dist.get_global_rank(group, 0), group=group
-                    )
+                _broadcast_buffers(buffers, mesh)
             yield
         finally:
             model.train(True)
             for module, is_training in modes:
                 module.training = is_training
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+def _broadcast_buffers(buffers: Iterable[torch.Tensor], mesh: Mesh) -> None:
+    """Give all ranks the buffers of rank 0; in a pipeline those of the first rank of each stage."""
+    group, source = None, 0
+    if mesh.layout.pp > 1:
+        group = mesh.data_parallel_group()
+        source = dist.get_global_rank(group, 0)
+    for buffer in buffers:
+        dist.broadcast(buffer, source, group=group)

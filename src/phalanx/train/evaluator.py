@@ -27,14 +27,17 @@ from phalanx.train.metrics import MetricSums, SumAndCount, average_metrics, requ
 from phalanx.train.stop import StopFlags, StopRequestedError
 
 AGREE_S = 0.5  # about how long an evaluation goes on after a stop was asked for
-MOST_BATCHES = 64
+MOST_BATCHES = 64  # batches may get slower: ranks never go on for longer without agreeing
 
 
 def next_wait(batches: int, took_s: float) -> int:
     """The number of batches before ranks agree again, after `batches` that took `took_s`."""
     if took_s > AGREE_S:
         return max(1, batches // 2)
-    return min(MOST_BATCHES, 2 * batches) if took_s < AGREE_S / 4 else batches
+    # Only far below: twice as many must not take too long at once.
+    if took_s < AGREE_S / 4:
+        return min(MOST_BATCHES, 2 * batches)
+    return batches
 
 
 class EvaluatedState(Protocol):
@@ -83,11 +86,8 @@ class Evaluator:
         loss_by_source: dict[str, float] = {}
         targets_by_source: dict[str, int] = {}
         metrics_by_source: dict[str, dict[str, SumAndCount]] = {}
-        num_batches = [
-            len(batches) if isinstance(batches, Sized) else 0 for batches in self._held_out.values()
-        ]
-        total = sum(num_batches) if all(num_batches) else 0
-        progress = ProgressTeller(self._emit, self._state.step, "evaluate", total)
+        num_batches = self._count_batches()
+        progress = ProgressTeller(self._emit, self._state.step, "evaluate", num_batches)
         counted = itertools.count()
         with (
             self._phases("evaluate"),
@@ -95,7 +95,7 @@ class Evaluator:
         ):
             for source, batches in self._held_out.items():
                 objective = MetricSums(self._objective, self._mesh)
-                watched = _report_progress(self._stop_when_asked(batches), progress, counted)
+                watched = _report_progress(self._yield_until_stop(batches), progress, counted)
                 sums = self._state.model.evaluate(watched, objective)
                 loss, num_targets = self._state.model.reduce_sums(sums)
                 metrics_by_source[source] = objective.reduce()
@@ -106,6 +106,15 @@ class Evaluator:
         return Evaluation(
             self._state.step, loss, sum(targets_by_source.values()), loss_by_source, metrics
         )
+
+    def _count_batches(self) -> int:
+        """The number of batches of all sources; 0 if one does not tell how many it has."""
+        total = 0
+        for batches in self._held_out.values():
+            if not isinstance(batches, Sized) or not len(batches):
+                return 0
+            total += len(batches)
+        return total
 
     def require_metric(self, metric: str) -> None:
         """Raise LayoutError, before training, for a metric that the objective does not have: the
@@ -122,7 +131,7 @@ class Evaluator:
             self._state.model.evaluate(itertools.islice(batches, 1), objective)
         require_metric(metric, list(objective.reduce()))
 
-    def _stop_when_asked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def _yield_until_stop(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches; all ranks agree from time to time whether to go on: an evaluation may
         outlast a grace period.
 

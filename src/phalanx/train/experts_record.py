@@ -9,7 +9,7 @@ from phalanx.observe.events import ExpertsLoaded
 from phalanx.parallel.expert.router_load import ExpertLoad
 
 
-def is_logged(step: int, job: Job) -> bool:
+def should_log_experts(step: int, job: Job) -> bool:
     """True for the first step, each observe.log_every-th and the last."""
     return step in (1, job.train.steps) or step % job.observe.log_every == 0
 
@@ -17,9 +17,10 @@ def is_logged(step: int, job: Job) -> bool:
 def build_expert_event(step: int, load: Mapping[str, ExpertLoad]) -> ExpertsLoaded:
     """The event of step `step`. `load`: by name of router, of this rank's stages, reduced over the
     ranks that hold the same stages."""
-    layers = {name.removesuffix(".router"): router for name, router in load.items()}
-    return ExpertsLoaded(
-        step=step,
-        tokens_by_expert={name: list(router.counts) for name, router in layers.items()},
-        dropped={name: router.dropped for name, router in layers.items()},
-    )
+    tokens_by_expert: dict[str, list[int]] = {}
+    dropped: dict[str, int] = {}
+    for name, router in load.items():
+        layer = name.removesuffix(".router")
+        tokens_by_expert[layer] = list(router.counts)
+        dropped[layer] = router.dropped
+    return ExpertsLoaded(step=step, tokens_by_expert=tokens_by_expert, dropped=dropped)

@@ -74,7 +74,9 @@ def generate_tokens(
         window = torch.tensor([tokens[-context:]], device=model.mesh.device)
         logits = model.call_then({"inputs": window}, last_logits)
         if not logits.numel():
-            source = wrong_types[0] if wrong_types else "what the last stage returns"
+            source = "what the last stage returns"
+            if wrong_types:
+                source = wrong_types[0]
             raise TypeError(f"cannot sample from {source}")
         # A pipeline's are on the ranks' device; the generator, whose draws are the same everywhere,
         # is the CPU's.
@@ -102,10 +104,9 @@ def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator
     probabilities = (logits / sampling.temperature).softmax(-1)
     if sampling.top_p is not None and sampling.top_p < 1:
         ordered, ids = probabilities.sort(descending=True, stable=True)
-        left_out = (
-            ordered.cumsum(0) - ordered >= sampling.top_p
-        )  # the token that crosses top_p stays
-        left_out[0] = False
+        # The token that crosses top_p stays: what counts is the sum before each.
+        left_out = ordered.cumsum(0) - ordered >= sampling.top_p
+        left_out[0] = False  # with top_p 0, too, there is one to choose
         probabilities = probabilities.index_fill(0, ids[left_out], 0.0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
@@ -115,11 +116,9 @@ def _last_logits(outputs: Any) -> torch.Tensor | None:
     if isinstance(outputs, VocabularyLogits):
         outputs = outputs.gather_logits()
     if isinstance(outputs, torch.Tensor):
-        return (
-            outputs[0, -1].double().cpu()
-            if outputs.ndim == 3 and outputs.is_floating_point()
-            else None
-        )
+        if outputs.ndim != 3 or not outputs.is_floating_point():
+            return None
+        return outputs[0, -1].double().cpu()
     if not isinstance(outputs, CausalOutput):
         return None
     if outputs.vocabulary is None:

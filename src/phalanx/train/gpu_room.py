@@ -20,10 +20,10 @@ def check_gpu_room(mesh: Mesh, plan: Plan) -> str:
     free, total = torch.cuda.mem_get_info(mesh.device)
     room_by_rank = mesh.gather_json([free, total])
     needed = [sum(plan.memory_of_rank(rank).values()) for rank in range(mesh.world_size)]
-    return describe_missing_room([(free, total) for free, total in room_by_rank], needed)
+    return describe_missing_room(room_by_rank, needed)
 
 
-def describe_missing_room(room: Sequence[tuple[int, int]], needed: Sequence[int]) -> str:
+def describe_missing_room(room: Sequence[Sequence[int]], needed: Sequence[int]) -> str:
     """A message if some rank lacks memory; empty if none does.
 
     `room`: (free, total) bytes of each rank's GPU; `needed`: the bytes that each rank needs.
@@ -33,7 +33,9 @@ def describe_missing_room(room: Sequence[tuple[int, int]], needed: Sequence[int]
         return ""
     worst = max(short, key=lambda rank: needed[rank] - room[rank][0])
     free, total = room[worst]
-    more = f", and {len(short) - 1} more ranks have too little" if len(short) > 1 else ""
+    more = ""
+    if len(short) > 1:
+        more = f", and {len(short) - 1} more ranks have too little"
     return (
         f"the GPU of rank {worst} has {format_bytes(free)} of {format_bytes(total)} free, and the"
         f" plan predicts {format_bytes(needed[worst])}{more}: another process may use it"

@@ -102,7 +102,7 @@ class MemoryMeter:
         self._moment = (step, phase)
 
     def _look(self) -> Resident | None:
-        now = self._process.read() if self._keeps_peak else self._sample()
+        now = self._read_or_sample()
         if now is None:
             return None
         self._most_resident_bytes = max(self._most_resident_bytes, now.peak_bytes)
@@ -118,6 +118,12 @@ class MemoryMeter:
             self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._file_bytes = now.file_bytes
         return now
+
+    def _read_or_sample(self) -> Resident | None:
+        """The resident memory now; None if the kernel, which keeps the peak, cannot be read."""
+        if self._keeps_peak:
+            return self._process.read()
+        return self._sample()
 
     def _sample(self) -> Resident:
         """The resident memory now, where the kernel keeps no peak or does not tell kinds of pages
@@ -135,19 +141,21 @@ class MemoryMeter:
             return MemorySoFar(self._psutil.memory_info().rss)
         if self._device.type == "cuda":
             stats = torch.cuda.memory_stats(self._device)  # of the allocator: nothing is waited for
-            allocated, reserved = (
-                stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved")
+            return MemorySoFar(
+                self._psutil.memory_info().rss,
+                peak_bytes=stats.get("allocated_bytes.all.peak", 0),
+                reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
             )
-            return MemorySoFar(self._psutil.memory_info().rss, allocated, reserved)
         now = self._look()
         self._num_steps += 1
         if self._num_steps == 1:  # by now the pages that are written to are no longer shared
             self._elsewhere_bytes = self._process.shared_elsewhere_bytes()
-        return MemorySoFar(
-            now.all_bytes if now is not None else 0, self._count_shared(self._most_resident_bytes)
-        )
+        resident_bytes = 0
+        if now is not None:
+            resident_bytes = now.all_bytes
+        return MemorySoFar(resident_bytes, self._count_own_share(self._most_resident_bytes))
 
-    def _count_shared(self, resident_bytes: int) -> int:
+    def _count_own_share(self, resident_bytes: int) -> int:
         """The part of `resident_bytes` that counts for this process: its share of shared pages."""
         return max(resident_bytes - (self._elsewhere_bytes or 0), 0)
 
@@ -164,7 +172,7 @@ class MemoryMeter:
         """Other memory at the worst moment: interpreter, torch and pages of files, by this
         process's share."""
         return max(
-            0, self._count_shared(self._in_all_bytes) - (self._peak_bytes - self._start_bytes)
+            0, self._count_own_share(self._in_all_bytes) - (self._peak_bytes - self._start_bytes)
         )
 
     def _device_bytes(self) -> dict[str, int]:
@@ -191,25 +199,7 @@ class MemoryMeter:
 
         States, activations and staging are counted from their tensors; "peak" is the whole rank's.
         """
-        optimizer = {
-            name: shard for name, shard in state_shards.items() if name.startswith(OPTIMIZER)
-        }
-        reduction = {
-            name: shard for name, shard in state_shards.items() if name.startswith(REDUCTION)
-        }
-        num_parameter_bytes = local_bytes(state_shards)
-        num_parameter_bytes -= local_bytes(optimizer) + local_bytes(reduction)
-        measured = {
-            "parameters": num_parameter_bytes,
-            "gradients": sum(
-                local_tensor(p).numel() * p.element_size()
-                for p in model.module.parameters()
-                if p.requires_grad
-            ),
-            "optimizer": local_bytes(optimizer),
-        }
-        if reduction:
-            measured["compression"] = local_bytes(reduction)
+        measured = _measure_state(state_shards, model)
         if model.saved_bytes is not None:
             measured["activations"] = model.saved_bytes
         if predicted_bytes.get("staging"):
@@ -220,14 +210,43 @@ class MemoryMeter:
         peak = self.peak_bytes()
         if peak is not None:
             measured["peak"] = peak
-        step, phase = self._peak_moment
-        is_host = self._device is not None and self._device.type != "cuda"
+        runtime_bytes, step, phase = 0, 0, ""  # a GPU's allocator knows no moment of its peak
+        if self._device is not None and self._device.type != "cuda":
+            runtime_bytes, (step, phase) = self.runtime_bytes, self._peak_moment
         return MemoryMeasured(
             predicted_bytes={**predicted_bytes, "peak": sum(predicted_bytes.values())},
             measured_bytes=measured,
-            runtime_bytes=self.runtime_bytes if is_host else 0,
-            peak_step=step if is_host else 0,
-            peak_phase=phase if is_host else "",
+            runtime_bytes=runtime_bytes,
+            peak_step=step,
+            peak_phase=phase,
             start_bytes=self._start_bytes,
             device_bytes=self._device_bytes(),
         )
+
+
+def _measure_state(
+    state_shards: Mapping[str, LogicalShard], model: ParallelModel
+) -> dict[str, int]:
+    """Bytes of this rank's state by category, counted from its tensors."""
+    optimizer: dict[str, LogicalShard] = {}
+    reduction: dict[str, LogicalShard] = {}
+    parameters: dict[str, LogicalShard] = {}
+    for name, shard in state_shards.items():
+        if name.startswith(OPTIMIZER):
+            optimizer[name] = shard
+        elif name.startswith(REDUCTION):
+            reduction[name] = shard
+        else:
+            parameters[name] = shard
+    gradient_bytes = 0
+    for parameter in model.module.parameters():
+        if parameter.requires_grad:
+            gradient_bytes += local_tensor(parameter).numel() * parameter.element_size()
+    measured = {
+        "parameters": local_bytes(parameters),
+        "gradients": gradient_bytes,
+        "optimizer": local_bytes(optimizer),
+    }
+    if reduction:
+        measured["compression"] = local_bytes(reduction)
+    return measured

@@ -42,7 +42,9 @@ class MetricSums:
         if self._measure is not None:
             for name, pair in _check_metrics(self._measure(outputs, batch)).items():
                 numbers = torch.stack([_to_scalar(number, self._mesh.device) for number in pair])
-                self._sums[name] = self._sums[name] + numbers if name in self._sums else numbers
+                if name in self._sums:
+                    numbers = self._sums[name] + numbers
+                self._sums[name] = numbers
         return self._objective(outputs, batch)
 
     def reduce(self) -> dict[str, SumAndCount]:
@@ -52,19 +54,7 @@ class MetricSums:
         """
         if self._measure is None:
             return {}
-        by_rank = self._mesh.gather_json(list(self._sums) if self._saw_outputs else None)
-        measuring = [(rank, names) for rank, names in enumerate(by_rank) if names is not None]
-        first, names = measuring[0] if measuring else (0, [])
-        for rank, other_names in measuring:
-            if other_names != names:
-                on_other = f"{_join_names(other_names)} on rank {rank}"
-                raise LayoutError(
-                    "the objective's metrics have other names on other ranks",
-                    why=f"{_join_names(names)} on rank {first}, {on_other}",
-                    fix=(
-                        "return the same names for every batch; of what a batch has none of, (0, 0)"
-                    ),
-                )
+        names = self._agree_on_names()
         if not names:
             return {}
         zeros = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
@@ -72,7 +62,29 @@ class MetricSums:
         if not self._mesh.is_tp_leader:  # tensor-parallel ranks have the same samples
             sums = torch.zeros_like(sums)
         flat = self._mesh.all_reduce_sum(sums).tolist()
-        return {name: (flat[2 * number], flat[2 * number + 1]) for number, name in enumerate(names)}
+        return dict(zip(names, zip(flat[0::2], flat[1::2], strict=True), strict=True))
+
+    def _agree_on_names(self) -> list[str]:
+        """The metrics' names, which must be the same on all ranks that saw outputs; collective."""
+        own_names = None
+        if self._saw_outputs:
+            own_names = list(self._sums)
+        first_rank, names = None, []
+        for rank, rank_names in enumerate(self._mesh.gather_json(own_names)):
+            if rank_names is None:
+                continue
+            if first_rank is None:
+                first_rank, names = rank, rank_names
+            if rank_names != names:
+                on_other = f"{_join_names(rank_names)} on rank {rank}"
+                raise LayoutError(
+                    "the objective's metrics have other names on other ranks",
+                    why=f"{_join_names(names)} on rank {first_rank}, {on_other}",
+                    fix=(
+                        "return the same names for every batch; of what a batch has none of, (0, 0)"
+                    ),
+                )
+        return names
 
 
 def average_metrics(
@@ -84,16 +96,17 @@ def average_metrics(
     A metric that was counted nowhere has no mean and is left out, and so is one that is not finite.
     """
     means: dict[str, float] = {}
-    for name in dict.fromkeys(name for metrics in by_source.values() for name in metrics):
-        pairs = {
-            source: metrics[name]
-            for source, metrics in by_source.items()
-            if metrics.get(name, (0, 0))[1]
-        }
-        counts = {source: count for source, (_, count) in pairs.items()}
-        value = average_over_sources(
-            {source: total / count for source, (total, count) in pairs.items()}, weights or counts
-        )
+    names: dict[str, None] = {}  # a set that keeps the order in which objectives name them
+    for metrics in by_source.values():
+        names |= dict.fromkeys(metrics)
+    for name in names:
+        counts: dict[str, float] = {}
+        source_means: dict[str, float] = {}
+        for source, metrics in by_source.items():
+            total, count = metrics.get(name, (0.0, 0.0))
+            if count:
+                counts[source], source_means[source] = count, total / count
+        value = average_over_sources(source_means, weights or counts)
         if math.isfinite(value):
             means[name] = value
     return means

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from phalanx.plan.pipeline.trace import build_timeline, mean_stage_costs, splits
 FIRST = 5  # allocators and caches have settled by then
 
 
-def is_recorded(step: int, last_step: int) -> bool:
+def should_record(step: int, last_step: int) -> bool:
     """Steps 5, 50, 500, ... and the last: a function of the step alone, so that every rank
     decides alike."""
     if step == last_step:
@@ -35,7 +36,7 @@ def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -
     Collective at these steps. Spans are of the clock that phases are timed by: on a GPU that of its
     events.
     """
-    if model.plan.pipeline is None or not is_recorded(step, last_step):
+    if model.plan.pipeline is None or not should_record(step, last_step):
         return
     with model.phases("collective", "gather the spans of the pipeline"):
         by_rank = model.mesh.gather_json(_collect_local_spans(model))
@@ -91,10 +92,13 @@ def align_clocks(by_rank: Sequence[dict[str, Any]]) -> list[list[tuple[str, floa
     is_one_clock = len({rank_spans["clock"] for rank_spans in by_rank}) == 1
     aligned = []
     for rank_spans in by_rank:
-        zero_s = 0.0 if is_one_clock else rank_spans["zero_s"]
-        aligned.append(
-            [(action, start - zero_s, end - zero_s) for action, start, end in rank_spans["spans"]]
-        )
+        zero_s = 0.0
+        if not is_one_clock:
+            zero_s = rank_spans["zero_s"]
+        shifted = []
+        for action, start_s, end_s in rank_spans["spans"]:
+            shifted.append((action, start_s - zero_s, end_s - zero_s))
+        aligned.append(shifted)
     return aligned
 
 
@@ -110,29 +114,33 @@ def build_pipeline_event(
     measured = build_timeline(pipeline.schedule_name, spans)
     costs = mean_stage_costs(measured)
     planned = pipeline.timeline()
+    bubble_planned = math.nan  # where the plan knew no costs
+    if planned is not None:
+        bubble_planned = float(planned.bubble)
+    stage_seconds = []
+    for cost in costs:
+        seconds = (cost.forward_s, cost.backward_input_s, cost.backward_weight_s)
+        stage_seconds.append(list(map(float, seconds)))
     return PipelineMeasured(
         step=step,
         schedule=pipeline.schedule_name,
         num_blocks=list(pipeline.stages.num_blocks),
-        stage_seconds=[
-            [float(cost.forward_s), float(cost.backward_input_s), float(cost.backward_weight_s)]
-            for cost in costs
-        ],
+        stage_seconds=stage_seconds,
         splits_backward=splits_backward(measured.schedule),
-        spans=_spans(measured),
+        spans=_round_spans(measured),
         bubble_measured=float(measured.bubble),
         bubble_predicted=float(simulate(measured.schedule, costs).bubble),
-        bubble_planned=float("nan") if planned is None else float(planned.bubble),
+        bubble_planned=bubble_planned,
         in_flight=list(count_in_flight(measured.schedule).per_rank),
     )
 
 
-def _spans(timeline: Timeline) -> list[list[list[Any]]]:
+def _round_spans(timeline: Timeline) -> list[list[list[Any]]]:
     """The spans of each rank, rounded to a tenth of a microsecond: events are text."""
-    return [
-        [
-            [str(action), round(float(start), 7), round(float(end), 7)]
-            for action, (start, end) in zip(row, times, strict=True)
-        ]
-        for row, times in zip(timeline.schedule.actions, timeline.spans_s, strict=True)
-    ]
+    by_rank = []
+    for actions, spans_s in zip(timeline.schedule.actions, timeline.spans_s, strict=True):
+        rows = []
+        for action, (start_s, end_s) in zip(actions, spans_s, strict=True):
+            rows.append([str(action), round(float(start_s), 7), round(float(end_s), 7)])
+        by_rank.append(rows)
+    return by_rank

@@ -33,7 +33,10 @@ def seed_generators(*parts: object) -> None:
 def separate_generators(*parts: object, device: torch.device) -> Iterator[None]:
     """Seed the global generators by `parts` inside; outside they go on as if nothing was drawn."""
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = []  # the CPU's generator is always set aside
+    if device.type == "cuda":
+        devices = [device]
+    with torch.random.fork_rng(devices=devices):
         seed_generators(*parts)
         try:
             yield

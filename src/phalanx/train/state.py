@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,16 +89,19 @@ class TrainState:
         """
         numbers = collect_numbers(self.optimizer, self.model.named_parameters(), self._built)
         scale = self.model.loss_scale
-        return {
+        facts: dict[str, Any] = {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "samples_seen": self.samples_seen,
             "seed": self.seed,
             "tokenizer": self.tokenizer,
             "optimizer": {"kind": type(self.optimizer).__name__, "numbers": numbers},
-            **({LOSS_SCALE: scale.facts()} if scale is not None else {}),
-            **({CPU_KIND: describe_cpu_kind()} if self.model.mesh.device.type == "cpu" else {}),
         }
+        if scale is not None:
+            facts[LOSS_SCALE] = scale.facts()
+        if self.model.mesh.device.type == "cpu":
+            facts[CPU_KIND] = describe_cpu_kind()
+        return facts
 
     def snapshot(self) -> Snapshot:
         """The content of a checkpoint of this step. Its tensors are those of training."""
@@ -142,8 +145,10 @@ class TrainState:
         def require(manifest: Manifest) -> Manifest:
             self._require_same_run(manifest, where)
             named = list(self.model.named_parameters())
-            # With a pipeline the manifest also has parameters of other stages.
-            elsewhere = manifest.tensors if self.model.mesh.layout.pp > 1 else ()
+            elsewhere: Container[str] = ()
+            if self.model.mesh.layout.pp > 1:
+                # The manifest also has parameters of other stages.
+                elsewhere = manifest.tensors
             numbers = manifest.facts["optimizer"].get("numbers", {})
             restores.extend(plan_restores(self.optimizer, named, numbers, elsewhere=elsewhere))
             full_shapes = {name: shard.global_shape for name, shard in shards.items()}
@@ -189,14 +194,13 @@ class TrainState:
         compression, begin anew. Removes from `shards` what is not to be loaded; returns the
         manifest without it.
         """
-        expected = {
-            name: shard.global_shape for name, shard in shards.items() if name.startswith(REDUCTION)
-        }
-        stored = {
-            name: tensor.shape
-            for name, tensor in manifest.tensors.items()
-            if name.startswith(REDUCTION)
-        }
+        expected, stored = {}, {}
+        for name, shard in shards.items():
+            if name.startswith(REDUCTION):
+                expected[name] = shard.global_shape
+        for name, tensor in manifest.tensors.items():
+            if name.startswith(REDUCTION):
+                stored[name] = tensor.shape
         self.lost_reduction = ""
         is_stage = self.model.mesh.layout.pp > 1 and len(expected) > 0  # it expects a part of them
         if expected == stored or (is_stage and expected.items() <= stored.items()):

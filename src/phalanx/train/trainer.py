@@ -37,7 +37,7 @@ from phalanx.train.evaluation import (
     read_record,
 )
 from phalanx.train.evaluator import Evaluator
-from phalanx.train.experts_record import build_expert_event, is_logged
+from phalanx.train.experts_record import build_expert_event, should_log_experts
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.old_trainer_call import accept_old_call
 from phalanx.train.pipeline_record import is_stage_leader, record_pipeline
@@ -254,7 +254,7 @@ class Trainer:
                 StepSkipped(step, skipped, facts.grad_norm, self.state.samples_seen - batch, batch)
             )
         if (
-            is_logged(step, self.job)
+            should_log_experts(step, self.job)
             and self.state.model.expert_load
             and is_stage_leader(self.mesh)
         ):

@@ -273,7 +273,8 @@ class AsyncCheckpointer:
         ):
             if isinstance(problem, CheckpointError):
                 raise problem
-            results.local = None if problem is None else f"rank {self._mesh.rank}: {problem}"
+            if problem is not None:
+                results.local = f"rank {self._mesh.rank}: {problem}"
         self.asynchronous = False
         self._staging.release()
         first = next(message for message in results.by_rank if message)

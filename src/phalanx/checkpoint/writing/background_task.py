@@ -45,7 +45,8 @@ class BackgroundTask:
             self._work()
         except CheckpointError as error:  # its message was emitted where it was caught
             self.failed = True
-            self.taken = error if isinstance(error, RunTakenError) else None
+            if isinstance(error, RunTakenError):
+                self.taken = error
         except BaseException as crash:
             self.crash = crash
         finally:

@@ -113,20 +113,30 @@ def write_blocks(
     unchanged: set[_Identity] = set()
     if previous is not None:
         by_file = previous.pieces()
-        unchanged = {identity for pieces in by_file.values() for identity in pieces}
-        unchanged &= set(remaining)
+        unchanged = set().union(*by_file.values()) & set(remaining)
         _reuse_files(draft, stem, previous, by_file, remaining, written)
-    apart = {
-        identity: block
-        for identity, block in remaining.items()
-        if identity in unchanged and block.num_bytes >= SMALL_BYTES
-    }
-    if sum(block.num_bytes for block in apart.values()) < APART_BYTES:
-        apart = {}
-    mixed = {identity: block for identity, block in remaining.items() if identity not in apart}
+    apart, mixed = _split_unchanged(remaining, unchanged)
     _write_file(draft, f"{stem}.safetensors", mixed, written)
     _write_file(draft, f"{stem}-kept-{len(written.files)}.safetensors", apart, written)
     return written
+
+
+def _split_unchanged(
+    blocks: dict[_Identity, TensorBlock], unchanged: set[_Identity]
+) -> tuple[dict[_Identity, TensorBlock], dict[_Identity, TensorBlock]]:
+    """The blocks for a file of their own, which the next save may reuse, and all others."""
+    apart: dict[_Identity, TensorBlock] = {}
+    mixed: dict[_Identity, TensorBlock] = {}
+    num_apart_bytes = 0
+    for identity, block in blocks.items():
+        if identity in unchanged and block.num_bytes >= SMALL_BYTES:
+            apart[identity] = block
+            num_apart_bytes += block.num_bytes
+        else:
+            mixed[identity] = block
+    if num_apart_bytes < APART_BYTES:
+        return {}, blocks  # in their order, as if none had been apart
+    return apart, mixed
 
 
 def _reuse_files(
@@ -143,14 +153,13 @@ def _reuse_files(
     """
     files = previous.manifest.files
     reusable = [
-        name
-        for name, pieces in by_file.items()
-        if pieces and all(identity in remaining for identity in pieces)
+        name for name, pieces in by_file.items() if pieces and pieces.keys() <= remaining.keys()
     ]
+    # The largest first: there is a limit to how many are reused, and equal saves reuse alike.
     reusable.sort(key=lambda name: (-files[name].num_bytes, name))
     for number, previous_name in enumerate(reusable[:MAX_REUSED]):
         name = f"{stem}-kept-{number}.safetensors"
-        if any(identity not in remaining for identity in by_file[previous_name]):
+        if not by_file[previous_name].keys() <= remaining.keys():
             # Reused with a file before it; the rest of this one is written, apart from that.
             continue
         if not _is_intact(previous, previous_name):
@@ -184,9 +193,9 @@ def _write_file(
 ) -> None:
     if not blocks:
         return
-    sources = [
-        TensorSource(block.key, block.dtype, block.size, block.load) for block in blocks.values()
-    ]
+    sources = []
+    for block in blocks.values():
+        sources.append(TensorSource(block.key, block.dtype, block.size, block.load))
     stored = draft.write(file, partial(write_stream, sources=sources))
     written.files[file] = stored
     written.num_new_bytes += stored.num_bytes

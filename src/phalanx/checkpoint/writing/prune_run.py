@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.best import BEST, read_best
+from phalanx.checkpoint.best import BEST, read_best_steps
 from phalanx.checkpoint.ownership.run_lock import hold_run_lock
 from phalanx.checkpoint.ownership.store_owner import find_refusal
 from phalanx.checkpoint.reading.listing import find_folders
@@ -62,10 +62,10 @@ def _best_steps(run_dir: Path) -> frozenset[int]:
     """The step of the best checkpoint, which must stay. Raises CheckpointError if its record cannot
     be read.
     """
-    best = read_best(run_dir)
-    if best is None and os.path.lexists(run_dir / BEST):
+    best_steps = read_best_steps(run_dir)
+    if not best_steps and os.path.lexists(run_dir / BEST):
         fix = "put it right, or remove it if no checkpoint is to be kept as the best"
         raise CheckpointError(
             "what the best checkpoint is cannot be read", where=str(run_dir / BEST), fix=fix
         )
-    return frozenset({best.step} if best else ())
+    return best_steps

@@ -46,7 +46,7 @@ class CheckpointPruner:
         """
         if self._options.keep_last is None:
             return
-        earlier = None if self._thread is None or self._thread.is_done else self._thread
+        earlier = self._thread
 
         def work() -> None:
             if earlier is not None:
@@ -118,7 +118,7 @@ class CheckpointPruner:
                 self._emit_reason(str(error))
 
     def _retention(self) -> Retention:
-        """What stays by now: the best step may be another one than at the last pruning."""
+        """The rule of this pruning: the best step may be another one than at the last."""
         best_steps = read_best_steps(self._storage.run_dir)
         return Retention(self._options.keep_last, self._options.keep_every, best_steps)
 

@@ -3,6 +3,7 @@ the copy."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ import torch
 
 from phalanx.mesh.logical import Box, LogicalShard
 
-_ALIGNMENT = 64  # bytes
+# Bytes. torch views memory as another dtype only from a multiple of its item size on.
+_ALIGNMENT = 64
 
 
 class Staging:
@@ -73,22 +75,21 @@ class Staging:
 def _part(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]:
     """The smallest block of the local tensor that holds all boxes, and the boxes relative to it."""
     low, high = _bounds(shard)
-    part = shard.tensor[tuple(slice(start, stop) for start, stop in zip(low, high, strict=True))]
-    boxes = tuple(
-        replace(
-            box,
-            local_offset=tuple(o - start for o, start in zip(box.local_offset, low, strict=True)),
-        )
-        for box in shard.boxes
-    )
-    return part, boxes
+    part = shard.tensor[tuple(map(slice, low, high))]
+    boxes = []
+    for box in shard.boxes:
+        offset = tuple(map(operator.sub, box.local_offset, low))
+        boxes.append(replace(box, local_offset=offset))
+    return part, tuple(boxes)
 
 
 def _bounds(shard: LogicalShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    dims = range(len(shard.global_shape))
-    low = tuple(min(box.local_offset[d] for box in shard.boxes) for d in dims)
-    high = tuple(max(box.local_offset[d] + box.size[d] for box in shard.boxes) for d in dims)
-    return low, high
+    """The first and the last index, exclusive, of all boxes in each dimension."""
+    low, high = [], []
+    for dim in range(len(shard.global_shape)):
+        low.append(min(box.local_offset[dim] for box in shard.boxes))
+        high.append(max(box.local_offset[dim] + box.size[dim] for box in shard.boxes))
+    return tuple(low), tuple(high)
 
 
 def _part_bytes(shard: LogicalShard) -> int:

@@ -89,32 +89,13 @@ def write_checkpoint(
     checkpoints that were there before.
     """
     with phases("ckpt_stage"):
-        with all_ranks_or_raise(group, store.url, "preparing a checkpoint") as results:
-            if group.rank == 0:
-                # Before anything is written: `begin` removes drafts, which may be another job's.
-                require_claim(fencing_token, store)
-                before = store.folders() if incremental else []
-                results.local = [
-                    store.begin(snapshot.step).token,
-                    before[-1].name if before else None,
-                ]
-        draft_token, previous_name = results.by_rank[0]
-        draft = store.join(snapshot.step, draft_token)
+        draft, previous_name = _begin_draft(
+            store, snapshot.step, group, fencing_token, incremental=incremental
+        )
     try:
         with phases("ckpt_write"):
-            with all_ranks_or_raise(group, draft.url, "writing a checkpoint") as results:
-                previous = open_previous(store.folder(previous_name)) if previous_name else None
-                results.local = _write_owned_blocks(draft, snapshot.shards, group.rank, previous)
-                results.local["aliases"] = dict(snapshot.aliases)
-                if group.layout.pp > 1:  # only then do ranks know of different things
-                    results.local["facts"] = dict(snapshot.facts)
-            parts = results.by_rank
-        all_facts: Mapping[str, Any] = {}
-        for part in parts:
-            all_facts = _merge_facts(all_facts, part.get("facts", {}))
-        manifest = _assemble_manifest(
-            snapshot.step, job_digest, group, all_facts or snapshot.facts, parts, fencing_token
-        )
+            parts = _write_parts(store, draft, snapshot, group, previous_name)
+        manifest = _assemble_manifest(snapshot, job_digest, group, parts, fencing_token)
         before_commit()
         with phases("before_commit"):
             with all_ranks_or_raise(group, draft.url, "committing a checkpoint"):
@@ -129,6 +110,47 @@ def write_checkpoint(
     with phases("after_commit"):
         num_new_bytes = sum(part["num_new_bytes"] for part in parts)
         return WrittenCheckpoint(store.folder_of(draft), manifest.num_bytes, num_new_bytes)
+
+
+def _begin_draft(
+    store: Store,
+    step: int,
+    group: Group,
+    fencing_token: FencingToken | None,
+    *,
+    incremental: bool,
+) -> tuple[Draft, str | None]:
+    """Begin the draft of `step`, on rank 0, and join it on all ranks.
+
+    Returns it with the name of the checkpoint before, whose blocks may be linked; None without one.
+    """
+    with all_ranks_or_raise(group, store.url, "preparing a checkpoint") as results:
+        if group.rank == 0:
+            # Before anything is written: `begin` removes drafts, which may be another job's.
+            require_claim(fencing_token, store)
+            previous_name = None
+            if incremental and (folders := store.folders()):
+                previous_name = folders[-1].name
+            results.local = [store.begin(step).token, previous_name]
+    # Rank 0's: a shared file system may show each rank another list.
+    draft_token, previous_name = results.by_rank[0]
+    return store.join(step, draft_token), previous_name
+
+
+def _write_parts(
+    store: Store, draft: Draft, snapshot: Snapshot, group: Group, previous_name: str | None
+) -> list[dict[str, Any]]:
+    """Write this rank's blocks; returns the JSON of all ranks for the manifest."""
+    with all_ranks_or_raise(group, draft.url, "writing a checkpoint") as results:
+        previous = None
+        if previous_name is not None:
+            previous = open_previous(store.folder(previous_name))
+        results.local = _write_owned_blocks(draft, snapshot.shards, group.rank, previous)
+        results.local["aliases"] = dict(snapshot.aliases)
+        if group.layout.pp > 1:  # only then do ranks know of different things
+            # They travel in the gather that a save has anyway: no second collective for them.
+            results.local["facts"] = dict(snapshot.facts)
+    return results.by_rank
 
 
 def select_owned_blocks(shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
@@ -158,7 +180,8 @@ def _select_boxes(shard: LogicalShard) -> Iterator[Box]:
     for box in shard.boxes:
         replica = shard.replica * box.num_replicas + box.replica
         num_replicas = shard.num_replicas * box.num_replicas
-        num_rows = box.size[0] if box.size else 0
+        # A scalar has no rows, and is never split.
+        num_rows = next(iter(box.size), 0)
         if num_rows >= num_replicas and math.prod(box.size) * item_bytes >= SPLIT_BYTES:
             start = num_rows * replica // num_replicas
             stop = num_rows * (replica + 1) // num_replicas
@@ -187,27 +210,18 @@ def _write_owned_blocks(
     and how many bytes are new.
     """
     owned = select_owned_blocks(shards)
-    blocks = [
-        TensorBlock(
-            name,
-            f"{name}#{number}",
-            shard.dtype,
-            box.global_offset,
-            box.size,
-            partial(read_block_bytes, shard.tensor, box),
-        )
-        for name, shard in sorted(owned.items())
-        for number, box in enumerate(shard.boxes)
-    ]
+    blocks = []
+    for name, shard in sorted(owned.items()):
+        for number, box in enumerate(shard.boxes):
+            load = partial(read_block_bytes, shard.tensor, box)
+            key = f"{name}#{number}"
+            block = TensorBlock(name, key, shard.dtype, box.global_offset, box.size, load)
+            blocks.append(block)
     written = write_blocks(draft, f"rank-{rank:04d}", blocks, previous)
-    tensors = {
-        name: {
-            "shape": shard.global_shape,
-            "dtype": shard.dtype,
-            "pieces": [asdict(piece) for piece in written.pieces.get(name, ())],
-        }
-        for name, shard in owned.items()
-    }
+    tensors = {}
+    for name, shard in owned.items():
+        pieces = [asdict(piece) for piece in written.pieces.get(name, ())]
+        tensors[name] = {"shape": shard.global_shape, "dtype": shard.dtype, "pieces": pieces}
     files = {name: asdict(stored) for name, stored in written.files.items()}
     return {"tensors": tensors, "files": files, "num_new_bytes": written.num_new_bytes}
 
@@ -240,14 +254,13 @@ def _merge_facts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[st
 
 
 def _assemble_manifest(
-    step: int,
+    snapshot: Snapshot,
     job_digest: str,
     group: Group,
-    facts: Mapping[str, Any],
     parts: list[dict[str, Any]],
     fencing_token: FencingToken | None,
 ) -> Manifest:
-    """Build one manifest of the `parts` that the ranks wrote.
+    """Build one manifest of the `parts` that the ranks wrote of their `snapshot`s.
 
     A rank need not know of tensors that others hold (stages of a pipeline). Raises CheckpointError
     if the parts contradict each other, or do not make every tensor once.
@@ -261,20 +274,41 @@ def _assemble_manifest(
             first["pieces"] += tensor["pieces"]
     tensors = {}
     for name, tensor in sorted(gathered.items()):
-        pieces = tuple(
-            Piece(p["file"], p["key"], tuple(p["offset"]), tuple(p["size"]), p["xxh3_128"])
-            for p in tensor["pieces"]
-        )
+        pieces = tuple(map(_parse_piece, tensor["pieces"]))
         tensors[name] = StoredTensor(tuple(tensor["shape"]), tensor["dtype"], pieces)
         if not is_tiled(tensors[name]):
             raise CheckpointError(f"the ranks' blocks of {name} do not make the whole tensor")
-    files = {name: StoredFile(**stored) for part in parts for name, stored in part["files"].items()}
-    aliases = {name: stored_as for part in parts for name, stored_as in part["aliases"].items()}
+    files: dict[str, StoredFile] = {}
+    aliases: dict[str, str] = {}
+    facts: Mapping[str, Any] = {}
+    for part in parts:
+        for name, stored in part["files"].items():
+            files[name] = StoredFile(**stored)
+        aliases |= part["aliases"]
+        facts = _merge_facts(facts, part.get("facts", {}))
     try:
         check_aliases(aliases, tensors)
     except ValueError as error:
         raise CheckpointError(f"the ranks do not agree on what is tied: {error}") from None
-    number = fencing_token.number if fencing_token is not None else 0
+    # 0 where claims are not counted, as in a loop of your own.
+    number = 0 if fencing_token is None else fencing_token.number
     return Manifest(
-        step, job_digest, group.layout.to_json(), dict(facts), tensors, aliases, files, number
+        snapshot.step,
+        job_digest,
+        group.layout.to_json(),
+        dict(facts or snapshot.facts),
+        tensors,
+        aliases,
+        files,
+        number,
+    )
+
+
+def _parse_piece(stored: Mapping[str, Any]) -> Piece:
+    return Piece(
+        stored["file"],
+        stored["key"],
+        tuple(stored["offset"]),
+        tuple(stored["size"]),
+        stored["xxh3_128"],
     )
