@@ -149,7 +149,7 @@ class Run:
         self.state.step += 1
         for shard in self.state.shards.values():
             shard.tensor.fill_(self.state.step)
-        self.saves.after_step(votes, **ends)
+        self.saves.save_if_due(votes, **ends)
 
     def steps_until(self, condition: Callable[[], bool]) -> None:
         """Every rank must see the condition at the same step: it may only look at what all agree

@@ -133,7 +133,7 @@ class Trainer:
                 raise self._fence.error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._schedule is not None:
-                self._schedule.after_step(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
+                self._schedule.save_if_due(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
             self._record()
             if sigterm or sigint:
                 reason = "sigterm" if sigterm else "sigint"

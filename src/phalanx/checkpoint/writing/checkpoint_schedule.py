@@ -94,7 +94,7 @@ class CheckpointSchedule:
         of it are lost."""
         self._checkpointer.require_saveable(self._state.snapshot)
 
-    def after_step(
+    def save_if_due(
         self, flags: Sequence[float], *, is_stop: bool = False, is_end: bool = False
     ) -> None:
         """Save, or not, by the summed `flags` of a step.
