@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.data.corpus import Component, Corpus
 from phalanx.plan.explain import describe_plan
+from phalanx.run.data_counts import describe_held_out
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.resume import Resumed
 
@@ -15,30 +16,30 @@ def announcement(run: PreparedRun, *, ranks: str = "", resumed: Resumed | None =
 
     Of a run that is continued, what changed stands last, right before the first step.
     """
-    data_lines = [f"data    {line}" for line in (*_describe_data(run.corpus), *run.unverified)]
-    rank_lines = [f"ranks   {ranks}"] if ranks else []
-    return [
-        f"run     {run.run_dir}",
-        *rank_lines,
-        *data_lines,
-        *run.init_lines,
-        *describe_plan(run.plan, of_samples=run.corpus.user is not None),
-        *(resumed.lines() if resumed is not None else ()),
-    ]
+    lines = [f"run     {run.run_dir}"]
+    if ranks:
+        lines.append(f"ranks   {ranks}")
+    for line in (*_describe_data(run.corpus), *run.unverified):
+        lines.append(f"data    {line}")
+    lines += run.init_lines
+    lines += describe_plan(run.plan, of_samples=run.corpus.user is not None)
+    if resumed is not None:
+        lines += resumed.lines()
+    return lines
 
 
 def _describe_data(corpus: Corpus) -> list[str]:
     """A line for each source of training data."""
     if corpus.user is not None:
-        num_held_out = corpus.user.num_held_out
-        held_out = f"{num_held_out:,} held out" if num_held_out else "none held out"
+        held_out = describe_held_out(corpus.user.num_held_out)
         return [f"{corpus.user.source}: {corpus.user.num_train:,} training samples, {held_out}"]
-    is_mixture = len(corpus.components) > 1
+    if len(corpus.components) == 1:
+        return [_describe_component(corpus.components[0], None)]
     total_weight = sum(corpus.weights)
-    return [
-        _describe_component(component, component.weight / total_weight if is_mixture else None)
-        for component in corpus.components
-    ]
+    lines = []
+    for component in corpus.components:
+        lines.append(_describe_component(component, component.weight / total_weight))
+    return lines
 
 
 def _describe_component(component: Component, share: float | None) -> str:
@@ -51,8 +52,10 @@ def _describe_component(component: Component, share: float | None) -> str:
     text += f"{held_out.num_tokens:,} held out "
     if held_out.num_tokens and component.split_by == "position":
         text += "by position"
+    elif held_out.num_tokens:
+        text += f"in {held_out.num_documents:,}"
     else:
-        text += f"in {held_out.num_documents if held_out.num_tokens else 0:,}"
+        text += "in 0"
     if component.why_split:
         text += f" ({component.why_split})"
     if component.num_skipped_files:

@@ -41,7 +41,7 @@ def open_train_batches(
     spec = SampleSpec(str(corpus.directory), plan.seq_len, job.run.seed, job.data.document_masks)
     data = TrainBatches(
         spec,
-        _build_share(plan, mesh, state),
+        _build_share(plan, mesh, done_steps=state.step, done_samples=state.samples_seen),
         workers=num_workers(job.data),
         worker_timeout_s=job.data.worker_timeout_s,
         keep_record=job.observe.samples,
@@ -88,14 +88,14 @@ def _emit_split(corpus: Corpus, bus: Bus) -> None:
             bus.emit(Note(f"held_out_by_{component.split_by}", facts))
 
 
-def _build_share(plan: Plan, mesh: Mesh, state: TrainState | None = None) -> Share:
+def _build_share(plan: Plan, mesh: Mesh, *, done_steps: int = 0, done_samples: int = 0) -> Share:
     return Share(
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         data_parallel_size=plan.layout.data_parallel_size,
         data_parallel_rank=mesh.data_parallel_rank,
-        done_steps=state.step if state else 0,
-        done_samples=state.samples_seen if state else 0,
+        done_steps=done_steps,
+        done_samples=done_samples,
     )
 
 
@@ -116,15 +116,16 @@ def require_same_samples(corpus: Corpus, mesh: Mesh) -> None:
     if corpus.user is None:
         return
     views = mesh.gather_json(_inspect_dataset(corpus.user))
-    broken = [(rank, str(view["error"])) for rank, view in enumerate(views) if "error" in view]
-    if broken:
-        raise DataError(broken[0][1], where=f"rank {broken[0][0]}")
+    for rank, view in enumerate(views):
+        if "error" in view:
+            raise DataError(str(view["error"]), where=f"rank {rank}")
     was = {"length": corpus.user.num_train, "samples": corpus.user.some_samples}
     different = [rank for rank, view in enumerate(views) if view != was]
     if not different:
         return
-    has_other_length = views[different[0]]["length"] != was["length"]
-    other = "another length" if has_other_length else f"other samples ({LOOKED_AT} are compared)"
+    other = f"other samples ({LOOKED_AT} are compared)"
+    if views[different[0]]["length"] != was["length"]:
+        other = "another length"
     if views.count(views[0]) == len(views):
         why = (
             f"it has {other}: it changed since the run began, or each process shuffles or draws for"

@@ -11,15 +11,18 @@ def count_data(corpus: Corpus) -> DataFacts:
     """Tokens of text and token ids, by source; samples of the user's own dataset."""
     if corpus.user is not None:
         return DataFacts("samples", corpus.user.num_train, corpus.user.num_held_out)
-    train, held_out = (corpus.splits[split].num_tokens for split in ("train", "held_out"))
     total = sum(corpus.weights)
-    sources = tuple(
-        SourceFacts(name, weight / total, component.splits["train"].num_tokens)
-        for name, weight, component in zip(
-            corpus.names, corpus.weights, corpus.components, strict=True
-        )
+    sources = []
+    for name, weight, component in zip(
+        corpus.names, corpus.weights, corpus.components, strict=True
+    ):
+        sources.append(SourceFacts(name, weight / total, component.splits["train"].num_tokens))
+    return DataFacts(
+        "tokens",
+        corpus.splits["train"].num_tokens,
+        corpus.splits["held_out"].num_tokens,
+        tuple(sources),
     )
-    return DataFacts("tokens", train, held_out, sources)
 
 
 def count_looked_data(look: DataLook) -> DataFacts | None:
@@ -29,34 +32,36 @@ def count_looked_data(look: DataLook) -> DataFacts | None:
     if not look.is_counted:
         return None
     total = sum(source.weight for source in look.sources)
-    train, held_out = (
-        sum(getattr(source, name) or 0 for source in look.sources)
-        for name in ("num_train", "num_held_out")
-    )
     names = [source.source for source in look.sources]
-    sources = tuple(
-        SourceFacts(
-            name if names.count(name) == 1 else f"{name} #{number + 1}",
-            source.weight / total,
-            source.num_train or 0,
-        )
-        for number, (name, source) in enumerate(zip(names, look.sources, strict=True))
-    )
-    return DataFacts("tokens", train, held_out, sources)
+    num_train = num_held_out = 0
+    sources = []
+    for number, source in enumerate(look.sources):
+        name = source.source
+        if names.count(name) > 1:
+            name = f"{name} #{number + 1}"
+        sources.append(SourceFacts(name, source.weight / total, source.num_train or 0))
+        num_train += source.num_train or 0
+        num_held_out += source.num_held_out or 0
+    return DataFacts("tokens", num_train, num_held_out, tuple(sources))
 
 
 def describe_look(look: DataLook) -> list[str]:
     """A line for each source, for people."""
     if look.user is not None:
-        held_out = (
-            f"{look.user.num_held_out:,} held out" if look.user.num_held_out else "none held out"
-        )
+        held_out = describe_held_out(look.user.num_held_out)
         return [f"data    {look.user.source}: {look.user.num_train:,} training samples, {held_out}"]
     total = sum(source.weight for source in look.sources)
-    several = len(look.sources) > 1
-    return [
-        "data   "
-        f" {source.source}{f' ({source.weight / total:.1%} of the samples)' if several else ''}:"
-        f" {source.words}"
-        for source in look.sources
-    ]
+    lines = []
+    for source in look.sources:
+        share = ""
+        if len(look.sources) > 1:
+            share = f" ({source.weight / total:.1%} of the samples)"
+        lines.append(f"data    {source.source}{share}: {source.words}")
+    return lines
+
+
+def describe_held_out(num_samples: int) -> str:
+    """The number of samples that are held out, in words."""
+    if num_samples:
+        return f"{num_samples:,} held out"
+    return "none held out"

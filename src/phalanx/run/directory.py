@@ -91,7 +91,9 @@ class RunDirectory:
                     folder.rmdir()
 
     def _folders_to_remove(self) -> list[Path]:
-        return [] if self._is_kept else self._new_folders
+        if self._is_kept:
+            return []
+        return self._new_folders
 
 
 @contextlib.contextmanager

@@ -92,7 +92,9 @@ def export_checkpoint(
             exported = export_own_directory(weights, config, Path(out), **how)
         else:
             exported = export_hugging_face(weights, origin.shape, Path(out), **how)
-    notes = (*exported.notes, tokenizer.note) if tokenizer.note else exported.notes
+    notes = exported.notes
+    if tokenizer.note:
+        notes = (*notes, tokenizer.note)
     return ExportResult(folder, out, exported, notes)
 
 

@@ -157,7 +157,9 @@ def _follow(
     run_dir, plan = decision.run_dir, decision.plan
     if decision.exit_code is not None or plan is None:
         code = ExitCode(decision.exit_code or ExitCode.OK)
-        refusal = RankZeroError(decision.error, code) if decision.error else None
+        refusal = None
+        if decision.error:
+            refusal = RankZeroError(decision.error, code)
         return RunEnd(
             run_dir,
             STATUS.get(code, "failed"),

@@ -18,11 +18,11 @@ def is_finished(run: PreparedRun) -> bool:
     With checkpoint.fallback the user doubts what is saved: then it must verify, too.
     """
     num_steps = run.job.train.steps
-    events = (envelope.event for envelope in EventTail(run.run_dir).poll())
-    is_recorded = any(
-        isinstance(event, RunFinished) and event.status == "finished" and event.step >= num_steps
-        for event in events
-    )
+    is_recorded = False
+    for envelope in EventTail(run.run_dir).poll():
+        event = envelope.event
+        if isinstance(event, RunFinished) and event.status == "finished":
+            is_recorded |= event.step >= num_steps
     if not is_recorded or newest_step(run.store) < num_steps:
         return False
     return not run.job.checkpoint.fallback or not verify_checkpoint(run.store.folders()[-1])

@@ -23,7 +23,9 @@ def choose_sinks(job: Job) -> tuple[str, ...]:
     """The job's sinks; where it names none, TensorBoard if it is installed."""
     if job.observe.sinks is not None:
         return job.observe.sinks
-    return ("tensorboard",) if _is_installed("tensorboard") else ()
+    if _is_installed("tensorboard"):
+        return ("tensorboard",)
+    return ()
 
 
 def _is_installed(package: str) -> bool:
@@ -79,11 +81,16 @@ def _check_fp8(device: str) -> None:
         raise EnvironmentProblem(
             "precision.compute=fp8 needs torchao", fix=f"pip install 'phalanx[gpu]', or {FP8_FIX}"
         )
-    capability = compute_capability() if device == "cuda" else None
+    if device != "cuda":
+        return
+    capability = compute_capability()
     if capability is not None and capability < FP8_CAPABILITY:
-        minimum, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, capability))
         raise EnvironmentProblem(
-            f"precision.compute=fp8 needs GPUs of compute capability {minimum}, and one here has"
-            f" {has}",
+            f"precision.compute=fp8 needs GPUs of compute capability {_join(FP8_CAPABILITY)}, and"
+            f" one here has {_join(capability)}",
             fix=FP8_FIX,
         )
+
+
+def _join(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -14,6 +14,8 @@ from phalanx.data.corpus import Corpus
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 
+_PROMPTS = {"stdlib": "def "}  # the beginning of a text of that source
+
 
 def this_command() -> str:
     """The word that calls this program in a shell: `phalanx` if that is on the PATH, else the
@@ -43,17 +45,18 @@ def suggest_after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) 
         and not plan.model_shape.reads_images
         and job.checkpoint.at_end
     ):
-        return next_line(
-            "generate", str(run_dir), "--prompt", "def " if corpus.source == "stdlib" else "The "
-        )
-    has_held_out = (
-        corpus.user.num_held_out
-        if corpus.user is not None
-        else corpus.splits["held_out"].num_tokens > 1
-    )
-    if has_held_out and job.checkpoint.at_end:
+        prompt = _PROMPTS.get(corpus.source, "The ")
+        return next_line("generate", str(run_dir), "--prompt", prompt)
+    if _has_held_out(corpus) and job.checkpoint.at_end:
         return next_line("eval", str(run_dir))
     return next_line("report", str(run_dir))
+
+
+def _has_held_out(corpus: Corpus) -> bool:
+    """True if there is a sample to evaluate, or two tokens, of which one predicts the other."""
+    if corpus.user is not None:
+        return corpus.user.num_held_out > 0
+    return corpus.splits["held_out"].num_tokens > 1
 
 
 def suggest_after_planning(arguments: Sequence[str]) -> str:

@@ -36,8 +36,11 @@ class RunOutput:
 
     def open_console(self, job: Job) -> Console:
         """The console that shows the steps of `job` while it trains."""
+        stream = None
+        if not self._is_quiet:
+            stream = filter_stream(sys.stdout)
         return open_console(
-            None if self._is_quiet else filter_stream(sys.stdout),
+            stream,
             total_steps=job.train.steps,
             log_every=job.observe.log_every,
             units=units_of(job.to_json()),

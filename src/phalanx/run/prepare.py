@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,13 +78,17 @@ def prepare_run(
     refuse_existing_run(run_dir, resume=resume)
     data_dir = run_dir / DATA_FOLDER
     is_prepared = (data_dir / MANIFEST).exists()
-    refuse_linked_folders(run_dir, more=[DATA_FOLDER] if resume and not is_prepared else [])
+    linked_folders = []
+    earlier_plan = None
+    if resume:
+        earlier_plan = plan_of_run(run_dir)
+        if not is_prepared:
+            linked_folders.append(DATA_FOLDER)
+    refuse_linked_folders(run_dir, more=linked_folders)
     cluster = detect_cluster(job.cluster.device)
-    earlier_plan = plan_of_run(run_dir) if resume else None
     if earlier_plan is not None and job.precision.compute == "auto":
-        job = replace_precision(
-            job, earlier_plan.precision
-        )  # started again with the job file: the run has begun
+        # Started again with the job file: the run has begun, in the precision it chose then.
+        job = replace_precision(job, earlier_plan.precision)
     shape = measure_foreign_shape(job)
     check_needs(job, cluster.device)
     require_matching_data(job, shape)
@@ -117,17 +121,15 @@ def prepare_run(
         _refuse_images(corpus, plan.model_shape)
         plan = keep_precision(plan, earlier_plan, cluster)
         job = replace_precision(job, plan.precision)  # a run is known by it, wherever it goes on
-        plan = replace(
-            plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan, ask=not resume))
-        )
+        row_warnings = warnings_of_rows(job, plan, ask=not resume)
+        plan = replace(plan, warnings=(*plan.warnings, *row_warnings))
         if not resume:
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
         initial, init_lines = _initial_weights(job, plan, store)
         facts = {JOB_FILE: job.to_json(), PLAN_FILE: plan.to_json(), **initial}
         with write_run_facts(run_dir, lock, facts):
             directory.keep()
-            forget = (lambda: None) if resume else directory.forget
-            yield PreparedRun(
+            run = PreparedRun(
                 job,
                 plan,
                 corpus,
@@ -136,8 +138,10 @@ def prepare_run(
                 store,
                 unverified=tuple(unverified),
                 init_lines=tuple(init_lines),
-                forget=forget,
             )
+            if not resume:
+                run = replace(run, forget=directory.forget)
+            yield run
 
 
 def _refuse_images(corpus: Corpus, shape: ModelShape) -> None:
@@ -145,19 +149,20 @@ def _refuse_images(corpus: Corpus, shape: ModelShape) -> None:
     of images takes."""
     if corpus.user is None or not shape.reads_images:
         return
-    shapes, model_size = (
-        corpus.user.first_shapes,
-        [shape.num_channels, shape.image_size, shape.image_size],
-    )
+    model_size = [shape.num_channels, shape.image_size, shape.image_size]
+    shapes = corpus.user.first_shapes
     image_size = shapes.get("inputs", shapes.get("images", model_size))
     if image_size != model_size:
-        sample_text, model_text = (" x ".join(map(str, size)) for size in (image_size, model_size))
         raise LayoutError(
-            f"images are {sample_text} (channels x height x width), and the model takes"
-            f" {model_text}",
+            f"images are {_join_size(image_size)} (channels x height x width), and the model takes"
+            f" {_join_size(model_size)}",
             where=f"data.source {corpus.user.source}",
             fix="set image_size and num_channels of the model, or resize the images",
         )
+
+
+def _join_size(size: Sequence[int]) -> str:
+    return " x ".join(map(str, size))
 
 
 def _initial_weights(job: Job, plan: Plan, store: Store) -> tuple[dict[str, Any], list[str]]:

@@ -30,17 +30,16 @@ class RunRecut:
     def to_json(self) -> dict[str, Any]:
         """The body of phalanx.recut/1."""
         recut = self.recut
+        stages, gain = recut.measured, 0.0
+        if recut.is_worth_it:
+            stages, gain = recut.stages, recut.gain
         return {
             "run": str(self.run_dir),
             "step": self.event.step,
             "measured_stage_blocks": list(recut.measured.num_blocks),
-            "stage_blocks": (
-                list(recut.stages.num_blocks)
-                if recut.is_worth_it
-                else list(recut.measured.num_blocks)
-            ),
+            "stage_blocks": list(stages.num_blocks),
             "is_best": not recut.is_worth_it,
-            "gain": recut.gain if recut.is_worth_it else 0.0,
+            "gain": gain,
         }
 
     def lines(self) -> list[str]:
@@ -90,10 +89,11 @@ def _find_last_measured(run_dir: Path) -> PipelineMeasured:
 
 
 def _lines(recut: Recut, event: PipelineMeasured, seconds: Sequence[StageCosts]) -> list[str]:
-    took = ", ".join(
-        f"{1e3 * float(sum((c.forward_s, c.backward_input_s, c.backward_weight_s))):.3g}"
-        for c in seconds
-    )
+    milliseconds = []
+    for costs in seconds:
+        stage_s = sum((costs.forward_s, costs.backward_input_s, costs.backward_weight_s))
+        milliseconds.append(f"{1e3 * float(stage_s):.3g}")
+    took = ", ".join(milliseconds)
     now = ", ".join(map(str, recut.measured.num_blocks))
     lines = [
         f"measured  stages of {now} blocks took {took} ms of a microbatch in step {event.step}"

@@ -84,8 +84,10 @@ class Resumed:
     def facts(self) -> dict[str, Any]:
         """Facts for the run's record."""
         changed = {change.key: [change.before, change.after] for change in self.changes}
-        words = [*(change.words() for change in self.changes), *([self.rate] if self.rate else [])]
-        summary = "; ".join(words) if words else "with the same job"
+        words = [change.words() for change in self.changes]
+        if self.rate:
+            words.append(self.rate)
+        summary = "; ".join(words) or "with the same job"
         return {"step": self.step, "changed": changed, "told": summary}
 
 
@@ -104,29 +106,36 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
         )
     was = load_job_json(run_dir / "job.json", [f"run.dir={resume}"])
     job = _load_with_changes(run_dir, was, overrides)
-    if (
-        job.precision.compute == "auto" != was.precision.compute
-    ):  # asked for: what it means on this machine
+    if job.precision.compute == "auto" != was.precision.compute:
+        # Asked for: what it means on this machine.
         job, _ = resolve_precision(job, detect_cluster(job.cluster.device))
+    # The store of the job as it was, which `checkpoint.url` may change: a look of its own.
     step = newest_step(open_store(run_dir, was.checkpoint.url))
-    different = [
-        key for key in differing_keys(was.to_json(), job.to_json()) if key not in HOW_DATA_IS_READ
-    ]
-    fixed_keys = KEPT_BY_A_RUN if step == 0 else (*KEPT_BY_A_RUN, *KEPT_ONCE_SAVED)
-    changed = [key for key in different if key.startswith(fixed_keys)]
-    if changed:
-        fix = "start a new run to change it"
-        raise JobError(
-            [
-                Problem(key, "a resumed run keeps what it was trained with", "override", fix)
-                for key in changed
-            ]
-        )
-    before, after = _flat(was.to_json()), _flat(job.to_json())
-    changes = tuple(
-        _change(key, before.get(key), after.get(key), was, job, step) for key in different
-    )
-    return Resumed(run_dir, job, step, changes, _rate_in_words(was, job, step))
+    changed_keys = differing_keys(was.to_json(), job.to_json())
+    changed_keys = [key for key in changed_keys if key not in HOW_DATA_IS_READ]
+    _refuse_fixed_keys(changed_keys, is_saved=step > 0)
+    before, after = _flatten(was.to_json()), _flatten(job.to_json())
+    changes = []
+    for key in changed_keys:
+        changes.append(_describe_change(key, before.get(key), after.get(key), was, job, step))
+    return Resumed(run_dir, job, step, tuple(changes), _compare_rates(was, job, step))
+
+
+def _refuse_fixed_keys(changed_keys: Sequence[str], *, is_saved: bool) -> None:
+    """Raise JobError for changes of keys that a run keeps; more of them once it has saved."""
+    fixed_keys = KEPT_BY_A_RUN
+    if is_saved:
+        fixed_keys = (*KEPT_BY_A_RUN, *KEPT_ONCE_SAVED)
+    problems = []
+    for key in changed_keys:
+        if key.startswith(fixed_keys):
+            what, fix = (
+                "a resumed run keeps what it was trained with",
+                "start a new run to change it",
+            )
+            problems.append(Problem(key, what, "override", fix))
+    if problems:
+        raise JobError(problems)
 
 
 def load_for_explaining(
@@ -139,7 +148,7 @@ def load_for_explaining(
     return load_resumed_job(resume, overrides).job, str(Path(resume) / "job.json")
 
 
-def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(job: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted key, as `differing_keys` names them."""
     flat: dict[str, Any] = {}
 
@@ -147,7 +156,7 @@ def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
         flat[prefix] = value
         if isinstance(value, Mapping):
             for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), inner)
+                walk(f"{prefix}.{key}".removeprefix("."), inner)
 
     walk("", job)
     return flat
@@ -156,7 +165,7 @@ def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
 # --- what a change does ---------------------------------------------------------------------------
 
 
-def _change(key: str, before: Any, after: Any, was: Job, job: Job, step: int) -> Change:
+def _describe_change(key: str, before: Any, after: Any, was: Job, job: Job, step: int) -> Change:
     for prefix, describe, is_other_training in _EFFECTS:
         if key.startswith(prefix):
             return Change(key, before, after, describe(was, job, step), is_other_training)
@@ -167,19 +176,17 @@ def _says(text: str) -> Callable[[Job, Job, int], str]:
     return lambda was, job, step: text.format(next=step + 1)
 
 
-def _steps(was: Job, job: Job, step: int) -> str:
-    ends = (
-        ""
-        if job.optim.schedule == "constant"
-        else f", and the {job.optim.schedule} schedule ends there"
-    )
+def _describe_steps(was: Job, job: Job, step: int) -> str:
+    ends = ""
+    if job.optim.schedule != "constant":
+        ends = f", and the {job.optim.schedule} schedule ends there"
     num_left = job.train.steps - step
     return (
         f"{plural(max(num_left, 0), 'step')} left instead of {max(was.train.steps - step, 0)}{ends}"
     )
 
 
-def _batch(was: Job, job: Job, step: int) -> str:
+def _describe_batch(was: Job, job: Job, step: int) -> str:
     return (
         f"steps from {step + 1} on read {job.train.global_batch_size} samples each; none is read"
         " twice or left out"
@@ -190,8 +197,8 @@ _SAME = "the same mathematics, rounded otherwise"
 # By the beginning of a key, the first that fits: (beginning, words of (job before, job after,
 # step), other training?).
 _EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
-    ("train.steps", _steps, True),
-    ("train.global_batch_size", _batch, True),
+    ("train.steps", _describe_steps, True),
+    ("train.global_batch_size", _describe_batch, True),
     ("train.sample_tokens", _says("of the text at the end alone"), False),
     ("train.compile", _says(_SAME), False),
     ("train.deterministic", _says(f"{_SAME}, on GPUs"), False),
@@ -211,7 +218,11 @@ _EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
     ),
     ("checkpoint.", _says("how it is saved; training does not change"), False),
     ("observe.", _says("what is recorded; training does not change"), False),
-    ("resilience.max_skipped_steps", _says("when it gives up on steps that are not finite"), False),
+    (
+        "resilience.max_skipped_steps",
+        _says("when it gives up on steps that are not finite"),
+        False,
+    ),
     ("resilience.inject", _says("faults that are put in"), False),
     ("resilience.", _says("how failures are met; training does not change"), False),
     ("run.", _says("what the run is called; training does not change"), False),
@@ -219,7 +230,7 @@ _EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
 )
 
 
-def _rate_in_words(was: Job, job: Job, step: int) -> str:
+def _compare_rates(was: Job, job: Job, step: int) -> str:
     """A sentence that compares the learning rate with the one before the change, and says how to
     keep it; empty if it is the same."""
     now = learning_rate(job, step + 1)
@@ -247,13 +258,17 @@ def _load_with_changes(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job
 
     A layout that does not fit is a LayoutError with all the keys that make one.
     """
-    layout_keys = [
-        key for text in overrides if (key := text.partition("=")[0].strip()).startswith("parallel.")
-    ]
+    layout_keys = []
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if key.startswith("parallel."):
+            layout_keys.append(key)
     plan = plan_of_run(run_dir)
     try:
         job = _load(run_dir, was, overrides)
-        refusal = _refusal(job, plan) if layout_keys else None
+        refusal = None
+        if layout_keys:
+            refusal = _find_layout_error(job, plan)
     except JobError as error:
         about_layout = [
             problem for problem in error.problems if problem.key.startswith("parallel.")
@@ -265,13 +280,9 @@ def _load_with_changes(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job
         if not (more := _missing_overrides(run_dir, was, overrides, layout_keys, plan)):
             raise
     else:
-        more = (
-            _missing_overrides(run_dir, was, overrides, layout_keys, plan)
-            if refusal is not None
-            else []
-        )
-    if refusal is None:
-        return job
+        if refusal is None:
+            return job
+        more = _missing_overrides(run_dir, was, overrides, layout_keys, plan)
     if more:
         refusal.fix = (
             f"the run has {_describe_layout_keys(was, more)}: say what becomes of it,"
@@ -295,7 +306,7 @@ def plan_of_run(run_dir: Path) -> Plan | None:
         return None
 
 
-def _refusal(job: Job, plan: Plan | None) -> LayoutError | None:
+def _find_layout_error(job: Job, plan: Plan | None) -> LayoutError | None:
     """The error of the job's layout; None if it can run, or if the model's shape is unknown."""
     if plan is None:
         return None
@@ -315,7 +326,7 @@ def _missing_overrides(
 
     def fits(more: Sequence[str]) -> bool:
         try:
-            return _refusal(_load(run_dir, was, [*overrides, *more]), plan) is None
+            return _find_layout_error(_load(run_dir, was, [*overrides, *more]), plan) is None
         except JobError:
             return False
 
@@ -333,31 +344,35 @@ def _reset_layout(run_layout: Parallel, layout_keys: Sequence[str], degree: str)
     """An override for each key of the run's layout that was not asked for anew: its default, or
     `degree`."""
     usual = Parallel()
-    return {
-        f"parallel.{key}": (
-            f"parallel.{key}={degree if key in DEGREES else _spell_value(getattr(usual, key))}"
-        )
-        for key in Parallel.model_fields
-        if getattr(run_layout, key) != getattr(usual, key) and f"parallel.{key}" not in layout_keys
-    }
+    overrides = {}
+    for key in Parallel.model_fields:
+        name, default = f"parallel.{key}", getattr(usual, key)
+        if name in layout_keys or getattr(run_layout, key) == default:
+            continue
+        value = degree
+        if key not in DEGREES:
+            value = _spell_value(default)
+        overrides[name] = f"{name}={value}"
+    return overrides
 
 
 def _spell_value(value: Any) -> str:
+    """A value as an override says it."""
     if value is None:
         return "none"
-    return (
-        {True: "true", False: "false"}.get(value, str(value))
-        if isinstance(value, bool)
-        else _toml(value)
-    )
-
-
-def _toml(value: Any) -> str:
-    if value in ((), [], {}):
-        return "{}" if value == {} else "[]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value == {}:
+        return "{}"
+    if value in ((), []):
+        return "[]"
     return str(value)
 
 
 def _describe_layout_keys(was: Job, more: Sequence[str]) -> str:
-    keys = [text.partition("=")[0].removeprefix("parallel.") for text in more]
-    return ", ".join(f"parallel.{key}={_spell_value(getattr(was.parallel, key))}" for key in keys)
+    described = []
+    for text in more:
+        name = text.partition("=")[0]
+        value = getattr(was.parallel, name.removeprefix("parallel."))
+        described.append(f"{name}={_spell_value(value)}")
+    return ", ".join(described)

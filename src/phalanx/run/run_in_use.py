@@ -19,10 +19,11 @@ def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: st
     Raises JobError for a job that cannot be loaded. Ranks of another launcher share one lock: only
     the leader takes it.
     """
-    if (
-        external_ranks(dict(os.environ)) is not None
-    ):  # a copy: asking writes what it finds into the environment
+    # A copy: asking writes what it finds into the environment.
+    if external_ranks(dict(os.environ)) is not None:
         return
-    run_dir = resume if resume is not None else load_job(job_file, overrides).run.dir
+    run_dir = resume
+    if run_dir is None:
+        run_dir = load_job(job_file, overrides).run.dir
     if run_dir:
         refuse_if_held(Path(run_dir))

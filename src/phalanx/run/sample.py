@@ -42,7 +42,9 @@ def sample_text(
         event = TextGenerated(step, tokenizer.decode(prompt), tokenizer.decode(tokens))
     except (Exception, SystemExit) as error:
         # A model that returns no logits says so itself, in the same words on every rank.
-        why = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, TypeError):
+            why = str(error)
         trainer.bus.emit(Note("no_sample", {"why": why.partition("\n")[0]}))
         return False
     if mesh.rank == 0:

@@ -42,7 +42,12 @@ from phalanx.run.prepare import PreparedRun
 from phalanx.run.rank_run import RankPayload
 from phalanx.run.resume import Resumed
 
+# By name: the ranks import torch, and this process must not.
 RANK_ENTRY = "phalanx.run.rank:main"
+
+_REFUSALS: dict[ExitCode, type[PhalanxError]] = {
+    kind.exit_code: kind for kind in (LayoutError, DataError, EnvironmentProblem, RunLockedError)
+}
 
 
 def train_supervised(
@@ -172,17 +177,13 @@ def _find_refusal(run: PreparedRun, outcome: Outcome) -> PhalanxError | None:
 
     None for any other end, and where the message points to a log of the run.
     """
-    kinds = {
-        kind.exit_code: kind
-        for kind in (LayoutError, DataError, EnvironmentProblem, RunLockedError)
-    }
-    kind = kinds.get(ExitCode(outcome.exit_code))
+    kind = _REFUSALS.get(ExitCode(outcome.exit_code))
     if kind is None or outcome.status != "failed" or str(run.run_dir) in outcome.message:
         return None
-    has_begun = any(
-        isinstance(envelope.event, StepFinished) for envelope in EventTail(run.run_dir).poll()
-    )
-    return None if has_begun else kind(outcome.message)
+    for envelope in EventTail(run.run_dir).poll():
+        if isinstance(envelope.event, StepFinished):
+            return None
+    return kind(outcome.message)
 
 
 def _show_events(console: Console, tail: EventTail) -> None:

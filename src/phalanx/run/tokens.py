@@ -1,11 +1,11 @@
 """The tokens that a job's model reads: the tokenizer that it brings, and remarks about the data's.
-Torch-free.
 
 Torch-free.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +44,9 @@ class JobTokens:
 
     def remarks(self, corpus: Corpus | None = None) -> MoreRemarks:
         """Remarks about the corpus once it is there, else about what it will be."""
-        sources = (
-            self.sources
-            if corpus is None
-            else find_corpus_tokens(corpus, self.sources, self.job.data)
-        )
+        sources: Sequence[SourceTokens] = self.sources
+        if corpus is not None:
+            sources = find_corpus_tokens(corpus, self.sources, self.job.data)
         return describe_tokenizers(self.brought, sources, self.vocab_size)
 
 
@@ -63,14 +61,10 @@ def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
         return JobTokens(job, brought, (), "", vocab_size)
     sources = find_source_tokens(job.data, brought)
     require_rows(sources, vocab_size)
-    is_text = any(source.is_text for source in sources)
-    return JobTokens(
-        job,
-        brought,
-        tuple(sources),
-        default_tokenizer(job.data, brought) if is_text else "",
-        vocab_size,
-    )
+    default = ""
+    if any(source.is_text for source in sources):
+        default = default_tokenizer(job.data, brought)
+    return JobTokens(job, brought, tuple(sources), default, vocab_size)
 
 
 def model_tokenizer(model: Model) -> ModelTokenizer | None:
@@ -91,7 +85,9 @@ def model_tokenizer(model: Model) -> ModelTokenizer | None:
         return directory_tokenizer
     owner = f"model.init_from={model.init_from}"
     run_dir = _run_directory(model.init_from)
-    of_weights = None if run_dir is None else find_run_tokenizer(run_dir, owner)
+    of_weights = None
+    if run_dir is not None:
+        of_weights = find_run_tokenizer(run_dir, owner)
     if of_weights is not None and (
         of_weights.name is not None or not of_weights.is_missing or directory_tokenizer is None
     ):
@@ -110,6 +106,7 @@ def _run_directory(location: str) -> Path | None:
         return None
     path = Path(run_at((directory or Path(location)).expanduser()))
     if is_checkpoint(path):
-        above = path.absolute().parents[1]
-        return above if path.absolute().parent.name == "checkpoints" else None
+        if path.absolute().parent.name != "checkpoints":
+            return None
+        return path.absolute().parents[1]
     return path

@@ -86,16 +86,22 @@ def _result_of(end: RunEnd) -> RunResult:
         last = facts["evaluations"][-1]
         if last["loss"] is not None:
             metrics["held_out_loss"] = last["loss"]
-        metrics |= {f"held_out_{name}": value for name, value in last["metrics"].items()}
-    checkpoints = facts["checkpoints"]
+        for name, value in last["metrics"].items():
+            metrics[f"held_out_{name}"] = value
+    newest_checkpoint = None
+    if facts["checkpoints"]:
+        newest_checkpoint = _place(end.run_dir, facts["checkpoints"][-1]["path"])
+    error = ""
+    if end.exit_code != ExitCode.OK:
+        error = end.message
     return RunResult(
         run_dir=end.run_dir,
         status=end.status,
         exit_code=end.exit_code,
-        error="" if end.exit_code == ExitCode.OK else end.message,
+        error=error,
         last_step=facts["step"],
         metrics=metrics,
-        newest_checkpoint=_place(end.run_dir, checkpoints[-1]["path"]) if checkpoints else None,
+        newest_checkpoint=newest_checkpoint,
         plan=end.plan,
     )
 
@@ -103,4 +109,6 @@ def _result_of(end: RunEnd) -> RunResult:
 def _place(run_dir: Path, path: str) -> str:
     """A checkpoint's path or URL as it works from here: the run's events name those in it
     relative to it."""
-    return path if "://" in path else str(run_dir / path)
+    if "://" in path:
+        return path
+    return str(run_dir / path)

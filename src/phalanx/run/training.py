@@ -3,7 +3,6 @@ notebook."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from dataclasses import dataclass
@@ -104,5 +103,8 @@ def _fresh_run_dir(job: Job) -> str:
     """A name of this second; a clock that was set back names a run that is there, and gets a
     number."""
     name = f"runs/{job.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(fresh for fresh in names if not Path(fresh).exists())
+    fresh, number = name, 1
+    while Path(fresh).exists():
+        number += 1
+        fresh = f"{name}-{number}"
+    return fresh

@@ -48,7 +48,9 @@ def open_state(
     random ones.
     """
     names = find_checkpoints(storage, mesh)
-    initial = None if names else find_initial_weights(mesh, storage.run_dir)
+    initial = None
+    if not names:
+        initial = find_initial_weights(mesh, storage.run_dir)
     is_replaced = bool(names) or initial is not None
     state = build_state(job, plan, mesh, phases, tokenizer=tokenizer, draws=not is_replaced)
     if names:
@@ -135,7 +137,8 @@ def find_initial_weights(mesh: Mesh, run_dir: Path) -> dict[str, Any] | None:
     Collective. It is rank 0's to read: a shared file system may show each rank another one.
     """
     with all_ranks_or_raise(mesh, str(run_dir), "reading where to start") as results:
-        results.local = read_initial(run_dir) if mesh.rank == 0 else None
+        if mesh.rank == 0:
+            results.local = read_initial(run_dir)
     initial: dict[str, Any] | None = results.by_rank[0]
     return initial
 
@@ -159,13 +162,14 @@ def take_initial_weights(
         weights_only=True,
     )
     state.model.refresh()
-    cast_names = [
-        name for name, shard in shards.items() if manifest.tensors[name].dtype != shard.dtype
-    ]
+    cast_names: set[str] = set()
+    for name, shard in shards.items():
+        if manifest.tensors[name].dtype != shard.dtype:
+            cast_names.add(name)
     if mesh.layout.pp > 1:  # each stage knows of its own tensors
-        cast_names = [name for names in mesh.gather_json(cast_names) for name in names]
+        cast_names = cast_names.union(*mesh.gather_json(sorted(cast_names)))
     if mesh.rank == 0:
-        num_cast, imported_from = len(set(cast_names)), initial.get("imported_from", "")
+        num_cast, imported_from = len(cast_names), initial.get("imported_from", "")
         bus.emit(
             WeightsTaken(folder.url, manifest.step, len(manifest.tensors), imported_from, num_cast)
         )

@@ -77,7 +77,9 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
                     break
             return RowFacts(mixes=mixes)
     except CollectiveCalledError as error:
-        return RowFacts(collective=error.call) if is_built else RowFacts()
+        if not is_built:
+            return RowFacts()
+        return RowFacts(collective=error.call)
     except Exception:
         return RowFacts()
 

@@ -45,7 +45,9 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_complex():
             return tensor.to(wide)
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor
 
     return module._apply(cast)
 

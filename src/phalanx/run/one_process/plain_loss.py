@@ -17,9 +17,13 @@ Batch = Mapping[str, torch.Tensor]
 def plain_cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of causal models as the textbook has it: logits whole, from logits or from
     (hidden, head's weight)."""
-    logits = outputs if isinstance(outputs, torch.Tensor) else outputs[0] @ outputs[1].T
+    logits = outputs
+    if not isinstance(outputs, torch.Tensor):  # hidden states, and the head's weight
+        logits = outputs[0] @ outputs[1].T
     targets, balance = batch["targets"], getattr(outputs, "balance", None)
     total = F.cross_entropy(
         logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum"
     )
-    return total if balance is None else balance.with_loss(total), (targets != -100).sum()
+    if balance is not None:
+        total = balance.with_loss(total)
+    return total, (targets != -100).sum()

@@ -98,22 +98,31 @@ class EvaluationResult:
         """e to the power of the loss; None where the loss is not in nats."""
         if not self.units.loss:
             return None
-        return math.exp(self.loss) if self.loss < MAX_EXPONENT else math.inf
+        if self.loss >= MAX_EXPONENT:
+            return math.inf
+        return math.exp(self.loss)
 
     def to_json(self) -> dict[str, Any]:
         """The facts of `phalanx eval --json`, without the seconds it took in all."""
         model, data, plan = self.task.model, self.task.data, self.task.plan
+        run, split, loss_by_source = None, "held_out", {}
+        if model.run_dir is not None:
+            run = str(model.run_dir)
+        if data.split == "train":
+            split = "all"
+        if len(self.loss_by_source) > 1:
+            loss_by_source = dict(self.loss_by_source)
         return {
             "checkpoint": model.name,
             "step": model.step,
-            "run": str(model.run_dir) if model.run_dir is not None else None,
+            "run": run,
             "source": data.corpus.source,
-            "split": "all" if data.split == "train" else "held_out",
+            "split": split,
             "loss": self.loss,
             "unit": self.units.loss or None,
             "perplexity": self.perplexity,
             "num_targets": self.num_targets,
-            "loss_by_source": self.loss_by_source if len(self.loss_by_source) > 1 else {},
+            "loss_by_source": loss_by_source,
             "metrics": self.metrics,
             "recorded_loss": self.recorded_loss,
             "evaluated_s": self.evaluated_s,
@@ -130,10 +139,10 @@ def prepare_evaluation(model: TrainedModel, scratch: Scratch) -> EvaluationTask:
     The data is the run's own, or what the model's overrides name, which is prepared inside
     `scratch`. Raises UsageError, DataError, CheckpointError or LayoutError.
     """
-    model = _with_default_tokens(model)
+    model = _use_default_tokens(model)
     data = _prepare_data(model, scratch.directory)
     if data.split == "train" and not model.overridden_keys("eval.tokens"):
-        model = _with_eval_tokens(model, _tokens_to_read_all(data.corpus))
+        model = _set_eval_tokens(model, _tokens_to_read_all(data.corpus))
     return EvaluationTask(model, data, model.make_plan(vocab_size=data.corpus.vocab_size))
 
 
@@ -155,6 +164,9 @@ def evaluate(
     run_ranks(payload, scratch, lambda: on_progress(_read_progress(progress_file)))
     require_result(directory / RESULT)
     facts = read_json(directory / RESULT)
+    recorded_loss = None
+    if data.is_of_run:
+        recorded_loss = _find_recorded_loss(task.model, facts["num_targets"])
     return EvaluationResult(
         task=task,
         loss=facts["loss"],
@@ -162,14 +174,12 @@ def evaluate(
         metrics=facts["metrics"],
         num_targets=facts["num_targets"],
         evaluated_s=facts["evaluated_s"],
-        recorded_loss=(
-            _find_recorded_loss(task.model, facts["num_targets"]) if data.is_of_run else None
-        ),
+        recorded_loss=recorded_loss,
         units=units_of(task.model.job.to_json()),
     )
 
 
-def _with_default_tokens(model: TrainedModel) -> TrainedModel:
+def _use_default_tokens(model: TrainedModel) -> TrainedModel:
     """A run that evaluates nothing while it trains (eval.tokens=0) is evaluated all the same."""
     if model.job.eval.tokens:
         return model
@@ -178,10 +188,10 @@ def _with_default_tokens(model: TrainedModel) -> TrainedModel:
             "eval.tokens=0 leaves nothing to evaluate",
             fix="give a number of tokens, or leave it out",
         )
-    return _with_eval_tokens(model, Eval().tokens)
+    return _set_eval_tokens(model, Eval().tokens)
 
 
-def _with_eval_tokens(model: TrainedModel, num_tokens: int) -> TrainedModel:
+def _set_eval_tokens(model: TrainedModel, num_tokens: int) -> TrainedModel:
     evaluation = model.job.eval.model_copy(update={"tokens": num_tokens})
     return replace(model, job=model.job.model_copy(update={"eval": evaluation}))
 
@@ -201,35 +211,36 @@ def _tokens_to_read_all(corpus: Corpus) -> int:
 def _prepare_data(model: TrainedModel, directory: Path) -> EvaluationData:
     """The run's own data, or what the overrides name, prepared in `directory`."""
     corpus_of_run = model.corpus()
-    if corpus_of_run is not None and not model.overridden_keys(
-        *(f"data.{key}" for key in DATA_KEYS)
-    ):
+    if corpus_of_run is not None and not model.overridden_keys(*DATA_KEYS):
         verify_corpus(corpus_of_run)
         _require_targets(corpus_of_run, "held_out")
         return EvaluationData(corpus_of_run, "held_out", is_of_run=True)
     names_source = bool(model.overridden_keys("data.source", "data.mixture"))
     if model.folder is None and not names_source:
         raise UsageError("nothing says on what", where=model.location, fix="add data.source=TEXT")
-    job = _with_tokenizer_of_run(model, corpus_of_run)
+    job = _use_tokenizer_of_run(model, corpus_of_run)
     # Of data that the model was not trained on, no part has to be held out: all of it is evaluated.
     reads_all = names_source and not is_own_dataset(job.data.source)
     reads_all = reads_all and not model.overridden_keys("data.held_out_fraction")
-    settings = job.data.model_copy(
-        update={"held_out_fraction": 0.0, "seq_len": 1} if reads_all else {}
-    )
-    vocab_size = model.plan.vocab_size if model.plan is not None and model.plan.vocab_size else None
+    settings = job.data
+    split: Split = "held_out"
+    if reads_all:
+        settings = job.data.model_copy(update={"held_out_fraction": 0.0, "seq_len": 1})
+        split = "train"
+    vocab_size = None
+    if model.plan is not None and model.plan.vocab_size:
+        vocab_size = model.plan.vocab_size
     tokens = find_tokens(job)
     tokenizer = tokens.default or BYTES
     corpus = prepare_corpus(
         settings, directory / "data", vocab_size=vocab_size, default_tokenizer=tokenizer
     )
     _require_same_tokenizer(model, corpus)
-    split: Split = "train" if reads_all else "held_out"
     _require_targets(corpus, split)
     return EvaluationData(corpus, split, is_of_run=False, remarks=tokens.remarks(corpus))
 
 
-def _with_tokenizer_of_run(model: TrainedModel, corpus_of_run: Corpus | None) -> Job:
+def _use_tokenizer_of_run(model: TrainedModel, corpus_of_run: Corpus | None) -> Job:
     """The job, by which other text goes through the tokenizer of the run's text, wherever the run
     has it.
     """
@@ -244,7 +255,9 @@ def _with_tokenizer_of_run(model: TrainedModel, corpus_of_run: Corpus | None) ->
     if all(find_kind(source) is not None for source in sources):  # token ids need no tokenizer
         return job
     path = collect_tokenizer_files(corpus_of_run).files.get("tokenizer.json")
-    tokenizer = str(path.absolute()) if path is not None else None
+    tokenizer = None
+    if path is not None:
+        tokenizer = str(path.absolute())
     return job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": tokenizer})})
 
 
@@ -269,12 +282,11 @@ def _require_targets(corpus: Corpus, split: Split) -> None:
     else:
         size, least = corpus.splits[split].num_tokens, 2
     if size < least:
+        problem = "there is no token to predict"
+        if split == "held_out":
+            problem = "nothing is held out to evaluate"
         raise DataError(
-            (
-                "nothing is held out to evaluate"
-                if split == "held_out"
-                else "there is no token to predict"
-            ),
+            problem,
             where=f"data.source {corpus.source}",
             fix="give data.source=TEXT, all of which is evaluated",
         )

@@ -51,7 +51,16 @@ class TextGenerator:
     @property
     def end_token(self) -> int | None:
         """The id of the token that ends a document."""
-        return self.tokenizer.end_of_document if self.tokenizer is not None else None
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.end_of_document
+
+    @property
+    def num_tokens_known(self) -> int | None:
+        """The number of ids that have a text; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.vocab_size
 
     def encode_prompt(self, prompt: str) -> GeneratedText:
         """A text of which only the prompt is there. An empty prompt begins a document, if a token
@@ -59,7 +68,7 @@ class TextGenerator:
 
         Raises UsageError or DataError for a prompt that the model cannot read.
         """
-        tokens = _encode_ids(prompt) if self.tokenizer is None else self.tokenizer.encode(prompt)
+        tokens = self._encode(prompt)
         if not tokens and self.end_token is not None:
             tokens = [self.end_token]
         if not tokens:
@@ -71,6 +80,11 @@ class TextGenerator:
                 f" {vocab_size}"
             )
         return GeneratedText(prompt, tokens)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            return _encode_ids(text)
+        return self.tokenizer.encode(text)
 
     def decode(self, text: GeneratedText) -> str:
         """Text that follows the prompt. It is decoded with the prompt: a tokenizer may join a
@@ -107,6 +121,9 @@ class GenerationResult:
     def to_json(self) -> dict[str, Any]:
         """The facts of `phalanx generate --json`."""
         model, plan = self.generator.model, self.generator.plan
+        tokens_per_s = None
+        if self.generated_s:
+            tokens_per_s = self.num_tokens / self.generated_s
         return {
             "checkpoint": model.name,
             "step": model.step,
@@ -115,17 +132,21 @@ class GenerationResult:
             **asdict(self.sampling),
             "seed": self.seed,
             "texts": [self._text_to_json(text) for text in self.texts],
-            "tokens_per_s": self.num_tokens / self.generated_s if self.generated_s else None,
+            "tokens_per_s": tokens_per_s,
         }
 
     def _text_to_json(self, text: GeneratedText) -> dict[str, Any]:
-        is_text = self.generator.tokenizer is not None
+        prompt, continuation, ended_by = None, None, "length"
+        if self.generator.tokenizer is not None:
+            prompt, continuation = text.prompt, self.generator.decode(text)
+        if text.tokens[-1:] == [self.generator.end_token]:
+            ended_by = "document"
         return {
-            "prompt": text.prompt if is_text else None,
+            "prompt": prompt,
             "prompt_tokens": text.prompt_tokens,
-            "text": self.generator.decode(text) if is_text else None,
+            "text": continuation,
             "tokens": text.tokens,
-            "ended_by": "document" if text.tokens[-1:] == [self.generator.end_token] else "length",
+            "ended_by": ended_by,
         }
 
 
@@ -136,7 +157,10 @@ def open_generator(model: TrainedModel) -> TextGenerator:
     that is not there, or is not the one the model was trained with.
     """
     tokenizer = _find_tokenizer(model)
-    plan = model.make_plan(vocab_size=tokenizer.vocab_size if tokenizer is not None else None)
+    vocab_size = None
+    if tokenizer is not None:
+        vocab_size = tokenizer.vocab_size
+    plan = model.make_plan(vocab_size=vocab_size)
     if plan.model_shape.reads_images:
         raise LayoutError("this model does not generate", why="it reads images", where=model.name)
     return TextGenerator(model, plan, tokenizer)
@@ -158,7 +182,6 @@ def generate_texts(
     `on_text` is called several times a second with each text that has more tokens than before, or
     has ended, in order. Raises the PhalanxError of a rank, or RanksEndedError.
     """
-    tokenizer = generator.tokenizer
     payload = GeneratePayload(
         model=build_model_payload(generator.model, generator.plan, scratch),
         prompts=tuple(tuple(text.prompt_tokens) for text in texts),
@@ -167,7 +190,7 @@ def generate_texts(
         seed=seed,
         end=generator.end_token,
         sampling=sampling,
-        num_choices=tokenizer.vocab_size if tokenizer is not None else None,
+        num_choices=generator.num_tokens_known,
     )
     tokens_file = _TokensFile(scratch.directory / TOKENS, texts, on_text)
     try:
@@ -216,10 +239,13 @@ def _find_tokenizer(model: TrainedModel) -> Tokenizer | None:
     ids have no text.
     """
     setting = model.job.data.tokenizer
-    corpus = model.corpus() if not model.overridden_keys("data.tokenizer") else None
-    if corpus is not None:
-        return corpus.tokenizer()
-    tokenizer = load_tokenizer(setting) if setting else None
+    if not model.overridden_keys("data.tokenizer"):
+        corpus = model.corpus()
+        if corpus is not None:
+            return corpus.tokenizer()
+    tokenizer = None
+    if setting:
+        tokenizer = load_tokenizer(setting)
     if tokenizer is None and model.folder is None:
         return None  # a Hugging Face directory without tokenizer.json
     if (
@@ -246,11 +272,11 @@ def _find_tokenizer(model: TrainedModel) -> Tokenizer | None:
 
 def _encode_ids(prompt: str) -> list[int]:
     """Token ids that are written as numbers, between spaces or commas."""
-    words = [word for word in re.split(r"[\s,]+", prompt.strip()) if word]
+    words = re.findall(r"[^\s,]+", prompt)
     if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
         raise UsageError(
             "the prompt is no list of token ids",
             why="there is no tokenizer with the checkpoint",
             fix='write ids, --prompt "12 7 99", or give data.tokenizer=FILE',
         )
-    return [int(word) for word in words]
+    return list(map(int, words))

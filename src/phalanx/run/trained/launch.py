@@ -39,11 +39,14 @@ class RanksEndedError(Exception):
 def build_model_payload(model: TrainedModel, plan: Plan, scratch: Scratch) -> ModelPayload:
     """The part of a payload that says which model ranks open, how they share it and where they
     write."""
+    checkpoint = ""
+    if model.folder is not None:
+        checkpoint = model.folder.url
     return ModelPayload(
         job=model.job,
         plan=plan,
         run_dir=scratch.directory,
-        checkpoint=model.folder.url if model.folder is not None else "",
+        checkpoint=checkpoint,
         step=model.step or 0,
         casts=model.is_imported,
     )

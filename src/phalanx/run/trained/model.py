@@ -26,20 +26,24 @@ from phalanx.job.load import load_job, load_job_json
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job, Parallel
-from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 
-KEYS_OF_ANY_LAYOUT = (
-    "sync_batchnorm",
-    "dropout",
-)  # they stay when a model runs in another layout than it trained in
+# They stay when a model runs in another layout than it trained in.
+KEYS_OF_ANY_LAYOUT = ("sync_batchnorm", "dropout")
 LAYOUT_KEYS = tuple(
     f"parallel.{key}" for key in Parallel.model_fields if key not in KEYS_OF_ANY_LAYOUT
 )
 # The keys of data on which the prepared corpus depends.
-DATA_KEYS = ("source", "mixture", "args", "tokenizer", "column", "held_out_fraction")
+DATA_KEYS = (
+    "data.source",
+    "data.mixture",
+    "data.args",
+    "data.tokenizer",
+    "data.column",
+    "data.held_out_fraction",
+)
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,18 @@ class TrainedModel:
 
     @property
     def name(self) -> str:
-        return self.location if self.folder is None else self.folder.url
+        if self.folder is None:
+            return self.location
+        return self.folder.url
 
     @property
     def step(self) -> int | None:
         """The optimizer step of the checkpoint; None for imported weights, whose steps are not
         known.
         """
-        return None if self.folder is None or self.is_imported else self.folder.step
+        if self.folder is None or self.is_imported:
+            return None
+        return self.folder.step
 
     @property
     def is_imported(self) -> bool:
@@ -84,7 +92,9 @@ class TrainedModel:
         """Digest of the tokenizer of its training data; empty if the checkpoint does not record
         one.
         """
-        return "" if self.manifest is None else str(self.manifest.facts.get("tokenizer") or "")
+        if self.manifest is None:
+            return ""
+        return str(self.manifest.facts.get("tokenizer") or "")
 
     def corpus(self) -> Corpus | None:
         """The corpus that the run prepared in its directory; None if there is none. Raises
@@ -96,10 +106,11 @@ class TrainedModel:
 
     def overridden_keys(self, *keys: str) -> list[str]:
         """Keys among `keys` ("data.source") that the overrides set, or set a part of."""
-        names = [override.partition("=")[0] for override in self.overrides]
-        return [
-            key for key in keys if any(name == key or name.startswith(f"{key}.") for name in names)
-        ]
+        overridden = []
+        for key in keys:
+            if any(_is_part_of(_key_of(override), key) for override in self.overrides):
+                overridden.append(key)
+        return overridden
 
     def make_plan(self, *, vocab_size: int | None) -> Plan:
         """Plan how ranks of this machine share the work. Raises LayoutError.
@@ -107,9 +118,11 @@ class TrainedModel:
         `vocab_size` is that of the tokenizer: it counts where neither the job nor the run's plan
         says one.
         """
-        size_of_run = self.plan.vocab_size if self.plan is not None else None
+        size_of_run, shape = None, None
+        if self.plan is not None:
+            size_of_run = self.plan.vocab_size
         if self.plan is not None and self.job.model.is_foreign:
-            shape: ModelShape | None = self.plan.model_shape
+            shape = self.plan.model_shape
         else:
             shape = measure_foreign_shape(self.job)
         return make_plan(
@@ -144,8 +157,11 @@ def open_trained_model(
     _require_directory(location)
     folder = choose_checkpoint(location, best=best)
     manifest = read_manifest(folder)
-    run_dir = find_run_dir(location, folder) if job_file is None else None
-    source = Path(job_file) if job_file is not None else _find_job(run_dir)
+    if job_file is None:
+        run_dir = find_run_dir(location, folder)
+        source = _find_job(run_dir)
+    else:  # the job says all, whatever lies beside the checkpoint
+        run_dir, source = None, Path(job_file)
     if source is None:
         fix = f"add its job file: {location} job.toml"
         raise UsageError("nothing says which model the checkpoint is of", where=folder.url, fix=fix)
@@ -172,7 +188,10 @@ def _load_job_with_layout(
     """(the job with the layout it is to run in, how many ranks if that is decided, why so many)."""
     has_layout = _has_layout(overrides)
     if source.suffix != ".json":  # a job file of the user's, whose layout is meant for this machine
-        return load_job(source, overrides), 1 if on_one_rank and not has_layout else None, ""
+        num_ranks = None
+        if on_one_rank and not has_layout:
+            num_ranks = 1
+        return load_job(source, overrides), num_ranks, ""
     if has_layout:
         return load_job_json(source, overrides, without=LAYOUT_KEYS), None, "as you asked"
     why = ""
@@ -185,15 +204,26 @@ def _load_job_with_layout(
 
 
 def _has_layout(overrides: Sequence[str]) -> bool:
-    return any(override.partition("=")[0] in LAYOUT_KEYS for override in overrides)
+    return any(_key_of(override) in LAYOUT_KEYS for override in overrides)
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0]
+
+
+def _is_part_of(key: str, section: str) -> bool:
+    """True if `key` is `section` ("data", "data.args"), or a key in it."""
+    return key == section or key.startswith(f"{section}.")
 
 
 def _require_allowed(overrides: Sequence[str], allowed_keys: Sequence[str]) -> None:
     for override in overrides:
-        key = override.partition("=")[0]
-        if any(key == allowed or key.startswith(f"{allowed}.") for allowed in allowed_keys):
+        key = _key_of(override)
+        if any(_is_part_of(key, allowed) for allowed in allowed_keys):
             continue
-        names = [allowed if "." in allowed else f"{allowed}.*" for allowed in allowed_keys]
+        names = []
+        for allowed in allowed_keys:
+            names.append(allowed if "." in allowed else f"{allowed}.*")
         fix = did_you_mean(key, list(allowed_keys)) or f"what can be set here: {', '.join(names)}"
         raise UsageError(
             f"{key} has no part in this", why="the checkpoint's own job says it", fix=fix
@@ -232,7 +262,9 @@ def _read_plan(run_dir: Path | None) -> Plan | None:
 
 def _refuse_flags(location: str, job_file: str | None, best: bool) -> None:
     if job_file is not None or best:
-        argument = "--best" if best else repr(job_file)
+        argument = repr(job_file)
+        if best:
+            argument = "--best"
         raise UsageError(
             f"{argument}: a Hugging Face directory is one model, and says itself which",
             where=location,
@@ -255,9 +287,7 @@ def _open_hugging_face(location: str, overrides: Sequence[str]) -> TrainedModel:
         text.startswith("data.tokenizer=") for text in overrides
     ):
         settings.append(f"data.tokenizer={path.absolute()}")
-    positions = next(
-        (config[key] for key in ("max_position_embeddings", "n_positions") if key in config), None
-    )
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
     if isinstance(positions, int) and 0 < positions < Data().seq_len:
         settings.append(f"data.seq_len={positions}")
     job = load_job(None, [*settings, *overrides])
@@ -267,5 +297,7 @@ def _open_hugging_face(location: str, overrides: Sequence[str]) -> TrainedModel:
             where=location,
             fix="give a directory with model.safetensors",
         )
-    num_ranks = None if _has_layout(overrides) else 1
+    num_ranks: int | None = 1
+    if _has_layout(overrides):
+        num_ranks = None
     return TrainedModel(location, job, None, None, None, None, tuple(overrides), num_ranks, "")

@@ -76,12 +76,14 @@ def evaluate_as_rank(document: JsonObject, link: RankLink) -> int:
                 where=f"data.source {corpus.source}",
                 fix="raise data.held_out_fraction",
             )
+        if mesh.rank == 0:
+            held_out = _count_batches(held_out, run_dir)
         began = time.monotonic()
         result = Evaluator(
             opened,
             mesh,
             objective=build_objective(job),
-            held_out=_counted(held_out, run_dir) if mesh.rank == 0 else held_out,
+            held_out=held_out,
             source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
             stop=StopFlags(),
         ).evaluate()
@@ -162,7 +164,7 @@ def open_model(payload: ModelPayload) -> Iterator[Opened]:
         yield Opened(job, plan, mesh, model, payload.step)
 
 
-def _counted(held_out: HeldOut, run_dir: Path) -> HeldOut:
+def _count_batches(held_out: HeldOut, run_dir: Path) -> HeldOut:
     """The same batches; how many of all were taken is written now and then."""
     total = sum(len(batches) for batches in held_out.values() if isinstance(batches, Sized))
     done, told_s = 0, 0.0
