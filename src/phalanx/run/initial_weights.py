@@ -118,8 +118,8 @@ def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bo
         if only_types
         else "[model] must have the widths of the weights"
     )
-    what = "the weights of model.init_from do not fit the model"
-    raise MismatchError(what, misfits, where=folder.url, fix=fix)
+    message = "the weights of model.init_from do not fit the model"
+    raise MismatchError(message, misfits, where=folder.url, fix=fix)
 
 
 def _differences(made_for: ModelShape, shape: ModelShape) -> tuple[str, ...]:

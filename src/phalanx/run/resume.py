@@ -123,17 +123,14 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
 
 def _refuse_fixed_keys(changed_keys: Sequence[str], *, is_saved: bool) -> None:
     """Raise JobError for changes of keys that a run keeps; more of them once it has saved."""
-    fixed_keys = KEPT_BY_A_RUN
+    fixed_keys: tuple[str, ...] = KEPT_BY_A_RUN
     if is_saved:
         fixed_keys = (*KEPT_BY_A_RUN, *KEPT_ONCE_SAVED)
+    reason = "a resumed run keeps what it was trained with"
     problems = []
     for key in changed_keys:
         if key.startswith(fixed_keys):
-            what, fix = (
-                "a resumed run keeps what it was trained with",
-                "start a new run to change it",
-            )
-            problems.append(Problem(key, what, "override", fix))
+            problems.append(Problem(key, reason, "override", "start a new run to change it"))
     if problems:
         raise JobError(problems)
 
