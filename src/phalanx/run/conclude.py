@@ -69,7 +69,7 @@ def finish_run(
     newest = newest_step(run.store)
     bus.emit(RunFinished(outcome.status, outcome.exit_code, newest, elapsed_s))
     bus_refusal = bus.refusal
-    stack.close()
+    stack.close()  # the console first: lines that follow must not meet its own
     if refusal is not None:
         run.forget()
         raise refusal

@@ -36,6 +36,7 @@ def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:
     except OSError as error:
         raise resource_error(error, "opening the run directory", run_dir) from None
     if is_locked:
+        # To try it is to learn whether its holder lives; what the disk refuses is said later.
         with contextlib.suppress(ResourceError), hold_run_lock(run_dir):
             pass
     if not resume and is_run:
@@ -54,6 +55,7 @@ class RunDirectory:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir
+        # Before anything is created: only these may go again.
         self._new_folders = [
             folder for folder in (run_dir, *run_dir.parents) if not folder.exists()
         ]

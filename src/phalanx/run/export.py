@@ -38,11 +38,8 @@ from phalanx.job.hugging_face import is_hugging_face, read_model_config
 from phalanx.job.schema import Model
 from phalanx.run.tokens import model_tokenizer
 
-DTYPES = {
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-}  # torch's names by those of a job
+# torch's names by those of a job.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)

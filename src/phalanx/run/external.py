@@ -69,6 +69,7 @@ def train_as_rank(
     A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in
     `run.dir`.
     """
+    # Not before: it imports torch, and a guard that is forked needs none of it.
     from phalanx.run.launched_rank import DecisionStore
 
     ranks = launched.rank_env
@@ -96,6 +97,7 @@ def train_as_rank(
         store.tell(Decision(run_dir, exit_code=int(error.exit_code), error=str(error)))
         raise
     except BaseException as error:
+        # Whatever it was: the others wait for a decision, and must not wait for this rank.
         store.tell(Decision(run_dir, exit_code=int(ExitCode.INTERNAL), error=repr(error)))
         raise
 

@@ -49,10 +49,11 @@ class Initial:
 
     def lines(self) -> list[str]:
         """Lines for the person who starts the run."""
-        came = (
-            f", imported from {self.imported_from}" if self.imported_from else f", step {self.step}"
-        )
-        cast = f", rounded to {TRAINED_IN}" if self.dtypes != (TRAINED_IN,) else ""
+        came, cast = f", step {self.step}", ""
+        if self.imported_from:  # whose steps are not known
+            came = f", imported from {self.imported_from}"
+        if self.dtypes != (TRAINED_IN,):
+            cast = f", rounded to {TRAINED_IN}"
         kinds = " and ".join(self.dtypes)
         first = f"init    {self.num_tensors} tensors of {kinds}{cast} from {self.checkpoint}{came}"
         return [first, *(f"warn    the weights were made for {text}" for text in self.differences)]
@@ -68,11 +69,10 @@ def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
     """
     if model.init_from is None:
         return None
-    location = (
-        model.init_from
-        if is_url(model.init_from)
-        else str(Path(model.init_from).expanduser().absolute())
-    )
+    location = model.init_from
+    if not is_url(location):
+        # Absolute: whoever continues the run may stand elsewhere.
+        location = str(Path(location).expanduser().absolute())
     folder = _find(location)
     manifest = read_manifest(folder).without_optimizer()
     require_complete_directory(folder, manifest)
@@ -80,7 +80,8 @@ def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
     if shape is not None and shape.is_known:
         _require_fit(folder, manifest, shape, model.init_cast)
         origin = find_origin(location, folder, manifest)
-        differences = _differences(origin.shape, shape) if origin and origin.shape.is_known else ()
+        if origin and origin.shape.is_known:
+            differences = _differences(origin.shape, shape)
     dtypes = tuple(sorted({tensor.dtype for tensor in manifest.tensors.values()}))
     came_from = str(manifest.facts.get("imported_from") or "")
     return Initial(folder.url, manifest.step, len(manifest.tensors), dtypes, came_from, differences)
@@ -93,7 +94,9 @@ def find_known_shape(job: Job) -> ModelShape | None:
         return None
     vocab_size = find_vocab_size_of(job.model)
     shape = shape_of(job, vocab_size or 1)
-    return shape if vocab_size or shape.reads_images else None
+    if vocab_size or shape.reads_images:
+        return shape
+    return None
 
 
 def _find(location: str) -> Folder:
@@ -112,12 +115,9 @@ def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bo
     misfits = find_mismatches(tensors, manifest.tensors, cast=cast)
     if not misfits:
         return
-    only_types = all(misfit.kind == "dtype" for misfit in misfits)
-    fix = (
-        "model.init_cast=true rounds them"
-        if only_types
-        else "[model] must have the widths of the weights"
-    )
+    fix = "[model] must have the widths of the weights"
+    if all(misfit.kind == "dtype" for misfit in misfits):
+        fix = "model.init_cast=true rounds them"
     message = "the weights of model.init_from do not fit the model"
     raise MismatchError(message, misfits, where=folder.url, fix=fix)
 
@@ -126,9 +126,11 @@ def _differences(made_for: ModelShape, shape: ModelShape) -> tuple[str, ...]:
     """Settings that the weights were made for and that the model has otherwise, though every
     tensor fits."""
     was, now = normalize_for_inference(made_for).to_json(), normalize_for_inference(shape).to_json()
-    return tuple(
-        f"{key} {was[key]}, and model.{key} is {now[key]}" for key in was if was[key] != now[key]
-    )
+    differences = []
+    for key in was:
+        if was[key] != now[key]:
+            differences.append(f"{key} {was[key]}, and model.{key} is {now[key]}")
+    return tuple(differences)
 
 
 def read_initial(run_dir: Path) -> Mapping[str, Any] | None:

@@ -24,7 +24,7 @@ from phalanx.run.decision import Decision
 from phalanx.run.rank import run_rank
 from phalanx.run.rank_run import RankRun
 
-PREPARE_TIMEOUT_S = 600.0
+PREPARE_TIMEOUT_S = 600.0  # in which rank 0 plans, and builds shards of text
 READ_TIMEOUT_S = 20.0
 _DECISION = "decision"
 
@@ -43,9 +43,6 @@ class DecisionStore:
 
     def tell(self, decision: Decision) -> None:
         """Tell the other ranks, as rank 0; the first decision counts.
-
-        Where ranks end here, wait until each has read why: this one may hold the store that they
-        read from.
 
         Where ranks end here, wait until each has read why: this one may hold the store that they
         read from.

@@ -56,9 +56,11 @@ def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowFacts:
     try:
         facts = RowFacts(**json.loads(find_last_line(ask_process(PROBE, request, TIMEOUT_S))))
     except (ChildProcessError, ValueError, TypeError):
+        # Nothing is known of what cannot be tried: training says what is wrong with it.
         return RowFacts()
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
+        # Not durable: what a crash loses is asked again.
         write_json_atomic(cached, asdict(facts), durable=False)
     except OSError:  # the cache only saves time
         pass
@@ -68,13 +70,12 @@ def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowFacts:
 def _cache_file(job: Job, plan: Plan) -> Path:
     """The file that keeps the answer, named by the user's sources and by our own."""
     named = [job.model.kind, job.model.objective, job.data.source]
-    user_files = [
-        file
-        for name in named
-        if name and is_foreign(name)
-        for file in find_sources(name.partition(":")[0].split("."))
-    ]
+    user_files: list[Path] = []
+    for name in named:
+        if name and is_foreign(name):
+            user_files += find_sources(name.partition(":")[0].split("."))
     package = Path(__file__).parents[1]
+    # Our own count, too: an answer of another version may be wrong.
     phalanx_files = [
         *sorted((package / "nn").glob("*.py")),
         *sorted((package / "run" / "one_process").glob("*.py")),
@@ -85,7 +86,5 @@ def _cache_file(job: Job, plan: Plan) -> Path:
         job.run.seed,
         plan.shape,
     ]
-    return (
-        SHAPE_CACHE
-        / f"rows-{digest([settings, file_states([*user_files, *phalanx_files]), sys.version])}.json"
-    )
+    sources = file_states([*user_files, *phalanx_files])
+    return SHAPE_CACHE / f"rows-{digest([settings, sources, sys.version])}.json"

@@ -99,6 +99,7 @@ def prepare_run(
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)
     tokens = find_tokens(job, is_prepared=is_prepared)
     directory = RunDirectory(run_dir)
+    # The run's own lock comes first: of two jobs, one alone looks at the store and writes there.
     with (
         directory.hold() as lock,
         hold_store(job, run_dir, resume=resume, say=say) as store,
@@ -124,6 +125,7 @@ def prepare_run(
         row_warnings = warnings_of_rows(job, plan, ask=not resume)
         plan = replace(plan, warnings=(*plan.warnings, *row_warnings))
         if not resume:
+            # Now that the parameters are counted: a disk without room is refused at once.
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
         initial, init_lines = _initial_weights(job, plan, store)
         facts = {JOB_FILE: job.to_json(), PLAN_FILE: plan.to_json(), **initial}

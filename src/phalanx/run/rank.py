@@ -113,11 +113,12 @@ def run_rank(
     """
     job, rank = run.job, run.rank
     stop = StopFlags()
-    stop.listen()
+    stop.listen()  # first: from here on a signal is a request, also while groups are opened
     inject = job.resilience.inject
     meter = MemoryMeter()
     faults = (fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
     phases = Phases(BlackBox(black_box(run.run_dir, rank)), faults, of_training=(meter.listen,))
+    # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
     if rank == 0:
         sinks = [*sinks, *sink_openers(job, run.run_dir)]
     fence = Fence.for_rank(run.run_dir, run.claim)
@@ -132,7 +133,7 @@ def run_rank(
     try:
         code = _train(RankContext(run, bus, phases, meter, stop, fence), rendezvous)
     except BaseException:
-        bus.close(CLOSE_AFTER_ERROR_S)
+        bus.close(CLOSE_AFTER_ERROR_S)  # all others wait for a rank that failed
         raise
     # Whoever stops a run (code 75, 130) has little time: sinks get theirs at its end alone.
     bus.close(more_s=CLOSE_MORE_S if code == ExitCode.OK else 0.0)
@@ -162,6 +163,7 @@ def _train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
     run, plan = rank.run, rank.run.plan
     rank.phases.enter("startup")
     with _join_ranks(run, rendezvous) as mesh, _report_errors(run):
+        # On a GPU work runs later than it is called for: there its events tell the seconds.
         rank.phases.time_by(clock_of(mesh.device))
         corpus = load_corpus(run.run_dir / DATA_FOLDER)
         _require_equal_ranks(run, mesh, corpus)
@@ -186,6 +188,7 @@ def _train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
             open_train_batches(
                 run.job, plan, mesh, corpus, state, rank.bus, run.run_dir
             ) as batches,
+            # Inside, too: closing the loader may block, and the supervisor must know before.
             _report_errors(run),
         ):
             trainer = _build_trainer(rank, storage, state, corpus, batches)

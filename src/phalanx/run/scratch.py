@@ -40,6 +40,7 @@ class Scratch:
 
     def refusal_of(self, outcome: Outcome) -> PhalanxError | None:
         """The PhalanxError that a rank raised; None if ranks failed by anything else."""
+        # What a person can mend is one line; a message of several is a traceback.
         kind = next((kind for kind in KINDS if kind.exit_code == outcome.exit_code), None)
         if outcome.status != "failed" or kind is None or "\n" in outcome.message:
             return None

@@ -64,6 +64,7 @@ def train_supervised(
     fence = Fence(run_dir, run.lock.holder)
 
     def make_payload() -> RankPayload:
+        # One for each attempt: what ranks of an earlier one, not dead yet, still write is refused.
         fence.token = run.lock.acquire_token()
         claim = Claim(fence.token.number, run.lock.holder)
         return RankPayload(job, run.plan, run_dir.resolve(), attempt, began_s, claim)

@@ -96,6 +96,7 @@ def _train_with_guard(request: TrainRequest, ranks: ExternalRanks, output: RunOu
         exit_code = int(ExitCode.INTERRUPTED)
         raise
     finally:
+        # Also of what was raised: launchers believe exit codes, and the guard has no other source.
         record.write(EndRecord(exit_code))
 
 

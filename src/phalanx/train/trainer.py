@@ -119,7 +119,7 @@ class Trainer:
         run_dir = None if self.storage is None else self.storage.run_dir
         self._evals = read_record(run_dir, self.state.step, self.mesh, self.job.eval.metric)
         self._best.record_missing(self._evals, self.state.step)
-        self.phases.take()
+        self.phases.take()  # what was timed before the first step belongs to no step
         self._recorded_s = time.perf_counter()
         # Of the step that training continues from, if a stop or a crash came before it.
         reason = self._evaluate_if_due()
@@ -157,6 +157,7 @@ class Trainer:
             microbatches = self.data.batches.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.data.objective, step=step)
+        # The step's one reduction: stops, guards and saves act on it, so that all ranks agree.
         facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=self._flags())
         reasons = [
             facts.reason_to_skip,

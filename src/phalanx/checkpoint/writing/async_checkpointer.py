@@ -74,6 +74,7 @@ class AsyncCheckpointer:
         self._mesh, self._bus, self._phases = mesh, bus, phases
         self._timeout_s = timeout_s
         self._staging = Staging(mesh.device)
+        # Of the thread alone: its collectives must never meet training's in one group.
         self._thread_mesh: Mesh | None = None
         self._write: BackgroundTask | None = None
         self._pruner = CheckpointPruner(storage, options, self._emit)
@@ -198,7 +199,7 @@ class AsyncCheckpointer:
         stall_s = time.perf_counter() - began
         record()
         self._write = BackgroundTask(
-            "phalanx-save", lambda: self._write_staged(staged, began, stall_s)
+            "phalanx-save", lambda: self._write_copy(staged, began, stall_s)
         )
         self._write.start()
         return True
@@ -229,7 +230,7 @@ class AsyncCheckpointer:
             snapshots[0], self._mesh, self._phases, record, is_last=is_last
         )
         wall_s = time.perf_counter() - began
-        self._emit_saved(step, written, SaveCost(wall_s, wall_s))
+        self._emit_success(step, written, SaveCost(wall_s, wall_s))
         if prune and self._mesh.rank == 0:
             self._pruner.allow()
             self._pruner.start()
@@ -275,7 +276,7 @@ class AsyncCheckpointer:
                 raise problem
             if problem is not None:
                 results.local = f"rank {self._mesh.rank}: {problem}"
-        self.asynchronous = False
+        self.asynchronous = False  # on all ranks: saves are collective
         self._staging.release()
         first = next(message for message in results.by_rank if message)
         why = (
@@ -284,12 +285,12 @@ class AsyncCheckpointer:
         )
         self._emit(Note("saves_are_waited_for", {"why": why}))
 
-    def _write_staged(self, staged: Snapshot, began: float, stall_s: float) -> None:
+    def _write_copy(self, staged: Snapshot, began: float, stall_s: float) -> None:
         """The thread's work."""
         assert self._thread_mesh is not None
         phases = self._phases.for_thread(staged.step)
         written = self._write_snapshot(staged, self._thread_mesh, phases, lambda: None)
-        self._emit_saved(staged.step, written, SaveCost(stall_s, time.perf_counter() - began))
+        self._emit_success(staged.step, written, SaveCost(stall_s, time.perf_counter() - began))
         if self._mesh.rank == 0:
             self._pruner.start()
 
@@ -325,7 +326,7 @@ class AsyncCheckpointer:
             self._emit(CheckpointFailed(step, error.where or "", str(error), not is_last))
             raise
 
-    def _emit_saved(self, step: int, written: WrittenCheckpoint, cost: SaveCost) -> None:
+    def _emit_success(self, step: int, written: WrittenCheckpoint, cost: SaveCost) -> None:
         self.last_cost = cost
         path = place_in_run(written.folder, self._storage.run_dir)
         self._emit(

@@ -139,7 +139,7 @@ class CheckpointSchedule:
         except RunTakenError:
             raise
         except CheckpointError:
-            self._on_failed()
+            self._note_failure()
             if is_last_chance:
                 self._record()
                 raise
@@ -195,7 +195,7 @@ class CheckpointSchedule:
             is_last=is_last,
         )
         self._clock.restart(time.monotonic())
-        self._on_saved(self._state.step)
+        self._note_success(self._state.step)
 
     def _finish(self, failed: bool) -> None:
         """Take note of the save in flight, if there was one, now that no thread is at work on any
@@ -205,16 +205,16 @@ class CheckpointSchedule:
         if step is None:
             return
         if failed:
-            self._on_failed()
+            self._note_failure()
         else:
-            self._on_saved(step)
+            self._note_success(step)
 
-    def _on_failed(self) -> None:
+    def _note_failure(self) -> None:
         self._retry_at = self._state.step + RETRY_SAVE_STEPS
         self._is_postponed = False
         self._when_saved = None
 
-    def _on_saved(self, step: int) -> None:
+    def _note_success(self, step: int) -> None:
         self.saved_step, self._retry_at = step, None
         cost = self._checkpointer.last_cost
         if self._mesh.rank == 0 and cost is not None:

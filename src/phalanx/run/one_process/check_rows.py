@@ -63,13 +63,11 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
             loss = JobLoss(job, plan)
             module = build_original_module(job, plan, "float32", materialize=True)[0]
             for part in module.modules():
-                if isinstance(
-                    part, _BatchNorm
-                ):  # whose statistics over the microbatch the plan speaks of
+                if isinstance(part, _BatchNorm):
+                    # It mixes rows, and the plan itself speaks of its statistics.
                     part.eval()
-            is_built = (
-                True  # a factory may wait for other ranks, but not here, where it is called on one
-            )
+            # A collective of the factory before is none of the loss: here one rank alone calls it.
+            is_built = True
             for num_rows in NUM_ROWS:
                 started = time.monotonic()
                 mixes = _find(module, loss, few_rows(batch, min(num_rows, most)), job.run.seed)
@@ -90,17 +88,27 @@ def few_rows(batch: Batch, num_rows: int) -> Batch:
     Where rows have labels, pairs of equal ones, each half of the rows with one of a pair: a loss of
     pairs is then another one for the halves.
     """
-    labels = next((t for t in batch.values() if t.ndim == 1 and not t.is_floating_point()), None)
-    places: dict[int, list[int]] = {}
-    for row, label in enumerate([] if labels is None else labels.tolist()):
-        places.setdefault(label, []).append(row)
-    pairs = [
-        same_label_rows[:2] for same_label_rows in places.values() if len(same_label_rows) > 1
-    ][: num_rows // 2]
-    if len(pairs) < 2:
+    rows_of_label: dict[int, list[int]] = {}
+    for row, label in enumerate(_find_labels(batch)):
+        rows_of_label.setdefault(label, []).append(row)
+    first_rows: list[int] = []
+    second_rows: list[int] = []
+    for rows in rows_of_label.values():
+        if len(rows) > 1 and len(first_rows) < num_rows // 2:
+            first_rows.append(rows[0])
+            second_rows.append(rows[1])
+    if len(first_rows) < 2:
         return {key: tensor[:num_rows] for key, tensor in batch.items()}
-    rows = [first for first, _ in pairs] + [second for _, second in pairs]
-    return {key: tensor[rows] for key, tensor in batch.items()}
+    chosen = first_rows + second_rows
+    return {key: tensor[chosen] for key, tensor in batch.items()}
+
+
+def _find_labels(batch: Batch) -> list[int]:
+    """A whole number for each row, of the first entry that has just that; empty if none has."""
+    for tensor in batch.values():
+        if tensor.ndim == 1 and not tensor.is_floating_point():
+            return tensor.tolist()
+    return []
 
 
 def _find(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> Part:

@@ -58,21 +58,16 @@ class DropoutMasks:
     dropped: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._second = {
-            f"{name}.{inner}" if name else inner
-            for name, part in self.module.named_modules()
-            if isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
-            and not part.self_attn.batch_first
-            for inner, _ in part.named_children()
-        }
-        self._second |= {
-            name for name, part in self.module.named_modules() if isinstance(part, nn.RNNBase)
-        }
-        self._attention = {
-            name
-            for name, part in self.module.named_modules()
-            if isinstance(part, nn.MultiheadAttention)
-        }
+        self._second: set[str] = set()  # modules whose rows are in the second dimension
+        self._attention: set[str] = set()  # whose weights begin with rows x heads, in any case
+        for name, part in self.module.named_modules():
+            if isinstance(part, nn.RNNBase):
+                self._second.add(name)
+            elif isinstance(part, nn.MultiheadAttention):
+                self._attention.add(name)
+            elif _takes_rows_second(part):
+                for child, _ in part.named_children():
+                    self._second.add(f"{name}.{child}".removeprefix("."))
         self._rows, self._calls, self._step = (0, 0), dict[str, int](), 0
 
     def begin(self, step: int, first_row: int, num_rows: int) -> None:
@@ -117,6 +112,12 @@ class DropoutMasks:
                 hook.remove()
 
 
+def _takes_rows_second(part: nn.Module) -> bool:
+    """True for a layer of torch's transformers that has batch_first=False."""
+    is_layer = isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+    return is_layer and not part.self_attn.batch_first
+
+
 class _Filling(TorchDispatchMode):
     def __init__(self, definition: DropoutMasks, calling: list[str]) -> None:
         super().__init__()
@@ -124,12 +125,11 @@ class _Filling(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float and not kwargs and self._calling:
-            keep = args[1] if len(args) > 1 else 0.5
-            mask = (
-                self._definition.mask(self._calling[-1], keep, args[0].shape)
-                if 0 < keep < 1
-                else None
-            )
+            # The operator's own default is one half.
+            keep = 0.5 if len(args) == 1 else args[1]
+            mask = None
+            if 0 < keep < 1:
+                mask = self._definition.mask(self._calling[-1], keep, args[0].shape)
             if mask is not None:
                 return args[0].copy_(mask)
         return func(*args, **(kwargs or {}))

@@ -33,21 +33,19 @@ class JobLoss:
     def outputs(self, module: nn.Module, batch: Batch) -> Any:
         """The module's outputs for a batch."""
         extras = pick_extras(inspect.signature(module.forward).parameters, batch)
-        return module(
-            *((entry_of(batch, "inputs"),) if "inputs" in names_of(batch) else ()), **extras
-        )
+        if "inputs" not in names_of(batch):
+            return module(**extras)
+        return module(entry_of(batch, "inputs"), **extras)
 
     def reduce_outputs(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        can_read = isinstance(
-            outputs, torch.Tensor | CausalOutput
-        )  # else the objective says what it wants
+        # Of other outputs the objective says what it wants.
+        can_read = isinstance(outputs, torch.Tensor | CausalOutput)
         if self._is_textbook and can_read:
             return plain_cross_entropy(outputs, batch)
         nested = {key: entry_of(batch, key) for key in names_of(batch)} | dict(batch)
-        return self._objective(
-            outputs if getattr(self._objective, READS_PARTS, False) else gather_logits(outputs),
-            nested,
-        )
+        if not getattr(self._objective, READS_PARTS, False):
+            outputs = gather_logits(outputs)
+        return self._objective(outputs, nested)
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return self.reduce_outputs(self.outputs(module, batch), batch)

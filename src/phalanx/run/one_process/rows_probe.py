@@ -56,13 +56,10 @@ def sample_batch(job: Job, plan: Plan) -> Batch:
     if is_own_dataset(job.data.source) and not job.data.mixture:
         dataset = open_user_dataset(job.data.source, job.data.args, "train")
         return _read(UserSamples(dataset, job.data.source, job.run.seed))
-    known = (
-        plan
-        if plan.vocab_size
-        else replace(plan, vocab_size=job.model.vocab_size or BYTE_VOCAB_SIZE)
-    )
+    if not plan.vocab_size:
+        plan = replace(plan, vocab_size=job.model.vocab_size or BYTE_VOCAB_SIZE)
     return make_up_batch(
-        known,
+        plan,
         NUM_ROWS[-1],
         torch.Generator().manual_seed(job.run.seed),
         documents=job.data.document_masks,
