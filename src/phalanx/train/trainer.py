@@ -20,9 +20,6 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     EvalFinished,
     Event,
-    Note,
-    StepFinished,
-    StepSkipped,
     StopRequested,
 )
 from phalanx.optim.build import set_learning_rate
@@ -37,12 +34,12 @@ from phalanx.train.evaluation import (
     read_record,
 )
 from phalanx.train.evaluator import Evaluator
-from phalanx.train.experts_record import build_expert_event, should_log_experts
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.old_trainer_call import accept_old_call
-from phalanx.train.pipeline_record import is_stage_leader, record_pipeline
+from phalanx.train.pipeline_record import record_pipeline
 from phalanx.train.randomness import seed_generators
 from phalanx.train.state import TrainState
+from phalanx.train.step_recorder import StepRecorder
 from phalanx.train.stop import StopFlags, StopRequestedError
 from phalanx.train.training_data import TrainingData
 
@@ -85,16 +82,12 @@ class Trainer:
         self.data, self.storage, self.guards = data, storage, tuple(guards)
         self.stop = stop or StopFlags()
         self.phases: Phases = state.model.phases
-        self._memory = memory or MemoryMeter()
+        self._recorder = StepRecorder(job, plan, state, bus, data.records, memory)
         self._schedule = self._build_schedule()
         self._best = BestRecorder(job, self.mesh, bus, storage)
         self._evaluator = self._build_evaluator()
-        self._unrecorded: tuple[StepStats, str | None] | None = None
-        self._recorded_s = time.perf_counter()
         self._evals = EvalRecord()
         self._is_saveable = False
-        self._warned_draws: set[str] = set()
-        self._unused: frozenset[str] = frozenset()
 
     def run(self) -> str:
         """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint".
@@ -119,12 +112,12 @@ class Trainer:
         run_dir = None if self.storage is None else self.storage.run_dir
         self._evals = read_record(run_dir, self.state.step, self.mesh, self.job.eval.metric)
         self._best.record_missing(self._evals, self.state.step)
-        self.phases.take()  # what was timed before the first step belongs to no step
-        self._recorded_s = time.perf_counter()
+        self._recorder.start()
         # Of the step that training continues from, if a stop or a crash came before it.
         reason = self._evaluate_if_due()
         while reason is None and self.state.step < self.job.train.steps:
-            facts, skipped = self._unrecorded = self.step()
+            facts, skipped = self.step()
+            self._recorder.add(facts, skipped)
             record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
             if skipped is None:
                 self._require_saveable()
@@ -134,7 +127,7 @@ class Trainer:
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._schedule is not None:
                 self._schedule.save_if_due(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
-            self._record()
+            self._recorder.record()
             if sigterm or sigint:
                 reason = "sigterm" if sigterm else "sigint"
             else:
@@ -205,7 +198,7 @@ class Trainer:
             timeout_s=self.job.resilience.collective_timeout_s,
         )
         return CheckpointSchedule(
-            checkpointer, options, self.mesh, self.state, self.bus, record=self._record
+            checkpointer, options, self.mesh, self.state, self.bus, record=self._recorder.record
         )
 
     def _build_evaluator(self) -> Evaluator | None:
@@ -233,93 +226,6 @@ class Trainer:
         if self._schedule is not None:
             self._schedule.save(is_last_chance=is_last_chance)
 
-    def _record(self) -> None:
-        """Emit the facts of the last step, once, with the seconds since the step before.
-
-        A save does it when all is written and before it commits: whoever continues from a
-        checkpoint finds every step up to it on record, at whatever moment this process was killed.
-        """
-        if self._unrecorded is None:
-            return
-        (facts, skipped), self._unrecorded = self._unrecorded, None
-        now = time.perf_counter()
-        self._emit(facts, skipped, now - self._recorded_s)
-        self._recorded_s = now
-
-    def _emit(self, facts: StepStats, skipped: str | None, step_s: float) -> None:
-        phases_s = self.phases.take()
-        step, memory = self.state.step, self._memory.so_far()
-        if skipped is not None and self.mesh.rank == 0:
-            batch = self.job.train.global_batch_size
-            self.bus.emit(
-                StepSkipped(step, skipped, facts.grad_norm, self.state.samples_seen - batch, batch)
-            )
-        if (
-            should_log_experts(step, self.job)
-            and self.state.model.expert_load
-            and is_stage_leader(self.mesh)
-        ):
-            self.bus.emit(build_expert_event(step, self.state.model.expert_load))
-        self.bus.emit(
-            StepFinished(
-                step=step,
-                loss=facts.loss,
-                num_targets=facts.num_targets,
-                tokens_seen=self.state.tokens_seen,
-                learning_rate=learning_rate(self.job, step, self.plan.peak_lr),
-                grad_norm=facts.grad_norm,
-                step_s=step_s,
-                tokens_per_s=facts.num_targets / step_s,
-                phases_s={name: round(seconds, 6) for name, seconds in phases_s.items()},
-                unaccounted_s=step_s - sum(phases_s.values()),
-                rss_bytes=memory.rss_bytes,
-                sent_bytes=facts.sent_bytes,
-                loss_scale=facts.loss_scale,
-                sent_tp_bytes=facts.sent_tp_bytes,
-                peak_bytes=memory.peak_bytes,
-                reserved_bytes=memory.reserved_bytes,
-                sent_cp_bytes=facts.sent_cp_bytes,
-                sent_ep_bytes=facts.sent_ep_bytes,
-                sent_pp_bytes=facts.sent_pp_bytes,
-            )
-        )
-        for event in self.data.records(step):
-            self.bus.emit(event)
-        self._warn_of_draws()
-        self._warn_of_unused()
-
-    def _warn_of_draws(self) -> None:
-        """Warn, once, of each module whose random numbers depend on the layout."""
-        new_reasons = {
-            name: why
-            for name, why in self.state.model.left_to_torch.items()
-            if name not in self._warned_draws
-        }
-        self._warned_draws |= set(new_reasons)
-        if self.plan.layout.world_size == 1 or not is_stage_leader(self.mesh):
-            return
-        for name, why in new_reasons.items():
-            text = (
-                f"{name or 'the model'}: {why}, which depend on the layout; a run repeats itself"
-                " all the same"
-            )
-            # "why" is what the console shows; the plan's own warnings, without one, it has shown
-            # before the start.
-            self.bus.emit(
-                Note("warning", {"warning": "draws_depend_on_layout", "text": text, "why": text})
-            )
-
-    def _warn_of_unused(self) -> None:
-        """Warn, once, of each parameter without part in the loss, where that is allowed: it may be
-        a mistake all the same."""
-        unused = self.state.model.unused_parameters - self._unused
-        self._unused |= unused
-        if unused and is_stage_leader(self.mesh):
-            names = ", ".join(sorted(unused)[:3]) + (" ..." if len(unused) > 3 else "")
-            where = f"rank {self.mesh.rank}'s loss of step {self.state.step}"
-            text = f"{len(unused)} parameters had no part in {where}: {names}"
-            self.bus.emit(Note("unused_parameters", {"why": text, "names": sorted(unused)}))
-
     def _evaluate_if_due(self) -> str | None:
         """Evaluate between two steps, or after the last.
 
@@ -342,7 +248,7 @@ class Trainer:
                     self._schedule.save(is_last_chance=True, prune=False)
                 return str(request)
         wall_s = time.perf_counter() - began
-        self._recorded_s += wall_s  # no step took this time
+        self._recorder.leave_out(wall_s)
         self._conclude(evaluation, wall_s)
         return None
 

@@ -1,0 +1,143 @@
+"""The record of steps: the facts of each as events, once, and warnings that its modules give."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from phalanx.job.schema import Job
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import Event, Note, StepFinished, StepSkipped
+from phalanx.optim.schedule import learning_rate
+from phalanx.parallel.model import StepStats
+from phalanx.plan.plan import Plan
+from phalanx.train.experts_record import build_expert_event, should_log_experts
+from phalanx.train.memory import MemoryMeter
+from phalanx.train.pipeline_record import is_stage_leader
+from phalanx.train.state import TrainState
+
+
+class StepRecorder:
+    """Emits the facts of each step of `state` on `bus`, once.
+
+    `list_events(step)`: events besides. Without `memory` only what is resident is recorded.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        state: TrainState,
+        bus: Bus,
+        list_events: Callable[[int], Sequence[Event]],
+        memory: MemoryMeter | None = None,
+    ) -> None:
+        self._job, self._plan, self._state, self._bus = job, plan, state, bus
+        self._mesh, self._phases = state.model.mesh, state.model.phases
+        self._list_events = list_events
+        self._memory = memory or MemoryMeter()
+        self._unrecorded: tuple[StepStats, str | None] | None = None
+        self._recorded_s = time.perf_counter()
+        self._warned_draws: set[str] = set()
+        self._unused: frozenset[str] = frozenset()
+
+    def start(self) -> None:
+        """Count seconds from here on: what was timed before belongs to no step."""
+        self._phases.take()
+        self._recorded_s = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave out `seconds` that no step took."""
+        self._recorded_s += seconds
+
+    def add(self, facts: StepStats, skipped: str | None) -> None:
+        """Take the facts of a step that is done, to be recorded before its checkpoint is there."""
+        self._unrecorded = facts, skipped
+
+    def record(self) -> None:
+        """Emit the facts of the last step, once, with the seconds since the step before.
+
+        A save does it when all is written and before it commits: whoever continues from a
+        checkpoint finds every step up to it on record, at whatever moment this process was killed.
+        """
+        if self._unrecorded is None:
+            return
+        (facts, skipped), self._unrecorded = self._unrecorded, None
+        now = time.perf_counter()
+        self._emit(facts, skipped, now - self._recorded_s)
+        self._recorded_s = now
+
+    def _emit(self, facts: StepStats, skipped: str | None, step_s: float) -> None:
+        phases_s = self._phases.take()
+        step, memory = self._state.step, self._memory.so_far()
+        if skipped is not None and self._mesh.rank == 0:
+            batch = self._job.train.global_batch_size
+            self._bus.emit(
+                StepSkipped(step, skipped, facts.grad_norm, self._state.samples_seen - batch, batch)
+            )
+        if (
+            should_log_experts(step, self._job)
+            and self._state.model.expert_load
+            and is_stage_leader(self._mesh)
+        ):
+            self._bus.emit(build_expert_event(step, self._state.model.expert_load))
+        self._bus.emit(
+            StepFinished(
+                step=step,
+                loss=facts.loss,
+                num_targets=facts.num_targets,
+                tokens_seen=self._state.tokens_seen,
+                learning_rate=learning_rate(self._job, step, self._plan.peak_lr),
+                grad_norm=facts.grad_norm,
+                step_s=step_s,
+                tokens_per_s=facts.num_targets / step_s,
+                phases_s={name: round(seconds, 6) for name, seconds in phases_s.items()},
+                unaccounted_s=step_s - sum(phases_s.values()),
+                rss_bytes=memory.rss_bytes,
+                sent_bytes=facts.sent_bytes,
+                loss_scale=facts.loss_scale,
+                sent_tp_bytes=facts.sent_tp_bytes,
+                peak_bytes=memory.peak_bytes,
+                reserved_bytes=memory.reserved_bytes,
+                sent_cp_bytes=facts.sent_cp_bytes,
+                sent_ep_bytes=facts.sent_ep_bytes,
+                sent_pp_bytes=facts.sent_pp_bytes,
+            )
+        )
+        for event in self._list_events(step):
+            self._bus.emit(event)
+        self._warn_layout_dependent_draws()
+        self._warn_unused_parameters()
+
+    def _warn_layout_dependent_draws(self) -> None:
+        """Warn, once, of each module whose random numbers depend on the layout."""
+        new_reasons: dict[str, str] = {}
+        for name, why in self._state.model.left_to_torch.items():
+            if name not in self._warned_draws:
+                new_reasons[name] = why
+        self._warned_draws |= set(new_reasons)
+        if self._plan.layout.world_size == 1 or not is_stage_leader(self._mesh):
+            return
+        for name, why in new_reasons.items():
+            text = (
+                f"{name or 'the model'}: {why}, which depend on the layout; a run repeats itself"
+                " all the same"
+            )
+            # "why" is what the console shows; the plan's own warnings, without one, it has shown
+            # before the start.
+            self._bus.emit(
+                Note("warning", {"warning": "draws_depend_on_layout", "text": text, "why": text})
+            )
+
+    def _warn_unused_parameters(self) -> None:
+        """Warn, once, of each parameter without part in the loss, where that is allowed: it may be
+        a mistake all the same."""
+        unused = self._state.model.unused_parameters - self._unused
+        self._unused |= unused
+        if unused and is_stage_leader(self._mesh):
+            names = ", ".join(sorted(unused)[:3])
+            if len(unused) > 3:
+                names += " ..."
+            where = f"rank {self._mesh.rank}'s loss of step {self._state.step}"
+            text = f"{len(unused)} parameters had no part in {where}: {names}"
+            self._bus.emit(Note("unused_parameters", {"why": text, "names": sorted(unused)}))
