@@ -23,6 +23,7 @@ def announcement(run: PreparedRun, *, ranks: str = "", resumed: Resumed | None =
         lines.append(f"data    {line}")
     lines += run.init_lines
     lines += describe_plan(run.plan, of_samples=run.corpus.user is not None)
+    # Last, right before the first step: what changed must not be read over.
     if resumed is not None:
         lines += resumed.lines()
     return lines

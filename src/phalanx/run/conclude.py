@@ -74,6 +74,8 @@ def finish_run(
         run.forget()
         raise refusal
     _say_conclusion(run, outcome, output)
+    # A run is finished by what is on record: without it, a second start would evaluate,
+    # sample and conclude again.
     if outcome.exit_code == ExitCode.OK and bus_refusal is not None:
         doing = "recording that the run is finished (its last step is saved)"
         raise resource_error(bus_refusal, doing, run.run_dir / "events")

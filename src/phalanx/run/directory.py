@@ -106,6 +106,7 @@ def write_run_facts(run_dir: Path, lock: Lock, facts: Mapping[str, object]) -> I
     byte is written once another job has taken the run: this one may have stood still for hours
     before.
     """
+    # This process may have stood still for hours since it took the lock.
     lock.require_ours()
     paths = [run_dir / name for name in facts]
     old_bytes = {path: read_regular(path) for path in paths if path.exists()}

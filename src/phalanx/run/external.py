@@ -87,6 +87,7 @@ def train_as_rank(
             if resume and is_finished(prepared):
                 store.tell(Decision(run_dir, plan, exit_code=int(ExitCode.OK)))
                 return end_without_training(prepared, output)
+            # Before the others are told: ranks of an earlier attempt can no longer commit.
             attempt, epoch = next_attempt(run_dir), prepared.lock.acquire_token().number
             store.tell(Decision(run_dir, plan, attempt, epoch))
             run = RankRun(

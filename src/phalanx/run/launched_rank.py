@@ -61,6 +61,7 @@ class DecisionStore:
 
         Raises EnvironmentProblem if rank 0 tells none.
         """
+        # Longer than for the rendezvous: preparing data takes its time.
         self._store.set_timeout(datetime.timedelta(seconds=PREPARE_TIMEOUT_S))
         try:
             decision = Decision.from_json(json.loads(self._store.get(_DECISION)))

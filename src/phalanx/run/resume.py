@@ -238,6 +238,7 @@ def _compare_rates(was: Job, job: Job, step: int) -> str:
             learning_rate(was, was.train.steps),
             f"was at step {was.train.steps}, the last one,",
         )
+    # A ratio of 1e-9: the same rate, computed in another order.
     if step == 0 or abs(now - expected) <= 1e-9 * max(now, expected) or job.train.steps <= step:
         return ""
     keep = f"optim.schedule=constant optim.warmup_steps=0 optim.lr={expected:.4g}"

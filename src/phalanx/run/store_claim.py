@@ -39,9 +39,11 @@ def hold_store(
     if job.checkpoint.url is None:
         yield store
         return
+    # The first save may be hours away: what cannot be written is refused before.
     store.probe()
     with contextlib.ExitStack() as stack:
         directory = local_directory(job.checkpoint.url)
+        # The run's own directory is locked by now.
         if directory is not None and directory.resolve() != run_dir.resolve():
             _lock_directory(stack, directory)
         if not resume and store.folders():

@@ -78,6 +78,7 @@ def _result_of(end: RunEnd) -> RunResult:
     """The result of a run that has a plan, with facts from its events."""
     if end.plan is None:
         raise PhalanxError("the run has no plan", where=str(end.run_dir))
+    # From the events, as `report --json` does: ranks were other processes.
     facts = run_json(reduce_run(end.run_dir))
     metrics: dict[str, float] = {}
     if facts["final_loss"] is not None:

@@ -86,6 +86,8 @@ def find_checkpoints(storage: RunStorage, mesh: Mesh) -> list[str]:
     refusal: RunLockedError | None = None
     store, fence = storage.store, storage.fence
     with all_ranks_or_raise(mesh, store.url, "looking for checkpoints") as results:
+        # First of all: `clean_up` would take what another job is writing
+        # for what an earlier one left.
         if mesh.rank == 0 and fence is not None and fence.is_lost(now=True):
             raise fence.error()
         if mesh.rank == 0:

@@ -132,6 +132,7 @@ def evaluation_mode(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[Non
     buffers = list(model.module.buffers())
     before = [buffer.clone() for buffer in buffers]
     modes = [(module, module.training) for module in model.module.modules()]
+    # The same draws in each evaluation: losses of two steps differ by the weights alone.
     with separate_generators("evaluate", seed, mesh.data_parallel_rank, device=mesh.device):
         model.train(False)
         try:

@@ -21,6 +21,7 @@ def seed_generators(*parts: object) -> None:
     """Seed all global generators by a hash of `parts`."""
     number = stable_hash64(*parts)
     random.seed(number)
+    # numpy takes 32 bits, and torch a signed number of 64.
     np.random.seed(number % 2**32)
     # Not torch.manual_seed, which formats the stack for each kind of device that has not begun:
     # half a millisecond.

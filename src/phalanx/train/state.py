@@ -34,6 +34,7 @@ from phalanx.parallel.model import ParallelModel
 
 LOSS_SCALE = "loss_scale"  # among the facts of a run in fp16
 CPU_KIND = "cpu_kind"  # among the facts of a run on CPUs since checkpoints say it
+# Checkpoints of earlier versions, and of other precisions and devices, do not have them.
 NOT_IN_ALL = {LOSS_SCALE, CPU_KIND}
 
 
@@ -61,6 +62,7 @@ class TrainState:
     the CPUs are of one kind."""
 
     def __post_init__(self) -> None:
+        # As built: of the values of groups a checkpoint holds those that training has changed.
         self._built = list_group_values(self.optimizer)
 
     def shards(self) -> dict[str, LogicalShard]:
@@ -161,6 +163,7 @@ class TrainState:
                 folder, shards, group=self.model.mesh, phases=phases, require=require
             ).facts
         except CheckpointError:
+            # The state stays as it was: the caller may try the checkpoint before.
             for undo in undos:
                 undo()
             raise

@@ -159,6 +159,7 @@ class Trainer:
         skipped = next((reason for reason in reasons if reason), None)
         with self.phases("optimizer"):
             if skipped is None:
+                # A function of the step: nothing to save, and right wherever a run resumes.
                 set_learning_rate(optimizer, learning_rate(self.job, step, self.plan.peak_lr))
                 model.update(optimizer)
             optimizer.zero_grad(set_to_none=True)
@@ -240,6 +241,7 @@ class Trainer:
             return None
         self.phases.step = step  # the first thing after a restart, perhaps
         began = time.perf_counter()
+        # No step took its seconds, and no phase of a step has them.
         with self.phases.set_apart():
             try:
                 evaluation = self.evaluate()

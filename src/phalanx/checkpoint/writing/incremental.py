@@ -162,6 +162,7 @@ def _reuse_files(
         if not by_file[previous_name].keys() <= remaining.keys():
             # Reused with a file before it; the rest of this one is written, apart from that.
             continue
+        # Linked as it is, damage would be in each checkpoint from here on.
         if not _is_intact(previous, previous_name):
             continue  # its bytes are no longer those that were written: they are, now, from memory
         if not draft.reuse(name, previous.folder, previous_name):

@@ -34,6 +34,7 @@ class Retention:
         ordered = sorted(steps)
         if self.keep_last is None:
             return []
+        # Whatever the job says, the newest stays.
         newest = ordered[-max(1, self.keep_last) :]
         staying = {*newest, *self.protected_steps, *self._milestones(ordered)}
         return [step for step in ordered if step not in staying]

@@ -116,6 +116,7 @@ def continue_texts(document: JsonObject, link: RankLink) -> int:
                     list(prompt),
                     num_tokens=payload.num_tokens,
                     context=payload.context,
+                    # A seed for each: a text does not depend on how long those before it became.
                     seed=payload.seed + number,
                     sampling=sampling,
                     end=payload.end,
@@ -176,6 +177,7 @@ def _count_batches(held_out: HeldOut, run_dir: Path) -> HeldOut:
             done += 1
             if time.monotonic() - told_s > PROGRESS_S:
                 told_s = time.monotonic()
+                # Progress is for people: a disk that refuses it ends no evaluation.
                 with contextlib.suppress(OSError):
                     write_json_atomic(run_dir / PROGRESS, {"done": done, "total": total})
 
