@@ -9,7 +9,7 @@ from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Event, Note, StepFinished, StepSkipped
 from phalanx.optim.schedule import learning_rate
-from phalanx.parallel.model import StepStats
+from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.train.experts_record import build_expert_event, should_log_experts
 from phalanx.train.memory import MemoryMeter
