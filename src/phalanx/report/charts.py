@@ -10,22 +10,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
-from phalanx.report.markup import Html, join_html, json_island, table, tag
+from phalanx.report.figure import (
+    SIZE,
+    Chart,
+    Drawing,
+    draw_figure,
+    draw_key,
+    draw_nothing,
+    draw_path,
+    horizontal_path,
+)
+from phalanx.report.markup import Html, join_html, table, tag
 from phalanx.report.sample import buckets, extremes
-from phalanx.report.scales import Scale, scale_for, tick_texts, whole_ticks
+from phalanx.report.scales import Scale, scale_for
 
+# Curves are SVG of our own: a few hundred lines instead of a chart library of megabytes in the
+# page of every run.
 MAX_POINTS = 1200  # two per pixel column of the plot: more cannot be seen
 MAX_COLUMNS = 120
 MAX_TABLE_ROWS = 40
 MAX_MARKS = 150
 MAX_DOTS = 60
-MIN_SHARE = 0.002  # of a bar: less is not a pixel; the tables have it
 MIN_LABEL_GAP = 0.075  # of the plot's height, so that labels beside it do not overlap
-
-_SIZE = 1000  # of the SVG's own coordinates, both ways
+FLAG_WIDTH = 0.16  # of the plot's width, about that of "restart 12": nearer marks have no text
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,10 @@ class Series:
     css_class: str = "s0"
     dots: bool = False
     end_label: str = ""
+
+    @property
+    def shape(self) -> str:
+        return "dot" if self.dots else "stroke"
 
 
 @dataclass(frozen=True)
@@ -68,15 +81,9 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class LineChart:
-    """A figure over steps.
+class LineChart(Chart):
+    """Lines over steps."""
 
-    `unit` follows every value in the read-out; `y_label` names the axis with its unit.
-    """
-
-    title: str
-    y_label: str
-    unit: str
     series: Sequence[Series]
     references: Sequence[Reference] = ()
     marks: Sequence[Mark] = ()
@@ -87,12 +94,9 @@ class LineChart:
 
 
 @dataclass(frozen=True)
-class StackChart:
+class StackChart(Chart):
     """Columns over steps, each the mean of its bucket, stacked in the order of `parts`."""
 
-    title: str
-    y_label: str
-    unit: str
     xs: Sequence[float]
     parts: Mapping[str, Sequence[float]]
     classes: Mapping[str, str]
@@ -100,56 +104,53 @@ class StackChart:
     x_range: tuple[float, float] | None = None
 
 
-@dataclass
-class _Drawing:
-    """The drawn parts of a chart; `_figure` puts axes, notes and a table around them."""
-
-    svg: list[Html] = field(default_factory=list)
-    over: list[Html | None] = field(default_factory=list)  # HTML on the plot
-    end_labels: list[Html] = field(default_factory=list)  # HTML right of the plot
-    legend: list[Html] = field(default_factory=list)
-
-
 def draw_line_chart(chart: LineChart) -> Html:
     """The chart as a figure; one line of text instead if nothing was measured."""
-    if not any(math.isfinite(value) for series in chart.series for value in series.ys):
-        return _draw_nothing(chart.title)
-    points = [(series, *extremes(series.xs, series.ys, MAX_POINTS)) for series in chart.series]
-    x_scale = _x_scale([x for _, xs, _ in points for x in xs], chart.x_range)
-    values = [y for _, _, ys in points for y in ys] + [
-        reference.value for reference in chart.references
-    ]
+    if not _has_finite(chart.series):
+        return draw_nothing(chart.title)
+    sampled = [_sample(series) for series in chart.series]
+    steps: list[float] = []
+    values: list[float] = []
+    for series in sampled:
+        steps += series.xs
+        values += series.ys
+    # Lines to compare with belong to the picture, even far above or below all curves.
+    values += [reference.value for reference in chart.references]
+    x_scale = _x_scale(steps, chart.x_range)
     y_scale = scale_for(values, zero=chart.zero, may_be_log=chart.may_be_log)
-    drawing = _Drawing()
+    drawing = Drawing()
+    # Paths lie on top of those before them: references under the curves, marks over them.
     for reference in chart.references:
-        drawing.svg.append(_path(_horizontal(y_scale(reference.value)), reference.css_class))
-    for series, xs, ys in points:
-        if series.dots:
-            drawing.svg.append(_path(_line(xs, ys, x_scale, y_scale), f"thin {series.css_class}"))
-        if series.dots and len(xs) <= MAX_DOTS:
-            drawing.over += [
-                _dot(x_scale(x), y_scale(y), series.css_class) for x, y in zip(xs, ys, strict=True)
-            ]
-        elif not series.dots:
-            drawing.svg.append(_path(_line(xs, ys, x_scale, y_scale), series.css_class))
-        if len(points) > 1:  # one line needs no key: the title names it
-            drawing.legend.append(_key(series.css_class, series.name, dot=series.dots))
+        drawing.svg.append(
+            draw_path(horizontal_path(y_scale(reference.value)), reference.css_class)
+        )
+    for series in sampled:
+        _draw_series(series, x_scale, y_scale, drawing)
+        if len(sampled) > 1:  # one line needs no key: the title names it
+            drawing.legend.append(draw_key(series.css_class, series.name, series.shape))
+        drawing.add_hover(series.name, series.css_class, series.xs, series.ys)
     _draw_marks(chart.marks, x_scale, y_scale, drawing)
     drawing.end_labels = _end_labels(chart, y_scale)
-    hover = [
-        [series.name, series.css_class, _numbers(xs), _numbers(ys)] for series, xs, ys in points
-    ]
-    return _figure(
-        chart.title,
-        chart.y_label,
-        chart.unit,
-        chart.note,
-        x_scale,
-        y_scale,
-        drawing,
-        hover,
-        _table(chart),
-    )
+    return draw_figure(chart, x_scale, y_scale, drawing, chart.note, _table(chart))
+
+
+def _has_finite(curves: Sequence[Series]) -> bool:
+    return any(math.isfinite(value) for series in curves for value in series.ys)
+
+
+def _sample(series: Series) -> Series:
+    xs, ys = extremes(series.xs, series.ys, MAX_POINTS)
+    return replace(series, xs=xs, ys=ys)
+
+
+def _draw_series(series: Series, x_scale: Scale, y_scale: Scale, drawing: Drawing) -> None:
+    css_class = series.css_class
+    if series.dots:
+        css_class = f"thin {css_class}"
+    drawing.svg.append(draw_path(_line(series.xs, series.ys, x_scale, y_scale), css_class))
+    if series.dots and len(series.xs) <= MAX_DOTS:
+        for x, y in zip(series.xs, series.ys, strict=True):
+            drawing.over.append(_dot(x_scale(x), y_scale(y), series.css_class))
 
 
 def draw_stack_chart(chart: StackChart) -> Html:
@@ -161,168 +162,80 @@ def draw_stack_chart(chart: StackChart) -> Html:
     }
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
     if not any(total > 0 for total in totals):
-        return _draw_nothing(chart.title)
-    ordered = sorted(totals)
-    usual = ordered[math.ceil(0.95 * len(ordered)) - 1]
-    cut = [total for total in totals if total > 3 * usual] if usual > 0 else []
-    y_scale = scale_for([min(total, 1.6 * usual) if cut else total for total in totals], zero=True)
+        return draw_nothing(chart.title)
+    steps = [chart.xs[end - 1] for _, end in spans]
+    limit = _cut_height(totals)
+    y_scale = scale_for([min(total, limit) for total in totals], zero=True)
     x_scale = _x_scale([chart.xs[0], chart.xs[-1]], chart.x_range)
     lefts = [x_scale(chart.xs[start] - 0.5) for start, _ in spans]
-    rights = [x_scale(chart.xs[end - 1] + 0.5) for _, end in spans]
-    drawing = _Drawing()
+    rights = [x_scale(step + 0.5) for step in steps]
+    drawing = Drawing()
+    drawing.add_hover("total", "sum", steps, totals)
     floor = [0.0] * len(spans)
     for name, heights in parts.items():
-        if not any(height > 0 for height in heights):
+        if not any(heights):  # `_mean` lets nothing below zero through
             continue
         top = [base + height for base, height in zip(floor, heights, strict=True)]
-        drawing.svg.append(_path(_columns(lefts, rights, floor, top, y_scale), chart.classes[name]))
-        drawing.legend.append(_key(chart.classes[name], name, block=True))
+        drawing.svg.append(
+            draw_path(_columns(lefts, rights, floor, top, y_scale), chart.classes[name])
+        )
+        drawing.legend.append(draw_key(chart.classes[name], name, "block"))
+        drawing.add_hover(name, chart.classes[name], steps, heights)
         floor = top
     note = chart.note
-    if cut:
-        reach = "1 column reaches" if len(cut) == 1 else f"{len(cut)} columns reach"
-        note += f" {reach} past the top, the highest to {_value(max(cut), chart.unit)}."
-        for left_edge, right_edge, total in zip(lefts, rights, totals, strict=True):
-            if total > y_scale.high:
-                drawing.over.append(
-                    _cross((left_edge + right_edge) / 2, 1.0, "cut", "▲", _value(total, chart.unit))
-                )
-    at = [chart.xs[end - 1] for _, end in spans]
-    hover: list[list[Any]] = [["total", "sum", _numbers(at), _numbers(totals)]]
-    hover += [
-        [name, chart.classes[name], _numbers(at), _numbers(ys)]
-        for name, ys in parts.items()
-        if any(ys)
-    ]
-    rows = _few_rows(len(at))
-    data = table(
-        ["step", *[_name_with_unit(name, chart.unit) for name in parts]],
-        [[_step_text(at[row]), *[_plain(ys[row]) for ys in parts.values()]] for row in rows],
-        css_class="num",
-    )
-    return _figure(
-        chart.title, chart.y_label, chart.unit, note.strip(), x_scale, y_scale, drawing, hover, data
-    )
+    if math.isfinite(limit):
+        note += _describe_cut(totals, chart.unit)
+        _mark_cut(lefts, rights, totals, y_scale, chart.unit, drawing)
+    data = _step_table(steps, list(parts.items()), chart.unit)
+    return draw_figure(chart, x_scale, y_scale, drawing, note.strip(), data)
 
 
-def draw_stacked_bar(
-    parts: Mapping[str, float],
-    classes: Mapping[str, str],
-    full_width: float,
-    texts: Mapping[str, str],
-) -> Html:
-    """A horizontal bar, `full_width` being its full width.
-
-    Each piece is named where it is wide enough, and on hover.
-    """
-    pieces = []
-    for name, value in parts.items():
-        share = min(value / full_width, 1.0) if math.isfinite(value) and full_width > 0 else 0.0
-        if share < MIN_SHARE:
-            continue
-        label = name if share * 100 > 1.1 * len(name) + 2 else ""
-        style = f"width:{100 * share:.3f}%"
-        pieces.append(
-            tag(
-                "i",
-                tag("span", label),
-                class_=classes[name],
-                style=style,
-                title=f"{name}: {texts[name]}",
-            )
-        )
-    label = ", ".join(f"{name} {texts[name]}" for name in parts if parts[name] > 0)
-    return tag("div", pieces, class_="bar", role="img", aria_label=label or "nothing")
+def _usual_height(totals: Sequence[float]) -> float:
+    """The height that 95 % of the columns do not exceed: a save or a pause is not usual."""
+    ordered = sorted(totals)
+    return ordered[math.ceil(0.95 * len(ordered)) - 1]
 
 
-def draw_legend(names: Sequence[str], classes: Mapping[str, str]) -> Html:
-    return tag("div", [_key(classes[name], name, block=True) for name in names], class_="legend")
+def _cut_height(totals: Sequence[float]) -> float:
+    """The height at which columns are cut; infinity if none is more than 3 times the usual one."""
+    usual = _usual_height(totals)
+    if usual > 0 and max(totals) > 3 * usual:
+        return 1.6 * usual
+    return math.inf
 
 
-# --- the frame ------------------------------------------------------------------------------------
+def _describe_cut(totals: Sequence[float], unit: str) -> str:
+    usual = _usual_height(totals)
+    cut = [total for total in totals if total > 3 * usual]
+    subject = f"{len(cut)} columns reach"
+    if len(cut) == 1:
+        subject = "1 column reaches"
+    return f" {subject} past the top, the highest to {_value(max(cut), unit)}."
 
 
-def _figure(
-    title: str,
-    y_label: str,
-    unit: str,
-    note: str,
-    x_scale: Scale,
+def _mark_cut(
+    lefts: Sequence[float],
+    rights: Sequence[float],
+    totals: Sequence[float],
     y_scale: Scale,
-    drawing: _Drawing,
-    hover: list[list[Any]],
-    data: Html,
+    unit: str,
+    drawing: Drawing,
+) -> None:
+    """Put a sign on the top of each column that is higher than the plot."""
+    for left_edge, right_edge, total in zip(lefts, rights, totals, strict=True):
+        if total > y_scale.high:
+            centre = (left_edge + right_edge) / 2
+            drawing.over.append(_cross(centre, 1.0, "cut", "▲", _value(total, unit)))
+
+
+def _step_table(
+    steps: Sequence[float], columns: Sequence[tuple[str, Sequence[float]]], unit: str
 ) -> Html:
-    y_ticks = y_scale.ticks()
-    x_ticks = whole_ticks(x_scale.low, x_scale.high, 8) or [round(x_scale.low)]
-    grid = [_path(_horizontal(y_scale(tick)), "grid") for tick in y_ticks]
-    labels = [
-        tag("span", text, class_="ytick", style=f"bottom:{100 * y_scale(tick):.2f}%")
-        for tick, text in zip(y_ticks, tick_texts(y_ticks), strict=True)
-    ]
-    labels += [
-        tag("span", text, class_="xtick", style=f"left:{100 * x_scale(tick):.2f}%")
-        for tick, text in zip(x_ticks, tick_texts(x_ticks), strict=True)
-    ]
-    svg = tag(
-        "svg",
-        grid,
-        drawing.svg,
-        viewBox=f"0 0 {_SIZE} {_SIZE}",
-        preserveAspectRatio="none",
-        aria_hidden="true",
-        focusable="false",
-    )
-    island = {
-        "unit": unit,
-        "log": y_scale.is_log,
-        "x": [x_scale.low, x_scale.high],
-        "series": hover,
-    }
-    island["y"] = [y_scale.low, y_scale.high]
-    plot = tag(
-        "div",
-        svg,
-        labels,
-        drawing.over,
-        tag("div", class_="cursor", hidden=True),
-        class_="plot",
-        tabindex=0,
-        role="group",
-        aria_label=(
-            f"{title}: {y_label} over steps. Use the left and right arrow keys to read values."
-        ),
-    )
-    return tag(
-        "figure",
-        tag("figcaption", tag("h3", title), tag("div", drawing.legend, class_="legend")),
-        tag(
-            "div",
-            tag("span", y_label + (", log scale" if y_scale.is_log else ""), class_="ylabel"),
-            tag("output", class_="readout", aria_live="polite"),
-            class_="axis",
-        ),
-        tag(
-            "div",
-            plot,
-            tag("div", drawing.end_labels, class_="beside") if drawing.end_labels else None,
-            class_="row",
-        ),
-        tag("div", "step", class_="xlabel"),
-        tag("p", note, class_="note") if note else None,
-        tag("details", tag("summary", "Data table"), data),
-        json_island(island, "points"),
-        class_="chart wide" if drawing.end_labels else "chart",
-    )
-
-
-def _draw_nothing(title: str) -> Html:
-    return tag(
-        "figure",
-        tag("figcaption", tag("h3", title)),
-        tag("p", "Not measured.", class_="note"),
-        class_="chart",
-    )
+    rows = []
+    for row in _few_rows(len(steps)):
+        rows.append([_step_text(steps[row]), *[_plain(ys[row]) for _, ys in columns]])
+    head = ["step", *[_name_with_unit(name, unit) for name, _ in columns]]
+    return table(head, rows, css_class="num")
 
 
 def _x_scale(xs: Sequence[float], x_range: tuple[float, float] | None) -> Scale:
@@ -334,92 +247,102 @@ def _table(chart: LineChart) -> Html:
     lines = [series for series in chart.series if not series.dots]
     parts: list[Html] = []
     if lines:
-        xs = lines[0].xs
-        head = ["step", *[_name_with_unit(series.name, chart.unit) for series in lines]]
-        rows = [
-            [_step_text(xs[r]), *[_plain(series.ys[r]) for series in lines]]
-            for r in _few_rows(len(xs))
-        ]
-        parts.append(table(head, rows, css_class="num"))
+        # All lines of a chart are columns of the same steps; only dots have steps of their own.
+        columns = [(series.name, series.ys) for series in lines]
+        parts.append(_step_table(lines[0].xs, columns, chart.unit))
     for series in chart.series:
-        finite = [(y, x) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
-        if not finite:
-            continue
-        if series.dots:
-            values = [
-                f"{_value(y, chart.unit)} at step {_step_text(x)}"
-                for y, x in finite[:MAX_TABLE_ROWS]
-            ]
-            parts.append(tag("p", f"{series.name}: {'; '.join(values)}", class_="note"))
-        else:
-            (low, low_x), (high, high_x) = min(finite), max(finite)
-            ends = f"lowest {_value(low, chart.unit)} at step {_step_text(low_x)}"
-            ends += f", highest {_value(high, chart.unit)} at step {_step_text(high_x)}"
-            parts.append(tag("p", f"{series.name}: {ends}", class_="note"))
+        text = _describe_values(series, chart.unit)
+        if text:
+            parts.append(tag("p", f"{series.name}: {text}", class_="note"))
     return join_html(parts)
 
 
+def _describe_values(series: Series, unit: str) -> str:
+    """All values of dots, the lowest and the highest of a line; "" if none is finite."""
+    finite = [(y, x) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
+    if not finite:
+        return ""
+    if series.dots:
+        return "; ".join(_value_at(y, x, unit) for y, x in finite[:MAX_TABLE_ROWS])
+    lowest, highest = _value_at(*min(finite), unit), _value_at(*max(finite), unit)
+    return f"lowest {lowest}, highest {highest}"
+
+
+def _value_at(value: float, step: float, unit: str) -> str:
+    return f"{_value(value, unit)} at step {_step_text(step)}"
+
+
 def _few_rows(count: int) -> list[int]:
-    return sorted(
-        {end - 1 for _, end in buckets(count, MAX_TABLE_ROWS)} | ({0} if count else set())
-    )
+    """At most `MAX_TABLE_ROWS` + 1 row numbers: the first, and the last of each bucket."""
+    rows = {end - 1 for _, end in buckets(count, MAX_TABLE_ROWS)}
+    if count:
+        rows.add(0)
+    return sorted(rows)
 
 
 # --- marks and labels -----------------------------------------------------------------------------
 
 
-def _draw_marks(marks: Sequence[Mark], x_scale: Scale, y_scale: Scale, drawing: _Drawing) -> None:
+def _draw_marks(marks: Sequence[Mark], x_scale: Scale, y_scale: Scale, drawing: Drawing) -> None:
     free_from = -1.0
     for mark in marks[:MAX_MARKS]:
         x = x_scale(mark.x)
         if not 0 <= x <= 1:
             continue
         if mark.kind == "skip":
-            y = y_scale(mark.y) if math.isfinite(mark.y) else 0.0
+            y = 0.0
+            if math.isfinite(mark.y):
+                y = y_scale(mark.y)
+            # Kept off the plot's edges, where half of the sign would be cut away.
             drawing.over.append(_cross(x, min(max(y, 0.03), 0.97), "skip", "✕", mark.title))
             continue
-        drawing.svg.append(_path(f"M{x * _SIZE:.1f} 0V{_SIZE}", mark.kind))
+        drawing.svg.append(draw_path(f"M{x * SIZE:.1f} 0V{SIZE}", mark.kind))
         if x >= free_from:
+            # A text that begins near the right edge would run over it.
             side = "flag left" if x > 0.8 else "flag"
             drawing.over.append(tag("span", mark.title, class_=side, style=f"left:{100 * x:.2f}%"))
-            free_from = x + 0.16
+            free_from = x + FLAG_WIDTH
     kinds = {mark.kind for mark in marks}
     if "skip" in kinds:
-        drawing.legend.append(
-            tag("span", tag("b", "✕", class_="skip"), "skipped step", class_="key")
-        )
-    drawing.legend += [_key(kind, kind) for kind in ("restart", "resume") if kind in kinds]
+        cross = tag("b", "✕", class_="skip")
+        drawing.legend.append(tag("span", cross, "skipped step", class_="key"))
+    for kind in ("restart", "resume"):
+        if kind in kinds:
+            drawing.legend.append(draw_key(kind, kind, "stroke"))
 
 
 def _end_labels(chart: LineChart, y_scale: Scale) -> list[Html]:
     """Labels right of the plot at the height of what they name, moved apart where they would
     overlap."""
-    labels: list[tuple[float, str, str]] = [
-        (y_scale(r.value), r.label, r.css_class) for r in chart.references
-    ]
+    labels: list[tuple[float, str, str]] = []
+    for reference in chart.references:
+        labels.append((y_scale(reference.value), reference.label, reference.css_class))
     for series in chart.series:
         last = next((y for y in reversed(series.ys) if math.isfinite(y)), None)
         if series.end_label and last is not None:
             labels.append((y_scale(last), series.end_label, series.css_class))
     labels.sort()
-    heights: list[float] = []
-    for height, _, _ in labels:
-        heights.append(max(height, heights[-1] + MIN_LABEL_GAP if heights else 0.0))
+    heights = _move_apart([height for height, _, _ in labels])
+    end_labels = []
+    for height, (_, text, css_class) in zip(heights, labels, strict=True):
+        style = f"bottom:{100 * height:.2f}%"
+        end_labels.append(tag("span", text, class_=f"end {css_class}", style=style))
+    return end_labels
+
+
+def _move_apart(heights: Sequence[float]) -> list[float]:
+    """The ascending heights, at least `MIN_LABEL_GAP` from each other and inside the plot."""
+    moved: list[float] = []
+    lowest = 0.0
+    for height in heights:
+        moved.append(max(height, lowest))
+        lowest = moved[-1] + MIN_LABEL_GAP
+    # And back down from the top, if they were pushed over it.
     ceiling = 1.0
-    for index in range(
-        len(heights) - 1, -1, -1
-    ):  # and back down from the top, if they were pushed over it
-        heights[index] = min(heights[index], ceiling)
-        ceiling = heights[index] - MIN_LABEL_GAP
-    return [
-        tag("span", text, class_=f"end {css_class}", style=f"bottom:{100 * height:.2f}%")
-        for height, (_, text, css_class) in zip(heights, labels, strict=True)
-    ]
-
-
-def _key(css_class: str, name: str, *, dot: bool = False, block: bool = False) -> Html:
-    shape = "dot" if dot else "block" if block else "stroke"
-    return tag("span", tag("i", class_=f"{shape} {css_class}"), name, class_="key")
+    for index in reversed(range(len(moved))):
+        moved[index] = min(moved[index], ceiling)
+        ceiling = moved[index] - MIN_LABEL_GAP
+    return moved
 
 
 def _dot(x: float, y: float, css_class: str) -> Html | None:
@@ -436,26 +359,16 @@ def _cross(x: float, y: float, css_class: str, sign: str, title: str) -> Html:
 # --- paths and numbers ----------------------------------------------------------------------------
 
 
-def _path(d: str, css_class: str) -> Html:
-    return tag("path", d=d, class_=css_class, vector_effect="non-scaling-stroke")
-
-
-def _horizontal(y: float) -> str:
-    return f"M0 {_SIZE * (1 - y):.1f}H{_SIZE}"
-
-
 def _line(xs: Sequence[float], ys: Sequence[float], x_scale: Scale, y_scale: Scale) -> str:
     """A polyline, lifted over the values that are not numbers."""
     d: list[str] = []
-    is_down = False
+    command = "M"
     for x, y in zip(xs, ys, strict=True):
         if math.isfinite(y) and not (y_scale.is_log and y <= 0):
-            d.append(
-                f"{'L' if is_down else 'M'}{_SIZE * x_scale(x):.1f} {_SIZE * (1 - y_scale(y)):.1f}"
-            )
-            is_down = True
+            d.append(f"{command}{SIZE * x_scale(x):.1f} {SIZE * (1 - y_scale(y)):.1f}")
+            command = "L"
         else:
-            is_down = False
+            command = "M"
     return "".join(d)
 
 
@@ -468,20 +381,20 @@ def _columns(
 ) -> str:
     d = []
     for left_edge, right_edge, low, high in zip(lefts, rights, floor, top, strict=True):
-        start_x, end_x = max(left_edge, 0.0) * _SIZE, min(right_edge, 1.0) * _SIZE
-        y_low, y_high = _SIZE * (1 - min(y_scale(low), 1.0)), _SIZE * (1 - min(y_scale(high), 1.0))
+        start_x, end_x = max(left_edge, 0.0) * SIZE, min(right_edge, 1.0) * SIZE
+        y_low, y_high = SIZE * (1 - min(y_scale(low), 1.0)), SIZE * (1 - min(y_scale(high), 1.0))
+        # Flat columns are left out: paths of many steps and parts are most of a page's bytes.
         if y_low - y_high > 0.05 and end_x > start_x:
             d.append(f"M{start_x:.1f} {y_low:.1f}V{y_high:.1f}H{end_x:.1f}V{y_low:.1f}Z")
     return "".join(d)
 
 
 def _mean(values: Sequence[float]) -> float:
+    """The mean of the finite values, negative ones as 0; 0 without any."""
     finite = [max(value, 0.0) for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else 0.0
-
-
-def _numbers(values: Sequence[float]) -> list[float | None]:
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+    if not finite:
+        return 0.0
+    return sum(finite) / len(finite)
 
 
 def _plain(value: float) -> str:

@@ -20,6 +20,12 @@ def number_or_nan(value: Any) -> float:
     return math.nan
 
 
+def finite_or_zero(value: float) -> float:
+    if math.isfinite(value):
+        return value
+    return 0.0
+
+
 def dict_or_empty(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 

@@ -37,6 +37,20 @@ def tag(name: str, *children: Child, **attributes: str | int | float | bool | No
     return Html(f"<{head}>{join_html(children)}</{name}>")
 
 
+def tag_note(text: str) -> Html | None:
+    """A paragraph of small text; None without text."""
+    if not text:
+        return None
+    return tag("p", text, class_="note")
+
+
+def tag_small(text: str) -> Html | None:
+    """Small text beside a value; None without text."""
+    if not text:
+        return None
+    return tag("small", text)
+
+
 def join_html(children: Iterable[Child]) -> Html:
     """The children one after another, text escaped, iterables opened."""
     parts: list[str] = []
@@ -57,19 +71,21 @@ def _clean(text: str) -> str:
     the line around."""
     if text.isprintable():
         return text
-    return "".join(
-        "�" if c not in "\n\t" and (category(c) in ("Cc", "Cs") or c in TURNS_AROUND) else c
-        for c in text
-    )
+    return "".join(map(_clean_letter, text))
+
+
+def _clean_letter(letter: str) -> str:
+    if letter in "\n\t":
+        return letter
+    if category(letter) in ("Cc", "Cs") or letter in TURNS_AROUND:
+        return "�"
+    return letter
 
 
 def json_island(value: Any, css_class: str) -> Html:
     """Data for the page's script; no `<` survives, so that no text inside can end the element."""
-    text = (
-        json.dumps(value, separators=(",", ":"), allow_nan=False)
-        .replace("<", "\\u003c")
-        .replace("&", "\\u0026")
-    )
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    text = text.replace("<", "\\u003c").replace("&", "\\u0026")
     return Html(f'<script type="application/json" class="{css_class}">{text}</script>')
 
 
@@ -82,15 +98,14 @@ def table(
 ) -> Html:
     """A table whose cells are right-aligned from the second column on by the style sheet's `num`
     class."""
-    return tag(
-        "div",
-        tag(
-            "table",
-            tag("caption", caption) if caption else None,
-            tag("thead", tag("tr", [tag("th", cell, scope="col") for cell in head])),
-            tag("tbody", [tag("tr", [tag("td", cell) for cell in row]) for row in rows]),
-            class_=css_class or None,
-        ),
-        class_="scroll",
-        tabindex=0,
-    )
+    parts = []
+    if caption:
+        parts.append(tag("caption", caption))
+    parts.append(tag("thead", tag("tr", [tag("th", cell, scope="col") for cell in head])))
+    parts.append(tag("tbody", [_table_row(row) for row in rows]))
+    # A wide table scrolls in its own box, and with a tab index the arrow keys can scroll it, too.
+    return tag("div", tag("table", parts, class_=css_class or None), class_="scroll", tabindex=0)
+
+
+def _table_row(cells: Iterable[Child]) -> Html:
+    return tag("tr", [tag("td", cell) for cell in cells])

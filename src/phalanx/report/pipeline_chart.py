@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from phalanx.plan.pipeline.schedule import KIND_NAMES, Action, Kind
 from phalanx.plan.pipeline.simulate import Timeline, count_in_flight
 from phalanx.report import formats
-from phalanx.report.charts import draw_legend
+from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, table, tag
 from phalanx.report.scales import linear_ticks, tick_texts
 

@@ -25,11 +25,9 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, num_ticks: int = 5) -> list[float]:
-        return (
-            _log_ticks(self.low, self.high)
-            if self.is_log
-            else linear_ticks(self.low, self.high, num_ticks)
-        )
+        if self.is_log:
+            return _log_ticks(self.low, self.high)
+        return linear_ticks(self.low, self.high, num_ticks)
 
 
 def scale_for(
@@ -45,24 +43,47 @@ def scale_for(
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return Scale(0.0, 1.0)
+    if may_be_log and (log_scale := _log_scale(finite)):
+        return log_scale
     low, high = min(finite), max(finite)
-    if may_be_log:
-        positive = [value for value in finite if value > 0]
-        if positive and max(positive) / min(positive) > 100:
-            return Scale(min(positive) / 1.15, max(positive) * 1.15, is_log=True)
-    low = min(low, 0.0) if zero else low
+    if zero:
+        low = min(low, 0.0)
+    is_from_zero = zero and low == 0
+    # Equal values, up to rounding, would have no height: divisions by it come next.
     if not high - low > 1e-12 * max(abs(high), abs(low)):
         pad = abs(high) * 0.1 or 1.0
-        low, high = (low if zero and low == 0 else low - pad), high + pad
+        high += pad
+        if not is_from_zero:
+            low -= pad
     if snug:
         return Scale(low, high)
+    return _round_out(low, high, is_from_zero)
+
+
+def _log_scale(finite: Sequence[float]) -> Scale | None:
+    """A logarithmic scale for the positive values; None if they span two decades or less."""
+    positive = [value for value in finite if value > 0]
+    if not positive or max(positive) / min(positive) <= 100:
+        return None
+    return Scale(min(positive) / 1.15, max(positive) * 1.15, is_log=True)
+
+
+def _round_out(low: float, high: float, is_from_zero: bool) -> Scale:
+    """From a tick at or below `low` to one at or above `high`, where that leaves little room."""
     ticks = linear_ticks(low, high, 5)
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else (high - low) / 4
+    step = (high - low) / 4
+    if len(ticks) > 1:
+        step = ticks[1] - ticks[0]
+    # 1e-9: a value that is a tick up to rounding needs no further one.
     top = math.ceil(high / step - 1e-9) * step
-    bottom = low if zero and low == 0 else math.floor(low / step + 1e-9) * step
+    bottom = low
+    if not is_from_zero:
+        bottom = math.floor(low / step + 1e-9) * step
     # Rounding out to ticks must not squeeze the curve into half the chart.
-    top = top if top - high < 0.5 * step else high + 0.05 * (high - low)
-    bottom = bottom if low - bottom < 0.5 * step else low - 0.05 * (high - low)
+    if not top - high < 0.5 * step:
+        top = high + 0.05 * (high - low)
+    if not low - bottom < 0.5 * step:
+        bottom = low - 0.05 * (high - low)
     return Scale(bottom, top)
 
 
@@ -80,14 +101,20 @@ def linear_ticks(low: float, high: float, num_ticks: int) -> list[float]:
 
 def whole_ticks(low: float, high: float, num_ticks: int) -> list[float]:
     """Ticks for steps: whole numbers only."""
-    return [tick for tick in linear_ticks(low, high, num_ticks) if tick == round(tick)]
+    return select_whole(linear_ticks(low, high, num_ticks))
+
+
+def select_whole(ticks: Sequence[float]) -> list[float]:
+    return [tick for tick in ticks if tick == round(tick)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     period = max(1, math.ceil(len(decades) / 7))
     factors = (1, 3) if len(decades) <= 5 else (1,)
-    ticks = [factor * 10.0**power for power in decades[::period] for factor in factors]
+    ticks = []
+    for power in decades[::period]:
+        ticks += [factor * 10.0**power for factor in factors]
     return [tick for tick in ticks if low <= tick <= high]
 
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from phalanx.core.units import plural
 from phalanx.report import formats
-from phalanx.report.charts import LineChart, Reference, Series, draw_legend, draw_line_chart
+from phalanx.report.charts import LineChart, Reference, Series, draw_line_chart
 from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.facts import RunFacts
+from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, table, tag
 from phalanx.report.sections.curves import restarts, x_range
 

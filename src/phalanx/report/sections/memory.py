@@ -9,8 +9,9 @@ from phalanx.core.printable import printable
 from phalanx.core.units import describe_bytes_error
 from phalanx.observe.events import MemoryMeasured
 from phalanx.report import formats
-from phalanx.report.charts import draw_legend, draw_stacked_bar
+from phalanx.report.bars import draw_stacked_bar
 from phalanx.report.facts import RunFacts
+from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, table, tag
 
 MAX_RANKS = 32

@@ -8,8 +8,8 @@ from typing import Any
 from phalanx.core.units import plural
 from phalanx.observe.units import TEXT, Units
 from phalanx.report import formats
-from phalanx.report.charts import draw_legend
 from phalanx.report.facts import RunFacts
+from phalanx.report.figure import draw_legend
 from phalanx.report.formats import dict_or_empty, list_or_empty, number_or_nan, text_or_missing
 from phalanx.report.markup import Html, table, tag
 from phalanx.report.sections import memory

@@ -4,8 +4,10 @@ another."""
 from __future__ import annotations
 
 from phalanx.report import formats
-from phalanx.report.charts import StackChart, draw_legend, draw_stack_chart, draw_stacked_bar
+from phalanx.report.bars import draw_stacked_bar
+from phalanx.report.charts import StackChart, draw_stack_chart
 from phalanx.report.facts import GROUPS, RankTime, RunFacts
+from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, table, tag
 from phalanx.report.sections.curves import x_range
 

@@ -1,0 +1,93 @@
+"""Which steps of a run stand, which a restart rolled back, and which were done again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phalanx.observe import events
+from phalanx.report.event_log import EventLog
+from phalanx.report.facts import RunAttempt, Steps
+from phalanx.report.formats import finite_or_zero
+
+
+@dataclass
+class StepHistory:
+    """The attempts' steps: which stand, which were rolled back, which were done again."""
+
+    first_step: dict[int, int] = field(default_factory=dict)
+    # step -> the attempt whose result stands
+    attempt_of: dict[int, int] = field(default_factory=dict)
+    num_redone: int = 0
+    num_rolled_back: int = 0
+    rolled_back_s: float = 0.0
+
+
+def select_steps(log: EventLog) -> tuple[Steps, StepHistory]:
+    """The lead rank's steps that stand.
+
+    What an attempt did at or after the next one's first step is undone.
+    """
+    history = StepHistory()
+    location: dict[int, tuple[int, int]] = {}  # step -> (attempt, row)
+    done: set[int] = set()
+    for attempt in sorted(log.lead_steps):
+        steps = log.lead_steps[attempt]
+        first = min(steps.step)
+        history.first_step[attempt] = first
+        for step in [step for step in location if step >= first]:
+            earlier, row = location.pop(step)
+            history.num_rolled_back += 1
+            history.rolled_back_s += finite_or_zero(log.lead_steps[earlier].step_s[row])
+        history.num_redone += len(done.intersection(steps.step))
+        done.update(steps.step)
+        location.update({step: (attempt, row) for row, step in enumerate(steps.step)})
+    standing = Steps()
+    for step in sorted(location):
+        attempt, row = location[step]
+        history.attempt_of[step] = attempt
+        _copy_row(log.lead_steps[attempt], row, standing)
+    return standing, history
+
+
+def _copy_row(source: Steps, row: int, target: Steps) -> None:
+    target.step.append(source.step[row])
+    target.loss.append(source.loss[row])
+    target.learning_rate.append(source.learning_rate[row])
+    target.grad_norm.append(source.grad_norm[row])
+    target.step_s.append(source.step_s[row])
+    target.tokens_per_s.append(source.tokens_per_s[row])
+    target.rss_bytes.append(source.rss_bytes[row])
+    target.sent_bytes.append(source.sent_bytes[row])
+    for axis, axis_bytes in target.sent_by_axis.items():
+        axis_bytes.append(source.sent_by_axis[axis][row])
+    for name, column in target.groups_s.items():
+        column.append(source.groups_s[name][row])
+
+
+def select_skips(log: EventLog, steps: Steps, history: StepHistory) -> list[events.StepSkipped]:
+    """Skipped steps that were not done, without a skip, by a later attempt."""
+    latest: dict[int, tuple[int, events.StepSkipped]] = {}
+    for envelope in sorted(log.rest, key=lambda envelope: envelope.attempt):
+        if isinstance(envelope.event, events.StepSkipped):
+            latest[int(envelope.event.step)] = (envelope.attempt, envelope.event)
+    skips = []
+    for step, (attempt, event) in sorted(latest.items()):
+        if history.attempt_of.get(step, attempt) <= attempt:
+            skips.append(event)
+    return skips
+
+
+def list_attempts(log: EventLog, history: StepHistory) -> list[RunAttempt]:
+    started: dict[int, events.RunStarted] = {}
+    crashed: set[int] = set()
+    for envelope in log.rest:
+        if isinstance(envelope.event, events.RestartScheduled):
+            crashed.add(envelope.attempt)
+        elif isinstance(envelope.event, events.RunStarted) and envelope.rank == log.lead_rank:
+            started[envelope.attempt] = envelope.event
+    attempts = []
+    for number in sorted(set(started) | set(history.first_step)):
+        is_restart = number - 1 in crashed
+        first_step = history.first_step.get(number)
+        attempts.append(RunAttempt(number, first_step, started.get(number), is_restart))
+    return attempts
