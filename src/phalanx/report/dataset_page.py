@@ -11,15 +11,22 @@ from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.data.dataset import Dataset, DatasetManifest
 from phalanx.data.stats import DatasetStats
-from phalanx.report.markup import Html, table, tag
-from phalanx.report.scales import Scale, scale_for, tick_texts
+from phalanx.report.figure import (
+    SIZE,
+    draw_path,
+    draw_x_ticks,
+    draw_y_ticks,
+    horizontal_path,
+)
+from phalanx.report.markup import Html, table, tag, tag_note, tag_small
+from phalanx.report.scales import Scale, scale_for, select_whole
 
-_SIZE = 1000  # of the SVG's own coordinates, both ways
 _GAP = 0.08  # between columns, as a part of one
 _LEAST_COLUMNS = 8  # wide: one alone does not fill the picture
 _LABEL_LETTERS = 48  # under one picture, with the space between labels
 _MOST_SHARDS = 40
 _CONTENT_SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"})
 
 
 def write_dataset_page(path: Path, dataset: Dataset, stats: DatasetStats) -> None:
@@ -51,13 +58,12 @@ def render_dataset_page(dataset: Dataset, stats: DatasetStats) -> str:
 
 def _header(name: str, dataset: Dataset, stats: DatasetStats) -> Html:
     used = f"{stats.num_tokens_used:,} of them occur"
+    num_tokens = ""
+    if stats.num_tokens >= 1000:  # below that the rounded count is exact
+        num_tokens = f"{stats.num_tokens:,}"
     keys = [
         ("Documents", f"{stats.num_documents:,}", ""),
-        (
-            "Tokens",
-            format_count(stats.num_tokens),
-            f"{stats.num_tokens:,}" if stats.num_tokens >= 1000 else "",
-        ),
+        ("Tokens", format_count(stats.num_tokens), num_tokens),
         ("Text", format_bytes(stats.source_bytes), f"{stats.tokens_per_byte:.3f} tokens per byte"),
         ("On disk", format_bytes(stats.num_bytes), plural(stats.num_shards, "shard")),
         ("Vocabulary", f"{stats.vocab_size:,}", used),
@@ -74,30 +80,27 @@ def _header(name: str, dataset: Dataset, stats: DatasetStats) -> Html:
 
 
 def _key(name: str, value: str, detail: str) -> Html:
-    return tag("div", tag("dt", name), tag("dd", value, tag("small", detail) if detail else None))
+    return tag("div", tag("dt", name), tag("dd", value, tag_small(detail)))
 
 
 def _lengths(stats: DatasetStats) -> Html:
-    ranges = [(bin.low, bin.high) for bin in stats.bins]
-    documents = draw_histogram(
-        "Documents by length", "documents", ranges, [bin.num_documents for bin in stats.bins], "g1"
-    )
+    ranges, num_documents, num_tokens, rows = [], [], [], []
+    for bin in stats.bins:
+        ranges.append((bin.low, bin.high))
+        num_documents.append(bin.num_documents)
+        num_tokens.append(bin.num_tokens)
+        rows.append(
+            [format_range(bin.low, bin.high), f"{bin.num_documents:,}", f"{bin.num_tokens:,}"]
+        )
+    documents = draw_histogram("Documents by length", "documents", ranges, num_documents, "g1")
     tokens = draw_histogram(
-        "Tokens by length of their document",
-        "tokens",
-        ranges,
-        [b.num_tokens for b in stats.bins],
-        "g4",
+        "Tokens by length of their document", "tokens", ranges, num_tokens, "g4"
     )
     quantiles = table(
         ["of the documents", "at most this many tokens"],
         [[format_quantile(part), f"{length:,}"] for part, length in stats.quantiles.items()],
         css_class="num",
     )
-    rows = [
-        [format_range(b.low, b.high), f"{b.num_documents:,}", f"{b.num_tokens:,}"]
-        for b in stats.bins
-    ]
     numbers = table(["length in tokens", "documents", "tokens"], rows, css_class="num")
     return tag(
         "section",
@@ -120,7 +123,9 @@ def format_quantile(part: float) -> str:
 
 
 def format_range(low: int, high: int) -> str:
-    return f"{low:,} to {high:,}" if high > low else f"{low:,}"
+    if high > low:
+        return f"{low:,} to {high:,}"
+    return f"{low:,}"
 
 
 def describe_left_out(manifest: DatasetManifest) -> list[str]:
@@ -136,13 +141,10 @@ def describe_left_out(manifest: DatasetManifest) -> list[str]:
     if manifest.num_empty_files:
         parts.append(f"{plural(manifest.num_empty_files, 'empty file')} skipped")
     if manifest.num_not_files:
-        nouns = (
-            "entry that is no file" if manifest.num_not_files == 1 else "entries that are no files"
+        entries = plural(
+            manifest.num_not_files, "entry that is no file", "entries that are no files"
         )
-        parts.append(
-            f"{manifest.num_not_files:,} {nouns} skipped (broken links, linked folders, pipes,"
-            " devices)"
-        )
+        parts.append(f"{entries} skipped (broken links, linked folders, pipes, devices)")
     if manifest.num_json_as_text:
         files = plural(manifest.num_json_as_text, ".json file")
         parts.append(
@@ -166,15 +168,11 @@ def describe_left_out(manifest: DatasetManifest) -> list[str]:
 
 
 def _tokens(stats: DatasetStats) -> Html:
-    rows = [
-        [
-            tag("code", _show_white_space(t.text)),
-            str(t.token),
-            f"{t.count:,}",
-            f"{100 * t.count / stats.num_tokens:.2f} %",
-        ]
-        for t in stats.frequent
-    ]
+    rows = []
+    for frequent in stats.frequent:
+        text = tag("code", _show_white_space(frequent.text))
+        share = f"{100 * frequent.count / stats.num_tokens:.2f} %"
+        rows.append([text, str(frequent.token), f"{frequent.count:,}", share])
     ranks = [[f"{rank:,}", f"{count:,}"] for rank, count in stats.counts_by_rank]
     return tag(
         "section",
@@ -198,34 +196,36 @@ def _show_white_space(text: str) -> str:
     """White space as something one can see."""
     if text == "(end of document)":
         return text
-    return "".join(
-        {"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}.get(letter, letter) for letter in text
-    )
+    return text.translate(_VISIBLE)
 
 
 def _origin(dataset: Dataset) -> Html:
     manifest = dataset.manifest
-    inputs = [
-        [str(one["source"]), f"{one['num_files']:,}", format_bytes(one["num_bytes"])]
-        for one in manifest.inputs
-    ]
-    facts = [shard.facts for shard in dataset.shards[:_MOST_SHARDS]]
-    shards = [
-        [f.file, f"{f.num_tokens:,}", f"{f.num_documents:,}", f"{f.max_token_id:,}", f.xxh3]
-        for f in facts
-    ]
-    more = len(dataset.shards) - len(facts)
+    inputs = []
+    for entry in manifest.inputs:
+        size = format_bytes(entry["num_bytes"])
+        inputs.append([str(entry["source"]), f"{entry['num_files']:,}", size])
+    shards = []
+    for shard in dataset.shards[:_MOST_SHARDS]:
+        facts = shard.facts
+        numbers = [facts.num_tokens, facts.num_documents, facts.max_token_id]
+        shards.append([facts.file, *[f"{number:,}" for number in numbers], facts.xxh3])
     note = "; ".join(describe_left_out(manifest))
+    if note:
+        note = f"{note[0].upper()}{note[1:]}."
+    num_more, more = len(dataset.shards) - len(shards), ""
+    if num_more:
+        more = f"and {num_more:,} more"
     return tag(
         "section",
         tag("h2", "Where it comes from"),
         table(["input", "files", "size"], inputs, css_class="num"),
-        tag("p", f"{note[0].upper()}{note[1:]}.", class_="note") if note else None,
+        tag_note(note),
         tag(
             "details",
             tag("summary", "Shards"),
             table(["shard", "tokens", "documents", "largest id", "XXH3"], shards, css_class="num"),
-            tag("p", f"and {more:,} more", class_="note") if more else None,
+            tag_note(more),
         ),
         id="origin",
     )
@@ -246,73 +246,51 @@ def draw_histogram(
     labels = [_short(low) for low, _ in ranges]
     label_period = -(-len(values) * (max(map(len, labels)) + 2) // _LABEL_LETTERS)
     for number, ((low, high), value) in enumerate(zip(ranges, values, strict=True)):
-        left_edge, right_edge = (
-            (first + number + edge) / num_slots for edge in (_GAP / 2, 1 - _GAP / 2)
-        )
+        left_edge = (first + number + _GAP / 2) / num_slots
+        right_edge = (first + number + (1 - _GAP / 2)) / num_slots
         top = scale(value)
         if value:
             top = max(top, 0.004)  # one document of a million still shows
-            start_x, end_x = _SIZE * left_edge, _SIZE * right_edge
-            d = f"M{start_x:.1f} {_SIZE}V{_SIZE * (1 - top):.1f}H{end_x:.1f}V{_SIZE}Z"
+            start_x, end_x = SIZE * left_edge, SIZE * right_edge
+            d = f"M{start_x:.1f} {SIZE}V{SIZE * (1 - top):.1f}H{end_x:.1f}V{SIZE}Z"
             pointed = tag("title", f"{format_range(low, high)} tokens: {value:,} {y_label}")
             paths.append(tag("path", pointed, d=d, class_=css_class))
         if number % label_period == 0:
-            names.append(
-                tag(
-                    "span",
-                    labels[number],
-                    class_="xtick",
-                    style=f"left:{100 * (left_edge + right_edge) / 2:.2f}%",
-                )
-            )
+            style = f"left:{100 * (left_edge + right_edge) / 2:.2f}%"
+            names.append(tag("span", labels[number], class_="xtick", style=style))
     return _figure(title, y_label, "length in tokens", scale, paths, names)
 
 
 def _short(length: int) -> str:
     """16384 -> '16 K': the place of a column; pointing at it shows the exact range."""
-    return f"{length:,}" if length < 10_000 else format_count(length)
+    if length < 10_000:
+        return f"{length:,}"
+    return format_count(length)
 
 
 def _rank_curve(stats: DatasetStats) -> Html:
     """Rank and frequency, both logarithmic: a straight line is Zipf's law."""
     xs = scale_for([rank for rank, _ in stats.counts_by_rank], may_be_log=True, snug=True)
     ys = scale_for([count for _, count in stats.counts_by_rank], may_be_log=True)
-    places = [
-        f"{_SIZE * xs(rank):.1f} {_SIZE * (1 - ys(count)):.1f}"
-        for rank, count in stats.counts_by_rank
-    ]
-    line = tag("path", d="M" + "L".join(places), class_="s0", vector_effect="non-scaling-stroke")
-    ticks = xs.ticks()
-    names = [
-        tag("span", text, class_="xtick", style=f"left:{100 * xs(tick):.2f}%")
-        for tick, text in zip(ticks, tick_texts(ticks), strict=True)
-    ]
+    corners = []
+    for rank, count in stats.counts_by_rank:
+        corners.append(f"{SIZE * xs(rank):.1f} {SIZE * (1 - ys(count)):.1f}")
+    line = draw_path("M" + "L".join(corners), "s0")
     title = "How often each token occurs, from the most frequent on"
-    return _figure(title, "times", "rank of the token", ys, [line], names)
+    return _figure(title, "times", "rank of the token", ys, [line], draw_x_ticks(xs.ticks(), xs))
 
 
 def _figure(
     title: str, y_label: str, x_label: str, scale: Scale, paths: list[Html], names: list[Html]
 ) -> Html:
-    ticks = [tick for tick in scale.ticks() if tick == round(tick)]  # of things one counts
-    grid = [
-        tag(
-            "path",
-            d=f"M0 {_SIZE * (1 - scale(tick)):.1f}H{_SIZE}",
-            class_="grid",
-            vector_effect="non-scaling-stroke",
-        )
-        for tick in ticks
-    ]
-    heights = [
-        tag("span", text, class_="ytick", style=f"bottom:{100 * scale(tick):.2f}%")
-        for tick, text in zip(ticks, tick_texts(ticks), strict=True)
-    ]
+    ticks = select_whole(scale.ticks())  # of things one counts
+    grid = [draw_path(horizontal_path(scale(tick)), "grid") for tick in ticks]
+    heights = draw_y_ticks(ticks, scale)
     svg = tag(
         "svg",
         grid,
         paths,
-        viewBox=f"0 0 {_SIZE} {_SIZE}",
+        viewBox=f"0 0 {SIZE} {SIZE}",
         preserveAspectRatio="none",
         role="img",
         aria_label=title,

@@ -23,6 +23,13 @@ class _Step:
         self.num_chosen += sum(map(sum, event.tokens_by_expert.values()))
         self.num_dropped += sum(event.dropped.values())
 
+    @property
+    def dropped_share(self) -> float:
+        """Fraction (0 to 1) of the choices that were dropped; NaN without choices."""
+        if not self.num_chosen > 0:
+            return math.nan
+        return self.num_dropped / self.num_chosen
+
 
 @dataclass(frozen=True)
 class ExpertFacts:
@@ -47,7 +54,9 @@ class ExpertFacts:
     def newest_dropped_share(self) -> float:
         """Fraction (0 to 1) of the token-to-expert choices of `step` that were dropped."""
         chosen = sum(map(sum, self.tokens.values()))
-        return sum(self.dropped.values()) / chosen if chosen > 0 else 0.0
+        if not chosen > 0:
+            return 0.0
+        return sum(self.dropped.values()) / chosen
 
 
 @dataclass
@@ -72,18 +81,15 @@ class ExpertLog:
 
     def facts(self, attempt_of: Callable[[int, int], int]) -> ExpertFacts:
         """`attempt_of(step, default)`: the attempt whose result of a step stands."""
-        steps = sorted(
-            (step, result)
-            for (attempt, step), result in self._steps.items()
-            if attempt_of(step, attempt) == attempt
-        )
+        standing: dict[int, _Step] = {}
+        for (attempt, step), result in self._steps.items():
+            if attempt_of(step, attempt) == attempt:
+                standing[step] = result
+        steps = sorted(standing)
         return ExpertFacts(
-            steps=[step for step, _ in steps],
-            worst=[result.worst or math.nan for _, result in steps],
-            dropped_share=[
-                result.num_dropped / result.num_chosen if result.num_chosen > 0 else math.nan
-                for _, result in steps
-            ],
+            steps=steps,
+            worst=[standing[step].worst or math.nan for step in steps],
+            dropped_share=[standing[step].dropped_share for step in steps],
             step=self._newest[1],
             tokens=dict(sorted(self._tokens.items(), key=lambda item: _layer_sort_key(item[0]))),
             dropped=self._dropped,
@@ -92,7 +98,11 @@ class ExpertLog:
 
 def _layer_sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """ "blocks.10.moe" comes after "blocks.2.moe"."""
-    return tuple(
-        (1, int(part), "") if part.isdecimal() and len(part) < 10 else (0, 0, part)
-        for part in name.split(".")
-    )
+    return tuple(map(_name_sort_key, name.split(".")))
+
+
+def _name_sort_key(part: str) -> tuple[int, int, str]:
+    # Names come from files, and int() refuses numbers of thousands of digits.
+    if part.isdecimal() and len(part) < 10:
+        return (1, int(part), "")
+    return (0, 0, part)

@@ -27,17 +27,21 @@ def finite_or_zero(value: float) -> float:
 
 
 def dict_or_empty(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def list_or_empty(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    if isinstance(value, list):
+        return value
+    return []
 
 
 def text_or_missing(value: Any, missing: str = NOT_MEASURED) -> str:
     if value is None or value == "":
         return missing
-    return value if isinstance(value, str) else str(value)
+    return str(value)
 
 
 def seconds(value: float) -> str:
@@ -51,7 +55,9 @@ def milliseconds(value: float) -> str:
     ms = value * 1e3
     if ms >= 100:
         return f"{ms:,.0f} ms"
-    return f"{ms:.1f} ms" if ms >= 1 else f"{ms:.3f} ms"
+    if ms >= 1:
+        return f"{ms:.1f} ms"
+    return f"{ms:.3f} ms"
 
 
 def num_bytes(value: float) -> str:

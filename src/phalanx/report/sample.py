@@ -8,16 +8,17 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import pairwise
 
+from phalanx.report.formats import finite_or_zero
+
 Points = tuple[list[float], list[float]]
 
 
 def buckets(count: int, max_buckets: int) -> list[tuple[int, int]]:
     """Cut `count` rows into at most `max_buckets` runs of nearly equal length, as (begin, end)."""
     max_buckets = min(count, max_buckets)
-    edges = (
-        [count * index // max_buckets for index in range(max_buckets + 1)] if max_buckets else [0]
-    )
-    return list(pairwise(edges))
+    if not max_buckets:
+        return []
+    return list(pairwise(count * index // max_buckets for index in range(max_buckets + 1)))
 
 
 def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
@@ -26,7 +27,7 @@ def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Point
     Gaps stay NaN.
     """
     if len(xs) <= max_points:
-        return list(xs), [value if math.isfinite(value) else math.nan for value in ys]
+        return list(xs), [_finite_or_nan(value) for value in ys]
     rows: list[int] = []
     for start, end in buckets(len(xs), max_points // 2):
         finite = [row for row in range(start, end) if math.isfinite(ys[row])]
@@ -35,9 +36,13 @@ def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Point
             continue
         low, high = min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)
         rows += sorted({low, high})
-    return [xs[row] for row in rows], [
-        ys[row] if math.isfinite(ys[row]) else math.nan for row in rows
-    ]
+    return [xs[row] for row in rows], [_finite_or_nan(ys[row]) for row in rows]
+
+
+def _finite_or_nan(value: float) -> float:
+    if math.isfinite(value):
+        return value
+    return math.nan
 
 
 def smooth(ys: Sequence[float], span: int) -> list[float]:
@@ -45,14 +50,16 @@ def smooth(ys: Sequence[float], span: int) -> list[float]:
     as after."""
     sums, counts = [0.0], [0]
     for value in ys:
-        is_finite = math.isfinite(value)
-        sums.append(sums[-1] + (value if is_finite else 0.0))
-        counts.append(counts[-1] + is_finite)
+        sums.append(sums[-1] + finite_or_zero(value))
+        counts.append(counts[-1] + math.isfinite(value))
     averages = []
     for row in range(len(ys)):
         start, end = max(row - span // 2, 0), min(row + span // 2 + 1, len(ys))
         count = counts[end] - counts[start]
-        averages.append((sums[end] - sums[start]) / count if count else math.nan)
+        mean = math.nan
+        if count:
+            mean = (sums[end] - sums[start]) / count
+        averages.append(mean)
     return averages
 
 
@@ -66,6 +73,8 @@ def running_median(ys: Sequence[float], span: int) -> list[float]:
             insort(window, ys[arriving])
         if leaving >= 0 and math.isfinite(ys[leaving]):
             del window[bisect_left(window, ys[leaving])]
-        if row >= 0:
-            medians.append(window[len(window) // 2] if window else math.nan)
+        if row >= 0 and window:
+            medians.append(window[len(window) // 2])
+        elif row >= 0:
+            medians.append(math.nan)
     return medians
