@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.folder import full_place
@@ -31,6 +32,9 @@ from phalanx.observe.words import exception_line
 from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.report.bubble import MeasuredPipeline
 from phalanx.report.facts import SENT_OVER, describe_sent_bytes, describe_untrained
+from phalanx.report.formats import dict_or_empty
+
+Kind = TypeVar("Kind", bound=Event)
 
 
 def summary_lines(run_dir: Path) -> list[str]:
@@ -39,15 +43,14 @@ def summary_lines(run_dir: Path) -> list[str]:
     units = units_of(_facts_of(run_dir / "job.json"))
     envelopes = EventTail(run_dir).poll()
     events = [envelope.event for envelope in envelopes]
-    evaluation = next((e for e in reversed(events) if isinstance(e, EvalFinished)), None)
-    baselines = {e.name: e for e in events if isinstance(e, BaselineMeasured)}
-    sample = next((e for e in reversed(events) if isinstance(e, TextGenerated)), None)
-    saved = next((e for e in reversed(events) if isinstance(e, CheckpointSaved)), None)
-    steps = {int(e.step) for e in events if isinstance(e, StepFinished)}
+    evaluation = _last(events, EvalFinished)
+    baselines = {event.name: event for event in _select(events, BaselineMeasured)}
+    sample = _last(events, TextGenerated)
+    saved = _last(events, CheckpointSaved)
+    steps = {int(event.step) for event in _select(events, StepFinished)}
     lines: list[str] = []
-    if (
-        why := describe_untrained(steps, [e for e in events if isinstance(e, StepSkipped)])
-    ) is not None:
+    why = describe_untrained(steps, _select(events, StepSkipped))
+    if why is not None:
         lines.append(f"warning {why}")
     if evaluation is not None:
         lines += _evaluation_lines(evaluation, baselines, units)
@@ -68,13 +71,26 @@ def summary_lines(run_dir: Path) -> list[str]:
     return lines
 
 
+def _select(events: list[Event], kind: type[Kind]) -> list[Kind]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def _last(events: list[Event], kind: type[Kind]) -> Kind | None:
+    for event in reversed(events):
+        if isinstance(event, kind):
+            return event
+    return None
+
+
 def _evaluation_lines(
     evaluation: EvalFinished, baselines: dict[str, BaselineMeasured], units: Units
 ) -> list[str]:
     """The held-out loss beside its baselines, by source and by metric, and the best one."""
     parts = [f"model {evaluation.loss:.3f}"]
     parts += [f"{name} {baseline.loss:.3f}" for name, baseline in baselines.items()]
-    title = f"held out, {units.loss_in_words}" if units.loss else "held out"
+    title = "held out"
+    if units.loss:
+        title = f"held out, {units.loss_in_words}"
     num_targets = f"({evaluation.num_targets:,} {units.items})"
     lines = [f"loss    {title}: {'  '.join(parts)}   {num_targets}"]
     lines += _sources(evaluation) + _metrics(evaluation)
@@ -84,18 +100,20 @@ def _evaluation_lines(
         verdict = "better" if ahead > 0 else "worse"
         lines.append(f"        the model is {abs(ahead):.3f} nats {verdict} than the trigram")
     if 0 < evaluation.best_step != evaluation.step:
-        by = "" if evaluation.judged_by == "loss" else f"{printable(evaluation.judged_by)} "
-        lines.append(
-            f"        the best was {by}{evaluation.best:.3f}, at step {evaluation.best_step}"
-        )
+        best = f"{evaluation.best:.3f}"
+        if evaluation.judged_by != "loss":
+            best = f"{printable(evaluation.judged_by)} {best}"
+        lines.append(f"        the best was {best}, at step {evaluation.best_step}")
     return lines
 
 
 def restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
     """A line that says how often this command restarted its ranks, and each cause once."""
+    if not num_restarts:
+        return []
     causes: list[str] = []
     last = ""
-    for envelope in EventTail(run_dir).poll() if num_restarts else ():
+    for envelope in EventTail(run_dir).poll():
         event = envelope.event
         if isinstance(event, RankFailed):
             last = (
@@ -104,17 +122,22 @@ def restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
             )
         elif isinstance(event, RestartScheduled):
             causes.append(last)
-    causes = causes[-num_restarts:] if num_restarts else []
+    # A continued run has the restarts of earlier commands before those of this one.
+    causes = causes[-num_restarts:]
     if not causes:
         return []
-    distinct = [
-        f"{cause} ({causes.count(cause)} times)" if causes.count(cause) > 1 else cause
-        for cause in causes
-    ]
     times = "once" if len(causes) == 1 else f"{len(causes)} times"
-    return [
-        f"again   the ranks were started again {times}, after " + "; ".join(dict.fromkeys(distinct))
-    ]
+    return [f"again   the ranks were started again {times}, after {_join_causes(causes)}"]
+
+
+def _join_causes(causes: list[str]) -> str:
+    """Each cause once, in order, with how often it came if that is more than once."""
+    parts = []
+    for cause, count in Counter(causes).items():
+        if count > 1:
+            cause = f"{cause} ({count} times)"
+        parts.append(cause)
+    return "; ".join(parts)
 
 
 def _facts_of(path: Path) -> dict[str, Any]:
@@ -122,32 +145,27 @@ def _facts_of(path: Path) -> dict[str, Any]:
         facts = read_json(path)
     except (OSError, ValueError):
         return {}
-    return facts if isinstance(facts, dict) else {}
+    return dict_or_empty(facts)
 
 
 def _sources(evaluation: EvalFinished) -> list[str]:
     """One line for each source of a mixture, the losses below each other."""
-    width = max((len(name) for name in evaluation.loss_by_source), default=0)
-    return [
-        f"        {printable(name):<{width}}  {loss:.3f}"
-        for name, loss in evaluation.loss_by_source.items()
-    ]
+    losses = evaluation.loss_by_source
+    width = max(map(len, losses), default=0)
+    return [f"        {printable(name):<{width}}  {loss:.3f}" for name, loss in losses.items()]
 
 
 def _metrics(evaluation: EvalFinished) -> list[str]:
     """One line for each metric of the user's objective, below each other."""
-    width = max(map(len, evaluation.metrics), default=0)
-    return [
-        f"        {printable(name):<{width}}  {value:.4f}"
-        for name, value in evaluation.metrics.items()
-    ]
+    metrics = evaluation.metrics
+    width = max(map(len, metrics), default=0)
+    return [f"        {printable(name):<{width}}  {value:.4f}" for name, value in metrics.items()]
 
 
 def _wire_lines(events: list[Event]) -> list[str]:
     """A line about the bytes a rank sends in a step: gradients if they are compressed, and what
     goes over tp, cp, ep and pp. Empty if there is nothing to say."""
-    last = next((e for e in reversed(events) if isinstance(e, StepFinished)), None)
-    start = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
+    last, start = _last(events, StepFinished), _last(events, RunStarted)
     if last is None or start is None:
         return []
     is_usual = last.sent_bytes == start.plain_bytes or not start.plain_bytes
@@ -163,35 +181,31 @@ def _wire_lines(events: list[Event]) -> list[str]:
 def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
     """Lines about how long the ranks of a pipeline wait for each other, measured and predicted,
     and what to do if that is too long."""
-    last = next((e for e in reversed(events) if isinstance(e, PipelineMeasured)), None)
+    last = _last(events, PipelineMeasured)
     measured = MeasuredPipeline.from_event(last, _facts_of(run_dir / "plan.json"), run_dir)
     if last is None or measured is None:
         return []
-    too_much = f": more than {100 * LIMIT:.0f} %" if measured.is_long else ""
-    return [
-        f"bubble  {measured.describe_wait()}, at step {last.step}{too_much}",
-        *(f"        {line}" for line in measured.suggest_remedies()),
-    ]
+    line = f"bubble  {measured.describe_wait()}, at step {last.step}"
+    if measured.is_long:
+        line += f": more than {100 * LIMIT:.0f} %"
+    return [line, *[f"        {remedy}" for remedy in measured.suggest_remedies()]]
 
 
 def _memory_lines(envelopes: list[Envelope]) -> list[str]:
     """A line about the rank with the highest peak in the last attempt, predicted and measured."""
-    last = {e.rank: e for e in envelopes if isinstance(e.event, MemoryMeasured)}
-    attempt = max((envelope.attempt for envelope in last.values()), default=0)
-    ended = [
-        (e.rank, e.event)
-        for e in last.values()
-        if e.attempt == attempt and isinstance(e.event, MemoryMeasured)
-    ]
-    rank, memory = max(
-        ended, key=lambda each: each[1].measured_bytes.get("peak", 0), default=(0, None)
-    )
+    newest: dict[int, tuple[int, MemoryMeasured]] = {}
+    for envelope in envelopes:
+        if isinstance(envelope.event, MemoryMeasured):
+            newest[envelope.rank] = (envelope.attempt, envelope.event)
+    last_attempt = max((attempt for attempt, _ in newest.values()), default=0)
+    rank, memory = 0, None
+    for each_rank, (attempt, event) in newest.items():
+        is_of_last = attempt == last_attempt
+        if is_of_last and (memory is None or _peak_bytes(event) > _peak_bytes(memory)):
+            rank, memory = each_rank, event
     if memory is None:
         return []
-    predicted, measured = (
-        memory.predicted_bytes.get("peak", 0),
-        memory.measured_bytes.get("peak", 0),
-    )
+    predicted, measured = memory.predicted_bytes.get("peak", 0), _peak_bytes(memory)
     if not predicted or not measured:
         return []
     error = f"the plan was {describe_bytes_error(predicted, measured)}"
@@ -204,5 +218,11 @@ def _memory_lines(envelopes: list[Envelope]) -> list[str]:
     ]
 
 
+def _peak_bytes(memory: MemoryMeasured) -> float:
+    return memory.measured_bytes.get("peak", 0)
+
+
 def _moment(memory: MemoryMeasured) -> str:
-    return f" in {memory.moment_in_words}" if memory.peak_phase else ""
+    if not memory.peak_phase:
+        return ""
+    return f" in {memory.moment_in_words}"

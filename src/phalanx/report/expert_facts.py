@@ -4,7 +4,7 @@ each step."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.observe.events import Envelope, ExpertsLoaded
@@ -29,6 +29,13 @@ class _Step:
         if not self.num_chosen > 0:
             return math.nan
         return self.num_dropped / self.num_chosen
+
+
+def max_over_mean(tokens: Sequence[int]) -> float:
+    """Tokens of the busiest expert of a layer over the mean of its experts; 0 without tokens."""
+    if not sum(tokens) > 0:
+        return 0.0
+    return max(tokens) * len(tokens) / sum(tokens)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.core.errors import CheckpointError
 from phalanx.observe import events
+from phalanx.report.expert_facts import max_over_mean
 from phalanx.report.facts import RunFacts
 from phalanx.report.reduce import median
 
@@ -85,13 +86,16 @@ def _best(facts: RunFacts) -> dict[str, Any] | None:
     best, kept_best = facts.best, facts.kept_best
     if best is None:
         return None
-    is_kept = kept_best is not None and kept_best.step == best.step
+    checkpoint = None
+    # RUN/best.json names a step once its checkpoint is there: a better one may be newer.
+    if kept_best is not None and kept_best.step == best.step:
+        checkpoint = kept_best.checkpoint
     return {
         "step": int(best.step),
         "loss": _number(best.loss),
         "metric": best.judged_by,
         "value": _number(best.value_of(best.judged_by)),
-        "checkpoint": kept_best.checkpoint if kept_best and is_kept else None,
+        "checkpoint": checkpoint,
     }
 
 
@@ -118,14 +122,9 @@ def _experts(facts: RunFacts) -> dict[str, Any] | None:
     experts = facts.experts
     if not experts.has_any:
         return None
-    worst = max(
-        max(tokens) * len(tokens) / sum(tokens)
-        for tokens in experts.tokens.values()
-        if sum(tokens) > 0
-    )
     return {
         "step": experts.step,
-        "max_over_mean": worst,
+        "max_over_mean": max(map(max_over_mean, experts.tokens.values())),
         "dropped_share": experts.newest_dropped_share,
     }
 
@@ -148,20 +147,19 @@ def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
     For a remote store, or a directory that cannot be read, the run's own events count.
     """
     saved_by_step: dict[int, events.CheckpointSaved] = {}
-    for event in (envelope.event for envelope in facts.story):
+    for envelope in facts.story:
+        event = envelope.event
         if isinstance(event, events.CheckpointSaved):
             saved_by_step[event.step] = event
         elif isinstance(event, events.CheckpointsRemoved):
-            saved_by_step = {
-                step: saved for step, saved in saved_by_step.items() if step not in event.steps
-            }
-    recorded = [
-        {"step": step, "path": e.path, "num_bytes": e.num_bytes}
-        for step, e in sorted(saved_by_step.items())
-    ]
-    if any(
-        "://" in saved.path or Path(saved.path).is_absolute() for saved in saved_by_step.values()
-    ):
+            for step in event.steps:
+                saved_by_step.pop(step, None)
+    recorded = []
+    is_elsewhere = False
+    for step, saved in sorted(saved_by_step.items()):
+        recorded.append({"step": step, "path": saved.path, "num_bytes": saved.num_bytes})
+        is_elsewhere |= "://" in saved.path or Path(saved.path).is_absolute()
+    if is_elsewhere:
         return recorded
     try:
         paths = list_checkpoint_dirs(facts.run_dir)
@@ -170,7 +168,9 @@ def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
     checkpoints: list[dict[str, Any]] = []
     for path in paths:
         step = LocalFolder(path).step
-        num_bytes = saved_by_step[step].num_bytes if step in saved_by_step else None
+        num_bytes = None
+        if step in saved_by_step:
+            num_bytes = saved_by_step[step].num_bytes
         checkpoints.append(
             {"step": step, "path": str(path.relative_to(facts.run_dir)), "num_bytes": num_bytes}
         )
@@ -179,8 +179,13 @@ def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
 
 def _report(facts: RunFacts) -> str | None:
     path = facts.run_dir / "report.html"
-    return str(path) if path.exists() else None
+    if not path.exists():
+        return None
+    return str(path)
 
 
 def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    # JSON has no NaN and no infinity.
+    if not math.isfinite(value):
+        return None
+    return value

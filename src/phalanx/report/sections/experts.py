@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from phalanx.core.units import plural
 from phalanx.report import formats
 from phalanx.report.charts import LineChart, Reference, Series, draw_line_chart
-from phalanx.report.expert_facts import ExpertFacts
+from phalanx.report.expert_facts import ExpertFacts, max_over_mean
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, table, tag
@@ -42,23 +42,22 @@ def render_experts(facts: RunFacts) -> Html | None:
     if not has_experts(facts):
         return None
     experts = facts.experts
-    drops = any(share > 0 for share in experts.dropped_share)
-    charts = [
-        _draw_worst_chart(facts, alone=not drops),
-        *([_draw_dropped_chart(facts)] if drops else []),
-    ]
+    charts = _draw_worst_chart(facts, alone=True)
+    if any(share > 0 for share in experts.dropped_share):
+        worst = _draw_worst_chart(facts, alone=False)
+        charts = tag("div", worst, _draw_dropped_chart(facts), class_="pair")
     return tag(
         "section",
         tag("h2", "Experts"),
         tag("p", _verdict(experts)),
         draw_heat_map(experts),
-        tag("div", charts, class_="pair") if len(charts) > 1 else charts,
+        charts,
         id="experts",
     )
 
 
 def _verdict(experts: ExpertFacts) -> str:
-    over = {name: _over_mean(tokens) for name, tokens in experts.tokens.items()}
+    over = {name: max_over_mean(tokens) for name, tokens in experts.tokens.items()}
     name = max(over, key=lambda layer: over[layer])
     busiest = experts.tokens[name].index(max(experts.tokens[name]))
     idle = sum(tokens.count(0) for tokens in experts.tokens.values())
@@ -84,10 +83,10 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
         for name, tokens in layers
     ]
     step = next(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if columns / size <= 16)
-    ticks = [
-        tag("span", str(number), style=f"left:{100 * (number + 0.5) / columns:.3f}%")
-        for number in range(0, columns, step)
-    ]
+    ticks = []
+    for number in range(0, columns, step):
+        style = f"left:{100 * (number + 0.5) / columns:.3f}%"
+        ticks.append(tag("span", str(number), style=style))
     axis = [
         tag("span"),
         tag("div", ticks, class_="heataxis"),
@@ -98,9 +97,8 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
         "Colour: tokens of an expert over the mean of its layer, in one step over all ranks."
         " Across: the experts."
     )
-    if len(experts.tokens) > len(layers) or any(
-        len(tokens) > columns for tokens in experts.tokens.values()
-    ):
+    most_experts = max(map(len, experts.tokens.values()))
+    if len(experts.tokens) > len(layers) or most_experts > columns:
         note += f" The first {len(layers)} layers and {columns} experts are shown."
     classes = {name: f"h{level}" for level, name in enumerate(names)}
     return tag(
@@ -119,14 +117,16 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
 
 def level_of(tokens: float, mean: float) -> int:
     """The number of the first of `LEVELS` that holds it."""
-    share = tokens / mean if mean > 0 else 0.0
+    share = 0.0
+    if mean > 0:
+        share = tokens / mean
     return next(level for level, (most, _) in enumerate(LEVELS) if share <= most)
 
 
 def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: int) -> list[Html]:
     """Its name, its cells (one path for each colour; of many, neighbours that share it are one),
     and its worst."""
-    mean = sum(tokens) / len(tokens) if tokens else 0.0
+    mean = sum(tokens) / max(len(tokens), 1)
     paths: dict[int, str] = {}
     levels = [level_of(count, mean) for count in tokens]
     start, is_few = 0, columns <= FEW_COLUMNS
@@ -136,7 +136,7 @@ def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: i
                 paths.get(levels[start], "") + f"M{start} 0h{end - start}v1h{start - end}z"
             )
             start = end
-    over = _over_mean(tokens)
+    over = max_over_mean(tokens)
     label = f"{name}: the busiest of {len(tokens)} experts has {over:.2f} times the mean"
     svg = tag(
         "svg",
@@ -148,40 +148,43 @@ def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: i
         style=f"height:{height}px",
         class_="few" if is_few else None,
     )
-    end_text = f"{over:.2f}" + (f", {formats.rounded_count(dropped)} dropped" if dropped else "")
+    end_text = f"{over:.2f}"
+    if dropped:
+        end_text += f", {formats.rounded_count(dropped)} dropped"
     return [tag("span", name, class_="heatname"), svg, tag("span", end_text, class_="heatend")]
 
 
-def _over_mean(tokens: Sequence[int]) -> float:
-    return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) > 0 else 0.0
-
-
 def _table(layers: Sequence[tuple[str, Sequence[int]]], experts: ExpertFacts) -> Html:
-    rows = [
-        [
-            name,
-            f"{sum(tokens):,}",
-            f"{max(tokens):,} (expert {tokens.index(max(tokens))})",
-            f"{min(tokens):,} (expert {tokens.index(min(tokens))})",
-            f"{_over_mean(tokens):.2f}",
-            str(tokens.count(0)),
-            f"{experts.dropped.get(name, 0):,}",
-        ]
-        for name, tokens in layers
-        if tokens
-    ]
+    rows = []
+    for name, tokens in layers:
+        if not tokens:
+            continue
+        rows.append(
+            [
+                name,
+                f"{sum(tokens):,}",
+                f"{max(tokens):,} (expert {tokens.index(max(tokens))})",
+                f"{min(tokens):,} (expert {tokens.index(min(tokens))})",
+                f"{max_over_mean(tokens):.2f}",
+                str(tokens.count(0)),
+                f"{experts.dropped.get(name, 0):,}",
+            ]
+        )
     head = ["layer", "choices", "most", "fewest", "max / mean", "got nothing", "dropped"]
     return table(head, rows, css_class="num")
 
 
 def _draw_worst_chart(facts: RunFacts, *, alone: bool) -> Html:
     experts = facts.experts
+    references = []
+    if alone:
+        references.append(Reference("even", 1.0, "even"))
     chart = LineChart(
         title="Busiest expert against the mean of its layer",
         y_label="times the mean, of the worst layer",
         unit="times",
         series=[Series("max / mean", experts.steps, experts.worst)],
-        references=[Reference("even", 1.0, "even")] if alone else [],
+        references=references,
         may_be_log=True,
         marks=restarts(facts),
         x_range=x_range(facts),

@@ -7,7 +7,7 @@ import math
 from phalanx.core.units import plural
 from phalanx.report import formats
 from phalanx.report.facts import SENT_OVER, RunFacts
-from phalanx.report.markup import Html, tag
+from phalanx.report.markup import Html, tag, tag_small
 
 _STATUS_CLASS = {"finished": "finished", "failed": "bad", "interrupted": "bad", "preempted": "open"}
 _UNITS = ("nats/token", "tokens/s", "targets/s")  # set smaller than the number before them
@@ -32,10 +32,10 @@ def render_header(facts: RunFacts) -> Html:
 
 def _key(name: str, value: str, detail: str = "") -> Html:
     unit = next((unit for unit in _UNITS if value.endswith(unit)), "")
-    children = [value.removesuffix(unit), tag("span", unit, class_="unit") if unit else None]
-    return tag(
-        "div", tag("dt", name), tag("dd", children, tag("small", detail) if detail else None)
-    )
+    children: list[Html | str] = [value.removesuffix(unit)]
+    if unit:
+        children.append(tag("span", unit, class_="unit"))
+    return tag("div", tag("dt", name), tag("dd", children, tag_small(detail)))
 
 
 def _describe_when(facts: RunFacts) -> str:
@@ -50,45 +50,51 @@ def _describe_when(facts: RunFacts) -> str:
 
 def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
     steps = facts.steps
-    done = f"{facts.last_step:,}" + (
-        f" / {facts.total_steps:,}" if facts.total_steps is not None else ""
-    )
-    redone = f"{plural(facts.num_redone, 'step')} done again" if facts.num_redone else ""
+    loss, of_step, median = math.nan, "", ""
+    if len(steps):
+        loss, of_step, median = steps.loss[-1], f"of step {steps.step[-1]:,}", "median over steps"
+    redone, rolled_back = "", ""
+    if facts.num_redone:
+        redone = f"{plural(facts.num_redone, 'step')} done again"
+        rolled_back = f"{facts.num_rolled_back:,} steps rolled back"
     held_out, against = _describe_held_out(facts)
-    is_measured = math.isfinite(facts.tokens_per_s)
-    rate = (
-        f"{formats.rounded_count(facts.tokens_per_s)} {facts.units.rate}"
-        if is_measured
-        else formats.NOT_MEASURED
-    )
-    tokens = f"{facts.world_size} x {facts.device}" if facts.world_size else facts.device
-    loss = steps.loss[-1] if len(steps) else math.nan
-    return [
-        ("Steps done", done if facts.num_events else "none", redone),
-        (
-            "Final training loss",
-            formats.loss(loss, facts.units.loss),
-            f"of step {steps.step[-1]:,}" if len(steps) else "",
-        ),
+    devices = facts.device
+    if facts.world_size:
+        devices = f"{facts.world_size} x {facts.device}"
+    tiles = [
+        ("Steps done", _describe_steps_done(facts), redone),
+        ("Final training loss", formats.loss(loss, facts.units.loss), of_step),
         ("Held-out loss", held_out, against),
-        ("Throughput", rate, "median over steps" if len(steps) else ""),
+        ("Throughput", _describe_rate(facts), median),
         ("Wall time", formats.seconds(facts.wall_s), ""),
-        (
-            "Restarts",
-            str(facts.num_restarts),
-            f"{facts.num_rolled_back:,} steps rolled back" if redone else "",
-        ),
-        *([("Resumes", str(facts.num_resumes), "")] if facts.num_resumes else []),
+        ("Restarts", str(facts.num_restarts), rolled_back),
+    ]
+    if facts.num_resumes:
+        tiles.append(("Resumes", str(facts.num_resumes), ""))
+    tiles += [
         ("Skipped steps", str(len(facts.skipped)), ""),
-        ("Layout", formats.layout(dict(facts.layout)), tokens),
+        ("Layout", formats.layout(dict(facts.layout)), devices),
         *_list_sent(facts),
         *_pipeline(facts),
-        *(
-            [("Gradients sent", facts.sent.partition(",")[0], facts.sent.partition(", ")[2])]
-            if facts.sent
-            else []
-        ),
     ]
+    if facts.sent:
+        amount, _, share = facts.sent.partition(", ")
+        tiles.append(("Gradients sent", amount, share))
+    return tiles
+
+
+def _describe_steps_done(facts: RunFacts) -> str:
+    if not facts.num_events:
+        return "none"
+    if facts.total_steps is None:
+        return f"{facts.last_step:,}"
+    return f"{facts.last_step:,} / {facts.total_steps:,}"
+
+
+def _describe_rate(facts: RunFacts) -> str:
+    if not math.isfinite(facts.tokens_per_s):
+        return formats.NOT_MEASURED
+    return f"{formats.rounded_count(facts.tokens_per_s)} {facts.units.rate}"
 
 
 def _list_sent(facts: RunFacts) -> list[tuple[str, str, str]]:
