@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,12 @@ GROUPS = (
     "unaccounted",
 )
 
+_WHY_SKIPPED = {
+    "no_targets": "had no targets",
+    "nonfinite_gradients": "had non-finite gradients",
+    "overflow": "overflowed in fp16",
+}
+
 _GROUP_OF = {
     "ckpt_stage": "checkpoint",
     "ckpt_write": "checkpoint",
@@ -46,7 +52,9 @@ def group_of(phase: str) -> str:
     if phase == "unaccounted":
         return "other"
     name = _GROUP_OF.get(phase, phase)
-    return name if name in GROUPS else "other"
+    if name not in GROUPS:
+        return "other"
+    return name
 
 
 SENT_OVER = {
@@ -62,12 +70,10 @@ def describe_sent_bytes(sent_bytes: float, plain_bytes: float) -> str:
     """Bytes of one step as text, with their share of fp32 if it differs; "" if nothing was sent."""
     if not sent_bytes > 0:
         return ""
-    share = (
-        f", {100 * sent_bytes / plain_bytes:.3g} % of what fp32 sends"
-        if 0 < plain_bytes != sent_bytes
-        else ""
-    )
-    return f"{format_bytes(sent_bytes)} a step{share}"
+    text = f"{format_bytes(sent_bytes)} a step"
+    if 0 < plain_bytes != sent_bytes:
+        text += f", {100 * sent_bytes / plain_bytes:.3g} % of what fp32 sends"
+    return text
 
 
 def describe_untrained(steps: Collection[int], skipped: Iterable[events.StepSkipped]) -> str | None:
@@ -75,18 +81,20 @@ def describe_untrained(steps: Collection[int], skipped: Iterable[events.StepSkip
     reasons = {int(event.step): event.reason for event in skipped}
     if not steps or not reasons.keys() >= set(steps):
         return None
-    subject = "the only step" if len(steps) == 1 else f"each of the {len(steps):,} steps"
-    which = {
-        "no_targets": "had no targets",
-        "nonfinite_gradients": "had non-finite gradients",
-        "overflow": "overflowed in fp16",
-    }
-    why = (
-        which.get(reasons[min(reasons)], "was skipped")
-        if len(set(reasons.values())) == 1
-        else "was skipped"
-    )
+    subject = f"each of the {len(steps):,} steps"
+    if len(steps) == 1:
+        subject = "the only step"
+    why = "was skipped"
+    if len(set(reasons.values())) == 1:
+        why = _WHY_SKIPPED.get(reasons[min(reasons)], why)
     return f"no step was applied, the weights are those it began with: {subject} {why}"
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The (upper) median; 0 without values."""
+    if not values:
+        return 0.0
+    return sorted(values)[len(values) // 2]
 
 
 @dataclass
@@ -201,17 +209,16 @@ class RunFacts:
     def sent(self) -> str:
         """ "12.3 MiB a step, 25 % of what fp32 sends": what the lead rank sent of gradients;
         empty if nothing."""
-        sent = sorted(self.steps.sent_bytes)
-        starts = [attempt.started for attempt in self.attempts if attempt.started is not None]
-        return describe_sent_bytes(
-            sent[len(sent) // 2] if sent else 0, starts[-1].plain_bytes if starts else 0
-        )
+        plain_bytes = 0.0
+        for attempt in self.attempts:
+            if attempt.started is not None:
+                plain_bytes = attempt.started.plain_bytes
+        return describe_sent_bytes(_middle(self.steps.sent_bytes), plain_bytes)
 
     def describe_sent_over(self, axis: str) -> str:
         """Bytes that the lead rank sent over `axis` (a key of SENT_OVER), as "12.3 MiB a step";
         empty if none or unknown."""
-        sent = sorted(self.steps.sent_by_axis[axis])
-        return describe_sent_bytes(sent[len(sent) // 2] if sent else 0, 0)
+        return describe_sent_bytes(_middle(self.steps.sent_by_axis[axis]), 0)
 
     @property
     def best(self) -> events.EvalFinished | None:
@@ -220,9 +227,9 @@ class RunFacts:
         named = [event for event in self.evals if event.step == self.evals[-1].best_step]
         if named and self.evals[-1].judged_by != "loss":
             return named[0]
-        comparable = [
-            e
-            for e in self.evals
-            if math.isfinite(e.loss) and e.num_targets == self.evals[-1].num_targets
-        ]
+        comparable = []
+        for event in self.evals:
+            # A loss over other targets is no better or worse.
+            if math.isfinite(event.loss) and event.num_targets == self.evals[-1].num_targets:
+                comparable.append(event)
         return min(comparable, key=lambda event: (event.loss, event.step), default=None)

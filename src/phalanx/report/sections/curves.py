@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from phalanx.core.units import MIB
 from phalanx.report import formats
@@ -45,7 +45,9 @@ def restarts(facts: RunFacts) -> list[Mark]:
     marks, numbers = [], {"restart": 0, "resume": 0}
     for attempt in facts.attempts[1:]:
         if attempt.first_step is not None:
-            kind = "restart" if attempt.is_restart else "resume"
+            kind = "resume"
+            if attempt.is_restart:
+                kind = "restart"
             numbers[kind] += 1
             marks.append(Mark(kind, float(attempt.first_step), f"{kind} {numbers[kind]}"))
     return marks
@@ -53,16 +55,14 @@ def restarts(facts: RunFacts) -> list[Mark]:
 
 def skips(facts: RunFacts, steps: Sequence[float], values: Sequence[float]) -> list[Mark]:
     """Crosses at the value the skipped step had, or on the floor where that is not a number."""
-    at = dict(zip(steps, values, strict=True)) if facts.skipped else {}
-    return [
-        Mark(
-            "skip",
-            event.step,
-            f"step {event.step} skipped: {event.reason}",
-            at.get(event.step, math.nan),
-        )
-        for event in facts.skipped
-    ]
+    if not facts.skipped:
+        return []
+    value_at = dict(zip(steps, values, strict=True))
+    marks = []
+    for event in facts.skipped:
+        title = f"step {event.step} skipped: {event.reason}"
+        marks.append(Mark("skip", event.step, title, value_at.get(event.step, math.nan)))
+    return marks
 
 
 def _span(num_steps: int) -> int:
@@ -96,22 +96,12 @@ def loss_chart(facts: RunFacts) -> Html:
         at, losses = [event.step for event in facts.evals], [event.loss for event in facts.evals]
         series.append(Series("held-out", at, losses, "eval", dots=True, end_label=label))
         series += _by_source(facts)
-    finite = [baseline for baseline in facts.baselines if math.isfinite(baseline.loss)]
-    references = [
-        Reference(
-            baseline.name,
-            baseline.loss,
-            f"{baseline.name} {baseline.loss:.3f}",
-            "ref b" if odd % 2 else "ref",
-        )
-        for odd, baseline in enumerate(finite)
-    ]
     chart = LineChart(
         title="Loss",
         y_label=facts.units.loss_in_words,
         unit=facts.units.loss,
         series=series,
-        references=references,
+        references=_baseline_references(facts),
         marks=[*restarts(facts), *skips(facts, steps.step, steps.loss)],
         may_be_log=True,
         x_range=x_range(facts),
@@ -120,62 +110,77 @@ def loss_chart(facts: RunFacts) -> Html:
     return draw_line_chart(chart)
 
 
+def _baseline_references(facts: RunFacts) -> list[Reference]:
+    """A line for each n-gram model, drawn in two ways by turns to tell neighbours apart."""
+    references: list[Reference] = []
+    for baseline in facts.baselines:
+        if math.isfinite(baseline.loss):
+            css_class = "ref b" if len(references) % 2 else "ref"
+            label = f"{baseline.name} {baseline.loss:.3f}"
+            references.append(Reference(baseline.name, baseline.loss, label, css_class))
+    return references
+
+
 def _by_source(facts: RunFacts) -> list[Series]:
     """The held-out loss of each source of a mixture."""
-    names = dict.fromkeys(name for event in facts.evals for name in event.loss_by_source)
-    curves_by_source = []
-    for number, name in enumerate(list(names)[:MAX_SOURCES]):
-        evaluations = [event for event in facts.evals if name in event.loss_by_source]
-        at, losses = (
-            [event.step for event in evaluations],
-            [event.loss_by_source[name] for event in evaluations],
-        )
-        curves_by_source.append(
-            Series(f"held-out, {short(name)}", at, losses, f"source d{number}", dots=True)
-        )
-    return curves_by_source
+    curves: dict[str, Series] = {}
+    by_name = _columns_by_name([(event.step, event.loss_by_source) for event in facts.evals])
+    for number, (name, (at, losses)) in enumerate(by_name[:MAX_SOURCES]):
+        css_class = f"source d{number}"
+        curves[name] = Series(f"held-out, {short(name)}", at, losses, css_class, dots=True)
+    return list(curves.values())
+
+
+def _columns_by_name(
+    rows: Iterable[tuple[int, Mapping[str, float]]],
+) -> list[tuple[str, tuple[list[int], list[float]]]]:
+    """(name, (steps, values)) for each name, in the order in which names first came: not every
+    evaluation has every one."""
+    columns: dict[str, tuple[list[int], list[float]]] = {}
+    for step, values in rows:
+        for name, value in values.items():
+            steps, column = columns.setdefault(name, ([], []))
+            steps.append(step)
+            column.append(value)
+    return list(columns.items())
 
 
 def metric_charts(facts: RunFacts) -> list[Html]:
     """One chart for each metric of the user's objective."""
-    names = dict.fromkeys(name for event in facts.evals for name in event.metrics)
+    by_name = _columns_by_name([(event.step, event.metrics) for event in facts.evals])
     charts = []
-    for name in list(names)[:MAX_METRICS]:
-        evaluations = [event for event in facts.evals if name in event.metrics]
-        at, values = (
-            [event.step for event in evaluations],
-            [event.metrics[name] for event in evaluations],
+    for name, (at, values) in by_name[:MAX_METRICS]:
+        label = f"held-out {values[-1]:.4f}"
+        chart = LineChart(
+            title=short(name),
+            y_label=short(name),
+            unit="",
+            series=[Series("held-out", at, values, "eval", dots=True, end_label=label)],
+            marks=restarts(facts),
+            x_range=x_range(facts),
         )
-        series = Series(
-            "held-out", at, values, "eval", dots=True, end_label=f"held-out {values[-1]:.4f}"
-        )
-        title = short(name)
-        charts.append(
-            draw_line_chart(
-                LineChart(title, title, "", [series], marks=restarts(facts), x_range=x_range(facts))
-            )
-        )
+        charts.append(draw_line_chart(chart))
     return charts
 
 
 def short(name: str) -> str:
     """The end of a path or pattern, which is what tells sources apart."""
-    return name if len(name) <= MAX_NAME else f"…{name[-MAX_NAME + 1 :]}"
+    if len(name) <= MAX_NAME:
+        return name
+    return f"…{name[-MAX_NAME + 1 :]}"
 
 
 def _loss_note(facts: RunFacts) -> str:
     sentences = []
     best, checkpoint = facts.best, facts.kept_best
     if best is not None and len(facts.evals) > 1:
-        where = (
-            f", kept as {checkpoint.checkpoint}"
-            if checkpoint is not None and checkpoint.step == best.step
-            else ""
-        )
-        sentences.append(
+        sentence = (
             f"Best of {len(facts.evals):,} evaluations: {formats.judged_value(best)} at step"
-            f" {best.step:,}{where}."
+            f" {best.step:,}"
         )
+        if checkpoint is not None and checkpoint.step == best.step:
+            sentence += f", kept as {checkpoint.checkpoint}"
+        sentences.append(f"{sentence}.")
     if facts.num_rolled_back:
         sentences.append(
             f"{facts.num_rolled_back:,} steps were rolled back and {facts.num_redone:,} done again;"

@@ -4,6 +4,7 @@ stages."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.bubble import LIMIT
@@ -26,9 +27,8 @@ def render_pipeline(facts: RunFacts) -> Html | None:
     if not has_pipeline(facts):
         return None
     pipeline = read_pipeline(facts.plan)
-    measured = MeasuredPipeline.from_event(
-        facts.pipelines[-1] if facts.pipelines else None, facts.plan, facts.run_dir
-    )
+    event = facts.pipelines[-1] if facts.pipelines else None
+    measured = MeasuredPipeline.from_event(event, facts.plan, facts.run_dir)
     timeline = _timeline(measured)
     if pipeline is None:
         text = (
@@ -55,7 +55,9 @@ def _timeline(measured: MeasuredPipeline | None) -> Timeline | None:
         timeline = build_timeline(measured.pipeline.schedule_name, measured.event.spans)
     except LayoutError:
         return None
-    return timeline if timeline.schedule.rank_of_stage == measured.pipeline.rank_of_stage else None
+    if timeline.schedule.rank_of_stage != measured.pipeline.rank_of_stage:
+        return None
+    return timeline
 
 
 def _render_plan_only(pipeline: Pipeline) -> list[Html | None]:
@@ -78,19 +80,20 @@ def _verdict(measured: MeasuredPipeline, facts: RunFacts) -> list[Html | None]:
     summary = f"At step {event.step:,} {measured.describe_wait()}."
     if math.isfinite(event.bubble_planned):
         summary += f" The plan said {formats.percent(event.bubble_planned, 1.0)}."
-    summary += f" That is more than {100 * LIMIT:.0f} %." if measured.is_long else ""
-    if len(facts.pipelines) > 1:
-        earlier = [
-            f"{formats.percent(e.bubble_measured, 1.0)} at step {e.step:,}"
-            for e in facts.pipelines[:-1]
-        ]
+    css_class = None
+    if measured.is_long:
+        css_class = "over"
+        summary += f" That is more than {100 * LIMIT:.0f} %."
+    earlier = []
+    for each in facts.pipelines[:-1]:
+        earlier.append(f"{formats.percent(each.bubble_measured, 1.0)} at step {each.step:,}")
+    if earlier:
         summary += f" Before: {', '.join(earlier)}."
-    advice = measured.suggest_remedies()
-    text = tag("span", _unbroken(summary), class_="over" if measured.is_long else None)
-    return [
-        tag("p", text),
-        tag("ul", [tag("li", _unbroken(line)) for line in advice]) if advice else None,
-    ]
+    paragraph = tag("p", tag("span", _unbroken(summary), class_=css_class))
+    advice = [tag("li", _unbroken(line)) for line in measured.suggest_remedies()]
+    if not advice:
+        return [paragraph]
+    return [paragraph, tag("ul", advice)]
 
 
 def _unbroken(text: str) -> str:
@@ -125,64 +128,63 @@ def _chart(measured: MeasuredPipeline, timeline: Timeline) -> list[Html | None]:
 def _stages(pipeline: Pipeline, measured: MeasuredPipeline | None, timeline: Timeline) -> Html:
     """A row per stage: its blocks, what it takes, and the microbatches whose activations it
     holds."""
-    costs = measured.costs if measured is not None else pipeline.costs
-    planned, now = (
-        count_in_flight(pipeline.schedule()).per_stage,
-        count_in_flight(timeline.schedule).per_stage,
-    )
-    is_split = any(cost.backward_weight_s for cost in costs) and (
-        measured is None or measured.event.splits_backward
-    )
-    mean_s = sum(map(total_seconds, costs)) / len(costs)
-    rows: list[list[str]] = []
-    for stage, cost in enumerate(costs):
-        row = [
-            str(stage),
-            str(pipeline.rank_of_stage[stage]),
-            str(pipeline.stages.num_blocks[stage]),
-        ]
-        if measured is not None:
-            row += _times(cost, is_split)
-        row.append(f"{total_seconds(cost) / mean_s:.2f}" if mean_s else "–")
-        row.append(str(planned[stage]))
-        rows.append(row + ([str(now[stage])] if measured is not None else []))
-    backward = ["backward, inputs", "backward, weights"] if is_split else ["backward"]
-    head = ["stage", "rank", "blocks"]
-    if measured is not None:
-        head += [
-            "forward",
-            *backward,
-            "in all",
-            "÷ mean",
-            "held at most, planned",
-            "held at most, measured",
-        ]
+    if measured is None:
+        columns = _plan_columns(pipeline)
+        kind_of_times = "Predicted."
     else:
-        head += ["÷ mean", "held at most"]
-    kind_of_times = (
-        "Of one microbatch, means of the step. " if measured is not None else "Predicted. "
-    )
+        columns = _measured_columns(measured, timeline)
+        kind_of_times = "Of one microbatch, means of the step."
+    columns = {
+        "stage": list(map(str, range(pipeline.num_stages))),
+        "rank": list(map(str, pipeline.rank_of_stage)),
+        "blocks": list(map(str, pipeline.stages.num_blocks)),
+    } | columns
+    rows = zip(*columns.values(), strict=True)
     note = (
-        f"{kind_of_times}The first stage has the embedding as well, the last one the head. Held:"
-        " microbatches whose activations"
+        f"{kind_of_times} The first stage has the embedding as well, the last one the head. Held:"
+        " microbatches whose activations wait for their backward; the bytes of each rank are under"
+        " Memory."
     )
-    note += " wait for their backward; the bytes of each rank are under Memory."
     return tag(
         "div",
         tag("h3", "Stages"),
-        table(head, rows, css_class="num"),
+        table(columns, rows, css_class="num"),
         tag("p", note, class_="note"),
         class_="block",
     )
 
 
-def _times(cost: StageCosts, is_split: bool) -> list[str]:
-    backward = (
-        [cost.backward_input_s, cost.backward_weight_s]
-        if is_split
-        else [cost.backward_input_s + cost.backward_weight_s]
-    )
-    return [
-        formats.milliseconds(float(value))
-        for value in (cost.forward_s, *backward, total_seconds(cost))
-    ]
+def _plan_columns(pipeline: Pipeline) -> dict[str, list[str]]:
+    return {
+        "÷ mean": _shares_of_mean(pipeline.costs),
+        "held at most": list(map(str, count_in_flight(pipeline.schedule()).per_stage)),
+    }
+
+
+def _measured_columns(measured: MeasuredPipeline, timeline: Timeline) -> dict[str, list[str]]:
+    """Text by stage below the head of each column."""
+    costs = measured.costs
+    seconds = {"forward": [cost.forward_s for cost in costs]}
+    if measured.event.splits_backward and any(cost.backward_weight_s for cost in costs):
+        seconds["backward, inputs"] = [cost.backward_input_s for cost in costs]
+        seconds["backward, weights"] = [cost.backward_weight_s for cost in costs]
+    else:
+        seconds["backward"] = [cost.backward_input_s + cost.backward_weight_s for cost in costs]
+    seconds["in all"] = list(map(total_seconds, costs))
+    columns = {}
+    for head, values in seconds.items():
+        columns[head] = [formats.milliseconds(float(value)) for value in values]
+    planned = count_in_flight(measured.pipeline.schedule()).per_stage
+    columns["÷ mean"] = _shares_of_mean(costs)
+    columns["held at most, planned"] = list(map(str, planned))
+    columns["held at most, measured"] = list(map(str, count_in_flight(timeline.schedule).per_stage))
+    return columns
+
+
+def _shares_of_mean(costs: Sequence[StageCosts]) -> list[str]:
+    """The seconds of each stage over the mean of all, as text."""
+    totals = list(map(total_seconds, costs))
+    mean_s = sum(totals) / len(totals)
+    if not mean_s:
+        return ["–"] * len(totals)
+    return [f"{total / mean_s:.2f}" for total in totals]

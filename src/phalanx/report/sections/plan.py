@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.units import plural
@@ -41,37 +42,48 @@ def _describe_plan(plan: dict[str, Any], units: Units) -> str:
     """The plan in sentences; what it does not hold is left out."""
     layout = formats.layout(dict_or_empty(plan.get("layout")))
     sentences = [f"{_describe_ranks(plan)} as {layout}{_describe_settings(plan)}."]
-    batch = [
-        number_or_nan(plan.get(key))
-        for key in ("global_batch_size", "num_microbatches", "micro_batch_size")
-    ]
-    seq_len = number_or_nan(plan.get("seq_len"))
-    if all(math.isfinite(value) for value in batch):
-        length = f" of {seq_len:,.0f} tokens" if math.isfinite(seq_len) and units == TEXT else ""
-        noun = "sequences" if units == TEXT else "samples"
-        each, micro = plural(int(batch[1]), "micro-batch", "micro-batches"), f"{batch[2]:,.0f}"
-        batch_text = f"{batch[0]:,.0f} {noun}{length}"
-        sentences.append(
-            f"Each step takes {batch_text}: {each} of {micro} {noun} on each data-parallel share."
-        )
-    parameters, flops = (
-        number_or_nan(plan.get("num_params")),
-        number_or_nan(plan.get("flops_per_token")),
-    )
-    if math.isfinite(parameters):
-        work = (
-            f" and {formats.rounded_count(flops)} floating-point operations per token"
-            if math.isfinite(flops)
-            else ""
-        )
-        sentences.append(f"The model has {formats.rounded_count(parameters)} parameters{work}.")
+    sentences += _describe_batch(plan, units)
+    sentences += _describe_model(plan)
     sentences.append(_describe_memory(dict_or_empty(plan.get("memory"))))
     return " ".join(sentences)
 
 
+def _describe_batch(plan: dict[str, Any], units: Units) -> list[str]:
+    """A sentence about a step's samples; none if the plan does not say all of it."""
+    batch_size = number_or_nan(plan.get("global_batch_size"))
+    num_microbatches = number_or_nan(plan.get("num_microbatches"))
+    micro_batch_size = number_or_nan(plan.get("micro_batch_size"))
+    if not math.isfinite(batch_size + num_microbatches + micro_batch_size):
+        return []
+    seq_len = number_or_nan(plan.get("seq_len"))
+    noun = "sequences" if units == TEXT else "samples"
+    amount = f"{batch_size:,.0f} {noun}"
+    if math.isfinite(seq_len) and units == TEXT:
+        amount += f" of {seq_len:,.0f} tokens"
+    micro_batches = plural(int(num_microbatches), "micro-batch", "micro-batches")
+    return [
+        f"Each step takes {amount}: {micro_batches} of {micro_batch_size:,.0f} {noun} on each"
+        " data-parallel share."
+    ]
+
+
+def _describe_model(plan: dict[str, Any]) -> list[str]:
+    """A sentence about the model's size; none if the plan does not say it."""
+    num_params = number_or_nan(plan.get("num_params"))
+    flops = number_or_nan(plan.get("flops_per_token"))
+    if not math.isfinite(num_params):
+        return []
+    size = f"{formats.rounded_count(num_params)} parameters"
+    if math.isfinite(flops):
+        size += f" and {formats.rounded_count(flops)} floating-point operations per token"
+    return [f"The model has {size}."]
+
+
 def _describe_ranks(plan: dict[str, Any]) -> str:
     ranks = number_or_nan(plan.get("world_size"))
-    return plural(int(ranks), "rank") if math.isfinite(ranks) else "Ranks not recorded,"
+    if not math.isfinite(ranks):
+        return "Ranks not recorded,"
+    return plural(int(ranks), "rank")
 
 
 def _describe_settings(plan: dict[str, Any]) -> str:
@@ -81,17 +93,16 @@ def _describe_settings(plan: dict[str, Any]) -> str:
         ("zero_stage", "ZeRO stage {}"),
         ("recompute", "recompute {}"),
     )
-    settings = [
-        text.format(text_or_missing(plan[key])) for key, text in keys if plan.get(key) is not None
-    ]
-    return ", " + ", ".join(settings) if settings else ""
+    settings = ""
+    for key, text in keys:
+        if plan.get(key) is not None:
+            settings += f", {text.format(text_or_missing(plan[key]))}"
+    return settings
 
 
 def _describe_memory(estimate: dict[str, Any]) -> str:
-    total, capacity = (
-        number_or_nan(estimate.get("total_bytes")),
-        number_or_nan(estimate.get("capacity_bytes")),
-    )
+    total = number_or_nan(estimate.get("total_bytes"))
+    capacity = number_or_nan(estimate.get("capacity_bytes"))
     if not math.isfinite(total):
         return "Its memory was not predicted."
     if not math.isfinite(capacity):
@@ -105,44 +116,14 @@ def _describe_memory(estimate: dict[str, Any]) -> str:
 
 
 def _alternatives(plan: dict[str, Any]) -> Html:
-    alternatives = [
-        dict_or_empty(item)
-        for item in list_or_empty(plan.get("alternatives"))[:MAX_ALTERNATIVES]
-        if isinstance(item, dict)
-    ]
+    alternatives = _read_alternatives(plan)
     if not alternatives:
         return tag("p", "No alternatives were recorded.", class_="note")
-    parts = [
-        {str(k): number_or_nan(v) for k, v in dict_or_empty(item.get("predicted_bytes")).items()}
-        for item in alternatives
-    ]
-    names = memory.categories(*parts)
+    names = memory.categories(*[alternative.predicted_bytes for alternative in alternatives])
     colour = memory.classes(names)
-    totals = [_total(item, part) for item, part in zip(alternatives, parts, strict=True)]
-    full_bytes = max([value for value in totals if math.isfinite(value)], default=0.0)
-    rows = []
-    for item, part, total in zip(alternatives, parts, totals, strict=True):
-        chosen = item.get("chosen") is True
-        name = tag(
-            "span",
-            text_or_missing(item.get("name"), "unnamed"),
-            class_="chosen" if chosen else None,
-        )
-        fits = "yes" if item.get("fits") is True else "no" if item.get("fits") is False else "–"
-        why = text_or_missing(item.get("why"), "")
-        if chosen and not why.startswith("chosen"):
-            why = f"chosen: {why}" if why else "chosen"
-        layout = formats.layout(dict_or_empty(item.get("layout")))
-        rows.append(
-            [
-                name,
-                layout,
-                memory.bar(part, full_bytes, colour),
-                formats.num_bytes(total),
-                fits,
-                tag("div", why or "–", class_="words"),
-            ]
-        )
+    totals = [alternative.total_bytes for alternative in alternatives]
+    full_bytes = max(filter(math.isfinite, totals), default=0.0)
+    rows = [_alternative_row(alternative, full_bytes, colour) for alternative in alternatives]
     return tag(
         "div",
         tag("h3", "Alternatives, memory per rank"),
@@ -152,6 +133,64 @@ def _alternatives(plan: dict[str, Any]) -> Html:
     )
 
 
-def _total(item: dict[str, Any], parts: dict[str, float]) -> float:
+@dataclass(frozen=True)
+class _Alternative:
+    """A layout that the plan weighed; `total_bytes` is NaN if nothing says it."""
+
+    name: str
+    layout: str
+    predicted_bytes: dict[str, float]
+    total_bytes: float
+    fits: str
+    why: str
+    is_chosen: bool
+
+
+def _read_alternatives(plan: dict[str, Any]) -> list[_Alternative]:
+    """The plan's alternatives; what is no object is left out."""
+    alternatives = []
+    for item in list_or_empty(plan.get("alternatives"))[:MAX_ALTERNATIVES]:
+        if isinstance(item, dict):
+            alternatives.append(_read_alternative(item))
+    return alternatives
+
+
+def _read_alternative(item: dict[str, Any]) -> _Alternative:
+    predicted_bytes = {}
+    for name, num_bytes in dict_or_empty(item.get("predicted_bytes")).items():
+        predicted_bytes[str(name)] = number_or_nan(num_bytes)
     total_bytes = number_or_nan(item.get("total_bytes"))
-    return total_bytes if math.isfinite(total_bytes) or not parts else memory.total(parts)
+    if predicted_bytes and not math.isfinite(total_bytes):
+        total_bytes = memory.total(predicted_bytes)
+    fits = "–"
+    if isinstance(item.get("fits"), bool):
+        fits = "yes" if item["fits"] else "no"
+    return _Alternative(
+        name=text_or_missing(item.get("name"), "unnamed"),
+        layout=formats.layout(dict_or_empty(item.get("layout"))),
+        predicted_bytes=predicted_bytes,
+        total_bytes=total_bytes,
+        fits=fits,
+        why=text_or_missing(item.get("why"), ""),
+        is_chosen=item.get("chosen") is True,
+    )
+
+
+def _alternative_row(
+    alternative: _Alternative, full_bytes: float, colour: dict[str, str]
+) -> list[Html | str]:
+    why, css_class = alternative.why, None
+    if alternative.is_chosen:
+        css_class = "chosen"
+        if not why:
+            why = "chosen"
+        elif not why.startswith("chosen"):
+            why = f"chosen: {why}"
+    return [
+        tag("span", alternative.name, class_=css_class),
+        alternative.layout,
+        memory.bar(alternative.predicted_bytes, full_bytes, colour),
+        formats.num_bytes(alternative.total_bytes),
+        alternative.fits,
+        tag("div", why or "–", class_="words"),
+    ]

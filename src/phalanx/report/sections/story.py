@@ -12,7 +12,7 @@ from phalanx.observe.events import Envelope
 from phalanx.observe.words import describe_event
 from phalanx.report import formats
 from phalanx.report.facts import RunFacts
-from phalanx.report.markup import Html, table, tag
+from phalanx.report.markup import Html, table, tag, tag_note
 
 MAX_ROWS = 300
 MAX_SAMPLES = 3
@@ -35,14 +35,13 @@ def render_story(facts: RunFacts) -> Html:
     story = [envelope for envelope in facts.story if not isinstance(envelope.event, _ELSEWHERE)]
     shown, num_left_out = _thin_out(story)
     if not shown:
-        body: list[Html | None] = [tag("p", "Nothing has been recorded yet.", class_="note")]
+        body: list[Html | None] = [tag_note("Nothing has been recorded yet.")]
     else:
         rows = [_row(envelope, facts) for envelope in shown]
-        note = f"{plural(num_left_out, 'event')} in between left out; all are in RUN/events."
-        body = [
-            table(["time", "who", "what"], rows, css_class="top"),
-            tag("p", note, class_="note") if num_left_out else None,
-        ]
+        note = ""
+        if num_left_out:
+            note = f"{plural(num_left_out, 'event')} in between left out; all are in RUN/events."
+        body = [table(["time", "who", "what"], rows, css_class="top"), tag_note(note)]
     return tag("section", tag("h2", "Checkpoints, faults, restarts and resumes"), body, id="events")
 
 
@@ -52,25 +51,38 @@ def _thin_out(story: list[Envelope]) -> tuple[list[Envelope], int]:
         return story, 0
     saves = (events.CheckpointSaved, events.CheckpointPostponed, events.CheckpointsRemoved)
     routine = (*saves, events.StepSkipped, events.EvalFinished)
-    rare = [envelope for envelope in story if not isinstance(envelope.event, routine)]
-    common = [envelope for envelope in story if isinstance(envelope.event, routine)]
-    rare = rare if len(rare) <= MAX_ROWS // 2 else rare[: MAX_ROWS // 4] + rare[-MAX_ROWS // 4 :]
-    room = (MAX_ROWS - len(rare)) // 2
-    selected = rare + (common if len(common) <= 2 * room else common[:room] + common[-room:])
+    rare: list[Envelope] = []
+    common: list[Envelope] = []
+    for envelope in story:
+        (common if isinstance(envelope.event, routine) else rare).append(envelope)
+    if len(rare) > MAX_ROWS // 2:
+        rare = _first_and_last(rare, MAX_ROWS // 4)
+    selected = rare + _first_and_last(common, (MAX_ROWS - len(rare)) // 2)
+    # By identity: two equal events at one moment are two rows.
     selected_ids = set(map(id, selected))
-    return [envelope for envelope in story if id(envelope) in selected_ids], len(story) - len(
-        selected
-    )
+    rows = [envelope for envelope in story if id(envelope) in selected_ids]
+    return rows, len(story) - len(selected)
+
+
+def _first_and_last(story: list[Envelope], count: int) -> list[Envelope]:
+    """All of it, or the first and the last `count`."""
+    if len(story) <= 2 * count:
+        return story
+    return story[:count] + story[-count:]
 
 
 def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
-    origin = "supervisor" if envelope.rank < 0 else f"rank {envelope.rank}"
+    origin = f"rank {envelope.rank}"
+    if envelope.rank < 0:
+        origin = "supervisor"
     elapsed_s = facts.timeline.elapsed_s(envelope)
-    after = formats.seconds(elapsed_s) if elapsed_s >= 1e-3 else "0 s"
+    after = "0 s"
+    if elapsed_s >= 1e-3:  # microseconds between two of the first events tell nothing
+        after = formats.seconds(elapsed_s)
     text = describe_event(envelope, facts.units) or _describe_plainly(envelope)
-    line = (
-        tag("span", text, class_="over") if isinstance(envelope.event, _BAD) else tag("span", text)
-    )
+    line = tag("span", text)
+    if isinstance(envelope.event, _BAD):
+        line = tag("span", text, class_="over")
     when = tag("span", f"+{after}", title=formats.timestamp(envelope.time_unix_s), class_="nowrap")
     detail = _detail(envelope)
     return [when, f"{origin}, attempt {envelope.attempt}", tag("div", line, detail)]
@@ -80,22 +92,24 @@ def _describe_plainly(envelope: Envelope) -> str:
     """Text for events that the console does not describe."""
     event = envelope.event
     if isinstance(event, events.RanksStarted):
-        return (
-            f"started {plural(len(event.pids), 'process', 'processes')}"
-            + f" in {formats.seconds(event.start_s)}"
-        )
+        processes = plural(len(event.pids), "process", "processes")
+        return f"started {processes} in {formats.seconds(event.start_s)}"
     if isinstance(event, events.Note) and event.code == events.RESUMED:
         return f"resumed at step {event.facts.get('step')}: {event.facts.get('told')}"[:MAX_NOTE]
     if isinstance(event, events.Note):
         if event.code == "warning" and isinstance(event.facts.get("text"), str):
             return f"warning: {event.facts['text']}"[:MAX_NOTE]
         facts = ", ".join(f"{key} {_short(value)}" for key, value in event.facts.items())
-        return f"note {event.code}: {facts}"[:MAX_NOTE] if facts else f"note {event.code}"
+        if not facts:
+            return f"note {event.code}"
+        return f"note {event.code}: {facts}"[:MAX_NOTE]
     return event.kind().replace("_", " ")
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def _detail(envelope: Envelope) -> Html | None:
@@ -131,9 +145,13 @@ def render_job(facts: RunFacts) -> Html:
 
 def _flatten_keys(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Dotted keys and their values as JSON writes them."""
+    # job.json may hold anything: an object nested a thousand times ends as text, not as an error.
     if isinstance(value, dict) and depth < 8 and (value or not prefix):
         for key, item in value.items():
-            yield from _flatten_keys(f"{prefix}.{key}" if prefix else str(key), item, depth + 1)
+            name = str(key)
+            if prefix:
+                name = f"{prefix}.{key}"
+            yield from _flatten_keys(name, item, depth + 1)
     else:
         yield prefix, _value_text(value)[:2000]
 
@@ -141,7 +159,9 @@ def _flatten_keys(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str
 def _value_text(value: Any) -> str:
     if value is None:
         return "not set (the plan chooses)"
-    return value if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return value
+    return repr(value)
 
 
 _FILES = (
@@ -157,14 +177,11 @@ _FILES = (
 
 
 def render_files(facts: RunFacts) -> Html:
-    rows = [
-        [
-            tag("code", name),
-            contents,
-            "there" if name == "report.html" or (facts.run_dir / name).exists() else "absent",
-        ]
-        for name, contents in _FILES
-    ]
+    rows = []
+    for name, contents in _FILES:
+        # The page itself is there once it is read, though not yet while it is made.
+        is_there = name == "report.html" or (facts.run_dir / name).exists()
+        rows.append([tag("code", name), contents, "there" if is_there else "absent"])
     problems = [*facts.problems]
     if facts.num_unreadable:
         problems.append(

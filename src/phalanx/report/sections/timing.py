@@ -39,19 +39,13 @@ def render_time(facts: RunFacts) -> Html:
 
 def _ledger(facts: RunFacts) -> Html:
     ledger = facts.ledger
-    texts = {
-        n: f"{formats.seconds(s)} ({formats.percent(s, ledger.wall_s)})"
-        for n, s in ledger.parts_s.items()
-    }
-    shown = [name for name, value in ledger.parts_s.items() if value > 0]
-    rows = [
-        [
-            name,
-            formats.seconds(ledger.parts_s[name]),
-            formats.percent(ledger.parts_s[name], ledger.wall_s),
-        ]
-        for name in ledger.parts_s
-    ]
+    texts, shown, rows = {}, [], []
+    for name, part_s in ledger.parts_s.items():
+        seconds, share = formats.seconds(part_s), formats.percent(part_s, ledger.wall_s)
+        texts[name] = f"{seconds} ({share})"
+        rows.append([name, seconds, share])
+        if part_s > 0:
+            shown.append(name)
     rows.append(["sum", formats.seconds(ledger.wall_s), "100.0 %"])
     return tag(
         "div",
@@ -75,27 +69,21 @@ def _ledger(facts: RunFacts) -> Html:
 
 def _ranks(facts: RunFacts) -> Html:
     ranks = _choose_ranks(facts.ranks)
-    full_s = max(
-        max(r.mean_s, sum(value for value in r.mean_groups_s.values() if value > 0)) for r in ranks
-    )
-    used = [name for name in GROUPS if any(rank.mean_groups_s[name] > 0 for rank in ranks)]
+    full_s = max(map(_bar_length_s, ranks))
+    used = [name for name in GROUPS if _is_used(name, ranks)]
     rows = [_rank_row(rank, full_s) for rank in ranks]
     head = ["rank", "mean step by phase", "mean", "p50", "p99", "longest", "unaccounted"]
     left_out = len(facts.ranks) - len(ranks)
     note = (
         "Over every step a rank ran, steps done again included. p99: 99 % of the steps took no"
-        " longer. "
+        " longer. Unaccounted is the time of a step that no phase claims."
     )
-    note += "Unaccounted is the time of a step that no phase claims."
-    if (
-        facts.plan.get("device") == "cuda"
-        and formats.number_or_nan(facts.plan.get("zero_stage")) >= 2
-    ):
+    zero_stage = formats.number_or_nan(facts.plan.get("zero_stage"))
+    if facts.plan.get("device") == "cuda" and zero_stage >= 2:
         note += (
             " What a GPU waits for gathered weights and scattered gradients is a part of forward"
-            " and backward: "
+            " and backward: FSDP's own streams are not timed, and “collective” does not have it."
         )
-        note += "FSDP's own streams are not timed, and “collective” does not have it."
     if left_out:
         note += (
             f" Shown are rank {ranks[0].rank} and the slowest of the others; {left_out} ranks are"
@@ -111,6 +99,16 @@ def _ranks(facts: RunFacts) -> Html:
         tag("details", tag("summary", "Data table"), _phase_table(ranks, used)),
         class_="block",
     )
+
+
+def _bar_length_s(rank: RankTime) -> float:
+    """The longer of the mean step and its phases: those of a save lie outside of steps."""
+    phases_s = sum(value for value in rank.mean_groups_s.values() if value > 0)
+    return max(rank.mean_s, phases_s)
+
+
+def _is_used(group: str, ranks: list[RankTime]) -> bool:
+    return any(rank.mean_groups_s[group] > 0 for rank in ranks)
 
 
 def _choose_ranks(ranks: list[RankTime]) -> list[RankTime]:
@@ -136,32 +134,29 @@ def _rank_row(rank: RankTime, full_s: float) -> list[Html | str]:
 
 def _verdict(rank: RankTime) -> str:
     shares = sorted(rank.mean_groups_s.items(), key=lambda item: item[1], reverse=True)
-    largest = [
-        f"{name} {formats.percent(value, rank.mean_s)}" for name, value in shares[:3] if value > 0
-    ]
+    largest = []
+    for name, value in shares[:3]:
+        if value > 0:
+            largest.append(f"{name} {formats.percent(value, rank.mean_s)}")
     if not largest:
         return "No phases were measured."
     return f"Most of a step of rank {rank.rank} is {', '.join(largest)}."
 
 
 def _phase_table(ranks: list[RankTime], used: list[str]) -> Html:
-    rows = [
-        [
-            str(r.rank),
-            f"{r.num_steps:,}",
-            *[f"{1e3 * r.mean_groups_s[name]:.3f}" for name in used],
-            f"{1e3 * r.mean_s:.3f}",
-        ]
-        for r in ranks
-    ]
+    rows = []
+    for rank in ranks:
+        means_s = [*[rank.mean_groups_s[name] for name in used], rank.mean_s]
+        milliseconds = [f"{1e3 * mean_s:.3f}" for mean_s in means_s]
+        rows.append([str(rank.rank), f"{rank.num_steps:,}", *milliseconds])
     head = ["rank", "steps", *[f"{name} (ms)" for name in used], "whole step (ms)"]
     return table(head, rows, css_class="num", caption="Mean milliseconds per step.")
 
 
 def _over_time(facts: RunFacts) -> Html:
-    parts = {
-        name: [1e3 * value for value in column] for name, column in facts.steps.groups_s.items()
-    }
+    parts = {}
+    for name, column in facts.steps.groups_s.items():
+        parts[name] = [1e3 * seconds for seconds in column]
     chart = StackChart(
         title=f"Step time of rank {facts.lead_rank}",
         y_label="milliseconds per step",
