@@ -27,7 +27,7 @@ from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline
 from phalanx.plan.pipeline.trace import Recut, recut, scale_to_measured, total_seconds
 from phalanx.report import formats
-from phalanx.report.formats import number_or_nan
+from phalanx.report.formats import finite_or_zero, number_or_nan
 
 UNEXPLAINED = 0.05  # of the ranks' time: what the schedule and the stages' times do not account for
 
@@ -62,18 +62,18 @@ class MeasuredPipeline:
             is_whole = all(math.isfinite(total_seconds(cost)) for cost in costs)
         except (TypeError, ValueError):
             return None
-        if (
-            not is_whole
-            or len(costs) != pipeline.num_stages
-            or len(in_flight) != pipeline.num_ranks
-        ):
+        fits = len(costs) == pipeline.num_stages and len(in_flight) == pipeline.num_ranks
+        if not (is_whole and fits):
             return None
-        samples = number_or_nan(plan.get("num_microbatches")) * number_or_nan(
-            plan.get("micro_batch_size")
-        )
-        weights = _weights(plan, run_dir)
+        num_microbatches = number_or_nan(plan.get("num_microbatches"))
+        samples = num_microbatches * number_or_nan(plan.get("micro_batch_size"))
         return cls(
-            event, pipeline, costs, int(samples) if math.isfinite(samples) else 0, run_dir, weights
+            event,
+            pipeline,
+            costs,
+            samples_per_rank=int(finite_or_zero(samples)),
+            run_dir=run_dir,
+            weights=_weights(plan, run_dir),
         )
 
     @property
@@ -82,7 +82,9 @@ class MeasuredPipeline:
         totals = [total_seconds(cost) for cost in self.costs]
         mean = sum(totals) / len(totals)
         slowest = max(range(len(totals)), key=totals.__getitem__)
-        return slowest, totals[slowest] / mean if mean else 1.0
+        if not mean:
+            return slowest, 1.0
+        return slowest, totals[slowest] / mean
 
     @cached_property
     def recut(self) -> Recut | None:
@@ -160,19 +162,19 @@ class MeasuredPipeline:
         cut again: no other remedy helps a slow stage."""
         if not self.is_uneven:
             return self.costs
-        parts = zip(
-            *(
-                (cost.forward_s, cost.backward_input_s, cost.backward_weight_s)
-                for cost in self.costs
-            ),
-            strict=True,
+        num_stages = len(self.costs)
+        mean = StageCosts(
+            sum(cost.forward_s for cost in self.costs) / num_stages,
+            sum(cost.backward_input_s for cost in self.costs) / num_stages,
+            sum(cost.backward_weight_s for cost in self.costs) / num_stages,
         )
-        mean = StageCosts(*(sum(part) / len(self.costs) for part in parts))
-        return (mean,) * len(self.costs)
+        return (mean,) * num_stages
 
     @property
     def _wait(self) -> str:
-        return "the wait of even stages" if self.is_uneven else "the wait"
+        if self.is_uneven:
+            return "the wait of even stages"
+        return "the wait"
 
     def _suggest_microbatches(self) -> list[str]:
         """The least number with which the schedule keeps to the limit."""

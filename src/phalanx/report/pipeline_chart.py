@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx.core.units import plural
 from phalanx.plan.pipeline.schedule import KIND_NAMES, Action, Kind
 from phalanx.plan.pipeline.simulate import Timeline, count_in_flight
 from phalanx.report import formats
 from phalanx.report.figure import draw_legend
-from phalanx.report.markup import Html, table, tag
+from phalanx.report.markup import Html, table, tag, tag_note, tag_small
 from phalanx.report.scales import linear_ticks, tick_texts
 
 MAX_RANKS = 16
@@ -30,15 +31,15 @@ _UNITS = (
 
 @dataclass(frozen=True)
 class _Box:
-    """An action on the chart, from `left` to `right` of 0 to 1.
+    """An action on the chart, from `start` to `end` of 0 to 1.
 
-    `late`: of a rank's second or later stage.
+    `is_late`: of a rank's second or later stage.
     """
 
     action: Action
-    left: float
-    right: float
-    late: bool
+    start: float
+    end: float
+    is_late: bool
 
 
 def draw_timeline_chart(
@@ -55,24 +56,24 @@ def draw_timeline_chart(
     Without `in_seconds` times are shown as parts of the step: nothing has said how fast anything
     is.
     """
-    lanes = {"planned": timeline} | ({"measured": measured} if measured is not None else {})
+    lanes = {"planned": timeline}
+    if measured is not None:
+        lanes["measured"] = measured
     whole_s = max(float(lane.step_s) for lane in lanes.values())
     if not whole_s > 0:
-        return tag(
-            "figure", tag("figcaption", tag("h3", title)), tag("p", "Not measured.", class_="note")
-        )
+        heading = tag("figcaption", tag("h3", title))
+        return tag("figure", heading, tag_note("Not measured."))
     ranks = _choose_ranks(timeline.schedule.num_ranks)
     rows: list[Html] = []
     for rank in ranks:
         for name, lane in lanes.items():
-            rows += _row(name if measured is not None else "", lane, rank, whole_s, in_seconds)
-    kinds = {
-        action.kind for lane in lanes.values() for row in lane.schedule.actions for action in row
-    }
-    classes = {text: _CLASS[kind] for kind, text in KIND_NAMES.items() if kind in kinds} | {
-        "idle": "pidle"
-    }
-    unit, axis = _axis(whole_s) if in_seconds else ("% of the step", _ticks(100.0))
+            if len(lanes) == 1:  # nothing to tell it from
+                name = ""
+            rows += _row(name, lane, rank, whole_s, in_seconds)
+    classes = _legend_classes(lanes)
+    unit, axis = "% of the step", _ticks(100.0)
+    if in_seconds:
+        unit, axis = _axis(whole_s)
     return tag(
         "figure",
         tag("figcaption", tag("h3", title), draw_legend(list(classes), classes)),
@@ -84,14 +85,22 @@ def draw_timeline_chart(
     )
 
 
+def _legend_classes(lanes: dict[str, Timeline]) -> dict[str, str]:
+    """The colour of each kind of action that the lanes have, and of waiting."""
+    kinds: set[Kind] = set()
+    for lane in lanes.values():
+        for row in lane.schedule.actions:
+            kinds.update(action.kind for action in row)
+    classes = {text: _CLASS[kind] for kind, text in KIND_NAMES.items() if kind in kinds}
+    return classes | {"idle": "pidle"}
+
+
 def _choose_ranks(num_ranks: int) -> list[int]:
     """All, or the first and the last."""
+    if num_ranks <= MAX_RANKS:
+        return list(range(num_ranks))
     half = MAX_RANKS // 2
-    return (
-        list(range(num_ranks))
-        if num_ranks <= MAX_RANKS
-        else [*range(half), *range(num_ranks - half, num_ranks)]
-    )
+    return [*range(half), *range(num_ranks - half, num_ranks)]
 
 
 def _row(name: str, timeline: Timeline, rank: int, whole_s: float, in_seconds: bool) -> list[Html]:
@@ -111,25 +120,19 @@ def _row(name: str, timeline: Timeline, rank: int, whole_s: float, in_seconds: b
         aria_hidden="true",
         focusable="false",
     )
-    labels = [_label(box, whole_s, in_seconds) for box in boxes] if _is_named(timeline) else []
+    labels = []
+    if _is_named(timeline):
+        labels = [_label(box, whole_s, in_seconds) for box in boxes]
     idle = formats.percent(float(timeline.bubble_of(rank)), 1.0)
-    label = f"rank {rank}{', ' + name if name else ''}: idle {idle}"
-    first = name != "measured"
+    label = f"rank {rank}: idle {idle}"
+    if name:
+        label = f"rank {rank}, {name}: idle {idle}"
+    heading, css_class = f"rank {rank}", "lane"
+    if name == "measured":
+        heading, css_class = "", "lane second"
     return [
-        tag(
-            "span",
-            f"rank {rank}" if first else "",
-            tag("small", name) if name else None,
-            class_="lanename",
-        ),
-        tag(
-            "div",
-            svg,
-            labels,
-            class_="lane" if first else "lane second",
-            role="img",
-            aria_label=label,
-        ),
+        tag("span", heading, tag_small(name), class_="lanename"),
+        tag("div", svg, labels, class_=css_class, role="img", aria_label=label),
         tag("span", f"{idle} idle", class_="laneidle"),
     ]
 
@@ -149,17 +152,18 @@ def _boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterator[_Box]:
 
 
 def _class_of(box: _Box) -> str:
-    return _CLASS[box.action.kind] + (" late" if box.late else "")
+    css_class = _CLASS[box.action.kind]
+    if box.is_late:
+        css_class += " late"
+    return css_class
 
 
 def _rectangles(boxes: list[_Box]) -> dict[str, str]:
     """One path for each colour."""
     paths: dict[str, str] = {}
     for box in boxes:
-        rectangle = (
-            f"M{box.left * _WIDTH:.0f}"
-            f" 0H{box.right * _WIDTH:.0f}V{_HEIGHT}H{box.left * _WIDTH:.0f}Z"
-        )
+        start_x, end_x = f"{box.start * _WIDTH:.0f}", f"{box.end * _WIDTH:.0f}"
+        rectangle = f"M{start_x} 0H{end_x}V{_HEIGHT}H{start_x}Z"
         paths[_class_of(box)] = paths.get(_class_of(box), "") + rectangle
     return paths
 
@@ -169,20 +173,17 @@ def _columns(boxes: list[_Box]) -> dict[str, str]:
     shares: dict[str, list[float]] = {}
     for box in boxes:
         column = shares.setdefault(_class_of(box), [0.0] * MAX_COLUMNS)
-        for index in range(
-            int(box.left * MAX_COLUMNS), min(MAX_COLUMNS, int(box.right * MAX_COLUMNS) + 1)
-        ):
-            covered = min(box.right * MAX_COLUMNS, index + 1) - max(box.left * MAX_COLUMNS, index)
+        start, end = box.start * MAX_COLUMNS, box.end * MAX_COLUMNS
+        for index in range(int(start), min(MAX_COLUMNS, int(end) + 1)):
+            covered = min(end, index + 1) - max(start, index)
             column[index] += max(0.0, covered)
     paths = dict.fromkeys(shares, "")
     floor = [0.0] * MAX_COLUMNS
     for css_class, column in shares.items():
         for index, share in enumerate(column):
             low, high = _HEIGHT * (1 - floor[index]), _HEIGHT * (1 - min(1.0, floor[index] + share))
-            left_edge, right_edge = (
-                index * _WIDTH // MAX_COLUMNS,
-                (index + 1) * _WIDTH // MAX_COLUMNS,
-            )
+            left_edge = index * _WIDTH // MAX_COLUMNS
+            right_edge = (index + 1) * _WIDTH // MAX_COLUMNS
             if low - high > 0.5:
                 paths[css_class] += f"M{left_edge} {low:.0f}V{high:.0f}H{right_edge}V{low:.0f}Z"
             floor[index] += share
@@ -190,28 +191,33 @@ def _columns(boxes: list[_Box]) -> dict[str, str]:
 
 
 def _format_duration(seconds: float, whole_s: float, in_seconds: bool) -> str:
-    return formats.milliseconds(seconds) if in_seconds else formats.percent(seconds, whole_s)
+    if in_seconds:
+        return formats.milliseconds(seconds)
+    return formats.percent(seconds, whole_s)
 
 
 def _label(box: _Box, whole_s: float, in_seconds: bool) -> Html:
     """Its microbatch where there is room; everything on hover."""
-    action, width = box.action, box.right - box.left
-    text = (
-        str(action.microbatch)
-        if width >= MIN_LABEL_SHARE * max(1.0, len(str(action.microbatch)) / 2)
-        else ""
-    )
+    action, width = box.action, box.end - box.start
+    text = str(action.microbatch)
+    if not width >= MIN_LABEL_SHARE * max(1.0, len(text) / 2):
+        text = ""
     took = _format_duration(width * whole_s, whole_s, in_seconds)
     hover = (
         f"{action}: {KIND_NAMES[action.kind]} of microbatch {action.microbatch} in stage"
         f" {action.stage}, {took}"
     )
-    return tag("i", text, style=f"left:{100 * box.left:.3f}%;width:{100 * width:.3f}%", title=hover)
+    return tag(
+        "i", text, style=f"left:{100 * box.start:.3f}%;width:{100 * width:.3f}%", title=hover
+    )
 
 
 def _axis(whole_s: float) -> tuple[str, Html]:
     """(unit, the ticks under the lanes)."""
-    factor, unit = next((pair for pair in _UNITS if whole_s * pair[0] >= 2), _UNITS[-1])
+    for factor, unit in _UNITS:
+        if whole_s * factor >= 2:
+            return unit, _ticks(whole_s * factor)
+    factor, unit = _UNITS[-1]
     return unit, _ticks(whole_s * factor)
 
 
@@ -226,19 +232,19 @@ def _ticks(full_width: float) -> Html:
 
 def _note(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bool) -> str:
     schedule = lanes["planned"].schedule
-    sentences = [
-        f"{schedule.name}, {schedule.num_microbatches:,}"
-        f" microbatch{'es' * (schedule.num_microbatches != 1)}."
-    ]
+    microbatches = plural(schedule.num_microbatches, "microbatch", "microbatches")
+    sentences = [f"{schedule.name}, {microbatches}."]
     for name, lane in lanes.items():
-        idle = formats.percent(float(lane.bubble), 1.0)
-        took = f"{formats.seconds(float(lane.step_s))}, " if in_seconds else ""
-        sentences.append(f"{name.capitalize()}: {took}idle {idle}.")
+        text = f"idle {formats.percent(float(lane.bubble), 1.0)}"
+        if in_seconds:
+            text = f"{formats.seconds(float(lane.step_s))}, {text}"
+        sentences.append(f"{name.capitalize()}: {text}.")
     if any(len(schedule.stages_of(rank)) > 1 for rank in ranks):
         sentences.append("Paler: a rank's later stages.")
     if all(_is_named(lane) for lane in lanes.values()):
         sentences.append("Numbers are microbatches.")
-    if any(len(row) > MAX_BOXES for lane in lanes.values() for row in lane.spans_s):
+    most_boxes = max(max(map(len, lane.spans_s)) for lane in lanes.values())
+    if most_boxes > MAX_BOXES:
         sentences.append("Colours are as high as their share of the time.")
     if len(ranks) < schedule.num_ranks:
         half = MAX_RANKS // 2
@@ -251,18 +257,17 @@ def _table(lanes: dict[str, Timeline], whole_s: float, in_seconds: bool) -> Html
     in_flight_per_rank = count_in_flight(schedule).per_rank
     rows = []
     for rank in _choose_ranks(schedule.num_ranks):
-        idle = [formats.percent(float(lane.bubble_of(rank)), 1.0) for lane in lanes.values()]
-        busy = [
-            _format_duration(float(lane.busy_s(rank)), whole_s, in_seconds)
-            for lane in lanes.values()
-        ]
+        busy, idle = [], []
+        for lane in lanes.values():
+            busy.append(_format_duration(float(lane.busy_s(rank)), whole_s, in_seconds))
+            idle.append(formats.percent(float(lane.bubble_of(rank)), 1.0))
         stages = ", ".join(map(str, schedule.stages_of(rank)))
         rows.append([str(rank), stages, *busy, *idle, str(in_flight_per_rank[rank])])
     head = [
         "rank",
         "stages",
-        *[f"busy, {n}" for n in lanes],
-        *[f"idle, {n}" for n in lanes],
+        *[f"busy, {name}" for name in lanes],
+        *[f"idle, {name}" for name in lanes],
         "microbatches held at most",
     ]
     return table(head, rows, css_class="num")

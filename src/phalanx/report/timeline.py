@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from phalanx.observe.events import Envelope, RestartScheduled, RunFinished, RunStarted
 from phalanx.observe.order import AttemptCounter
+from phalanx.report.formats import finite_or_zero
 
 
 @dataclass
@@ -30,10 +31,14 @@ class _Span:
             self.is_steady, at = False, envelope.time_unix_s
         elif not self.is_steady:
             return
-        startup_s = envelope.event.startup_s if isinstance(envelope.event, RunStarted) else 0.0
-        first_s = at - (startup_s if math.isfinite(startup_s) else 0.0)
-        self.first_s = first_s if math.isnan(self.first_s) else min(self.first_s, first_s)
-        self.last_s = at if math.isnan(self.last_s) else max(self.last_s, at)
+        first_s = at
+        if isinstance(envelope.event, RunStarted):
+            # The event is written when ranks are ready; what they spent before is life, too.
+            first_s -= finite_or_zero(envelope.event.startup_s)
+        if math.isnan(self.first_s):
+            self.first_s, self.last_s = first_s, at
+        self.first_s = min(self.first_s, first_s)
+        self.last_s = max(self.last_s, at)
 
 
 @dataclass
@@ -76,11 +81,12 @@ class RunTimeline:
         is_steady = command.spans[envelope.attempt].is_steady and math.isfinite(
             envelope.monotonic_s
         )
-        at = envelope.monotonic_s if is_steady else envelope.time_unix_s
-        inside_s = (
-            min(max(at - command.first_s, 0.0), command.alive_s) if math.isfinite(at) else 0.0
-        )
-        return command.before_s + inside_s
+        at = envelope.time_unix_s
+        if is_steady:
+            at = envelope.monotonic_s
+        if not math.isfinite(at):
+            return command.before_s
+        return command.before_s + min(max(at - command.first_s, 0.0), command.alive_s)
 
 
 class TimelineBuilder:

@@ -24,19 +24,21 @@ _CLASSES = ("g1", "g0", "g4", "g2", "g5", "g3", "g7", "g6", "g8", "g9")
 
 def categories(*dicts: Mapping[str, object]) -> list[str]:
     """The plan's categories in their usual order, then any others; never the total."""
-    names = dict.fromkeys(name for mapping in dicts for name in mapping if name != TOTAL)
-    return [name for name in _ORDER if name in names] + [
-        name for name in names if name not in _ORDER
-    ]
+    names: dict[str, None] = {}
+    for mapping in dicts:
+        names |= dict.fromkeys(mapping)
+    usual = [name for name in _ORDER if name in names]
+    return usual + [name for name in names if name not in (*_ORDER, TOTAL)]
 
 
 def classes(names: Iterable[str]) -> dict[str, str]:
     """A colour for each category, the same one wherever it appears on the page."""
-    known = {name: _CLASSES[index] for index, name in enumerate(_ORDER)}
-    extra = [name for name in names if name not in known]
-    return known | {
-        name: _CLASSES[min(len(_ORDER) + i, len(_CLASSES) - 1)] for i, name in enumerate(extra)
-    }
+    colours = dict(zip(_ORDER, _CLASSES, strict=False))
+    for name in names:
+        if name not in colours:
+            # Where there are more names than colours, the rest share the last one.
+            colours[name] = _CLASSES[min(len(colours), len(_CLASSES) - 1)]
+    return colours
 
 
 def render_memory(facts: RunFacts) -> Html:
@@ -45,13 +47,11 @@ def render_memory(facts: RunFacts) -> Html:
         return tag("section", tag("h2", "Memory, predicted and measured"), body, id="memory")
     ranks = sorted(facts.memory)[:MAX_RANKS]
     events = [facts.memory[rank] for rank in ranks]
-    names = categories(
-        *[event.predicted_bytes for event in events], *[event.measured_bytes for event in events]
-    )
+    estimates = [event.predicted_bytes for event in events]
+    estimates += [event.measured_bytes for event in events]
+    names = categories(*estimates)
     colour = classes(names)
-    full_bytes = max(
-        max(total(event.predicted_bytes), total(event.measured_bytes), 1.0) for event in events
-    )
+    full_bytes = max(map(_longest_bar_bytes, events))
     rows = [_rank_row(rank, facts.memory[rank], full_bytes, colour) for rank in ranks]
     left_out = len(facts.memory) - len(ranks)
     note = (
@@ -79,6 +79,10 @@ def total(parts: Mapping[str, float]) -> float:
     if TOTAL in parts:
         return float(parts[TOTAL])
     return float(sum(value for value in parts.values() if math.isfinite(value)))
+
+
+def _longest_bar_bytes(event: MemoryMeasured) -> float:
+    return max(total(event.predicted_bytes), total(event.measured_bytes), 1.0)
 
 
 def bar(parts: Mapping[str, float], full_bytes: float, colour: Mapping[str, str]) -> Html:
@@ -117,9 +121,9 @@ def _details(ranks: list[int], facts: RunFacts, names: list[str]) -> Html:
     """A row per rank, a column per category: what was measured, and below it the prediction and
     its error."""
     with_total = [*names, TOTAL]
-    rows = [
-        [str(rank), *[_cell(facts.memory[rank], name) for name in with_total]] for rank in ranks
-    ]
+    rows = []
+    for rank in ranks:
+        rows.append([str(rank), *[_cell(facts.memory[rank], name) for name in with_total]])
     return table(
         ["rank", *with_total],
         rows,
@@ -129,10 +133,8 @@ def _details(ranks: list[int], facts: RunFacts, names: list[str]) -> Html:
 
 
 def _cell(event: MemoryMeasured, name: str) -> list[Html | str]:
-    predicted, measured = (
-        formats.number_or_nan(event.predicted_bytes.get(name)),
-        formats.number_or_nan(event.measured_bytes.get(name)),
-    )
+    predicted = formats.number_or_nan(event.predicted_bytes.get(name))
+    measured = formats.number_or_nan(event.measured_bytes.get(name))
     if not (math.isfinite(predicted) or math.isfinite(measured)):
         return ["–"]
     error = _error(event, name, predicted, measured)
