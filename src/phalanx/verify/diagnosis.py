@@ -29,14 +29,10 @@ KEYS_LOST = (
     "the loss agrees, and gradients of keys or values do not: what other ranks' tokens owe to this"
     " rank's keys and values does not come back to it"
 )
-
-
 ROWS_MIXED = (
     "the objective lets the rows of a batch see each other, and a rank has only its own: the loss"
     " of a batch is not that of its parts, and changes with the number of ranks and of microbatches"
 )
-
-
 BUFFER_MOVED = (
     "the forward changes the buffer {name} by what it makes of its rows, and a rank sees only its"
     " own: it follows rank 0's, one microbatch after the other (docs/own-code.md, other buffers);"
@@ -62,56 +58,70 @@ class Diagnosis:
         ep: int = 1,
         pipeline: Pipeline | None = None,
     ) -> None:
-        self._compared, self._trace, self._observations = (
-            compared,
-            compared.trace,
-            compared.observations,
-        )
+        self._compared = compared
+        self._trace, self._observations = compared.trace, compared.observations
         self._dp, self._tp, self._cp = dp, tp, cp
         self._experts = ExpertDiagnosis(compared, ep=ep, tp=tp, cp=cp)
-        self._stages = None if pipeline is None else StageDiagnosis(compared, pipeline)
+        self._stages: StageDiagnosis | None = None
+        if pipeline is not None:
+            self._stages = StageDiagnosis(compared, pipeline)
 
     def explain_loss(self, loss: float, step: int) -> str:
-        means = [
-            mean for observation in self._observations for mean in observation["local_means"][step]
-        ]
-        present = [mean for mean in means if mean == mean]
-        reference = self._trace.steps[step].loss
-        if loss - loss != 0:
+        # What its number proves comes before what the layout makes possible.
+        if not math.isfinite(loss):
             return NOT_FINITE
         if buffer := self.find_moved_buffer():
             return BUFFER_MOVED.format(name=buffer)
         if self._trace.mixed_by == "objective" and step == 0:
             return ROWS_MIXED
-        if present and _near(loss, sum(present) / len(present)):
+        cause = self._explain_loss_by_means(loss, step)
+        if cause:
+            return cause
+        if step == 0:
+            return self._explain_first_loss(loss)
+        cause = (
+            "all before it agrees, so it saw other weights: a stale copy, or a forward that changes"
+            " its own"
+        )
+        if self._tp > 1:
+            cause += "; or a bias, zero at first, is added on every rank of tp"
+        return cause
+
+    def _explain_loss_by_means(self, loss: float, step: int) -> str:
+        """The cause of a loss that is a mean of what ranks have, or what one has; "" if it is
+        neither."""
+        by_rank: list[list[float]] = []
+        means: list[float] = []
+        for observation in self._observations:
+            # A microbatch without targets has no mean: NaN.
+            present = [mean for mean in observation["local_means"][step] if mean == mean]
+            by_rank.append(present)
+            means += present
+        if means and _near(loss, _mean(means)):
             return "a mean of means: microbatches count alike, however many targets they have"
-        by_rank = [
-            _mean([m for m in observation["local_means"][step] if m == m])
-            for observation in self._observations
-        ]
-        for rank, mean in enumerate(by_rank):
-            if self._dp > 1 and _near(loss, mean):
+        for rank, present in enumerate(by_rank):
+            if self._dp > 1 and _near(loss, _mean(present)):
                 return f"it is the loss of rank {rank} alone: it was not reduced"
-        if self._trace.mixes_rows and step == 0:
+        return ""
+
+    def _explain_first_loss(self, loss: float) -> str:
+        if self._trace.mixes_rows:
             return (
                 "what the module makes of a row depends on the other rows, and a rank has only"
                 " its own"
             )
-        if self._trace.dropped and step == 0:
+        if self._trace.dropped:
             return (
                 f"dropout inside {self._trace.dropped[0]} may not drop what it does in one process"
             )
-        if step > 0:
-            bias = (
-                "; or a bias, zero at first, is added on every rank of tp" if self._tp > 1 else ""
-            )
-            return (
-                "all before it agrees, so it saw other weights: a stale copy, or a forward that"
-                f" changes its own{bias}"
-            )
-        return "; or ".join(self._list_forward_causes()) or _describe_factor(
-            "it", loss / reference if reference else math.inf, self._dp
-        )
+        causes = self._list_forward_causes()
+        if causes:
+            return "; or ".join(causes)
+        reference = self._trace.steps[0].loss
+        factor = math.inf
+        if reference:
+            factor = loss / reference
+        return _describe_factor("it", factor, self._dp)
 
     def find_moved_buffer(self) -> str:
         """The first buffer that a forward changes and that differs from one process; "" if there is
@@ -120,12 +130,13 @@ class Diagnosis:
         A buffer that no checkpoint keeps counts as different: it is not compared.
         """
         saved = self._trace.sizes.get(BUFFERS, {})
-        off = [
-            name
-            for name in self._trace.moved
-            if name in saved and self._compared.error(BUFFERS, name) > BUFFER_OFF
-        ]
-        return next(iter([*off, *(name for name in self._trace.moved if name not in saved)]), "")
+        for name in self._trace.moved:
+            if name in saved and self._compared.error(BUFFERS, name) > BUFFER_OFF:
+                return name
+        for name in self._trace.moved:
+            if name not in saved:
+                return name
+        return ""
 
     def explain_routing(self, reroute: Reroute) -> str:
         causes = [self._experts.explain_routing(reroute)]
@@ -145,17 +156,13 @@ class Diagnosis:
         return causes
 
     def explain_norm(self, norm: float, step: int) -> str:
-        if norm - norm != 0:
+        if not math.isfinite(norm):
             return NOT_FINITE
-        in_stages = self._stages.explain_norm(norm, step) if self._stages else ""
-        if in_stages:
-            return in_stages
-        squares = [
-            sum(d[1] for d in observation["tensors"][gradients_of(step)].values())
-            for observation in self._observations
-        ]
-        for rank, square in enumerate(squares):
-            if len(squares) > 1 and _near(norm, square**0.5):
+        if self._stages is not None and (cause := self._stages.explain_norm(norm, step)):
+            return cause
+        for rank, observation in enumerate(self._observations):
+            square = sum(dots[1] for dots in observation["tensors"][gradients_of(step)].values())
+            if len(self._observations) > 1 and _near(norm, square**0.5):
                 return (
                     f"it is the norm of what rank {rank} holds: the shards of the others are"
                     " missing"
@@ -164,7 +171,8 @@ class Diagnosis:
         excess = (norm**2 - reference**2) / reference**2
         for name, size in self._trace.sizes[gradients_of(step)].items():
             if size and abs(abs(excess) * (reference / size) ** 2 - 1) < 1e-4:
-                return f"the gradient of {name} is {'counted twice' if excess > 0 else 'left out'}"
+                mistake = "counted twice" if excess > 0 else "left out"
+                return f"the gradient of {name} is {mistake}"
         copies = round((norm / reference) ** 2)
         if 1 < copies <= len(self._observations) and _near((norm / reference) ** 2, copies):
             return (
@@ -182,28 +190,14 @@ class Diagnosis:
                 " dimension is cut than the one that is gathered"
             )
         squares = [self._compared.square(kind, off[0], rank) for rank in ranks]
-        if any(square - square != 0 for square in squares):
+        if not all(map(math.isfinite, squares)):
             return NOT_FINITE
         if label == "initial weight":
             return "initial weights depend on the layout"
         if label == "buffer":
-            if name in self._trace.moved:
-                return BUFFER_MOVED.format(name=name)
-            cause = (
-                "gradients and weights agree, so a rank moves it by its own share of the batch, or"
-                " not at all"
-            )
-            return self._experts.explain_buffer(name) or cause
-        if label == "update" and self._trace.has_no_gradient(name):
-            return (
-                "in one process it has no gradient and stays; here it is updated (decay, say):"
-                " freeze it"
-            )
+            return self._explain_buffer(name)
         if label == "update":
-            return (
-                "plain descent agrees, so the job's optimizer sees or keeps something else than in"
-                " one process"
-            )
+            return self._explain_update(name)
         if label == "weight":
             return (
                 "gradients agree, so the update was not the same: a stale copy, or an optimizer"
@@ -217,57 +211,41 @@ class Diagnosis:
             kind, name, off, ranks, step
         )
 
+    def _explain_buffer(self, name: str) -> str:
+        if name in self._trace.moved:
+            return BUFFER_MOVED.format(name=name)
+        cause = (
+            "gradients and weights agree, so a rank moves it by its own share of the batch, or"
+            " not at all"
+        )
+        return self._experts.explain_buffer(name) or cause
+
+    def _explain_update(self, name: str) -> str:
+        if self._trace.has_no_gradient(name):
+            return (
+                "in one process it has no gradient and stays; here it is updated (decay, say):"
+                " freeze it"
+            )
+        return (
+            "plain descent agrees, so the job's optimizer sees or keeps something else than in"
+            " one process"
+        )
+
     def _explain_gradient(
         self, kind: str, name: str, off: Sequence[str], ranks: Sequence[int], step: int
     ) -> str:
         """The cause of wrong gradients after a loss that agrees: the backward, or what follows
         it."""
-        num_tensors = len(self._trace.order)
-        factors = [
-            self._compared.factor(kind, off, rank) for rank in range(len(self._observations))
-        ]
-        scaled = [factor for factor in factors if factor is not None]
-        if len(scaled) == len(factors) and len(off) == num_tensors:
-            if max(scaled) - min(scaled) <= 1e-4 * max(map(abs, scaled)):
-                return self._explain_clipping(step, scaled[0]) or _describe_factor(
-                    "every gradient", scaled[0], self._dp
-                )
-            listed = ", ".join(
-                f"{factor:.4g} x on rank {rank}" for rank, factor in enumerate(scaled[:4])
-            )
-            return (
-                f"each rank scaled its gradients by a factor of its own ({listed}): clipped by"
-                " local norms"
-            )
-        in_stages = self._stages.explain_gradient(kind, name, off) if self._stages else ""
-        cause = in_stages or self._experts.explain_gradient(kind, off, ranks)
+        cause = (
+            self._explain_scaling(kind, off, step)
+            or self._explain_by_stage(kind, name, off)
+            or self._experts.explain_gradient(kind, off, ranks)
+            or self._explain_parts(kind, name, ranks)
+        )
         if cause:
             return cause
-        if len(ranks) < len(self._compared.holders(name)):
-            return (
-                f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is"
-                " stale"
-            )
-        factor = self._compared.factor(kind, [name], ranks[0])
-        if factor is not None and abs(factor - 1) > 1e-3:
-            return self._explain_copies(name, factor) or _describe_factor(
-                f"the gradient of {name}", factor, self._dp
-            )
-        if self._is_sum_of_parts(kind, name):
-            return (
-                f"each rank of tp has its own part of the gradient of {name}, and nobody added them"
-                ' up: a rule "partial" is missing, or parts that ranks hold alike are not summed'
-            )
-        if self._dp > 1 and self._is_mean_right(kind, name):
-            return (
-                f"each data-parallel rank has a gradient of {name} of its own, and their mean is"
-                " right: never averaged"
-            )
-        if (
-            self._cp > 1
-            and step == 0
-            and any(other.endswith((".k.weight", ".v.weight")) for other in off)
-        ):
+        num_tensors = len(self._trace.order)
+        if self._cp > 1 and step == 0 and any(map(_is_of_keys, off)):
             return KEYS_LOST
         if len(off) < num_tensors:
             return (
@@ -288,6 +266,58 @@ class Diagnosis:
             "every gradient differs, and not by a factor: the forward, or the loss, is not the same"
         )
 
+    def _explain_scaling(self, kind: str, off: Sequence[str], step: int) -> str:
+        """The cause of gradients that are all off by a factor, one for all ranks or one for each;
+        "" if they are not."""
+        if len(off) != len(self._trace.order):
+            return ""
+        factors: list[float] = []
+        for rank in range(len(self._observations)):
+            factor = self._compared.factor(kind, off, rank)
+            if factor is None:
+                return ""
+            factors.append(factor)
+        if max(factors) - min(factors) <= 1e-4 * max(map(abs, factors)):
+            return self._explain_clipping(step, factors[0]) or _describe_factor(
+                "every gradient", factors[0], self._dp
+            )
+        first = enumerate(factors[:4])
+        listed = ", ".join(f"{factor:.4g} x on rank {rank}" for rank, factor in first)
+        return (
+            f"each rank scaled its gradients by a factor of its own ({listed}): clipped by"
+            " local norms"
+        )
+
+    def _explain_by_stage(self, kind: str, name: str, off: Sequence[str]) -> str:
+        if self._stages is None:
+            return ""
+        return self._stages.explain_gradient(kind, name, off)
+
+    def _explain_parts(self, kind: str, name: str, ranks: Sequence[int]) -> str:
+        """The cause of one tensor's gradient by what each rank has of it; "" if its parts say
+        nothing."""
+        if len(ranks) < len(self._compared.holders(name)):
+            return (
+                f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is"
+                " stale"
+            )
+        factor = self._compared.factor(kind, [name], ranks[0])
+        if factor is not None and abs(factor - 1) > 1e-3:
+            return self._explain_copies(name, factor) or _describe_factor(
+                f"the gradient of {name}", factor, self._dp
+            )
+        if self._is_sum_of_parts(kind, name):
+            return (
+                f"each rank of tp has its own part of the gradient of {name}, and nobody added them"
+                ' up: a rule "partial" is missing, or parts that ranks hold alike are not summed'
+            )
+        if self._dp > 1 and self._is_mean_right(kind, name):
+            return (
+                f"each data-parallel rank has a gradient of {name} of its own, and their mean is"
+                " right: never averaged"
+            )
+        return ""
+
     def _explain_copies(self, name: str, factor: float) -> str:
         """The cause of a wrong factor of a tensor that all ranks of tp hold alike; "" if it is
         none of theirs."""
@@ -300,20 +330,26 @@ class Diagnosis:
 
     def _is_sum_of_parts(self, kind: str, name: str) -> bool:
         """True if what the ranks of tp have makes the reference once it is added up."""
-        dots = [
-            observation["tensors"][kind].get(name, NO_DOTS) for observation in self._observations
-        ]
-        along, size = sum(d[2] for d in dots), sum(d[3] for d in dots)
-        copies = [c for c in range(2, self._tp + 1) if self._tp % c == 0]
-        return any(abs(along * c / size - 1) < 1e-6 for c in copies) if size else False
+        along, size = self._sum_along(kind, name)
+        if not size:
+            return False
+        # Several ranks may hold the same part, as many as divide tp.
+        for copies in range(2, self._tp + 1):
+            if self._tp % copies == 0 and abs(along * copies / size - 1) < 1e-6:
+                return True
+        return False
 
     def _is_mean_right(self, kind: str, name: str) -> bool:
         """True if what the ranks have, each something else, makes the reference on average."""
+        along, size = self._sum_along(kind, name)
+        return size > 0 and abs(along / size - 1) < 1e-9
+
+    def _sum_along(self, kind: str, name: str) -> tuple[float, float]:
+        """(sum over ranks of the tensor times the reference, and of the reference squared)."""
         dots = [
             observation["tensors"][kind].get(name, NO_DOTS) for observation in self._observations
         ]
-        along, size = sum(d[2] for d in dots), sum(d[3] for d in dots)
-        return size > 0 and abs(along / size - 1) < 1e-9
+        return sum(dot[2] for dot in dots), sum(dot[3] for dot in dots)
 
     def _explain_clipping(self, step: int, factor: float) -> str:
         """The cause of a factor that is the one of clipping; "" for another factor."""
@@ -342,14 +378,12 @@ class Diagnosis:
 
 
 def _describe_factor(subject: str, factor: float, dp: int) -> str:
-    ways = (
+    divided = "divided by the number of data-parallel ranks, or of microbatches, once too often"
+    mistakes = (
         (dp, "summed over the data-parallel ranks instead of averaged"),
-        (
-            1 / dp,
-            "divided by the number of data-parallel ranks, or of microbatches, once too often",
-        ),
+        (1 / dp, divided),
     )
-    for number, words in ways:
+    for number, words in mistakes:
         if dp > 1 and abs(factor / number - 1) < 1e-3:
             return f"{subject} is {factor:.4g} x the reference: {words}"
     return f"{subject} is {factor:.6g} x the reference"
@@ -360,4 +394,10 @@ def _near(a: float, b: float) -> bool:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    if not values:
+        return math.nan
+    return sum(values) / len(values)
+
+
+def _is_of_keys(name: str) -> bool:
+    return name.endswith((".k.weight", ".v.weight"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,7 @@ from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.parallelize import transforms
 from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.verify.batches import cast_steps, make_global_steps, take_share
 from phalanx.verify.layout_run import LayoutRun, keep_compared_part
@@ -26,15 +28,15 @@ from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.references import References
 from phalanx.verify.rerouted import compare_routes
 from phalanx.verify.row import ROWS, Row
+from phalanx.verify.trace_facts import Trace
 from phalanx.verify.verdict import TOLERANCE, Comparator
 
-FLOAT64_COMPILED = (
-    2,
-    13,
-)  # the first torch known to compile attention's backward in it; 2.11 is known not to
+# The first torch known to compile attention's backward in float64; 2.11 is known not to.
+FLOAT64_COMPILED = (2, 13)
 # times, of one block: in training and evaluation, with and without gradients, for each module
 MOST_COMPILED = 64
-transforms()  # imported in the server, once, instead of in every rank
+# Imported in the server, once, instead of in every rank: ranks are forks of it.
+transforms()
 
 
 def main(document: JsonObject, link: RankLink) -> int:
@@ -69,48 +71,32 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
     if isinstance(reference, str):
         return _refuse(case, model_name, dtype, reference)
     if plan.compile and dtype == "float64" and TORCH_VERSION < FLOAT64_COMPILED:
-        first = ".".join(map(str, FLOAT64_COMPILED))
-        reason = (
-            f"torch {torch.__version__} compiles a backward in float64 to float32's; {first}"
-            " does not"
-        )
-        return _refuse(case, model_name, dtype, reason)
+        return _refuse(case, model_name, dtype, _describe_narrow_compiler())
     tolerance = find_tolerance(plan.compress, TOLERANCE["float32" if reference.narrows else dtype])
     run = LayoutRun(job, plan)
-    if (
-        plan.compile
-    ):  # what dynamo has compiled often, for whichever layout, it would leave eager without a word
-        torch._dynamo.reset()
-        torch._dynamo.config.recompile_limit = MOST_COMPILED
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
+    if plan.compile:
+        _reset_compiler()
     try:
         with open_mesh(plan.layout, device="cpu") as inner:
             rank_steps = take_share(steps, inner.data_parallel_rank, plan.layout.data_parallel_size)
             result = run.run(reference, rank_steps, inner)
             routed = compare_routes(result, references, reference, steps, tolerance)
-            if routed.flips:  # judged by what one process computes that routes alike
+            # A token near the border of two experts may go to the other one by rounding alone:
+            # then the reference is what one process computes that routes alike.
+            if routed.flips:
                 reference = routed.trace
                 result = run.run(reference, rank_steps, inner)
                 routed = routed.confirm(result)
-    except LayoutError as error:  # the same on every rank: it is about the module
+    except LayoutError as error:
+        # Amid a schedule it may be about this rank alone, for which the others wait. Before it,
+        # it is about the module, and the same on every rank.
         if run.is_amid_schedule:
-            raise  # or about this rank alone, for which the others wait
+            raise
         return _refuse(case, model_name, dtype, str(error))
-    trace, observations, notes = (
-        keep_compared_part(reference, plan.compress),
-        result.observations,
-        result.notes,
-    )
-    if plan.layout.tp > 1:
-        rules = check_rules(plan.rules, plan.model_shape, plan.layout.tp)
-        notes += tuple(filter(None, [describe_whole_matrices(rules, plan.model_shape)]))
-    if trace.narrows and trace.dtype == "float64":
-        notes += (
-            "the module computes in fewer digits than float64 on its way, and is judged by those",
-        )
+    trace = keep_compared_part(reference, plan.compress)
     verdict = Comparator(
         trace,
-        observations,
+        result.observations,
         tolerance=tolerance,
         data_parallel_size=plan.layout.reduced.data_parallel_size,
         tp=plan.layout.tp,
@@ -120,19 +106,10 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         misrouted=routed.misrouted,
     ).compare()
     if plan.compress != "none":
-        notes += (describe_compression(plan.compress, tolerance),)
-        unequal = find_unequal_ranks(observations, trace.order, len(reference.steps) - 1)
+        unequal = find_unequal_ranks(result.observations, trace.order, len(reference.steps) - 1)
         verdict = replace(
             verdict, errors={**verdict.errors, **result.apart}, first=verdict.first or unequal
         )
-    if verdict.relaxed:
-        notes += (
-            (
-                "judged by what rounding to float32 costs in one process:"
-                f" {', '.join(verdict.relaxed[:3])}"
-            ),
-        )
-    wall_s = round(time.monotonic() - began, 3)
     return Row(
         layout=case.name,
         parallel=case.parallel,
@@ -142,11 +119,46 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         errors=verdict.errors,
         tolerance=tolerance,
         first=verdict.first,
-        notes=notes,
+        notes=result.notes + _list_notes(plan, trace, tolerance, verdict.relaxed),
         compress=plan.compress,
         flips=routed.flips,
-        wall_s=wall_s,
+        wall_s=round(time.monotonic() - began, 3),
     )
+
+
+def _describe_narrow_compiler() -> str:
+    first = ".".join(map(str, FLOAT64_COMPILED))
+    return (
+        f"torch {torch.__version__} compiles a backward in float64 to float32's; {first} does not"
+    )
+
+
+def _reset_compiler() -> None:
+    # What dynamo has compiled often, for whichever layout, it would leave eager without a word.
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = MOST_COMPILED
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def _list_notes(
+    plan: Plan, trace: Trace, tolerance: float, relaxed: Sequence[str]
+) -> tuple[str, ...]:
+    """Sentences about what a row does not compare, or compares less strictly."""
+    notes = []
+    if plan.layout.tp > 1:
+        rules = check_rules(plan.rules, plan.model_shape, plan.layout.tp)
+        notes.append(describe_whole_matrices(rules, plan.model_shape))
+    if trace.narrows and trace.dtype == "float64":
+        notes.append(
+            "the module computes in fewer digits than float64 on its way, and is judged by those"
+        )
+    if plan.compress != "none":
+        notes.append(describe_compression(plan.compress, tolerance))
+    if relaxed:
+        notes.append(
+            f"judged by what rounding to float32 costs in one process: {', '.join(relaxed[:3])}"
+        )
+    return tuple(filter(None, notes))
 
 
 def _refuse(case: VerifyCase, model_name: str, dtype: str, reason: str) -> Row:

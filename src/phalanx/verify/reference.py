@@ -6,7 +6,7 @@ Knows no layouts, imports torch alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -56,48 +56,67 @@ def train_alone(
     """
     lr = 0.0
     for number, microbatches in enumerate(steps):
-        module.zero_grad()
-        loss, count, first_row = 0.0, 0, 0
-        for batch in microbatches:
-            num_rows = len(next(iter(batch.values())))
-            with around(number + 1, first_row, num_rows):
-                total, targets = loss_sum(module, batch)
-            first_row += num_rows
-            total.backward()
-            loss, count = loss + total.item(), count + int(targets)
+        loss, count = _run_microbatches(module, loss_sum, microbatches, number + 1, around)
         if not count:
             raise ArithmeticError(f"step {number + 1} has no target")
         named = dict(module.named_parameters())
+
         for parameter in named.values():
             if parameter.grad is not None:
                 parameter.grad /= count
-        gradients = {name: p.grad for name, p in named.items()}
-        norm = (
-            sum(g.double().square().sum().item() for g in gradients.values() if g is not None)
-            ** 0.5
-        )
+        gradients = {name: parameter.grad for name, parameter in named.items()}
+        norm = _norm(gradients.values())
         if not 0 < norm < math.inf or not abs(loss) < math.inf:
             raise ArithmeticError(
                 f"in step {number + 1} the loss is {loss / count:g} and the gradient norm {norm:g}:"
                 " no reference"
             )
         if number == 0:
-            size = sum(p.detach().double().square().sum().item() for p in named.values()) ** 0.5
-            lr = move * size / norm
-        clips = optimizer is None and (number > 0 or len(steps) == 1)
-        max_norm = clip * norm if clips else None
+            lr = move * _norm(named.values()) / norm
+        max_norm, factor = None, 1.0
+        if optimizer is None and (number > 0 or len(steps) == 1):
+            max_norm = clip * norm
+            factor = max_norm / norm
         yield AloneStep(loss / count, count, norm, max_norm, lr, gradients)
         if hasattr(module, "after_step"):
             module.after_step()
-        if optimizer is not None:
+        if optimizer is None:
+            _descend(named.values(), lr * factor)
+        else:
             optimizer.step()
-            continue
-        with torch.no_grad():
-            for parameter in named.values():
-                if parameter.grad is not None:
-                    parameter -= (
-                        lr * (1.0 if max_norm is None else max_norm / norm) * parameter.grad
-                    )
+
+
+def _run_microbatches(
+    module: nn.Module, loss_sum: LossSum, microbatches: Sequence[Batch], step: int, around: Around
+) -> tuple[float, int]:
+    """(sum of the losses of a step, number of its targets); leaves the gradients of that sum in
+    `module`. `step` is counted from 1."""
+    module.zero_grad()
+    loss, count, first_row = 0.0, 0, 0
+    for batch in microbatches:
+        num_rows = len(next(iter(batch.values())))
+        with around(step, first_row, num_rows):
+            total, targets = loss_sum(module, batch)
+        first_row += num_rows
+        total.backward()
+        loss, count = loss + total.item(), count + int(targets)
+    return loss, count
+
+
+def _norm(tensors: Iterable[torch.Tensor | None]) -> float:
+    """The L2 norm of all elements together, summed in float64."""
+    squares = []
+    for tensor in tensors:
+        if tensor is not None:
+            squares.append(tensor.detach().double().square().sum().item())
+    return float(sum(squares)) ** 0.5
+
+
+@torch.no_grad()
+def _descend(parameters: Iterable[torch.Tensor], rate: float) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter -= rate * parameter.grad
 
 
 @torch.no_grad()
@@ -118,10 +137,8 @@ def forward_order(module: nn.Module, call: Callable[[], Any]) -> list[str]:
     order: list[str] = []
     hooks = []
     for prefix, part in module.named_modules():
-        parameter_names = [
-            f"{prefix}.{name}" if prefix else name
-            for name, _ in part.named_parameters(recurse=False)
-        ]
+        own_parameters = part.named_parameters(prefix, recurse=False)
+        parameter_names = [name for name, _ in own_parameters]
         if parameter_names:
             hooks.append(
                 part.register_forward_pre_hook(
@@ -133,6 +150,7 @@ def forward_order(module: nn.Module, call: Callable[[], Any]) -> list[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    names = [name for name, _ in module.named_parameters()]
-    reached = dict.fromkeys(name for name in order if name in set(names))
-    return [*reached, *(name for name in names if name not in reached)]
+    # A tied tensor is reached by all its names; named_parameters has the first alone.
+    names = dict(module.named_parameters())
+    reached = dict.fromkeys(name for name in order if name in names)
+    return list(reached | dict.fromkeys(names))

@@ -26,18 +26,16 @@ from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.batches import cast_steps, split_again
 from phalanx.verify.flips import EVALUATION, Reroute, optimizer_step, train_step
-from phalanx.verify.forward_probe import describe_failure, probe
+from phalanx.verify.forward_probe import Probe, describe_failure, probe
 from phalanx.verify.pipelines import num_microbatches
-from phalanx.verify.reference import Around, evaluate_alone, train_alone
+from phalanx.verify.reference import AloneStep, Around, evaluate_alone, train_alone
 from phalanx.verify.routes import Choices, Routes, are_alike, read_routes, write_routes
 from phalanx.verify.trace import write_trace
 from phalanx.verify.trace_facts import BUFFERS, TRACE, Trace, read_trace
 
 NUDGE = 4  # roundings
-CLIP, MOVE = (
-    0.3,
-    0.01,
-)  # not one over a number of ranks or microbatches, so that its absence is told from theirs
+# Not one over a number of ranks or microbatches, so that a clip that is missing is told from them.
+CLIP, MOVE = 0.3, 0.01
 
 
 @dataclass
@@ -65,9 +63,9 @@ class References:
         if isinstance(usual, str) or count in (0, len(self.steps[0])):
             return usual, self.steps
         steps = split_again(self.steps, count)
-        return (
-            self._open(count, steps) if usual.mixes_rows or BUFFERS in usual.sizes else usual
-        ), steps
+        if usual.mixes_rows or BUFFERS in usual.sizes:
+            return self._open(count, steps), steps
+        return usual, steps
 
     def _open(self, count: int, steps: list[list[Batch]]) -> Trace | str:
         if count not in self._traces:
@@ -118,76 +116,12 @@ def _write_reference(
     Raises ResourceError where the disk refuses: that is not the module's fault either.
     """
 
-    def build() -> nn.Module:
-        module = build_original_module(job, plan, dtype, materialize=True)[0]
-        if nudged:
-            _nudge(module)
-        return module
-
-    loss_sum, reroutes = JobLoss(job, plan), list[Reroute]()
+    writer = _ReferenceWriter(
+        directory, job, plan, dtype, steps, forced, nudged, loss_sum=JobLoss(job, plan)
+    )
     try:
         with _repeatable():
-            probed = probe(build, loss_sum, steps[0][0], job.run.seed)
-            module, updated = build(), None
-            routes, choices = Routes(module, forced), dict[str, torch.Tensor]()
-            around = _around(DropoutMasks(module, job.run.seed), routes, train_step)
-            alone = train_alone(module, loss_sum, steps, clip=CLIP, move=MOVE, around=around)
-            if (
-                dtype == "float64" and not probed.narrows
-            ):  # else the root of a small second moment has few digits
-                second = build()
-                optimizer, second_routes = (
-                    build_optimizer(second, job.optim),
-                    Routes(second, forced),
-                )
-                around = _around(DropoutMasks(second, job.run.seed), second_routes, optimizer_step)
-                by_optimizer = train_alone(
-                    second,
-                    loss_sum,
-                    steps,
-                    clip=CLIP,
-                    move=MOVE,
-                    optimizer=optimizer,
-                    around=around,
-                )
-                updated = (second, by_optimizer)
-
-            def evaluate(module: nn.Module) -> float:
-                with routes.record(EVALUATION):
-                    return evaluate_alone(module, loss_sum, steps[-1])
-
-            def other() -> Path | None:
-                if nudged:
-                    return None
-                exact = (
-                    _find_float64(directory, job, plan, steps, routes.choices)
-                    if dtype == "float32"
-                    else None
-                )
-                nudged_dir = directory.parent / f"{directory.name}-nudged"
-                if exact is None and (dtype == "float32" or probed.narrows):
-                    failure, _ = _write_reference(
-                        nudged_dir, job, plan, dtype, steps, routes.choices, nudged=True
-                    )
-                    return None if failure else nudged_dir
-                return exact
-
-            write_trace(
-                directory,
-                dtype,
-                module,
-                probed,
-                alone,
-                evaluate=evaluate,
-                updated=updated,
-                other=other,
-            )
-            choices |= routes.choices
-            reroutes += routes.reroutes
-            if updated is not None:
-                choices |= second_routes.choices
-                reroutes += second_routes.reroutes
-            write_routes(directory, choices)
+            return "", writer.write()
     except ResourceError:  # of a reference that this one needs
         raise
     except Exception as error:
@@ -198,7 +132,95 @@ def _write_reference(
             raise problem from error
         traceback.print_exc()  # in the rank's log
         return describe_failure(error, dtype), []
-    return "", reroutes
+
+
+@dataclass(frozen=True)
+class _ReferenceWriter:
+    """Runs the steps of one reference and keeps what they show in `directory`."""
+
+    directory: Path
+    job: Job
+    plan: Plan
+    dtype: str
+    steps: Sequence[Sequence[Batch]]
+    forced: Choices | None
+    nudged: bool
+    loss_sum: JobLoss
+
+    def write(self) -> list[Reroute]:
+        """Write it, and return what its routers would have chosen instead of `forced`."""
+        probed = probe(self._build, self.loss_sum, self.steps[0][0], self.job.run.seed)
+        module, routes, alone = self._prepare(train_step)
+        by_optimizer = None
+        # Else the root of a small second moment has few digits.
+        if self.dtype == "float64" and not probed.narrows:
+            by_optimizer = self._prepare(optimizer_step, by_optimizer=True)
+
+        def evaluate(module: nn.Module) -> float:
+            with routes.record(EVALUATION):
+                return evaluate_alone(module, self.loss_sum, self.steps[-1])
+
+        write_trace(
+            self.directory,
+            self.dtype,
+            module,
+            probed,
+            alone,
+            evaluate=evaluate,
+            updated=None if by_optimizer is None else (by_optimizer[0], by_optimizer[2]),
+            other=lambda: self._find_other(probed, routes),
+        )
+        choices, reroutes = dict(routes.choices), list(routes.reroutes)
+        if by_optimizer is not None:
+            choices |= by_optimizer[1].choices
+            reroutes += by_optimizer[1].reroutes
+        write_routes(self.directory, choices)
+        return reroutes
+
+    def _build(self) -> nn.Module:
+        module = build_original_module(self.job, self.plan, self.dtype, materialize=True)[0]
+        if self.nudged:
+            _nudge(module)
+        return module
+
+    def _prepare(
+        self, phase: Callable[[int], str], *, by_optimizer: bool = False
+    ) -> tuple[nn.Module, Routes, Iterator[AloneStep]]:
+        """(a module, the record of its routes, its steps), which run when they are asked for."""
+        module, optimizer = self._build(), None
+        if by_optimizer:
+            optimizer = build_optimizer(module, self.job.optim)
+        routes = Routes(module, self.forced)
+        around = _around(DropoutMasks(module, self.job.run.seed), routes, phase)
+        alone_steps = train_alone(
+            module,
+            self.loss_sum,
+            self.steps,
+            clip=CLIP,
+            move=MOVE,
+            optimizer=optimizer,
+            around=around,
+        )
+        return module, routes, alone_steps
+
+    def _find_other(self, probed: Probe, routes: Routes) -> Path | None:
+        """The directory of the same steps in float64, or else from nudged weights; None where
+        rounding is not judged, or there is neither."""
+        if self.nudged:
+            return None
+        if self.dtype == "float32":
+            exact = _find_float64(self.directory, self.job, self.plan, self.steps, routes.choices)
+            if exact is not None:
+                return exact
+        elif not probed.narrows:
+            return None
+        nudged = self.directory.parent / f"{self.directory.name}-nudged"
+        failure, _ = _write_reference(
+            nudged, self.job, self.plan, self.dtype, self.steps, routes.choices, nudged=True
+        )
+        if failure:
+            return None
+        return nudged
 
 
 def _around(masks: DropoutMasks, routes: Routes, phase: Callable[[int], str]) -> Around:
@@ -226,7 +248,9 @@ def _find_float64(
     failure, _ = _write_reference(
         alike, job, plan, "float64", cast_steps(steps, torch.float64), choices
     )
-    return None if failure else alike
+    if failure:
+        return None
+    return alike
 
 
 @torch.no_grad()
