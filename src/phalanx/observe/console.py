@@ -175,28 +175,28 @@ class Pace:
             before, self._failure = self._failure, f"{subject}: {_VARYING.sub('N', event.reason)}"
             if before == self._failure:
                 return describe_repeated_failure(event)
-        return (
-            None
-            if isinstance(envelope.event, TOLD_ELSEWHERE)
-            else describe_event(envelope, self.units)
-        )
+        if isinstance(envelope.event, TOLD_ELSEWHERE):
+            return None
+        return describe_event(envelope, self.units)
 
     @property
     def step(self) -> int:
-        return int(self.last.step) if self.last is not None else 0
+        if self.last is None:
+            return 0
+        return int(self.last.step)
 
     @property
     def step_s(self) -> float:
-        return (
-            sum(seconds for _, seconds in self._recent) / len(self._recent)
-            if self._recent
-            else math.nan
-        )
+        if not self._recent:
+            return math.nan
+        return sum(seconds for _, seconds in self._recent) / len(self._recent)
 
     @property
     def tokens_per_s(self) -> float:
         seconds = sum(seconds for _, seconds in self._recent)
-        return sum(tokens for tokens, _ in self._recent) / seconds if seconds > 0 else math.nan
+        if not seconds > 0:
+            return math.nan
+        return sum(tokens for tokens, _ in self._recent) / seconds
 
     @property
     def eta_s(self) -> float:
@@ -229,9 +229,11 @@ class Pace:
 
     def eta(self) -> str:
         """ "eta 3.3 s"; before there is a pace to go by, that there is none."""
-        if self.step < self.total_steps and not self._recent:
+        if self._recent:
+            return f"eta {_eta(self.eta_s)}"
+        if self.step < self.total_steps:
             return "eta not known yet"
-        return f"eta {_eta(self.eta_s if self._recent else 0.0)}"
+        return f"eta {_eta(0.0)}"
 
     def _load_of_experts(self) -> list[str]:
         """ "experts 1.42x": the busiest expert of any layer against the mean of its layer.
@@ -242,31 +244,38 @@ class Pace:
             return []
         worst = max(event.worst[1] for event in self._experts.values())
         dropped = max(event.dropped_share for event in self._experts.values())
-        return [f"experts {worst:.2f}x" + (f" dropped {100 * dropped:.1f}%" if dropped else "")]
+        if not dropped:
+            return [f"experts {worst:.2f}x"]
+        return [f"experts {worst:.2f}x dropped {100 * dropped:.1f}%"]
 
 
 def _eval(event: EvalFinished) -> str:
     """ "eval 1.4200 (best 1.4000 at 300)"; of the best itself, only its loss, or the metric it is
     judged by."""
-    best = (
-        f" (best {event.best:.4f} at {event.best_step})"
-        if 0 < event.best_step != event.step
-        else ""
-    )
-    by = "" if event.judged_by == "loss" else f"{printable(event.judged_by, 24)} "
-    return f"eval {by}{event.value_of(event.judged_by):.4f}{best}"
+    text = f"{event.value_of(event.judged_by):.4f}"
+    if event.judged_by != "loss":
+        text = f"{printable(event.judged_by, 24)} {text}"
+    if 0 < event.best_step != event.step:
+        text += f" (best {event.best:.4f} at {event.best_step})"
+    return f"eval {text}"
 
 
 def _rate(per_s: float) -> str:
-    return format_count(per_s).replace(" ", "").replace("K", "k") if math.isfinite(per_s) else "?"
+    if not math.isfinite(per_s):
+        return "?"
+    return format_count(per_s).replace(" ", "").replace("K", "k")
 
 
 def _eta(seconds: float) -> str:
-    return "0 s" if seconds == 0 else format_seconds(seconds)
+    if seconds == 0:
+        return "0 s"
+    return format_seconds(seconds)
 
 
 def _memory(num_bytes: float) -> str:
-    return format_bytes(num_bytes).replace(".0 ", " ") if math.isfinite(num_bytes) else "?"
+    if not math.isfinite(num_bytes):
+        return "?"
+    return format_bytes(num_bytes).replace(".0 ", " ")
 
 
 class PlainConsole:

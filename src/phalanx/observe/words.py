@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
@@ -20,32 +21,22 @@ def _squeeze(text: str, limit: int) -> str:
 def describe_event(envelope: Envelope, units: Units = TEXT) -> str | None:
     """The line for an event that a person wants to know of, or None for the others."""
     line = _words(envelope.event, units)
-    return None if line is None else _squeeze(line, MAX_LINE)
+    if line is None:
+        return None
+    return _squeeze(line, MAX_LINE)
 
 
 def _words(event: events.Event, units: Units) -> str | None:
     match event:
         case events.RunStarted():
-            layout = (
-                " x ".join(
-                    f"{axis}={degree}" for axis, degree in event.layout.items() if degree > 1
-                )
-                or "one rank"
-            )
-            start = (
-                f", continues at step {event.step} from {event.restored_from}"
-                if event.restored_from
-                else ""
-            )
-            took = format_seconds(event.startup_s)
-            return (
-                f"{event.run}: {plural(event.world_size, 'rank')} on {event.device}, {layout},"
-                f" started in {took}{start}"
-            )
+            return _describe_start(event)
         case events.WeightsTaken():
-            came = f", imported from {event.imported_from}" if event.imported_from else ""
-            cast = f", {event.num_cast} of them rounded" if event.num_cast else ""
-            return f"starts from {event.num_tensors} tensors of {event.checkpoint}{came}{cast}"
+            line = f"starts from {event.num_tensors} tensors of {event.checkpoint}"
+            if event.imported_from:
+                line += f", imported from {event.imported_from}"
+            if event.num_cast:
+                line += f", {event.num_cast} of them rounded"
+            return line
         case events.StepSkipped():
             return (
                 f"skipped step {event.step}: {event.reason.replace('_', ' ')}"
@@ -71,8 +62,8 @@ def _words(event: events.Event, units: Units) -> str | None:
             )
             return f"a checkpoint each {interval}: {why}"
         case events.CheckpointsRemoved():
-            names = ", ".join(f"step-{step}" for step in event.steps)
-            return f"removed old checkpoint{'s' if len(event.steps) > 1 else ''} {names}"
+            noun = "checkpoints" if len(event.steps) > 1 else "checkpoint"
+            return f"removed old {noun} {', '.join(f'step-{step}' for step in event.steps)}"
         case events.CheckpointFailed():
             return _describe_failed(event)
         case events.CheckpointUnusable():
@@ -84,56 +75,69 @@ def _words(event: events.Event, units: Units) -> str | None:
         case events.StopRequested():
             return f"stopping after step {event.step}: {event.reason}"
         case events.RankFailed():
-            where = f" at step {event.step}" + (f" in {event.phase}" if event.phase else "")
-            detected = f", seen after {format_seconds(event.detected_s)}"
+            moment = f"step {event.step}"
+            if event.phase:
+                moment += f" in {event.phase}"
             return (
-                f"rank {event.failed_rank} failed{where}: {event.cause},"
-                f" {exception_line(event.detail)}{detected}"
+                f"rank {event.failed_rank} failed at {moment}: {event.cause},"
+                f" {exception_line(event.detail)}, seen after {format_seconds(event.detected_s)}"
             )
         case events.RestartScheduled():
             return f"restart {event.restart} of at most {event.budget}, from step {event.from_step}"
         case events.RunFinished():
-            code = f", exit code {event.exit_code}" if event.exit_code else ""
-            return f"{event.status} at step {event.step} after {format_seconds(event.wall_s)}{code}"
+            line = f"{event.status} at step {event.step} after {format_seconds(event.wall_s)}"
+            if event.exit_code:
+                line += f", exit code {event.exit_code}"
+            return line
         case events.LoaderWorkerReplaced():
             return f"a loader worker was replaced at step {event.step}: {event.reason}"
         case events.SinkDropped():
-            lost = f"lost {plural(event.num_dropped, 'event')}" if event.num_dropped else "dropped"
-            return (
-                f"{lost}: {event.reason}"
-                if event.sink == "events"
-                else f"sink {event.sink} {lost}: {event.reason}"
-            )
+            return _describe_lost(event)
         case events.Note():
             # A note is for machines and the report, unless it says why something is not as one
             # would expect.
-            return (
-                f"{event.code.replace('_', ' ')}: {event.facts['why']}"
-                if "why" in event.facts
-                else None
-            )
+            if "why" in event.facts:
+                return f"{event.code.replace('_', ' ')}: {event.facts['why']}"
     return None
 
 
+def _describe_start(event: events.RunStarted) -> str:
+    wide = [f"{axis}={degree}" for axis, degree in event.layout.items() if degree > 1]
+    layout = " x ".join(wide) or "one rank"
+    line = (
+        f"{event.run}: {plural(event.world_size, 'rank')} on {event.device}, {layout}, started in"
+        f" {format_seconds(event.startup_s)}"
+    )
+    if event.restored_from:
+        line += f", continues at step {event.step} from {event.restored_from}"
+    return line
+
+
+def _describe_lost(event: events.SinkDropped) -> str:
+    lost = "dropped"
+    if event.num_dropped:
+        lost = f"lost {plural(event.num_dropped, 'event')}"
+    if event.sink != "events":
+        lost = f"sink {event.sink} {lost}"
+    return f"{lost}: {event.reason}"
+
+
 def _describe_saved(event: events.CheckpointSaved) -> str:
-    size, took = format_bytes(event.num_bytes), format_seconds(event.wall_s)
-    new = (
-        f", {format_bytes(event.num_new_bytes)} of it new"
-        if 0 <= event.num_new_bytes < event.num_bytes
-        else ""
-    )
-    stall = (
-        f", training stood still for {format_seconds(event.stall_s)}"
-        if 0 < event.stall_s < event.wall_s / 2
-        else ""
-    )
-    return f"saved checkpoint of step {event.step}: {event.path} ({size}{new}, {took}{stall})"
+    facts = [format_bytes(event.num_bytes)]
+    if 0 <= event.num_new_bytes < event.num_bytes:
+        facts.append(f"{format_bytes(event.num_new_bytes)} of it new")
+    facts.append(format_seconds(event.wall_s))
+    # A stall of more than half of the time is that of a save that training waited for.
+    if 0 < event.stall_s < event.wall_s / 2:
+        facts.append(f"training stood still for {format_seconds(event.stall_s)}")
+    return f"saved checkpoint of step {event.step}: {event.path} ({', '.join(facts)})"
 
 
 def _describe_failed(event: events.CheckpointFailed) -> str:
-    where = "" if event.path in event.reason else f" ({event.path})"
-    consequence = _describe_consequence(event)
-    return f"checkpoint of step {event.step} failed: {event.reason}{where}{consequence}"
+    line = f"checkpoint of step {event.step} failed: {event.reason}"
+    if event.path not in event.reason:
+        line += f" ({event.path})"
+    return line + _describe_consequence(event)
 
 
 def describe_repeated_failure(event: events.CheckpointFailed) -> str:
@@ -144,18 +148,24 @@ def describe_repeated_failure(event: events.CheckpointFailed) -> str:
 
 
 def _describe_consequence(event: events.CheckpointFailed) -> str:
-    return "; training goes on, and tries again later" if event.training_goes_on else ""
+    if not event.training_goes_on:
+        return ""
+    return "; training goes on, and tries again later"
 
 
 def _pipeline(event: events.PipelineMeasured) -> str:
-    predicted, planned = (100 * share for share in (event.bubble_predicted, event.bubble_planned))
     sentence = (
         f"{event.schedule}: ranks wait {100 * event.bubble_measured:.1f} % of step {event.step} for"
         " other stages"
     )
-    expected = [f"predicted {predicted:.1f} %"] if math.isfinite(predicted) else []
-    expected += [f"planned {planned:.1f} %"] if math.isfinite(planned) else []
-    return sentence + (f" ({', '.join(expected)})" if expected else "")
+    expected = []
+    if math.isfinite(event.bubble_predicted):
+        expected.append(f"predicted {100 * event.bubble_predicted:.1f} %")
+    if math.isfinite(event.bubble_planned):
+        expected.append(f"planned {100 * event.bubble_planned:.1f} %")
+    if not expected:
+        return sentence
+    return f"{sentence} ({', '.join(expected)})"
 
 
 def _evaluation(event: EvalFinished, units: Units) -> str:
@@ -166,24 +176,33 @@ def _evaluation(event: EvalFinished, units: Units) -> str:
         best = f", best {event.best:.4f} at step {event.best_step}"
     if best and event.judged_by != "loss":
         best += f" by {_squeeze(event.judged_by, 60)}"
-    sources = [f"{_squeeze(name, 60)} {loss:.4f}" for name, loss in event.loss_by_source.items()]
-    each = f": {', '.join(sources)}" if sources else ""
-    loss = f"held-out loss {event.loss:.4f} {units.loss}".rstrip()
-    size, took = (
-        f"{format_count(event.num_targets).replace(' ', '')} {units.items}",
-        format_seconds(event.wall_s),
+    values = [f"held-out loss {event.loss:.4f} {units.loss}".rstrip()]
+    values += _name_values(event.metrics)
+    num_targets = format_count(event.num_targets).replace(" ", "")
+    line = (
+        f"{', '.join(values)} at step {event.step}{best} ({num_targets} {units.items},"
+        f" {format_seconds(event.wall_s)})"
     )
-    also = "".join(f", {_squeeze(name, 60)} {value:.4f}" for name, value in event.metrics.items())
-    return f"{loss}{also} at step {event.step}{best} ({size}, {took}){each}"
+    sources = _name_values(event.loss_by_source)
+    if sources:
+        line += f": {', '.join(sources)}"
+    return line
+
+
+def _name_values(values: Mapping[str, float]) -> list[str]:
+    # Names are the user's: paths, patterns and keys of any length.
+    return [f"{_squeeze(name, 60)} {value:.4f}" for name, value in values.items()]
 
 
 def _norm(grad_norm: float) -> str:
-    return (
-        f"gradient norm {grad_norm:.3g}" if math.isfinite(grad_norm) else "gradient norm not finite"
-    )
+    if not math.isfinite(grad_norm):
+        return "gradient norm not finite"
+    return f"gradient norm {grad_norm:.3g}"
 
 
 def exception_line(text: str) -> str:
     """The line of a traceback that names the exception."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no detail"
+    for line in reversed(text.splitlines()):
+        if line.strip():
+            return line
+    return "no detail"
