@@ -19,31 +19,42 @@ def split_arguments(
     arguments: Sequence[str], *, allow_file: bool = True
 ) -> tuple[str | None, list[str]]:
     """(job file or None, overrides). Raises UsageError (exit 2) for a second file."""
-    files = [argument for argument in arguments if not _OVERRIDE.match(argument)]
-    overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
-    if files and not allow_file:
-        raise UsageError(f"{files[0]!r}: a resumed run has its own job", fix="give only key=value")
+    files, overrides = [], []
+    for argument in arguments:
+        if _OVERRIDE.match(argument):
+            overrides.append(argument)
+        else:
+            files.append(argument)
+    if not files:
+        return None, overrides
+    job_file = files[0]
+    if not allow_file:
+        raise UsageError(f"{job_file!r}: a resumed run has its own job", fix="give only key=value")
     for word in files:
-        ending = Path(word).suffix
-        is_misspelt = ending != ".toml" and difflib.get_close_matches(ending, [".toml"], cutoff=0.7)
-        if is_misspelt and not os.path.exists(word):
-            suggestion = did_you_mean(word, sorted(path.name for path in Path().glob("*.toml")))
-            raise UsageError(
-                f"{word!r}: no such job file", fix=suggestion or "phalanx init writes one"
-            )
-        if _KEY.fullmatch(word) and not os.path.exists(word):
-            raise UsageError(
-                f"{word!r}: neither a job file nor an override", fix=f"an override is {word}=VALUE"
-            )
-    if files and not files[0].endswith((".toml", ".json")):
+        _refuse_misspelt(word)
+    if not job_file.endswith((".toml", ".json")):
         from phalanx.cli._spelling import refuse_other_files
 
-        refuse_other_files(files[0])
+        refuse_other_files(job_file)
     if len(files) > 1:
         raise UsageError(
             f"{files[1]!r}: one job file is enough", fix="overrides are written section.key=value"
         )
-    return (files[0] if files else None), overrides
+    return job_file, overrides
+
+
+def _refuse_misspelt(word: str) -> None:
+    """Raise UsageError for what is no file, and looks like a job file's name or a key."""
+    if os.path.exists(word):
+        return
+    ending = Path(word).suffix
+    if ending != ".toml" and difflib.get_close_matches(ending, [".toml"], cutoff=0.7):
+        suggestion = did_you_mean(word, sorted(path.name for path in Path().glob("*.toml")))
+        raise UsageError(f"{word!r}: no such job file", fix=suggestion or "phalanx init writes one")
+    if _KEY.fullmatch(word):
+        raise UsageError(
+            f"{word!r}: neither a job file nor an override", fix=f"an override is {word}=VALUE"
+        )
 
 
 def override_model(model: str | None, overrides: list[str]) -> list[str]:
@@ -51,4 +62,5 @@ def override_model(model: str | None, overrides: list[str]) -> list[str]:
     package.module:factory."""
     if model is None:
         return overrides
-    return [f"model.{'kind' if is_foreign(model) else 'preset'}={model}", *overrides]
+    key = "model.kind" if is_foreign(model) else "model.preset"
+    return [f"{key}={model}", *overrides]

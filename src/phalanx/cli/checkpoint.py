@@ -71,11 +71,10 @@ def verify_command(
     from phalanx.core.errors import ExitCode
 
     with report_errors(as_json):
-        folders = (
-            find_folders(place)
-            if all_of_them and not is_checkpoint(place)
-            else [find_folder(place)]
-        )
+        if all_of_them and not is_checkpoint(place):
+            folders = find_folders(place)
+        else:
+            folders = [find_folder(place)]
     results = []
     for folder in folders:
         with ProgressLine(f"verifying {folder.name}") as line:
@@ -86,7 +85,9 @@ def verify_command(
         print_json(
             "checkpoint-verify", {"checkpoints": [result.to_json() for result in results]}, indent=1
         )
-    return ExitCode.OK if all(result.is_intact for result in results) else ExitCode.CHECKPOINT
+    if not all(result.is_intact for result in results):
+        return ExitCode.CHECKPOINT
+    return ExitCode.OK
 
 
 def diff(
@@ -119,7 +120,9 @@ def diff(
             *describe_difference(difference),
         ):
             print_line(text)
-    return ExitCode.OK if difference.same else ExitCode.VERIFICATION
+    if not difference.same:
+        return ExitCode.VERIFICATION
+    return ExitCode.OK
 
 
 def prune_command(

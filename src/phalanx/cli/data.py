@@ -221,7 +221,9 @@ def ledger(
         print_json("data-ledger", report.to_json(), indent=1)
     else:
         print("\n".join(report.lines()))
-    return ExitCode.OK if report.ok else ExitCode.VERIFICATION
+    if not report.ok:
+        return ExitCode.VERIFICATION
+    return ExitCode.OK
 
 
 COMMANDS = {

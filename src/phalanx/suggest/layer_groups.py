@@ -28,7 +28,9 @@ class LayerGroup:
 
     def shorten(self, name: str) -> str:
         """The name of a module in `home`, without the name of `home`."""
-        return name[len(self.home) + 1 :] if self.home else name
+        if not self.home:
+            return name
+        return name[len(self.home) + 1 :]
 
     def find_owner(self, parameter: str) -> str:
         """The full name of the module that holds a parameter, which is named within `home`."""

@@ -36,6 +36,25 @@ class _Uses:
     between: Mapping[str, bool]
     after: Mapping[str, bool]
 
+    def sees_part(self, name: str, *, is_region: bool) -> bool:
+        """True if a rank's gradient of it is a part: it is used between the cut layers, or before
+        them within a region."""
+        return self.between[name] or (self.before[name] and is_region)
+
+    def is_behind(self, name: str, *, is_region: bool) -> bool:
+        return is_region and self.after[name] and not self.sees_part(name, is_region=is_region)
+
+    def is_only_outside(self, name: str) -> bool:
+        return not self.between[name] and (self.after[name] or self.before[name])
+
+    def describe_refusal(self, name: str, *, is_region: bool, is_of_home: bool) -> str:
+        """The uses for which there is no rule, in words; "" if there is one."""
+        if self.after[name] and self.sees_part(name, is_region=is_region):
+            return "before and after the cut"
+        if is_of_home and self.is_behind(name, is_region=is_region):
+            return "behind the cut"
+        return ""
+
 
 def find_surroundings(observed: ObservedModule, group: LayerGroup, visit: Visit) -> Surroundings:
     """The rules of the group's home, and of the parameters in it that the group does not hold."""
@@ -48,19 +67,17 @@ def find_surroundings(observed: ObservedModule, group: LayerGroup, visit: Visit)
     rules: dict[str, Reasoned] = {}
     for name in uses.between:
         owner = group.find_owner(name)
-        sees_part = uses.between[name] or (uses.before[name] and is_region)
-        if sees_part and uses.after[name]:
-            return Surroundings({}, f"{name} of {home_pattern} is used before and after the cut")
+        where = uses.describe_refusal(name, is_region=is_region, is_of_home=owner == group.home)
+        if where:
+            return Surroundings({}, f"{name} of {home_pattern} is used {where}")
         if uses.between[name] and not is_region:
             rules[owner] = ("partial", "each rank puts its own part through it")
-        if is_region and not sees_part and uses.after[name]:
-            if owner == group.home:
-                return Surroundings({}, f"{name} of {home_pattern} is used behind the cut")
+        if uses.is_behind(name, is_region=is_region):
             rules[owner] = ("replicate", "it comes behind the row, where every rank has all")
+    # Only now are all owners known: "partial" is a rule of all that a module holds.
     for name in uses.between:
         rule, _ = rules.get(group.find_owner(name), ("", ""))
-        is_used_elsewhere = uses.after[name] or uses.before[name]
-        if rule == "partial" and not uses.between[name] and is_used_elsewhere:
+        if rule == "partial" and uses.is_only_outside(name):
             return Surroundings(
                 {},
                 f"{name} of {home_pattern} is used outside the cut, and others beside it within",

@@ -118,7 +118,9 @@ def _drops(part: nn.Module) -> bool:
 
 
 def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return value
 
 
 def _are_activations(value: Any) -> bool:

@@ -78,10 +78,13 @@ def take_share(
 
 def cast_steps(steps: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list[list[Batch]]:
     """Numbers in `dtype`; tokens and labels as they are."""
-    return [
-        [
-            {key: t.to(dtype) if t.is_floating_point() else t for key, t in batch.items()}
-            for batch in step
-        ]
-        for step in steps
-    ]
+    return [[_cast_batch(batch, dtype) for batch in step] for step in steps]
+
+
+def _cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
+    cast = {}
+    for key, tensor in batch.items():
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        cast[key] = tensor
+    return cast

@@ -74,7 +74,9 @@ def list_not_judged(job: Job) -> list[str]:
     """A line for each setting of a job that `make_verified_job` leaves out."""
     compute = detect_precision(job)
     line = f"not judged: precision.compute={compute}: layouts are judged in float64 and float32"
-    return [] if compute == "fp32" else [line]
+    if compute == "fp32":
+        return []
+    return [line]
 
 
 def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:

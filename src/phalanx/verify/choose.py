@@ -199,4 +199,6 @@ def _num_ranks_of(parallel: dict[str, Any]) -> int:
     product = 1
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         product *= parallel.get(axis, 1)
-    return product if product > 1 else 0
+    if not product > 1:
+        return 0
+    return product

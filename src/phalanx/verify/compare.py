@@ -89,7 +89,8 @@ class Comparison:
         they are from it."""
         if not covers_evenly([_boxes(observation, name) for observation in self.observations]):
             return 1.0
-        kind = FINAL if kind == UPDATED else kind  # whose sizes are those of the movement
+        if kind == UPDATED:  # whose sizes are those of the movement
+            kind = FINAL
         size = self.trace.sizes[kind][name] ** 2
         total = sum(
             observation["tensors"][kind].get(name, NO_DOTS)[-1] for observation in self.observations
@@ -98,7 +99,9 @@ class Comparison:
             return 0.0
         copies = total / size
         gap = abs(copies - max(1, round(copies)))
-        return gap if gap > 1e-6 else 0.0
+        if not gap > 1e-6:
+            return 0.0
+        return gap
 
     def worst(self, kind: str) -> float:
         return max((self.error(kind, name) for name in self.list_compared(kind)), default=0.0)
@@ -130,7 +133,9 @@ class Comparison:
             return None
         factor = ar / rr
         residual = max(0.0, aa - factor * ar)
-        return factor if residual <= 1e-6 * aa else None
+        if not residual <= 1e-6 * aa:
+            return None
+        return factor
 
 
 def covers_evenly(boxes_of_ranks: Sequence[Sequence[Box]]) -> bool:

@@ -88,4 +88,6 @@ def find_misrouted(reroutes: Sequence[Reroute], tolerance: float) -> list[Rerout
 
 
 def _bound(phase: str, tolerance: float) -> float:
-    return max(tolerance, UPDATE_TOLERANCE) if phase.startswith("optimizer") else tolerance
+    if phase.startswith("optimizer"):
+        return max(tolerance, UPDATE_TOLERANCE)
+    return tolerance

@@ -93,7 +93,9 @@ class LayoutRun:
 
 def keep_compared_part(trace: Trace, compress: str) -> Trace:
     """The part of a trace that a layout with this compression is compared with."""
-    return trace if compress == "none" else keep_comparable(trace, compress)
+    if compress == "none":
+        return trace
+    return keep_comparable(trace, compress)
 
 
 def _is_compared(key: str, trace: Trace) -> bool:

@@ -46,7 +46,9 @@ class VerifyResult:
         }  # in some type: not every module has a float64
         refused = {row.layout for row in self.rows} - equal
         is_refused = bool(refused & self.required) or bool(refused and not equal)
-        return ExitCode.JOB if is_refused else ExitCode.OK
+        if is_refused:
+            return ExitCode.JOB
+        return ExitCode.OK
 
     @property
     def summary(self) -> str:

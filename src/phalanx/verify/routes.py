@@ -203,6 +203,7 @@ class Places:
         """The indices of this rank's tokens in a sequence of `length` tokens."""
         if self.cp == 1:
             return torch.arange(length)
+        # Zigzag: each rank has an early and a late part, so that causal attention costs all alike.
         parts = torch.arange(length).chunk(2 * self.cp if self.zigzag else self.cp)
         return (
             torch.cat((parts[self.rank], parts[-1 - self.rank]))
@@ -221,7 +222,9 @@ def write_routes(directory: Path, choices: Choices) -> None:
 
 def read_routes(directory: Path) -> dict[str, torch.Tensor]:
     """Empty where the module has no routers."""
-    return load_file(directory / ROUTES) if (directory / ROUTES).exists() else {}
+    if not (directory / ROUTES).exists():
+        return {}
+    return load_file(directory / ROUTES)
 
 
 def are_alike(first: Choices, second: Choices) -> bool:

@@ -33,23 +33,23 @@ class Difference:
     schedule: str = ""
 
     def __str__(self) -> str:
-        name = f" {self.name}" if self.name else ""
-        when = (
-            f" in step {self.step + 1}"
-            if self.what not in ("initial weight", "weight", "update", "evaluation loss")
-            else ""
-        )
-        where = ""
+        text = self.what
         if self.name:
-            more = f" and {len(self.ranks) - 1} more" if len(self.ranks) > 1 else ""
-            where = f", on rank {self.rank}{more} ({self.held})"
+            text += f" {self.name}"
+        text += f" is off by {self.error:.1e}"
+        if self.what not in ("initial weight", "weight", "update", "evaluation loss"):
+            text += f" in step {self.step + 1}"
+        if self.name:
+            text += f", on rank {self.rank}"
+            if len(self.ranks) > 1:
+                text += f" and {len(self.ranks) - 1} more"
+            text += f" ({self.held})"
         if self.stages:
-            where += (
-                f", of stage{'s' if len(self.stages) > 1 else ''}"
-                f" {' and '.join(map(str, self.stages))}"
-            )
-        schedule = f", in schedule {self.schedule}" if self.schedule else ""
-        return f"{self.what}{name} is off by {self.error:.1e}{when}{where}{schedule}"
+            noun = "stages" if len(self.stages) > 1 else "stage"
+            text += f", of {noun} {' and '.join(map(str, self.stages))}"
+        if self.schedule:
+            text += f", in schedule {self.schedule}"
+        return text
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ class Trace:
         has no digits of its own: its error is relative to a usual tensor's size.
         """
         usual = self._usual(kind)
-        return usual if self._is_rounding(kind, name) else max(self.sizes[kind][name], 1e-3 * usual)
+        if self._is_rounding(kind, name):
+            return usual
+        return max(self.sizes[kind][name], 1e-3 * usual)
 
     def never_moved_by_more_than_rounding(self, name: str) -> bool:
         """True if the tensor's gradient is rounding in some step, and neither more nor exactly
