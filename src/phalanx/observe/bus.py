@@ -27,7 +27,7 @@ __all__ = ["CLOSE_S", "Bus", "OpenSink", "Sink", "event_path"]
 CLOSE_S = 15.0
 CLOSE_MORE_S = 60.0  # and this much longer after a good end, while they are seen to work
 CLOSE_AFTER_ERROR_S = 1.0  # a rank that failed is waited for by all others
-QUEUE_SIZE = 4096
+QUEUE_SIZE = 4096  # events of each sink that wait for it; what comes beyond is counted as lost
 
 _NUMBERS = frozenset(
     ("int", "float", "bool", "dict[str, int]", "dict[str, float]", "list[int]", "list[float]")
@@ -77,12 +77,16 @@ class Bus:
     @property
     def num_unwritten(self) -> int:
         """Events that the file has not taken, so far."""
-        return self._num_not_json + (self._file.num_unwritten if self._file is not None else 0)
+        if self._file is None:
+            return self._num_not_json
+        return self._num_not_json + self._file.num_unwritten
 
     @property
     def refusal(self) -> OSError | None:
         """Why the file did not take the last event; None if it did."""
-        return self._file.refusal if self._file is not None else None
+        if self._file is None:
+            return None
+        return self._file.refusal
 
     @property
     def num_lost(self) -> int:
@@ -98,12 +102,16 @@ class Bus:
         if not self._may_write():
             return
         event = self._hide_secrets(event)
-        with self._lock:  # lines are in the file in the order of their numbers
+        # Events come from the step loop and from threads, such as a sink's: under one lock lines
+        # are in the file in the order of their numbers.
+        with self._lock:
             envelope = seal(event, rank=self.rank, attempt=self.attempt, seq=self._num_told)
             self._num_told += 1
             is_written = self._write_file(envelope)
             is_news, self._is_refused = not is_written and not self._is_refused, not is_written
             refusal = self.refusal
+        # Outside of the lock, which the note takes again; once for each time that the disk begins
+        # to refuse.
         if is_news and refusal is not None:
             why = (
                 f"events cannot be written ({refusal.strerror}): they are kept, shown, and written"
@@ -122,25 +130,21 @@ class Bus:
 
         A sink that is still at work then has up to `more_s` more.
         """
-        if (
-            not self._may_write()
-        ):  # nor what the sinks have not written yet: they end with the process
+        # Nor may the sinks write what they still have: they end with the process.
+        if not self._may_write():
             self._outlets = []
         until = time.monotonic() + timeout_s
+        # All are told before any is waited for, so that they finish at the same time.
         for outlet in self._outlets:
             outlet.finish()
         for outlet in self._outlets:
             outlet.join(until, max(0.0, more_s - max(0.0, time.monotonic() - until)))
         if self.num_unwritten:
-            why = f" ({self.refusal.strerror})" if self.refusal is not None else ""
-            whose = "the supervisor" if self.rank < 0 else f"rank {self.rank}"
-            self.emit(
-                SinkDropped(
-                    "events",
-                    self.num_unwritten,
-                    f"the event file of {whose} did not take them{why}",
-                )
-            )
+            owner = "the supervisor" if self.rank < 0 else f"rank {self.rank}"
+            reason = f"the event file of {owner} did not take them"
+            if self.refusal is not None:
+                reason += f" ({self.refusal.strerror})"
+            self.emit(SinkDropped("events", self.num_unwritten, reason))
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -165,7 +169,8 @@ class Bus:
             return True
         try:
             line = envelope.to_line()
-        except (ValueError, TypeError):  # a note that is not JSON must not stop training
+        # A note that is not JSON must not stop training.
+        except (ValueError, TypeError):
             self._num_not_json += 1
             return True
         # Asked again beside the write: a process may have stood still since it began to tell this

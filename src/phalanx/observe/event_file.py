@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.core.files import APPEND, open_descriptor, resource_error
 
-MAX_KEPT_LINES = 2000
+MAX_KEPT_LINES = 2000  # in memory while the disk refuses them; then the oldest are dropped
 
 
 class EventFile:
@@ -63,12 +63,13 @@ class EventFile:
 
     def _write(self, line: bytes) -> None:
         """Write a line as a whole or not at all: a part of it that found room is taken back."""
-        data = b"\n" + line if self._is_torn else line
+        data = line
+        if self._is_torn:
+            data = b"\n" + line
         num_written = 0
         try:
-            while num_written < len(
-                data
-            ):  # a write that found room for a part says why with the next one
+            # A write that finds room for a part alone returns its size: the next one says why.
+            while num_written < len(data):
                 num_written += os.write(self._fd, data[num_written:])
         except OSError:
             self._take_back(num_written)

@@ -86,7 +86,9 @@ def _shifts(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
         name = clocks[rank].name
         if rank >= 0 or name not in began_s:
             began_s[name] = min(began_s.get(name, math.inf), clocks[rank].began_s)
-    lead_began_s = began_s[lead.name] if lead.name else lead.began_s
+    lead_began_s = lead.began_s
+    if lead.name:
+        lead_began_s = began_s[lead.name]
     shifts = {}
     for rank, clock in clocks.items():
         if clock.name and lead.name:
@@ -101,7 +103,7 @@ def _clock_of(rank: int, stream: Sequence[Envelope]) -> SteadyClock:
     """The clock of the process that wrote last; a supervisor's begins anew with each attempt."""
     clock = stream[-1].clock
     if clock is None or rank < 0:
-        return SteadyClock("" if clock is None else clock.name, stream[0].monotonic_s)
+        return SteadyClock(_name(clock), stream[0].monotonic_s)
     return clock
 
 
@@ -109,15 +111,16 @@ def _add_keys(stream: Sequence[Envelope], shift: float) -> Iterator[tuple[float,
     """A key that never falls, so that a stream stays in its own order."""
     latest, last = -math.inf, stream[-1].clock
     for envelope in stream:
-        if _name(envelope.clock) == _name(
-            last
-        ):  # else a process spoke that ended before the machine was started anew
+        # Else a process spoke that ended before the machine was started anew.
+        if _name(envelope.clock) == _name(last):
             latest = max(latest, envelope.monotonic_s + shift)
         yield latest, envelope.rank, envelope
 
 
 def _name(clock: SteadyClock | None) -> str:
-    return "" if clock is None else clock.name
+    if clock is None:
+        return ""
+    return clock.name
 
 
 def _merge_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
@@ -127,18 +130,13 @@ def _merge_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     How the rest interleaves is all that a wall clock may decide, where there is no other.
     """
     of_supervisor = by_rank.get(-1, [])
-    starts = [
-        index
-        for index, envelope in enumerate(of_supervisor)
-        if isinstance(envelope.event, RanksStarted)
-    ]
-    ends = [
-        index
-        for index, envelope in enumerate(of_supervisor)
-        if isinstance(envelope.event, _AFTER_THE_RANKS)
-    ]
-    first = starts[-1] + 1 if starts else 0
-    beyond = max(first, ends[0] if ends else len(of_supervisor))
+    first, end = 0, len(of_supervisor)
+    for index, envelope in enumerate(of_supervisor):
+        if isinstance(envelope.event, RanksStarted):
+            first = index + 1
+        elif isinstance(envelope.event, _AFTER_THE_RANKS):
+            end = min(end, index)
+    beyond = max(first, end)
     yield from of_supervisor[:first]
     streams = [by_rank[rank] for rank in sorted(by_rank) if rank >= 0] + [
         of_supervisor[first:beyond]

@@ -118,13 +118,13 @@ class Outlet:
         if self._thread.is_alive() and not self._is_over:
             self._is_over = True
             num_lost = self.num_lost + self._num_waiting()
-            unknown = (
-                "; some of them may be written" if (num_unknown := self._num_unwritten()) else ""
-            )
+            num_unknown = self._num_unwritten()
             if isinstance(self._sink, Abandonable):
                 self._sink.abandon()
             waited_s = time.monotonic() - self._finish_s
-            reason = f"it still {self._doing} after {waited_s:.1f} s and is left behind{unknown}"
+            reason = f"it still {self._doing} after {waited_s:.1f} s and is left behind"
+            if num_unknown:
+                reason += "; some of them may be written"
             self._tell(SinkDropped(self.name, num_lost + num_unknown, reason))
         elif self.num_lost:
             self._tell(SinkDropped(self.name, self.num_lost, "it did not keep up"))
@@ -148,7 +148,10 @@ class Outlet:
         if self._knows_the_end or not self._thread.is_alive():
             return
         with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=timeout_s) if timeout_s else self._queue.put_nowait(None)
+            if timeout_s:
+                self._queue.put(None, timeout=timeout_s)
+            else:
+                self._queue.put_nowait(None)
             self._knows_the_end = True
 
     def _num_waiting(self) -> int:
@@ -163,9 +166,8 @@ class Outlet:
             self._doing = "writes"
             while (envelope := self._queue.get()) is not None and not self._is_over:
                 sink.write(envelope)
-        except (
-            BaseException
-        ) as error:  # a user's sink may call sys.exit: the thread is all that it may end
+        # A user's sink may call sys.exit: the thread is all that it may end.
+        except BaseException as error:
             self._die(error)
         else:
             self._close(sink)
@@ -196,4 +198,6 @@ class Outlet:
 
 def reason_of(error: BaseException) -> str:
     """ "RuntimeError: no room", or what a PhalanxError says."""
-    return str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, PhalanxError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -34,9 +34,8 @@ from phalanx.observe.outlet import Flushable, Sink, reason_of
 SINKS = "phalanx.observe.sinks"
 END = b"\n"  # said as well: a process that user code forked may hold the pipe open
 NICE = 5  # the ranks come first
-FLUSH_S = (
-    2.0  # what a process that is killed loses at most, of a sink that can make durable what it has
-)
+# What a process that is killed loses at most, of a sink that can make durable what it has.
+FLUSH_S = 2.0
 READ_BYTES = 1 << 16
 
 
@@ -57,8 +56,8 @@ class ProcessSink:
         self._is_open = True
         self._num_sent = self._num_written = 0
         self._seen: tuple[int, float] = (0, 0.0)
+        # -P: the folder we happen to stand in is not searched for modules.
         self._process = subprocess.Popen(
-            # -P: the folder we happen to stand in is not searched for modules.
             [sys.executable, "-P", "-m", "phalanx.observe.sink_process", kind, str(run_dir)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -131,8 +130,10 @@ class ProcessSink:
         code = self._process.wait()
         self._hearing.join()
         self._is_open = False
-        ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        return SinkProcessError(self._reason or f"its process ended ({ended})")
+        ending = f"exit code {code}"
+        if code < 0:
+            ending = f"killed by signal {-code}"
+        return SinkProcessError(self._reason or f"its process ended ({ending})")
 
     def _hear(self) -> None:
         """Lines until the process is gone. Before anybody listens, what it says is kept."""
@@ -146,30 +147,31 @@ class ProcessSink:
         self._reason = message.get("error") or self._reason
         self._num_written = int(message.get("written", self._num_written))
         if words := message.get("say"):
-            self._say(words) if self._say is not None else self._said.append(words)
+            if self._say is None:
+                self._said.append(words)
+            else:
+                self._say(words)
 
 
 def main(arguments: Sequence[str]) -> int:
     """The process: open the sink of that kind, write what arrives, close it at the end of the
     input."""
     kind, run_dir = arguments[0], Path(arguments[1])
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # sent to the whole job: the ranks decide when to end
+    # Sent to the whole job: the ranks decide when to end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(NICE)
+    # A copy of standard output is the way back to the rank: what the library prints goes to a log.
     speaker = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     redactor = Redactor(os.environ)
     redirect_output(run_dir / "logs" / f"sink-{kind}.log", redactor)
     try:
         module = importlib.import_module(f"{SINKS}.{kind}")
-        for name, value in (
-            module.environment(run_dir) if hasattr(module, "environment") else {}
-        ).items():
-            os.environ.setdefault(name, value)
+        # Before the library is imported, by open_sink: it reads them then. What a user set, stays.
+        if hasattr(module, "environment"):
+            for name, value in module.environment(run_dir).items():
+                os.environ.setdefault(name, value)
         sink: Sink = module.open_sink(run_dir)
         if greeting := getattr(sink, "greeting", ""):
             _tell(speaker, {"say": redactor.text(greeting)})

@@ -127,9 +127,9 @@ class EventTail:
         self._all_ranks = all_ranks
         self._offsets: dict[str, int] = {}
         self._clocks: dict[str, SteadyClock | None] = {}
-        self._is_inside: set[str] = (
-            set()
-        )  # files that are read up to the middle of an overlong line
+        # Files that are read up to the middle of an overlong line.
+        self._is_inside: set[str] = set()
+        # (rank, attempt, seq) of events that came through a pipe while the disk refused them.
         self._seen: set[tuple[int, int, int]] = set()
 
     def skip(self, envelope: Envelope) -> None:

@@ -78,11 +78,12 @@ class Comparison:
             observation["tensors"][kind].get(name, NO_DOTS)[0] for observation in self.observations
         )
         scale = self.trace.scale(kind, name)
-        if square and (
-            square != square or not scale
-        ):  # no number; or all tensors of the set are zero in one process
+        if not square:
+            return max(0.0, self.gap(kind, name))
+        # NaN is no number; a scale of 0: all tensors of the set are zero in one process.
+        if square != square or not scale:
             return math.inf
-        return max(square**0.5 / scale if square else 0.0, self.gap(kind, name))
+        return max(square**0.5 / scale, self.gap(kind, name))
 
     def gap(self, kind: str, name: str) -> float:
         """0 if the blocks of all ranks make the tensor a whole number of times, else how far
@@ -112,14 +113,12 @@ class Comparison:
         Not the update of one whose gradient is rounding: Adam divides that by its own size, and
         moves it at random.
         """
-        names = [name for name in self.trace.order if name in self.trace.sizes[kind]] or list(
-            self.trace.sizes[kind]
-        )
-        return [
-            n
-            for n in names
-            if kind != UPDATED or not self.trace.never_moved_by_more_than_rounding(n)
-        ]
+        sizes = self.trace.sizes[kind]
+        names = [name for name in self.trace.order if name in sizes] or list(sizes)
+        if kind != UPDATED:
+            return names
+        is_rounding = self.trace.never_moved_by_more_than_rounding
+        return [name for name in names if not is_rounding(name)]
 
     def square(self, kind: str, name: str, rank: int) -> float:
         return float(self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[0])

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 GRADIENTS = "step-"
-ROUNDING_64, ROUNDING_32 = (
-    1e-10,
-    1e-5,
-)  # of a usual tensor: a gradient this small is zero but for rounding
+# Of a usual tensor: a gradient this small is zero but for rounding. A bias before BatchNorm and the
+# key's bias in attention have a true gradient of zero.
+ROUNDING_64, ROUNDING_32 = 1e-10, 1e-5
 
 MOST_RELAXED = 1e-2  # mistakes are larger
 ROUNDINGS = 4  # two differ by twice what each lost, and ranks add up in another order
@@ -75,11 +74,9 @@ class Trace:
         them up in.
         """
         lost = self.rounding.get(kind, {}).get(name, 0.0)
-        return (
-            max(usual, min(MOST_RELAXED, ROUNDINGS * lost / self.scale(kind, name)))
-            if lost
-            else usual
-        )
+        if not lost:
+            return usual
+        return max(usual, min(MOST_RELAXED, ROUNDINGS * lost / self.scale(kind, name)))
 
     def scale(self, kind: str, name: str) -> float:
         """The size that errors of the tensor are relative to: its own, or a thousandth of a usual
@@ -96,10 +93,11 @@ class Trace:
     def never_moved_by_more_than_rounding(self, name: str) -> bool:
         """True if the tensor's gradient is rounding in some step, and neither more nor exactly
         zero in any."""
-        kinds = [gradients_of(step) for step in range(len(self.steps))]
-        return all(
-            self._is_rounding(kind, name) or not self.sizes[kind][name] for kind in kinds
-        ) and any(self.sizes[kind][name] for kind in kinds)
+        for step in range(len(self.steps)):
+            kind = gradients_of(step)
+            if self.sizes[kind][name] and not self._is_rounding(kind, name):
+                return False
+        return not self.has_no_gradient(name)
 
     def has_no_gradient(self, name: str) -> bool:
         """True if the tensor has no gradient in one process: it is frozen, or has no part in the
@@ -113,12 +111,10 @@ class Trace:
     def _is_rounding(self, kind: str, name: str) -> bool:
         if not kind.startswith(GRADIENTS):
             return False
-        narrow = self.narrows or self.dtype == "float32"
-        return (
-            0
-            < self.sizes[kind][name]
-            <= (ROUNDING_32 if narrow else ROUNDING_64) * self._usual(kind)
-        )
+        share = ROUNDING_64
+        if self.narrows or self.dtype == "float32":
+            share = ROUNDING_32
+        return 0 < self.sizes[kind][name] <= share * self._usual(kind)
 
 
 def read_trace(directory: Path) -> Trace:

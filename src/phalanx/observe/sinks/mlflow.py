@@ -136,9 +136,9 @@ class MlflowSink:
 
     def _of(self, point: Point) -> list[Any]:
         time_ms = int(point.time_unix_s * 1000)
-        return [
-            self._metric(name, value, time_ms, point.step)
-            for name, value in point.values.items()
-            if math.isfinite(value)  # MLflow would draw infinity as 1.8e308
-            and not self._written.has(name, point.step, value)
-        ]
+        metrics = []
+        for name, value in point.values.items():
+            # MLflow would draw infinity as 1.8e308.
+            if math.isfinite(value) and not self._written.has(name, point.step, value):
+                metrics.append(self._metric(name, value, time_ms, point.step))
+        return metrics

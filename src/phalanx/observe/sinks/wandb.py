@@ -66,10 +66,8 @@ def open_sink(run_dir: Path) -> Sink:
         if wish == "offline":
             raise
         wandb.teardown()
-        run, why = (
-            _start(wandb, run_dir, run_id, "offline"),
-            f"offline, since the server cannot be used: {error}",
-        )
+        run = _start(wandb, run_dir, run_id, "offline")
+        why = f"offline, since the server cannot be used: {error}"
     return WandbSink(run, Metrics(run_dir), f"{_place(run, directory)} ({why})")
 
 
@@ -99,9 +97,8 @@ def _is_logged_in(environ: Mapping[str, str]) -> bool:
 
 
 def _start(wandb: Any, run_dir: Path, run_id: str, mode: str) -> Any:
-    quiet = {
-        name: value for name, value in QUIET.items() if name in wandb.Settings.model_fields
-    }  # not in every release
+    # Not every release has all of them.
+    quiet = {name: value for name, value in QUIET.items() if name in wandb.Settings.model_fields}
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "phalanx",
         name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,
