@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from phalanx.job.shape import ModelShape, default_ffn_dim
+from phalanx.job.shapes.decoder import DecoderShape, default_ffn_dim
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 
@@ -61,7 +61,7 @@ class ModelWithLoss(nn.Module):
 rank, head_dim, ffn_dim = int(os.environ["RANK"]), args.dim // args.heads, default_ffn_dim(args.dim)
 torch.set_num_threads(1)
 torch.manual_seed(0)  # the same weights on every rank
-shape = ModelShape(
+shape = DecoderShape(
     args.layers, args.dim, args.heads, args.heads, head_dim, ffn_dim, args.vocab, True
 )
 with torch.device("meta"):

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from phalanx.core.units import GIB, format_bytes
-from phalanx.job.counts import ffn_params
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster, rank_capacity_bytes
@@ -303,9 +302,7 @@ def experts() -> list[Sequence[str]]:
         plain, _ = plan_of(load_job(None, [*keys, "parallel.zero_stage=3"]))
         spread, work = plan_of(load_job(None, [*keys, "parallel.zero_stage=3", "parallel.ep=8"]))
         shape = plain.model_shape
-        of_experts = (
-            shape.num_expert_layers * shape.num_experts * ffn_params(shape, shape.expert_ffn_dim)
-        )
+        of_experts = shape.experts.count_chosen_params()
         words = [
             _billions(count)
             for count in (of_experts, shape.num_params - of_experts, shape.num_active_params)

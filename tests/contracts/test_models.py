@@ -14,7 +14,7 @@ from models import SEQ_LEN, VOCAB
 from phalanx.core.registry import names, resolve
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import module_shards
 from phalanx.mesh.mesh import Mesh
@@ -37,7 +37,7 @@ def job(kind: str) -> Job:
     )
 
 
-def on_meta(kind: str) -> tuple[nn.Module, ModelShape]:
+def on_meta(kind: str) -> tuple[nn.Module, DecoderShape]:
     shape = shape_of(job(kind), VOCAB)
     return build_model(job(kind), shape), shape
 

@@ -16,7 +16,6 @@ import torch
 from models import CPU, VOCAB, fill, shape
 from models import decoder as dense_decoder
 from phalanx.core.errors import LayoutError
-from phalanx.job.counts import spread_params
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 from phalanx.mesh.mesh import open_mesh
@@ -244,7 +243,7 @@ def of_three(rank: int, reference: Any) -> tuple[int, dict[str, float]]:
 
 def test_shards_of_experts_are_even_where_ranks_do_not_divide_their_number() -> None:
     """A plan says so. With one expert for many ranks all but one would hold nothing."""
-    whole = spread_params(replace(SHAPE, num_experts=3))
+    whole = replace(SHAPE, num_experts=3).experts.count_chosen_params()
     for held, errors in run_ranks(2, of_three, alone(num_experts=3)):
         assert held == whole / 2
         assert max(errors.values()) <= 1e-12

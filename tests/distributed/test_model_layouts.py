@@ -13,7 +13,8 @@ from torch import nn
 
 from bare_loop import Tensors, Trace, train_alone
 from models import BATCH, LAYOUTS, SEQ_LEN, fill, global_batches, plan, shape
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.vit import VitShape
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.models.vit import VisionTransformer
@@ -22,7 +23,7 @@ from phalanx.parallel.parallelize import parallelize
 from ranks import run_ranks
 
 STEPS = 3
-SHAPES: dict[str, ModelShape] = {
+SHAPES: dict[str, DecoderShape | VitShape] = {
     "gpt2": replace(
         shape(num_kv_heads=4),
         activation="gelu_tanh",
@@ -42,9 +43,8 @@ SHAPES: dict[str, ModelShape] = {
         global_every=2,
         bias="qkv",
     ),
-    "vit": ModelShape(
-        *(2, 32, 4, 4, 8, 40, 0, False),
-        kind="vit",
+    "vit": VitShape(
+        *(2, 32, 4, 4, 8, 40),
         activation="gelu",
         norm="layernorm",
         bias="all",
@@ -57,7 +57,8 @@ SHAPES: dict[str, ModelShape] = {
 
 
 def build(name: str) -> nn.Module:
-    return VisionTransformer(SHAPES[name]) if SHAPES[name].reads_images else Decoder(SHAPES[name])
+    shape = SHAPES[name]
+    return VisionTransformer(shape) if isinstance(shape, VitShape) else Decoder(shape)
 
 
 def filled(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -15,7 +15,7 @@ import torch
 
 from models import CPU, VOCAB, fill, shape
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
@@ -60,7 +60,7 @@ PRODUCTS = {
 ON_FOUR = {"dense": ("pp2-cp2-1f1b",), "experts": ("zero3-tp2-ep2",)}
 
 
-def module_of(of: ModelShape) -> Decoder:
+def module_of(of: DecoderShape) -> Decoder:
     module = Decoder(of)
     fill(module)
     return module

@@ -15,7 +15,7 @@ import torch
 
 from collectives import CountCollectives
 from models import VOCAB, fill, global_batches, plan, share
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
@@ -24,7 +24,7 @@ from ranks import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 COSTS = runpy.run_path(str(DOCS / "strategies.py"))
-SHAPE = ModelShape(4, 64, 4, 2, 16, 96, VOCAB, False)
+SHAPE = DecoderShape(4, 64, 4, 2, 16, 96, VOCAB, False)
 RANKS, MICROBATCHES = 2, 3
 
 

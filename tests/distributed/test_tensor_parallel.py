@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tp_zoo
 from models import BATCH, CPU, SEQ_LEN, fill, global_batches, plan
 from phalanx.core.errors import LayoutError
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.nn.models.decoder import Decoder
@@ -61,7 +61,7 @@ def sums_of(rank: int, num_layers: int, cuts_sequence: bool, chunks: int) -> dic
     """Forward and backward of a decoder of so many blocks: counts and bytes of each, as the
     group has counted them."""
     cases = plan(TP, tp=TP, sequence_parallel=cuts_sequence, tp_chunks=chunks)
-    module = Decoder(ModelShape(num_layers, DIM, 4, 2, 8, 40, 37, False))
+    module = Decoder(DecoderShape(num_layers, DIM, 4, 2, 8, 40, 37, False))
     fill(module)
     with open_mesh(cases.layout, device="cpu") as mesh:
         model = parallelize(module, cases, mesh)
@@ -174,7 +174,7 @@ VOCAB = 2003  # a prime, and far more than anything else here is wide
 def largest(rank: int, kind: str) -> set[tuple[int, ...]]:
     """Shapes of every tensor of a forward and a backward."""
     if kind == "decoder":
-        module: nn.Module = Decoder(ModelShape(1, DIM, 4, 2, 8, 40, VOCAB, True))
+        module: nn.Module = Decoder(DecoderShape(1, DIM, 4, 2, 8, 40, VOCAB, True))
     else:
         tp_zoo.VOCAB = VOCAB
         module = tp_zoo.attention()

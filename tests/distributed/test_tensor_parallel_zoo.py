@@ -13,16 +13,14 @@ import pytest
 import tp_zoo
 from models import CPU
 from phalanx.job.schema import Job
-from phalanx.job.shape import Measured, measured_shape
+from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import make_cases, make_verified_job
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS
 from ranks import run_ranks
 
-SHAPE = measured_shape(
-    "tp_zoo", 2, Measured(20_000, 20_000, 4_000, 8_000)
-)  # for the plan's memory alone
+SHAPE = MeasuredModule("tp_zoo", 2, 20_000, 20_000, 4_000, 8_000)  # for the plan's memory alone
 LAYOUTS = {
     "tp4": {"tp": 4},
     "tp4-chunks": {"tp": 4, "tp_chunks": 2},

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from models import CPU
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh import logical
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.batchnorm import layer as batchnorm
@@ -76,7 +76,7 @@ def judge_all(
     directory: str,
     plant: Plant | None,
     dtypes: list[str],
-    shape: ModelShape | None = None,
+    shape: DecoderShape | None = None,
     only: tuple[str, ...] = (),
     compressed: bool = False,
 ) -> None:
@@ -117,7 +117,7 @@ def rows_of(
     plant: Plant | None,
     num_ranks: int,
     dtypes: tuple[str, ...],
-    shape: ModelShape | None = None,
+    shape: DecoderShape | None = None,
     only: tuple[str, ...] = EVERY,
     compressed: bool = False,
 ) -> Rows:

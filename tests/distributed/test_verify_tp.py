@@ -20,7 +20,7 @@ from torch import nn
 
 from models import CPU
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh import tensor_group
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.tensor import grad_sync as tp_sync
@@ -40,7 +40,7 @@ LAYOUTS = {
 
 
 def judge_tp(
-    rank: int, job: Job, shape: ModelShape | None, directory: str, plant: Callable[[], None]
+    rank: int, job: Job, shape: DecoderShape | None, directory: str, plant: Callable[[], None]
 ) -> None:
     plant()
     judged = make_verified_job(job, 2)

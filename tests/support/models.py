@@ -10,7 +10,7 @@ import torch._dynamo  # FSDP2 imports it: here once, instead of half a second in
 from torch import nn
 
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.models.decoder import Decoder
 from phalanx.parallel.parallelize import transforms
 from phalanx.plan.cluster import Cluster
@@ -23,8 +23,8 @@ BATCH, SEQ_LEN, VOCAB = 12, 8, 37
 CPU = Cluster("cpu", 8, 64 * 2**30)
 
 
-def shape(*, tied: bool = True, num_kv_heads: int = 2, num_layers: int = 2) -> ModelShape:
-    return ModelShape(num_layers, 32, 4, num_kv_heads, 8, 40, VOCAB, tied)
+def shape(*, tied: bool = True, num_kv_heads: int = 2, num_layers: int = 2) -> DecoderShape:
+    return DecoderShape(num_layers, 32, 4, num_kv_heads, 8, 40, VOCAB, tied)
 
 
 def decoder(*, tied: bool, dtype: torch.dtype, num_experts: int = 0) -> Decoder:

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
@@ -27,7 +27,7 @@ def plan(
     batch: int = 32,
     micro: int | None = None,
     layers: int = 8,
-    shape: ModelShape | None = None,
+    shape: DecoderShape | None = None,
     recompute: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Plan:

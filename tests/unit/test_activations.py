@@ -14,14 +14,15 @@ from torch import nn
 from alive import Alive
 from models import CPU
 from phalanx.job.schema import Job, Model
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.masks import QUERY_BLOCK
+from phalanx.job.shapes.vit import VitShape
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.models.vit import VisionTransformer, example_batch
 from phalanx.nn.objective import causal_cross_entropy, classification_cross_entropy
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.saved_tensors import SavedBytes
-from phalanx.plan.activations import QUERY_BLOCK
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import activation_bytes, bytes_at_forward_end
 from phalanx.plan.planner import make_plan
@@ -30,7 +31,7 @@ from phalanx.plan.workload import Workload
 from ranks import run_ranks
 
 BATCH, LENGTH = 48, 64
-BASE = ModelShape(3, 64, 4, 4, 16, 160, 97, True)
+BASE = DecoderShape(3, 64, 4, 4, 16, 160, 97, True)
 LEARNED = {"positions": "learned", "max_positions": 64}
 GPT2 = {"norm": "layernorm", "activation": "gelu_tanh", "bias": "all", **LEARNED}
 GEMMA3 = {
@@ -137,15 +138,9 @@ def saved_bytes(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("pooling", ["class_token", "mean"])
 def test_prediction_for_a_vision_transformer(pooling: Any, precision: str) -> None:
-    changes = {
-        "norm": "layernorm",
-        "activation": "gelu",
-        "bias": "all",
-        "ffn_dim": 256,
-        "vocab_size": 0,
-    }
     images = {"image_size": 32, "patch_size": 4, "num_channels": 3, "num_classes": 10}
-    shape = replace(BASE, kind="vit", tie_embeddings=False, pooling=pooling, **changes, **images)
+    style: Any = {"norm": "layernorm", "activation": "gelu", "bias": "all"}
+    shape = VitShape(3, 64, 4, 4, 16, 256, pooling=pooling, **style, **images)
     model, batch = filled(VisionTransformer(shape)), example_batch(shape, 32, 0, seed=0)
     saved = SavedBytes()
     with saved.counting(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -169,11 +164,12 @@ def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
     ) == boundary + activation_bytes(replace(BASE, num_layers=1), work)
 
 
-def alive_with(mode: str, shape: ModelShape, precision: str) -> tuple[int, int, float, float]:
+def alive_with(mode: str, shape: DecoderShape, precision: str) -> tuple[int, int, float, float]:
     """(bytes where the forward ends, at the worst moment of the backward, and what is predicted
     of both)."""
     segments = list_segments(mode, shape.num_layers, 2)
-    job = Job.model_validate({"train": {"global_batch_size": 48}, "parallel": {"ranks": 1}})
+    body = {"train": {"global_batch_size": 48}, "parallel": {"ranks": 1}, "data": {"seq_len": 64}}
+    job = Job.model_validate(body)
     plan = replace(
         make_plan(job, cluster=CPU, shape=shape), recompute=mode, recompute_segments=segments
     )

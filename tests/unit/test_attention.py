@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models import SEQ_LEN, VOCAB, fill, shape
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.attention import AttentionCore, attention_mask
 from phalanx.nn.models.decoder import Decoder
 
@@ -119,7 +119,7 @@ def test_a_token_reaches_back_one_window_per_block() -> None:
     assert differs.nonzero().flatten().tolist() == [1, 2, 3, 4, 5]
 
 
-def built(a_shape: ModelShape) -> Decoder:
+def built(a_shape: DecoderShape) -> Decoder:
     module = Decoder(a_shape)
     fill(module)
     return module.double()

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from allocated import most_allocated
 from models import fill, shape
+from phalanx.job.shapes.masks import QUERY_BLOCK
 from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import VisibleKeys, attend_by_blocks
 from phalanx.nn.attention import AttentionCore, attention_mask, shared_mask
 from phalanx.nn.models.decoder import Decoder
 from phalanx.parallel.recompute.contexts import selective_contexts
-from phalanx.plan.activations import QUERY_BLOCK
 from ranks import run_ranks
 
 BATCH, HEADS, WIDTH, BLOCK = 2, 4, 8, 8

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import SEQ_LEN, VOCAB, decoder, fill, shape
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.logical import module_shards
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
@@ -104,7 +104,7 @@ def test_shifting_all_positions_changes_nothing(tokens: torch.Tensor) -> None:
 SHAPES = {
     "tied": shape(tied=True),
     "untied": shape(tied=False, num_kv_heads=4, num_layers=3),
-    "narrow": ModelShape(1, 24, 2, 1, 12, 64, 50, tie_embeddings=False),
+    "narrow": DecoderShape(1, 24, 2, 1, 12, 64, 50, tie_embeddings=False),
     "gpt2": replace(
         shape(num_kv_heads=4),
         activation="gelu_tanh",
@@ -140,7 +140,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("a_shape", SHAPES.values(), ids=SHAPES)
-def test_parameters_are_those_of_the_shape(a_shape: ModelShape) -> None:
+def test_parameters_are_those_of_the_shape(a_shape: DecoderShape) -> None:
     with torch.device("meta"):
         module = Decoder(a_shape)
     assert sum(p.numel() for p in module.parameters()) == a_shape.num_params
@@ -148,10 +148,10 @@ def test_parameters_are_those_of_the_shape(a_shape: ModelShape) -> None:
 
 
 @pytest.mark.parametrize("a_shape", SHAPES.values(), ids=SHAPES)
-def test_flops_are_those_torch_counts(a_shape: ModelShape) -> None:
+def test_flops_are_those_torch_counts(a_shape: DecoderShape) -> None:
     """Against torch.utils.flop_counter of a forward.
 
-    Matrix products are equal; of attention torch counts all T x T pairs, ModelShape those that the
+    Matrix products are equal; of attention torch counts all T x T pairs, DecoderShape those that the
     mask of each block keeps.
     """
     module, seq_len = Decoder(replace(a_shape)), 16
@@ -209,7 +209,7 @@ def test_initial_norms_are_the_identity_and_biases_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("a_shape", SHAPES.values(), ids=SHAPES)
-def test_bf16_runs_and_keeps_its_type(a_shape: ModelShape) -> None:
+def test_bf16_runs_and_keeps_its_type(a_shape: DecoderShape) -> None:
     module, tokens = (
         Decoder(a_shape),
         torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0)),

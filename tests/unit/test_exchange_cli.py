@@ -30,8 +30,7 @@ from phalanx.cli._app import run
 from phalanx.core.registry import names
 from phalanx.job.load import load_job
 from phalanx.job.model import shape_of
-from phalanx.job.shape import ModelShape
-from phalanx.job.tensors import tensor_shapes
+from phalanx.job.shapes.decoder import DecoderShape
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -70,7 +69,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-SHAPE = ModelShape(1, 8, 2, 1, 4, 12, 11, True)
+SHAPE = DecoderShape(1, 8, 2, 1, 4, 12, 11, True)
 
 
 def weights() -> dict[str, np.ndarray]:
@@ -717,7 +716,7 @@ def test_weights_pass_through_one_tensor_at_a_time(
 ) -> None:
     """50 MB of weights in tensors of at most 1.6 MB: neither way holds more than a few of them,
     and a chunk."""
-    shape = ModelShape(8, 256, 4, 4, 64, 1536, 512, False)
+    shape = DecoderShape(8, 256, 4, 4, 64, 1536, 512, False)
     folder, imported, sizes = tmp_path / "llama", tmp_path / "imported", _their_sizes(shape)
     folder.mkdir()
     write_safetensors(
@@ -738,9 +737,9 @@ def test_weights_pass_through_one_tensor_at_a_time(
         assert peak_bytes < total_bytes / 4
 
 
-def _their_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def _their_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
     family = find_family("llama")
     return {
         next(filter(None, (r.their_name(n) for r in family.rules))): s
-        for n, s in tensor_shapes(shape).items()
+        for n, s in shape.list_tensors().items()
     }

@@ -21,13 +21,12 @@ from phalanx.checkpoint.exchange.hf_export import export_hugging_face
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.exchange.tensor_readers import open_safetensors
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.job.shape import ModelShape
-from phalanx.job.tensors import stored_shapes
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.plan.layout import Layout
 
 E, F, D = 4, 6, 8
-MIXTRAL = ModelShape(
+MIXTRAL = DecoderShape(
     *(2, D, 2, 1, 4, F, 11, True),
     norm_eps=1e-5,
     num_experts=E,
@@ -48,11 +47,11 @@ LAYER = "model.layers.0"
 ALONE = f"{LAYER}.block_sparse_moe.experts"
 
 
-def ours(shape: ModelShape) -> dict[str, np.ndarray]:
+def ours(shape: DecoderShape) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     return {
         name: random.standard_normal(size).astype(np.float32)
-        for name, size in stored_shapes(shape).items()
+        for name, size in shape.list_stored_tensors().items()
     }
 
 
@@ -125,7 +124,7 @@ def cut_shard(name: str, value: np.ndarray, rank: int) -> LogicalShard:
 
 @pytest.mark.parametrize("shape", [MIXTRAL, DOTS], ids=["mixtral", "dots1"])
 def test_whatever_cuts_the_experts_they_go_out_one_by_one(
-    shape: ModelShape, tmp_path: Path
+    shape: DecoderShape, tmp_path: Path
 ) -> None:
     """The same weights in one piece are the reference, and a Mixtral's names by hand."""
     weights = ours(shape)
@@ -168,7 +167,7 @@ def test_what_comes_in_is_a_stack_in_parts(
     folder, out = directory(tmp_path, stacked=stacked), tmp_path / "imported"
     code, said, err = phalanx(capsys, "import", folder, "--out", out, "--json")
     assert code == 0, err
-    assert json.loads(said)["num_tensors"] == len(stored_shapes(MIXTRAL))
+    assert json.loads(said)["num_tensors"] == len(MIXTRAL.list_stored_tensors())
     assert phalanx(capsys, "verify", out)[0] == 0
     stored = read_manifest(out / "checkpoints" / "step-0").tensors["blocks.1.moe.experts.up.weight"]
     assert (stored.shape, [piece.offset for piece in stored.pieces]) == (
@@ -279,7 +278,7 @@ def test_no_stack_is_ever_in_memory(
     folder.mkdir()
     weights = {
         name: np.ones(size, np.float32)
-        for name, size in stored_shapes(big).items()
+        for name, size in big.list_stored_tensors().items()
         if ".moe." not in name
     }
     names = {

@@ -41,7 +41,7 @@ from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.cli._app import run
 from phalanx.job.load import load_job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.models import decoder, vit
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.plan.layout import Layout
@@ -221,7 +221,7 @@ def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
     checkpoint = write_import(weights, place / "imported", None, file_bytes=FILE_BYTES)
     shape, is_vit = weights.shape, weights.shape.reads_images
     generator = torch.Generator().manual_seed(1)
-    length = 60 if shape.rope_scaling == "none" else 200
+    length = 60 if is_vit or shape.rope_scaling == "none" else 200
     inputs = (
         torch.randn(2, 3, 24, 24, generator=generator)
         if is_vit
@@ -251,14 +251,14 @@ def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
     return found
 
 
-OURS = ModelShape(
+OURS = DecoderShape(
     *(2, 32, 4, 2, 8, 48, VOCAB, False),
     num_experts=4,
     experts_per_token=2,
     expert_ffn_dim=24,
     balance_loss=0.01,
 )
-TRAINED: dict[str, tuple[str, ModelShape]] = {
+TRAINED: dict[str, tuple[str, DecoderShape]] = {
     "our mixtral": ("MixtralForCausalLM", OURS),
     "our qwen3-moe": ("Qwen3MoeForCausalLM", replace(OURS, qk_norm=True, router_normalize=False)),
     "our glm4-moe": (
@@ -286,7 +286,7 @@ TRAINED: dict[str, tuple[str, ModelShape]] = {
 }
 
 
-def from_training(shape: ModelShape, place: Path) -> dict[str, Any]:
+def from_training(shape: DecoderShape, place: Path) -> dict[str, Any]:
     """Ours after three steps, saved as eight ranks of ep, tp and FSDP hold it, in transformers'
     hands."""
     torch.manual_seed(0)

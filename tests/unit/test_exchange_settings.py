@@ -22,15 +22,14 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.model import preset_shape, shape_of
 from phalanx.job.presets import find_preset, list_presets
-from phalanx.job.shape import ModelShape
-from phalanx.job.tensors import stored_shapes, tensor_shapes
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.toml import model_section
 from phalanx.nn.models import decoder, vit
 
-KNOWN = [preset.name for preset in list_presets() if not preset_shape(preset).kv_rank]
+KNOWN = [preset.name for preset in list_presets() if not preset_shape(preset).has_latent_attention]
 
 
-def shape(name: str, **changes: Any) -> ModelShape:
+def shape(name: str, **changes: Any) -> DecoderShape:
     preset = find_preset(name)
     assert preset is not None
     found = replace(preset_shape(preset), **changes)
@@ -59,10 +58,10 @@ def test_names_and_shapes_are_those_of_the_module(name: str) -> None:
     wanted = shape(name)
     with torch.device("meta"):
         module = (vit if wanted.reads_images else decoder).build(wanted)
-    assert tensor_shapes(wanted) == {
+    assert wanted.list_tensors() == {
         name: tuple(tensor.shape) for name, tensor in module.named_parameters()
     }
-    assert stored_shapes(wanted) == {
+    assert wanted.list_stored_tensors() == {
         name: tuple(tensor.shape) for name, tensor in module.state_dict().items()
     }
 
@@ -88,7 +87,7 @@ def test_every_tensor_of_a_family_has_one_name(family: Any) -> None:
         else "small"
     )
     wanted = shape(base, num_layers=2, **{**experts, **always})
-    for name in unstack_experts(stored_shapes(wanted)):
+    for name in unstack_experts(wanted.list_stored_tensors()):
         theirs = list(
             dict.fromkeys(found for rule in family.rules if (found := rule.their_name(name)))
         )

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import shape
-from phalanx.job.shape import ModelShape
-from phalanx.job.tensors import tensor_shapes
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh import grouped
 from phalanx.nn import experts
 from phalanx.nn.experts import MixtureOfExperts
@@ -42,7 +41,7 @@ CASES = {
 }
 
 
-def made(shape: ModelShape) -> MixtureOfExperts:
+def made(shape: DecoderShape) -> MixtureOfExperts:
     torch.manual_seed(0)
     moe = MixtureOfExperts(shape, Balance()).double()
     for parameter in moe.parameters():
@@ -53,7 +52,7 @@ def made(shape: ModelShape) -> MixtureOfExperts:
 
 
 def reference(
-    moe: MixtureOfExperts, x: torch.Tensor, shape: ModelShape
+    moe: MixtureOfExperts, x: torch.Tensor, shape: DecoderShape
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(outputs, balance loss, choices that were dropped)."""
     logits = x @ moe.router.weight.T
@@ -134,8 +133,8 @@ def test_grouped_products_equal_one_product_for_each_expert(dtype: torch.dtype, 
 
 def test_the_decoder_has_what_the_shape_says_and_its_objective_weighs_the_balance_loss() -> None:
     model = build(replace(DEEPSEEK, num_layers=3, num_dense_layers=1)).double()
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == tensor_shapes(
-        model.shape
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == (
+        model.shape.list_tensors()
     )
     assert sum(p.numel() for p in model.parameters()) == model.shape.num_params
     for parameter in model.parameters():

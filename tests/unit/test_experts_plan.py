@@ -9,7 +9,6 @@ import pytest
 
 from models import CPU
 from phalanx.core.errors import JobError, LayoutError
-from phalanx.job.counts import experts_params, spread_params
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
@@ -82,7 +81,7 @@ def test_where_no_dimension_of_experts_divides_the_rank_that_has_most_is_planned
     found = mixtral()
     zero1 = next(candidate for candidate in found.alternatives if candidate.name == "zero1")
     even = state_bytes(found.num_params, 1, 64, StateBytes())["optimizer"]
-    beyond = spread_params(found.model_shape) * (1 / 8 - 1 / 64)
+    beyond = found.model_shape.experts.count_chosen_params() * (1 / 8 - 1 / 64)
     assert zero1.predicted_bytes["optimizer"] == round(even + 8 * beyond)
     odd = replace(found.model_shape, dim=4095, expert_ffn_dim=14335)
     assert uneven_share(odd, 3, 64, 8) == 1 / 8 - 1 / 64
@@ -96,7 +95,7 @@ def test_shards_are_as_large_and_gathered_ones_smaller() -> None:
     for kind in ("parameters", "gradients", "optimizer", "activations", "loss"):
         assert whole.chosen.predicted_bytes[kind] == spread.chosen.predicted_bytes[kind]
     shape = whole.model_shape
-    elsewhere, rest = experts_params(shape) * 7 // 8, shape.num_params - shape.blocks_params
+    elsewhere, rest = shape.count_experts_params() * 7 // 8, shape.num_params - shape.blocks_params
     gradients = 4 * (
         shape.block_params - rest
     )  # of the largest unit: it was a block, and is now the embedding

@@ -14,7 +14,8 @@ from torch import nn
 from phalanx.job.load import load_job
 from phalanx.job.model import shape_of
 from phalanx.job.presets import find_preset
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.vit import VitShape
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.models.vit import VisionTransformer
 
@@ -26,7 +27,7 @@ def hf() -> Any:
     return pytest.importorskip("transformers")
 
 
-def tiny(preset: str, **changes: Any) -> ModelShape:
+def tiny(preset: str, **changes: Any) -> DecoderShape:
     """The preset with small widths: all else is the published model's."""
     published = find_preset(preset)
     assert published is not None
@@ -38,14 +39,14 @@ def tiny(preset: str, **changes: Any) -> ModelShape:
     )
 
 
-def shape_with(preset: str, *keys: str) -> ModelShape:
+def shape_with(preset: str, *keys: str) -> DecoderShape:
     """Of a job with any dataset: nothing reads it."""
     return shape_of(
         load_job(None, [f"model.preset={preset}", "data.source=my.data:images", *keys]), VOCAB
     )
 
 
-def theirs(name: str, shape: ModelShape, **more: Any) -> nn.Module:
+def theirs(name: str, shape: DecoderShape, **more: Any) -> nn.Module:
     """The model of transformers with this shape, and random weights that bend every
     nonlinearity."""
     config = getattr(hf(), f"{name}Config")(
@@ -100,7 +101,7 @@ GEMMA3_NAMES = LLAMA_NAMES | {
 }
 
 
-def ours(shape: ModelShape, model: nn.Module, names: dict[str, str]) -> Decoder:
+def ours(shape: DecoderShape, model: nn.Module, names: dict[str, str]) -> Decoder:
     weights = renamed(model.state_dict(), names)
     if shape.tie_embeddings:
         del weights["head.weight"]
@@ -223,7 +224,7 @@ def test_gemma3_with_local_and_global_blocks() -> None:
     assert_same(model, ours(shape, model, GEMMA3_NAMES))
 
 
-def gemma3(shape: ModelShape, rope: dict[str, Any]) -> nn.Module:
+def gemma3(shape: DecoderShape, rope: dict[str, Any]) -> nn.Module:
     config = hf().Gemma3TextConfig(
         hidden_size=shape.dim,
         num_hidden_layers=3,
@@ -297,7 +298,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LATENT = {"num_experts": 0, "head_dim": 12, "kv_rank": 10, "rope_head_dim": 4, "value_head_dim": 6}
 
 
-def deepseek(name: str, shape: ModelShape, rope: dict[str, Any]) -> nn.Module:
+def deepseek(name: str, shape: DecoderShape, rope: dict[str, Any]) -> nn.Module:
     """Dense blocks alone. Its `head_dim` is the rotated part."""
     ranks = {
         "q_lora_rank": shape.query_rank or None,
@@ -392,7 +393,7 @@ def test_vision_transformer() -> None:
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def config_of(shape: ModelShape, name: str) -> Any:
+def config_of(shape: DecoderShape, name: str) -> Any:
     """The configuration of transformers that says what the shape says."""
     values = {
         "hidden_size": shape.dim,
@@ -401,17 +402,17 @@ def config_of(shape: ModelShape, name: str) -> Any:
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "intermediate_size": shape.ffn_dim,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": shape.tie_embeddings,
     }
-    if name == "GPT2":
-        values = {"n_embd": shape.dim, "n_layer": shape.num_layers, "n_head": shape.num_heads}
-    if name == "ViT":
+    if isinstance(shape, VitShape):
         values |= {
             "image_size": shape.image_size,
             "patch_size": shape.patch_size,
             "num_labels": shape.num_classes,
         }
+        return getattr(hf(), f"{name}Config")(**values)
+    values |= {"vocab_size": shape.vocab_size, "tie_word_embeddings": shape.tie_embeddings}
+    if name == "GPT2":
+        values = {"n_embd": shape.dim, "n_layer": shape.num_layers, "n_head": shape.num_heads}
     if shape.num_experts:
         values |= {"num_local_experts": shape.num_experts, "num_experts": shape.num_experts}
         values |= {

@@ -26,7 +26,6 @@ from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.loss_forward import gather_logits
 from phalanx.parallel.tensor.transform import shard_module
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.pipeline.costs import part_params
 from phalanx.plan.planner import make_plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.plan.workload import shard_shape
@@ -295,11 +294,11 @@ def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path, name: st
     assert here.num_params == max(counted) < shape.num_params
     blocks = [sum(p.numel() for p in block.parameters()) for block in modules[0].model.layers]
     assert (here.block_params, here.blocks_params) == (blocks[0], sum(blocks))
-    assert part_params(here).blocks == tuple(blocks)
+    assert here.count_part_params().blocks == tuple(blocks)
     after = sum(
         p.numel() for part in (modules[1].model.norm, modules[1].lm_head) for p in part.parameters()
     )
-    assert part_params(here).after == after
+    assert here.count_part_params().after == after
 
 
 def test_documents_are_not_kept_apart_by_what_names_none_which_the_plan_says(

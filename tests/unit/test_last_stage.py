@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from phalanx.job.module_probe import _parse_shape
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.stored import read_shape
 from phalanx.mesh.blocks import last_stage_names
 from phalanx.nn.probe import describe_module
-from phalanx.plan.pipeline.costs import part_params
 
 WIDTH, VOCAB = 4, 10
 BLOCK = WIDTH * WIDTH
@@ -37,8 +37,8 @@ class Own(nn.Module):
         return self.norm(x) @ self.embed.weight.T
 
 
-def probed(says: Any) -> ModelShape:
-    return ModelShape.from_json(
+def probed(says: Any) -> DecoderShape:
+    return read_shape(
         _parse_shape(
             "mine", json.dumps(describe_module("test_last_stage:Own", {"says": says}))
         ).to_json()
@@ -47,14 +47,14 @@ def probed(says: Any) -> ModelShape:
 
 @pytest.mark.parametrize("says", ["embed", ["embed"]])
 def test_a_plan_counts_it_on_both_ends(says: Any) -> None:
-    found = part_params(probed(says))
+    found = probed(says).count_part_params()
     assert (found.before, found.blocks, found.after) == (
         VOCAB * WIDTH,
         (BLOCK, BLOCK),
         2 * WIDTH + VOCAB * WIDTH,
     )
     assert found.both == VOCAB * WIDTH
-    silent = part_params(probed([]))
+    silent = probed([]).count_part_params()
     assert (silent.after, silent.both) == (2 * WIDTH, 0)
 
 

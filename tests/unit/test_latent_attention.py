@@ -11,7 +11,7 @@ import torch
 
 from models import fill
 from models import shape as small
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.latent_attention import EPS, LatentAttention
 from phalanx.nn.rotary import rotary_table
 
@@ -32,7 +32,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def turned(x: torch.Tensor, at: int, shape: ModelShape) -> torch.Tensor:
+def turned(x: torch.Tensor, at: int, shape: DecoderShape) -> torch.Tensor:
     """Neighbours as complex numbers, times one of length 1."""
     plain = replace(shape, rope_mscale=0.0)
     cos, sin = rotary_table(torch.tensor([[at]]), plain, torch.float64).flatten(1)
@@ -42,7 +42,7 @@ def turned(x: torch.Tensor, at: int, shape: ModelShape) -> torch.Tensor:
 
 
 def by_hand(
-    module: LatentAttention, shape: ModelShape, x_TD: torch.Tensor, ids_T: list[int], window: int
+    module: LatentAttention, shape: DecoderShape, x_TD: torch.Tensor, ids_T: list[int], window: int
 ) -> torch.Tensor:
     weights, plain = dict(module.named_parameters()), shape.head_dim - shape.rope_head_dim
     temperature = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.layout import DataParallel
 from phalanx.plan.memory import (
     CPU_ALLOCATOR_SHARE,
@@ -69,7 +69,7 @@ def test_each_stage_splits_one_more_kind(stage: int) -> None:
 
 # What a job says beyond the degrees, against sums by hand
 
-SHAPE = ModelShape(6, 64, 4, 4, 16, 160, 97, True)
+SHAPE = DecoderShape(6, 64, 4, 4, 16, 160, 97, True)
 BLOCK = SHAPE.block_params
 REST = SHAPE.num_params - 6 * BLOCK
 
@@ -137,7 +137,7 @@ def test_a_cpu_keeps_freed_gradients_of_one_block_and_of_the_table(
 
 
 def test_what_glibc_gives_back_is_not_kept() -> None:
-    large = ModelShape(1, 4096, 4, 4, 1024, 16384, 97, True)
+    large = DecoderShape(1, 4096, 4, 4, 1024, 16384, 97, True)
     work = Workload(1, 8, "fp32", "none", 2048)
     found = rank_memory(large, work, 0, 2, "cpu", 2)
     rest = CPU_LIBRARY_BYTES + round(CPU_ALLOCATOR_SHARE * found["activations"])

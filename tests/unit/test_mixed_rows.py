@@ -14,14 +14,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models import CPU
 from phalanx.job.schema import Job
-from phalanx.job.shape import Measured, measured_shape
+from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.mixed_rows import RowFacts, row_warnings
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.check_rows import check_rows
 from phalanx.run.one_process.rows_probe import answer, sample_batch
 
-SHAPE = measured_shape("mixing", 0, Measured(200, 200, 200, 0))  # for the plan's memory alone
+SHAPE = MeasuredModule("mixing", 0, 200, 200, 200, 0)  # for the plan's memory alone
 
 
 def job_of(

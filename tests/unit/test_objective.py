@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from alive import Alive
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.objective import CausalOutput, HeadOutput, causal_cross_entropy, token_cross_entropy
 from phalanx.plan.memory import loss_bytes
 from phalanx.plan.workload import Workload
@@ -155,7 +155,7 @@ def test_a_loss_over_several_chunks_holds_one_of_them(
             output(hidden.requires_grad_(), head), {"targets": targets}
         )
         loss.backward()
-    shape = ModelShape(1, dim, 1, 1, dim, dim, vocab, True)
+    shape = DecoderShape(1, dim, 1, 1, dim, dim, vocab, True)
     planned = loss_bytes(shape, Workload(1, num_tokens, precision, "none", chunk))
     # What went in: views of it are counted as made. In bf16 the head's cast counts as communication
     # in a plan.

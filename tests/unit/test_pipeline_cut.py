@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, LayoutError
-from phalanx.job.shape import Measured, ModelShape
-from phalanx.plan.pipeline.costs import model_flops, stage_costs
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.measured import MeasuredModule
+from phalanx.job.shapes.vit import VitShape
+from phalanx.plan.pipeline.costs import Parts, stage_costs
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut_stages
 
 AMOUNTS = st.one_of(st.integers(1, 9), st.floats(0.01, 9), st.sampled_from([0.1, 0.2, 0.3]))
@@ -144,9 +146,9 @@ def test_a_cut_of_few_blocks() -> None:
 
 
 SHAPES = {
-    "decoder": ModelShape(6, 64, 4, 2, 16, 128, 1000, False),
-    "windows": ModelShape(6, 64, 4, 2, 16, 128, 1000, True, sliding_window=16, global_every=3),
-    "experts": ModelShape(
+    "decoder": DecoderShape(6, 64, 4, 2, 16, 128, 1000, False),
+    "windows": DecoderShape(6, 64, 4, 2, 16, 128, 1000, True, sliding_window=16, global_every=3),
+    "experts": DecoderShape(
         6,
         64,
         4,
@@ -160,16 +162,13 @@ SHAPES = {
         expert_ffn_dim=32,
         num_dense_layers=1,
     ),
-    "vit": ModelShape(
+    "vit": VitShape(
         4,
         64,
         4,
         4,
         16,
         128,
-        0,
-        False,
-        kind="vit",
         image_size=32,
         patch_size=4,
         num_channels=3,
@@ -181,12 +180,12 @@ SHAPES = {
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_parts_sum_to_the_model(name: str) -> None:
     shape = SHAPES[name]
-    flops, whole = model_flops(shape, 48), shape.flops_per_sample(48)
+    flops, whole = shape.flops(48), shape.flops_per_sample(48)
     parts = [flops.embedding, *flops.blocks, flops.head]
     assert sum(part.matmul for part in parts) == whole["matmul"]
     assert sum(part.attention for part in parts) == whole["attention"]
     for num_stages in (1, 2, 3):
-        stages = cut_stages(flops.layer_costs, num_stages)
+        stages = cut_stages(Parts(shape.count_part_params(), flops).layer_costs, num_stages)
         costs = stage_costs(flops, stages, samples=2, flops_per_s=Fraction(10**9))
         at_once = (
             0 if shape.reads_images else 2 * flops.head.matmul
@@ -200,20 +199,20 @@ def test_parts_sum_to_the_model(name: str) -> None:
 
 def test_blocks_are_weighed_one_by_one() -> None:
     """By hand: a window, an expert, a head of a large vocabulary."""
-    windows = model_flops(SHAPES["windows"], 48).blocks
+    windows = SHAPES["windows"].flops(48).blocks
     assert windows[0] == windows[1] == windows[3]
     assert windows[2].attention == 4 * 64 * 48 * 49 // 2  # 2 x 2 x heads x head_dim for each pair
     assert windows[0].attention == 4 * 64 * (16 * 17 // 2 + 32 * 16)
-    experts = model_flops(SHAPES["experts"], 48).blocks
+    experts = SHAPES["experts"].flops(48).blocks
     assert experts[0].matmul - experts[1].matmul == 2 * 48 * (
         3 * 64 * 128 - 2 * 3 * 64 * 32 - 64 * 8
     )
-    assert model_flops(SHAPES["decoder"], 48).head.matmul == 2 * 48 * 64 * 1000
-    assert model_flops(SHAPES["decoder"], 48).embedding.matmul == 0
+    assert SHAPES["decoder"].flops(48).head.matmul == 2 * 48 * 64 * 1000
+    assert SHAPES["decoder"].flops(48).embedding.matmul == 0
 
 
 def test_recompute_pays_the_forward_of_blocks_again() -> None:
-    flops = model_flops(SHAPES["decoder"], 48)
+    flops = SHAPES["decoder"].flops(48)
     stages = Stages((3, 3))
     plain = stage_costs(flops, stages, samples=1, flops_per_s=Fraction(1))
     again = stage_costs(
@@ -230,18 +229,14 @@ def test_recompute_pays_the_forward_of_blocks_again() -> None:
 def test_llama_3_8b_gives_its_head_room() -> None:
     """32 blocks and a head of 128,256 x 4096, worth 2.2 blocks at 8192 tokens: the last of 4
     stages has fewer."""
-    shape = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, False)
-    flops = model_flops(shape, 8192)
-    stages = cut_stages(flops.layer_costs, 4)
+    shape = DecoderShape(32, 4096, 32, 8, 128, 14336, 128256, False)
+    flops = shape.flops(8192)
+    stages = cut_stages(Parts(shape.count_part_params(), flops).layer_costs, 4)
     assert sum(stages.num_blocks) == 32
     assert stages.num_blocks[-1] < min(stages.num_blocks[:-1])
-    even = max(flops.layer_costs.of_stages(Stages((8, 8, 8, 8))))
-    assert max(flops.layer_costs.of_stages(stages)) < even
+    even = max(Parts(shape.count_part_params(), flops).layer_costs.of_stages(Stages((8, 8, 8, 8))))
+    assert max(Parts(shape.count_part_params(), flops).layer_costs.of_stages(stages)) < even
 
 
 def test_an_own_module_is_not_weighed() -> None:
-    shape = ModelShape(4, 0, 0, 0, 0, 0, 0, False, measured=Measured(100, 100, 10, 40))
-    with pytest.raises(
-        LayoutError, match="cannot be weighed by FLOPs; say how many blocks each stage has"
-    ):
-        model_flops(shape, 48)
+    assert MeasuredModule("mine:build", 4, 100, 100, 10, 40).flops(48) is None

@@ -15,14 +15,11 @@ from models import fill, shape
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.nn.models.decoder import Decoder
-from phalanx.plan import activations
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.memory import activation_bytes, bytes_at_forward_end, rank_memory
-from phalanx.plan.pipeline.costs import part_params
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.plan.pipeline.memory import (
-    message_bytes,
     pipeline_memory,
     rank_activations,
     stage_bytes,
@@ -70,7 +67,7 @@ def test_embedding_head_and_blocks_by_rank() -> None:
     model = shape(num_layers=8, tied=False)
     block = 32 * 8 * (4 + 4 + 2 + 2) + 3 * 32 * 40 + 2 * 32
     assert block == 6976 == model.block_params
-    parts = part_params(model)
+    parts = model.count_part_params()
     assert (parts.before, parts.after, parts.blocks) == (37 * 32, 37 * 32 + 32, (block,) * 8)
     found = pipeline_memory(
         model, WORK, build_named_pipeline("1f1b", 4, 4, Stages((1, 3, 3, 1))), 0, 1, "cuda", 1
@@ -106,16 +103,16 @@ def test_stages_keep_what_the_model_keeps() -> None:
     on, tables of angles in each stage, and the gradients that the loss has computed."""
     pipeline = build_named_pipeline("gpipe", 4, 1, FOUR)
     kept = sum(stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).saved for stage in range(4))
-    tables = 3 * WORK.tokens * activations.table_bytes(EIGHT_BLOCKS)
+    tables = 3 * EIGHT_BLOCKS.activations.everywhere(WORK)
     loss = WORK.tokens * 32 * 4 + 37 * 32 * 4
     assert (
         kept
         == bytes_at_forward_end(EIGHT_BLOCKS, WORK)
-        + 3 * message_bytes(EIGHT_BLOCKS, WORK)
+        + 3 * EIGHT_BLOCKS.activations.message(WORK)
         + tables
         + loss
     )
-    assert message_bytes(EIGHT_BLOCKS, WORK) == 2 * 16 * 32 * 4
+    assert EIGHT_BLOCKS.activations.message(WORK) == 2 * 16 * 32 * 4
 
 
 def test_one_stage_less_is_one_microbatch_less_of_1f1b() -> None:
@@ -139,7 +136,7 @@ def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> 
     full = replace(WORK, segments=list_segments("full", 8))
     for stage in range(pipeline.num_stages):
         plain, again = (stage_bytes(EIGHT_BLOCKS, work, pipeline, stage) for work in (WORK, full))
-        block = WORK.tokens * activations.block_activation_bytes(EIGHT_BLOCKS, 4, experts=False)
+        block = WORK.tokens * EIGHT_BLOCKS.activations.block(0, 4, 1).saved
         num_blocks = stages.num_blocks[stage]
         assert plain.redone == 0
         assert plain.saved - again.saved == num_blocks * (block - WORK.tokens * 32 * 4)
@@ -158,7 +155,7 @@ def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> 
 def test_only_the_last_stage_has_a_loss_and_ends_get_no_messages_alone() -> None:
     found = memory(build_named_pipeline("1f1b", 4, 4, FOUR))
     assert [rank["loss"] > 0 for rank in found] == [False, False, False, True]
-    assert {rank["communication"] for rank in found} == {2 * message_bytes(EIGHT_BLOCKS, WORK)}
+    assert {rank["communication"] for rank in found} == {2 * EIGHT_BLOCKS.activations.message(WORK)}
     v = memory(build_named_pipeline("zb-v", 4, 8, Stages((1,) * 8)))
     assert [rank["loss"] > 0 for rank in v] == [True, False, False, False]
 
@@ -199,11 +196,8 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
     deferred.run("key")
     gc.collect()
     held = {address: size for tensor, address, size in between if tensor() is None}
-    wanted = (
-        24
-        * model.num_layers
-        * activations.weight_input_bytes(model, 4, experts=model.num_experts > 0)
-    )
+    blocks = [model.activations.block(layer, 4, 1) for layer in range(model.num_layers)]
+    wanted = 24 * sum(block.weight_inputs for block in blocks)
     counts = 8 * model.num_expert_layers * model.num_experts  # of rows for each expert
     assert sum(held.values()) == wanted + counts
 

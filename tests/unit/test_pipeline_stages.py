@@ -14,9 +14,9 @@ from commands import run
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.stored import read_shape
 from phalanx.observe.events import Envelope, PipelineMeasured
-from phalanx.plan.pipeline.costs import part_params
+from phalanx.plan.pipeline.costs import Parts, params_of_stages
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_for_ranks, cut_stages
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline, place_stages
 from phalanx.plan.pipeline.simulate import StageCosts
@@ -187,17 +187,17 @@ def test_parts_of_a_module_of_ones_own(own: Any) -> None:
     """A tied head is work, and on another rank memory, too; modules that both ends need are
     there twice."""
     shape = own()
-    assert [size for _, size in shape.measured.blocks] == [256, 256, 272, 256, 256, 256]
-    assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
-    parts = part_params(shape)
+    assert [size for _, size in shape.blocks] == [256, 256, 272, 256, 256, 256]
+    assert read_shape(json.loads(json.dumps(shape.to_json()))) == shape
+    parts = shape.count_part_params()
     assert (parts.before, parts.looked_up, parts.after, parts.both) == (800 + 256, 800, 32 + 800, 0)
-    assert parts.layer_costs == LayerCosts(256, (256, 256, 272, 256, 256, 256), 832)
-    tied = part_params(own(tied=True))
+    assert Parts(parts, None).layer_costs == LayerCosts(256, (256, 256, 272, 256, 256, 256), 832)
+    tied = own(tied=True).count_part_params()
     assert (tied.before, tied.after, tied.both) == (1056, 832, 800)
-    assert tied.of_stages(Stages((3, 3)), (0, 1)) == own(tied=True).num_params
-    moved = part_params(shape, ["norm"], ["st*"])
+    assert params_of_stages(tied, Stages((3, 3)), (0, 1)) == own(tied=True).num_params
+    moved = shape.count_part_params(["norm"], ["st*"])
     assert (moved.before, moved.after, moved.both) == (1056 + 32, 832 + 256, 256 + 32)
-    assert moved.of_stages(Stages((3, 3)), (0, 1)) == shape.num_params
+    assert params_of_stages(moved, Stages((3, 3)), (0, 1)) == shape.num_params
 
 
 def test_a_module_of_ones_own_is_cut_by_parameters(own: Any) -> None:

@@ -14,7 +14,7 @@ from models import CPU
 from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.job.nearest import divisors, nearest
 from phalanx.job.schema import Job, Parallel
-from phalanx.job.shape import Measured, measured_shape
+from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.cluster import CPU_HEADROOM, GPU_HEADROOM, Cluster, count_communicators
 from phalanx.plan.explain import describe_plan
 from phalanx.plan.layout import Layout
@@ -229,7 +229,7 @@ def test_json_comes_back_as_the_same_plan(ranks: int) -> None:
 
 
 def test_a_users_own_module_is_planned_from_its_parameter_count() -> None:
-    shape = measured_shape("pkg:model", 3, Measured(1_000_000, 900_000, 200_000, 600_000))
+    shape = MeasuredModule("pkg:model", 3, 1_000_000, 900_000, 200_000, 600_000)
     found = make_plan(Job(), cluster=CORES, shape=shape, num_ranks=2)
     assert found.flops_per_token is None
     assert found.chosen.predicted_bytes["activations"] == 0

@@ -14,7 +14,8 @@ from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.units import format_bytes
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
-from phalanx.job.shape import Measured, ModelShape, measured_shape
+from phalanx.job.shapes.measured import MeasuredModule
+from phalanx.job.shapes.stored import read_shape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.plan import Plan
@@ -104,16 +105,12 @@ def test_a_budget_for_a_module_of_your_own_is_refused() -> None:
         {"train": {"recompute": "budget", "recompute_budget_gib": 1}, "parallel": {"ranks": 1}}
     )
     with pytest.raises(LayoutError, match="your own module cannot"):
-        make_plan(
-            job, cluster=CPU, shape=measured_shape("mine:Model", 6, Measured(1000, 1000, 100, 600))
-        )
+        make_plan(job, cluster=CPU, shape=MeasuredModule("mine:Model", 6, 1000, 1000, 100, 600))
 
 
 def test_the_blocks_of_a_module_of_your_own_are_in_the_plan() -> None:
     job = Job.model_validate({"train": {"recompute": "sqrt"}, "parallel": {"ranks": 1}})
-    found = make_plan(
-        job, cluster=CPU, shape=measured_shape("mine:Model", 6, Measured(1000, 1000, 100, 600))
-    )
+    found = make_plan(job, cluster=CPU, shape=MeasuredModule("mine:Model", 6, 1000, 1000, 100, 600))
     assert [(segment.start, segment.stop) for segment in found.recompute_segments] == [
         (0, 3),
         (3, 6),
@@ -138,7 +135,7 @@ def test_where_activations_do_not_fit_the_cheapest_mode_that_helps_is_proposed()
 
 def test_segments_over_sharded_units_count_their_gathered_weights() -> None:
     """A segment is redone with all of its blocks gathered."""
-    shape = ModelShape.from_json(plan().shape)
+    shape = read_shape(plan().shape)
     work = Workload(1, 512, "fp32", "sqrt", 1024)
     one = replace(work, segments=plan(recompute="full").recompute_segments)
     four = replace(work, segments=plan(recompute="sqrt").recompute_segments)

@@ -18,9 +18,10 @@ from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.core.shard_rules import shard_rules
 from phalanx.job.load import load_job
 from phalanx.job.model import shape_of
+from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
-from phalanx.job.shape import Measured, ModelShape, ParamHolder, measured_shape
-from phalanx.job.tensors import list_holders, module_names
+from phalanx.job.shapes.measured import MeasuredModule
+from phalanx.job.shapes.stored import read_shape
 from phalanx.mesh.linear import find_holders
 from phalanx.mesh.logical import Box, Cut, LogicalShard, compose_cut
 from phalanx.nn.models.decoder import build
@@ -40,8 +41,9 @@ HOLDERS = (
     ParamHolder("layers.0.norm", "LayerNorm", 32),
 )
 NAMES = ("", "layers", "layers.0", "layers.0.attn", *(holder.name for holder in HOLDERS))
-MEASURED = Measured(8_000, 8_000, 2_000, 2_000, names=NAMES, holders=HOLDERS)
-SHAPE = measured_shape("mine:build", 1, MEASURED)
+SHAPE = MeasuredModule(
+    "mine:build", 1, 8_000, 8_000, 2_000, 2_000, module_names=NAMES, holders=HOLDERS
+)
 FUSED = {"layers.*.attn.qkv": "column heads=4+2/4+2/4", "layers.*.attn.out": "row heads=4"}
 
 
@@ -148,14 +150,13 @@ def test_what_no_rule_covers_is_named_with_its_size() -> None:
 
 
 def test_rules_of_the_module_stand_behind_those_of_the_job() -> None:
-    brought = replace(MEASURED, shard_rules=tuple(FUSED.items()))
-    shape = measured_shape("mine:build", 1, brought)
+    shape = replace(SHAPE, shard_rules=tuple(FUSED.items()))
     assert find_rule(check_rules({}, shape, 2), "layers.0.attn.out") == parse_rules(FUSED)[1]
     own = {"layers.0.attn.qkv": "replicate"}
     found = find_rule(check_rules(own, shape, 2), "layers.0.attn.qkv")
     assert found is not None
     assert found.kind == "replicate"
-    assert ModelShape.from_json(shape.to_json()) == shape
+    assert read_shape(shape.to_json()) == shape
 
 
 def test_a_decorator_leaves_what_it_decorates() -> None:
@@ -389,5 +390,5 @@ def test_module_names_are_those_of_the_model() -> None:
         shape = shape_of(load_job(None, overrides), 257)
         with torch.device("meta"):
             module = build(shape)
-        assert set(module_names(shape)) == {name for name, _ in module.named_modules()}
-        assert {h.name: h for h in find_holders(module)} == list_holders(shape)
+        assert set(shape.module_names) == {name for name, _ in module.named_modules()}
+        assert set(find_holders(module)) == set(shape.holders)

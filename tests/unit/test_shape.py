@@ -18,7 +18,8 @@ from phalanx.job.model import explain_scaled_widths, find_vocab_size_of, shape_o
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.presets import list_presets
 from phalanx.job.presets.table import replace_table
-from phalanx.job.shape import ModelShape, default_ffn_dim
+from phalanx.job.shapes.decoder import DecoderShape, default_ffn_dim
+from phalanx.job.shapes.stored import read_shape
 
 # The counts that the models' own checkpoints sum to (Hugging Face safetensors metadata; GPT-2
 # without its two buffers).
@@ -61,7 +62,7 @@ ACTIVE = {
 SIZES = {"b": 1e9, "m": 1e6}
 
 
-def preset_shape(name: str, *keys: str) -> ModelShape:
+def preset_shape(name: str, *keys: str) -> DecoderShape:
     """Of a job with any dataset: nothing reads it."""
     return shape_of(
         load_job(None, [f"model.preset={name}", "data.source=my.data:set", *keys]), 1000
@@ -85,7 +86,7 @@ def test_every_preset_counts_what_its_file_says(preset):
     assert sum(groups.values()) == shape.num_params
     outside = groups["embedding"] + groups["head"] + shape.norm_params
     assert shape.blocks_params + outside == shape.num_params
-    if not shape.num_experts:
+    if shape.experts is None:
         assert shape.blocks_params == shape.num_layers * shape.block_params
         assert shape.num_active_params == shape.num_params
     assert preset.source
@@ -123,7 +124,7 @@ def test_the_page_on_models_lists_the_presets_of_today():
 
 def test_the_default_job_is_small():
     shape = shape_of(load_job(), 257)
-    assert shape == ModelShape(4, 128, 4, 4, 32, 352, 257, True)
+    assert shape == DecoderShape(4, 128, 4, 4, 32, 352, 257, True)
     assert shape.num_params == 836_864
 
 
@@ -131,7 +132,7 @@ def test_keys_lie_on_top_of_the_preset_and_widths_follow():
     shape = shape_of(
         load_job(None, ["model.dim=256", "model.num_heads=8", "model.num_layers=3"]), 1000
     )
-    assert shape == ModelShape(3, 256, 8, 8, 32, 704, 1000, True)
+    assert shape == DecoderShape(3, 256, 8, 8, 32, 704, 1000, True)
     assert shape.params_by_group()["head"] == 0
     given = shape_of(
         load_job(None, ["model.num_kv_heads=2", "model.ffn_dim=100", "model.tie_embeddings=false"]),
@@ -203,7 +204,7 @@ def test_default_ffn_dim_is_the_next_multiple_of_32():
 
 
 def test_flops_by_hand():
-    shape = ModelShape(2, 8, 2, 1, 4, 16, 10, True)
+    shape = DecoderShape(2, 8, 2, 1, 4, 16, 10, True)
     flops = shape.flops_per_token(5)
     weights = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 16  # q, k, v, o and SwiGLU
     assert flops["matmul"] == 2 * (2 * weights + 10 * 8)
@@ -215,7 +216,7 @@ def test_flops_by_hand():
 def test_flops_of_a_window_by_hand():
     """Tokens attend to 1, 2, 3, 3 and 3 others in the two blocks with a window, and to 1 to 5 in
     the third."""
-    shape = ModelShape(3, 8, 2, 1, 4, 16, 10, True, sliding_window=3, global_every=3)
+    shape = DecoderShape(3, 8, 2, 1, 4, 16, 10, True, sliding_window=3, global_every=3)
     pairs = 2 * (1 + 2 + 3 + 3 + 3) + (1 + 2 + 3 + 4 + 5)
     assert shape.flops_per_sample(5)["attention"] == 2 * 2 * 2 * 4 * pairs
     assert shape.flops_per_sample(2) == replace(shape, sliding_window=0).flops_per_sample(2)
@@ -231,7 +232,7 @@ def test_flops_of_experts_are_those_that_a_token_visits():
 
 def test_flops_do_not_depend_on_tying():
     tied, untied = (
-        ModelShape(2, 8, 2, 1, 4, 16, 10, tie).flops_per_token(64) for tie in (True, False)
+        DecoderShape(2, 8, 2, 1, 4, 16, 10, tie).flops_per_token(64) for tie in (True, False)
     )
     assert tied == untied
 
@@ -244,7 +245,7 @@ def test_six_flops_per_parameter():
 
 def test_json_round_trip():
     shape = preset_shape("llama3-8b")
-    assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
+    assert read_shape(json.loads(json.dumps(shape.to_json()))) == shape
 
 
 # Foreign models: a real process runs tmp_path/a_probe.py in place of the real probe
@@ -286,7 +287,7 @@ def test_foreign_shape(probe, tmp_path):
     probe(f"import my_model\nprint({json.dumps(json.dumps(ANSWER))})")
     shape = probe_foreign_shape("my_model:build", {"width": 3}, probe_module="a_probe")
     assert runs(tmp_path) == [{"kind": "my_model:build", "args": {"width": 3}}]
-    assert not shape.is_known
+    assert shape.activations is None
     assert (shape.kind, shape.num_layers, shape.num_params, shape.block_params) == (
         "my_model:build",
         2,
@@ -294,7 +295,7 @@ def test_foreign_shape(probe, tmp_path):
         16,
     )
     assert shape.params_by_group() == {"blocks": 23, "other": 77}
-    assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
+    assert read_shape(json.loads(json.dumps(shape.to_json()))) == shape
 
 
 def test_foreign_without_blocks_is_one_block(probe):

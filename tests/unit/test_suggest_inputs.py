@@ -15,14 +15,14 @@ from torch import nn
 from models import CPU
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
-from phalanx.job.shape import Measured, measured_shape
+from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.rows_probe import sample_batch
 from phalanx.suggest.search import suggest_rules
 from phalanx.suggest.suggestion import Suggestion
 from phalanx.verify.cases import SMALL_VOCAB
 
-SHAPE = measured_shape("x", 0, Measured(200, 200, 200, 0))
+SHAPE = MeasuredModule("x", 0, 200, 200, 200, 0)
 
 
 class UNet(nn.Module):

@@ -15,7 +15,7 @@ from phalanx.cli._verify_table import describe_row
 from phalanx.core.errors import ExitCode
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.verify.cases import list_layouts, make_cases, make_verified_job, shrink_job
 from phalanx.verify.flips import Reroute, find_misrouted
@@ -25,7 +25,7 @@ from phalanx.verify.result import VerifyResult
 from phalanx.verify.routes import Routes, are_alike, find_disagreement
 from phalanx.verify.row import Row
 
-SHAPE = ModelShape(
+SHAPE = DecoderShape(
     2,
     16,
     2,

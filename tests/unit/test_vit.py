@@ -15,14 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import fill
 from phalanx.core.errors import LayoutError
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.vit import VitShape
 from phalanx.nn.models.vit import VisionTransformer, example_batch
 from phalanx.nn.objective import classification_cross_entropy
 from phalanx.parallel.call.bind_batch import call_with_batch
 
-SHAPE = ModelShape(
-    *(2, 32, 4, 4, 8, 64, 0, False),
-    kind="vit",
+SHAPE = VitShape(
+    *(2, 32, 4, 4, 8, 64),
     activation="gelu",
     norm="layernorm",
     bias="all",
@@ -40,14 +39,14 @@ SHAPES = {
 }
 
 
-def built(shape: ModelShape) -> VisionTransformer:
+def built(shape: VitShape) -> VisionTransformer:
     module = VisionTransformer(shape)
     fill(module)
     return module
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_parameters_are_those_of_the_shape(shape: ModelShape) -> None:
+def test_parameters_are_those_of_the_shape(shape: VitShape) -> None:
     with torch.device("meta"):
         module = VisionTransformer(shape)
     assert sum(p.numel() for p in module.parameters()) == shape.num_params
@@ -55,7 +54,7 @@ def test_parameters_are_those_of_the_shape(shape: ModelShape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_flops_are_those_torch_counts(shape: ModelShape) -> None:
+def test_flops_are_those_torch_counts(shape: VitShape) -> None:
     """Against torch.utils.flop_counter of a forward: equal, for every patch attends to every
     patch."""
     module, counter = built(shape), FlopCounterMode(display=False)
@@ -71,7 +70,7 @@ def test_flops_are_those_torch_counts(shape: ModelShape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_patch_counts(shape: ModelShape) -> None:
+def test_every_patch_counts(shape: VitShape) -> None:
     module, images = built(shape).double(), example_batch(shape, 1, 0, seed=0)["images"].double()
     before = module(images)
     for row in range(0, 12, 4):

@@ -10,7 +10,7 @@ import pytest
 from models import CPU
 from phalanx.job.load import load_job
 from phalanx.job.module_probe import probe_foreign_shape
-from phalanx.job.shape import Measured, measured_shape
+from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.explain import describe_plan
 from phalanx.plan.plan import Plan
@@ -45,12 +45,10 @@ def warned(
 ) -> dict[str, str]:
     """Code -> text. The module is the user's where the overrides say so."""
     job = load_job(None, list(overrides))
-    measured = Measured(
-        num_params, num_params, num_params, num_params, num_batchnorms, num_dropouts
-    )
-    shape = (
-        measured_shape("mine:build", 0, measured) if "model.kind=mine:build" in overrides else None
-    )
+    shape = None
+    if "model.kind=mine:build" in overrides:
+        counts = {"num_batchnorms": num_batchnorms, "num_dropouts": num_dropouts}
+        shape = MeasuredModule("mine:build", 0, *(num_params,) * 4, **counts)
     plan = make_plan(job, cluster=cluster, shape=shape, data=data)
     return {warning.code: warning.text for warning in plan.warnings}
 
@@ -373,6 +371,5 @@ def test_layers_of_an_own_module_are_counted(
 ) -> None:
     (tmp_path / "counted.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    measured = probe_foreign_shape("counted:build", {}).measured
-    assert measured is not None
+    measured = probe_foreign_shape("counted:build", {})
     assert (measured.num_batchnorms, measured.num_dropouts) == (2, 3)

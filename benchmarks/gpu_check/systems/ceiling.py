@@ -9,7 +9,7 @@ import torch
 
 from gpu_check.cases import Case
 from gpu_check.training import Say, job_and_plan
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 
 ROUNDS = 5
 WARMUPS = 3
@@ -41,7 +41,7 @@ def machine(case: Case) -> dict[str, Any]:
     return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}
 
 
-def products(shape: ModelShape, tokens: int, chunk: int) -> list[tuple[int, int, int, int]]:
+def products(shape: DecoderShape, tokens: int, chunk: int) -> list[tuple[int, int, int, int]]:
     """(m, n, k, how many of them in a step) of forward, and of both gradients of each."""
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     of_blocks = [

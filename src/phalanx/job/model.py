@@ -1,4 +1,4 @@
-"""From the [model] section to a `ModelShape`: the preset, the user's keys on top, and what
+"""From the [model] section to the shape of a model: the preset, the user's keys on top, and what
 follows from them."""
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.hugging_face import find_vocab_size, is_hugging_face
 from phalanx.job.presets import Preset, find_preset, preset_names
 from phalanx.job.schema import Job, Model
-from phalanx.job.shape import ModelShape, default_ffn_dim
+from phalanx.job.shapes.decoder import default_ffn_dim
+from phalanx.job.shapes.measured import MeasuredModule
+from phalanx.job.shapes.stored import BuiltInShape, build_shape
+from phalanx.job.shapes.stored_keys import DEFAULTS
 from phalanx.job.user_dataset import is_own_dataset
 
 DEFAULT_PRESETS = {"decoder": "small", "vit": "small-vit"}
-SHAPE_KEYS = tuple(
-    key for key in Model.model_fields if key in ModelShape.__dataclass_fields__ and key != "kind"
-)
+SHAPE_KEYS = tuple(key for key in Model.model_fields if key in DEFAULTS and key != "kind")
 
 
 def preset_of(model: Model) -> Preset:
@@ -52,7 +53,7 @@ def find_vocab_size_of(model: Model) -> int | None:
     )
 
 
-def shape_of(job: Job, vocab_size: int) -> ModelShape:
+def shape_of(job: Job, vocab_size: int) -> BuiltInShape:
     """The shape of the job's built-in model.
 
     `vocab_size`: what the data needs, where the job does not fix it.
@@ -61,12 +62,12 @@ def shape_of(job: Job, vocab_size: int) -> ModelShape:
     return _shape(_resolve(job.model), vocab_size, job.data.seq_len)
 
 
-def preset_shape(preset: Preset) -> ModelShape:
+def preset_shape(preset: Preset) -> BuiltInShape:
     """The shape of a preset as it is; 0 for a vocabulary that the data decides."""
     return _shape(_resolve(Model(preset=preset.name)), 0, 0)
 
 
-def _shape(values: dict[str, Any], vocab_size: int, seq_len: int) -> ModelShape:
+def _shape(values: dict[str, Any], vocab_size: int, seq_len: int) -> BuiltInShape:
     if values.get("positions") != "learned":
         values["max_positions"] = 0
     values.setdefault("max_positions", seq_len)
@@ -74,7 +75,7 @@ def _shape(values: dict[str, Any], vocab_size: int, seq_len: int) -> ModelShape:
     reads_images = values["kind"] != "decoder" and values.get("image_size")
     values["vocab_size"] = 0 if reads_images else values.get("vocab_size", vocab_size)
     values.setdefault("tie_embeddings", False)
-    return ModelShape(**values)
+    return build_shape(values)
 
 
 def _resolve(model: Model) -> dict[str, Any]:
@@ -174,12 +175,14 @@ def _is_one_to_one(key: str, *resolved: dict[str, Any]) -> bool:
     return key == "num_kv_heads" and all(values[key] == values["num_heads"] for values in resolved)
 
 
-def require_matching_data(job: Job, measured: ModelShape | None = None) -> None:
+def require_matching_data(job: Job, measured: MeasuredModule | None = None) -> None:
     """Raises LayoutError for a model that cannot read the job's data.
 
     A plan alone may be made without data.
     """
-    shape = measured if job.model.is_foreign else shape_of(job, vocab_size=1)
+    shape: BuiltInShape | MeasuredModule | None = measured
+    if not job.model.is_foreign:
+        shape = shape_of(job, vocab_size=1)
     if shape is None or not shape.reads_images:
         return
     if job.data.mixture or not is_own_dataset(job.data.source):

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,10 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
 from phalanx.job.hugging_face import config_path, is_hugging_face, read_model_config
+from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
-from phalanx.job.shape import Measured, ModelShape, ParamHolder, measured_shape
+from phalanx.job.shapes.measured import MeasuredModule
+from phalanx.job.shapes.stored import read_shape
 
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
@@ -47,7 +48,7 @@ FACTS: Any = (
 )
 
 
-def measure_foreign_shape(job: Job) -> ModelShape | None:
+def measure_foreign_shape(job: Job) -> MeasuredModule | None:
     """The shape of a user's own module, as far as it can be measured; None for a built-in model."""
     if job.model.kind is None or not is_foreign(job.model.kind):
         return None
@@ -61,7 +62,7 @@ def probe_foreign_shape(
     *,
     probe_module: str = PROBE,
     timeout_s: float = TIMEOUT_S,
-) -> ModelShape:
+) -> MeasuredModule:
     """Build `kind` ("package.module:factory") with `args` in a subprocess and count what it holds.
 
     Raises LayoutError with the last line of the subprocess's errors if the model cannot be built.
@@ -119,7 +120,7 @@ def ask_process(module: str, request: Mapping[str, Any], timeout_s: float = TIME
     return printed
 
 
-def _parse_shape(kind: str, printed: str) -> ModelShape:
+def _parse_shape(kind: str, printed: str) -> MeasuredModule:
     """The answer among the lines of `printed` (a user's module may print, too), counted."""
     try:
         answer = _find_answer(printed)
@@ -150,22 +151,24 @@ def _parse_shape(kind: str, printed: str) -> ModelShape:
         )
         raise _refusal(kind, ended + words) from None
     block_sizes = [size for _, size in blocks]
-    measured = Measured(
+    return MeasuredModule(
+        kind,
+        len(blocks),
         num_params,
         num_trainable,
         max(block_sizes, default=num_params),
         sum(block_sizes),
-        batchnorms,
-        dropouts,
-        masks,
-        names,
-        holders,
-        brought,
-        blocks,
-        last_stage,
-        bool(answer.get("has_attention_seam", True)),
+        num_batchnorms=batchnorms,
+        num_dropouts=dropouts,
+        takes_document_ids=masks,
+        module_names=names,
+        holders=holders,
+        shard_rules=brought,
+        blocks=blocks,
+        last_stage=last_stage,
+        has_attention_seam=bool(answer.get("has_attention_seam", True)),
+        **facts,
     )
-    return replace(measured_shape(kind, len(blocks), measured), **facts)
 
 
 def _find_answer(printed: str) -> dict[str, Any]:
@@ -222,11 +225,12 @@ def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _read_cached(file: Path) -> ModelShape | None:
+def _read_cached(file: Path) -> MeasuredModule | None:
     try:
-        return ModelShape.from_json(read_json(file))
+        shape = read_shape(read_json(file))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
+    return shape if isinstance(shape, MeasuredModule) else None
 
 
 def _find_config_sources(kind: str) -> list[Path]:

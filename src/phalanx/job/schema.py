@@ -48,7 +48,7 @@ class Run(Section):
 
 
 class Model(Section):
-    """Keys that are absent have the preset's value. Those of ModelShape have its names."""
+    """Keys that are absent have the preset's value. Those of a shape have its names."""
 
     preset: Text | None = None
     """The shape to start from: small (the default; small-vit for kind = "vit"), or a published

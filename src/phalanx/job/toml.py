@@ -10,7 +10,8 @@ from typing import Any
 from phalanx.core.printable import escape_controls
 from phalanx.job.model import DEFAULT_PRESETS, SHAPE_KEYS
 from phalanx.job.presets import find_preset
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.stored_keys import DEFAULTS
+from phalanx.job.shapes.transformer import TransformerShape
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -49,12 +50,11 @@ ALWAYS = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim
 OF_TEXT = ("vocab_size", "tie_embeddings")
 
 
-def model_section(shape: ModelShape, more: Mapping[str, Any] | None = None) -> str:
+def model_section(shape: TransformerShape, more: Mapping[str, Any] | None = None) -> str:
     """Lines of TOML that mean `shape` exactly, whatever presets say; `more` are other keys of
     the section, in front."""
     base = find_preset(DEFAULT_PRESETS.get(shape.kind, "small"))
     assert base is not None
-    defaults = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
     # A key that the default preset sets is written even where it equals the shape's default.
     always = {*ALWAYS, *base.values}
     if not shape.reads_images:
@@ -62,14 +62,14 @@ def model_section(shape: ModelShape, more: Mapping[str, Any] | None = None) -> s
     unread = set()
     if shape.num_expert_layers == shape.num_layers:
         unread.add("ffn_dim")
-    if shape.kv_rank:
+    if shape.has_latent_attention:
         unread.add("num_kv_heads")
     settings = dict(more or {})
     if shape.kind != "decoder":
         settings["kind"] = shape.kind
     values = shape.to_json()
     for key in SHAPE_KEYS:
-        if key not in unread and (key in always or values[key] != defaults[key]):
+        if key not in unread and (key in always or values[key] != DEFAULTS[key]):
             settings[key] = values[key]
     lines = [f"{key} = {toml_value(value)}" for key, value in settings.items()]
     return "\n".join(["[model]", *lines]) + "\n"

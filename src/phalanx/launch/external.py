@@ -32,7 +32,11 @@ def external_ranks(environ: MutableMapping[str, str]) -> ExternalRanks | None:
         return None
     if launched is not None:
         return ExternalRanks(rank_env, f"from {launched.origin}: {launched.words}")
-    words = f"from RANK and WORLD_SIZE: {rank_env.world_size:,} in all"
-    if rank_env.world_size > 1:
-        words += f"; rank 0 at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-    return ExternalRanks(rank_env, words)
+    address = (
+        f"; rank 0 at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        if rank_env.world_size > 1
+        else ""
+    )
+    return ExternalRanks(
+        rank_env, f"from RANK and WORLD_SIZE: {rank_env.world_size:,} in all{address}"
+    )

@@ -89,8 +89,7 @@ def run_forked_rank(task: RankTask, end: EndWriter) -> int:
         return code
     except KeyboardInterrupt as interrupt:
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            # No signal made it: user code raised it.
-            return _report(task, interrupt, end)
+            return _report(task, interrupt, end)  # no signal made it: user code raised it
         # The entry did not catch it: die of it, as any program does.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -113,8 +112,7 @@ def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
         return report.exit_code
     end.write(EndRecord(report.exit_code, report))
     if isinstance(error, RunTakenError) and not isinstance(error, StoreTakenError):
-        # The folder of its log and report is another job's.
-        return report.exit_code
+        return report.exit_code  # the folder of its log and report is another job's
     print(report.traceback, file=sys.stderr, end="")
     try:
         report.save(error_report(task.run_dir, task.ranks.rank, task.ranks.attempt))
@@ -129,8 +127,7 @@ def leave(code: int) -> NoReturn:
     if code in (ExitCode.OK, ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
         _finish()
     for stream in (sys.stdout, sys.stderr):
-        # Closed, or its reader is gone.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
             stream.flush()
     os._exit(code)
 

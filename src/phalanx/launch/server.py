@@ -202,7 +202,6 @@ class Server:
         Signals wait meanwhile: one that arrived before the child dropped our handlers would be
         lost.
         """
-        # What is buffered would be written by the child, too.
         sys.stdout.flush()
         sys.stderr.flush()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_OUTLIVED, signal.SIGCHLD})
@@ -270,21 +269,15 @@ class Server:
         elif pid in attempt.ranks:
             _kill_group(pid)  # helpers the rank left behind
             rank = attempt.ranks.pop(pid)
-            # Before the exit: what a rank said of its end decides what its exit means.
             self._forward_record(rank)
             attempt.records[rank].close()
-            # The signal that asks for a stack kills a rank that had not set a handler yet.
             by_us = code == -STACKS_SIGNAL or (pid in attempt.killed and code == -signal.SIGKILL)
-            exit_code: int | None = code
-            number: int | None = None
-            if code < 0:
-                exit_code, number = None, -code
             self._link.send(
                 RankExited(
                     attempt=attempt.number,
                     rank=rank,
-                    code=exit_code,
-                    signal=number,
+                    code=code if code >= 0 else None,
+                    signal=-code if code < 0 else None,
                     by_us=by_us,
                     died_monotonic_s=time.monotonic(),
                 )
@@ -327,11 +320,9 @@ def main(arguments: Sequence[str]) -> int:
     for number in _OUTLIVED:
         signal.signal(number, signal.SIG_IGN)
     for fd in (link_fd, life_fd, presence_fd):
-        # Across exec: a rank's subprocesses hold none of them.
-        os.set_inheritable(fd, False)
+        os.set_inheritable(fd, False)  # across exec: a rank's subprocesses hold none of them
     arm_lifelines([life_fd], whole_group=True)
-    # Both are the server's log, which lies in the run.
-    redact_streams(Redactor(os.environ))
+    redact_streams(Redactor(os.environ))  # both are the server's log, which lies in the run
     return Server(Channel(socket.socket(fileno=link_fd), REPORTS, ORDERS), life_fd).serve()
 
 

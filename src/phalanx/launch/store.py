@@ -26,8 +26,7 @@ def listen_on_loopback() -> socket.socket:
 
 def serve_store(listener: socket.socket) -> int:
     """Serve the store on `listener` until killed."""
-    # The ranks need it while they save.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT):  # the ranks need it while they save
         signal.signal(number, signal.SIG_IGN)
     port = listener.getsockname()[1]
     distributed = importlib.import_module("torch.distributed")

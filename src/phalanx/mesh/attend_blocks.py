@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from phalanx.job.shapes.masks import QUERY_BLOCK
 from phalanx.mesh.attend import repeat_heads
 from phalanx.mesh.attention_kernels import Kernel, kernel_of
-from phalanx.plan.activations import QUERY_BLOCK
 
 
 def attend_by_blocks(

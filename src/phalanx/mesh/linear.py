@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.core.shard_rules import ATTRIBUTE
-from phalanx.job.shape import ParamHolder
+from phalanx.job.param_holder import ParamHolder
 from phalanx.mesh.logical import full_name
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.masks import QUERY_BLOCK
+from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import attend_by_blocks, is_masked
 from phalanx.nn.norms import RMSNorm
 from phalanx.nn.rotary import rotate
-from phalanx.plan.activations import QUERY_BLOCK
 
 
 def attention_mask(
@@ -115,7 +115,7 @@ class Attention(nn.Module):
     # To q, k and v, which tensor parallelism may then enter together.
     input_goes_to_columns_alone = True
 
-    def __init__(self, shape: ModelShape, window: int) -> None:
+    def __init__(self, shape: TransformerShape, window: int) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         into, bias = shape.bias != "none", shape.bias == "all"
@@ -125,10 +125,10 @@ class Attention(nn.Module):
         self.o = nn.Linear(shape.num_heads * shape.head_dim, shape.dim, bias=bias)
         self.q_norm = self._head_norm(shape)
         self.k_norm = self._head_norm(shape)
-        self.core = AttentionCore(causal=not shape.reads_images, window=window)
+        self.core = AttentionCore(causal=shape.is_causal, window=window)
 
     @staticmethod
-    def _head_norm(shape: ModelShape) -> RMSNorm | None:
+    def _head_norm(shape: TransformerShape) -> RMSNorm | None:
         if not shape.qk_norm:
             return None
         return RMSNorm(shape.head_dim, shape.norm_eps, shape.norm_plus_one)

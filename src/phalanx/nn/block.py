@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.nn.attention import Attention
 from phalanx.nn.experts import MixtureOfExperts
 from phalanx.nn.feed_forward import FeedForward
@@ -27,16 +28,17 @@ class Block(nn.Module):
     `balance`: what the routers of all blocks share; for a model with experts.
     """
 
-    def __init__(self, shape: ModelShape, layer: int, balance: Balance | None = None) -> None:
+    def __init__(self, shape: TransformerShape, layer: int, balance: Balance | None = None) -> None:
         super().__init__()
-        self.is_local, self.has_experts = shape.is_local(layer), shape.has_experts(layer)
+        window = shape.window_of(layer)
+        self.is_local, self.has_experts = window > 0, shape.has_experts(layer)
         self.attention_norm = build_norm(shape)
-        attention = LatentAttention if shape.kv_rank else Attention
-        self.attention = attention(shape, shape.sliding_window if self.is_local else 0)
+        self.attention = _build_attention(shape, window)
         self.attention_post_norm = build_norm(shape) if shape.post_norms else None
         self.ffn_norm = build_norm(shape)
         if shape.has_experts(layer):
             assert balance is not None, "the routers of a model share one"
+            assert isinstance(shape, DecoderShape)
             self.moe = MixtureOfExperts(shape, balance)
         else:
             self.ffn = FeedForward(shape)
@@ -64,7 +66,13 @@ class Block(nn.Module):
         return x_BTD + fed
 
 
-def init_rules(shape: ModelShape) -> tuple[InitRule, ...]:
+def _build_attention(shape: TransformerShape, window: int) -> nn.Module:
+    if isinstance(shape, DecoderShape) and shape.has_latent_attention:
+        return LatentAttention(shape, window)
+    return Attention(shape, window)
+
+
+def init_rules(shape: TransformerShape) -> tuple[InitRule, ...]:
     """Projections back into the residual stream shrink with depth (GPT-2); norms begin as the
     identity, biases at 0."""
     residual = STD / (2 * shape.num_layers) ** 0.5

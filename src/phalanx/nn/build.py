@@ -10,17 +10,17 @@ from torch import nn
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import resolve
+from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import kind_of
 from phalanx.job.schema import Job, Model
-from phalanx.job.shape import ModelShape
 from phalanx.nn.hugging_face.adapter import factory_of
 from phalanx.nn.objective import Objective, causal_cross_entropy, logits_cross_entropy
 
 MODELS = "phalanx.nn.models"
 
 
-def build_model(job: Job, shape: ModelShape) -> nn.Module:
+def build_model(job: Job, shape: ModelCosts) -> nn.Module:
     """A built-in model on the meta device (`parallelize` fills it), or the user's module with
     its own weights."""
     if job.model.is_foreign:

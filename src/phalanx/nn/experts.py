@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.grouped import sizes_of
 from phalanx.nn.feed_forward import ACTIVATIONS, FeedForward
 from phalanx.nn.grouped import GroupedLinear
@@ -43,7 +43,7 @@ class Experts(nn.Module):
     """Feed-forwards of the experts that a rank holds, as one product each: gate and up [E, F,
     D], down [E, D, F]."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         count, width = shape.num_experts, shape.expert_ffn_dim
         self.activation = ACTIVATIONS[shape.activation]
@@ -66,7 +66,7 @@ class MixtureOfExperts(nn.Module):
     ranks.
     """
 
-    def __init__(self, shape: ModelShape, balance: Balance) -> None:
+    def __init__(self, shape: DecoderShape, balance: Balance) -> None:
         super().__init__()
         self.router = Router(shape, balance)
         self.experts = Experts(shape)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.transformer import TransformerShape
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
@@ -26,7 +26,7 @@ class FeedForward(nn.Module):
 
     input_goes_to_columns_alone = True
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         bias = shape.bias == "all"
         self.activation = ACTIVATIONS[shape.activation]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.attention import AttentionCore
 from phalanx.nn.norms import RMSNorm
 from phalanx.nn.rotary import rotate_neighbours, yarn_temperature
@@ -29,7 +29,7 @@ class LatentAttention(nn.Module):
     Under tensor parallelism a rank makes whole latents and its own heads of them.
     """
 
-    def __init__(self, shape: ModelShape, window: int) -> None:
+    def __init__(self, shape: DecoderShape, window: int) -> None:
         super().__init__()
         assert 0 < shape.rope_head_dim < shape.head_dim, "validated with the job"
         assert 0 < shape.value_head_dim <= shape.head_dim, "validated with the job"

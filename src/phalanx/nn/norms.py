@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.transformer import TransformerShape
 
 
 class RMSNorm(nn.Module):
@@ -42,7 +42,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps).to(x.dtype)
 
 
-def build_norm(shape: ModelShape) -> nn.Module:
+def build_norm(shape: TransformerShape) -> nn.Module:
     """A norm of the residual stream."""
     if shape.norm == "layernorm":
         return LayerNorm(shape.dim, shape.norm_eps)

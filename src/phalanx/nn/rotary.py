@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 
 # Turns within the original length: below, frequencies are scaled; above, left as they are.
 LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0
@@ -17,7 +17,7 @@ YARN_SLOW, YARN_FAST = 1.0, 32.0  # the same of YaRN
 
 
 def rotary_frequencies(
-    shape: ModelShape, dtype: torch.dtype, device: torch.device, *, local: bool = False
+    shape: DecoderShape, dtype: torch.dtype, device: torch.device, *, local: bool = False
 ) -> torch.Tensor:
     """[E/2]: radians per position of each pair of a head.
 
@@ -42,7 +42,7 @@ def _frequencies(
     return theta**-exponent
 
 
-def _base(shape: ModelShape) -> float:
+def _base(shape: DecoderShape) -> float:
     """NTK-aware scaling (bloc97 2023) takes a base with which the slowest pair turns rope_factor
     times slower."""
     if shape.rope_scaling != "ntk":
@@ -51,18 +51,18 @@ def _base(shape: ModelShape) -> float:
     return shape.rope_theta * stretch
 
 
-def _between(plain: torch.Tensor, shape: ModelShape, share: torch.Tensor) -> torch.Tensor:
+def _between(plain: torch.Tensor, shape: DecoderShape, share: torch.Tensor) -> torch.Tensor:
     """`share` of each frequency stays, the rest is divided by the factor."""
     return plain * share + plain / shape.rope_factor * (1 - share)
 
 
-def _llama3_share(plain: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+def _llama3_share(plain: torch.Tensor, shape: DecoderShape) -> torch.Tensor:
     """Llama 3.1: by how often a pair turns within the original length."""
     turns = shape.rope_original_len * plain / (2 * math.pi)
     return ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
 
 
-def _yarn_share(plain: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+def _yarn_share(plain: torch.Tensor, shape: DecoderShape) -> torch.Tensor:
     """YaRN (arXiv 2309.00071, section 3.2), with the ramp over the pairs' index between two
     whole numbers."""
     half, theta = shape.rotated_dim // 2, shape.rope_theta
@@ -78,7 +78,7 @@ def _yarn_share(plain: torch.Tensor, shape: ModelShape) -> torch.Tensor:
 
 
 def rotary_table(
-    positions_BT: torch.Tensor, shape: ModelShape, dtype: torch.dtype, *, local: bool = False
+    positions_BT: torch.Tensor, shape: DecoderShape, dtype: torch.dtype, *, local: bool = False
 ) -> torch.Tensor:
     """[2, B, 1, T, E/2]: cosine and sine of position x frequency, in at least fp32."""
     wide = torch.promote_types(dtype, torch.float32)
@@ -91,7 +91,7 @@ def rotary_table(
     return table
 
 
-def yarn_temperature(shape: ModelShape) -> float:
+def yarn_temperature(shape: DecoderShape) -> float:
     """The factor of queries and keys under YaRN (arXiv 2309.00071, section 3.4); 1 without it."""
     if shape.rope_scaling != "yarn":
         return 1.0

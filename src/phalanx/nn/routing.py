@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 
 
 class Routing(NamedTuple):
@@ -127,7 +127,7 @@ class Router(nn.Module):
     scores (arXiv 2412.19437, 2.1.2). Targets that are masked change nothing of it.
     """
 
-    def __init__(self, shape: ModelShape, balance: Balance) -> None:
+    def __init__(self, shape: DecoderShape, balance: Balance) -> None:
         super().__init__()
         self.num_experts, self.per_token = shape.num_experts, shape.experts_per_token
         self.scores, self.normalize, self.scale = (

@@ -61,7 +61,7 @@ class LossForward:
     def __call__(self, batch: Batch, objective: Objective | OutputFunction) -> Any:
         """(loss, targets) of a microbatch; hidden states of a pipeline's stage that is not the
         last; the result of an OutputFunction."""
-        if self._context.plan.model_shape.is_known:
+        if self._context.plan.model_shape.has_token_table:
             require_ids(batch, self._context.plan.vocab_size)
         on_device = self._copy_to_device(batch)
         if self._split is not None:

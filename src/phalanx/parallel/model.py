@@ -54,8 +54,7 @@ class ParallelModel:
         self._split = context.axes.find(SequenceSplit)
         self._watch = context.axes.find(BackwardWatch)
         self._interceptor = RandomOpInterceptor(self.module, context)
-        shape = context.plan.model_shape
-        expected = shape.num_experts > 0 or not shape.is_known
+        expected = context.plan.model_shape.may_route
         self._loads = RouterLoads.collect(
             self.module, context.mesh, context.phases, expected=expected
         )

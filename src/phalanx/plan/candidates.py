@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
 from phalanx.job.checks.experts import experts_have_no_conflicts, find_ranks_for_experts
+from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
 from phalanx.plan.layout import DataParallel, Layout
 from phalanx.plan.memory import activation_bytes, rank_memory, staging_bytes
@@ -31,7 +31,7 @@ class CandidateEvaluator:
     """Evaluates candidate layouts: the memory each takes for a model and a rank's work, on ranks
     that may fill `capacity_bytes` each."""
 
-    shape: ModelShape
+    shape: ModelCosts
     work: Workload
     num_ranks: int
     capacity_bytes: int
@@ -272,8 +272,8 @@ def _suggest_shrinking(largest: str) -> str:
 
 def list_ep_degrees(job: Job, evaluator: CandidateEvaluator, candidate: Candidate) -> Iterator[int]:
     """The degrees of ep above 1 that a candidate could have, in ascending order."""
-    shape = evaluator.shape
-    if evaluator.work.ep > 1 or not shape.num_expert_layers or candidate.zero_stage == 1:
+    experts = evaluator.shape.experts
+    if evaluator.work.ep > 1 or experts is None or candidate.zero_stage == 1:
         return
     if experts_have_no_conflicts.run(
         job.model_copy(update={"parallel": job.parallel.model_copy(update={"ep": 2})})
@@ -281,9 +281,7 @@ def list_ep_degrees(job: Job, evaluator: CandidateEvaluator, candidate: Candidat
         return
     ranks = find_ranks_for_experts(job, evaluator.num_ranks)
     if ranks is not None:
-        yield from (
-            degree for degree in divisors(math.gcd(ranks[0], shape.num_experts)) if degree > 1
-        )
+        yield from (degree for degree in divisors(math.gcd(ranks[0], experts.count)) if degree > 1)
 
 
 def suggest_ep_degree(job: Job, evaluator: CandidateEvaluator, candidate: Candidate) -> str:
@@ -293,8 +291,7 @@ def suggest_ep_degree(job: Job, evaluator: CandidateEvaluator, candidate: Candid
         if evaluator.has_room_for(
             spread.memory(candidate.zero_stage, candidate.layout.reduced.dp_shard)
         ):
-            return (
-                f"set parallel.ep={degree}: each rank then has"
-                f" {evaluator.shape.num_experts // degree} of the experts"
-            )
+            assert evaluator.shape.experts is not None
+            num_of_rank = evaluator.shape.experts.count // degree
+            return f"set parallel.ep={degree}: each rank then has {num_of_rank} of the experts"
     return ""

@@ -16,10 +16,10 @@ from phalanx.job.checks.experts import (
     find_misfit,
     find_ranks_for_experts,
 )
+from phalanx.job.costs import Heads, ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.nearest import divisors, divisors_near, multiples_near, nearest
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import fill_layout
 from phalanx.plan.pipeline.requested_schedule import RequestedSchedule, split_pipeline_batch
@@ -150,23 +150,23 @@ def _require_degrees_divide(job: Job, ranks: int) -> None:
             )
 
 
-def tensor_parallel_degree(job: Job, shape: ModelShape) -> int:
+def tensor_parallel_degree(job: Job, shape: ModelCosts) -> int:
     """The degree of tp.
 
     Raises LayoutError for one that the model's heads forbid, naming the nearest they allow.
     """
     tp = job.parallel.degrees.tp
-    if tp == 1 or not shape.is_known:
+    heads = shape.heads
+    if tp == 1 or heads is None:
         check_rules(job.parallel.rules, shape, tp)
         return tp
-    legal = legal_degrees(shape.num_heads, shape.num_kv_heads)
+    legal = legal_degrees(heads.queries, heads.keys)
     if tp not in legal:
         raise LayoutError(
-            f"parallel.tp {tp} does not divide"
-            f" {describe_heads(shape.num_heads, shape.num_kv_heads)}",
+            f"parallel.tp {tp} does not divide {describe_heads(heads.queries, heads.keys)}",
             fix=f"nearest: {nearest(tp, legal)}",
         )
-    if job.parallel.sequence_parallel and shape.reads_images:
+    if job.parallel.sequence_parallel and shape.is_per_token_outside_regions is False:
         raise LayoutError(
             f"a {shape.kind} cannot do with a part of its sequence: it pools all of it",
             fix="leave parallel.sequence_parallel out",
@@ -215,7 +215,7 @@ def resolve_load_balance(job: Job) -> str:
     return "none" if job.parallel.cp_attention == "ulysses" else job.parallel.cp_load_balance
 
 
-def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
+def context_parallel_degree(job: Job, shape: ModelCosts, tp: int) -> int:
     """The degree of cp.
 
     Raises LayoutError for what it cannot do, naming the nearest that it can.
@@ -223,9 +223,9 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
     cp = job.parallel.degrees.cp
     if cp == 1:
         return 1
-    if shape.is_known and shape.reads_images:
+    if shape.why_samples_stay_whole:
         raise LayoutError(
-            f"parallel.cp {cp} cuts sequences of tokens, and a {shape.kind} reads images",
+            f"parallel.cp {cp} cuts sequences of tokens, and {shape.why_samples_stay_whole}",
             fix="leave parallel.cp out",
         )
     if is_hugging_face(job.model.kind):
@@ -234,7 +234,7 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
             " and those of Hugging Face have no such seam",
             fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
         )
-    if shape.measured is not None and not shape.measured.has_attention_seam:
+    if not shape.has_attention_seam:
         raise no_attention_seam_error(shape.kind)
     if job.model.objective is not None:
         raise LayoutError(
@@ -261,8 +261,8 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
             f" data.seq_len {job.data.seq_len}",
             fix=f"nearest seq_len: {multiples_near(job.data.seq_len, chunks)}",
         )
-    if job.parallel.cp_attention == "ulysses" and shape.is_known:
-        _require_heads(cp, shape, tp)
+    if job.parallel.cp_attention == "ulysses" and shape.heads is not None:
+        _require_heads(cp, shape.heads, tp)
     return cp
 
 
@@ -273,8 +273,8 @@ def no_attention_seam_error(model: str) -> LayoutError:
     )
 
 
-def _require_heads(cp: int, shape: ModelShape, tp: int) -> None:
-    heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
+def _require_heads(cp: int, of_model: Heads, tp: int) -> None:
+    heads, kv_heads = of_model.queries // tp, max(1, of_model.keys // tp)
     if heads % cp == 0 and kv_heads % cp == 0:
         return
     of = f" on each of the {tp} ranks of tp" if tp > 1 else ""
@@ -286,7 +286,7 @@ def _require_heads(cp: int, shape: ModelShape, tp: int) -> None:
     )
 
 
-def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
+def expert_parallel_degree(job: Job, shape: ModelCosts, num_ranks: int) -> int:
     """The degree of ep.
 
     Raises LayoutError for what it cannot do, naming the nearest that it can.

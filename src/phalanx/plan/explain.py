@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from phalanx.core.units import format_bytes, format_count, plural
+from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
 from phalanx.plan.communication import pp_bytes_per_step
 from phalanx.plan.pipeline.bubble import find_busiest_rank
 from phalanx.plan.pipeline.costs import model_parts
@@ -28,17 +28,16 @@ def describe_plan(plan: Plan, *, of_samples: bool = False) -> list[str]:
     `of_samples`: of the user's own data, no sequences.
     """
     chosen, shape = plan.chosen, plan.model_shape
-    samples = (
-        f"images x {plan.seq_len} tokens"
-        if shape.reads_images
-        else f"sequences x {plan.seq_len} tokens"
-    )
-    if plan.seq_len == 1 or (of_samples and not shape.reads_images):
-        samples = "samples"
-    active = (
-        f", {format_count(shape.num_active_params)} of them active" if shape.num_experts else ""
-    )
-    flops = f" ({format_count(plan.flops_per_token)}FLOP per token)" if plan.flops_per_token else ""
+    samples = "samples"
+    if plan.seq_len > 1:
+        samples = shape.name_samples(of_own_data=of_samples)
+    if samples != "samples":
+        samples += f" x {plan.seq_len} tokens"
+    active = flops = ""
+    if shape.experts is not None:
+        active = f", {format_count(shape.num_active_params)} of them active"
+    if plan.flops_per_token:
+        flops = f" ({format_count(plan.flops_per_token)}FLOP per token)"
     lines = [
         (
             f"plan    {format_count(plan.num_params)} parameters{active}{flops}, {plan.precision}"
@@ -78,7 +77,7 @@ def _describe_model_axes(plan: Plan) -> str:
     return "".join(f"x {axis} {degree} " for axis, degree in degrees.items() if degree > 1)
 
 
-def explain_pipeline(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> list[str]:
+def explain_pipeline(job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline) -> list[str]:
     """Lines on why a pipeline is as it is: stages, schedule and bubble, microbatches in flight,
     bytes sent."""
     lines = [
@@ -86,19 +85,17 @@ def explain_pipeline(job: Job, shape: ModelShape, work: Workload, pipeline: Pipe
         _explain_schedule(job, work, pipeline),
         _explain_in_flight(pipeline),
     ]
-    if shape.is_known:
-        of_rank = [
-            pp_bytes_per_step(shard_shape(shape, work.tp, work.rules), work, pipeline, r)
-            for r in range(pipeline.num_ranks)
-        ]
-        lines.append(
-            f"pp: a rank sends up to {format_bytes(max(of_rank))} to other stages in a step"
-        )
+    if shape.activations is not None:
+        shard, ranks = shard_shape(shape, work.tp, work.rules), range(pipeline.num_ranks)
+        sent = max(pp_bytes_per_step(shard, work, pipeline, rank) for rank in ranks)
+        lines.append(f"pp: a rank sends up to {format_bytes(sent)} to other stages in a step")
     return [f"pp: {line}" if not line.startswith("pp: ") else line for line in lines]
 
 
-def _explain_stages(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> str:
-    layers = add_recompute_costs(model_parts(job, shape).layer_costs, work.segments or ())
+def _explain_stages(job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline) -> str:
+    model = model_parts(job, shape)
+    unit = "parameters" if model.flops is None else "FLOPs"
+    layers = add_recompute_costs(model.layer_costs, work.segments or ())
     rank, ratio = find_busiest_rank(layers.of_stages(pipeline.stages), pipeline.rank_of_stage)
     counts = pipeline.stages.num_blocks
     line = f"stages of {format_counts(counts)} blocks"
@@ -107,10 +104,7 @@ def _explain_stages(job: Job, shape: ModelShape, work: Workload, pipeline: Pipel
     if job.parallel.stage_blocks:
         line += ", as the job says"
     else:
-        line += (
-            f", cut by {'FLOPs' if shape.is_known else 'parameters'} so that the busiest rank has"
-            " least to do"
-        )
+        line += f", cut by {unit} so that the busiest rank has least to do"
     block = sum(layers.blocks) / len(layers.blocks)
     if layers.head and block:
         line += f" (the head is the work of {float(layers.head / block):.1f} blocks)"

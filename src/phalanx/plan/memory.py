@@ -2,7 +2,7 @@
 
 States follow the ZeRO paper (arXiv 1910.02054, §5): stage 1 splits optimizer state over the
 data-parallel ranks, stage 2 also gradients, stage 3 also parameters. Activations count what
-autograd keeps (phalanx.plan.activations).
+autograd keeps, as the shape of the model says it (phalanx.job.shapes).
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.job import counts
-from phalanx.job.shape import ModelShape
-from phalanx.plan import activations
-from phalanx.plan.activations import block_mask_bytes, common_mask_bytes
+from phalanx.job.costs import ActivationCosts, ModelCosts
 from phalanx.plan.layout import ALL_BLOCKS, DataParallel, split_dim
 from phalanx.plan.segments import Segment, list_segments
 from phalanx.plan.workload import Workload, shard_shape
@@ -29,9 +26,6 @@ CATEGORIES = (
     "compression",
     "allocator",
     "staging",
-)
-LOOKED_UP_BYTES = (
-    9  # of a token, where the embedding is cut: its row here, and whether that is elsewhere
 )
 # glibc keeps freed blocks: 0.2 to 0.5 of the activations in the fp32 runs of docs/benchmarks.md.
 # What CUDA's caching allocator keeps is not counted: its statistics, which a plan is compared with,
@@ -79,15 +73,18 @@ def state_bytes(
 _SPLIT_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
 
 
-def activation_bytes(shape: ModelShape, work: Workload) -> float:
-    """Bytes of what is kept from the forward to the backward, all layers, at the worst moment.
+def activation_bytes(shape: ModelCosts, work: Workload) -> int:
+    """Bytes of what is kept from the forward to the backward, all layers, at the worst moment; 0
+    where nobody knows.
 
     That is where the backward begins, or where blocks are redone: what earlier blocks keep is still
     there, and what the redone ones would have kept is alive.
     """
-    c = work.compute_bytes
+    activations = shape.activations
+    if activations is None:
+        return 0
     in_blocks = work.tokens * peak_of_segments(*count_segment_bytes(shape, work))
-    return in_blocks + _outside_blocks(shape, work, c) + block_mask_bytes(shape, work)
+    return in_blocks + _outside_blocks(activations, work) + activations.block_mask(work)
 
 
 def peak_of_segments(saved: Sequence[int], redone: Sequence[int]) -> int:
@@ -100,42 +97,37 @@ def peak_of_segments(saved: Sequence[int], redone: Sequence[int]) -> int:
     return worst
 
 
-def bytes_at_forward_end(shape: ModelShape, work: Workload) -> float:
-    """Bytes of activations that exist when the forward ends."""
+def bytes_at_forward_end(shape: ModelCosts, work: Workload) -> int:
+    """Bytes of activations that exist when the forward ends; 0 where nobody knows."""
+    if shape.activations is None:
+        return 0
     saved, _ = count_segment_bytes(shape, work)
-    return work.tokens * sum(saved) + _outside_blocks(shape, work, work.compute_bytes)
+    return work.tokens * sum(saved) + _outside_blocks(shape.activations, work)
 
 
-def activation_bytes_on_device(shape: ModelShape, work: Workload) -> float:
+def activation_bytes_on_device(shape: ModelCosts, work: Workload) -> int:
     """Bytes of activations that stay on the device when activations wait in host memory: those of
     the segment that is computed and of the next one, which is being copied."""
+    activations = shape.activations
+    if activations is None:
+        return 0
     saved, redone = count_segment_bytes(shape, work)
     pairs = (
         now + after + recomputed
         for now, after, recomputed in zip(saved, [*saved[1:], 0], redone, strict=True)
     )
-    outside = _outside_blocks(shape, work, work.compute_bytes)
-    return work.tokens * max(pairs) + outside + block_mask_bytes(shape, work)
+    outside = _outside_blocks(activations, work) + activations.block_mask(work)
+    return work.tokens * max(pairs) + outside
 
 
 def count_segment_bytes(
-    shape: ModelShape, work: Workload, start: int = 0, stop: int | None = None
+    shape: ModelCosts, work: Workload, start: int = 0, stop: int | None = None
 ) -> tuple[list[int], list[int]]:
     """Bytes per token of each segment (or block outside one), in forward order: what it saves for
     the backward, and what its recomputation makes again.
 
     Counts the blocks from `start` to before `stop`, where segments must begin and end, too.
     """
-    c = work.compute_bytes
-    blocks = [
-        activations.block_activation_bytes(
-            shape,
-            c,
-            experts=layer >= shape.num_layers - shape.num_expert_layers,
-            parts=work.sequence_parts,
-        )
-        for layer in range(shape.num_layers)
-    ]
     segments = work.segments
     if segments is None:
         segments = list_segments(work.recompute, shape.num_layers)
@@ -143,52 +135,41 @@ def count_segment_bytes(
     saved, redone, layer = [], [], start
     while layer < (shape.num_layers if stop is None else stop):
         segment = starts.get(layer, Segment(layer, layer + 1, "none"))
-        total = sum(blocks[layer : segment.stop])
-        if segment.mode == "none":
-            saved.append(total)
-            redone.append(0)
-        elif segment.mode == "selective":
-            experts = layer >= shape.num_layers - shape.num_expert_layers
-            saved.append(
-                shape.dim * c // work.sequence_parts
-                + activations.product_bytes(shape, c, experts=experts)
-            )
-            redone.append(total - activations.product_bytes_in_both(shape, c, experts=experts))
-        else:
-            saved.append(shape.dim * c // work.sequence_parts)
-            redone.append(total)
+        kept, remade = _bytes_of_segment(shape, work, segment)
+        saved.append(kept)
+        redone.append(remade)
         layer = segment.stop
     return saved, redone
 
 
-def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
-    masks = common_mask_bytes(shape, work)
-    if shape.reads_images:  # the last norm and the head see one token of each image
-        return work.micro_batch_size * activations.image_bytes(shape, c)
-    last = activations.norm_bytes(shape, shape.dim, c, work.sequence_parts)
-    looked_up = LOOKED_UP_BYTES if work.tp > 1 else 0
-    return work.tokens * (last + looked_up + activations.table_bytes(shape)) + masks
+def _bytes_of_segment(shape: ModelCosts, work: Workload, segment: Segment) -> tuple[int, int]:
+    """Bytes per token that a segment saves, and that its recomputation makes again."""
+    assert shape.activations is not None
+    blocks = [
+        shape.activations.block(layer, work.compute_bytes, work.sequence_parts)
+        for layer in range(segment.start, segment.stop)
+    ]
+    total, first = sum(block.saved for block in blocks), blocks[0]
+    if segment.mode == "none":
+        return total, 0
+    if segment.mode == "selective":
+        return first.entering + first.products, total - first.products_in_both
+    return first.entering, total
 
 
-def loss_bytes(shape: ModelShape, work: Workload) -> float:
-    """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states and
-    head.
+def _outside_blocks(activations: ActivationCosts, work: Workload) -> int:
+    ends = activations.embedding(work) + activations.final_norm(work)
+    return activations.everywhere(work) + ends
 
-    In bf16 a chunk also exists in the compute type: as it leaves the matmul, and again as it enters
-    the next. All of them have the same room, and the head's gradient adds up in place. Over classes
-    there are no chunks: logits, their log-softmax and its gradient in fp32.
-    """
-    if shape.reads_images:
-        return 3 * 4 * work.micro_batch_size * shape.num_classes
-    chunk = min(work.loss_chunk_tokens, work.tokens)
-    low = 0 if work.compute_bytes == 4 else work.compute_bytes
-    logits = chunk * shape.vocab_size * (4 + low)
-    return logits + work.tokens * shape.dim * work.compute_bytes + shape.vocab_size * shape.dim * 4
+
+def loss_bytes(shape: ModelCosts, work: Workload) -> int:
+    """Bytes of one microbatch's loss, of which the backward follows; 0 where nobody knows."""
+    return 0 if shape.activations is None else shape.activations.loss(work).at_once
 
 
 def allocator_gradient_bytes(
-    shape: ModelShape, work: Workload, zero_stage: int, *, accumulates: bool
-) -> float:
+    shape: ModelCosts, work: Workload, zero_stage: int, *, accumulates: bool
+) -> int:
     """Bytes of freed gradients that glibc keeps on a CPU, beside what is alive.
 
     The gradient of the embedding always counts: it is as large as the table, and is added to the
@@ -196,18 +177,20 @@ def allocator_gradient_bytes(
     buckets of DDP), each gradient of a block is made anew, in bf16 first in the compute type, and
     freed: those of one block lie between what stays. FSDP's gradients are a part of communication.
     """
-    if zero_stage >= 2 or shape.reads_images:
+    if zero_stage >= 2 or shape.activations is None:
         return 0
-    table = shape.vocab_size * shape.dim * 4
-    low = 0 if work.compute_bytes == 4 else work.compute_bytes
-    block = shape.block_params if work.ep == 1 else counts.block_params(shape, work.ep)
-    largest = max(shape.dim, shape.ffn_dim) * shape.dim * 4
-    of_block = block * (4 + low) if accumulates and largest <= GLIBC_HEAP_BYTES else 0
-    return of_block + (table if table <= GLIBC_HEAP_BYTES else 0)
+    freed = shape.activations.find_freed_gradients(work.ep)
+    kept = 0
+    if accumulates and freed.matrix * 4 <= GLIBC_HEAP_BYTES:
+        low = 0 if work.compute_bytes == 4 else work.compute_bytes
+        kept = freed.block * (4 + low)
+    if freed.table * 4 <= GLIBC_HEAP_BYTES:
+        kept += freed.table * 4
+    return kept
 
 
 def communication_bytes(
-    shape: ModelShape, work: Workload, zero_stage: int, num_ranks: int
+    shape: ModelCosts, work: Workload, zero_stage: int, num_ranks: int
 ) -> float:
     """Bytes of what sharding gathers for use: the unsharded weights and gradients of the units
     alive at the worst time.
@@ -218,7 +201,7 @@ def communication_bytes(
     params = rank_params(shape, work.ep)
     if zero_stage <= 1:
         accumulated = params * 4 if work.num_microbatches > 1 and num_ranks > 1 else 0
-        cast = params - (fp8_params(shape) if work.precision == "fp8" else 0)
+        cast = params - _fp8_params(shape, work)
         return accumulated + (cast * 2 if work.compute_bytes == 2 else 0)
     # Between microbatches gradients are not reduced, and stay whole.
     stay_whole = work.num_microbatches > 1 and work.options.accumulate == "unsharded"
@@ -228,7 +211,7 @@ def communication_bytes(
         # The root unit (embedding, head) stays whole through the forward; a unit of blocks is
         # gathered beside it, and those that are fetched ahead. A segment that is redone has all of
         # its blocks gathered.
-        block = shape.block_params if work.ep == 1 else counts.block_params(shape, work.ep)
+        block = shape.count_largest_block(work.ep)
         recomputed_params = (
             max((segment.num_blocks for segment in work.segments or ()), default=1) * block
         )
@@ -239,42 +222,53 @@ def communication_bytes(
     return params * work.compute_bytes + max(rest, unit) * 4 + accumulated
 
 
-def unit_params(shape: ModelShape, options: DataParallel, ep: int = 1) -> tuple[int, int]:
+def unit_params(shape: ModelCosts, options: DataParallel, ep: int = 1) -> tuple[int, int]:
     """(parameters of a unit of blocks, parameters of the root's unit). Of the experts only those of
     one rank of ep count."""
     if options.blocks_per_unit == ALL_BLOCKS:
         return 0, rank_params(shape, ep)
-    block = shape.block_params if ep == 1 else counts.block_params(shape, ep)
-    blocks = shape.blocks_params if ep == 1 else counts.blocks_params(shape, ep)
-    return min(block * options.blocks_per_unit, blocks), shape.num_params - shape.blocks_params
+    unit = shape.count_largest_block(ep) * options.blocks_per_unit
+    return min(unit, shape.count_blocks(ep)), shape.num_params - shape.blocks_params
 
 
-def rank_params(shape: ModelShape, ep: int) -> int:
+def rank_params(shape: ModelCosts, ep: int) -> int:
     """Parameters of one rank before data parallelism splits them: of the experts those of its
     coordinate in ep."""
-    return (
-        shape.num_params
-        if ep == 1
-        else shape.num_params - shape.blocks_params + counts.blocks_params(shape, ep)
-    )
+    return shape.num_params - shape.blocks_params + shape.count_blocks(ep)
 
 
-def uneven_share(shape: ModelShape, zero_stage: int, dp_size: int, ep: int) -> float:
+def uneven_share(shape: ModelCosts, zero_stage: int, dp_size: int, ep: int) -> float:
     """The fraction of the experts' parameters that the rank with most of them holds beyond an even
     part, where they are split.
 
     zero1 cuts a stack of experts between experts; zero2 and zero3 elsewhere, where that makes even
     parts.
     """
-    if zero_stage == 0 or not shape.num_experts:
+    experts = shape.experts
+    if zero_stage == 0 or experts is None:
         return 0.0
-    stack, ranks = (shape.num_experts // ep, shape.expert_ffn_dim, shape.dim), dp_size // ep
+    stack, ranks = (experts.count // ep, experts.width, experts.dim), dp_size // ep
     if zero_stage >= 2 and stack[split_dim(stack, ranks)] % ranks == 0:
         return 0.0
-    return math.ceil(stack[0] / ranks) / shape.num_experts - 1 / dp_size
+    return math.ceil(stack[0] / ranks) / experts.count - 1 / dp_size
 
 
-def staging_bytes(shape: ModelShape, work: Workload, num_ranks: int) -> int:
+def uneven_params(
+    shape: ModelCosts,
+    zero_stage: int,
+    dp_size: int,
+    ep: int,
+    ranges: Sequence[tuple[int, int | None]] = ((0, None),),
+) -> float:
+    """Parameters of experts in `ranges` of blocks that the rank with most of them holds beyond an
+    even part."""
+    if shape.experts is None:
+        return 0.0
+    chosen = sum(shape.experts.count_chosen_params(*blocks) for blocks in ranges)
+    return chosen * uneven_share(shape, zero_stage, dp_size, ep)
+
+
+def staging_bytes(shape: ModelCosts, work: Workload, num_ranks: int) -> int:
     """Bytes of host memory of one rank for the copy that asynchronous saves are written from: its
     part of weights and optimizer state, which is equal in every layout, because no block is written
     twice."""
@@ -283,7 +277,7 @@ def staging_bytes(shape: ModelShape, work: Workload, num_ranks: int) -> int:
 
 
 def rank_memory(
-    shape: ModelShape, work: Workload, zero_stage: int, dp_size: int, device: str, num_ranks: int
+    shape: ModelCosts, work: Workload, zero_stage: int, dp_size: int, device: str, num_ranks: int
 ) -> dict[str, int]:
     """Bytes of one rank by category (see CATEGORIES), on top of interpreter and torch; of a GPU
     those on it.
@@ -295,39 +289,34 @@ def rank_memory(
     # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size /
     # ep.
     params = rank_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
-    uneven = counts.spread_params(shape) * uneven_share(shape, zero_stage, dp_size, work.ep)
+    uneven = uneven_params(shape, zero_stage, dp_size, work.ep)
     memory = state_bytes(
         params, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes), uneven
     )
     memory["compression"] = (
         shape.num_params * work.error_bytes if zero_stage == 0 and num_ranks > 1 else 0
     )
-    if shape.is_known:
-        is_away = (
-            work.offloads_activations and device != "cpu"
-        )  # a CPU has no other memory to move them to
-        memory["activations"] = (activation_bytes_on_device if is_away else activation_bytes)(
-            shape, work
-        )
+    if shape.activations is not None:
+        # a CPU has no other memory to move them to
+        is_away = work.offloads_activations and device != "cpu"
+        count = activation_bytes_on_device if is_away else activation_bytes
+        memory["activations"] = count(shape, work)
         memory["loss"] = loss_bytes(shape, work)
         memory["communication"] = communication_bytes(
             shape, work, zero_stage, num_ranks
         ) + fp8_bytes(shape, work)
-        if (
-            zero_stage == 2
-        ):  # FSDP keeps shards, too, and what is gathered of them counts as communication
+        # FSDP keeps shards, too, and what is gathered of them counts as communication
+        if zero_stage == 2:
             memory["parameters"] = memory["parameters"] / dp_size + uneven * StateBytes().parameters
     if device == "cpu" and work.copies_state:
         memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
-    freed = 0.0
-    if shape.is_known:
-        accumulates = work.num_microbatches > 1 or num_ranks > 1
-        freed = allocator_gradient_bytes(shape, work, zero_stage, accumulates=accumulates)
+    accumulates = work.num_microbatches > 1 or num_ranks > 1
+    freed = allocator_gradient_bytes(shape, work, zero_stage, accumulates=accumulates)
     return place_on_device(memory, work, device, freed)
 
 
 def place_on_device(
-    memory: dict[str, float], work: Workload, device: str, freed: float
+    memory: dict[str, float], work: Workload, device: str, freed: int
 ) -> dict[str, int]:
     """Bytes by category, with what a device needs besides and without what waits on the host.
 
@@ -353,16 +342,15 @@ def place_on_device(
     return {category: round(memory.get(category, 0)) for category in always}
 
 
-def fp8_params(shape: ModelShape) -> int:
-    """Parameters of the layers that multiply in fp8: those of blocks, without the experts that
-    tokens are sent to."""
-    routed = shape.num_experts * counts.ffn_params(shape, shape.expert_ffn_dim)
-    return shape.blocks_params - shape.num_expert_layers * routed
-
-
-def fp8_bytes(shape: ModelShape, work: Workload) -> int:
-    """Bytes of what one product casts to fp8, of the largest: what goes in, and the matrix."""
-    if work.precision != "fp8":
+def _fp8_params(shape: ModelCosts, work: Workload) -> int:
+    """Parameters of the layers that multiply in fp8, which have no copy in the compute type."""
+    if work.precision != "fp8" or shape.activations is None:
         return 0
-    widest = max(shape.ffn_dim, shape.num_heads * shape.head_dim, shape.dim)
-    return widest * (work.tokens + shape.dim)
+    return shape.activations.fp8_params()
+
+
+def fp8_bytes(shape: ModelCosts, work: Workload) -> int:
+    """Bytes of what one product casts to fp8, of the largest."""
+    if work.precision != "fp8" or shape.activations is None:
+        return 0
+    return shape.activations.fp8_casts(work.tokens)

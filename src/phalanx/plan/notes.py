@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.core.units import format_bytes
-from phalanx.job import counts
 from phalanx.job.checks.experts import WHY
+from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import peak_rate
 from phalanx.job.model import explain_scaled_widths
 from phalanx.job.schema import Job, Parallel
-from phalanx.job.shape import ModelShape
 from phalanx.plan.candidates import CandidateEvaluator, list_ep_degrees
 from phalanx.plan.cluster import Cluster, count_communicators, headroom_for, rank_memory_bytes
 from phalanx.plan.communication import (
@@ -48,7 +47,7 @@ def list_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> li
     pipeline = evaluator.pipeline_of(chosen)
     if pipeline is not None:
         notes += explain_pipeline(job, shape, work, pipeline)
-    if not shape.is_known:
+    if shape.activations is None:
         cut = ", as sharding rules cut them" if work.tp > 1 else ""
         notes.append(
             f"memory of your own model counts weights, gradients and optimizer{cut}; activations,"
@@ -56,7 +55,8 @@ def list_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> li
         )
     notes.append(_staging_note(evaluator))
     notes += compression_notes(job, shape, evaluator.num_ranks)
-    if work.offloads_activations and shape.is_known and evaluator.device == "cuda":
+    waits_on_host = work.offloads_activations and evaluator.device == "cuda"
+    if waits_on_host and shape.activations is not None:
         size = format_bytes(activation_bytes(shard_shape(shape, work.tp, work.rules), work))
         notes.append(f"activations wait for the backward in pinned host memory, {size} per rank")
     notes.append(peak_rate(job).why or "")
@@ -70,7 +70,7 @@ def _tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:
         how = "cut between regions (sequence parallelism)"
     elif requested is False:
         how = "whole on every rank, as the job says"
-    elif shape.is_known:
+    elif shape.is_per_token_outside_regions is False:
         how = f"whole on every rank: a {shape.kind} cannot do with a part of it"
     else:
         how = (
@@ -78,7 +78,7 @@ def _tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:
             " else whole"
         )
     lines.append(f"tp: the sequence is {how}")
-    if job.parallel.rules and shape.is_known:
+    if job.parallel.rules and shape.has_proven_rules:
         lines.append(
             "memory is predicted for the model's own sharding rules, not for what parallel.rules"
             " replaces"
@@ -144,7 +144,7 @@ def _line_of_ignored(job: Job, keys: tuple[str, ...] | list[str], where: str) ->
     )
 
 
-def cp_notes(job: Job, shape: ModelShape, work: Workload) -> list[str]:
+def cp_notes(job: Job, shape: ModelCosts, work: Workload) -> list[str]:
     """Lines of a plan about context parallelism."""
     if work.cp == 1:
         return []
@@ -157,7 +157,7 @@ def cp_notes(job: Job, shape: ModelShape, work: Workload) -> list[str]:
         f" {job.data.seq_len} tokens, {how[resolve_load_balance(job)]}; {work.cp_attention}"
         " attention"
     ]
-    if shape.is_known:
+    if shape.heads is not None:
         sent = format_bytes(cp_bytes_per_step(shard_shape(shape, work.tp, work.rules), work))
         lines[0] += f" sends {sent} per rank and step"
     if (
@@ -172,12 +172,12 @@ def cp_notes(job: Job, shape: ModelShape, work: Workload) -> list[str]:
 
 def ep_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list[str]:
     """Lines of a plan about experts."""
-    shape, work = evaluator.shape, evaluator.work
-    if not shape.num_expert_layers or evaluator.num_ranks == 1:
+    experts, work = evaluator.shape.experts, evaluator.work
+    if experts is None or evaluator.num_ranks == 1:
         return []
     if work.ep == 1:
         return [line for line in (_suggest_ep(job, evaluator, chosen),) if line]
-    shard = shard_shape(shape, work.tp, work.rules)
+    shard = shard_shape(evaluator.shape, work.tp, work.rules)
     rest = chosen.layout.reduced.dp_shard // work.ep
     lies = (
         "whole"
@@ -189,8 +189,8 @@ def ep_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list
     sent = format_bytes(ep_bytes_per_step(shard, work))
     return [
         (
-            f"ep: each of {work.ep} ranks has {shape.num_experts // work.ep} of a block's"
-            f" {shape.num_experts} experts, {lies}; rows of tokens travel to them and back, {sent}"
+            f"ep: each of {work.ep} ranks has {experts.count // work.ep} of a block's"
+            f" {experts.count} experts, {lies}; rows of tokens travel to them and back, {sent}"
             " per rank and step where experts get equally many"
         ),
         f"zero1 is left out: with ep, {WHY}",
@@ -211,18 +211,19 @@ def _suggest_ep(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> s
     )
     if saved < WORTH_SHARE * chosen.total_bytes:
         return ""
-    num_params = counts.experts_params(shard_shape(evaluator.shape, work.tp, work.rules))
+    shard = shard_shape(evaluator.shape, work.tp, work.rules)
+    assert shard.experts is not None
+    size = format_bytes(shard.experts.params_of_block * 4)
     verb = "holds" if chosen.zero_stage < 2 else "gathers"
-    sent = format_bytes(ep_bytes_per_step(shard_shape(evaluator.shape, work.tp, work.rules), work))
+    sent = format_bytes(ep_bytes_per_step(shard, work))
     return (
-        f"experts: each rank {verb} all {evaluator.shape.num_experts} of a block,"
-        f" {format_bytes(num_params * 4)} in fp32; parallel.ep={degree} would save"
-        f" {format_bytes(saved)}"
-        f" per rank and send {sent} per rank and step"
+        f"experts: each rank {verb} all {shard.experts.count} of a block, {size} in fp32;"
+        f" parallel.ep={degree} would save {format_bytes(saved)} per rank and send {sent} per rank"
+        " and step"
     )
 
 
-def compression_notes(job: Job, shape: ModelShape, ranks: int) -> list[str]:
+def compression_notes(job: Job, shape: ModelCosts, ranks: int) -> list[str]:
     reasons = []
     compress = job.parallel.compress
     if compress != "none" and ranks > 1:

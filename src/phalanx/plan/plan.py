@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx.core.digest import digest
+from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.stored import read_shape
 from phalanx.plan.layout import DataParallel, Layout
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.segments import Segment
@@ -103,13 +104,13 @@ class Plan:
     def targets_per_rank(self) -> int:
         """Targets of one rank in one step when none is masked: tokens of its part of sequences,
         or labels of images."""
-        per_sample = 1 if self.model_shape.reads_images else self.seq_len // self.layout.cp
+        per_sample = self.model_shape.targets_of(self.seq_len // self.layout.cp)
         return self.num_microbatches * self.micro_batch_size * per_sample
 
     @property
-    def model_shape(self) -> ModelShape:
+    def model_shape(self) -> ModelCosts:
         """The shape of the model, as far as the plan knows it."""
-        return ModelShape.from_json(self.shape)
+        return read_shape(self.shape)
 
     @property
     def chosen(self) -> Candidate:

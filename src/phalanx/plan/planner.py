@@ -8,11 +8,11 @@ from typing import Any
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import DataError, LayoutError
+from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import peak_rate
 from phalanx.job.model import shape_of
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
 from phalanx.plan.candidates import (
     CandidateEvaluator,
     choose_candidate,
@@ -45,7 +45,7 @@ def make_plan(
     cluster: Cluster | None = None,
     vocab_size: int | None = None,
     num_ranks: int | None = None,
-    shape: ModelShape | None = None,
+    shape: ModelCosts | None = None,
     data: DataFacts | None = None,
     more: MoreRemarks = NOTHING_MORE,
 ) -> Plan:
@@ -78,7 +78,7 @@ def make_plan(
     work = build_workload(
         job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp, ep=ep
     )
-    require_fp8(work, cluster.device, is_known=shape.is_known)
+    require_fp8(work, cluster.device, tokens_are_known=shape.activations is not None)
     reasons = [why]
     pipeline = None
     if requested is not None:
@@ -110,20 +110,20 @@ def make_plan(
     )
 
 
-def _require_positions(shape: ModelShape, seq_len: int) -> None:
+def _require_positions(shape: ModelCosts, seq_len: int) -> None:
     """Raises LayoutError for sequences longer than the positions of a measured module; the shapes
     of built-in models are checked while loading."""
-    if shape.measured is not None and not shape.reads_images and 0 < shape.max_positions < seq_len:
+    if 0 < shape.longest_sequence < seq_len:
         raise LayoutError(
-            f"sequences of {seq_len} tokens, and the model has {shape.max_positions} positions",
-            fix=f"data.seq_len at most {shape.max_positions}",
+            f"sequences of {seq_len} tokens, and the model has {shape.longest_sequence} positions",
+            fix=f"data.seq_len at most {shape.longest_sequence}",
         )
 
 
-def _require_masks(job: Job, shape: ModelShape) -> None:
+def _require_masks(job: Job, shape: ModelCosts) -> None:
     """Raises LayoutError for data.document_masks with a module that cannot honour them, which every
     rank would refuse."""
-    acceptance = shape.measured.takes_document_ids if shape.measured is not None else "by name"
+    acceptance = shape.takes_document_ids
     if job.data.document_masks and acceptance != "by name":
         raise LayoutError(
             f"model {job.model.kind!r} cannot keep documents apart: its forward names no"
@@ -137,7 +137,7 @@ def _require_masks(job: Job, shape: ModelShape) -> None:
         )
 
 
-def _require_vocabulary(shape: ModelShape, vocab_size: int | None) -> None:
+def _require_vocabulary(shape: ModelCosts, vocab_size: int | None) -> None:
     if vocab_size and 0 < shape.vocab_size < vocab_size:
         raise DataError(
             f"the data has a vocabulary of {vocab_size} tokens and the model one of"
@@ -182,11 +182,9 @@ def _build_plan(
         num_microbatches=work.num_microbatches,
         seq_len=work.seq_len,
         peak_lr=peak_rate(job).lr,
-        vocab_size=shape.vocab_size if shape.is_known else vocab_size or 0,
+        vocab_size=shape.choose_vocab_size(vocab_size),
         num_params=shape.num_params,
-        flops_per_token=(
-            shape.flops_per_token(job.data.seq_len)["training"] if shape.is_known else None
-        ),
+        flops_per_token=_flops_per_token(shape, job.data.seq_len),
         capacity_bytes=evaluator.capacity_bytes,
         alternatives=tuple(alternatives),
         reasons=tuple(reasons),
@@ -194,6 +192,11 @@ def _build_plan(
         pipeline=evaluator.pipeline_of(chosen),
         **compression_fields(job),
     )
+
+
+def _flops_per_token(shape: ModelCosts, seq_len: int) -> int | None:
+    flops = shape.flops_per_token(seq_len)
+    return None if flops is None else flops["training"]
 
 
 def compression_fields(job: Job) -> dict[str, Any]:

@@ -97,7 +97,7 @@ FP8_CAPABILITY = (8, 9)  # the first GPUs that multiply fp8: Ada, and Hopper (9.
 FP8_FIX = "set precision.compute=bf16"
 
 
-def require_fp8(work: Workload, device: str, *, is_known: bool) -> None:
+def require_fp8(work: Workload, device: str, *, tokens_are_known: bool) -> None:
     """Raises LayoutError for a plan that asks for fp8 and cannot have it.
 
     Of a user's own module tokens are unknown.
@@ -110,7 +110,7 @@ def require_fp8(work: Workload, device: str, *, is_known: bool) -> None:
             why="no other multiplies fp8",
             fix=FP8_FIX,
         )  # fmt: skip
-    if is_known and work.tokens % FP8_MULTIPLE:
+    if tokens_are_known and work.tokens % FP8_MULTIPLE:
         raise LayoutError(
             f"precision.compute=fp8 multiplies {FP8_MULTIPLE} tokens at a time, and a rank's"
             f" microbatch has {work.tokens}",

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
+from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.segments import Segment, list_segments, mix_segments
 from phalanx.plan.workload import Workload, shard_shape
 
 
-def plan_recompute(job: Job, shape: ModelShape, work: Workload, reasons: list[str]) -> Workload:
+def plan_recompute(job: Job, shape: ModelCosts, work: Workload, reasons: list[str]) -> Workload:
     """`work` with the blocks that are recomputed; adds what must be said of them to `reasons`.
 
     Raises LayoutError for a budget that nothing keeps to, or of a module whose activations nobody
@@ -35,13 +35,11 @@ def plan_recompute(job: Job, shape: ModelShape, work: Workload, reasons: list[st
     else:
         segments = job_segments(job, shape)
     work = replace(work, segments=segments)
-    reasons += recompute_notes(
-        job, shape, segments, activation_bytes(shape, work) if shape.is_known else 0
-    )
+    reasons += recompute_notes(job, shape, segments, activation_bytes(shape, work))
     return work
 
 
-def job_segments(job: Job, shape: ModelShape) -> tuple[Segment, ...]:
+def job_segments(job: Job, shape: ModelCosts) -> tuple[Segment, ...]:
     """The segments of a mode other than budget for the model."""
     mode, interval = job.train.recompute, job.train.recompute_every or 1
     return list_segments(mode, shape.num_layers, interval) if shape.num_layers else ()
@@ -49,14 +47,14 @@ def job_segments(job: Job, shape: ModelShape) -> tuple[Segment, ...]:
 
 def fit_budget(
     job: Job,
-    shape: ModelShape,
+    shape: ModelCosts,
     work: Workload,
     blocks: Sequence[int],
     activations: Callable[[tuple[Segment, ...]], float],
 ) -> tuple[Segment, ...]:
     """The first segments of `_list_by_cost` with which `activations` of one rank, whose blocks are
     `blocks`, fit its budget."""
-    if not shape.is_known:
+    if shape.activations is None:
         raise LayoutError(
             "train.recompute=budget needs activations that can be predicted, and those of your own"
             " module cannot",
@@ -97,7 +95,7 @@ def _list_by_cost(num_blocks: int) -> Iterator[tuple[Segment, ...]]:
 
 
 def recompute_notes(
-    job: Job, shape: ModelShape, segments: Sequence[Segment], size: float
+    job: Job, shape: ModelCosts, segments: Sequence[Segment], size: float
 ) -> list[str]:
     """A line about what is recomputed, where the job's own word does not say it.
 
@@ -107,7 +105,7 @@ def recompute_notes(
     if mode in ("none", "full"):
         return []
     line = f"recompute: {describe_segments(segments, shape.num_layers)}"
-    if not shape.is_known:
+    if shape.activations is None:
         return [line]
     line += f", activations {format_bytes(size)}"
     if mode == "budget":
@@ -135,14 +133,14 @@ def describe_segments(segments: Sequence[Segment], num_blocks: int) -> str:
 
 
 def suggest_recompute(
-    shape: ModelShape,
+    shape: ModelCosts,
     work: Workload,
     fits: Callable[[Workload], bool],
     activations: Callable[[Workload], float],
 ) -> str:
     """The cheapest mode that would make the plan fit, as a fix; "" if none does, or nothing can be
     predicted."""
-    if not shape.is_known:
+    if shape.activations is None:
         return ""
     now = activations(work)
     for mode in ("selective", "full"):

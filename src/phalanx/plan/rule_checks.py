@@ -6,15 +6,15 @@ Torch-free.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.core.units import format_count
-from phalanx.job.shape import ModelShape, ParamHolder
-from phalanx.job.tensors import list_holders, module_names
-from phalanx.plan.rules import CUTS, Rule, Span, built_in_rules, find_rule, matches, parse_rules
+from phalanx.job.costs import ModelCosts
+from phalanx.job.param_holder import ParamHolder
+from phalanx.job.shapes.own_rules import pattern_of
+from phalanx.plan.rules import CUTS, Rule, Span, find_rule, matches, parse_rules
 
 NUM_NAMED = 3
 CUTTABLE = {
@@ -24,38 +24,47 @@ CUTTABLE = {
 SHARE_WORTH_A_WORD = 0.01  # of all parameters
 
 
-def check_rules(overrides: Mapping[str, str], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
+def check_rules(overrides: Mapping[str, str], shape: ModelCosts, tp: int) -> tuple[Rule, ...]:
     """The job's rules, then the model's own.
 
-    Raises LayoutError for what cannot be: text, names, kinds of modules, degrees. With one rank
-    only the text is looked at.
+    Raises LayoutError for what cannot be: text, names, kinds of modules, degrees. Rules that are
+    proven are not looked at again; with one rank only the text is.
     """
-    rules = parse_rules(overrides)
-    if tp > 1 and shape.is_known:
-        return _check_built_in(rules, shape, tp)
-    if shape.measured is None or tp == 1 or not shape.measured.names:
-        return rules
-    brought = {
-        pattern: text for pattern, text in shape.measured.shard_rules if pattern not in overrides
-    }
-    rules += parse_rules(brought)
-    require_matches(rules, shape.measured.names)
+    of_job = parse_rules(overrides)
+    if tp == 1:
+        return of_job
+    brought = {pattern: text for pattern, text in shape.shard_rules if pattern not in overrides}
+    rules = of_job + parse_rules(brought)
+    unproven, name = rules, shape.kind
+    if shape.has_proven_rules:
+        if not of_job:
+            return rules
+        unproven, name = of_job, f"a {shape.kind} with these rules"
+    if not shape.module_names:  # of a probe that says none
+        return of_job
+    require_matches(unproven, shape.module_names)
     if not any(rule.kind in CUTS for rule in rules):
-        raise missing_rules_error(shape.kind)
-    for holder in shape.measured.holders:
-        rule = find_rule(rules, holder.name)
+        raise missing_rules_error(name)
+    for holder in shape.holders:
+        rule = find_rule(unproven, holder.name)
         if rule is not None and rule.kind in CUTS:
             _check(rule, holder, tp)
-    _require_rows(rules, shape.measured.holders)
+    if not shape.has_proven_rules:
+        _require_rows(rules, shape.holders)
     return rules
 
 
 def _require_rows(rules: Sequence[Rule], holders: Sequence[ParamHolder]) -> None:
     """Raises LayoutError for columns where nothing takes parts of features: no row anywhere, and
     no sum."""
-    cut = [rule for holder in holders if (rule := find_rule(rules, holder.name)) is not None]
-    column = next((rule for rule in cut if rule.kind == "column" and not rule.gather), None)
-    takes_parts = any(rule.kind == "row" for rule in cut) or any(rule.summed for rule in rules)
+    column, takes_parts = None, any(rule.summed for rule in rules)
+    for holder in holders:
+        rule = find_rule(rules, holder.name)
+        if rule is None:
+            continue
+        if rule.kind == "column" and not rule.gather:
+            column = column or rule
+        takes_parts = takes_parts or rule.kind == "row"
     if column is not None and not takes_parts:
         raise missing_row_error(column, "no row takes them")
 
@@ -66,24 +75,6 @@ def missing_row_error(column: Rule, problem: str) -> LayoutError:
         where=f'sharding rule "{column.pattern}" = "{column.text}"',
         fix='give the layer that takes them "row", or put them together with "column gather"',
     )
-
-
-def _check_built_in(overrides: tuple[Rule, ...], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
-    """The job's rules, checked, then those of the built-in model, which are right."""
-    replaced = {rule.pattern for rule in overrides}
-    rules = overrides + parse_rules(
-        {p: text for p, text in built_in_rules(shape).items() if p not in replaced}
-    )
-    if not overrides:
-        return rules
-    require_matches(overrides, module_names(shape))
-    if not any(rule.kind in CUTS for rule in rules):
-        raise missing_rules_error(f"a {shape.kind} with these rules")
-    for holder in list_holders(shape).values():
-        rule = find_rule(overrides, holder.name)
-        if rule is not None and rule.kind in CUTS:
-            _check(rule, holder, tp)
-    return rules
 
 
 def missing_rules_error(model: str) -> LayoutError:
@@ -132,101 +123,90 @@ def require_cuttable(rule: Rule, name: str, kind: str) -> None:
 
 def require_parts(rule: Rule, name: str, kind: str) -> None:
     """Raises LayoutError for experts whose first matrices hold other parts than the rule says."""
-    num_parts = 2 if kind == "stacked with gates" else 1
+    num_parts, contents, text = 1, "up alone", "experts"
+    if kind == "stacked with gates":
+        num_parts, contents, text = 2, "gate and up in one", "experts parts=2"
     if rule.kind == "experts" and len(rule.parts) != num_parts:
         raise LayoutError(
-            f"the first matrices of {name} are"
-            f" {'gate and up in one' if num_parts == 2 else 'up alone'}",
+            f"the first matrices of {name} are {contents}",
             where=f'sharding rule "{rule.pattern}" = "{rule.text}"',
-            fix=f'write "{"experts parts=2" if num_parts == 2 else "experts"}"',
+            fix=f'write "{text}"',
         )
 
 
 def _check(rule: Rule, holder: ParamHolder, tp: int) -> None:
     require_cuttable(rule, holder.name, holder.kind)
     require_parts(rule, holder.name, holder.kind)
-    size = holder.num_inputs if rule.kind == "row" else holder.num_outputs
+    size = holder.num_outputs
+    if rule.kind == "row":
+        size = holder.num_inputs
     rule.spans(size, tp, 0, name=holder.name)
 
 
-def describe_whole_matrices(rules: Sequence[Rule], shape: ModelShape) -> str:
+def describe_whole_matrices(rules: Sequence[Rule], shape: ModelCosts) -> str:
     """A line about matrices that no rule names, which stay whole on every rank; "" if there are
     none to name."""
-    if shape.measured is None:
+    if shape.has_proven_rules:
         return ""
     sizes: dict[str, list[int]] = defaultdict(list)
-    for holder in shape.measured.holders:
+    for holder in shape.holders:
         is_matrix = (
             holder.num_params > holder.num_outputs + holder.num_inputs or holder.kind == "linear"
         )
         if is_matrix and find_rule(rules, holder.name) is None:
             sizes[pattern_of(holder.name)].append(holder.num_params)
-    total = max(1, shape.num_params)
-    named = sorted(sizes.items(), key=lambda item: -sum(item[1]))
-    named = [(name, s) for name, s in named if sum(s) >= SHARE_WORTH_A_WORD * total]
-    if not named:
+    words = []
+    for name, each in sorted(sizes.items(), key=lambda item: -sum(item[1])):
+        if sum(each) < SHARE_WORTH_A_WORD * max(1, shape.num_params):
+            continue
+        number = f" ({len(each)} of them)" * (len(each) > 1)
+        words.append(f"`{name}`{number}, {format_count(sum(each))} parameters")
+    if not words:
         return ""
-    words = ", ".join(
-        f"`{name}`{f' ({len(s)} of them)' if len(s) > 1 else ''}, {format_count(sum(s))} parameters"
-        for name, s in named[:NUM_NAMED]
-    )
-    more = f" and {len(named) - NUM_NAMED} more" if len(named) > NUM_NAMED else ""
-    return f"tp: no rule covers {words}{more}; they stay whole on every rank"
-
-
-def pattern_of(name: str) -> str:
-    """The pattern that matches a name in every block: blocks.3.ffn.up -> blocks.*.ffn.up."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+    line = f"tp: no rule covers {', '.join(words[:NUM_NAMED])}"
+    if len(words) > NUM_NAMED:
+        line += f" and {len(words) - NUM_NAMED} more"
+    return f"{line}; they stay whole on every rank"
 
 
 TOGETHER = {"attention": ("q", "q_up", "k", "v", "kv_up", "o"), "ffn": ("gate", "up", "down")}
 
 
 def check_overrides(
-    rules: Sequence[Rule], shape: ModelShape, tp: int, *, cuts_sequence: bool
+    rules: Sequence[Rule], shape: ModelCosts, tp: int, *, cuts_sequence: bool
 ) -> None:
     """Raises LayoutError for rules (the job's, then the model's) that each can be and together
     cannot."""
-    holders = list_holders(shape)
+    holders = {holder.name: holder for holder in shape.holders}
     for layer in range(shape.num_layers):
         for part, members in TOGETHER.items():
             region = f"blocks.{layer}.{part}"
-            cut_together = [
-                holders[name] for name in (f"{region}.{m}" for m in members) if name in holders
-            ]
-            if cut_together:
-                _require_equal_cuts(
-                    rules, region, cut_together, shape, tp, cuts_sequence=cuts_sequence
-                )
-                is_cut = any(
-                    _find_cuts(find_rule(rules, holder.name), holder, tp) for holder in cut_together
-                )
-                uncut = [
-                    name
-                    for name in holders
-                    if name.startswith(f"{region}.") and holders[name] not in cut_together
-                ]
-                _require_gradient_sums(rules, region, uncut, is_cut=is_cut)
-    if shape.reads_images:
-        _require_whole_classes(find_rule(rules, "head"))
+            names = [f"{region}.{member}" for member in members]
+            together = [holders[name] for name in names if name in holders]
+            if not together:
+                continue
+            cuts = _find_cuts_of(rules, together, tp)
+            _require_equal_cuts(rules, region, cuts, together, shape, cuts_sequence=cuts_sequence)
+            inside = [name for name in holders if name.startswith(f"{region}.")]
+            uncut = [name for name in inside if name not in names]
+            _require_gradient_sums(rules, region, uncut, is_cut=any(cuts.values()))
+    if "embed" in holders:
+        _require_ends(rules, holders, cuts_sequence=cuts_sequence)
     else:
-        _require_ends(rules, shape, cuts_sequence=cuts_sequence)
+        _require_whole_classes(find_rule(rules, "head"))
 
 
 def _require_equal_cuts(
     rules: Sequence[Rule],
     region: str,
+    cuts: dict[str, Cuts],
     holders: Sequence[ParamHolder],
-    shape: ModelShape,
-    tp: int,
+    shape: ModelCosts,
     *,
     cuts_sequence: bool,
 ) -> None:
     """Raises LayoutError unless all that works on the same heads or features is cut alike, or stays
     whole on every rank."""
-    cuts = {
-        holder.name: _find_cuts(find_rule(rules, holder.name), holder, tp) for holder in holders
-    }
     words = ", ".join(name.rpartition(".")[2] for name in cuts)
     fix = f"leave the rules of {words} to the model, or give all of them, and {region}, replicate"
     if not any(cuts.values()):
@@ -241,18 +221,18 @@ def _require_equal_cuts(
                 problem, fix="set parallel.sequence_parallel=false, or leave its rules to the model"
             )
         return
-    expected = (
-        _find_model_cuts(shape, holders, tp)
-        if region.endswith("attention")
-        else dict.fromkeys(cuts, _first_of_cuts(cuts))
-    )
-    wrong = next((name for name, cut in cuts.items() if cut != expected[name]), None)
-    if wrong is not None:
-        rule = find_rule(rules, wrong)
-        where = _name_rule(rule) if rule is not None else None
-        raise LayoutError(
-            f"{wrong} would not be cut as what it works with is", where=where, fix=fix
-        )
+    first = next(cut for cut in cuts.values() if cut)
+    expected = dict.fromkeys(cuts, first)
+    if region.endswith("attention"):  # its parts have other numbers of heads
+        of_model = parse_rules(dict(shape.shard_rules))
+        expected = _find_cuts_of(of_model, holders, tp=len(first))
+    for name, cut in cuts.items():
+        if cut != expected[name]:
+            raise LayoutError(
+                f"{name} would not be cut as what it works with is",
+                where=_name_rule(find_rule(rules, name)),
+                fix=fix,
+            )
 
 
 def _require_gradient_sums(
@@ -264,46 +244,44 @@ def _require_gradient_sums(
         rule = find_rule(rules, name)
         if rule is None or (rule.kind == "partial") == is_cut:
             continue
-        problem = (
-            f"{name} sees {'a part' if is_cut else 'all'} of {region} on each rank, and its"
-            " gradient is"
+        part, sums, fix = "a part", "not added up", "partial"
+        if not is_cut:
+            part, sums = "all", "added up"
+            fix = f"leave its rule to the model, or give all of {region}, and this, replicate"
+        raise LayoutError(
+            f"{name} sees {part} of {region} on each rank, and its gradient is {sums}",
+            where=_name_rule(rule),
+            fix=fix,
         )
-        problem += f" {'not added up' if is_cut else 'added up'}"
-        fix = f"leave its rule to the model, or give all of {region}, and this, replicate"
-        raise LayoutError(problem, where=_name_rule(rule), fix="partial" if is_cut else fix)
 
 
-def _find_model_cuts(shape: ModelShape, holders: Sequence[ParamHolder], tp: int) -> dict[str, Cuts]:
-    rules = parse_rules(built_in_rules(shape))
+Cuts = tuple[tuple[Span, ...], ...]  # of each rank
+
+
+def _find_cuts_of(
+    rules: Sequence[Rule], holders: Sequence[ParamHolder], tp: int
+) -> dict[str, Cuts]:
     return {
         holder.name: _find_cuts(find_rule(rules, holder.name), holder, tp) for holder in holders
     }
 
 
-Cuts = tuple[tuple[Span, ...], ...]
-
-
-def _first_of_cuts(cuts: Mapping[str, Cuts]) -> Cuts:
-    return next(cut for cut in cuts.values() if cut)
-
-
 def _find_cuts(rule: Rule | None, holder: ParamHolder, tp: int) -> Cuts:
     """The features that each rank holds of those that are cut; empty if all ranks have all of
     them."""
-    is_last = holder.name.rpartition(".")[2] in ("o", "down")
-    if rule is None or rule.kind != ("row" if is_last else "column") or rule.gather:
+    kind, size = "column", holder.num_outputs
+    if holder.name.rpartition(".")[2] in ("o", "down"):  # the last of its region
+        kind, size = "row", holder.num_inputs
+    if rule is None or rule.kind != kind or rule.gather:
         return ()
-    size = holder.num_inputs if is_last else holder.num_outputs
     return tuple(tuple(rule.spans(size, tp, rank, name=holder.name)) for rank in range(tp))
 
 
-def _require_ends(rules: Sequence[Rule], shape: ModelShape, *, cuts_sequence: bool) -> None:
+def _require_ends(rules: Sequence[Rule], modules: Collection[str], *, cuts_sequence: bool) -> None:
     """Raises LayoutError for rules of embedding or head that do not go with a cut sequence, or with
-    a loss by tokens."""
-    first, head = (
-        find_rule(rules, "embed"),
-        find_rule(rules, "embed" if shape.tie_embeddings else "head"),
-    )
+    a loss by tokens. `modules`: names of those that hold parameters."""
+    head_name = "head" if "head" in modules else "embed"  # a tied one
+    head = find_rule(rules, head_name)
     if head is not None and head.kind in CUTS and head.kind != "vocab":
         raise LayoutError(
             "a head is cut by tokens",
@@ -312,18 +290,15 @@ def _require_ends(rules: Sequence[Rule], shape: ModelShape, *, cuts_sequence: bo
         )
     if not cuts_sequence:
         return
-    for name, rule, legal in (
-        ("embed", first, ("vocab", "sequence")),
-        *(
-            (("embed_positions", find_rule(rules, "embed_positions"), ("vocab", "sequence")),)
-            * (shape.positions == "learned")
-        ),
-        ("embed" if shape.tie_embeddings else "head", head, ("vocab",)),
-    ):
+    ends = [("embed", ("vocab", "sequence"))]
+    if "embed_positions" in modules:
+        ends.append(("embed_positions", ("vocab", "sequence")))
+    for name, legal in [*ends, (head_name, ("vocab",))]:
+        rule = find_rule(rules, name)
         if rule is None or rule.kind not in legal:
             raise LayoutError(
                 f"{name} needs {' or '.join(legal)}, where the sequence is cut between regions",
-                where=None if rule is None else _name_rule(rule),
+                where=_name_rule(rule),
                 fix="set parallel.sequence_parallel=false, or leave the rule out",
             )
 
@@ -336,5 +311,7 @@ def _require_whole_classes(head: Rule | None) -> None:
         )
 
 
-def _name_rule(rule: Rule) -> str:
+def _name_rule(rule: Rule | None) -> str | None:
+    if rule is None:
+        return None
     return f'sharding rule "{rule.pattern}" = "{rule.text}"'

@@ -34,7 +34,6 @@ from typing import Literal, get_args
 
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.core.units import plural
-from phalanx.job.shape import ModelShape
 
 Kind = Literal["column", "row", "experts", "vocab", "region", "sequence", "partial", "replicate"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -247,56 +246,3 @@ def matches(pattern: str, name: str) -> bool:
 def find_rule(rules: Iterable[Rule], name: str) -> Rule | None:
     """The first rule that matches a module's name; None if none does."""
     return next((rule for rule in rules if matches(rule.pattern, name)), None)
-
-
-def built_in_rules(shape: ModelShape) -> dict[str, str]:
-    """The sharding rules of a built-in model, by pattern."""
-    rules = {
-        "blocks.*.attention": "region",
-        **(_latent_attention_rules if shape.kv_rank else _attention_rules)(shape),
-    }
-    gates = ("up", "gate") if shape.is_gated else ("up",)
-    if shape.num_expert_layers < shape.num_layers:
-        rules |= {"blocks.*.ffn": "region", "blocks.*.ffn.down": "row"}
-        rules |= {f"blocks.*.ffn.{name}": "column" for name in gates}
-    if shape.num_experts:
-        rules["blocks.*.moe"] = "region summed"
-        for part in ("experts", "shared") if shape.num_shared_experts else ("experts",):
-            rules[f"blocks.*.moe.{part}.down"] = "row unsummed"
-            rules |= {f"blocks.*.moe.{part}.{name}": "column" for name in gates}
-    if shape.reads_images:
-        return rules
-    rules["embed"] = "vocab"
-    if shape.positions == "learned":
-        rules["embed_positions"] = "sequence"
-    if not shape.tie_embeddings:
-        rules["head"] = "vocab"
-    return rules
-
-
-def _attention_rules(shape: ModelShape) -> dict[str, str]:
-    heads, keys = shape.num_heads, f"{shape.num_kv_heads}/{shape.num_heads}"
-    rules = {
-        "blocks.*.attention.q": f"column heads={heads}",
-        "blocks.*.attention.k": f"column heads={keys}",
-        "blocks.*.attention.v": f"column heads={keys}",
-        "blocks.*.attention.o": f"row heads={heads}",
-    }
-    if shape.qk_norm:
-        rules |= {"blocks.*.attention.q_norm": "partial", "blocks.*.attention.k_norm": "partial"}
-    return rules
-
-
-def _latent_attention_rules(shape: ModelShape) -> dict[str, str]:
-    """The rules of latent attention. Every rank makes whole latents, and the part of their gradient
-    that its heads cause is a part of a sum."""
-    heads = shape.num_heads
-    latents = ("q_down", "q_norm") if shape.query_rank else ()
-    return {
-        **{f"blocks.*.attention.{name}": "partial" for name in latents},
-        f"blocks.*.attention.{'q_up' if shape.query_rank else 'q'}": f"column heads={heads}",
-        "blocks.*.attention.kv_down": "partial",
-        "blocks.*.attention.kv_norm": "partial",
-        "blocks.*.attention.kv_up": f"column heads={heads}",
-        "blocks.*.attention.o": f"row heads={heads}",
-    }

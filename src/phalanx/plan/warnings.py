@@ -310,5 +310,4 @@ def _num_samples(plan: Plan, data: DataFacts) -> int:
 def _count_layers(plan: Plan, kind: str) -> int:
     """A count from the user's own module; 0 for models of phalanx, which have neither BatchNorm
     nor dropout."""
-    measured = plan.shape.get("measured") or {}
-    return int(measured.get(kind, 0))
+    return int(getattr(plan.model_shape, kind))

@@ -5,13 +5,13 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
-from phalanx.core.registry import read_literal
+from phalanx.core.registry import is_foreign, read_literal
+from phalanx.job.costs import ModelCosts
+from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
-from phalanx.job.shape import Measured, ModelShape, ParamHolder
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.layout import DataParallel
 from phalanx.plan.rule_checks import check_rules
@@ -80,7 +80,7 @@ def keeps_error(compress: str) -> bool:
 
 def build_workload(
     job: Job,
-    shape: ModelShape,
+    shape: ModelCosts,
     *,
     micro_batch_size: int,
     num_microbatches: int,
@@ -101,7 +101,7 @@ def build_workload(
         optimizer_bytes=_optimizer_bytes(job),
         copies_state=_copies_state(job),
         tp=tp,
-        rules=() if shape.is_known else check_rules(job.parallel.rules, shape, tp),
+        rules=check_rules(job.parallel.rules, shape, tp),
         cuts_sequence=cuts_sequence(job, shape),
         compress=job.parallel.compress,
         offloads_activations=job.train.offload_activations,
@@ -113,11 +113,13 @@ def build_workload(
     )
 
 
-def _seq_len(job: Job, shape: ModelShape) -> int:
+def _seq_len(job: Job, shape: ModelCosts) -> int:
     """Tokens of one sample. A sample of a user's own dataset for a user's own module counts as one:
     their number is unknown."""
     has_own_samples = is_own_dataset(job.data.source) and not job.data.mixture
-    return shape.tokens_of(job.data.seq_len) if shape.is_known or not has_own_samples else 1
+    if has_own_samples and is_foreign(shape.kind):
+        return 1
+    return shape.tokens_of(job.data.seq_len)
 
 
 def _optimizer_bytes(job: Job) -> int:
@@ -134,57 +136,24 @@ def _copies_state(job: Job) -> bool:
     return job.checkpoint.asynchronous and (job.checkpoint.has_interval or job.eval.keep_best)
 
 
-def cuts_sequence(job: Job, shape: ModelShape) -> bool:
+def cuts_sequence(job: Job, shape: ModelCosts) -> bool:
     """True if tp cuts the sequence between the cut matrices. Of a user's own module only what the
     job says counts: the module is not asked here."""
     requested = job.parallel.sequence_parallel
-    return shape.is_known and not shape.reads_images if requested is None else requested
+    return bool(shape.is_per_token_outside_regions) if requested is None else requested
 
 
-def shard_shape(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> ModelShape:
-    """The part of a model that one rank of `tp` holds, as a shape: fewer heads, features and rows
-    of the same width.
+@lru_cache(maxsize=32)
+def shard_shape(shape: ModelCosts, tp: int, rules: tuple[Rule, ...] = ()) -> ModelCosts:
+    """The part of a model that one rank of `tp` holds: fewer heads, features and rows of the same
+    width.
 
-    A user's own module keeps what `rules` do not cut; without rules, all of it.
+    A measured module keeps what `rules` do not cut; without rules, all of it. Widths that do not
+    divide: of the rank that has most.
     """
     if tp == 1:
         return shape
-    if shape.measured is not None:
-        return replace(shape, measured=shard_module(shape.measured, rules, tp))
-    return replace(
-        shape,
-        num_heads=shape.num_heads // tp,
-        num_kv_heads=max(1, shape.num_kv_heads // tp),
-        ffn_dim=-(-shape.ffn_dim // tp),
-        expert_ffn_dim=-(-shape.expert_ffn_dim // tp),
-        vocab_size=-(-shape.vocab_size // tp),
-    )
-
-
-@lru_cache(maxsize=4)
-def shard_module(measured: Measured, rules: tuple[Rule, ...], tp: int) -> Measured:
-    """The part of a user's own module that one rank of `tp` holds under `rules`.
-
-    Widths that do not divide: of the rank that has most.
-    """
-    holders = tuple(
-        _shard_holder(holder, find_rule(rules, holder.name), tp) for holder in measured.holders
-    )
-    saved: dict[str, int] = defaultdict(int)  # by module, of all that is inside
-    for unsharded, sharded in zip(measured.holders, holders, strict=True):
-        parts = unsharded.name.split(".")
-        for count in range(len(parts) + 1):
-            saved[".".join(parts[:count])] += unsharded.num_params - sharded.num_params
-    blocks = tuple((block, size - saved[block]) for block, size in measured.blocks)
-    num_params, sizes = measured.num_params - saved[""], [size for _, size in blocks]
-    return replace(
-        measured,
-        num_params=num_params,
-        block_params=max(sizes, default=num_params),
-        blocks_params=sum(sizes),
-        holders=holders,
-        blocks=blocks,
-    )
+    return shape.shard(tp, lambda holder: _shard_holder(holder, find_rule(rules, holder.name), tp))
 
 
 def _shard_holder(holder: ParamHolder, rule: Rule | None, tp: int) -> ParamHolder:

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_regular
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.stored import read_shape
 from phalanx.observe.events import PipelineMeasured
 from phalanx.plan.pipeline.bubble import (
     LIMIT,
@@ -208,7 +208,7 @@ def _weights(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
     do not fit together."""
     try:
         job = Job.model_validate_json(read_regular(run_dir / "job.json"))
-        return model_parts(job, ModelShape.from_json(plan["shape"])).layer_costs
+        return model_parts(job, read_shape(plan["shape"])).layer_costs
     except (OSError, ValueError, TypeError, KeyError, LayoutError):
         return None
 

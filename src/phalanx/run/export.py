@@ -31,11 +31,13 @@ from phalanx.core.errors import (
     UsageError,
 )
 from phalanx.core.files import read_json
+from phalanx.core.registry import is_foreign
 from phalanx.data.corpus import load_corpus
 from phalanx.data.model_tokenizer import ModelTokenizer
 from phalanx.data.tokenizer_files import TokenizerFiles, collect_tokenizer_files
 from phalanx.job.hugging_face import is_hugging_face, read_model_config
 from phalanx.job.schema import Model
+from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.run.tokens import model_tokenizer
 
 # torch's names by those of a job.
@@ -88,6 +90,7 @@ def export_checkpoint(
         if config is not None:
             exported = export_own_directory(weights, config, Path(out), **how)
         else:
+            assert isinstance(origin.shape, TransformerShape), "checked above"
             exported = export_hugging_face(weights, origin.shape, Path(out), **how)
     notes = exported.notes
     if tokenizer.note:
@@ -101,7 +104,7 @@ def _find_origin(location: str, weights: CheckpointReader) -> CheckpointOrigin:
         raise CheckpointError(
             "nothing says what model it is of", where=location, fix="give the run's own directory"
         )
-    if not origin.shape.is_known and not is_hugging_face(origin.shape.kind):
+    if is_foreign(origin.shape.kind) and not is_hugging_face(origin.shape.kind):
         raise LayoutError(
             f"{origin.shape.kind} is a model of your own: transformers has no class for it",
             fix="phalanx.load_weights fills your module",

@@ -20,10 +20,10 @@ from phalanx.checkpoint.reading.verify import require_complete_directory
 from phalanx.checkpoint.stores import find_checkpoint, is_url
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
+from phalanx.job.costs import ModelCosts
 from phalanx.job.model import find_vocab_size_of, shape_of
 from phalanx.job.schema import Job, Model
-from phalanx.job.shape import ModelShape
-from phalanx.job.tensors import stored_shapes
+from phalanx.job.shapes.transformer import TransformerShape
 
 INIT = "init.json"  # in the run directory: what was decided, for every attempt
 TRAINED_IN = "float32"
@@ -59,7 +59,7 @@ class Initial:
         return [first, *(f"warn    the weights were made for {text}" for text in self.differences)]
 
 
-def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
+def find_initial(model: Model, shape: ModelCosts | None) -> Initial | None:
     """Find the checkpoint that `model.init_from` names, and check it; None without that key.
 
     `shape` is None where the model is not known yet.
@@ -77,17 +77,17 @@ def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
     manifest = read_manifest(folder).without_optimizer()
     require_complete_directory(folder, manifest)
     differences: tuple[str, ...] = ()
-    if shape is not None and shape.is_known:
+    if isinstance(shape, TransformerShape):
         _require_fit(folder, manifest, shape, model.init_cast)
         origin = find_origin(location, folder, manifest)
-        if origin and origin.shape.is_known:
+        if origin is not None and isinstance(origin.shape, TransformerShape):
             differences = _differences(origin.shape, shape)
     dtypes = tuple(sorted({tensor.dtype for tensor in manifest.tensors.values()}))
     came_from = str(manifest.facts.get("imported_from") or "")
     return Initial(folder.url, manifest.step, len(manifest.tensors), dtypes, came_from, differences)
 
 
-def find_known_shape(job: Job) -> ModelShape | None:
+def find_known_shape(job: Job) -> ModelCosts | None:
     """The model's shape before the data is known; None if it depends on the data, or for a
     user's module."""
     if job.model.is_foreign:
@@ -108,9 +108,9 @@ def _find(location: str) -> Folder:
     return find_checkpoint(location)
 
 
-def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bool) -> None:
+def _require_fit(folder: Folder, manifest: Manifest, shape: TransformerShape, cast: bool) -> None:
     tensors = {
-        name: ExpectedTensor(size, TRAINED_IN) for name, size in stored_shapes(shape).items()
+        name: ExpectedTensor(size, TRAINED_IN) for name, size in shape.list_stored_tensors().items()
     }
     misfits = find_mismatches(tensors, manifest.tensors, cast=cast)
     if not misfits:
@@ -122,7 +122,7 @@ def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bo
     raise MismatchError(message, misfits, where=folder.url, fix=fix)
 
 
-def _differences(made_for: ModelShape, shape: ModelShape) -> tuple[str, ...]:
+def _differences(made_for: TransformerShape, shape: TransformerShape) -> tuple[str, ...]:
     """Settings that the weights were made for and that the model has otherwise, though every
     tensor fits."""
     was, now = normalize_for_inference(made_for).to_json(), normalize_for_inference(shape).to_json()

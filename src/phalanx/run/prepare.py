@@ -14,10 +14,10 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.files import open_run_directory
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
+from phalanx.job.costs import ModelCosts
 from phalanx.job.model import find_vocab_size_of, require_matching_data
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
 from phalanx.launch.paths import refuse_linked_folders
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
@@ -146,7 +146,7 @@ def prepare_run(
             yield run
 
 
-def _refuse_images(corpus: Corpus, shape: ModelShape) -> None:
+def _refuse_images(corpus: Corpus, shape: ModelCosts) -> None:
     """Raise the LayoutError that every rank would: samples of another size than a built-in model
     of images takes."""
     if corpus.user is None or not shape.reads_images:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from phalanx.job.shapes.own_rules import pattern_of
 from phalanx.mesh.linear import is_linear
-from phalanx.plan.rule_checks import pattern_of
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.suggest.cutting import Cutting, find_cutting
 from phalanx.suggest.ends import find_end_rules

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.plan.rule_checks import pattern_of
+from phalanx.job.shapes.own_rules import pattern_of
 from phalanx.suggest.layer_groups import LayerGroup
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.suggestion import Reasoned

@@ -10,10 +10,11 @@ from typing import Any
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import names
 from phalanx.job.checks.pipeline import pipelines_have_no_conflicts
+from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job, Parallel
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import KEYS
 from phalanx.plan.plan import Plan
@@ -90,30 +91,17 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
     groups = max(1, shape.num_heads // max(1, shape.num_kv_heads))
     heads = groups * max(1, 4 // groups)
     small: dict[str, Any] = {
-        "num_layers": min(
-            shape.num_layers,
-            max(2 + min(shape.num_dense_layers, 1), num_blocks, shape.global_every),
-        ),
+        "num_layers": min(shape.num_layers, max(2, num_blocks)),
         "num_heads": heads,
         "num_kv_heads": heads // groups,
         "head_dim": 8,
         "dim": 32,
         "ffn_dim": 90,  # no multiple of four: uneven on four ranks and more
     }
-    if shape.kv_rank:
-        ranks = {
-            "kv_rank": 10,
-            "query_rank": 14 if shape.query_rank else 0,
-            "rope_head_dim": 4,
-            "value_head_dim": 6,
-        }
-        small = {key: value for key, value in small.items() if key != "num_kv_heads"} | ranks
-    if shape.vocab_size:
-        small["vocab_size"] = min(shape.vocab_size, SMALL_VOCAB)
-    if shape.num_experts:
-        small |= _few_experts(shape)
-    if shape.sliding_window:
-        small["sliding_window"] = min(shape.sliding_window, MAX_SEQ_LEN // 4)
+    if isinstance(shape, DecoderShape):
+        small |= _shrink_decoder(shape, num_blocks)
+        if shape.has_latent_attention:
+            del small["num_kv_heads"]
     body = job.to_json()
     changed = {key: value for key, value in small.items() if getattr(shape, key) != value}
     body["model"] |= changed
@@ -121,7 +109,27 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
     return _job(body), changes
 
 
-def _few_experts(shape: ModelShape) -> dict[str, Any]:
+def _shrink_decoder(shape: DecoderShape, num_blocks: int) -> dict[str, Any]:
+    """Small numbers for what only decoders have: of each kind of block there is at least one."""
+    least = max(2 + min(shape.num_dense_layers, 1), num_blocks, shape.global_every)
+    small: dict[str, Any] = {"num_layers": min(shape.num_layers, least)}
+    if shape.has_latent_attention:
+        small |= {
+            "kv_rank": 10,
+            "query_rank": 14 if shape.query_rank else 0,
+            "rope_head_dim": 4,
+            "value_head_dim": 6,
+        }
+    if shape.vocab_size:
+        small["vocab_size"] = min(shape.vocab_size, SMALL_VOCAB)
+    if shape.num_experts:
+        small |= _few_experts(shape)
+    if shape.sliding_window:
+        small["sliding_window"] = min(shape.sliding_window, MAX_SEQ_LEN // 4)
+    return small
+
+
+def _few_experts(shape: DecoderShape) -> dict[str, Any]:
     """At least two blocks with them, and a width that no two ranks of tp halve evenly by four."""
     dense = min(shape.num_dense_layers, 1)
     return {
@@ -257,7 +265,7 @@ def make_cases(
     *,
     num_ranks: int,
     cluster: Cluster,
-    shape: ModelShape | None,
+    shape: ModelCosts | None,
 ) -> list[Case]:
     """A plan for each layout and each way of recomputing the job asks for.
 

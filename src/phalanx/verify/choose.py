@@ -96,7 +96,7 @@ def choose_layouts(
     layout_names = [name.strip() for name in layout_names]
     job_layout = read_job_layout(job)
     num_ranks = ranks or job.parallel.ranks or _num_ranks_of(job_layout) or DEFAULT_RANKS
-    has_experts = not job.model.is_foreign and shape_of(job, SMALL_VOCAB).num_experts > 0
+    has_experts = not job.model.is_foreign and shape_of(job, SMALL_VOCAB).experts is not None
     axes_of_name = _resolve_names(layout_names, job_layout, num_ranks, has_experts=has_experts)
     notes = []
     if shrink:

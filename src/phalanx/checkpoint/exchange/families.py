@@ -77,7 +77,7 @@ class NameRule:
 class Family:
     """A family as its file of names describes it.
 
-    `always` are keys of ModelShape; `required`, `written` and `defaults` keys of config.json.
+    `always` are keys of a shape; `required`, `written` and `defaults` keys of config.json.
     `also`: other names that config.json may have for a key. `note`: a note for a person who exports
     a model. `nullable`: keys whose null is a value.
     """

@@ -28,8 +28,7 @@ from phalanx.checkpoint.reading.full_tensors import Bits
 from phalanx.checkpoint.reading.mismatch import ExpectedTensor, MismatchError, find_mismatches
 from phalanx.checkpoint.shard_file import Bytes, TensorSource, write_stream
 from phalanx.core.disk import Disk, write_json_durably
-from phalanx.job.shape import ModelShape
-from phalanx.job.tensors import stored_shapes
+from phalanx.job.shapes.transformer import TransformerShape
 
 CONFIG = "config.json"
 METADATA = {"format": "pt"}  # transformers requires it
@@ -73,7 +72,7 @@ class Extras:
 
 def export_hugging_face(
     weights: StackedTensorReader,
-    shape: ModelShape,
+    shape: TransformerShape,
     out: Path,
     *,
     shard_bytes: int,
@@ -90,7 +89,7 @@ def export_hugging_face(
     extras = extras or Extras({}, {}, {})
     config = config_of_shape(shape, max_positions=extras.max_positions, more=extras.settings)
     family = find_family(config["model_type"])
-    shapes = stored_shapes(shape)
+    shapes = shape.list_stored_tensors()
     _require_weights_of(shapes, weights)
     tensors = []
     for tensor in translate_to_hugging_face(family, shapes, weights):

@@ -98,8 +98,8 @@ def _job_file(weights: Weights, out: Path) -> str | None:
     data: dict[str, object] = {}
     if "tokenizer.json" in (weights.files or {}):
         data["tokenizer"] = str(out / "tokenizer.json")
-    if 0 < weights.shape.max_positions < Data().seq_len:
-        data["seq_len"] = weights.shape.max_positions
+    if 0 < weights.shape.longest_sequence < Data().seq_len:
+        data["seq_len"] = weights.shape.longest_sequence
     if data:
         text += "\n[data]\n"
     for key, value in data.items():

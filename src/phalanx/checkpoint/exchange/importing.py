@@ -35,12 +35,12 @@ from phalanx.checkpoint.stores import open_store
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.core.files import read_json
-from phalanx.job.shape import ModelShape
-from phalanx.job.tensors import stored_shapes
+from phalanx.job.shapes.stored_keys import DEFAULTS, REQUIRED
+from phalanx.job.shapes.transformer import TransformerShape
 
 FILE_BYTES = 4 << 30
 MODEL_TOML = "model.toml"
-# What an export writes back into config.json, and no ModelShape has.
+# What an export writes back into config.json, and no shape has.
 COPIED_SETTINGS = (
     "bos_token_id",
     "eos_token_id",
@@ -70,7 +70,7 @@ class Weights:
     origin: str
     tensors: tuple[RenamedTensor, ...]
     """A tensor in several parts has them one after the other."""
-    shape: ModelShape | None = None
+    shape: TransformerShape | None = None
     settings: Mapping[str, Any] | None = None
     files: Mapping[str, Path] | None = None
     notes: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -
     except LayoutError as error:
         error.where = str(source / CONFIG)
         raise
-    family, shapes = find_family(config["model_type"]), stored_shapes(shape)
+    family, shapes = find_family(config["model_type"]), shape.list_stored_tensors()
     translated = translate_from_hugging_face(family, shapes, reader or open_safetensors(source))
     stored = {name: tensor.info for name, tensor in translated.tensors.items()}
     expected = {name: ExpectedTensor(size) for name, size in unstack_experts(shapes).items()}
@@ -238,21 +238,10 @@ def _shape_of(parts: Sequence[Piece]) -> tuple[int, ...]:
     return tuple(map(max, zip(*ends, strict=True)))
 
 
-def _shape_to_json(shape: ModelShape) -> dict[str, Any]:
+def _shape_to_json(shape: TransformerShape) -> dict[str, Any]:
     """The keys of `shape` that every model has, and those that differ from their defaults."""
-    defaults = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
-    always = (
-        "num_layers",
-        "dim",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "ffn_dim",
-        "vocab_size",
-        "tie_embeddings",
-    )
     facts = shape.to_json()
-    for key in facts.keys() - set(always):
-        if facts[key] == defaults[key]:
+    for key in facts.keys() - set(REQUIRED):
+        if facts[key] == DEFAULTS[key]:
             del facts[key]
     return facts

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 
 
 def latent_values(config: Mapping[str, Any]) -> dict[str, int]:
-    """Keys of ModelShape that config.json says in other words.
+    """Keys of DecoderShape that config.json says in other words.
 
     Raises LayoutError for blocks with experts.
     """
@@ -28,7 +28,7 @@ def latent_values(config: Mapping[str, Any]) -> dict[str, int]:
     return {"query_rank": int(config["q_lora_rank"] or 0), "head_dim": head_dim}
 
 
-def latent_config(shape: ModelShape) -> dict[str, Any]:
+def latent_config(shape: DecoderShape) -> dict[str, Any]:
     """The keys that `latent_values` reads, and how many heads have keys of their own: all."""
     plain = shape.head_dim - shape.rope_head_dim
     return {

@@ -1,4 +1,4 @@
-"""Translates rotary positions between Hugging Face's config.json and a `ModelShape`, either way.
+"""Translates rotary positions between Hugging Face's config.json and a `DecoderShape`, either way.
 
 Torch-free.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.checkpoint.exchange.families import Family
 from phalanx.checkpoint.exchange.latent import yarn_mscale
 from phalanx.core.errors import LayoutError
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
 
 Config = Mapping[str, Any]
 
@@ -45,7 +45,7 @@ def read_rope(family: Family, config: Config, has_window: bool) -> dict[str, Any
 
 
 def _one_rope(family: Family, rope: Config, config: Config, theta: float) -> dict[str, Any]:
-    """Keys of ModelShape for one kind of block; `theta` is used where `rope` has none.
+    """Keys of DecoderShape for one kind of block; `theta` is used where `rope` has none.
 
     Raises LayoutError for a setting that phalanx's models do not compute.
     """
@@ -85,7 +85,7 @@ def _require_constants(rope: Config, kind: str) -> None:
             )
 
 
-def write_rope(family: Family, shape: ModelShape) -> dict[str, Any]:
+def write_rope(family: Family, shape: DecoderShape) -> dict[str, Any]:
     """Keys of rotary positions that transformers 4 and 5 both read, where there are such."""
     scaling = None
     if shape.rope_scaling != "none":
@@ -103,7 +103,7 @@ def write_rope(family: Family, shape: ModelShape) -> dict[str, Any]:
     return {"rope_parameters": {FULL: parameters, SLIDING: dict(parameters)}}
 
 
-def _write_scaling(family: Family, shape: ModelShape) -> dict[str, Any]:
+def _write_scaling(family: Family, shape: DecoderShape) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
     if shape.rope_original_len:
         scaling["original_max_position_embeddings"] = shape.rope_original_len

@@ -1,4 +1,4 @@
-"""Translates between Hugging Face's config.json and a `ModelShape`, either way. Torch-free.
+"""Translates between Hugging Face's config.json and the shape of a model, either way. Torch-free.
 
 A setting that would make another computation is refused by name. A family can describe a shape if
 its config.json, written and read back, is the same computation.
@@ -7,7 +7,7 @@ its config.json, written and read back, is the same computation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from phalanx.checkpoint.exchange.families import Family, find_family, list_families
@@ -20,7 +20,10 @@ from phalanx.checkpoint.exchange.rope_settings import (
     write_rope,
 )
 from phalanx.core.errors import LayoutError
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.stored import build_shape
+from phalanx.job.shapes.stored_keys import DEFAULTS
+from phalanx.job.shapes.transformer import TransformerShape
 
 Config = Mapping[str, Any]
 
@@ -36,7 +39,7 @@ MAY_BE_NONE = ("num_dense_layers", "balance_loss")
 BIAS_RATE = 0.001  # DeepSeek-V3's; no config.json says it
 
 
-def shape_of_config(config: Config) -> ModelShape:
+def shape_of_config(config: Config) -> TransformerShape:
     """The shape that a config.json means.
 
     Raises LayoutError for what phalanx's models do not compute.
@@ -50,7 +53,7 @@ def shape_of_config(config: Config) -> ModelShape:
         ) from None
 
 
-def _shape(family: Family, config: Config) -> ModelShape:
+def _shape(family: Family, config: Config) -> TransformerShape:
     config = _fill_config(family, config)
     for key, required in family.required.items():
         if config.get(key, required) != required:
@@ -82,7 +85,7 @@ def _shape(family: Family, config: Config) -> ModelShape:
             config[family.scores_by],
             f"phalanx divides by the head's {values['head_dim']}",
         )
-    return normalize_shape(ModelShape(**values))
+    return normalize_shape(build_shape(values))
 
 
 def _fill_config(family: Family, config: Config) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def _fill_config(family: Family, config: Config) -> dict[str, Any]:
 
 
 def _fill_defaults(values: dict[str, Any], config: Config) -> None:
-    """Add the keys of ModelShape that follow from other ones."""
+    """Add the keys of a shape that follow from other ones."""
     values.setdefault("kind", "decoder")
     if values["kind"] == "vit":
         values |= {"vocab_size": 0, "tie_embeddings": False}
@@ -114,7 +117,7 @@ def _fill_defaults(values: dict[str, Any], config: Config) -> None:
 def _require_numbers(values: Mapping[str, Any]) -> None:
     """Raise ValueError for numbers that no model can have, before they are computed with."""
     for key, value in values.items():
-        usual = getattr(ModelShape, key, None)
+        usual = DEFAULTS.get(key)
         if not isinstance(usual, str) and not _is_plausible(key, value, usual):
             raise ValueError(f"{key} {value!r}")
     if values["num_layers"] * values.get("num_experts", 1) > MAX_PARTS:
@@ -169,7 +172,7 @@ def _window(family: Family, config: Config, num_layers: int) -> dict[str, int]:
     types = config.get("layer_types") or _default_layer_types(config, num_layers)
     if not window or SLIDING not in types:
         return {"sliding_window": 0}
-    shape = ModelShape(num_layers, 0, 0, 0, 0, 0, 0, False, sliding_window=window)
+    shape = DecoderShape(num_layers, 0, 0, 0, 0, 0, 0, False, sliding_window=window)
     for interval in (0, *range(2, num_layers + 1)):
         if layer_types(replace(shape, global_every=interval)) == list(types):
             return {"sliding_window": window, "global_every": interval}
@@ -195,7 +198,7 @@ def _default_layer_types(config: Config, num_layers: int) -> list[str]:
     return types
 
 
-def layer_types(shape: ModelShape) -> list[str]:
+def layer_types(shape: DecoderShape) -> list[str]:
     """The layer type of each block, in transformers' words."""
     types = [FULL] * shape.num_layers
     for layer in range(shape.num_layers):
@@ -204,24 +207,25 @@ def layer_types(shape: ModelShape) -> list[str]:
     return types
 
 
-def normalize_shape(shape: ModelShape) -> ModelShape:
+def normalize_shape(shape: TransformerShape) -> TransformerShape:
     """The same computation in one canonical form: keys without effect have their defaults."""
+    if not isinstance(shape, DecoderShape):
+        return shape
     changes: dict[str, Any] = {}
-    blank = ModelShape(0, 0, 0, 0, 0, 0, 0, False)
     if shape.rope_scaling == "ntk":  # another base, and nothing else
         theta = shape.rope_theta * shape.rope_factor ** (
             shape.rotated_dim / (shape.rotated_dim - 2)
         )
         changes |= {"rope_scaling": "none", "rope_theta": theta}
     if changes.get("rope_scaling", shape.rope_scaling) == "none":
-        changes["rope_factor"] = blank.rope_factor
+        changes["rope_factor"] = DEFAULTS["rope_factor"]
     if shape.rope_scaling not in ("llama3", "yarn"):
         changes["rope_original_len"] = 0
     if shape.rope_scaling != "yarn":
-        changes["rope_mscale"] = blank.rope_mscale
-    if shape.positions != "rope" or shape.reads_images:
+        changes["rope_mscale"] = DEFAULTS["rope_mscale"]
+    if shape.positions != "rope":
         changes |= {
-            "rope_theta": blank.rope_theta,
+            "rope_theta": DEFAULTS["rope_theta"],
             "rope_scaling": "none",
             "rope_factor": 1.0,
             "rope_original_len": 0,
@@ -237,18 +241,21 @@ def normalize_shape(shape: ModelShape) -> ModelShape:
     return replace(shape, **changes)
 
 
-def normalize_for_inference(shape: ModelShape) -> ModelShape:
+def normalize_for_inference(shape: TransformerShape) -> TransformerShape:
     """`normalize_shape`, without the keys that only training reads: weights mean the same whatever
     balances experts."""
+    shape = normalize_shape(shape)
+    if not isinstance(shape, DecoderShape):
+        return shape
     # Only whether there is a bias matters: it is a tensor of the weights, at whatever rate.
     rate = 0.0
     if shape.balance_bias:
         rate = BIAS_RATE
-    return replace(normalize_shape(shape), balance_loss=0.0, balance_bias=rate)
+    return replace(shape, balance_loss=0.0, balance_bias=rate)
 
 
 def config_of_shape(
-    shape: ModelShape, *, max_positions: int = 0, more: Config | None = None
+    shape: TransformerShape, *, max_positions: int = 0, more: Config | None = None
 ) -> dict[str, Any]:
     """The config.json of the first family that computes what the shape says.
 
@@ -273,15 +280,15 @@ def config_of_shape(
     )
 
 
-def _reasons(family: Family, config: Config, shape: ModelShape) -> list[str]:
+def _reasons(family: Family, config: Config, shape: TransformerShape) -> list[str]:
     """The keys that the family would compute otherwise: the configuration is read back and
     compared."""
     try:
-        read_back = asdict(normalize_for_inference(_shape(family, config)))
+        read_back = normalize_for_inference(_shape(family, config)).to_json()
     except (LayoutError, ValueError):  # also a family of experts, of a model that has none
         return [_NOTHING_ALIKE]
     reasons = []
-    for key, value in asdict(normalize_for_inference(shape)).items():
+    for key, value in normalize_for_inference(shape).to_json().items():
         if read_back[key] != value:
             reasons.append(f"its {key} is {read_back[key]} and the model's {value}")
     if family.heads_divide_dim and shape.dim % shape.num_heads:
@@ -299,13 +306,14 @@ def _weight(reason: str) -> int:
     return 1
 
 
-def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, Any]:
+def _config(family: Family, shape: TransformerShape, max_positions: int) -> dict[str, Any]:
+    numbers, decoder = shape.to_json(), _view_as_decoder(shape)
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
     }
     for key, shape_key in family.widths.items():
-        config[key] = getattr(shape, shape_key)
+        config[key] = numbers[shape_key]
     config[family.activation] = _their_activation(shape.activation)
     config |= {
         **dict.fromkeys(family.biases, shape.bias == "all"),
@@ -313,7 +321,7 @@ def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, 
         **family.written,
     }
     if family.latent:
-        config |= latent_config(shape)
+        config |= latent_config(decoder)
     if family.scores_by:
         config[family.scores_by] = shape.head_dim
     if shape.reads_images and "num_labels" in config:
@@ -322,16 +330,24 @@ def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, 
             config["id2label"][str(number)] = f"LABEL_{number}"
             config["label2id"][f"LABEL_{number}"] = number
     if family.window:
-        config["sliding_window"] = shape.sliding_window or None
+        config["sliding_window"] = decoder.sliding_window or None
     if family.window == "layer_types":
         config |= {
-            "use_sliding_window": shape.sliding_window > 0,
-            "layer_types": layer_types(shape),
+            "use_sliding_window": decoder.sliding_window > 0,
+            "layer_types": layer_types(decoder),
         }
     if family.rope:
-        length = max(max_positions, int(shape.rope_original_len * shape.rope_factor), 1)
-        config |= {"max_position_embeddings": length} | write_rope(family, shape)
+        length = max(max_positions, int(decoder.rope_original_len * decoder.rope_factor), 1)
+        config |= {"max_position_embeddings": length} | write_rope(family, decoder)
     return config
+
+
+def _view_as_decoder(shape: TransformerShape) -> DecoderShape:
+    """`shape` with a decoder's defaults for what it has not: every family is tried for it."""
+    if isinstance(shape, DecoderShape):
+        return shape
+    names = {field.name for field in fields(DecoderShape)}
+    return DecoderShape(**{key: v for key, v in shape.to_json().items() if key in names})
 
 
 def _their_activation(activation: str) -> str:

@@ -23,7 +23,7 @@ from phalanx.checkpoint.exchange.tensor_readers import (
 )
 from phalanx.checkpoint.reading.full_tensors import Bits
 from phalanx.core.errors import CheckpointError
-from phalanx.job.tensors import Shape
+from phalanx.job.shapes.tensors import Size
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RenamedTensor:
 
 
 def translate_to_hugging_face(
-    family: Family, shapes: Mapping[str, Shape], weights: StackedTensorReader
+    family: Family, shapes: Mapping[str, Size], weights: StackedTensorReader
 ) -> list[RenamedTensor]:
     """Every tensor of `shapes` under the name and in the orientation of transformers.
 
@@ -81,20 +81,20 @@ def _merge(
     return RenamedTensor(their_name, info, load)
 
 
-def _their_shape(rule: NameRule, shape: Shape) -> Shape:
+def _their_shape(rule: NameRule, shape: Size) -> Size:
     if rule.transposed:
         shape = shape[::-1]
     return (1,) * rule.ones + tuple(shape)
 
 
-def list_expert_stacks(shapes: Mapping[str, Shape]) -> list[str]:
+def list_expert_stacks(shapes: Mapping[str, Size]) -> list[str]:
     """The names of phalanx's tensors that hold one matrix of each expert."""
     return [name for name, shape in shapes.items() if len(shape) == 3]
 
 
-def unstack_experts(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def unstack_experts(shapes: Mapping[str, Size]) -> dict[str, Size]:
     """`shapes` with each element in place of a stack: Hugging Face names elements."""
-    unstacked: dict[str, Shape] = {}
+    unstacked: dict[str, Size] = {}
     for name, shape in shapes.items():
         if len(shape) == 3:
             for number in range(shape[0]):
@@ -117,7 +117,7 @@ class TranslatedTensors:
 
 
 def stack_experts(
-    shapes: Mapping[str, Shape], unstacked: Mapping[str, RenamedTensor]
+    shapes: Mapping[str, Size], unstacked: Mapping[str, RenamedTensor]
 ) -> list[RenamedTensor]:
     """Return all tensors of `shapes` from `unstacked`, where each expert's matrix is a tensor.
 
@@ -140,7 +140,7 @@ def stack_experts(
 
 
 def translate_from_hugging_face(
-    family: Family, shapes: Mapping[str, Shape], weights: StackedTensorReader
+    family: Family, shapes: Mapping[str, Size], weights: StackedTensorReader
 ) -> TranslatedTensors:
     """Every tensor of a Hugging Face directory, split and transposed into phalanx's.
 
@@ -193,7 +193,7 @@ def _split(
     name: str,
     rule: NameRule,
     our_names: list[str],
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, Size],
     reader: TensorReader,
 ) -> Iterable[RenamedTensor]:
     """Yield phalanx's tensors in one of Hugging Face's.
@@ -220,7 +220,7 @@ def _split(
 
 
 def _load_rows(
-    reader: TensorReader, name: str, rule: NameRule, oriented: Shape, rows: slice
+    reader: TensorReader, name: str, rule: NameRule, oriented: Size, rows: slice
 ) -> Bits:
     bits = reader.load(name)
     if not oriented:

@@ -13,7 +13,8 @@ from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.stores import is_checkpoint, is_url, run_at
 from phalanx.core.files import read_json
-from phalanx.job.shape import ModelShape
+from phalanx.job.costs import ModelCosts
+from phalanx.job.shapes.stored import read_shape
 from phalanx.plan.plan import Plan
 
 
@@ -25,7 +26,7 @@ class CheckpointOrigin:
     `settings` are those of the config.json that an import came with.
     """
 
-    shape: ModelShape
+    shape: ModelCosts
     seq_len: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -42,7 +43,7 @@ def find_origin(location: str, folder: Folder, manifest: Manifest) -> Checkpoint
         if shape_facts:
             settings = dict(manifest.facts.get("hugging_face") or {})
             seq_len = int(settings.get("max_position_embeddings") or 0)
-            return CheckpointOrigin(ModelShape.from_json(shape_facts), seq_len, settings)
+            return CheckpointOrigin(read_shape(shape_facts), seq_len, settings)
         if run_dir is None:
             return None
         plan = Plan.from_json(read_json(run_dir / "plan.json"))

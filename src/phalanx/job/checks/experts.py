@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 
+from phalanx.core.registry import is_foreign
 from phalanx.job.checks.check import check, finding
 from phalanx.job.checks.model import find_shape
+from phalanx.job.costs import ModelCosts
 from phalanx.job.findings import Finding
 from phalanx.job.nearest import divisors, nearest
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
 
 WHY = "experts are reduced over other ranks than the rest"
 FOREIGN = (
@@ -33,23 +34,24 @@ def experts_can_be_spread(job: Job) -> list[Finding]:
     return [finding("parallel.ep", *wrong)] if wrong is not None else []
 
 
-def find_misfit(ep: int, shape: ModelShape, num_ranks: int | None = None) -> tuple[str, str] | None:
+def find_misfit(ep: int, shape: ModelCosts, num_ranks: int | None = None) -> tuple[str, str] | None:
     """(problem, fix) for `ep` ranks and a model's experts; None if they go together.
 
     `num_ranks`: those that experts can be spread over, where that is known.
     """
-    if not shape.is_known:
+    experts = shape.experts
+    if experts is None and is_foreign(shape.kind):
         return f"ep {ep} {FOREIGN[0]}", FOREIGN[1]
-    if not shape.num_experts:
+    if experts is None:
         return (
             f"ep {ep} spreads experts over ranks, and the model has none",
             "set model.num_experts, or remove it",
         )
-    if shape.num_experts % ep:
-        problem = f"ep {ep} does not divide the {shape.num_experts} experts"
+    if experts.count % ep:
+        problem = f"ep {ep} does not divide the {experts.count} experts"
         return (
             problem,
-            f"nearest: {nearest(ep, divisors(math.gcd(shape.num_experts, num_ranks or 0)))}",
+            f"nearest: {nearest(ep, divisors(math.gcd(experts.count, num_ranks or 0)))}",
         )
     return None
 
@@ -74,14 +76,13 @@ def experts_have_their_ranks(job: Job) -> list[Finding]:
 
 
 def explain_undivided(
-    job: Job, shape: ModelShape | None, size: int, ranks_in_words: str
+    job: Job, shape: ModelCosts | None, size: int, ranks_in_words: str
 ) -> tuple[str, str]:
     """(problem, fix) for an ep that does not divide the `size` ranks, which messages call
     `ranks_in_words`."""
     ep = job.parallel.degrees.ep
-    legal = divisors(
-        math.gcd(size, shape.num_experts) if shape is not None and shape.num_experts else size
-    )
+    experts = None if shape is None else shape.experts
+    legal = divisors(size if experts is None else math.gcd(size, experts.count))
     return (
         f"ep {ep} does not divide {ranks_in_words}",
         f"nearest: {nearest(ep, legal)}, or {_suggest_more_ranks(job, size)}",

@@ -17,7 +17,9 @@ from phalanx.job.model import DEFAULT_PRESETS, SHAPE_KEYS, shape_of
 from phalanx.job.nearest import divisors_near, multiples_near
 from phalanx.job.presets import find_preset, preset_names
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.stored import BuiltInShape
+from phalanx.job.shapes.vit import VitShape
 
 Question = Callable[[Job], list[Finding]]
 
@@ -91,13 +93,13 @@ def key_is_read(key: str, job: Job) -> list[Finding]:
     shape = find_shape(job)
     if shape is None or job.model.kind not in (None, *DEFAULT_PRESETS):
         return []
-    if key in (TEXT_KEYS if shape.reads_images else IMAGE_KEYS):
+    if key in (IMAGE_KEYS if isinstance(shape, DecoderShape) else TEXT_KEYS):
         return [_finding(key, f"{key} is not read by a {shape.kind}", "remove it")]
-    fix = "" if shape.reads_images else _explain_no_effect(key, shape)
+    fix = _explain_no_effect(key, shape) if isinstance(shape, DecoderShape) else ""
     return [_finding(key, f"{key} has no effect", fix)] if fix and value not in (0, "none") else []
 
 
-def _explain_no_effect(key: str, shape: ModelShape) -> str:
+def _explain_no_effect(key: str, shape: DecoderShape) -> str:
     """The fix that makes a decoder read `key`; "" if it does."""
     missing = {
         "max_positions": (
@@ -135,7 +137,7 @@ def _explain_no_effect(key: str, shape: ModelShape) -> str:
 
 
 def scaling_is_complete(job: Job) -> list[Finding]:
-    shape = find_shape(job)
+    shape = find_decoder(job)
     if shape is None or shape.rope_scaling == "none":
         return []
     findings = []
@@ -163,10 +165,8 @@ def heads_divide_dim(job: Job) -> list[Finding]:
     if shape is None:
         return []
     dim, heads = shape.dim, shape.num_heads
-    rotary, derived = (
-        shape.positions == "rope" and not shape.reads_images,
-        job.model.head_dim is None,
-    )
+    rotary = isinstance(shape, DecoderShape) and shape.positions == "rope"
+    derived = job.model.head_dim is None
     nearest_dim = (
         f"nearest dim for {heads} heads: {multiples_near(dim, (2 if rotary else 1) * heads)}"
     )
@@ -197,13 +197,8 @@ def kv_heads_divide_heads(job: Job) -> list[Finding]:
 
 
 def sequences_have_positions(job: Job) -> list[Finding]:
-    shape, seq_len = find_shape(job), job.data.seq_len
-    if (
-        shape is None
-        or shape.positions != "learned"
-        or shape.reads_images
-        or seq_len <= shape.max_positions
-    ):
+    shape, seq_len = find_decoder(job), job.data.seq_len
+    if shape is None or shape.positions != "learned" or seq_len <= shape.max_positions:
         return []
     problem = (
         f"sequences of {seq_len} tokens, and the model has {shape.max_positions} learned positions"
@@ -219,7 +214,7 @@ def sequences_have_positions(job: Job) -> list[Finding]:
 
 def patches_fill_the_image(job: Job) -> list[Finding]:
     shape = find_shape(job)
-    if shape is None or not shape.reads_images or shape.image_size % shape.patch_size == 0:
+    if not isinstance(shape, VitShape) or shape.image_size % shape.patch_size == 0:
         return []
     problem = f"patches of {shape.patch_size} pixels do not fill an image of {shape.image_size}"
     return [
@@ -230,7 +225,7 @@ def patches_fill_the_image(job: Job) -> list[Finding]:
 
 
 def experts_are_complete(job: Job) -> list[Finding]:
-    shape = find_shape(job)
+    shape = find_decoder(job)
     if shape is None or not shape.num_experts:
         return []
     findings = []
@@ -250,7 +245,7 @@ def experts_are_complete(job: Job) -> list[Finding]:
 
 
 def latents_are_complete(job: Job) -> list[Finding]:
-    shape = find_shape(job)
+    shape = find_decoder(job)
     if shape is None or not shape.kv_rank:
         return []
     findings, rotated = [], shape.rope_head_dim
@@ -324,7 +319,13 @@ QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
 """Each question, and the keys it reads: of those that the file gives, the first is told."""
 
 
-def find_shape(job: Job) -> ModelShape | None:
+def find_decoder(job: Job) -> DecoderShape | None:
+    """The shape of the job's model; None if it is no decoder, or has none that can be."""
+    shape = find_shape(job)
+    return shape if isinstance(shape, DecoderShape) else None
+
+
+def find_shape(job: Job) -> BuiltInShape | None:
     """The shape that the section asks for, or None where another question already refuses it."""
     model = job.model
     if model.is_foreign or preset_exists(job) or preset_is_of_this_kind(job):

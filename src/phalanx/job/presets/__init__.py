@@ -2,8 +2,8 @@
 section.
 
 `shared` holds what all models of a family have in common, `same_as` takes over another model's
-values, `num_params` is the published count. What a row leaves out is ModelShape's default, or
-follows from what is there (phalanx.job.model).
+values, `num_params` is the published count. What a row leaves out is the default of its shape
+(phalanx.job.shapes), or follows from what is there (phalanx.job.model).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """A named model. `values` are keys of ModelShape."""
+    """A named model. `values` are keys of its shape."""
 
     name: str
     family: str

@@ -30,7 +30,7 @@ from phalanx.nn.objective import HeadOutput
 
 MODELS = "phalanx.nn.models"
 LAYERDROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
-# Attribute of a module: what `ModelShape` can be told of it.
+# Attribute of a module: numbers for its `MeasuredModule`.
 FACTS = "shape_facts"
 
 

@@ -1,5 +1,5 @@
 """A causal decoder in the styles of Llama, GPT-2, Mixtral, Qwen, Gemma and DeepSeek: what its
-`ModelShape` says.
+`DecoderShape` says.
 
 Shape suffixes: B batch, T sequence, D model width, V vocabulary. Seams that parallelism may swap:
 `attention.core(q, k, v, positions, document_ids, mask)`, `moe.dispatch(rows, counts, experts)`,
@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.own_rules import fill_shard_rules
 from phalanx.mesh.logical import LogicalShard
 from phalanx.nn.attention import shared_mask
 from phalanx.nn.block import Block, init_rules
@@ -22,7 +23,40 @@ from phalanx.nn.norms import build_norm
 from phalanx.nn.objective import CausalOutput, Objective, causal_cross_entropy
 from phalanx.nn.rotary import rotary_table
 from phalanx.nn.routing import Balance
-from phalanx.plan.rules import built_in_rules
+
+# For tensor parallelism: module -> how it is cut (phalanx.plan.rules), for all decoders. Those of
+# modules that a decoder has not are left out, and numbers of its shape filled in. A literal:
+# planning reads it without importing this file.
+SHARD_RULES = {
+    "blocks.*.attention": "region",
+    "blocks.*.attention.q": "column heads={num_heads}",
+    "blocks.*.attention.k": "column heads={num_kv_heads}/{num_heads}",
+    "blocks.*.attention.v": "column heads={num_kv_heads}/{num_heads}",
+    # Latent attention: every rank makes whole latents, and the part of their gradient that its
+    # heads cause is a part of a sum.
+    "blocks.*.attention.q_down": "partial",
+    "blocks.*.attention.q_up": "column heads={num_heads}",
+    "blocks.*.attention.kv_down": "partial",
+    "blocks.*.attention.kv_norm": "partial",
+    "blocks.*.attention.kv_up": "column heads={num_heads}",
+    "blocks.*.attention.o": "row heads={num_heads}",
+    "blocks.*.attention.q_norm": "partial",
+    "blocks.*.attention.k_norm": "partial",
+    "blocks.*.ffn": "region",
+    "blocks.*.ffn.down": "row",
+    "blocks.*.ffn.up": "column",
+    "blocks.*.ffn.gate": "column",
+    "blocks.*.moe": "region summed",
+    "blocks.*.moe.experts.down": "row unsummed",
+    "blocks.*.moe.experts.up": "column",
+    "blocks.*.moe.experts.gate": "column",
+    "blocks.*.moe.shared.down": "row unsummed",
+    "blocks.*.moe.shared.up": "column",
+    "blocks.*.moe.shared.gate": "column",
+    "embed": "vocab",
+    "embed_positions": "sequence",
+    "head": "vocab",
+}
 
 
 class Decoder(nn.Module):
@@ -38,10 +72,10 @@ class Decoder(nn.Module):
         True  # norms and residuals: a rank may have a part of the sequence there
     )
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
-        self.shard_rules = built_in_rules(shape)
+        self.shard_rules = fill_shard_rules(SHARD_RULES, shape)
         self.embed = nn.Embedding(shape.vocab_size, shape.dim)
         learned = shape.positions == "learned"
         self.embed_positions = nn.Embedding(shape.max_positions, shape.dim) if learned else None
@@ -126,7 +160,7 @@ class Decoder(nn.Module):
         initialize_shards(shards, init_rules(self.shape), seed)
 
 
-def build(shape: ModelShape) -> Decoder:
+def build(shape: DecoderShape) -> Decoder:
     """The decoder of `shape`, on the current default device (phalanx builds on meta and
     initialises shards)."""
     return Decoder(shape)
@@ -138,7 +172,7 @@ def default_objective(loss_chunk_tokens: int) -> Objective:
 
 
 def example_batch(
-    shape: ModelShape, batch_size: int, seq_len: int, seed: int
+    shape: DecoderShape, batch_size: int, seq_len: int, seed: int
 ) -> dict[str, torch.Tensor]:
     """Random data as this model takes it."""
     generator = torch.Generator().manual_seed(seed)

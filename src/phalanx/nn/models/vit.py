@@ -12,13 +12,28 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.shape import ModelShape
+from phalanx.job.shapes.own_rules import fill_shard_rules
+from phalanx.job.shapes.vit import VitShape
 from phalanx.mesh.logical import LogicalShard
 from phalanx.nn.block import Block, init_rules
 from phalanx.nn.init import initialize_shards
 from phalanx.nn.norms import build_norm
 from phalanx.nn.objective import Objective, classification_cross_entropy
-from phalanx.plan.rules import built_in_rules
+
+# For tensor parallelism, as those of phalanx.nn.models.decoder; the ends are small, and stay whole.
+SHARD_RULES = {
+    "blocks.*.attention": "region",
+    "blocks.*.attention.q": "column heads={num_heads}",
+    "blocks.*.attention.k": "column heads={num_kv_heads}/{num_heads}",
+    "blocks.*.attention.v": "column heads={num_kv_heads}/{num_heads}",
+    "blocks.*.attention.o": "row heads={num_heads}",
+    "blocks.*.attention.q_norm": "partial",
+    "blocks.*.attention.k_norm": "partial",
+    "blocks.*.ffn": "region",
+    "blocks.*.ffn.down": "row",
+    "blocks.*.ffn.up": "column",
+    "blocks.*.ffn.gate": "column",
+}
 
 
 class VisionTransformer(nn.Module):
@@ -28,10 +43,10 @@ class VisionTransformer(nn.Module):
 
     block_inputs_are_cast = True
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: VitShape) -> None:
         super().__init__()
         self.shape = shape
-        self.shard_rules = built_in_rules(shape)
+        self.shard_rules = fill_shard_rules(SHARD_RULES, shape)
         self.patch = nn.Conv2d(
             shape.num_channels, shape.dim, shape.patch_size, stride=shape.patch_size
         )
@@ -78,7 +93,7 @@ class VisionTransformer(nn.Module):
         initialize_shards(shards, init_rules(self.shape), seed)
 
 
-def build(shape: ModelShape) -> VisionTransformer:
+def build(shape: VitShape) -> VisionTransformer:
     """The vision transformer of `shape`, on the current default device."""
     return VisionTransformer(shape)
 
@@ -89,7 +104,7 @@ def default_objective(loss_chunk_tokens: int) -> Objective:
 
 
 def example_batch(
-    shape: ModelShape, batch_size: int, seq_len: int, seed: int
+    shape: VitShape, batch_size: int, seq_len: int, seed: int
 ) -> dict[str, torch.Tensor]:
     """Random data as this model takes it. An image has its own length: seq_len does not matter."""
     generator = torch.Generator().manual_seed(seed)

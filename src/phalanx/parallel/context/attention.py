@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
+from phalanx.job.shapes.masks import QUERY_BLOCK
 from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import VisibleKeys, attend_by_blocks
 from phalanx.parallel.context.block_attention import KeyValueBlock, Products, Running
 from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
-from phalanx.plan.activations import QUERY_BLOCK
 
 Attend = Callable[..., torch.Tensor]
 MaskOrSeen: TypeAlias = torch.Tensor | VisibleKeys | None

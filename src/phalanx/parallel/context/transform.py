@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
+from phalanx.job.shapes.masks import QUERY_BLOCK
 from phalanx.mesh.attend_blocks import VisibleKeys, is_masked
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import attention_cores, has_attention_seam
@@ -31,7 +32,6 @@ from phalanx.parallel.context.chunks import Chunks
 from phalanx.parallel.context.group import ContextGroup
 from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
-from phalanx.plan.activations import QUERY_BLOCK
 from phalanx.plan.degrees import no_attention_seam_error
 from phalanx.plan.plan import Plan
 

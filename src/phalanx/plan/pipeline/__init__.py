@@ -4,7 +4,7 @@ Torch-free.
 
 The types, one walk of the data:
 
-    ModelShape ─► costs.model_parts ─► cut.cut_stages ─► Stages ─► costs.cost_stages ─► StageCosts
+    ModelCosts ─► costs.model_parts ─► cut.cut_stages ─► Stages ─► costs.cost_stages ─► StageCosts
                                                                                              │
     name, ranks, microbatches ─► generate.generate_schedule ─┐                               ▼
     a CSV file ─► schedule.read_schedule ────────────────────┴─► Schedule ─► simulate.simulate

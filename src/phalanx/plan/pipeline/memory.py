@@ -6,22 +6,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.job import counts
-from phalanx.job.shape import ModelShape
-from phalanx.plan import activations
-from phalanx.plan.activations import block_mask_bytes, common_mask_bytes
+from phalanx.job.costs import ModelCosts
 from phalanx.plan.memory import (
-    LOOKED_UP_BYTES,
     StateBytes,
     allocator_gradient_bytes,
     count_segment_bytes,
-    loss_bytes,
     peak_of_segments,
     place_on_device,
     state_bytes,
-    uneven_share,
+    uneven_params,
 )
-from phalanx.plan.pipeline.costs import part_params
+from phalanx.plan.pipeline.costs import params_of_stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.schedule import Schedule
 from phalanx.plan.pipeline.simulate import peak_bytes
@@ -44,7 +39,7 @@ class StageBytes:
 
 
 def pipeline_memory(
-    shape: ModelShape,
+    shape: ModelCosts,
     work: Workload,
     pipeline: Pipeline,
     zero_stage: int,
@@ -60,43 +55,38 @@ def pipeline_memory(
     and save them.
     """
     shape = shard_shape(shape, work.tp, work.rules)
-    params = part_params(shape, pipeline.first_stage, pipeline.last_stage)
-    rank_params = part_params(shape, pipeline.first_stage, pipeline.last_stage, work.ep)
+    params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage)
+    rank_params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage, work.ep)
     schedule = pipeline.schedule()
-    activations_by_rank = rank_activations(shape, work, pipeline) if shape.is_known else ()
+    activations_by_rank = rank_activations(shape, work, pipeline)
     staging = rank_staging(shape, work, pipeline, num_shares)
-    share = uneven_share(shape, zero_stage, dp_size, work.ep)
     memories = []
     for rank in range(pipeline.num_ranks):
         stages = pipeline.stages_of(rank)
-        num_params, num_rank_params = (
-            of.of_stages(pipeline.stages, stages) for of in (params, rank_params)
-        )
-        spread = sum(
-            counts.spread_params(shape, *pipeline.stages.ranges[stage]) for stage in stages
-        )
-        memory = _state_bytes(
-            num_params, num_rank_params, work, zero_stage, dp_size, spread * share
-        )
-        if activations_by_rank:
+        num_params = params_of_stages(params, pipeline.stages, stages)
+        num_rank_params = params_of_stages(rank_params, pipeline.stages, stages)
+        ranges = [pipeline.stages.ranges[stage] for stage in stages]
+        uneven = uneven_params(shape, zero_stage, dp_size, work.ep, ranges)
+        memory = _state_bytes(num_params, num_rank_params, work, zero_stage, dp_size, uneven)
+        if shape.activations is not None:
             memory["activations"] = activations_by_rank[rank]
-            memory["loss"] = _loss_bytes(shape, work) if pipeline.num_stages - 1 in stages else 0
-            memory["communication"] += _message_bytes(schedule, rank, message_bytes(shape, work))
+            if pipeline.num_stages - 1 in stages:
+                memory["loss"] = shape.activations.loss(work).computing
+            message = shape.activations.message(work)
+            memory["communication"] += _message_bytes(schedule, rank, message)
         if device == "cpu" and work.copies_state:
             memory["staging"] = staging[rank]
-        freed = (
-            allocator_gradient_bytes(shape, work, zero_stage, accumulates=True)
-            if activations_by_rank
-            else 0.0
-        )
+        freed = allocator_gradient_bytes(shape, work, zero_stage, accumulates=True)
         memories.append(place_on_device(memory, work, device, freed))
     return tuple(memories)
 
 
 @lru_cache(maxsize=32)
-def rank_activations(shape: ModelShape, work: Workload, pipeline: Pipeline) -> tuple[int, ...]:
+def rank_activations(shape: ModelCosts, work: Workload, pipeline: Pipeline) -> tuple[int, ...]:
     """Bytes of activations of each pipeline rank, at the worst moment: all microbatches in
-    flight, and what is recomputed of one of them."""
+    flight, and what is recomputed of one of them; 0 where nobody knows."""
+    if shape.activations is None:
+        return (0,) * pipeline.num_ranks
     stages = [stage_bytes(shape, work, pipeline, stage) for stage in range(pipeline.num_stages)]
     peaks = peak_bytes(
         pipeline.schedule(), [s.saved for s in stages], [s.for_weights for s in stages]
@@ -108,57 +98,33 @@ def rank_activations(shape: ModelShape, work: Workload, pipeline: Pipeline) -> t
     return tuple(peak + recomputed for peak, recomputed in zip(peaks, redone, strict=True))
 
 
-def message_bytes(shape: ModelShape, work: Workload) -> int:
-    """Bytes of the output that a stage sends for one microbatch, and of its gradient."""
-    return work.tokens * shape.dim * work.compute_bytes // work.sequence_parts
-
-
-def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: int) -> StageBytes:
-    """Bytes of one stage on one rank of tp, of a built-in model (`shape`: from `shard_shape`).
+def stage_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: int) -> StageBytes:
+    """Bytes of one stage on one rank of tp (`shape`: from `shard_shape`), of a model whose
+    activations are known.
 
     Segments of recompute end where stages do.
     """
-    c, tokens, last = work.compute_bytes, work.tokens, pipeline.num_stages - 1
+    activations, tokens = shape.activations, work.tokens
+    assert activations is not None, "the caller asks"
     first, end = pipeline.stages.ranges[stage]
     saved, redone = count_segment_bytes(shape, work, first, end)
     # Masks and tables of angles are made in every stage: a user's forward begins in each of them.
-    outside = common_mask_bytes(shape, work)
-    outside += tokens * activations.table_bytes(shape)
+    outside = activations.everywhere(work)
     if stage == 0:
-        outside += (
-            work.micro_batch_size * activations.image_bytes(shape, c) if shape.reads_images else 0
-        )
-        outside += tokens * LOOKED_UP_BYTES if work.tp > 1 and not shape.reads_images else 0
-    outside += _head_bytes(shape, work) if stage == last else message_bytes(shape, work)
-    first_with_experts = shape.num_layers - shape.num_expert_layers
-    for_weights = sum(
-        activations.weight_input_bytes(shape, c, experts=layer >= first_with_experts)
-        for layer in range(first, end)
-    )
-    if work.is_compiled:
-        for_weights = 0  # the half of the input does both
-    total = tokens * sum(saved) + outside
-    passing = tokens * (peak_of_segments(saved, redone) - sum(saved)) + block_mask_bytes(
-        shape, work
-    )
-    return StageBytes(total, passing, tokens * for_weights)
-
-
-def _head_bytes(shape: ModelShape, work: Workload) -> int:
-    """Bytes of the last norm, and of the gradients of hidden states and head, which the loss
-    computes in its forward, for each microbatch that waits for its backward."""
-    if shape.reads_images:
-        return 2 * 4 * work.micro_batch_size * shape.num_classes
-    norm = activations.norm_bytes(shape, shape.dim, work.compute_bytes, work.sequence_parts)
-    return work.tokens * (norm + shape.dim * work.compute_bytes) + shape.vocab_size * shape.dim * 4
-
-
-def _loss_bytes(shape: ModelShape, work: Workload) -> float:
-    """Bytes while one microbatch's loss is computed, beside those of `_head_bytes`."""
-    total = loss_bytes(shape, work)
-    if shape.reads_images:
-        return total
-    return total - work.tokens * shape.dim * work.compute_bytes - shape.vocab_size * shape.dim * 4
+        outside += activations.embedding(work)
+    if stage == pipeline.num_stages - 1:
+        # The loss computes the gradients of hidden states and head in its forward, for each
+        # microbatch that waits for its backward.
+        outside += activations.final_norm(work) + activations.loss(work).waiting
+    else:
+        outside += activations.message(work)
+    for_weights = 0
+    if not work.is_compiled:  # else the half of the input does both
+        for layer in range(first, end):
+            block = activations.block(layer, work.compute_bytes, work.sequence_parts)
+            for_weights += block.weight_inputs
+    passing = tokens * (peak_of_segments(saved, redone) - sum(saved)) + activations.block_mask(work)
+    return StageBytes(tokens * sum(saved) + outside, passing, tokens * for_weights)
 
 
 def _state_bytes(
@@ -188,16 +154,16 @@ def _state_bytes(
 
 
 def rank_staging(
-    shape: ModelShape, work: Workload, pipeline: Pipeline, num_shares: int
+    shape: ModelCosts, work: Workload, pipeline: Pipeline, num_shares: int
 ) -> tuple[int, ...]:
     """Bytes of the copy that saves are written from, of each pipeline rank, as
     `plan.memory.staging_bytes`.
 
     `shape`: from `shard_shape`.
     """
-    params = part_params(shape, pipeline.first_stage, pipeline.last_stage)
+    params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage)
     num_params = (
-        params.of_stages(pipeline.stages, pipeline.stages_of(rank))
+        params_of_stages(params, pipeline.stages, pipeline.stages_of(rank))
         for rank in range(pipeline.num_ranks)
     )
     return tuple(

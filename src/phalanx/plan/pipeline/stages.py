@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from phalanx.core.errors import LayoutError
+from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
 from phalanx.plan.pipeline.bubble import LIMIT, find_enough_microbatches
 from phalanx.plan.pipeline.costs import cost_stages, model_parts
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut_for_ranks
@@ -25,7 +25,7 @@ from phalanx.plan.workload import Workload, shard_shape
 
 def plan_pipeline(
     job: Job,
-    shape: ModelShape,
+    shape: ModelCosts,
     requested: RequestedSchedule,
     work: Workload,
     num_ranks: int,
@@ -37,7 +37,7 @@ def plan_pipeline(
     Raises LayoutError for a model that cannot be cut so often, or not as the job says, and for a
     budget of recompute that a rank cannot keep to.
     """
-    if shape.measured is not None and not shape.num_layers:
+    if not shape.num_layers:
         raise LayoutError(
             f"{shape.kind} shows no repeated blocks, and parallel.pp cuts between blocks",
             fix=(
@@ -62,14 +62,14 @@ def plan_pipeline(
     if job.train.compile:
         seconds = tuple(cost.unsplit for cost in seconds)
     shard = shard_shape(shape, work.tp, work.rules)
-    size = max(rank_activations(shard, work, pipeline)) if shape.is_known else 0
+    size = max(rank_activations(shard, work, pipeline))
     reasons += recompute_notes(job, shape, work.segments or (), size)
     return work, replace(pipeline, costs=seconds)
 
 
 def plan_sized_pipeline(
     job: Job,
-    shape: ModelShape,
+    shape: ModelCosts,
     requested: RequestedSchedule,
     work: Workload,
     num_ranks: int,
@@ -116,7 +116,7 @@ def _build_pipeline(
 
 
 def _fit_budget_by_rank(
-    job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline
+    job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline
 ) -> tuple[Segment, ...]:
     """The segments with which each rank recomputes as few of its blocks as it must."""
     shard = shard_shape(shape, work.tp, work.rules)
@@ -161,7 +161,7 @@ def add_recompute_costs(costs: LayerCosts, segments: Collection[Segment]) -> Lay
 
 
 def _cut_stages(
-    job: Job, shape: ModelShape, requested: RequestedSchedule, costs: LayerCosts, num_ranks: int
+    job: Job, shape: ModelCosts, requested: RequestedSchedule, costs: LayerCosts, num_ranks: int
 ) -> Stages:
     num_blocks, num_stages = shape.num_layers, requested.num_stages
     if job.parallel.stage_blocks:

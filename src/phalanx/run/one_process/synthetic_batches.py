@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.core.batch import IGNORE_INDEX
-from phalanx.job.shape import ModelShape
+from phalanx.job.costs import ModelCosts
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 
@@ -36,7 +36,7 @@ def _tokens(plan: Plan, rows: int, generator: torch.Generator, *, documents: boo
 
 
 def _images(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
-    shape: ModelShape = plan.model_shape
+    shape: ModelCosts = plan.model_shape
     images = torch.randn(
         rows, shape.num_channels, shape.image_size, shape.image_size, generator=generator
     )

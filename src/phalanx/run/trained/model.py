@@ -20,6 +20,7 @@ from phalanx.core.units import plural
 from phalanx.data.corpus import MANIFEST as CORPUS
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.tokenizer import TOKENIZER_FILE
+from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import CONFIG, PREFIX, weights_directory
 from phalanx.job.hugging_face import read_model_config as read_hugging_face
 from phalanx.job.load import load_job, load_job_json
@@ -118,7 +119,8 @@ class TrainedModel:
         `vocab_size` is that of the tokenizer: it counts where neither the job nor the run's plan
         says one.
         """
-        size_of_run, shape = None, None
+        size_of_run: int | None = None
+        shape: ModelCosts | None = None
         if self.plan is not None:
             size_of_run = self.plan.vocab_size
         if self.plan is not None and self.job.model.is_foreign:

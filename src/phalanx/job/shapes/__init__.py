@@ -1,0 +1,2 @@
+"""The shapes of models, one file per kind: each counts its own parameters, FLOPs and activations.
+Torch-free."""

@@ -1,0 +1,96 @@
+"""Bytes that autograd keeps of one block for one token, tensor by tensor.
+
+`c` is the size of the compute type: 4 in fp32, 2 in bf16. Tests compare this with what autograd
+saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.job.costs import BlockBytes
+from phalanx.job.shapes.transformer import TransformerShape
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """`BlockBytes` of a block's attention, or of its feed-forward."""
+
+    saved: int
+    products: int
+    products_in_both: int
+    weight_inputs: int
+
+
+def add_parts(
+    shape: TransformerShape, c: int, sequence_parts: int, *parts: PartBytes
+) -> BlockBytes:
+    """The bytes of a block: of its norms, its attention and its feed-forward."""
+    num_norms = 4 if shape.post_norms else 2
+    # What enters a matrix product is gathered before: norms' outputs are whole, their inputs parts.
+    norms = norm_input_bytes(shape, shape.dim, c) * num_norms // sequence_parts + 2 * shape.dim * c
+    return BlockBytes(
+        norms + sum(part.saved for part in parts),
+        shape.dim * c // sequence_parts,
+        sum(part.products for part in parts),
+        sum(part.products_in_both for part in parts),
+        sum(part.weight_inputs for part in parts),
+    )
+
+
+def norm_bytes(shape: TransformerShape, width: int, c: int, parts: int = 1) -> int:
+    """Bytes per token of a norm whose output enters a matrix product, which saves it."""
+    return norm_input_bytes(shape, width, c) // parts + width * c
+
+
+def norm_input_bytes(shape: TransformerShape, width: int, c: int) -> int:
+    """Bytes per token that a norm alone saves.
+
+    LayerNorm: its input, mean and deviation. RMSNorm: input and normalised input, both fp32.
+    """
+    return width * c + 8 if shape.norm == "layernorm" else rms_bytes(width)
+
+
+def rms_bytes(width: int) -> int:
+    """Bytes per token that an RMSNorm saves."""
+    return 2 * 4 * width + 4
+
+
+def count_attention_bytes(shape: TransformerShape, c: int, *, is_rotated: bool) -> PartBytes:
+    """Bytes per token of attention: q, k, v (keys and values with their own heads), the output,
+    and one fp32 log-sum-exp per head.
+
+    Rotated queries lie head by head, and so does the output, which is copied before it enters its
+    matrix. Norms of queries and keys work on every head: one deviation each.
+    """
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    width, kv_width = heads * shape.head_dim, kv_heads * shape.head_dim
+    saved = ((3 if is_rotated else 2) * width + 2 * kv_width) * c + 4 * heads
+    if shape.qk_norm:
+        saved += (heads + kv_heads) * rms_bytes(shape.head_dim)
+    both_ways = 2 * width + 2 * kv_width  # q and the output, k and v
+    return PartBytes(
+        saved,
+        (both_ways + shape.dim) * c + 4 * heads,
+        heads * (shape.head_dim * c + 4),
+        # What came back to q, k, v; what went into the output; the norm's output, and what came
+        # back to the output's matrix.
+        c * (2 * shape.dim + both_ways),
+    )
+
+
+def count_feed_forward_bytes(shape: TransformerShape, c: int) -> PartBytes:
+    """Bytes per token of a dense feed-forward."""
+    wide = shape.ffn_dim * (2 if shape.is_gated else 1)
+    return PartBytes(
+        count_inner_bytes(shape, shape.ffn_dim, c),
+        wide * c + shape.dim * c,
+        wide * c,
+        c * (2 * shape.dim + (3 if shape.is_gated else 2) * shape.ffn_dim),
+    )
+
+
+def count_inner_bytes(shape: TransformerShape, width: int, c: int) -> int:
+    """Bytes per token inside of a feed-forward of inner `width`. With a gate: gate, its
+    activation, up, and their product. Without: up and its activation."""
+    return (4 if shape.is_gated else 2) * width * c

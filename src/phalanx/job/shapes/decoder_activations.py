@@ -1,0 +1,182 @@
+"""What a decoder keeps from the forward to the backward. Experts are counted at even load, and none
+dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, Microbatch
+from phalanx.job.shapes import masks
+from phalanx.job.shapes.block_activations import (
+    PartBytes,
+    add_parts,
+    count_attention_bytes,
+    count_feed_forward_bytes,
+    count_inner_bytes,
+    norm_bytes,
+    rms_bytes,
+)
+
+if TYPE_CHECKING:
+    from phalanx.job.shapes.decoder import DecoderShape
+
+# Of a token, where the embedding is cut: its row here, and whether that is elsewhere.
+LOOKED_UP_BYTES = 9
+
+
+@dataclass(frozen=True)
+class DecoderActivations:
+    """The activations of the decoder `shape`."""
+
+    shape: DecoderShape
+    _blocks: dict[tuple[bool, int, int], BlockBytes] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def block(self, layer: int, element_bytes: int, sequence_parts: int) -> BlockBytes:
+        # A plan asks for every block of many layouts, and there are two kinds of blocks at most.
+        key = (self.shape.has_experts(layer), element_bytes, sequence_parts)
+        if key not in self._blocks:
+            self._blocks[key] = self._count_block(*key)
+        return self._blocks[key]
+
+    def _count_block(self, has_experts: bool, c: int, sequence_parts: int) -> BlockBytes:
+        shape = self.shape
+        attention = count_attention_bytes(shape, c, is_rotated=shape.positions == "rope")
+        if shape.has_latent_attention:
+            attention = _latent_attention_bytes(shape, c)
+        feed_forward = count_feed_forward_bytes(shape, c)
+        if has_experts:
+            feed_forward = _experts_bytes(shape, c)
+        return add_parts(shape, c, sequence_parts, attention, feed_forward)
+
+    def everywhere(self, batch: Microbatch) -> int:
+        """Bytes of the masks that all blocks share, and of the tables of cosines and sines in
+        fp32, one for each kind of block that has its own."""
+        tables = 0
+        if self.shape.positions == "rope":
+            tables = 4 * self.shape.rotated_dim * masks.count_block_kinds(self.shape)
+        return masks.common_mask_bytes(self.shape, batch) + batch.tokens * tables
+
+    def embedding(self, batch: Microbatch) -> int:
+        return batch.tokens * LOOKED_UP_BYTES if batch.tp > 1 else 0
+
+    def final_norm(self, batch: Microbatch) -> int:
+        shape = self.shape
+        return batch.tokens * norm_bytes(
+            shape, shape.dim, batch.compute_bytes, batch.sequence_parts
+        )
+
+    def block_mask(self, batch: Microbatch) -> int:
+        return masks.block_mask_bytes(self.shape, batch)
+
+    def loss(self, batch: Microbatch) -> LossBytes:
+        """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states
+        and head.
+
+        In bf16 a chunk also exists in the compute type: as it leaves the matmul, and again as it
+        enters the next. All of them have the same room, and the head's gradient adds up in place.
+        """
+        vocab_size, dim, c = self.shape.vocab_size, self.shape.dim, batch.compute_bytes
+        chunk = min(batch.loss_chunk_tokens, batch.tokens)
+        logits = chunk * vocab_size * (4 + _cast_bytes(c))
+        gradients = batch.tokens * dim * c + vocab_size * dim * 4
+        return LossBytes(logits + gradients, gradients, logits)
+
+    def message(self, batch: Microbatch) -> int:
+        return batch.tokens * self.shape.dim * batch.compute_bytes // batch.sequence_parts
+
+    def fp8_casts(self, tokens: int) -> int:
+        shape = self.shape
+        widest = max(shape.ffn_dim, shape.num_heads * shape.head_dim, shape.dim)
+        return widest * (tokens + shape.dim)
+
+    def fp8_params(self) -> int:
+        """Parameters of the layers that multiply in fp8: those of blocks, without the experts that
+        tokens are sent to."""
+        experts = self.shape.experts
+        return self.shape.blocks_params - (
+            experts.count_chosen_params() if experts is not None else 0
+        )
+
+    def find_freed_gradients(self, ep: int) -> FreedGradients:
+        shape = self.shape
+        return FreedGradients(
+            shape.vocab_size * shape.dim,
+            shape.count_largest_block(ep),
+            max(shape.dim, shape.ffn_dim) * shape.dim,
+        )
+
+
+def _cast_bytes(c: int) -> int:
+    """Bytes of an element's copy in the compute type; 0 in fp32, where there is none."""
+    return 0 if c == 4 else c
+
+
+def _latent_attention_bytes(shape: DecoderShape, c: int) -> PartBytes:
+    """Bytes per token of latent attention: latents with their norms; q, k, v and the output, all
+    of head_dim; and the part of the output that enters its matrix.
+
+    Where nothing is cast, what the latent's norm keeps is a part of a product that has the rotated
+    key, too.
+    """
+    heads, products = shape.num_heads, _count_latent_products(shape)
+    latents = shape.query_rank + shape.kv_rank
+    saved = heads * (4 * shape.head_dim + shape.value_head_dim) * c + 4 * heads
+    for rank in filter(None, (shape.query_rank, shape.kv_rank)):
+        saved += rms_bytes(rank) + rank * c
+    in_both = heads * (shape.head_dim * c + 4)
+    if c == 4:  # norms keep their inputs as they are
+        saved += c * shape.rope_head_dim
+        in_both += c * (latents + shape.rope_head_dim)
+    # What came back to all its matrices, the latents that went in, and what went into the output.
+    waiting = products + latents + heads * shape.value_head_dim
+    return PartBytes(
+        saved,
+        (products + heads * shape.head_dim + shape.dim) * c + 4 * heads,
+        in_both,
+        c * (2 * shape.dim + waiting),
+    )
+
+
+def _count_latent_products(shape: DecoderShape) -> int:
+    """The number of features that latent attention's matrices before the attention put out."""
+    keys_and_values = shape.num_heads * (
+        shape.head_dim - shape.rope_head_dim + shape.value_head_dim
+    )
+    down = shape.query_rank + shape.kv_rank + shape.rope_head_dim
+    return down + shape.num_heads * shape.head_dim + keys_and_values
+
+
+def _experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
+    """Bytes per token of the experts. Each visited expert saves its input, its inside, its output,
+    and four numbers: its index (with its weight before normalisation), the place and the owner of
+    its row, and its weight.
+
+    The scores are in fp32.
+
+    What the router reads is the norm's output, in fp32: beside shared experts or in place of what
+    the block's norms count.
+    """
+    has_shared = shape.num_shared_experts > 0
+    inside = count_inner_bytes(shape, shape.expert_ffn_dim, c)
+    numbers = 3 * 8 + 4 + (4 if shape.router_normalize else 0)
+    routed = shape.experts_per_token * (2 * shape.dim * c + inside + numbers)
+    sums = 4 * (shape.router_normalize + (shape.router_scores == "sigmoid"))
+    read = 0
+    if c != 4:
+        read = shape.dim * (4 if has_shared else 4 - c)
+    scores = 4 * shape.num_experts
+    # Shared experts are one feed-forward. The router's weight gradient does not wait: it is made
+    # with the rest of the backward.
+    visited = shape.experts_per_token + shape.num_shared_experts
+    passes = shape.experts_per_token + has_shared
+    wide = (2 if shape.is_gated else 1) * visited * shape.expert_ffn_dim
+    waiting = (3 if shape.is_gated else 2) * visited * shape.expert_ffn_dim
+    return PartBytes(
+        scores + sums + read + routed + shape.num_shared_experts * inside,
+        scores + wide * c + passes * shape.dim * c,
+        wide * c + shape.experts_per_token * shape.dim * c,
+        c * (2 * shape.dim * passes + waiting),
+    )

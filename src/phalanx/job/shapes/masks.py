@@ -1,0 +1,64 @@
+"""Bytes of a decoder's attention masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.job.costs import Microbatch
+
+if TYPE_CHECKING:
+    from phalanx.job.shapes.decoder import DecoderShape
+
+# Rows of one mask at most: the queries of longer sequences are taken in blocks of so many.
+QUERY_BLOCK = 1024
+
+
+def count_block_kinds(shape: DecoderShape) -> int:
+    """The number of kinds of blocks: 2 if some blocks have a window and others have not, else 1."""
+    return 2 if 0 < shape.num_local_layers < shape.num_layers else 1
+
+
+def common_mask_bytes(shape: DecoderShape, batch: Microbatch) -> int:
+    """Bytes of the masks of a microbatch that all blocks share, where one mask has all queries: one
+    for each kind of block that needs one; of documents, one for every sequence.
+
+    With cp a mask has a rank's own queries; ulysses has all of them.
+    """
+    if not _needs_masks(shape, batch) or _num_queries(batch) > QUERY_BLOCK:
+        return 0
+    pairs = _num_queries(batch) * batch.seq_len * batch.compute_bytes
+    if batch.document_masks:
+        return batch.micro_batch_size * pairs * count_block_kinds(shape)
+    return pairs
+
+
+def block_mask_bytes(shape: DecoderShape, batch: Microbatch) -> int:
+    """Bytes, at the worst moment, of masks that are made for a block of queries at a time: the mask
+    of one block, and the booleans that it is made of.
+
+    Autograd keeps none of them.
+    """
+    if not _needs_masks(shape, batch) or _num_queries(batch) <= QUERY_BLOCK:
+        return 0
+    has_full = shape.num_local_layers < shape.num_layers or not _has_window(shape, batch)
+    num_keys = batch.seq_len
+    if not (has_full and batch.document_masks):
+        num_keys = min(num_keys, QUERY_BLOCK + shape.sliding_window - 1)
+    if batch.cp_attention != "ulysses":
+        num_keys = min(num_keys, batch.seq_len // batch.cp)  # those of one rank at a time
+    num_masks = batch.micro_batch_size if batch.document_masks else 1
+    return num_masks * QUERY_BLOCK * num_keys * (batch.compute_bytes + 1)
+
+
+def _needs_masks(shape: DecoderShape, batch: Microbatch) -> bool:
+    return batch.document_masks or _has_window(shape, batch)
+
+
+def _has_window(shape: DecoderShape, batch: Microbatch) -> bool:
+    return 0 < shape.sliding_window < batch.seq_len and shape.num_local_layers > 0
+
+
+def _num_queries(batch: Microbatch) -> int:
+    """The number of queries in a mask: those of this rank; with ulysses, which has some heads of
+    all tokens, those of the whole sequence."""
+    return batch.seq_len if batch.cp_attention == "ulysses" else batch.seq_len // batch.cp

@@ -1,0 +1,223 @@
+"""`MeasuredModule`: what planning knows of a module that was built and counted, a user's own or one
+of Hugging Face. What it computes is not known."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from typing import Any, Self
+
+from phalanx.job.costs import DocumentIds, PartParams
+from phalanx.job.param_holder import ParamHolder
+from phalanx.job.shapes.stored_keys import complete_keys
+from phalanx.job.shapes.vit import count_patches
+
+
+@dataclass(frozen=True)
+class MeasuredModule:
+    """Facts of a module that can be counted without knowing what it computes."""
+
+    kind: str
+    num_layers: int
+    """0: it shows no blocks."""
+    num_params: int
+    num_trainable_params: int
+    block_params: int
+    """Parameters of the largest block, or of the whole module if it shows no blocks."""
+    blocks_params: int
+    """Parameters of all blocks together."""
+
+    _: KW_ONLY
+    vocab_size: int = 0
+    max_positions: int = 0
+    image_size: int = 0
+    patch_size: int = 0
+    num_channels: int = 0
+    num_classes: int = 0
+    num_batchnorms: int = 0
+    num_dropouts: int = 0
+    """Layers with a probability above 0."""
+    takes_document_ids: DocumentIds = "by name"
+    """How its forward does: only one that names them may keep documents apart."""
+    module_names: tuple[str, ...] = ()
+    """The names of all its modules, the first being itself ("")."""
+    holders: tuple[ParamHolder, ...] = ()
+    shard_rules: tuple[tuple[str, str], ...] = ()
+    """What it brings for tensor parallelism: (pattern, rule)."""
+    blocks: tuple[tuple[str, int], ...] = ()
+    """(name, parameters) of each block, in order."""
+    last_stage: tuple[str, ...] = ()
+    """What it says that a pipeline's last stage holds, too: names of its parts."""
+    has_attention_seam: bool = True
+    """Whether its attention can be swapped for one that asks other ranks."""
+
+    # What only the built module says: the protocol's None
+
+    has_proven_rules = False
+    has_token_table = False
+    may_route = True
+    heads = None
+    experts = None
+    activations = None
+    is_per_token_outside_regions = None
+    why_samples_stay_whole = ""
+
+    def flops(self, seq_len: int) -> None:
+        return None
+
+    def flops_per_token(self, seq_len: int) -> None:
+        return None
+
+    def list_stored_tensors(self) -> None:
+        return None
+
+    # What a sample is
+
+    @property
+    def reads_images(self) -> bool:
+        return self.image_size > 0
+
+    def name_samples(self, *, of_own_data: bool) -> str:
+        if self.reads_images:
+            return "images"
+        return "samples" if of_own_data else "sequences"
+
+    @property
+    def longest_sequence(self) -> int:
+        return 0 if self.reads_images else self.max_positions
+
+    def tokens_of(self, seq_len: int) -> int:
+        """Tokens of one sample: the job's sequence length, or an image's patches and class
+        token."""
+        if not self.reads_images:
+            return seq_len
+        return count_patches(self.image_size, self.patch_size) + 1
+
+    def targets_of(self, num_tokens: int) -> int:
+        return 1 if self.reads_images else num_tokens
+
+    def choose_vocab_size(self, data_size: int | None) -> int:
+        return data_size or 0
+
+    # Parameters
+
+    @property
+    def num_active_params(self) -> int:
+        return self.num_params
+
+    def count_largest_block(self, ep: int = 1) -> int:
+        return self.block_params
+
+    def count_blocks(self, ep: int = 1) -> int:
+        return self.blocks_params
+
+    def params_by_group(self) -> dict[str, int]:
+        return {"blocks": self.blocks_params, "other": self.num_params - self.blocks_params}
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.blocks)
+
+    def count_part_params(
+        self, first_stage: Sequence[str] = (), last_stage: Sequence[str] = (), ep: int = 1
+    ) -> PartParams:
+        """Parameters of its parts: what is registered before the first block is before, and what
+        `first_stage` names."""
+        before: list[ParamHolder] = []
+        after: list[ParamHolder] = []
+        has_met_a_block, last_parts = False, (*last_stage, *self.last_stage)
+        for holder in self.holders:
+            if is_inside(holder.name, self.block_names):
+                has_met_a_block = True
+                continue
+            if not has_met_a_block or is_part(holder.name, first_stage):
+                before.append(holder)
+            if has_met_a_block or is_part(holder.name, last_parts):
+                after.append(holder)
+        shared = [holder for holder in before if holder in after]
+        return PartParams(
+            _count_params(before),
+            tuple(size for _, size in self.blocks),
+            _count_params(after),
+            looked_up=_count_params([holder for holder in before if holder.kind == "embedding"]),
+            both=_count_params(shared) + _count_tied(after),
+        )
+
+    def shard(self, tp: int, cut: Callable[[ParamHolder], ParamHolder]) -> Self:
+        """The part that one rank holds, where `cut` says it of each module."""
+        holders = tuple(cut(holder) for holder in self.holders)
+        saved: dict[str, int] = defaultdict(int)  # by module, of all that is inside
+        for unsharded, sharded in zip(self.holders, holders, strict=True):
+            parts = unsharded.name.split(".")
+            for count in range(len(parts) + 1):
+                saved[".".join(parts[:count])] += unsharded.num_params - sharded.num_params
+        blocks = tuple((block, size - saved[block]) for block, size in self.blocks)
+        num_params, sizes = self.num_params - saved[""], [size for _, size in blocks]
+        return replace(
+            self,
+            num_params=num_params,
+            block_params=max(sizes, default=num_params),
+            blocks_params=sum(sizes),
+            holders=holders,
+            blocks=blocks,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return complete_keys(self) | {"measured": self._build_counted()}
+
+    def _build_counted(self) -> dict[str, Any]:
+        return {
+            "num_params": self.num_params,
+            "num_trainable_params": self.num_trainable_params,
+            "block_params": self.block_params,
+            "blocks_params": self.blocks_params,
+            "num_batchnorms": self.num_batchnorms,
+            "num_dropouts": self.num_dropouts,
+            "takes_document_ids": self.takes_document_ids,
+            "names": list(self.module_names),
+            "holders": [asdict(holder) for holder in self.holders],
+            "shard_rules": [list(rule) for rule in self.shard_rules],
+            "blocks": [list(block) for block in self.blocks],
+            "last_stage": list(self.last_stage),
+            "has_attention_seam": self.has_attention_seam,
+        }
+
+
+def load_counted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a MeasuredModule from what is stored of it under "measured"."""
+    rest = {key: value for key, value in values.items() if key != "names"}
+    return rest | {
+        "module_names": tuple(values.get("names", ())),
+        "holders": tuple(ParamHolder(**holder) for holder in values.get("holders", ())),
+        "shard_rules": tuple((pattern, text) for pattern, text in values.get("shard_rules", ())),
+        "blocks": tuple((name, size) for name, size in values.get("blocks", ())),
+        "last_stage": tuple(values.get("last_stage", ())),
+    }
+
+
+def is_inside(name: str, parts: Collection[str]) -> bool:
+    """True if the module `name` is one of `parts`, or lies inside of one."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def is_part(name: str, patterns: Collection[str]) -> bool:
+    """True if `name` matches one of `patterns`, or lies inside of what does."""
+    parts = name.split(".")
+    heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatch.fnmatchcase(head, pattern) for head in heads for pattern in patterns)
+
+
+def _count_params(holders: Collection[ParamHolder]) -> int:
+    return sum(map(_size, holders))
+
+
+def _size(holder: ParamHolder) -> int:
+    """Elements of a module's parameters. A tied weight counts where it is met first, and another
+    rank has it, too."""
+    return max(holder.num_params, holder.num_outputs * holder.num_inputs)
+
+
+def _count_tied(holders: Collection[ParamHolder]) -> int:
+    return sum(_size(holder) - holder.num_params for holder in holders)

@@ -1,0 +1,49 @@
+"""From the stored form of a shape to the shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.measured import MeasuredModule, load_counted
+from phalanx.job.shapes.stored_keys import DEFAULTS, REQUIRED
+from phalanx.job.shapes.vit import VitShape
+
+BuiltInShape = DecoderShape | VitShape
+AnyShape = TypeVar("AnyShape", DecoderShape, VitShape, MeasuredModule)
+
+
+def read_shape(body: Mapping[str, Any]) -> BuiltInShape | MeasuredModule:
+    """The shape that `to_json` of one gave `body`; keys may be missing that have defaults.
+
+    Raises TypeError for keys that no shape has.
+    """
+    counted = body.get("measured")
+    if not counted:
+        return build_shape(body)
+    _require_keys(body)
+    return _take_fields(MeasuredModule, {**body, **load_counted(counted)})
+
+
+def build_shape(values: Mapping[str, Any]) -> BuiltInShape:
+    """The shape of a built-in model from its numbers, as keys of the [model] section have them: of
+    a vision transformer where it reads images, else of a decoder."""
+    _require_keys(values)
+    kind = values.get("kind", "decoder")
+    if kind == "vit" or (kind != "decoder" and values.get("image_size", 0) > 0):
+        return _take_fields(VitShape, values)
+    return _take_fields(DecoderShape, values)
+
+
+def _take_fields(shape: type[AnyShape], values: Mapping[str, Any]) -> AnyShape:
+    names = {field.name for field in fields(shape)}
+    return shape(**{name: value for name, value in values.items() if name in names})
+
+
+def _require_keys(values: Mapping[str, Any]) -> None:
+    unknown = [key for key in values if key not in DEFAULTS]
+    missing = [key for key in REQUIRED if key not in values]
+    if unknown or missing:
+        raise TypeError(f"no shape: unknown {unknown}, missing {missing}")

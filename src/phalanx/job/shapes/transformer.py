@@ -1,0 +1,367 @@
+"""`TransformerShape`: what the built-in models have in common, a stack of blocks, each attention
+and a feed-forward with norms.
+
+FLOPs follow the usual model-FLOP convention: a multiply-add is two, the backward is twice the
+forward, recomputation is not counted, nor are norms, activations and softmax. See Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models" (2022). Attention counts the
+pairs that the mask keeps, not what a kernel computes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, Self
+
+from phalanx.job.costs import DocumentIds, ExpertCosts, Flops, Heads, ModelFlops, PartParams
+from phalanx.job.param_holder import ParamHolder
+from phalanx.job.shapes import tensors
+from phalanx.job.shapes.own_rules import read_own_rules
+from phalanx.job.shapes.stored_keys import complete_keys
+
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
+Norm = Literal["rmsnorm", "layernorm"]
+Bias = Literal["none", "qkv", "all"]
+
+
+@dataclass(frozen=True)
+class TransformerShape(ABC):
+    """The numbers that every built-in model has. The defaults are Llama's."""
+
+    num_layers: int
+    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+
+    _: KW_ONLY
+    kind: str
+    """The file of phalanx.nn.models that builds it."""
+    activation: Activation = "swiglu"
+    """swiglu and geglu have three matrices (gate, up, down), gelu two; _tanh is GPT-2's and
+    Gemma's approximation."""
+    norm: Norm = "rmsnorm"
+    """RMSNorm has a weight; LayerNorm a weight and a bias."""
+    norm_eps: float = 1e-5
+    norm_plus_one: bool = False
+    """Gemma: the stored weight of a norm is what it multiplies by, less one."""
+    post_norms: bool = False
+    """Gemma 3: a second norm after attention and after the feed-forward."""
+    bias: Bias = "none"
+    """Which linear layers have one: none, those of query, key and value (Qwen 2), all (GPT-2)."""
+    qk_norm: bool = False
+    """An RMSNorm of each head's queries and keys (Qwen 3)."""
+
+    # What every model of phalanx has or has not; DecoderShape says otherwise of some
+
+    num_batchnorms = 0
+    num_dropouts = 0
+    has_attention_seam = True
+    has_proven_rules = True
+    is_causal = True
+
+    @property
+    @abstractmethod
+    def reads_images(self) -> bool:
+        """True for images in, one label each; False for tokens in, the next token of each."""
+
+    @property
+    @abstractmethod
+    def longest_sequence(self) -> int:
+        """Tokens that a sample may have; 0: as many as one likes."""
+
+    @property
+    def has_latent_attention(self) -> bool:
+        return False
+
+    @property
+    def num_expert_layers(self) -> int:
+        return 0
+
+    @property
+    def takes_document_ids(self) -> DocumentIds:
+        return "by name"
+
+    @property
+    def experts(self) -> ExpertCosts | None:
+        return None
+
+    @property
+    def may_route(self) -> bool:
+        return self.experts is not None
+
+    def has_experts(self, layer: int) -> bool:
+        """True if the block `layer` (from 0) has them in place of a feed-forward."""
+        return layer >= self.num_layers - self.num_expert_layers
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that one of the block `layer` attends to, itself among them; 0: all that the mask
+        keeps."""
+        return 0
+
+    @property
+    def is_gated(self) -> bool:
+        """True for three feed-forward matrices."""
+        return self.activation.startswith(("swiglu", "geglu"))
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a head's values."""
+        return self.head_dim
+
+    @abstractmethod
+    def tokens_of(self, seq_len: int) -> int:
+        """Tokens of one sample."""
+
+    # Parameters
+
+    @property
+    def norm_params(self) -> int:
+        """Parameters of one norm of the residual stream."""
+        return self.dim * (2 if self.norm == "layernorm" else 1)
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of one block's attention matrices."""
+        return self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+
+    @property
+    def attention_vectors(self) -> int:
+        """Elements of the biases of one block's attention, and of the norms inside."""
+        heads = self.num_heads + 2 * self.num_kv_heads
+        biases = 0 if self.bias == "none" else heads * self.head_dim
+        if self.bias == "all":
+            biases += self.dim
+        return biases + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of one block's attention: the projections, their biases and the norms
+        inside."""
+        return self.attention_weights + self.attention_vectors
+
+    def count_feed_forward_weights(self, width: int) -> int:
+        """Elements of the matrices of a feed-forward of inner `width`."""
+        return (3 if self.is_gated else 2) * self.dim * width
+
+    def count_feed_forward_params(self, width: int) -> int:
+        """Parameters of a feed-forward of inner `width`."""
+        biases = 0
+        if self.bias == "all":
+            biases = (2 if self.is_gated else 1) * width + self.dim
+        return self.count_feed_forward_weights(width) + biases
+
+    @property
+    def ffn_params(self) -> int:
+        """Parameters of the feed-forward of one dense block."""
+        return self.count_feed_forward_params(self.ffn_dim)
+
+    def count_sparse_params(self, ep: int = 1) -> int:
+        """Parameters of a block's experts with their router, on one rank of `ep`; 0 if there are
+        none."""
+        return 0
+
+    @property
+    def _norms_of_block(self) -> int:
+        return (4 if self.post_norms else 2) * self.norm_params
+
+    def count_block(self, layer: int, ep: int = 1) -> int:
+        """Parameters of the block `layer`, counted from 0; of experts those of one rank of
+        `ep`."""
+        inside = self.count_sparse_params(ep) if self.has_experts(layer) else self.ffn_params
+        return self.attention_params + self._norms_of_block + inside
+
+    def count_largest_block(self, ep: int = 1) -> int:
+        """Parameters of the largest block; of experts those that one rank of `ep` has."""
+        dense = self.ffn_params if self.num_expert_layers < self.num_layers else 0
+        return (
+            self.attention_params + self._norms_of_block + max(dense, self.count_sparse_params(ep))
+        )
+
+    def count_blocks(self, ep: int = 1) -> int:
+        """Parameters of all blocks together; of experts those that one rank of `ep` has."""
+        num_dense = self.num_layers - self.num_expert_layers
+        inside = num_dense * self.ffn_params + self.num_expert_layers * self.count_sparse_params(ep)
+        return self.num_layers * (self.attention_params + self._norms_of_block) + inside
+
+    @property
+    def block_params(self) -> int:
+        """Parameters of the largest block."""
+        return self.count_largest_block()
+
+    @property
+    def blocks_params(self) -> int:
+        """Parameters of all blocks together."""
+        return self.count_blocks()
+
+    @property
+    @abstractmethod
+    def embedding_params(self) -> int:
+        """Parameters before the blocks."""
+
+    @property
+    @abstractmethod
+    def head_params(self) -> int:
+        """Parameters of the head; 0 if it is the embedding's weight."""
+
+    @property
+    def tied_params(self) -> int:
+        """Parameters that embedding and head share."""
+        return 0
+
+    @property
+    def num_params(self) -> int:
+        """Parameters stored: a tied head counts once, as the embedding."""
+        outside = self.embedding_params + self.norm_params + self.head_params
+        return self.blocks_params + outside
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that take part in one token."""
+        return self.num_params
+
+    def params_by_group(self) -> dict[str, int]:
+        """Parameters of the whole model by what they do; groups for experts only where there are
+        some.
+
+        `norms` includes the one before the head.
+        """
+        return {
+            "embedding": self.embedding_params,
+            "attention": self.num_layers * self.attention_params,
+            "ffn": (self.num_layers - self.num_expert_layers) * self.ffn_params,
+            **self._expert_groups(),
+            "norms": self.num_layers * self._norms_of_block + self.norm_params,
+            "head": self.head_params,
+        }
+
+    def _expert_groups(self) -> dict[str, int]:
+        return {}
+
+    def count_part_params(
+        self, first_stage: Sequence[str] = (), last_stage: Sequence[str] = (), ep: int = 1
+    ) -> PartParams:
+        """Parameters of the model's parts. What a job names in `first_stage` and `last_stage` is
+        no more than a built-in model has there."""
+        tied = self.tied_params
+        blocks = tuple(self.count_block(layer, ep) for layer in range(self.num_layers))
+        after = self.norm_params + self.head_params + tied
+        return PartParams(self.embedding_params, blocks, after, both=tied)
+
+    # FLOPs
+
+    @abstractmethod
+    def count_attended_pairs(self, tokens: int, layer: int) -> int:
+        """Pairs of tokens of one sample, in one block, of which one attends to the other."""
+
+    def count_visited_weights(self, layer: int) -> int:
+        """Elements of the matrices of a block's feed-forward that one token is multiplied by."""
+        return self.count_feed_forward_weights(self.ffn_dim)
+
+    def block_flops(self, seq_len: int, layer: int) -> Flops:
+        """FLOPs of one sample in the block `layer`, counted from 0."""
+        tokens = self.tokens_of(seq_len)
+        pair = 2 * self.num_heads * (self.head_dim + self.value_dim)
+        return Flops(
+            2 * tokens * (self.attention_weights + self.count_visited_weights(layer)),
+            pair * self.count_attended_pairs(tokens, layer),
+        )
+
+    @abstractmethod
+    def flops(self, seq_len: int) -> ModelFlops:
+        """FLOPs of each part of the model for a sequence of `seq_len` tokens, or an image."""
+
+    def _flops_of_blocks(self, seq_len: int) -> tuple[Flops, ...]:
+        return tuple(self.block_flops(seq_len, layer) for layer in range(self.num_layers))
+
+    def flops_per_sample(self, seq_len: int) -> dict[str, int]:
+        """FLOPs for a sequence of `seq_len` tokens, or an image: forward `matmul` and `attention`;
+        `training`: 3x both.
+
+        `matmul` includes the head, tied or not, and leaves out the embedding of tokens, which is a
+        lookup.
+        """
+        flops = self.flops(seq_len)
+        parts = [*flops.blocks, flops.embedding, flops.head]
+        matmul = sum(part.matmul for part in parts)
+        attention = sum(part.attention for part in parts)
+        return {"matmul": matmul, "attention": attention, "training": 3 * (matmul + attention)}
+
+    def flops_per_token(self, seq_len: int) -> dict[str, int]:
+        """FLOPs for one token, the average over a sample: forward `matmul` and `attention`;
+        `training`: 3x both."""
+        tokens = self.tokens_of(seq_len)
+        flops = self.flops_per_sample(seq_len)
+        return {part: round(count / tokens) for part, count in flops.items()}
+
+    # What can be cut
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @property
+    def shard_rules(self) -> tuple[tuple[str, str], ...]:
+        """The sharding rules of the model, by pattern: those that its file in phalanx.nn.models
+        has."""
+        return read_own_rules(self)
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        return tensors.list_module_names(self)
+
+    @property
+    def holders(self) -> tuple[ParamHolder, ...]:
+        return tensors.list_holders(self)
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        return tuple(f"blocks.{layer}" for layer in range(self.num_layers))
+
+    def shard(self, tp: int, cut: Callable[[ParamHolder], ParamHolder]) -> Self:
+        """The part that one rank of `tp` holds: fewer heads and features of the same width. The
+        model's own rules are counted, whatever `cut` says."""
+        return replace(
+            self,
+            num_heads=self.num_heads // tp,
+            num_kv_heads=max(1, self.num_kv_heads // tp),
+            ffn_dim=-(-self.ffn_dim // tp),
+        )
+
+    # Tensors
+
+    @abstractmethod
+    def list_outer_tensors(self) -> dict[str, tensors.Size]:
+        """Names and sizes of the parameters outside of blocks."""
+
+    def list_attention_tensors(self) -> dict[str, tensors.Size]:
+        """Names within a block, and sizes, of the parameters of its attention."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes: dict[str, tensors.Size] = {}
+        for name, width in (("q", queries), ("k", keys), ("v", keys)):
+            sizes |= tensors.list_linear_tensors(
+                f"attention.{name}", width, self.dim, self.bias != "none"
+            )
+        sizes |= tensors.list_linear_tensors("attention.o", self.dim, queries, self.bias == "all")
+        if self.qk_norm:
+            sizes |= dict.fromkeys(
+                ("attention.q_norm.weight", "attention.k_norm.weight"), (self.head_dim,)
+            )
+        return sizes
+
+    def list_feed_forward_tensors(self, layer: int) -> dict[str, tensors.Size]:
+        """Names within the block `layer`, and sizes, of the parameters of its feed-forward."""
+        return tensors.list_feed_forward("ffn", self, self.ffn_dim)
+
+    def list_tensors(self) -> dict[str, tensors.Size]:
+        """Each parameter's name and size, tied ones once."""
+        return tensors.list_all_tensors(self)
+
+    def list_stored_tensors(self) -> dict[str, tensors.Size]:
+        """Names and sizes of the tensors that a checkpoint holds."""
+        return self.list_tensors()
+
+    def to_json(self) -> dict[str, Any]:
+        return complete_keys(self)

@@ -1,0 +1,62 @@
+"""What a vision transformer keeps from the forward to the backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, Microbatch
+from phalanx.job.shapes.block_activations import (
+    add_parts,
+    count_attention_bytes,
+    count_feed_forward_bytes,
+)
+
+if TYPE_CHECKING:
+    from phalanx.job.shapes.vit import VitShape
+
+
+@dataclass(frozen=True)
+class VitActivations:
+    """The activations of the vision transformer `shape`."""
+
+    shape: VitShape
+
+    def block(self, layer: int, element_bytes: int, sequence_parts: int) -> BlockBytes:
+        shape, c = self.shape, element_bytes
+        attention = count_attention_bytes(shape, c, is_rotated=False)
+        return add_parts(shape, c, sequence_parts, attention, count_feed_forward_bytes(shape, c))
+
+    def everywhere(self, batch: Microbatch) -> int:
+        return 0
+
+    def embedding(self, batch: Microbatch) -> int:
+        """Bytes of the images, which the patches' matrix saves."""
+        pixels = self.shape.num_channels * self.shape.image_size**2
+        return batch.micro_batch_size * pixels * batch.compute_bytes
+
+    def final_norm(self, batch: Microbatch) -> int:
+        return 0  # the last norm and the head see one token of each image
+
+    def block_mask(self, batch: Microbatch) -> int:
+        return 0
+
+    def loss(self, batch: Microbatch) -> LossBytes:
+        """Bytes over classes, where there are no chunks: logits, their log-softmax and its
+        gradient in fp32."""
+        numbers = 4 * batch.micro_batch_size * self.shape.num_classes
+        return LossBytes(3 * numbers, 2 * numbers, 3 * numbers)
+
+    def message(self, batch: Microbatch) -> int:
+        return batch.tokens * self.shape.dim * batch.compute_bytes // batch.sequence_parts
+
+    def fp8_casts(self, tokens: int) -> int:
+        shape = self.shape
+        widest = max(shape.ffn_dim, shape.num_heads * shape.head_dim, shape.dim)
+        return widest * (tokens + shape.dim)
+
+    def fp8_params(self) -> int:
+        return self.shape.blocks_params
+
+    def find_freed_gradients(self, ep: int) -> FreedGradients:
+        return FreedGradients(0, 0, 0)
