@@ -8,7 +8,8 @@ import re
 import pytest
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode
-from phalanx.core.launchers import LaunchedRank, adopt_launched_rank, find_launched_rank
+from phalanx.core.launch_variables import LaunchedRank
+from phalanx.core.launchers import adopt_launched_rank, find_launched_rank
 from phalanx.core.nodelists import parse_nodelist, parse_tasks_per_node
 from phalanx.launch.external import external_ranks
 

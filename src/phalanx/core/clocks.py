@@ -35,7 +35,8 @@ def process_began_s() -> float:
     """
     now_s = time.monotonic()
     try:
-        # Since boot.
+        # Ticks since boot at which it was started. The name of a process, in parentheses, may
+        # hold blanks and parentheses itself: fields are counted behind the last.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):  # no Linux

@@ -9,6 +9,7 @@ from typing import Any
 
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal values give equal text on every rank."""
+    # NaN is no JSON, and equal to nothing.
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
@@ -21,7 +22,8 @@ def digest(value: Any) -> str:
 
 def stable_hash64(*parts: object) -> int:
     """A 64-bit number from `parts`, equal in every process and release (unlike `hash`)."""
-    text = "\x1f".join(str(part) for part in parts)
+    # With a separator that no part has by accident: ("ab", "c") is not ("a", "bc").
+    text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

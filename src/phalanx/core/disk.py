@@ -78,6 +78,7 @@ def make_directories(disk: Disk, path: Path) -> None:
         return
     make_directories(disk, path.parent)
     disk.make_directory(path)
+    # A name is durable when the directory that holds it is.
     disk.sync_directory(path.parent)
 
 
@@ -92,6 +93,7 @@ def remove_tree(disk: Disk, path: Path) -> None:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             disk.remove(path)
             return
+        # Sorted, so that a test that fails the k-th operation fails the same one each time.
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
     except FileNotFoundError:
         return

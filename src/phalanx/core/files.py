@@ -228,14 +228,14 @@ REFUSALS_THAT_LAST = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.
 REFUSALS = (*REFUSALS_THAT_LAST, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 
 
-def _known_codes(*names: str) -> tuple[int, ...]:
+def _existing_codes(*names: str) -> tuple[int, ...]:
     # Some are Linux's alone.
     return tuple(getattr(errno, name) for name in names if hasattr(errno, name))
 
 
 # What only a failing disk or file server says when it is read: of a file that is missing or damaged
 # it says otherwise.
-READ_REFUSALS = _known_codes(
+READ_REFUSALS = _existing_codes(
     *("EIO", "ESTALE", "ENODEV", "ENXIO", "EUCLEAN", "EBADMSG"),
     *("EREMOTEIO", "ETIMEDOUT", "ENOTCONN"),
 )

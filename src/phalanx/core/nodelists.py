@@ -62,6 +62,7 @@ def parse_tasks_per_node(text: str) -> list[int]:
     """
     counts: list[int] = []
     for word in text.strip().split(","):
+        # Bounded: 1(x999999999) would be a list of as many.
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", word.strip())
         if match is None:
             raise ValueError(f"{word.strip()!r} is not a number of tasks")

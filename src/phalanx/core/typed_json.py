@@ -94,7 +94,7 @@ def _read_dataclass(kind: type, document: object, where: str) -> object:
     values = {}
     for name, value in document.items():
         values[name] = _read(hints[name], value, f"{where}.{name}")
-    missing = _required_fields(kind) - values.keys()
+    missing = _fields_without_default(kind) - values.keys()
     if missing:
         raise TypedJsonError(f"{where}.{min(missing)} is missing")
     return kind(**values)
@@ -157,7 +157,7 @@ def _field_types(kind: type) -> Mapping[str, Any]:
 
 
 @functools.cache
-def _required_fields(kind: type) -> frozenset[str]:
+def _fields_without_default(kind: type) -> frozenset[str]:
     no_default = dataclasses.MISSING
     names = set()
     for field in dataclasses.fields(kind):

@@ -42,41 +42,52 @@ def process_state(pid: int) -> str:
 
 
 def find_absence(
-    records: Mapping[int, EndRecord], silent: Mapping[int, str], places: Mapping[int, LastSeen]
+    records: Mapping[int, EndRecord],
+    silent: Mapping[int, str],
+    last_seen_of: Mapping[int, LastSeen],
 ) -> Absence | None:
     """The rank that the others waited for, if the facts single one out.
 
     `records` is what ranks said of their ends, `silent` the process states of those that had said
-    nothing when the others had given up, `places` where each rank was last seen.
+    nothing when the others had given up, `last_seen_of` where each rank was last seen.
     """
     stopped = [rank for rank, state in silent.items() if state in _STOPPED]
-    not_waiting = [rank for rank in silent if not _is_waiting(places.get(rank))]
+    not_waiting = [rank for rank in silent if not _is_waiting(last_seen_of.get(rank))]
+    # A stopped process first: it may have been stopped while it waited for the others.
     for group in (stopped, not_waiting):
         if group:
-            rank = min(group, key=lambda rank: _order_of_place(places.get(rank)))
+            rank = min(group, key=lambda rank: _progress(last_seen_of.get(rank)))
             return Absence(rank, _STATES.get(silent[rank], "its process said nothing"))
     finished = [rank for rank, record in records.items() if not record.has_failed]
     if finished:
         return Absence(min(finished), "it had ended its work, and the others had not")
-    return _find_latest(places)
+    return _find_latest(last_seen_of)
 
 
-def _find_latest(places: Mapping[int, LastSeen]) -> Absence | None:
+def _find_latest(last_seen_of: Mapping[int, LastSeen]) -> Absence | None:
     """The last of all ranks to enter a collective, if the one before it had waited for long by
     then."""
-    arrived = sorted(
-        (place.monotonic_s, rank) for rank, place in places.items() if _is_waiting(place)
-    )
-    if len(arrived) < 2 or arrived[-1][0] - arrived[-2][0] < LATE_S:
+    arrivals = []
+    for rank, last_seen in last_seen_of.items():
+        if _is_waiting(last_seen):
+            arrivals.append((last_seen.monotonic_s, rank))
+    if len(arrivals) < 2:
         return None
-    late_s, rank = arrived[-1][0] - arrived[-2][0], arrived[-1][1]
-    return Absence(rank, f"it came {late_s:.1f} s after the others")
+    (before_s, _), (latest_s, rank) = sorted(arrivals)[-2:]
+    if latest_s - before_s < LATE_S:
+        return None
+    return Absence(rank, f"it came {latest_s - before_s:.1f} s after the others")
 
 
-def _is_waiting(place: LastSeen | None) -> bool:
-    return place is not None and place.phase in WAITING_PHASES and bool(place.collective)
+def _is_waiting(last_seen: LastSeen | None) -> bool:
+    # Without a collective's name it is the phase's own work, such as packing.
+    return (
+        last_seen is not None and last_seen.phase in WAITING_PHASES and bool(last_seen.collective)
+    )
 
 
-def _order_of_place(place: LastSeen | None) -> tuple[int, float]:
-    """Step and time of a rank's last place: the rank that is furthest behind comes first."""
-    return (place.step, place.monotonic_s) if place is not None else (-1, 0.0)
+def _progress(last_seen: LastSeen | None) -> tuple[int, float]:
+    """Step and time at which a rank was last seen: the one that is furthest behind comes first."""
+    if last_seen is None:
+        return -1, 0.0
+    return last_seen.step, last_seen.monotonic_s

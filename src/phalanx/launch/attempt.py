@@ -98,20 +98,24 @@ class AttemptEnd:
     @property
     def reports(self) -> dict[int, ErrorReport]:
         """The error reports of the ranks that wrote one."""
-        return {
-            rank: record.report
-            for rank, record in self.records.items()
-            if record.report is not None
-        }
+        reports = {}
+        for rank, record in self.records.items():
+            if record.report is not None:
+                reports[rank] = record.report
+        return reports
 
     @property
     def codes(self) -> set[int | None]:
         """The codes in the ranks' end records; None for ranks that ended without a record, or
         failed."""
-        return {
-            record.code if record and not record.report else None
-            for record in map(self.records.get, self.exits)
-        }
+        codes: set[int | None] = set()
+        for rank in self.exits:
+            record = self.records.get(rank)
+            if record is None or record.report is not None:
+                codes.add(None)
+            else:
+                codes.add(record.code)
+        return codes
 
     def has_failed(self, rank: int) -> bool:
         """True for a rank that reports so, and for a process that ended before its rank had
@@ -121,7 +125,14 @@ class AttemptEnd:
         """
         if rank in self.records:
             return self.records[rank].has_failed
+        # One that we killed might have reported its end a moment later.
         return rank in self.exits and not self.exits[rank].by_us
+
+    def is_complete(self, num_ranks: int) -> bool:
+        """True if each of the `num_ranks` ranks has reported an end, and none a failure."""
+        if len(self.records) < num_ranks:
+            return False
+        return not any(record.has_failed for record in self.records.values())
 
 
 class EventWaiter:
@@ -140,7 +151,9 @@ class EventWaiter:
         timeout_s = max(0.0, min(self._next_tick, until) - time.monotonic())
         sources: list[Any] = [link, self._inbox]
         readable, _, _ = select.select(sources, [], [], timeout_s)
-        reports = link.receive() if link in readable else []
+        reports = []
+        if link in readable:
+            reports = link.receive()
         if time.monotonic() >= self._next_tick:
             self._on_tick()
             self._next_tick = time.monotonic() + TICK_S
@@ -240,14 +253,15 @@ class AttemptWatch:
         self.end.exits[rank_exit.rank] = rank_exit
         if self.end.has_failed(rank_exit.rank):
             self._first_failure_at = min(self._first_failure_at, now)
-        elif len(self.end.records) == self._num_ranks and not any(
-            r.has_failed for r in self.end.records.values()
-        ):
+        elif self.end.is_complete(self._num_ranks):
             self._grace_until = min(self._grace_until, now + DONE_WINDOW_S)
 
     def _on_signal(self, number: int) -> None:
         if self._stop.signal is None:
-            self._stop.signal = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            # SIGHUP, too, is told to the ranks as SIGTERM: they know two kinds of stops.
+            self._stop.signal = signal.SIGTERM
+            if number == signal.SIGINT:
+                self._stop.signal = signal.SIGINT
             self._grace_until = min(self._grace_until, time.monotonic() + self._grace_s)
             self._server.link.send(SendSignal(int(self._stop.signal)))
             self._say(stopping_line(self._stop.signal, self._grace_s))
@@ -262,32 +276,32 @@ class AttemptWatch:
         return max(self._stacks_until, min(self._grace_until, failed_at + self._failure_window_s()))
 
     def _failure_window_s(self) -> float:
-        end = self.end
-        if (
-            len(end.exits.keys() | end.records.keys()) == self._num_ranks
-            and self._first_failure_at < math.inf
-        ):
-            return CAUSE_WINDOW_S  # no rank is left that could tell us more
-        if self._stop.signal is not None:
-            return BROKEN_STOP_S if self._has_begun_training() else CAUSE_WINDOW_S
-        return CAUSE_WINDOW_S if self._is_cause_known() else SUSPECT_WINDOW_S
+        num_heard = len(self.end.exits.keys() | self.end.records.keys())
+        # No rank is left that could tell us more.
+        if num_heard == self._num_ranks and self._first_failure_at < math.inf:
+            return CAUSE_WINDOW_S
+        if self._stop.signal is not None and self._has_begun_training():
+            return BROKEN_STOP_S
+        if self._stop.signal is not None or self._is_cause_known():
+            return CAUSE_WINDOW_S
+        return SUSPECT_WINDOW_S
 
     def _is_cause_known(self) -> bool:
         """True if an error or a death of this attempt is no mere consequence of another one.
 
         False, too, after an abort alone: NCCL's watchdog ends a process because of another one.
         """
-        end = self.end
-        silent_deaths = [
-            end.exits[rank]
-            for rank in end.exits
-            if end.has_failed(rank) and rank not in end.reports
-        ]
-        died = any(rank_exit.signal != signal.SIGABRT for rank_exit in silent_deaths)
-        return died or any(not report.secondary for report in end.reports.values())
+        end, reports = self.end, self.end.reports
+        for rank, rank_exit in end.exits.items():
+            died_silently = end.has_failed(rank) and rank not in reports
+            if died_silently and rank_exit.signal != signal.SIGABRT:
+                return True
+        return any(not report.secondary for report in reports.values())
 
     def _next_deadline(self) -> float:
-        return self._kill_at() if math.isinf(self._killed_at) else self._killed_at + KILL_PATIENCE_S
+        if math.isinf(self._killed_at):
+            return self._kill_at()
+        return self._killed_at + KILL_PATIENCE_S
 
     def _keep_deadlines(self) -> None:
         now = time.monotonic()
@@ -314,21 +328,25 @@ class AttemptWatch:
             or self._is_cause_known()
         ):
             return False
-        spoken = self.end.exits.keys() | self.end.records.keys()
-        self.end.silent = {
-            rank: process_state(pid) for rank, pid in enumerate(self._pids) if rank not in spoken
-        }
-        places = {rank: read_black_box(black_box(self._run_dir, rank)) for rank in self.end.silent}
-        self.end.silent_places = {
-            rank: place for rank, place in places.items() if place is not None
-        }
+        heard_of = self.end.exits.keys() | self.end.records.keys()
+        # Before their stacks are asked for: the signal changes states and places.
+        for rank, pid in enumerate(self._pids):
+            if rank not in heard_of:
+                self.end.silent[rank] = process_state(pid)
+        for rank in self.end.silent:
+            last_seen = read_black_box(black_box(self._run_dir, rank))
+            if last_seen is not None:
+                self.end.silent_places[rank] = last_seen
         self._stacks_until = now + STACKS_WINDOW_S
         self._server.link.send(ShowStacks(tuple(self.end.silent)))
         return bool(self.end.silent)
 
     def _has_begun_training(self) -> bool:
-        places = (read_black_box(black_box(self._run_dir, rank)) for rank in range(self._num_ranks))
-        return any(place is not None and place.step >= 1 for place in places)
+        for rank in range(self._num_ranks):
+            last_seen = read_black_box(black_box(self._run_dir, rank))
+            if last_seen is not None and last_seen.step >= 1:
+                return True
+        return False
 
 
 def stopping_line(number: signal.Signals, grace_s: float) -> str:

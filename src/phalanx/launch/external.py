@@ -32,11 +32,7 @@ def external_ranks(environ: MutableMapping[str, str]) -> ExternalRanks | None:
         return None
     if launched is not None:
         return ExternalRanks(rank_env, f"from {launched.origin}: {launched.words}")
-    address = (
-        f"; rank 0 at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-        if rank_env.world_size > 1
-        else ""
-    )
-    return ExternalRanks(
-        rank_env, f"from RANK and WORLD_SIZE: {rank_env.world_size:,} in all{address}"
-    )
+    words = f"from RANK and WORLD_SIZE: {rank_env.world_size:,} in all"
+    if rank_env.world_size > 1:
+        words += f"; rank 0 at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    return ExternalRanks(rank_env, words)

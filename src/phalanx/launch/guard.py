@@ -35,7 +35,9 @@ def fork_under_guard(rank: int, run_dir: Path) -> EndWriter:
     reader, write_end = open_end_pipe()
     life_read, life_write = os.pipe()
     watched = {*_FORWARDED, signal.SIGCHLD}
+    # Were it ignored, the kernel would reap the rank and its status with it.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Blocked before the fork, so that none is lost between fork and wait.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -73,24 +75,26 @@ def _exit_code(rank: int, run_dir: Path, code: int, record: EndRecord | None) ->
     if record is not None:
         return record.code
     box = black_box(run_dir, rank)
-    where = f" {place_in_words(read_black_box(box))}" if box.exists() else ""
+    where = ""
+    if box.exists():
+        where = f" {place_in_words(read_black_box(box))}"
     if code < 0:
-        print(
-            f"phalanx: rank {rank} was killed by {signal_name(-code)}{where}",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"rank {rank} was killed by {signal_name(-code)}{where}")
         _die_of(-code)  # so that the launcher sees the signal, too
     how = "by os._exit or C's exit, before the run was done"
-    print(
-        f"phalanx: rank {rank} exited with code {code}{where} ({how})", file=sys.stderr, flush=True
-    )
+    _say(f"rank {rank} exited with code {code}{where} ({how})")
     return int(ExitCode.INTERNAL)
+
+
+def _say(line: str) -> None:
+    # Flushed, for the guard leaves by os._exit.
+    print(f"phalanx: {line}", file=sys.stderr, flush=True)
 
 
 def _die_of(number: int) -> None:
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left a core, if one is wanted
+    # The rank has left a core, if one is wanted.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.kill(os.getpid(), number)

@@ -26,7 +26,10 @@ def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
     Returns the descriptors to keep open. The read ends themselves stay open, for children that arm
     their own.
     """
-    owner = -os.getpgid(0) if whole_group else os.getpid()
+    owner = os.getpid()
+    # The kernel takes a negative owner for a process group.
+    if whole_group:
+        owner = -os.getpgid(0)
     if sys.platform == "linux":
         armed = [_arm_kernel(fd, owner) for fd in read_ends]
     else:
@@ -34,7 +37,8 @@ def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
         threading.Thread(
             target=_watch, args=(armed, owner), name="phalanx-lifeline", daemon=True
         ).start()
-    if _is_closed(read_ends, timeout_ms=0):  # the other side was gone before we armed
+    # A pipe that closed before we armed sends no signal any more.
+    if _is_closed(read_ends, timeout_ms=0):
         os._exit(1)
     return armed
 

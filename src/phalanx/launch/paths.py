@@ -83,7 +83,7 @@ def blank_out_logs(
     else is touched: the other files are another job's.
     """
     secrets = sorted(set(itertools.chain.from_iterable(secret_values(environ).values())))
-    num_searched = _read_sizes_searched(run_dir)
+    num_searched = _read_searched_sizes(run_dir)
     pattern = "*.log"
     if only_attempt is not None:
         pattern = f"rank-*-attempt-{only_attempt:02d}.log"
@@ -101,7 +101,7 @@ def blank_out_logs(
             write_json_atomic(run_dir / LOGS / BLANKED_OUT, num_searched, durable=False)
 
 
-def _read_sizes_searched(run_dir: Path) -> dict[str, int]:
+def _read_searched_sizes(run_dir: Path) -> dict[str, int]:
     """Bytes of each log that were searched for secrets already, by file name."""
     try:
         sizes = read_json(run_dir / LOGS / BLANKED_OUT)

@@ -89,7 +89,8 @@ def run_forked_rank(task: RankTask, end: EndWriter) -> int:
         return code
     except KeyboardInterrupt as interrupt:
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            return _report(task, interrupt, end)  # no signal made it: user code raised it
+            # No signal made it: user code raised it.
+            return _report(task, interrupt, end)
         # The entry did not catch it: die of it, as any program does.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -112,7 +113,8 @@ def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
         return report.exit_code
     end.write(EndRecord(report.exit_code, report))
     if isinstance(error, RunTakenError) and not isinstance(error, StoreTakenError):
-        return report.exit_code  # the folder of its log and report is another job's
+        # The folder of its log and report is another job's.
+        return report.exit_code
     print(report.traceback, file=sys.stderr, end="")
     try:
         report.save(error_report(task.run_dir, task.ranks.rank, task.ranks.attempt))
@@ -127,7 +129,8 @@ def leave(code: int) -> NoReturn:
     if code in (ExitCode.OK, ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
         _finish()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
+        # Closed, or its reader is gone.
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 

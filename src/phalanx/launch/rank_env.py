@@ -3,18 +3,13 @@ launcher."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.launchers import (
-    SUPERVISED,
-    check_range,
-    loopback_interface,
-    read_integer,
-    read_port,
-)
+from phalanx.core.launch_variables import check_range, read_integer, read_port
+from phalanx.core.launchers import SUPERVISED, loopback_interface
 
 # Set if the server runs with one thread without the user's wish: that is not for the ranks.
 SERVER_CHOSE_THREADS = "PHALANX_SERVER_CHOSE_THREADS"
@@ -54,15 +49,12 @@ def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str])
         "PHALANX_ATTEMPT": str(ranks.attempt),
         SUPERVISED: "1",
     }
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    threads = str(max(1, cores // ranks.local_world_size))
-    defaults = {"NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": threads}
-    chosen = {name: value for name, value in defaults.items() if name not in environ}
-    if SERVER_CHOSE_THREADS in environ:
-        chosen["OMP_NUM_THREADS"] = threads
-    return variables | allocator_variables(environ) | chosen
+    if "NCCL_SOCKET_IFNAME" not in environ:
+        variables["NCCL_SOCKET_IFNAME"] = loopback
+    # The ranks of a node share its cores; torch would take all of them in each.
+    if "OMP_NUM_THREADS" not in environ or SERVER_CHOSE_THREADS in environ:
+        variables["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks.local_world_size))
+    return variables | allocator_variables(environ)
 
 
 def allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -87,7 +79,9 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
     if rank is None and world_size is None:
         return None
     if rank is None or world_size is None:
-        present, absent = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
+        present, absent = "RANK", "WORLD_SIZE"
+        if rank is None:
+            present, absent = absent, present
         raise EnvironmentProblem(
             f"{present} is set and {absent} is not",
             fix=f"unset {present}, or let the launcher set both",
@@ -95,9 +89,9 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
     check_range("RANK", rank, "WORLD_SIZE", world_size)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world_size > 1 and missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise EnvironmentProblem(
-            f"WORLD_SIZE is {world_size} and {' and '.join(missing)}"
-            f" {'is' if len(missing) == 1 else 'are'} not set",
+            f"WORLD_SIZE is {world_size} and {' and '.join(missing)} {verb} not set",
             fix="set the address and port of rank 0 on every rank, or unset RANK and WORLD_SIZE",
         )
     read_port(environ, "MASTER_PORT")
@@ -112,8 +106,10 @@ def _read_local_rank(environ: Mapping[str, str], world_size: int) -> tuple[int, 
     """(local rank, ranks on this node). Raises EnvironmentProblem for impossible ones."""
     local_rank = read_integer(environ, "LOCAL_RANK")
     local_world_size = read_integer(environ, "LOCAL_WORLD_SIZE")
-    if local_world_size is None:
-        local_world_size = 1 if local_rank is None else world_size
+    if local_world_size is None and local_rank is None:
+        local_world_size = 1
+    elif local_world_size is None:
+        local_world_size = world_size
     elif local_rank is None and local_world_size > 1:
         raise EnvironmentProblem(
             f"LOCAL_WORLD_SIZE is {local_world_size} and LOCAL_RANK is not set", fix="set it"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from phalanx.core import registry
-from phalanx.core.errors import PhalanxError
+from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.files import REFUSALS_THAT_LAST, disk_problem, write_json_atomic
 from phalanx.core.secrets import Redactor
 from phalanx.core.uncaught import user_place
@@ -72,14 +72,19 @@ def describe(
     name = type(error).__qualname__
     one_line = message
     if not is_phalanx_error:
-        one_line = " ".join(f"{name}: {message}".split()) if message else name
+        one_line = name
+        if message:
+            one_line = " ".join(f"{name}: {message}".split())
+    exit_code = int(ExitCode.INTERNAL)
+    if isinstance(error, PhalanxError):
+        exit_code = int(error.exit_code)
     if isinstance(error, SystemExit):
         lines[-1] = f"{name}: {message}\n"
     return ErrorReport(
         type=name,
         message=message,
         traceback=redactor.text(_clean("".join(lines))),
-        exit_code=int(error.exit_code) if isinstance(error, PhalanxError) else 1,
+        exit_code=exit_code,
         is_phalanx_error=is_phalanx_error,
         one_line=one_line,
         secondary=_is_secondary(error),
@@ -90,7 +95,9 @@ def describe(
 
 def _words_of(error: BaseException) -> str:
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-        code = "" if error.code is None else error.code
+        code = ""
+        if error.code is not None:
+            code = str(error.code)
         return f"sys.exit({code}) was called before the run was done"
     return _printable(error)
 

@@ -28,10 +28,14 @@ class RestartPolicy:
         """Count one restart because of `failure`; raise RestartBudgetError (exit 10) if it is
         one too many."""
         key = (failure.step, failure.signature)
-        self._num_same = self._num_same + 1 if key == self._last else 1
+        if key != self._last:
+            self._num_same = 0
+        self._num_same += 1
         self._last = key
-        is_exception = failure.cause == "exception"
-        if self._num_same >= (SAME_EXCEPTION_LIMIT if is_exception else SAME_FAILURE_LIMIT):
+        limit = SAME_FAILURE_LIMIT
+        if failure.cause == "exception":
+            limit = SAME_EXCEPTION_LIMIT
+        if self._num_same >= limit:
             where = f"at step {failure.step}" if failure.step else "before the first step"
             raise RestartBudgetError(
                 f"deterministic failure {where}: {failure.detail}",

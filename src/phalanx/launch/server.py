@@ -202,6 +202,7 @@ class Server:
         Signals wait meanwhile: one that arrived before the child dropped our handlers would be
         lost.
         """
+        # What is buffered would be written by the child, too.
         sys.stdout.flush()
         sys.stderr.flush()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_OUTLIVED, signal.SIGCHLD})
@@ -269,15 +270,21 @@ class Server:
         elif pid in attempt.ranks:
             _kill_group(pid)  # helpers the rank left behind
             rank = attempt.ranks.pop(pid)
+            # Before the exit: what a rank said of its end decides what its exit means.
             self._forward_record(rank)
             attempt.records[rank].close()
+            # The signal that asks for a stack kills a rank that had not set a handler yet.
             by_us = code == -STACKS_SIGNAL or (pid in attempt.killed and code == -signal.SIGKILL)
+            exit_code: int | None = code
+            number: int | None = None
+            if code < 0:
+                exit_code, number = None, -code
             self._link.send(
                 RankExited(
                     attempt=attempt.number,
                     rank=rank,
-                    code=code if code >= 0 else None,
-                    signal=-code if code < 0 else None,
+                    code=exit_code,
+                    signal=number,
                     by_us=by_us,
                     died_monotonic_s=time.monotonic(),
                 )
@@ -320,9 +327,11 @@ def main(arguments: Sequence[str]) -> int:
     for number in _OUTLIVED:
         signal.signal(number, signal.SIG_IGN)
     for fd in (link_fd, life_fd, presence_fd):
-        os.set_inheritable(fd, False)  # across exec: a rank's subprocesses hold none of them
+        # Across exec: a rank's subprocesses hold none of them.
+        os.set_inheritable(fd, False)
     arm_lifelines([life_fd], whole_group=True)
-    redact_streams(Redactor(os.environ))  # both are the server's log, which lies in the run
+    # Both are the server's log, which lies in the run.
+    redact_streams(Redactor(os.environ))
     return Server(Channel(socket.socket(fileno=link_fd), REPORTS, ORDERS), life_fd).serve()
 
 

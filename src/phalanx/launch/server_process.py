@@ -62,6 +62,7 @@ class ServerProcess:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+            # The kernel kills what the server forked, and the presence pipe ends with the last.
             os.close(self._life)
             self._life = -1
             select.select([self._presence], [], [], timeout_s)
@@ -71,7 +72,9 @@ class ServerProcess:
     def describe_end(self) -> str:
         """ "was killed by SIGKILL", "exited with code 1"; only after `kill`."""
         code = self._process.wait()
-        return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        if code < 0:
+            return f"was killed by {signal_name(-code)}"
+        return f"exited with code {code}"
 
     def read_last_words(self, num_lines: int = 20) -> str:
         """The end of what this server wrote to its log."""

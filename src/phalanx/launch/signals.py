@@ -20,6 +20,7 @@ class SignalInbox:
 
     def __init__(self) -> None:
         self._read_end, self._write_end = os.pipe()
+        # set_wakeup_fd refuses a descriptor that blocks.
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
         self._previous: dict[int, Any] = {}
@@ -41,7 +42,10 @@ class SignalInbox:
         trace: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            # None: a handler of C code, which Python cannot put back.
+            if handler is None:
+                handler = signal.SIG_DFL
+            signal.signal(number, handler)
         if self._previous:
             signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._read_end)

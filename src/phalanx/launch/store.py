@@ -26,7 +26,8 @@ def listen_on_loopback() -> socket.socket:
 
 def serve_store(listener: socket.socket) -> int:
     """Serve the store on `listener` until killed."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # the ranks need it while they save
+    # The ranks need it while they save.
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     port = listener.getsockname()[1]
     distributed = importlib.import_module("torch.distributed")

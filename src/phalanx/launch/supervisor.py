@@ -120,13 +120,7 @@ class _Supervisor:
         while True:
             self._num_attempts += 1
             end = self._run_attempt(number)
-            # Of a run that another job has taken, only what these ranks wrote is this job's.
-            is_taken = any(
-                report.exit_code == ExitCode.RUN_LOCKED for report in end.reports.values()
-            )
-            blank_out_logs(
-                self._spec.run_dir, os.environ, only_attempt=number if is_taken else None
-            )
+            self._blank_out_logs(end)
             failure = find_failure(end, self._spec.run_dir)
             if self._stop.signal is not None:
                 return self._outcome_of_stop(end, failure)
@@ -138,11 +132,9 @@ class _Supervisor:
             try:
                 self._policy.admit(failure, time.monotonic())
             except RestartBudgetError as error:
-                message = (
-                    str(error)
-                    if failure.report == failure.summary
-                    else f"{error}\n{failure.report}"
-                )
+                message = str(error)
+                if failure.report != failure.summary:
+                    message += f"\n{failure.report}"
                 return Outcome(int(error.exit_code), "failed", message, self._num_attempts)
             self._announce_restart(failure)
             number += 1
@@ -150,6 +142,13 @@ class _Supervisor:
     def close(self) -> None:
         if self._server is not None:
             self._server.kill()
+
+    def _blank_out_logs(self, end: AttemptEnd) -> None:
+        # Of a run that another job has taken, only what these ranks wrote is this job's.
+        only_attempt = None
+        if any(report.exit_code == ExitCode.RUN_LOCKED for report in end.reports.values()):
+            only_attempt = end.number
+        blank_out_logs(self._spec.run_dir, os.environ, only_attempt=only_attempt)
 
     def _run_attempt(self, number: int) -> AttemptEnd:
         started_at = time.monotonic()
@@ -201,8 +200,11 @@ class _Supervisor:
         server.link.send(Prepare(self._spec.run_dir, self._preload, *search_path))
         while not server.link.closed:
             reports, signals = self._waiter.wait(server.link)
-            if signals:  # before the reports: Ready may have come in the same moment
-                self._stop.signal = signal.SIGINT if signal.SIGINT in signals else signal.SIGTERM
+            # Before the reports: Ready may have come in the same moment.
+            if signals:
+                self._stop.signal = signal.SIGTERM
+                if signal.SIGINT in signals:
+                    self._stop.signal = signal.SIGINT
                 server.kill()
                 return end
             for report in reports:
@@ -228,7 +230,9 @@ class _Supervisor:
         one of them was told to."""
         if end.codes == {ExitCode.OK}:
             return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
-        code = ExitCode.PREEMPTED if ExitCode.PREEMPTED in end.codes else ExitCode.INTERRUPTED
+        code = ExitCode.INTERRUPTED
+        if ExitCode.PREEMPTED in end.codes:
+            code = ExitCode.PREEMPTED
         return self._leave(code, _late_message(end))
 
     def _outcome_of_stop(self, end: AttemptEnd, failure: Failure | None) -> Outcome:
@@ -236,11 +240,9 @@ class _Supervisor:
 
         Whatever happened on the way, the run is to be continued, not repaired.
         """
-        code = (
-            ExitCode.INTERRUPTED
-            if self._stop.at_once or self._is_interrupt()
-            else ExitCode.PREEMPTED
-        )
+        code = ExitCode.PREEMPTED
+        if self._stop.at_once or self._stop.signal == signal.SIGINT:
+            code = ExitCode.INTERRUPTED
         if self._stop.at_once:
             return self._leave(
                 code, "stopped at once by Ctrl-C; the last checkpoint, if any, stands"
@@ -262,9 +264,6 @@ class _Supervisor:
             )
         return self._leave(code, _late_message(end))
 
-    def _is_interrupt(self) -> bool:
-        return self._stop.signal == signal.SIGINT
-
     def _leave(self, code: ExitCode, message: str) -> Outcome:
         status = "preempted" if code == ExitCode.PREEMPTED else "interrupted"
         return Outcome(int(code), status, message or EXIT_CODE_MEANING[code], self._num_attempts)
@@ -282,11 +281,8 @@ class _Supervisor:
         )
 
     def _announce_restart(self, failure: Failure) -> None:
-        from_step, restart, budget = (
-            self._newest_step(),
-            self._policy.num_restarts,
-            self._spec.max_restarts,
-        )
+        from_step = self._newest_step()
+        restart, budget = self._policy.num_restarts, self._spec.max_restarts
         self._bus.emit(RestartScheduled(restart, budget, from_step))
         self._say(
             f"{failure.summary}; starting again from step {from_step} (restart {restart} of"

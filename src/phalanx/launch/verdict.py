@@ -3,20 +3,18 @@ starting again can help."""
 
 from __future__ import annotations
 
-import os
-import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.core.errors import ExitCode
-from phalanx.core.files import open_regular
 from phalanx.core.phases import LastSeen, read_black_box
 from phalanx.launch.absence import Absence, find_absence
 from phalanx.launch.attempt import AttemptEnd, RankExit
+from phalanx.launch.log_excerpts import read_last_words, read_stack, read_telling_lines
 from phalanx.launch.paths import BLACK_BOXES, black_box, rank_log
-from phalanx.launch.rank import STACK_HEAD
 from phalanx.launch.reports import ErrorReport, blames_another
 from phalanx.launch.signals import signal_name
 from phalanx.launch.signature import signature_of
@@ -31,12 +29,6 @@ _DETERMINISTIC = {int(code) for code in ExitCode} - {
 }
 # Python raises SystemExit for sys.exit, and that is reported with its line.
 UNSAID = " (by os._exit or C's exit, before the run was done)"
-# Lines that say why a rank was aborted: the lines after them are often longer than the end of a log
-# that is shown.
-_TELLING = re.compile(
-    r"watchdog|NCCL (WARN|error)|terminate called|what\(\):|Fatal Python error", re.IGNORECASE
-)
-NUM_LAST_LINES, NUM_TELLING_LINES, NUM_STACK_LINES = 25, 6, 10
 
 
 @dataclass(frozen=True)
@@ -65,24 +57,76 @@ def find_failure(end: AttemptEnd, run_dir: Path) -> Failure | None:
     """The failure of an attempt, or None if every rank finished or left in agreement."""
     if end.start_error is not None:
         return _blame_startup(end.start_error)
-    earliest = _find_first_failed(end, run_dir)
+    earliest = _find_earliest_failure(end, run_dir)
     if earliest is None or earliest.is_consequence:
         process_failure = _blame_own_process(end, run_dir)
         if process_failure is not None or earliest is None:
             return process_failure
-        absence = find_absence(end.records, end.silent, _places(end, run_dir))
+        absence = find_absence(end.records, end.silent, _read_black_boxes(end, run_dir))
         if absence is not None:
             return _blame_absence(absence, end, run_dir)
-    first = earliest.rank
-    place = read_black_box(black_box(run_dir, first))
-    report = end.reports.get(first)
+    rank = earliest.rank
+    blamed = _BlamedRank(rank, end, run_dir, read_black_box(black_box(run_dir, rank)))
+    report = end.reports.get(rank)
     if report is not None and report.is_phalanx_error:
-        return _blame_phalanx_error(first, report, place, end)
+        return _blame_phalanx_error(blamed, report)
     if report is not None:
-        return _blame_exception(first, report, place, end, run_dir)
-    if first in end.records:
-        return _blame_code(first, end.records[first].code, place, end, run_dir)
-    return _blame_exit(end.exits[first], place, end, run_dir)
+        return _blame_exception(blamed, report)
+    if rank in end.records:
+        return _blame_code(blamed, end.records[rank].code)
+    return _blame_exit(blamed, end.exits[rank])
+
+
+@dataclass(frozen=True)
+class _BlamedRank:
+    """The rank that failed first, as far as is known, and where it was last seen."""
+
+    rank: int
+    end: AttemptEnd
+    run_dir: Path
+    last_seen: LastSeen | None
+
+    @property
+    def place(self) -> str:
+        return place_in_words(self.last_seen, self.end.stepless)
+
+    @property
+    def log(self) -> Path:
+        return rank_log(self.run_dir, self.rank, self.end.number)
+
+    @property
+    def has_done_steps(self) -> bool:
+        return self.last_seen is not None and self.last_seen.step >= 1
+
+    def to_failure(
+        self, cause: str, summary: str, detail: str, lines: Sequence[str], signature: str
+    ) -> Failure:
+        """A failure of this rank as most are: restarted once it has trained, and of no code of its
+        own. `lines` are the report."""
+        step, phase = _step_and_phase(self.last_seen)
+        detected_s = 0.0
+        if self.rank in self.end.exits:
+            detected_s = self.end.exits[self.rank].detected_s
+        return Failure(
+            rank=self.rank,
+            cause=cause,
+            step=step,
+            phase=phase,
+            summary=summary,
+            detail=detail,
+            report="\n".join(lines),
+            signature=signature,
+            exit_code=ExitCode.INTERNAL,
+            # What fails before the first step will fail there again.
+            restartable=self.has_done_steps,
+            detected_s=detected_s,
+        )
+
+
+def _step_and_phase(last_seen: LastSeen | None) -> tuple[int, str]:
+    if last_seen is None:
+        return 0, ""
+    return last_seen.step, last_seen.phase
 
 
 class _FailedRank(NamedTuple):
@@ -93,22 +137,19 @@ class _FailedRank(NamedTuple):
     rank: int
 
 
-def _find_first_failed(end: AttemptEnd, run_dir: Path) -> _FailedRank | None:
+def _find_earliest_failure(end: AttemptEnd, run_dir: Path) -> _FailedRank | None:
     """The earliest cause; the earliest consequence where no cause is known."""
     failed: list[_FailedRank] = []
     reports = end.reports
     for rank in filter(end.has_failed, end.exits.keys() | end.records.keys()):
         if rank in reports:
-            failed.append(
-                _FailedRank(reports[rank].secondary, reports[rank].time_monotonic_s, rank)
-            )
+            is_consequence, time_s = reports[rank].secondary, reports[rank].time_monotonic_s
         elif rank in end.exits:
-            rank_exit = end.exits[rank]
-            failed.append(
-                _FailedRank(
-                    _is_aborted_by_peer(rank_exit, end, run_dir), rank_exit.died_monotonic_s, rank
-                )
-            )
+            is_consequence = _is_aborted_by_peer(end.exits[rank], end, run_dir)
+            time_s = end.exits[rank].died_monotonic_s
+        else:
+            continue
+        failed.append(_FailedRank(is_consequence, time_s, rank))
     return min(failed, default=None)
 
 
@@ -117,23 +158,27 @@ def _is_aborted_by_peer(rank_exit: RankExit, end: AttemptEnd, run_dir: Path) -> 
     gone or did not come."""
     if rank_exit.signal != signal.SIGABRT:
         return False
-    return any(
-        blames_another(line)
-        for line in _read_telling_lines(rank_log(run_dir, rank_exit.rank, end.number))
-    )
+    log = rank_log(run_dir, rank_exit.rank, end.number)
+    return any(map(blames_another, read_telling_lines(log)))
 
 
-def _places(end: AttemptEnd, run_dir: Path) -> dict[int, LastSeen]:
-    ranks = end.exits.keys() | end.records.keys() | end.silent.keys()
-    places = {rank: read_black_box(black_box(run_dir, rank)) for rank in ranks}
-    return {
-        rank: place for rank, place in sorted(places.items()) if place is not None
-    } | end.silent_places
+def _read_black_boxes(end: AttemptEnd, run_dir: Path) -> dict[int, LastSeen]:
+    """The place where each rank was last seen, as far as its black box says."""
+    last_seen_of: dict[int, LastSeen] = {}
+    for rank in sorted(end.exits.keys() | end.records.keys() | end.silent.keys()):
+        last_seen = read_black_box(black_box(run_dir, rank))
+        if last_seen is not None:
+            last_seen_of[rank] = last_seen
+    # As they were before their stacks were asked for, which may have woken them.
+    return last_seen_of | end.silent_places
 
 
 def _blame_startup(report: ErrorReport) -> Failure:
     """The failure of ranks that never started: a module that does not import, no process or port
     to be had."""
+    text = report.traceback.rstrip()
+    if report.is_phalanx_error:
+        text = report.one_line
     return Failure(
         rank=-1,
         cause="exception",
@@ -141,7 +186,7 @@ def _blame_startup(report: ErrorReport) -> Failure:
         phase="startup",
         summary=report.one_line,
         detail=report.one_line,
-        report=report.one_line if report.is_phalanx_error else report.traceback.rstrip(),
+        report=text,
         signature=report.one_line,
         exit_code=report.exit_code,
         restartable=False,
@@ -152,218 +197,126 @@ def _blame_startup(report: ErrorReport) -> Failure:
 def _blame_own_process(end: AttemptEnd, run_dir: Path) -> Failure | None:
     if not end.server_loss and not end.store_loss:
         return None
-    process_name = (
-        "the process that starts the ranks"
-        if end.server_loss
-        else "the process that holds the rendezvous store"
-    )
-    how = end.server_loss or f"ended ({end.store_loss})"
-    boxes = (run_dir / BLACK_BOXES).glob("rank-*")
-    places = [place for box in boxes if (place := read_black_box(box)) is not None]
-    place = max(places, default=None)
+    detail = f"the process that holds the rendezvous store ended ({end.store_loss})"
+    if end.server_loss:
+        detail = f"the process that starts the ranks {end.server_loss}"
+    # The place of the rank that had come furthest.
+    newest = None
+    for box in (run_dir / BLACK_BOXES).glob("rank-*"):
+        last_seen = read_black_box(box)
+        if last_seen is not None and (newest is None or last_seen > newest):
+            newest = last_seen
+    step, phase = _step_and_phase(newest)
+    summary = f"{detail} {place_in_words(newest, end.stepless)}"
     return Failure(
         rank=-1,
-        cause="signal" if "killed" in how else "exit",
-        step=place.step if place else 0,
-        phase=place.phase if place else "",
-        summary=f"{process_name} {how} {place_in_words(place, end.stepless)}",
-        detail=f"{process_name} {how}",
-        report=f"{process_name} {how} {place_in_words(place, end.stepless)}{_hint(how)}",
-        signature=f"{process_name} {how}",
+        cause="signal" if "killed" in (end.server_loss or end.store_loss) else "exit",
+        step=step,
+        phase=phase,
+        summary=summary,
+        detail=detail,
+        report=summary + _hint(detail),
+        signature=detail,
         exit_code=ExitCode.INTERNAL,
         restartable=True,
         detected_s=0.0,
     )
 
 
-def _blame_phalanx_error(
-    rank: int, report: ErrorReport, place: LastSeen | None, end: AttemptEnd
-) -> Failure:
-    return Failure(
-        rank=rank,
-        cause="exception",
-        step=place.step if place else 0,
-        phase=place.phase if place else "",
-        summary=report.one_line,
-        detail=report.one_line,
-        report=report.one_line,
-        signature=report.one_line,
-        exit_code=report.exit_code,
-        restartable=False,
-        detected_s=_detection_s(rank, end),
-    )
+def _blame_phalanx_error(blamed: _BlamedRank, report: ErrorReport) -> Failure:
+    line = report.one_line
+    failure = blamed.to_failure("exception", line, line, [line], line)
+    # Refused for a reason that is in the job, the data or the machine.
+    return replace(failure, exit_code=report.exit_code, restartable=False)
 
 
-def _blame_exception(
-    rank: int, report: ErrorReport, place: LastSeen | None, end: AttemptEnd, run_dir: Path
-) -> Failure:
-    summary = f"rank {rank} failed {place_in_words(place, end.stepless)}"
-    raised_at = [f"your code: {report.user_place}"] if report.user_place else []
-    log = f"log: {rank_log(run_dir, rank, end.number)}"
-    lines = [
-        f"{summary}:",
-        report.traceback.rstrip(),
-        *_describe_others(rank, report, end),
-        *raised_at,
-        log,
-    ]
-    return Failure(
-        rank=rank,
-        cause="exception",
-        step=place.step if place else 0,
-        phase=place.phase if place else "",
-        summary=f"{summary}: {report.one_line}",
-        detail=report.one_line,
-        report="\n".join(lines),
-        signature="lost connection" if report.secondary else signature_of(report.one_line),
-        exit_code=ExitCode.INTERNAL,
-        restartable=place is not None and place.step >= 1,
-        detected_s=_detection_s(rank, end),
-    )
+def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> Failure:
+    summary = f"rank {blamed.rank} failed {blamed.place}"
+    lines = [f"{summary}:", report.traceback.rstrip()]
+    lines += _describe_others(blamed.rank, report, blamed.end)
+    if report.user_place:
+        lines.append(f"your code: {report.user_place}")
+    lines.append(f"log: {blamed.log}")
+    # A lost connection is told in many words: they are one failure when it repeats.
+    signature = "lost connection"
+    if not report.secondary:
+        signature = signature_of(report.one_line)
+    summary = f"{summary}: {report.one_line}"
+    return blamed.to_failure("exception", summary, report.one_line, lines, signature)
 
 
 def _blame_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
     """The failure of a rank that the others waited for: it had reported nothing, or came too
     late."""
-    rank, places = absence.rank, _places(end, run_dir)
-    place, log = places.get(rank), rank_log(run_dir, absence.rank, end.number)
-    where = place_in_words(place, end.stepless)
-    summary = f"rank {rank} kept the others waiting {where}: {absence.why}"
-    by_place: dict[str, list[int]] = {}
+    rank, last_seen_of = absence.rank, _read_black_boxes(end, run_dir)
+    blamed = _BlamedRank(rank, end, run_dir, last_seen_of.get(rank))
+    summary = f"rank {rank} kept the others waiting {blamed.place}: {absence.why}"
+    ranks_at: dict[str, list[int]] = {}
     for other in sorted(end.records.keys() | end.exits.keys() | end.silent.keys()):
         if other != rank:
-            by_place.setdefault(place_in_words(places.get(other), end.stepless), []).append(other)
-    waited = [f"{_ranks(ranks)}: waited {where}" for where, ranks in by_place.items()]
-    lines = [summary, *waited, *_read_stack(log), f"log: {log}"]
-    return Failure(
-        rank=rank,
-        cause="hang",
-        step=place.step if place else 0,
-        phase=place.phase if place else "",
-        summary=summary,
-        detail=f"kept the others waiting: {absence.why}",
-        report="\n".join(lines),
-        signature="kept the others waiting",
-        exit_code=ExitCode.INTERNAL,
-        restartable=place is not None and place.step >= 1,
-        detected_s=0.0,
-    )
+            words = place_in_words(last_seen_of.get(other), end.stepless)
+            ranks_at.setdefault(words, []).append(other)
+    lines = [summary]
+    for words, ranks in ranks_at.items():
+        lines.append(f"{_ranks(ranks)}: waited {words}")
+    lines += [*read_stack(blamed.log), f"log: {blamed.log}"]
+    detail = f"kept the others waiting: {absence.why}"
+    failure = blamed.to_failure("hang", summary, detail, lines, "kept the others waiting")
+    # A hang is no death whose detection could be timed.
+    return replace(failure, detected_s=0.0)
 
 
-def _blame_code(
-    rank: int, code: int, place: LastSeen | None, end: AttemptEnd, run_dir: Path
-) -> Failure:
+def _blame_code(blamed: _BlamedRank, code: int) -> Failure:
     """The failure of a rank whose entry returned a code that is neither success nor a stop, without
     a report."""
-    deterministic = code in _DETERMINISTIC
-    failure = _describe_death(rank, "exit", f"ended with code {code}", place, end, run_dir)
-    exit_code = code if deterministic else int(ExitCode.INTERNAL)
-    return replace(
-        failure, exit_code=exit_code, restartable=failure.restartable and not deterministic
-    )
+    failure = _describe_death(blamed, "exit", f"ended with code {code}")
+    if code in _DETERMINISTIC:
+        return replace(failure, exit_code=code, restartable=False)
+    return failure
 
 
-def _blame_exit(
-    rank_exit: RankExit, place: LastSeen | None, end: AttemptEnd, run_dir: Path
-) -> Failure:
+def _blame_exit(blamed: _BlamedRank, rank_exit: RankExit) -> Failure:
     """The failure of a process that ended without an end record: by a signal, or an exit behind our
     back. Whatever code that had, its work was not done."""
     if rank_exit.signal is None:
-        return _describe_death(
-            rank_exit.rank, "exit", f"exited with code {rank_exit.code}", place, end, run_dir
-        )
+        return _describe_death(blamed, "exit", f"exited with code {rank_exit.code}")
     detail = f"killed by {signal_name(rank_exit.signal)}"
-    return replace(
-        _describe_death(rank_exit.rank, "signal", detail, place, end, run_dir), restartable=True
-    )
+    # A signal comes from outside: also before the first step another start may do better.
+    return replace(_describe_death(blamed, "signal", detail), restartable=True)
 
 
-def _describe_death(
-    rank: int, cause: str, detail: str, place: LastSeen | None, end: AttemptEnd, run_dir: Path
-) -> Failure:
-    was = "was " if cause == "signal" else ""
-    summary = f"rank {rank} {was}{detail} {place_in_words(place, end.stepless)}"
-    rank_exit, log = end.exits.get(rank), rank_log(run_dir, rank, end.number)
-    hint = _hint(detail) if cause == "signal" or rank in end.records else UNSAID
+def _describe_death(blamed: _BlamedRank, cause: str, detail: str) -> Failure:
+    rank, end = blamed.rank, blamed.end
+    verb = f"was {detail}" if cause == "signal" else detail
+    summary = f"rank {rank} {verb} {blamed.place}"
+    hint = UNSAID
+    if cause == "signal" or rank in end.records:
+        hint = _hint(detail)
     lines = [
         summary + hint,
-        *_read_last_words(rank_exit, log),
+        *read_last_words(end.exits.get(rank), blamed.log),
         *_describe_others(rank, None, end),
-        f"log: {log}",
+        f"log: {blamed.log}",
     ]
-    return Failure(
-        rank=rank,
-        cause=cause,
-        step=place.step if place else 0,
-        phase=place.phase if place else "",
-        summary=summary,
-        detail=detail,
-        report="\n".join(lines),
-        signature=detail,
-        exit_code=ExitCode.INTERNAL,
-        restartable=place is not None and place.step >= 1,
-        detected_s=_detection_s(rank, end),
-    )
+    return blamed.to_failure(cause, summary, detail, lines, detail)
 
 
-def _detection_s(rank: int, end: AttemptEnd) -> float:
-    rank_exit = end.exits.get(rank)
-    return rank_exit.detected_s if rank_exit is not None else 0.0
-
-
-def place_in_words(place: LastSeen | None, stepless: str = "") -> str:
+def place_in_words(last_seen: LastSeen | None, stepless: str = "") -> str:
     """Step, phase and collective, as the end of a sentence; for ranks without steps their work."""
-    collective = f" ({place.collective})" if place is not None and place.collective else ""
+    collective = ""
+    if last_seen is not None and last_seen.collective:
+        collective = f" ({last_seen.collective})"
     if stepless:
         return f"while {stepless}{collective}"
-    if place is None or place.step < 1:
+    if last_seen is None or last_seen.step < 1:
         return "before the first step"
-    return f"at step {place.step} in {place.phase}{collective}"
+    return f"at step {last_seen.step} in {last_seen.phase}{collective}"
 
 
 def _hint(how: str) -> str:
-    return " (possibly by the kernel's out-of-memory killer)" if "SIGKILL" in how else ""
-
-
-def _read_last_words(rank_exit: RankExit | None, log: Path) -> list[str]:
-    """The end of the log where it explains a death (stacks of faulthandler, an abort's message),
-    and before it those lines of NCCL and of C++ that say why."""
-    if rank_exit is not None and rank_exit.signal in (
-        signal.SIGKILL,
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):
-        return []
-    end = _read_lines(log)[-NUM_LAST_LINES:]
-    return [*(line for line in _read_telling_lines(log) if line not in end), *end]
-
-
-def _read_telling_lines(log: Path) -> list[str]:
-    """The first lines of a log that say why a process was aborted."""
-    return [line for line in _read_lines(log) if _TELLING.search(line)][:NUM_TELLING_LINES]
-
-
-def _read_stack(log: Path) -> list[str]:
-    """The stack of a rank's main thread when it was asked; empty if it could not answer."""
-    lines = _read_lines(log)
-    if STACK_HEAD not in lines:
-        return []
-    start = len(lines) - lines[::-1].index(STACK_HEAD)
-    frames = [line for line in lines[start:] if line.startswith("  File")]
-    return [STACK_HEAD, *frames[:NUM_STACK_LINES]] if frames else []
-
-
-def _read_lines(log: Path) -> list[str]:
-    try:
-        return _read_tail(log).splitlines()
-    except OSError:
-        return []
-
-
-def _read_tail(log: Path, num_bytes: int = 64 << 20) -> str:
-    with open_regular(log) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
-        return file.read(num_bytes).decode("utf-8", "replace")
+    if "SIGKILL" in how:
+        return " (possibly by the kernel's out-of-memory killer)"
+    return ""
 
 
 def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd) -> list[str]:
@@ -373,21 +326,29 @@ def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd
     A rank that we killed before it noticed ended because of that, too: on a busy machine few notice
     in time.
     """
-    secondary = {rank for rank, report in end.reports.items() if report.secondary}
-    killed = {
-        rank for rank, rank_exit in end.exits.items() if rank_exit.by_us and rank not in end.reports
-    }
-    fallen = sorted((secondary | killed) - {root})
-    lines = [f"{_ranks(fallen)}: ended because of that"] if fallen else []
+    reports = end.reports
+    victims = set()
+    for rank, report in reports.items():
+        if report.secondary:
+            victims.add(rank)
+    for rank, rank_exit in end.exits.items():
+        if rank_exit.by_us and rank not in reports:
+            victims.add(rank)
+    victims.discard(root)
+    lines = []
+    if victims:
+        lines.append(f"{_ranks(sorted(victims))}: ended because of that")
     by_line: dict[str, list[int]] = {}
-    for rank, report in sorted(end.reports.items()):
+    for rank, report in sorted(reports.items()):
         if rank != root and not report.secondary:
             by_line.setdefault(report.one_line, []).append(rank)
     for one_line, ranks in by_line.items():
-        same = root_report is not None and one_line == root_report.one_line
-        lines.append(f"{_ranks(ranks)}: {'the same' if same else one_line}")
+        if root_report is not None and one_line == root_report.one_line:
+            one_line = "the same"
+        lines.append(f"{_ranks(ranks)}: {one_line}")
     return lines
 
 
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+def _ranks(ranks: Sequence[int]) -> str:
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"

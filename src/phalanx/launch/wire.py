@@ -35,8 +35,9 @@ class Codec(Generic[Message]):
 
         Raises TypedJsonError for another class, or for fields that are not its own.
         """
-        fields = json.loads(line)
-        name = fields.pop(_TAG, None) if isinstance(fields, dict) else None
+        fields, name = json.loads(line), None
+        if isinstance(fields, dict):
+            name = fields.pop(_TAG, None)
         if name not in self._kinds:
             raise TypedJsonError(f"{name!r} is none of {', '.join(self._kinds)}")
         return from_json(self._kinds[name], fields)

@@ -1,0 +1,177 @@
+"""Ranks that Slurm's srun started: its variables are read, and `scontrol` is not asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.launch_variables import (
+    FIRST_PORT,
+    NUM_PORTS,
+    LaunchedRank,
+    check_range,
+    find_first_set,
+    read_integer,
+    read_port,
+    read_text,
+    require_integer,
+)
+from phalanx.core.nodelists import NodeList, parse_nodelist, parse_tasks_per_node
+from phalanx.core.units import plural
+
+# Above it are numbers of Slurm's own steps: batch script, salloc's shell, extern.
+LARGEST_RANK_STEP = 0xFFFF0000
+
+
+def read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
+    """The task that srun started.
+
+    None in a batch script or a shell of salloc, which are no task of srun's.
+    """
+    if not _is_task_of_srun(environ):
+        return None
+    size_name = find_first_set(environ, SLURM_SIZES)
+    if not size_name:
+        raise EnvironmentProblem(
+            "SLURM_PROCID is set and SLURM_NTASKS is not",
+            fix="start ranks by srun, or unset SLURM_PROCID",
+        )
+    size = require_integer(environ, size_name, "")
+    if size == 1:
+        return None
+    several = f"{size_name} is {size}"
+    rank = require_integer(environ, "SLURM_PROCID", several)
+    check_range("SLURM_PROCID", rank, size_name, size)
+    local_rank = require_integer(environ, "SLURM_LOCALID", several)
+    nodes = read_slurm_nodes(environ)
+    local_size = _read_local_size(environ, size, nodes)
+    check_range("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
+    address = read_text(environ, "MASTER_ADDR") or _choose_address(environ, nodes, rank, several)
+    step = _read_step(environ)
+    job = read_integer(environ, "SLURM_JOB_ID")
+    if job is None:
+        job = read_integer(environ, "SLURM_JOBID")
+    port = read_port(environ, "MASTER_PORT")
+    if port is None and job is None:
+        raise EnvironmentProblem(
+            f"{several} and SLURM_JOB_ID is not set",
+            fix="set MASTER_PORT to the same free port on every task",
+        )
+    # Steps of one job may train at the same time: far apart, for jobs in a row have numbers in a
+    # row.
+    port = port or FIRST_PORT + ((job or 0) + 1009 * step) % NUM_PORTS
+    words = f"{_describe_tasks(size, job, nodes)}; rank 0 at {address}:{port}"
+    attempt = read_integer(environ, "SLURM_RESTART_COUNT") or 0
+    return LaunchedRank("Slurm", rank, size, local_rank, local_size, address, port, words, attempt)
+
+
+def _read_step(environ: Mapping[str, str]) -> int:
+    """The number of srun's step, 0 where none is set; releases of Slurm spell it in two ways."""
+    return read_integer(environ, "SLURM_STEP_ID") or read_integer(environ, "SLURM_STEPID") or 0
+
+
+def _describe_tasks(size: int, job: int | None, nodes: NodeList | None) -> str:
+    words = f"{size:,} tasks"
+    if job is not None:
+        words += f" of job {job}"
+    if nodes is not None:
+        words += f" on {plural(len(nodes), 'node')}"
+    return words
+
+
+SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+_OF_STEPS = (
+    "SLURM_STEP_ID",
+    "SLURM_STEPID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_SRUN_COMM_HOST",
+)
+_OF_BATCH_SCRIPTS = ("SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST")
+
+
+def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
+    """A batch script has SLURM_PROCID=0 and SLURM_NTASKS, too; srun alone sets variables of its
+    step."""
+    if _read_step(environ) > LARGEST_RANK_STEP:
+        return False
+    rank = read_integer(environ, "SLURM_PROCID")
+    if rank is None:
+        _refuse_step_without_rank(environ)
+        return False
+    if rank != 0 or find_first_set(environ, _OF_STEPS):
+        return True
+    return environ.get("ENVIRONMENT") != "BATCH" and not find_first_set(environ, _OF_BATCH_SCRIPTS)
+
+
+def _refuse_step_without_rank(environ: Mapping[str, str]) -> None:
+    """Raise EnvironmentProblem where variables speak of a step of several tasks, and none of this
+    one's rank."""
+    present = find_first_set(environ, (*_OF_STEPS, "SLURM_LOCALID"))
+    if not present:
+        return
+    is_alone = all(read_integer(environ, name) in (None, 1) for name in SLURM_SIZES)
+    if not is_alone:
+        raise EnvironmentProblem(
+            f"{present} is set and SLURM_PROCID is not",
+            fix=f"start ranks by srun, or unset {present}",
+        )
+
+
+def read_slurm_nodes(environ: Mapping[str, str]) -> NodeList | None:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if text := read_text(environ, name):
+            try:
+                return parse_nodelist(text)
+            except ValueError as error:
+                raise EnvironmentProblem(
+                    f"{name} is {text[:80]!r}, which is no list of nodes", why=str(error)
+                ) from None
+    return None
+
+
+def _read_local_size(environ: Mapping[str, str], size: int, nodes: NodeList | None) -> int:
+    """The number of tasks on this node.
+
+    The allocation's numbers are not the step's where their sum is another one.
+    """
+    node = read_integer(environ, "SLURM_NODEID") or 0
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if not (text := read_text(environ, name)):
+            continue
+        try:
+            counts = parse_tasks_per_node(text)
+        except ValueError as error:
+            raise EnvironmentProblem(f"{name} is {text[:80]!r}", why=str(error)) from None
+        if sum(counts) == size and node < len(counts):
+            return counts[node]
+        if name.startswith("SLURM_STEP_"):
+            raise EnvironmentProblem(
+                f"{name} is {text[:80]!r} (tasks of {len(counts)} nodes), of {size} tasks in all,"
+                f" on node {node}",
+                fix="unset it, or let srun set it",
+            )
+    num_nodes = 1
+    if nodes is not None:
+        num_nodes = len(nodes)
+    return -(-size // min(num_nodes, size))
+
+
+def _choose_address(
+    environ: Mapping[str, str], nodes: NodeList | None, rank: int, several: str
+) -> str:
+    """The first node's name; where there is no other node, this machine, which nobody else can
+    then reach."""
+    if nodes is None:
+        raise EnvironmentProblem(
+            f"{several} and SLURM_JOB_NODELIST is not set",
+            fix="set MASTER_ADDR to the host of task 0",
+        )
+    if len(nodes) == 1:
+        return "127.0.0.1"
+    if rank == 0 and read_integer(environ, "SLURM_NODEID"):
+        raise EnvironmentProblem(
+            f"SLURM_PROCID is 0 on node {read_text(environ, 'SLURM_NODEID')} of SLURM_JOB_NODELIST",
+            fix="set MASTER_ADDR to the host of task 0",
+        )
+    return next(iter(nodes))

@@ -1,0 +1,61 @@
+"""The parts of a rank's log that say why its process ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+from phalanx.core.files import open_regular
+from phalanx.launch.attempt import RankExit
+from phalanx.launch.rank import STACK_HEAD
+
+# Lines that say why a rank was aborted: the lines after them are often longer than the end of a log
+# that is shown.
+_TELLING = re.compile(
+    r"watchdog|NCCL (WARN|error)|terminate called|what\(\):|Fatal Python error", re.IGNORECASE
+)
+NUM_LAST_LINES, NUM_TELLING_LINES, NUM_STACK_LINES = 25, 6, 10
+_TAIL_BYTES = 64 << 20  # of a log, from its end: user code may have printed any number of lines
+
+
+def read_last_words(rank_exit: RankExit | None, log: Path) -> list[str]:
+    """The end of the log where it explains a death (stacks of faulthandler, an abort's message),
+    and before it those lines of NCCL and of C++ that say why."""
+    # The end of a log does not explain a signal that came from outside.
+    silent_signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+    if rank_exit is not None and rank_exit.signal in silent_signals:
+        return []
+    last_lines = _read_lines(log)[-NUM_LAST_LINES:]
+    return [line for line in read_telling_lines(log) if line not in last_lines] + last_lines
+
+
+def read_telling_lines(log: Path) -> list[str]:
+    """The first lines of a log that say why a process was aborted."""
+    return list(filter(_TELLING.search, _read_lines(log)))[:NUM_TELLING_LINES]
+
+
+def read_stack(log: Path) -> list[str]:
+    """The stack of a rank's main thread when it was asked; empty if it could not answer."""
+    lines = _read_lines(log)
+    if STACK_HEAD not in lines:
+        return []
+    start = len(lines) - lines[::-1].index(STACK_HEAD)
+    frames = [line for line in lines[start:] if line.startswith("  File")]
+    if not frames:
+        return []
+    return [STACK_HEAD, *frames[:NUM_STACK_LINES]]
+
+
+def _read_lines(log: Path) -> list[str]:
+    try:
+        return _read_tail(log).splitlines()
+    except OSError:
+        return []
+
+
+def _read_tail(log: Path) -> str:
+    with open_regular(log) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        return file.read(_TAIL_BYTES).decode("utf-8", "replace")
