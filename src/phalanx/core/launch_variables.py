@@ -49,7 +49,7 @@ def read_integer(environ: Mapping[str, str], name: str) -> int | None:
 
     Raises EnvironmentProblem for another text.
     """
-    text = read_text(environ, name)
+    text = get_text(environ, name)
     if not text:
         return None
     try:
@@ -110,10 +110,10 @@ def require_integer(environ: Mapping[str, str], name: str, why: str) -> int:
 def find_first_set(environ: Mapping[str, str], names: Iterable[str]) -> str:
     """The first of the variables `names` that is set to a text, or "" if none is."""
     for name in names:
-        if read_text(environ, name):
+        if get_text(environ, name):
             return name
     return ""
 
 
-def read_text(environ: Mapping[str, str], name: str) -> str:
+def get_text(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip()

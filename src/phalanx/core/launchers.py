@@ -19,10 +19,10 @@ from phalanx.core.launch_variables import (
     LaunchedRank,
     check_range,
     find_first_set,
+    get_text,
     read_both,
     read_integer,
     read_port,
-    read_text,
     require_integer,
 )
 from phalanx.core.slurm import SLURM_SIZES, read_slurm, read_slurm_nodes
@@ -60,7 +60,7 @@ def adopt_launched_rank(environ: MutableMapping[str, str]) -> LaunchedRank | Non
 def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
     """The rank that variables other than torch's describe: the first of `ORDER` that has more
     than one rank."""
-    if read_text(environ, "RANK") or read_text(environ, "WORLD_SIZE"):
+    if get_text(environ, "RANK") or get_text(environ, "WORLD_SIZE"):
         return None
     for read in ORDER:
         rank = read(environ)
@@ -81,10 +81,10 @@ def loopback_interface() -> str:
 def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
     """The rank of a node that PET_ variables, which are torchrun's arguments, give one rank;
     more need torchrun."""
-    nodes = read_text(environ, "PET_NNODES")
+    nodes = get_text(environ, "PET_NNODES")
     if nodes in ("", "1", "1:1"):
         return None
-    per_node = read_text(environ, "PET_NPROC_PER_NODE") or "1"
+    per_node = get_text(environ, "PET_NPROC_PER_NODE") or "1"
     start = "start it as `torchrun -m phalanx train ...`, which reads PET_*, or unset PET_NNODES"
     low, _, high = nodes.partition(":")
     if high not in ("", low) or not low.isdigit():
@@ -97,10 +97,10 @@ def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
         )
     size, rank = int(low), require_integer(environ, "PET_NODE_RANK", f"PET_NNODES is {nodes}")
     check_range("PET_NODE_RANK", rank, "PET_NNODES", size)
-    host, _, port_text = read_text(environ, "PET_RDZV_ENDPOINT").rpartition(":")
+    host, _, port_text = get_text(environ, "PET_RDZV_ENDPOINT").rpartition(":")
     if not port_text.isdigit():
-        host, port_text = read_text(environ, "PET_RDZV_ENDPOINT"), ""
-    address = read_text(environ, "PET_MASTER_ADDR") or read_text(environ, "MASTER_ADDR") or host
+        host, port_text = get_text(environ, "PET_RDZV_ENDPOINT"), ""
+    address = get_text(environ, "PET_MASTER_ADDR") or get_text(environ, "MASTER_ADDR") or host
     if not address:
         raise EnvironmentProblem(
             f"PET_NNODES is {nodes} and PET_MASTER_ADDR is not set",
@@ -155,7 +155,7 @@ def _mpi_rank(
     rank, size, local_rank, local_size = position
     if local_size > size:
         raise EnvironmentProblem(f"{origin} says {local_size} ranks on this node of {size} in all")
-    address = read_text(environ, "MASTER_ADDR")
+    address = get_text(environ, "MASTER_ADDR")
     if not address and local_size == size:
         address = "127.0.0.1"
     nodes = read_slurm_nodes(environ)
@@ -166,7 +166,7 @@ def _mpi_rank(
             f"{origin} has {size} ranks on several nodes and MASTER_ADDR is not set",
             fix="set it to the host of rank 0 on every rank (mpirun -x MASTER_ADDR=HOST)",
         )
-    job = read_text(environ, find_first_set(environ, job_names))
+    job = get_text(environ, find_first_set(environ, job_names))
     derived = USUAL_PORT
     if job:
         # Every rank of the job comes to the same one, and another job of the machine to another.
@@ -192,7 +192,7 @@ def _read_pair(
 def _read_mpirun_in_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
     """mpirun inside a Slurm job starts its daemons by srun: what they pass on describes the
     daemons, not the ranks."""
-    if not read_text(environ, "OMPI_COMM_WORLD_RANK"):
+    if not get_text(environ, "OMPI_COMM_WORLD_RANK"):
         return None
     size = read_integer(environ, "OMPI_COMM_WORLD_SIZE")
     if size is None or not find_first_set(environ, SLURM_SIZES):

@@ -11,9 +11,9 @@ from phalanx.core.launch_variables import (
     LaunchedRank,
     check_range,
     find_first_set,
+    get_text,
     read_integer,
     read_port,
-    read_text,
     require_integer,
 )
 from phalanx.core.nodelists import NodeList, parse_nodelist, parse_tasks_per_node
@@ -46,7 +46,7 @@ def read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
     nodes = read_slurm_nodes(environ)
     local_size = _read_local_size(environ, size, nodes)
     check_range("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
-    address = read_text(environ, "MASTER_ADDR") or _choose_address(environ, nodes, rank, several)
+    address = get_text(environ, "MASTER_ADDR") or _choose_address(environ, nodes, rank, several)
     step = _read_step(environ)
     job = read_integer(environ, "SLURM_JOB_ID")
     if job is None:
@@ -120,7 +120,7 @@ def _refuse_step_without_rank(environ: Mapping[str, str]) -> None:
 
 def read_slurm_nodes(environ: Mapping[str, str]) -> NodeList | None:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if text := read_text(environ, name):
+        if text := get_text(environ, name):
             try:
                 return parse_nodelist(text)
             except ValueError as error:
@@ -137,7 +137,7 @@ def _read_local_size(environ: Mapping[str, str], size: int, nodes: NodeList | No
     """
     node = read_integer(environ, "SLURM_NODEID") or 0
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if not (text := read_text(environ, name)):
+        if not (text := get_text(environ, name)):
             continue
         try:
             counts = parse_tasks_per_node(text)
@@ -171,7 +171,7 @@ def _choose_address(
         return "127.0.0.1"
     if rank == 0 and read_integer(environ, "SLURM_NODEID"):
         raise EnvironmentProblem(
-            f"SLURM_PROCID is 0 on node {read_text(environ, 'SLURM_NODEID')} of SLURM_JOB_NODELIST",
+            f"SLURM_PROCID is 0 on node {get_text(environ, 'SLURM_NODEID')} of SLURM_JOB_NODELIST",
             fix="set MASTER_ADDR to the host of task 0",
         )
     return next(iter(nodes))
