@@ -20,12 +20,14 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-import phalanx.data.build as module
+import phalanx.data.build_folder as module
 from commands import write_text
 from phalanx.core.errors import DataError, PhalanxError, ResourceError, RunLockedError
-from phalanx.data.build import STATE, BuildProgress, build_dataset
+from phalanx.data.build import BuildProgress, build_dataset
+from phalanx.data.build_folder import STATE
 from phalanx.data.dataset import Dataset, add_checksum, is_dataset, open_dataset, verify_dataset
-from phalanx.data.shards import PAYLOAD_AT, ShardWriter
+from phalanx.data.shard_writer import ShardWriter
+from phalanx.data.shards import PAYLOAD_AT
 from phalanx.data.spans import default_shard_bytes
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.data.train_tokenizer import train_tokenizer

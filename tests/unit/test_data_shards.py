@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import DataError
+from phalanx.data.shard_writer import ShardWriter
 from phalanx.data.shards import (
     CHUNK_BYTES,
     PAYLOAD_AT,
     Shard,
     ShardFacts,
-    ShardWriter,
     open_shard,
     verify_shard,
 )

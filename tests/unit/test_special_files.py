@@ -31,7 +31,7 @@ from phalanx.core.files import (
     regular_path,
     write_bytes_atomic,
 )
-from phalanx.data.shards import ShardWriter
+from phalanx.data.shard_writer import ShardWriter
 from phalanx.launch.paths import blank_out_logs, clear_black_boxes, refuse_linked_folders
 from phalanx.observe.sinks._metrics import keep_run_id
 

@@ -8,18 +8,15 @@ still holds, and builds the others.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from phalanx.core.cores import count_cores
-from phalanx.core.digest import differing_keys, digest
-from phalanx.core.errors import DataError, ResourceError, RunLockedError
+from phalanx.core.digest import differing_keys
+from phalanx.core.errors import DataError, ResourceError
 from phalanx.core.files import (
     TOKENIZER_BYTES,
     read_json,
@@ -29,19 +26,23 @@ from phalanx.core.files import (
     write_json_atomic,
 )
 from phalanx.core.units import format_bytes
+from phalanx.data.build_folder import (
+    STATE,
+    check_output_folder,
+    lock_output_folder,
+    remove_output,
+)
+from phalanx.data.build_options import BuildOptions, collect_build_options
 from phalanx.data.build_pool import run_tasks
 from phalanx.data.cuts import cutter_for
 from phalanx.data.dataset import (
-    FORMAT,
     MANIFEST,
     Dataset,
     DatasetManifest,
-    TokenizerFacts,
     is_dataset,
     open_dataset,
 )
 from phalanx.data.encode import Counts, ShardOutcome, sum_counts
-from phalanx.data.listing import find_dataset_around
 from phalanx.data.readers import plan_parts
 from phalanx.data.shards import dtype_for, open_shard
 from phalanx.data.sources import SourceListing, find_files
@@ -55,10 +56,7 @@ from phalanx.data.tokenizer import (
 )
 from phalanx.data.unchanged import check_inputs_unchanged, file_times, find_changed
 
-STATE = ".build"
-OPTIONS, LOCK = "options.json", "lock"
-# What of dataset.json must be as the options say, for a finished dataset to be the one asked for.
-_DECISIVE = ("tokenizer", "end_of_document", "column", "shard_bytes", "inputs")
+OPTIONS = "options.json"
 # Files are cut into shards at multiples of this, or of a shard's size where that is smaller.
 _STEP_BYTES = 1 << 20
 _QUICK_BYTES = 128 << 20  # of bytes as tokens: done before workers have started
@@ -142,14 +140,14 @@ def build_dataset(
     step_bytes = min(_STEP_BYTES, shard_bytes)
     parts = [plan_parts(file, column, step_bytes, cutter.can_cut) for file in files]
     tasks = plan_tasks(parts, shard_bytes)
-    options = _options(sources, encoder, column, shard_bytes)
-    _check_place(out)
+    options = collect_build_options(sources, encoder, column, shard_bytes)
+    check_output_folder(out)
     # Before the lock, which writes: a finished dataset may be read-only.
     if is_dataset(out):
         return _reuse_dataset(out, options, tasks, file_times(sources))
     is_new = not out.exists()
     try:
-        with _lock_output(out):
+        with lock_output_folder(out):
             # Another build may have finished since we looked.
             if is_dataset(out):
                 return _reuse_dataset(out, options, tasks, file_times(sources))
@@ -158,7 +156,9 @@ def build_dataset(
                 return _build(tasks, sources, encoder, tokenizer, options, out, workers, progress)
             except BaseException:
                 if not keep_unfinished:
-                    _remove(out, tasks, is_new)
+                    names = [task.file for task in tasks]
+                    names += (TOKENIZER_FILE, CONFIG_FILE, MANIFEST)
+                    remove_output(out, names, is_new=is_new)
                 raise
     except OSError as error:  # reading raises DataError, so this was writing
         raise resource_error(error, "writing the token shards", out, place="folder") from None
@@ -170,73 +170,18 @@ def _useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
     return count_cores()
 
 
-def _options(
-    sources: list[SourceListing], encoder: Tokenizer, column: str, shard_bytes: int
-) -> dict[str, Any]:
-    """The options that decide about every byte of the dataset."""
-    return {
-        "format": FORMAT,
-        "tokenizer": {"kind": encoder.kind, "digest": encoder.digest},
-        "end_of_document": encoder.end_of_document,
-        "column": column,
-        "shard_bytes": shard_bytes,
-        "inputs": [_input_facts(one) for one in sources],
-    }
-
-
-def _input_facts(listing: SourceListing) -> dict[str, Any]:
-    return {
-        "source": listing.source,
-        "num_files": len(listing.files),
-        "num_bytes": sum(file.num_bytes for file in listing.files),
-        "digest": digest([[file.name, file.num_bytes] for file in listing.files]),
-    }
-
-
-def _check_place(out: Path) -> None:
-    """Refuse a place that holds anything but a dataset, finished or not, and one inside of a
-    dataset.
-    """
-    around = find_dataset_around(out)
-    if around is not None:
-        raise DataError(
-            "the folder lies inside a dataset",
-            where=str(out),
-            why=f"{around} is one",
-            fix="give another --out",
-        )
-    if not os.path.lexists(out):
-        return
-    try:
-        names = os.listdir(out)
-    except NotADirectoryError:
-        raise DataError("not a folder", where=str(out), fix="give another --out") from None
-    except OSError as error:
-        raise resource_error(
-            error, "opening the folder of the dataset", out, place="folder"
-        ) from None
-    if names and STATE not in names and MANIFEST not in names:
-        raise DataError(
-            "the folder holds something else",
-            where=str(out),
-            why=f"{sorted(names)[0]!r} is there and dataset.json is not",
-            fix="give an empty folder, or one that does not exist",
-        )
-
-
 def _reuse_dataset(
-    out: Path, options: dict[str, Any], tasks: list[Task], changed_ns: dict[str, int]
+    out: Path, options: BuildOptions, tasks: list[Task], changed_ns: dict[str, int]
 ) -> Dataset:
     """The dataset that is already there, if it is the one that is wanted."""
     dataset = open_dataset(out)
-    manifest = dataset.manifest.to_json()
-    differing = differing_keys(_select_decisive(manifest), _select_decisive(options))
+    differing = options.list_differences(dataset.manifest)
     if differing:
         raise _another(out, f"other {', '.join(differing)}")
     contents = dict(enumerate(dataset.manifest.contents))
     for task in tasks:
         paths = find_changed(
-            task, contents.get(task.number), options["column"], changed_ns, out / MANIFEST
+            task, contents.get(task.number), options.column, changed_ns, out / MANIFEST
         )
         if paths:
             why = f"{paths[0]} had another content when it was built"
@@ -254,57 +199,21 @@ def _another(out: Path, why: str) -> DataError:
     return DataError("another dataset is there", where=str(out), why=why, fix=fix)
 
 
-def _select_decisive(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: options.get(key) for key in _DECISIVE}
-
-
-@contextlib.contextmanager
-def _lock_output(out: Path) -> Iterator[None]:
-    """Hold OUT/.build for this process: the lock goes with it, however it ends."""
-    handle = _lock(out)
-    try:
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock(out: Path) -> int:
-    path = out / STATE / LOCK
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # a build that finished took its state away meanwhile
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A build that finished removes the file: the lock of one that is gone holds nobody off.
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
-                return handle
-        except BlockingIOError:
-            os.close(handle)
-            raise RunLockedError(
-                "another build is writing there", where=str(out), fix="wait for it"
-            ) from None
-        except FileNotFoundError:
-            pass
-        os.close(handle)
-
-
 def _build(
     tasks: list[Task],
     sources: list[SourceListing],
     encoder: Tokenizer,
     tokenizer: str,
-    options: dict[str, Any],
+    options: BuildOptions,
     out: Path,
     num_workers: int,
     progress: Progress | None,
 ) -> Dataset:
     _require_same_options(out, options)
+    # Of a build that was killed: the lock says that none writes them now.
     for partial_file in out.glob(".*.partial"):
         partial_file.unlink(missing_ok=True)
-    finished = _read_finished_shards(tasks, file_times(sources), options["column"], out)
+    finished = _read_finished_shards(tasks, file_times(sources), options.column, out)
     todo = [task for task in tasks if task.number not in finished]
     num_workers = min(num_workers, max(1, len(todo)))
     build = _Build(tasks, finished, num_workers, kept_shards=tuple(finished))
@@ -325,25 +234,22 @@ def _build(
         report()
 
     report()
-    run_tasks(
-        todo, out, encoder, tokenizer, options["column"], build.num_workers, on_counts, on_shard
-    )
+    run_tasks(todo, out, encoder, tokenizer, options.column, build.num_workers, on_counts, on_shard)
     return _finish(build, sources, encoder, tokenizer, options, out)
 
 
-def _require_same_options(out: Path, options: dict[str, Any]) -> None:
+def _require_same_options(out: Path, options: BuildOptions) -> None:
     """Refuse to go on with a build of other options. Inputs may have changed: each shard knows what
     went into it.
     """
     path = out / STATE / OPTIONS
-    compared = {key: value for key, value in options.items() if key != "inputs"}
     # Without a finished shard any options will do.
     if path.exists() and any((out / STATE).glob("[0-9]*.json")):
         try:
             earlier = read_json(path)
         except ValueError:
             earlier = {}
-        differing = differing_keys(earlier, compared)
+        differing = differing_keys(earlier, options.to_json())
         if differing:
             raise DataError(
                 "an unfinished build with other options is there",
@@ -351,7 +257,7 @@ def _require_same_options(out: Path, options: dict[str, Any]) -> None:
                 why=f"other {', '.join(differing)}",
                 fix="give the same options to finish it, another --out, or remove that folder",
             )
-    write_json_atomic(path, compared)
+    write_json_atomic(path, options.to_json())
 
 
 def _write_note(out: Path, task: Task, outcome: ShardOutcome) -> None:
@@ -381,6 +287,7 @@ def _read_finished_shards(
             if outcome.facts is not None and open_shard(out / task.file).facts != outcome.facts:
                 continue
         except (OSError, ValueError, KeyError, TypeError, DataError):
+            # Whatever is wrong with a note or its shard: the shard is built again.
             continue
         outcomes[task.number] = outcome
     return outcomes
@@ -417,7 +324,7 @@ def _finish(
     sources: list[SourceListing],
     encoder: Tokenizer,
     tokenizer: str,
-    options: dict[str, Any],
+    options: BuildOptions,
     out: Path,
 ) -> Dataset:
     outcomes = [build.outcomes[task.number] for task in build.tasks]
@@ -429,30 +336,36 @@ def _finish(
             why = f"{total.num_null_rows} null rows"
         where = ", ".join(listing.source for listing in sources)
         raise DataError("there is no text in it", where=where, why=why)
-    check_inputs_unchanged(build.tasks, build.outcomes, sources, options["column"])
+    # After the last file was read, before anything says that the dataset is whole.
+    check_inputs_unchanged(build.tasks, build.outcomes, sources, options.column)
     if encoder.kind == "tokenizer.json":
         _copy_tokenizer(encoder, tokenizer, out)
+
+    def total_of(count: str) -> int:
+        return sum(getattr(listing, count) for listing in sources)
+
     manifest = DatasetManifest(
-        tokenizer=TokenizerFacts(encoder.kind, encoder.digest),
+        tokenizer=options.tokenizer,
         vocab_size=encoder.vocab_size,
         dtype=dtype_for(encoder.vocab_size),
-        end_of_document=encoder.end_of_document,
-        column=options["column"],
-        shard_bytes=options["shard_bytes"],
+        end_of_document=options.end_of_document,
+        column=options.column,
+        shard_bytes=options.shard_bytes,
         source_bytes=total.text_bytes,
-        num_skipped_files=sum(one.num_skipped for one in sources),
+        num_skipped_files=total_of("num_skipped"),
         num_skipped_rows=total.num_null_rows,
         num_not_utf8=total.num_not_utf8,
-        inputs=tuple(options["inputs"]),
+        inputs=options.inputs,
         shards=shards,
-        num_skipped_folders=sum(one.num_skipped_folders for one in sources),
-        num_repeated_files=sum(one.num_repeated for one in sources),
-        num_not_files=sum(one.num_not_files for one in sources),
-        num_empty_files=sum(one.num_empty for one in sources),
-        num_json_as_text=sum(one.num_json_text for one in sources),
+        num_skipped_folders=total_of("num_skipped_folders"),
+        num_repeated_files=total_of("num_repeated"),
+        num_not_files=total_of("num_not_files"),
+        num_empty_files=total_of("num_empty"),
+        num_json_as_text=total_of("num_json_text"),
         num_ends_in_text=total.num_ends_in_text,
         contents=tuple(outcome.content for outcome in outcomes),
     )
+    # Before dataset.json: nothing that it does not list lies beside it.
     for stale in set(out.glob("shard-*.tokens")) - {out / shard.file for shard in shards}:
         stale.unlink()  # of inputs that are not there any more
     # The last step that counts: without dataset.json there is no dataset, with it all is whole.
@@ -468,13 +381,3 @@ def _copy_tokenizer(encoder: Tokenizer, name: str, out: Path) -> None:
     write_bytes_atomic(out / TOKENIZER_FILE, read_regular(path, TOKENIZER_BYTES))
     if encoder.end_name is not None:
         write_json_atomic(out / CONFIG_FILE, {"eos_token": encoder.end_name})
-
-
-def _remove(out: Path, tasks: list[Task], is_new: bool) -> None:
-    """Take away what this build may have written, and the folder if it is new."""
-    with contextlib.suppress(OSError):
-        for name in [*(task.file for task in tasks), TOKENIZER_FILE, CONFIG_FILE, MANIFEST]:
-            (out / name).unlink(missing_ok=True)
-        shutil.rmtree(out / STATE)
-        if is_new:
-            out.rmdir()

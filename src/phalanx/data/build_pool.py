@@ -76,6 +76,7 @@ class _Worker:
         if not data:
             raise self.explain_death()
         self.unread += data
+        # What follows the last line's end is the beginning of the next message.
         *lines, rest = bytes(self.unread).split(b"\n")
         self.unread[:] = rest
         for line in lines:

@@ -104,7 +104,7 @@ class Corpus:
         return {
             "format": FORMAT,
             "wanted": self.wanted,
-            "components": [asdict(component) for component in self.components],
+            "components": list(map(asdict, self.components)),
             "user": self.user and asdict(self.user),
         }
 
@@ -114,7 +114,7 @@ class Corpus:
         try:
             if value["format"] != FORMAT:
                 raise ValueError(f"{MANIFEST} was written by another release")
-            components = tuple(Component.from_json(component) for component in value["components"])
+            components = tuple(map(Component.from_json, value["components"]))
             user = None
             if value["user"]:
                 user = UserFacts(**value["user"])
@@ -190,6 +190,8 @@ class Corpus:
         DataError if it is not what it was.
         """
         path = self.path_of(component)
+        # Before it is mapped: reading behind the end of a file that is shorter by now would kill
+        # the process (SIGBUS).
         check_source_unchanged(component.kind, path, component.files)
         opened = open_arrays(component.kind, path)
         fraction, keys = self.wanted["held_out_fraction"], component.held_out_keys
@@ -206,6 +208,7 @@ class Corpus:
         """
         if not self.is_text:
             return None
+        # All components have the same one: others are refused when they are prepared.
         first = self.components[0]
         if first.tokenizer_path:
             return _load_unchanged_tokenizer(first.tokenizer_path, first.tokenizer.digest)
@@ -247,6 +250,7 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
             first, summary = wrong[0], wrong[0].what
             if len(wrong) > 1:
                 summary += f" and {len(wrong) - 1} more like it"
+            # Of its own type, which has the exit code: a disk may have failed.
             raise type(first)(summary, where=first.where, why=first.why, fix=first.fix)
     return []
 

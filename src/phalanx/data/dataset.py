@@ -225,7 +225,7 @@ def open_dataset(directory: Path) -> Dataset:
     problems: list[DataError] = []
     for facts in manifest.shards:
         try:
-            shards.append(_open_listed(directory, manifest, facts))
+            shards.append(_open_listed_shard(directory, manifest, facts))
         except DataError as error:
             problems.append(error)
     if problems:
@@ -293,20 +293,22 @@ def verify_dataset(directory: Path, progress: Progress | None = None) -> Iterato
         return
     for facts in manifest.shards:
         try:
-            _open_listed(directory, manifest, facts)
+            _open_listed_shard(directory, manifest, facts)
         except DataError as error:
             yield error
             continue
         yield from verify_shard(directory / facts.file, progress)
     try:
+        # The shards are not needed for it, and may be damaged.
         Dataset(directory, manifest, (), manifest_digest).load_tokenizer()
     except DataError as error:
         yield error
 
 
-def _open_listed(directory: Path, manifest: DatasetManifest, facts: ShardFacts) -> Shard:
+def _open_listed_shard(directory: Path, manifest: DatasetManifest, facts: ShardFacts) -> Shard:
     """Open a shard and hold it to what dataset.json says of it."""
     shard = open_shard(directory / facts.file)
+    # What tells most comes first: the checksum differs for any of these reasons.
     if shard.tokenizer_digest != manifest.tokenizer.digest:
         raise _swapped_error(
             shard,

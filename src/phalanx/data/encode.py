@@ -18,7 +18,8 @@ from phalanx.core.units import MIB
 from phalanx.data.columns import Reading
 from phalanx.data.cuts import cutter_for
 from phalanx.data.readers import TextPiece, read_content, read_pieces
-from phalanx.data.shards import ShardFacts, ShardWriter, dtype_for
+from phalanx.data.shard_writer import ShardWriter
+from phalanx.data.shards import ShardFacts, dtype_for
 from phalanx.data.spans import FileSpan, Task
 from phalanx.data.tokenizer import Tokenizer
 
@@ -111,6 +112,7 @@ def build_shard(
     counts, reading, content = Counts(), Reading(), Content()
     reported_s = 0.0
     first = task.spans[0]
+    # A text that began in the shard before is no new document here.
     continues = first.format == "text" and first.begin > 0
     encode = _encode_bytes if tokenizer.kind == "bytes" else _encode_text
     dtype = dtype_for(tokenizer.vocab_size)
@@ -198,6 +200,7 @@ def _write(
         stops = np.cumsum(sizes)
         tokens = np.full(int(stops[-1]), end_of_document, writer.dtype)
         is_text = np.ones(tokens.size, bool)
+        # The last place of each document that ends here keeps the end.
         is_text[stops[ends] - 1] = False
         tokens[is_text] = encoded.ids
     starts, keys, at = [], [], 0
@@ -217,8 +220,9 @@ def _write(
 
 
 def _count(counts: Counts, batch: list[TextPiece], reading: Reading) -> None:
-    counts.text_bytes += sum(piece.num_bytes for piece in batch)
-    counts.num_documents += sum(piece.ends for piece in batch)
-    counts.num_not_utf8 += sum(not piece.is_utf8 for piece in batch)
+    for piece in batch:
+        counts.text_bytes += piece.num_bytes
+        counts.num_documents += piece.ends
+        counts.num_not_utf8 += not piece.is_utf8
     counts.read_bytes = reading.read
     counts.num_null_rows = reading.num_null_rows

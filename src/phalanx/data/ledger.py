@@ -101,6 +101,7 @@ def check_ledger(run_dir: Path) -> LedgerReport:
         )
     readings: list[StepReading] = []
     problems: list[str] = []
+    # Damaged ones first: all that follows counts as far as the records say.
     for reading in events:
         if damage := _damage(reading.event, starts.get(reading.attempt)):
             event = reading.event
@@ -175,6 +176,7 @@ def _last_attempts(
     continued from.
     """
     counted: dict[int, list[StepReading]] = {}
+    # An attempt that recorded nothing undoes steps, too.
     for attempt in sorted({reading.attempt for reading in readings} | set(starts)):
         own_readings = [reading for reading in readings if reading.attempt == attempt]
         if attempt in starts:
@@ -267,7 +269,7 @@ def _differing_again(readings: Sequence[StepReading]) -> Iterator[str]:
     """Samples that were read again after a restart, with another content."""
     first_readings: dict[tuple[int, ...], StepReading] = {}
     for reading in readings:
-        key = tuple(int(edge) for edge in reading.event.ranges)
+        key = tuple(map(int, reading.event.ranges))
         first = first_readings.setdefault(key, reading)
         if first.event.xxh3 != reading.event.xxh3:
             summary = f"attempt {first.attempt} and attempt {reading.attempt} read other content"
@@ -316,7 +318,7 @@ def _open(run_dir: Path) -> Samples | None:
 
 
 def _ranges(event: SamplesRead) -> list[tuple[int, int]]:
-    edges = [int(edge) for edge in event.ranges]
+    edges = list(map(int, event.ranges))
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 

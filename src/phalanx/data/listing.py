@@ -69,6 +69,7 @@ def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> List
     Linked folders are not followed, but counted like all that is no file.
     """
 
+    # os.walk passes over folders that it cannot list, unless it is given something to call.
     def stop(error: OSError) -> None:
         raise error
 

@@ -200,6 +200,7 @@ class _Prefetch:
     """
 
     def __init__(self, load: Callable[[int], _Loaded]) -> None:
+        # One thread: steps are built in the order in which they were asked for.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="phalanx-data")
         self._load = load
         self._waiting: tuple[int, Future[_Loaded]] | None = None
@@ -252,7 +253,7 @@ class HeldOutBatches:
             windows = (
                 number * self._micro_batch_size + rows
             ) * self._data_parallel_size + self._data_parallel_rank
-            rows_of = [self._window(window) for window in windows.tolist()]
+            rows_of = list(map(self._window, windows.tolist()))
             batch: Batch = {}
             for name in rows_of[0]:
                 batch[name] = torch.from_numpy(np.stack([row[name] for row in rows_of]))

@@ -123,6 +123,7 @@ def _look_at_ids(source: str, weight: float, data: Data, vocab_size: int | None)
     if data.tokenizer is not None:
         tokenizer, _, needed = build_named_tokenizer(data.tokenizer, described, source)
     opened = open_arrays(described.kind, described.path)
+    # Raises, with the place of the first id that has no row in the model.
     if vocab_size is not None and needed > vocab_size:
         check_ids(opened, vocab_size)
     split_by, keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)

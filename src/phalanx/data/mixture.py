@@ -19,7 +19,7 @@ from phalanx.data.order import permute
 
 Int64s = NDArray[np.int64]
 
-TABLE = 1 << 16
+TABLE = 1 << 16  # shares are rounded to one in so many
 SHUFFLED = 64
 _SPREAD = 0x9E3779B97F4A7C15  # an odd number: distinct runs get distinct keys
 

@@ -251,6 +251,7 @@ def _describe_missing_tokenizer(brought: ModelTokenizer, one: SourceTokens) -> s
 def _describe_other_tokenizer(
     brought: ModelTokenizer, one: SourceTokens, vocab_size: int | None
 ) -> str:
+    name = one.name or _name_by_digest(one.facts)
     size = f"{one.vocab_size:,}"
     if vocab_size:
         size += f" of the model's {vocab_size:,} rows"
@@ -261,12 +262,12 @@ def _describe_other_tokenizer(
     if one.is_text:
         fix = "leave data.tokenizer out"
     return (
-        f"{one.source}: its tokens are those of {one.name or _name_unnamed(one.facts)}, {size}, and"
-        f" {brought.owner} brings {brought.name}: {meaning}; {fix} unless you mean it"
+        f"{one.source}: its tokens are those of {name}, {size}, and {brought.owner} brings"
+        f" {brought.name}: {meaning}; {fix} unless you mean it"
     )
 
 
-def _name_unnamed(facts: TokenizerFacts) -> str:
+def _name_by_digest(facts: TokenizerFacts) -> str:
     """A name for the tokenizer of shards, which know no path of it."""
     if facts.kind == BYTES:
         return BYTES

@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 # A function (token [N], previous token [N], the one before [N], ...) -> probability [N].
 Model = Callable[..., Floats]
 
-_CHUNK_TOKENS = 1 << 22
+_CHUNK_TOKENS = 1 << 22  # at a time, as numbers of 8 bytes
 # Above zero, so that no token is impossible after any context.
 _LEAST_DISCOUNT = 0.01
 

@@ -51,6 +51,7 @@ def prepare_corpus(
         return corpus
     with _nothing_left_on_error(out_dir):
         corpus = _prepare(data, out_dir, vocab_size, default_tokenizer)
+        # Before the fact sheet is written: with it the data counts as prepared.
         _check_fits(corpus, data, vocab_size)
         try:
             write_json_atomic(out_dir / MANIFEST, corpus.to_json())
@@ -78,7 +79,7 @@ def _request(data: Data) -> dict[str, Any]:
     """The keys of [data] that decide what is prepared and how it is split."""
     keys = ("source", "args", "tokenizer", "column", "held_out_fraction")
     request: dict[str, Any] = {name: getattr(data, name) for name in keys}
-    request["mixture"] = [vars(source) for source in data.mixture]
+    request["mixture"] = list(map(vars, data.mixture))
     return request
 
 
@@ -93,6 +94,7 @@ def _prepare_component(
             "data.document_masks needs documents, and a .npy has none", where=source, fix=fix
         )
     tokenizer, tokenizer_path, needed_size = described.tokenizer, "", described.vocab_size
+    # Text went through data.tokenizer when it was built.
     if data.tokenizer is not None and path != own_dir.name:
         tokenizer, tokenizer_path, needed_size = build_named_tokenizer(
             data.tokenizer, described, source
@@ -134,6 +136,7 @@ def _find(
         return describe_source(*kind), str(kind[1])
     tokenizer = data.tokenizer or default
     check_end_fits(tokenizer, vocab_size, source)
+    # A run that cannot begin leaves nothing behind, not even finished shards.
     build_dataset([source], own_dir, tokenizer=tokenizer, column=data.column, keep_unfinished=False)
     return describe_source("dataset", own_dir), own_dir.name
 

@@ -89,11 +89,11 @@ def plan_parts(file: SourceFile, column: str, step_bytes: int, can_cut_text: boo
         return parquet_parts(file, column)
     if file.format == "arrow":
         return arrow_parts(file, column)
-    _require_compressed(file)
+    _check_compression(file)
     return keep_uncut(file)
 
 
-def _require_compressed(file: SourceFile) -> None:
+def _check_compression(file: SourceFile) -> None:
     """Raise DataError for a file that is not compressed as its name says: before all of it is read
     for nothing.
     """

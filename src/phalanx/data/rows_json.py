@@ -28,6 +28,7 @@ def json_rows(span: FileSpan, column: str, reading: Reading) -> Iterator[tuple[i
         offset = _to_next_line(file, span.begin) if is_plain else 0
         before = reading.read
         while not is_plain or offset < span.end:
+            # One byte more, which tells that a line is too long.
             line = file.readline(MAX_ROW_BYTES + 1)
             if not line:
                 return
@@ -77,6 +78,7 @@ def _text_of(line: bytes, column: str, where: Callable[[], str]) -> str | None:
     if line.isspace():
         return None
     try:
+        # Bytes that are not UTF-8 come through: they are counted where the text is encoded.
         row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
         raise DataError(

@@ -102,6 +102,7 @@ class Windows:
         """
         at = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
         begins = np.diff(documents, axis=1, prepend=documents[:, :1]) > 0
+        # Each token's newest begin, carried on to those behind it.
         positions = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
         return {"positions": positions, "document_ids": np.cumsum(begins, axis=1)}
 

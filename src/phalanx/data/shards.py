@@ -22,11 +22,9 @@ import mmap
 import os
 import struct
 import sys
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -35,7 +33,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import DataError
-from phalanx.core.files import create_regular, fsync_directory, open_regular
+from phalanx.core.files import open_regular
 from phalanx.data.unreadable import unreadable
 
 MAGIC, VERSION = b"PHXSHARD", 1
@@ -44,7 +42,7 @@ CHUNK_BYTES = 2**16  # what a flipped bit is told by, at 8 bytes of checksum for
 DTYPES = ("<u2", "<u4")
 
 _HEAD = struct.Struct("<8sIIQ")
-_WORD = 8
+WORD_BYTES = 8
 _READ_BYTES = 64 * CHUNK_BYTES
 
 Progress = Callable[[int], None]  # bytes just read
@@ -98,194 +96,23 @@ class _Sections:
     @classmethod
     def place(cls, num_tokens: int, num_documents: int, dtype: str) -> _Sections:
         token_bytes = num_tokens * np.dtype(dtype).itemsize
-        ends_at = PAYLOAD_AT + -(-token_bytes // _WORD) * _WORD
-        keys_at = ends_at + num_documents * _WORD
-        sums_at = keys_at + num_documents * _WORD
+        ends_at = PAYLOAD_AT + -(-token_bytes // WORD_BYTES) * WORD_BYTES
+        keys_at = ends_at + num_documents * WORD_BYTES
+        sums_at = keys_at + num_documents * WORD_BYTES
         return cls(ends_at, keys_at, sums_at, -(-(sums_at - PAYLOAD_AT) // CHUNK_BYTES))
 
     @property
     def num_bytes(self) -> int:
-        return self.sums_at + self.num_sums * _WORD
+        return self.sums_at + self.num_sums * WORD_BYTES
 
 
-class _Sums:
-    """XXH3-64 of each CHUNK_BYTES of a stream."""
-
-    def __init__(self) -> None:
-        self._hash, self._left = xxhash.xxh3_64(), CHUNK_BYTES
-        self._done = array("Q")
-
-    def update(self, data: memoryview) -> None:
-        while len(data):
-            part, data = data[: self._left], data[self._left :]
-            self._hash.update(part)
-            self._left -= len(part)
-            if self._left == 0:
-                self._finish()
-
-    def _finish(self) -> None:
-        self._done.append(self._hash.intdigest())
-        self._hash, self._left = xxhash.xxh3_64(), CHUNK_BYTES
-
-    def close(self) -> bytes:
-        if self._left < CHUNK_BYTES:
-            self._finish()
-        return np.array(self._done, "<u8").tobytes()
-
-
-class ShardWriter:
-    """Writes a shard beside `path` as a stream; `commit` gives it its name. Leaving without a
-    commit removes it.
-
-    Raises OSError, and DataError for an id that the vocabulary does not have. A document without
-    tokens is none.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        dtype: str,
-        vocab_size: int,
-        tokenizer_digest: str,
-        *,
-        continues: bool = False,
-    ) -> None:
-        assert dtype in DTYPES, dtype
-        self._path, self._dtype, self._vocab_size = path, np.dtype(dtype), vocab_size
-        self._tokenizer_digest, self._continues = tokenizer_digest, continues
-        self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._file: BinaryIO | None = None
-        self._sums = _Sums()
-        self._ends, self._keys = array("Q"), array("Q")
-        self._num_tokens, self._max_token_id = 0, -1
-        self._key: int | None = None  # of a document that has no token yet
-
-    def __enter__(self) -> ShardWriter:
-        self._file = create_regular(self._partial, buffering=1 << 20)
-        self._file.write(b"\0" * PAYLOAD_AT)
-        return self
-
-    def begin_document(self, key: int) -> None:
-        """Begin the document `key` (a uint64): all that is written next belongs to it."""
-        self._key = key
-
-    def write(self, tokens: NDArray[np.integer]) -> None:
-        """Append a part, of any size, of the current document."""
-        self.write_documents(tokens, np.zeros(0, np.int64), [])
-
-    def write_documents(
-        self, tokens: NDArray[np.integer], starts: NDArray[np.int64], keys: list[int]
-    ) -> None:
-        """Append many documents at once: document `keys[i]` begins at tokens[starts[i]]; none of
-        them is empty.
-
-        What stands before the first start belongs to the document that is being written.
-        """
-        assert self._file is not None
-        if tokens.size == 0:
-            return
-        self._check(tokens)
-        if self._key is not None and (starts.size == 0 or starts[0] > 0):
-            starts, keys = np.concatenate([np.zeros(1, np.int64), starts]), [self._key, *keys]
-        self._key = None
-        assert self._keys or (starts.size and starts[0] == 0), "no document was begun"
-        if starts.size:
-            ends = starts.astype(np.uint64) + np.uint64(self._num_tokens)
-            # A document ends where the next begins; none ends where the very first does.
-            if not self._keys:
-                ends = ends[1:]
-            self._ends.frombytes(ends.astype("=u8").tobytes())
-            self._keys.extend(keys)
-        self._append(np.ascontiguousarray(tokens, self._dtype).data.cast("B"))
-        self._num_tokens += tokens.size
-
-    def _check(self, tokens: NDArray[np.integer]) -> None:
-        low, high = int(tokens.min()), int(tokens.max())
-        for token, is_outside in ((low, low < 0), (high, high >= self._vocab_size)):
-            if is_outside:
-                raise DataError(
-                    f"token {token} does not fit a vocabulary of {self._vocab_size}",
-                    where=str(self._path),
-                )
-        self._max_token_id = max(self._max_token_id, high)
-
-    def _append(self, data: memoryview) -> None:
-        assert self._file is not None
-        self._file.write(data)
-        self._sums.update(data)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._dtype
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    def commit(self) -> ShardFacts:
-        """Make the bytes durable and give the file its name. It must hold a token."""
-        assert self._file is not None
-        assert self._num_tokens, "an empty shard is never written"
-        self._ends.append(self._num_tokens)
-        padding = -(self._num_tokens * self._dtype.itemsize) % _WORD
-        self._append(memoryview(b"\0" * padding))
-        for column in (self._ends, self._keys):
-            self._append(np.array(column, "<u8").data.cast("B"))
-        sums = self._sums.close()
-        self._file.write(sums)
-        num_bytes = self._file.tell()
-        head = _header(self._facts(sums))
-        self._file.seek(0)
-        self._file.write(head)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._partial, self._path)
-        fsync_directory(self._path.parent)
-        return ShardFacts(
-            file=self._path.name,
-            num_tokens=self._num_tokens,
-            num_documents=len(self._keys),
-            max_token_id=self._max_token_id,
-            num_bytes=num_bytes,
-            xxh3=f"{_HEAD.unpack_from(head)[3]:016x}",
-            continues=self._continues,
-        )
-
-    def _facts(self, sums: bytes) -> dict[str, Any]:
-        return {
-            "dtype": self._dtype.str,
-            "num_tokens": self._num_tokens,
-            "num_documents": len(self._keys),
-            "max_token_id": self._max_token_id,
-            "vocab_size": self._vocab_size,
-            "tokenizer_digest": self._tokenizer_digest,
-            "continues": self._continues,
-            "chunk_bytes": CHUNK_BYTES,
-            "sums_xxh3": xxhash.xxh3_64_hexdigest(sums),
-        }
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._file is not None
-        try:
-            self._file.close()
-        except OSError:  # what could not be flushed goes with the file
-            if kind is None:
-                raise
-        finally:
-            self._partial.unlink(missing_ok=True)
-
-
-def _header(facts: dict[str, Any]) -> bytes:
+def pack_header(facts: dict[str, Any]) -> tuple[bytes, str]:
+    """The header of a shard with these facts, and its checksum in hex."""
     text = canonical_json(facts).encode()
-    head = _HEAD.pack(MAGIC, VERSION, len(text), xxhash.xxh3_64_intdigest(text)) + text
+    checksum = xxhash.xxh3_64_intdigest(text)
+    head = _HEAD.pack(MAGIC, VERSION, len(text), checksum) + text
     assert len(head) <= PAYLOAD_AT
-    return head.ljust(PAYLOAD_AT, b"\0")
+    return head.ljust(PAYLOAD_AT, b"\0"), f"{checksum:016x}"
 
 
 def open_shard(path: Path) -> Shard:
@@ -296,6 +123,7 @@ def open_shard(path: Path) -> Shard:
         with open_regular(path) as file:
             facts, xxh3 = _read_header(path, file.read(PAYLOAD_AT))
             num_bytes = os.fstat(file.fileno()).st_size
+            # The map stays when the file is closed.
             mapped = _map_shard(file)
     except FileNotFoundError:
         raise DataError(
@@ -372,6 +200,7 @@ def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
             where=str(path),
             fix="use the release that wrote it",
         )
+    # Behind the JSON there are zeros, which its checksum does not cover.
     if xxhash.xxh3_64_intdigest(text) != xxh3 or head[_HEAD.size + len(text) :].strip(b"\0"):
         raise _damage_error(
             path,
@@ -428,6 +257,7 @@ def _differing_chunks(
         facts, _ = _read_header(shard.path, file.read(PAYLOAD_AT))
         file.seek(sections.sums_at)
         raw = file.read()
+        # First, for with these damaged every chunk would seem to be.
         if xxhash.xxh3_64_hexdigest(raw) != facts["sums_xxh3"]:
             raise _BadSumsError
         file.seek(PAYLOAD_AT)

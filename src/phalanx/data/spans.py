@@ -102,6 +102,7 @@ def plan_tasks(files: Sequence[FileParts], shard_bytes: int) -> list[Task]:
     spans: list[FileSpan] = []
     weight = 0
     for span in _spans(files, shard_bytes):
+        # A little more than a shard is better than a small one at its end.
         if spans and weight + span.weight > shard_bytes + shard_bytes // _LEAST_PART:
             tasks.append(Task(len(tasks), tuple(spans)))
             spans, weight = [], 0

@@ -80,7 +80,8 @@ def find_kind(source: str) -> tuple[Kind, Path] | None:
     """The kind of a source of token ids, and the directory or file it is; None if it is text, or
     nothing."""
     path = Path(os.path.expanduser(source))
-    # Without its dataset.json: opening it says so.
+    # Shards without their dataset.json, too: opening them says so. Paths are resolved, for a
+    # resumed run may be started from another folder.
     if is_dataset(path) or _holds_shards(path):
         return "dataset", path.resolve()
     is_pattern = glob.has_magic(source) and not os.path.exists(path)
@@ -219,7 +220,8 @@ def check_ids(opened: OpenSource, vocab_size: int) -> None:
     """Raise DataError at the first id that is not below `vocab_size`, with its file and the
     token's place in it."""
     for array, path in zip(opened.arrays, opened.paths, strict=True):
-        facts = getattr(array, "facts", None)  # a shard knows its largest id
+        # A shard knows its largest id, so that nothing of it needs to be read.
+        facts = getattr(array, "facts", None)
         if facts is not None and facts.max_token_id < vocab_size:
             continue
         bad_token = find_outside(array.tokens, vocab_size)

@@ -132,6 +132,7 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Ids of each text. Lone surrogates must have been replaced."""
+        # "Fast" leaves out where in the text each token lies.
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 

@@ -389,4 +389,5 @@ class PlainArray:
 
 def hash_numbers(numbers: Int64s) -> Uint64s:
     """Keys of documents that have numbers instead of names."""
+    # From 1 on: 0 is hashed to 0, which is below every fraction.
     return mix(numbers.astype(np.uint64) + np.uint64(1))

@@ -110,6 +110,7 @@ def _build_tokenizer_and_trainer(library: Any, vocab_size: int) -> tuple[Any, An
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END],
+        # Every byte is a token from the start, so that no text is unknown.
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -174,6 +175,7 @@ def _run(
         except BaseException as error:  # raised where somebody waits for it
             failed.append(error)
 
+    # A daemon, for the interpreter waits for others when it ends.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():

@@ -24,7 +24,10 @@ _COARSE_NS = 2 * 10**9  # some file systems know whole or even seconds only
 
 def file_times(sources: Sequence[SourceListing]) -> dict[str, int]:
     """When each file may have changed last, in nanoseconds, by path."""
-    return {file.path: file.changed_ns for one in sources for file in one.files}
+    times = {}
+    for file in itertools.chain.from_iterable(listing.files for listing in sources):
+        times[file.path] = file.changed_ns
+    return times
 
 
 def find_changed(

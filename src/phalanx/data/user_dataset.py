@@ -243,6 +243,7 @@ def digest_of(arrays: Arrays) -> str:
     checksum = xxhash.xxh3_64()
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
+        # Types and shapes, too: the same bytes may be other numbers.
         checksum.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
         checksum.update(array.reshape(-1).view(np.uint8).data)
     return checksum.hexdigest()

@@ -54,10 +54,8 @@ def verify_with_progress(
     num_shards, num_bytes, read_bytes = 0, 0, 0
     with suppress(DataError):  # verification says it
         manifest, _ = read_dataset_manifest(Path(directory))
-        num_shards, num_bytes = (
-            len(manifest.shards),
-            sum(shard.num_bytes for shard in manifest.shards),
-        )
+        num_shards = len(manifest.shards)
+        num_bytes = sum(shard.num_bytes for shard in manifest.shards)
     problems: list[DataError] = []
 
     def add(more_bytes: int) -> None:

@@ -103,6 +103,7 @@ class WorkerPool:
             self._hear(step % self._num_workers)
         self._replacements.pop(step, None)
         answer = self._ready.pop(step)
+        # A jump forward leaves steps behind that are never asked for.
         self._ready = {later: batch for later, batch in self._ready.items() if later > step}
         if isinstance(answer, Exception):
             raise answer
@@ -140,6 +141,7 @@ class WorkerPool:
     def _hear(self, number: int) -> None:
         """Take the next answer of a worker, or replace it."""
         worker = self._workers[number]
+        # 0 would mean not to wait at all.
         worker.link.settimeout(max(0.001, worker.heard_s + self._timeout_s - time.monotonic()))
         try:
             received = receive(worker.link)
@@ -216,6 +218,7 @@ def _spawn(log: WorkerLog, name: str) -> _Worker:
     parent_end, child_end = socket.socketpair()
     whereabouts = new_whereabouts()
     numbers = [str(number) for number in (child_end.fileno(), os.getpid(), whereabouts.fd)]
+    # First on the path, so that a worker runs the same phalanx as its rank.
     root = str(Path(phalanx.__file__).resolve().parents[1])
     python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     # One core each: the workers are the parallelism. Unbuffered: what a user's code prints must

@@ -1,0 +1,94 @@
+"""The folder that a build writes: what may be in it, and the lock by which one build alone is at
+it. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from phalanx.core.errors import DataError, RunLockedError
+from phalanx.core.files import resource_error
+from phalanx.data.dataset import MANIFEST
+from phalanx.data.listing import find_dataset_around
+
+STATE = ".build"
+LOCK = "lock"
+
+
+def check_output_folder(out: Path) -> None:
+    """Refuse a place that holds anything but a dataset, finished or not, and one inside of a
+    dataset.
+    """
+    around = find_dataset_around(out)
+    if around is not None:
+        raise DataError(
+            "the folder lies inside a dataset",
+            where=str(out),
+            why=f"{around} is one",
+            fix="give another --out",
+        )
+    if not os.path.lexists(out):
+        return
+    try:
+        names = os.listdir(out)
+    except NotADirectoryError:
+        raise DataError("not a folder", where=str(out), fix="give another --out") from None
+    except OSError as error:
+        raise resource_error(
+            error, "opening the folder of the dataset", out, place="folder"
+        ) from None
+    if names and STATE not in names and MANIFEST not in names:
+        raise DataError(
+            "the folder holds something else",
+            where=str(out),
+            why=f"{sorted(names)[0]!r} is there and dataset.json is not",
+            fix="give an empty folder, or one that does not exist",
+        )
+
+
+@contextlib.contextmanager
+def lock_output_folder(out: Path) -> Iterator[None]:
+    """Hold OUT/.build for this process: the lock goes with it, however it ends."""
+    handle = _lock(out)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(out: Path) -> int:
+    path = out / STATE / LOCK
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # a build that finished took its state away meanwhile
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A build that finished removes the file: the lock of one that is gone holds nobody off.
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+        except BlockingIOError:
+            os.close(handle)
+            raise RunLockedError(
+                "another build is writing there", where=str(out), fix="wait for it"
+            ) from None
+        except FileNotFoundError:
+            pass
+        os.close(handle)
+
+
+def remove_output(out: Path, names: Iterable[str], *, is_new: bool) -> None:
+    """Take away what a build may have written: files of these `names`, and the folder if it is
+    new."""
+    with contextlib.suppress(OSError):
+        for name in names:
+            (out / name).unlink(missing_ok=True)
+        shutil.rmtree(out / STATE)
+        if is_new:
+            out.rmdir()
