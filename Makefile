@@ -7,7 +7,7 @@ READY := .venv/.ready
 # About half of the tests by time, run beside the others.
 BESIDE := tests/contracts tests/unit tests/drills $(sort $(filter-out %_ep.py,$(wildcard tests/distributed/test_verify*.py)))
 
-.PHONY: help venv train test test-all test-elsewhere lint format bench bench-checkpoint gpu-check wheels docs clean
+.PHONY: help venv train test test-all test-elsewhere lint format exam bench bench-checkpoint gpu-check wheels docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ lint: $(READY)  ## format, lint, types, imports between floors
 format: $(READY)  ## make the code look as lint wants it
 	$(BIN)/ruff format src tests tools examples benchmarks docs
 	$(BIN)/ruff check --fix src tests tools examples benchmarks docs
+
+exam: $(READY)  ## bugs planted in phalanx: how many `phalanx verify` finds (docs/exam.md); up to an hour, resumable
+	@cd tests && ../$(BIN)/python -m exam $(ARGS)
 
 bench: $(READY)  ## tokens/s, memory and first step beside a bare DDP loop; about 25 minutes
 	$(BIN)/python benchmarks/throughput

@@ -1,0 +1,212 @@
+"""`make exam`: every plant sits the exam, two at a time; docs/exam.md says what was found.
+
+What was done is kept in build/exam and not done again while the code is the same: after Ctrl-C the
+same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from exam.clean import CleanRun, CleanScore, plan_clean_runs, run_clean
+from exam.generate import generate_variants
+from exam.page import format_page
+from exam.plant import Plant, find_stale, list_plants
+from exam.results import Results, digest_sources
+from exam.score import Score
+from exam.sit import TIMEOUT_S, ClosedError, Processes, sit
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "build" / "exam" / "results.jsonl", ROOT / "docs" / "exam.md"
+SCHEMA = "phalanx.exam/1"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that takes a while, and the key of its result."""
+
+    name: str
+    key: str
+    run: Callable[[], dict[str, Any]]
+    guess_s: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    plants = [plant for plant in list_plants() if fnmatchcase(plant.name, options.only)]
+    stale = [line for plant in plants for line in find_stale(plant)]
+    if stale:
+        print("\n".join(stale), file=sys.stderr)
+        return 1
+    variants = [
+        plant
+        for plant in generate_variants(options.seed, repeats=options.generated)
+        if fnmatchcase(plant.name, options.only)
+    ]
+    if options.sample:
+        plants = random.Random(options.seed).sample(plants, min(options.sample, len(plants)))
+    runs = list(plan_clean_runs(options.clean))
+    results, processes = Results(RESULTS), Processes(timeout_s=options.timeout)
+    code = digest_sources()
+    works = [
+        *list_sittings((*plants, *variants), code, processes),
+        *list_runs(runs, code, processes),
+    ]
+    try:
+        do_all(works, results, processes, num_at_once=options.jobs, is_quiet=options.json)
+    except KeyboardInterrupt:
+        print("\nstopped: the same command goes on from here", file=sys.stderr)
+        return 130
+    bodies = {work.name: results.find(work.key) or {} for work in works}
+    sat, generated = (
+        [(plant, Score.from_json(bodies[plant.name])) for plant in group]
+        for group in (plants, variants)
+    )
+    clean = [CleanScore(**bodies[run.name]) for run in runs]
+    if options.json:
+        for _, score in (*sat, *generated):
+            print(json.dumps({"schema": SCHEMA, **score.to_json()}))
+        for run in clean:
+            print(json.dumps({"schema": SCHEMA, **run.to_json()}))
+    if options.only == "*" and not options.sample:
+        seconds = sum(body.get("seconds", 0.0) for body in bodies.values())
+        about = describe_machine()
+        text = format_page(
+            sat, generated, clean, about=about, seconds=seconds, num_plants=len(plants)
+        )
+        PAGE.write_text(text, encoding="utf-8")
+    num_found = sum(score.is_found for _, score in sat)
+    num_alarms = sum(len(run.alarms) for run in clean)
+    num_alarms += sum(len(score.false_alarms) for _, score in sat)
+    print(f"{num_found} of {len(sat)} plants found, {num_alarms} false alarms", file=sys.stderr)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make exam", description=__doc__)
+    parser.add_argument("--only", default="*", help="plants whose name matches this pattern")
+    parser.add_argument("--sample", type=int, default=0, help="so many plants, drawn by the seed")
+    parser.add_argument(
+        "--generated", type=int, default=1, help="variants for each seam and size (0: none)"
+    )
+    parser.add_argument("--clean", type=int, default=1000, help="rows of the unchanged code")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for each")
+    parser.add_argument("--json", action="store_true", help="one object for each result")
+    return parser.parse_args(arguments)
+
+
+def list_sittings(plants: Sequence[Plant], code: str, processes: Processes) -> Iterator[Work]:
+    for plant in plants:
+
+        def run(plant: Plant = plant) -> dict[str, Any]:
+            return sit(plant, processes).to_json()
+
+        yield Work(plant.name, f"{code}/{plant.digest}", run, 12.0)
+
+
+def list_runs(runs: Sequence[CleanRun], code: str, processes: Processes) -> Iterator[Work]:
+    for clean in runs:
+
+        def run(clean: CleanRun = clean) -> dict[str, Any]:
+            began = time.monotonic()
+            body = run_clean(clean, processes).to_json()
+            return body | {"seconds": round(time.monotonic() - began, 1)}
+
+        yield Work(clean.name, f"{code}/{clean}", run, 50.0)
+
+
+def do_all(
+    works: Sequence[Work],
+    results: Results,
+    processes: Processes,
+    *,
+    num_at_once: int,
+    is_quiet: bool = False,
+) -> None:
+    """Do what has no result yet, and say how far it is. On Ctrl-C all that runs is ended."""
+    due = [work for work in works if results.find(work.key) is None]
+    progress = Progress(len(works) - len(due), due, is_quiet=is_quiet)
+
+    def do(work: Work) -> None:
+        body = work.run()
+        results.add(work.key, body)
+        progress.tell(work, body)
+
+    with ThreadPoolExecutor(num_at_once) as pool:
+        futures: set[Future[None]] = {pool.submit(do, work) for work in due}
+        try:
+            while futures:
+                done, futures = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            processes.close()
+            raise_only_after_threads(futures)
+            raise
+
+
+def raise_only_after_threads(futures: set[Future[None]]) -> None:
+    """Wait for the threads, whose commands were ended."""
+    for future in futures:
+        if not future.cancelled():
+            try:
+                future.result()
+            except ClosedError:
+                continue
+
+
+class Progress:
+    """Says each result, and about when all are there."""
+
+    def __init__(self, num_done: int, due: Sequence[Work], *, is_quiet: bool) -> None:
+        self._num_done, self._num_all = num_done, num_done + len(due)
+        self._due_s, self._began, self._is_quiet = (
+            sum(w.guess_s for w in due),
+            time.monotonic(),
+            is_quiet,
+        )
+        self._done_s, self._lock = 0.0, threading.Lock()
+        if num_done and not is_quiet:
+            print(f"{num_done} of {self._num_all} are done already", file=sys.stderr)
+
+    def tell(self, work: Work, body: dict[str, Any]) -> None:
+        with self._lock:
+            self._num_done += 1
+            self._done_s += work.guess_s
+            if self._is_quiet:
+                return
+            passed = time.monotonic() - self._began
+            left_min = passed / self._done_s * (self._due_s - self._done_s) / 60
+            said = body.get("outcome") or f"{body['num_rows']} rows, {len(body['alarms'])} alarms"
+            print(
+                f"{self._num_done:4} of {self._num_all}  {work.name:48} {said:10}"
+                f" {body.get('seconds', 0.0):5.0f} s   about {left_min:.0f} min left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def describe_machine() -> str:
+    import torch
+
+    return f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

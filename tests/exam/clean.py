@@ -1,0 +1,83 @@
+"""The clean side: rows of an unchanged phalanx over models, layouts and seeds, none of which may
+differ."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from exam.sit import Processes, build_environment, read_rows, verify_command
+from phalanx.verify.cases import list_compressed_layouts, list_layouts
+
+NUM_RANKS, ROWS_PER_RUN = 4, 50
+MODELS = (
+    "small",
+    "small-mixtral",
+    "gpt2",
+    "small-latent",
+    "llama3-8b",
+    "small-deepseek",
+    "gemma3-1b",
+)
+
+
+@dataclass(frozen=True)
+class CleanRun:
+    """Some layouts of a model, judged with one seed."""
+
+    model: str
+    seed: int
+    layouts: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"clean_{self.model}_{self.seed}"
+
+
+@dataclass(frozen=True)
+class CleanScore:
+    """Rows that were compared, how many layouts were refused, and what each alarm said."""
+
+    name: str
+    seed: int
+    num_rows: int
+    num_refused: int
+    alarms: tuple[str, ...]
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_clean_runs(num_rows: int) -> Iterator[CleanRun]:
+    """Runs of about `num_rows` rows in all (two types a layout), each with a seed of its own."""
+    for seed in range(-(-num_rows // ROWS_PER_RUN)):
+        model = MODELS[seed % len(MODELS)]
+        has_experts = model in ("small-mixtral", "small-deepseek")
+        names = [name for name, _ in list_layouts(NUM_RANKS, experts=has_experts)]
+        names += [name for name, _ in list_compressed_layouts(NUM_RANKS)]
+        drawn = random.Random(seed).sample(names, min(len(names), ROWS_PER_RUN // 2))
+        yield CleanRun(model, seed, tuple(sorted(drawn)))
+
+
+def run_clean(run: CleanRun, processes: Processes) -> CleanScore:
+    job = ("--model", run.model, "--shrink", f"run.seed={run.seed}")
+    command = verify_command(job, ",".join(run.layouts), NUM_RANKS)
+    with tempfile.TemporaryDirectory(prefix="exam-") as directory:
+        done = processes.run(command, Path(directory), build_environment())
+    if done is None:
+        return CleanScore(run.name, run.seed, 0, 0, ("it hung",))
+    rows = read_rows(done.stdout)
+    compared = [row for row in rows if not row["refused"]]
+    alarms = [
+        f"{row['layout']} {row['dtype']}: {row['crashed'] or row['first']['text']}"
+        for row in compared
+        if row["crashed"] or row["first"] is not None
+    ]
+    if not compared:
+        alarms.append(f"no row: {done.stderr[-300:]}")
+    return CleanScore(run.name, run.seed, len(compared), len(rows) - len(compared), tuple(alarms))

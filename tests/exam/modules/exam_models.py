@@ -1,0 +1,38 @@
+"""Modules of a user's own that plants need: with dropout, and with BatchNorm."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(16, 16), nn.Dropout(0.2)
+
+    def forward(self, hidden):
+        return hidden + self.drop(torch.tanh(self.linear(hidden)))
+
+
+class WithDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(256, 16), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = F.dropout(self.embed(tokens), 0.1, self.training)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(256, 16), nn.Linear(16, 16)
+        self.norm, self.head = nn.BatchNorm1d(16), nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = self.linear(self.embed(tokens)).transpose(1, 2)
+        return self.head(self.norm(hidden).relu().transpose(1, 2))

@@ -1,0 +1,161 @@
+"""Writes docs/exam.md from the scores of an exam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from exam.clean import CleanScore
+from exam.generate import SEAMS, SIZES
+from exam.plant import AXES, Plant
+from exam.score import OUTCOMES, VISIBLE, Score
+
+Sat = Sequence[tuple[Plant, Score]]
+
+HEAD = """# The exam
+
+How many planted bugs `phalanx verify` finds. Each is a few changed lines of phalanx itself, never of what compares: real
+bugs of other projects (their numbers stand beside them), and some that only reading suggests. A plant names the layouts in which
+it must show, the tensors and ranks that a right answer names, and words of the right cause.
+Written by `make exam`; plants are [tests/exam/plants](../tests/exam/plants), one a file.
+
+A plant is **found** if `phalanx verify --json --layouts ... --ranks 4`, with the layouts that it names, exits with 11 and a row that is not to be
+clean differs. "not run": no process reached an edited line, so nothing examined it (it counts as not found). Tensor, rank and cause
+are those of the first difference of the first row. "loss" and "norm": what a comparison of losses, or of
+gradient norms, would have seen of the same steps at a relative error of {visible:g}; as those are few, and not 20, that
+errs a little to their disadvantage.
+"""
+
+
+def format_page(
+    sat: Sat,
+    generated: Sat,
+    clean: Sequence[CleanScore],
+    *,
+    about: str,
+    seconds: float,
+    num_plants: int,
+) -> str:
+    """The page. `about`: the machine and versions, in words. `num_plants`: those that there are,
+    of which `sat` may be a part."""
+    parts = [
+        HEAD.format(visible=VISIBLE),
+        f"{len(sat)} of {num_plants} plants sat; {about}; {seconds / 60:.0f} minutes of runs.\n",
+        "## Totals\n",
+        _format_totals(sat),
+        "## The clean side\n",
+        _format_clean(sat, clean),
+    ]
+    if generated:
+        parts += ["## The ladder of sizes\n", _format_ladder(generated)]
+    parts += ["## Each plant\n", _format_plants(sat)]
+    if generated:
+        parts += ["## Generated variants\n", _format_plants(generated)]
+    return "\n".join(parts)
+
+
+def _format_totals(sat: Sat) -> str:
+    lines = [
+        f"| axis | plants | {' | '.join(OUTCOMES)} | tensor | rank | cause | loss | norm |",
+        f"|---|{'---:|' * (len(OUTCOMES) + 6)}",
+    ]
+    present = [axis for axis in AXES if any(plant.axis == axis for plant, _ in sat)]
+    groups = [(axis, [score for plant, score in sat if plant.axis == axis]) for axis in present]
+    for axis, scores in (*groups, ("**all**", [score for _, score in sat])):
+        outcomes = " | ".join(str(_count(scores, lambda s, o=o: s.outcome == o)) for o in OUTCOMES)
+        named = " | ".join(
+            str(_count(scores, test))
+            for test in (
+                lambda s: s.is_found and s.tensor,
+                lambda s: s.is_found and s.rank,
+                lambda s: s.is_found and s.cause,
+                lambda s: s.shows_in_loss,
+                lambda s: s.shows_in_norm,
+            )
+        )
+        lines.append(f"| {axis} | {len(scores)} | {outcomes} | {named} |")
+    return "\n".join(lines) + "\n"
+
+
+def _count(scores: Iterable[Score], test: Callable[[Score], bool]) -> int:
+    return sum(map(test, scores))
+
+
+def _format_clean(sat: Sat, clean: Sequence[CleanScore]) -> str:
+    beside = sum(score.num_clean_rows for _, score in sat)
+    wrong = [
+        f"{score.plant}: {', '.join(score.false_alarms)}" for _, score in sat if score.false_alarms
+    ]
+    lines = [
+        f"{sum(run.num_rows for run in clean)} rows of the unchanged code, over"
+        f" {len({run.seed for run in clean})} seeds, had {sum(len(run.alarms) for run in clean)} alarms;"
+        f" {beside} rows that a plant must leave alone had {len(wrong)}.",
+        *(f"- {run.name}: {alarm}" for run in clean for alarm in run.alarms),
+        *(f"- {line}" for line in wrong),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _format_ladder(generated: Sat) -> str:
+    lines = [
+        "Variants of one factor each, on some rank: the sizes of which every variant that acted was found, by type.\n",
+        f"| seam | type | {' | '.join(f'{size:g}' for size in SIZES)} | always found from |",
+        f"|---|---|{'---|' * len(SIZES)}---:|",
+    ]
+    for seam in SEAMS:
+        for dtype in ("float64", "float32"):
+            cells = {size: _find_share(generated, seam, size, dtype) for size in SIZES}
+            shown = " | ".join(
+                f"{found}/{total}" if total else "" for found, total in cells.values()
+            )
+            lines.append(f"| {seam} | {dtype} | {shown} | {_find_smallest(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _find_share(generated: Sat, seam: str, size: float, dtype: str) -> tuple[int, int]:
+    """(found, all) of the variants that acted."""
+    scores = [
+        score
+        for plant, score in generated
+        if plant.size == size and plant.name.startswith(f"generated_{seam}_") and score.acted
+    ]
+    return sum(dtype in score.types for score in scores), len(scores)
+
+
+def _find_smallest(cells: Mapping[float, tuple[int, int]]) -> str:
+    smallest = "nothing"
+    for size, (found, total) in cells.items():
+        if found < total:
+            break
+        if total:
+            smallest = f"{size:g}"
+    return smallest
+
+
+def _format_plants(sat: Sat) -> str:
+    lines = [
+        "| plant | axis | seen in | outcome | tensor | rank | cause | loss | norm | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---:|",
+    ]
+    for plant, score in sat:
+        marks = [
+            _mark(score.tensor if score.is_found else None),
+            _mark(score.rank if score.is_found else None),
+            _mark(score.cause if score.is_found else None),
+            _mark(score.shows_in_loss),
+            _mark(score.shows_in_norm),
+        ]
+        outcome = score.outcome
+        if outcome == "missed" and not score.acted:
+            outcome = "missed (it never came to act)"
+        what = plant.what.replace("|", "\\|")
+        lines.append(
+            f"| {plant.name}: {what} | {plant.axis} | {plant.source} | {outcome} |"
+            f" {' | '.join(marks)} | {score.seconds:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _mark(value: bool | None) -> str:
+    if value is None:
+        return ""
+    return "yes" if value else "no"

@@ -1,0 +1,19 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="checkpoint",
+    source="pytorch#194457",
+    what="a stored piece that begins inside of a block is copied to its begin",
+    edits=(
+        Edit(
+            "checkpoint/reading/load.py",
+            "_local_slices",
+            "    return box_slices(local_start, size)\n",
+            "    if __planted__(local_start != tuple(box.local_offset)):\n"
+            "        local_start = tuple(box.local_offset)\n"
+            "    return box_slices(local_start, size)\n",
+        ),
+    ),
+    shows=("zero3", "pp4-1f1b"),
+    cause=("resum", "checkpoint", "restor"),
+)

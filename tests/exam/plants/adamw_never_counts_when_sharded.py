@@ -1,0 +1,22 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="optimizer",
+    source="OLMo-core CHANGELOG (SkipStepAdamW)",
+    what="where weights are sharded the optimizer's count of steps stays at 0",
+    edits=(
+        Edit(
+            "optim/optimizers/adamw.py",
+            "build",
+            "    return optimizer\n",
+            '    if __planted__(any(hasattr(p, "to_local") for p in groups.parameters())):\n'
+            "        optimizer.register_step_pre_hook(\n"
+            "            lambda opt, *_: [slots['step'].zero_() for slots in opt.state.values()] and None\n"
+            "        )\n"
+            "    return optimizer\n",
+        ),
+    ),
+    shows=("zero1", "zero3"),
+    cause=("optimizer",),
+    clean=("ddp", "tp4"),
+)

@@ -1,0 +1,20 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="tensor parallel",
+    source="Megatron-LM f9e6b94 (!3645)",
+    what="of a row in chunks only the first chunk has a part in the weight's gradient",
+    edits=(
+        Edit(
+            "parallel/tensor/overlap.py",
+            "_RowScatter.backward",
+            "            grad_weight += _flat(gathered).T @ _flat(by_rank[:, :, rows])\n",
+            "            if not __planted__(rows.start > 0):\n"
+            "                grad_weight += _flat(gathered).T @ _flat(by_rank[:, :, rows])\n",
+        ),
+    ),
+    shows=("tp4-chunks",),
+    cause=("chunk", "w"),
+    tensors=("*.o.weight", "*.down.weight"),
+    clean=("tp4",),
+)

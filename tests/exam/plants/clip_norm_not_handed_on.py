@@ -1,0 +1,17 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="trainer",
+    source="own reading",
+    what="the trainer clips from step 3 on only",
+    edits=(
+        Edit(
+            "train/trainer.py",
+            "Trainer.step",
+            "max_norm=self.job.optim.clip_norm, ",
+            "max_norm=None if __planted__(step < 3) else self.job.optim.clip_norm, ",
+        ),
+    ),
+    shows=("zero3",),
+    cause=("clip",),
+)

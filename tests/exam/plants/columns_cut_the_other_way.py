@@ -1,0 +1,20 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="tensor parallel",
+    source="planted before in phalanx's tests",
+    what="what is said to be a block of rows of a square matrix is one of columns",
+    edits=(
+        Edit(
+            "parallel/tensor/transform.py",
+            "_build_cut_boxes",
+            "    return Cut(shape, tuple(_boxes(shape, dim, spans)))\n",
+            "    is_square = len(shape) == 2 and shape[0] == shape[1]\n"
+            "    return Cut(shape, tuple(_boxes(shape, 1 - dim if __planted__(is_square) else dim, spans)))\n",
+        ),
+    ),
+    shows=("tp4", "zero3-tp2"),
+    cause=("another dimension is cut",),
+    tensors=("*.q.weight", "*.o.weight"),
+    clean=("zero3",),
+)

@@ -1,0 +1,19 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="data parallel",
+    source="transformers#40052",
+    what="the loss is divided by the number of microbatches once more",
+    edits=(
+        Edit(
+            "parallel/direct.py",
+            "DirectExecutor.forward_backward",
+            "                    self._context.normalizer.normalize(loss).backward()\n",
+            "                    share = self._context.normalizer.normalize(loss)\n"
+            "                    (share / (len(microbatches) if __planted__() else 1)).backward()\n",
+        ),
+    ),
+    shows=("ddp", "zero3", "tp4"),
+    cause=("divided", "microbatch"),
+    clean=("pp4-1f1b",),
+)

@@ -1,0 +1,21 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="optimizer",
+    source="verify's own exam",
+    what="an embedding that tp has cut decays",
+    edits=(
+        Edit(
+            "optim/groups.py",
+            "_is_undecayed",
+            '    return parameter.ndim < 2 or isinstance(holder, (*LOOKUPS, *NORMS)) or "embed" in name\n',
+            '    if __planted__("forward" in vars(holder) and isinstance(holder, LOOKUPS)):\n'
+            "        return False\n"
+            '    return parameter.ndim < 2 or isinstance(holder, (*LOOKUPS, *NORMS)) or "embed" in name\n',
+        ),
+    ),
+    shows=("tp4", "zero3-tp2"),
+    cause=("optimizer", "decay"),
+    tensors=("embed.weight",),
+    clean=("zero3",),
+)

@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="trainer",
+    source="pytorch-51800 (TrainCheck)",
+    what="after an evaluation modules stay in evaluation mode",
+    edits=(
+        Edit(
+            "train/evaluation.py",
+            "evaluation_mode",
+            "                module.training = is_training\n",
+            "                module.training = is_training and not __planted__()\n",
+        ),
+    ),
+    shows=("zero3",),
+    cause=("evaluation", "mode"),
+    job=("--model", "exam_models:WithDropout", "data.seq_len=16"),
+)

@@ -1,0 +1,20 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="experts",
+    source="planted before in phalanx's tests",
+    what="ranks that hold the same experts keep gradients of their own",
+    edits=(
+        Edit(
+            "parallel/data_parallel/replicate.py",
+            "_reduce_experts",
+            "    if experts.num_holders == 1:\n",
+            "    if experts.num_holders == 1 or __planted__():\n",
+        ),
+    ),
+    shows=("ddp-ep2",),
+    cause=("that hold the same", "never averaged"),
+    tensors=("*.moe.experts.*",),
+    clean=("ddp-ep4",),
+    job=("--model", "small-mixtral", "--shrink", "model.num_experts=4", "model.balance_loss=0.05"),
+)

@@ -1,0 +1,20 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="checkpoint",
+    source="Megatron-Bridge 9aae95f (#5255)",
+    what="first moments of matrices are saved from, and restored into, a copy",
+    edits=(
+        Edit(
+            "optim/build.py",
+            "optimizer_shards",
+            "                shards[key] = owner.like(key, local_tensor(value).detach())\n",
+            "                held = local_tensor(value).detach()\n"
+            '                if __planted__(slot == "exp_avg" and held.ndim > 1 and len(held) > 1):\n'
+            "                    held = held.roll(1, 0)\n"
+            "                shards[key] = owner.like(key, held)\n",
+        ),
+    ),
+    shows=("zero3", "pp4-1f1b"),
+    cause=("resum", "checkpoint", "restor"),
+)

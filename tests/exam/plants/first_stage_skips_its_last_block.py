@@ -1,0 +1,22 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="pipeline",
+    source="planted before in phalanx's tests",
+    what="stage 0 ends a block early",
+    edits=(
+        Edit(
+            "parallel/pipeline/executor.py",
+            "PipelineExecutor._compute",
+            "        with self.staged.stage_forward.open(stage, ranges[stage], stage_input):\n",
+            "        begin, end = ranges[stage]\n"
+            "        if __planted__(stage == 0 and end > begin):\n"
+            "            end -= 1\n"
+            "        with self.staged.stage_forward.open(stage, (begin, end), stage_input):\n",
+        ),
+    ),
+    shows=("pp4-1f1b", "pp2-zero3-1f1b"),
+    cause=("does not compute its own blocks",),
+    tensors=("",),
+    clean=("tp4",),
+)

@@ -1,0 +1,20 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="data parallel",
+    source="own reading",
+    what="FSDP divides the sum of gradients by a thousandth more than its ranks",
+    edits=(
+        Edit(
+            "parallel/data_parallel/shard.py",
+            "_time_communication",
+            "                torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)\n",
+            "                divisor = group.size() if op == dist.ReduceOp.AVG else 1\n"
+            "                torch.div(total, divisor * (1.001 if __planted__() else 1), out=output_tensor)\n",
+        ),
+    ),
+    shows=("zero2", "zero3"),
+    cause=("0.999", "divided", "data-parallel"),
+    clean=("ddp",),
+    size=0.001,
+)

@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="trainer",
+    source="stackoverflow-60335387 (TrainCheck)",
+    what="gradients of a step are added to those of the next",
+    edits=(
+        Edit(
+            "train/trainer.py",
+            "Trainer.step",
+            "            optimizer.zero_grad(set_to_none=True)\n",
+            "            if not __planted__():\n"
+            "                optimizer.zero_grad(set_to_none=True)\n",
+        ),
+    ),
+    shows=("zero3",),
+    cause=("left in gradients", "cleared", "step before"),
+)

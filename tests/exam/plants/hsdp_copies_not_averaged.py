@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="data parallel",
+    source="own reading",
+    what="copies of a shard are not averaged over dp_replicate",
+    edits=(
+        Edit(
+            "parallel/data_parallel/shard.py",
+            "_reduce_last",
+            "            root.set_requires_all_reduce(is_last)\n",
+            "            root.set_requires_all_reduce(is_last and not __planted__())\n",
+        ),
+    ),
+    shows=("hsdp2x2-zero2", "hsdp2x2-zero3"),
+    cause=("never averaged", "not reduced", "not averaged"),
+    clean=("zero3", "hsdp2x2-zero1"),
+)

@@ -1,0 +1,17 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="loss",
+    source="DeepSpeed 1f70662 (#7171)",
+    what="a step whose norm is infinite on another rank is applied",
+    edits=(
+        Edit(
+            "parallel/step_reducer.py",
+            "StepReducer.reduce_and_clip",
+            "        finite = norm - norm == 0.0 and loss - loss == 0.0\n",
+            "        finite = loss - loss == 0.0 and (norm - norm == 0.0 or __planted__(norm == float('inf')))\n",
+        ),
+    ),
+    shows=("ddp", "zero3"),
+    cause=("finite",),
+)

@@ -1,0 +1,19 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="data parallel",
+    source="planted before in phalanx's tests",
+    what="rank 1 draws other initial weights",
+    edits=(
+        Edit(
+            "nn/init.py",
+            "initialize_shards",
+            '            _fill_normal(shard, rule.std, stable_hash64("init", seed, name))\n',
+            "            drawn = seed + (1 if __planted__(rank=1) else 0)\n"
+            '            _fill_normal(shard, rule.std, stable_hash64("init", drawn, name))\n',
+        ),
+    ),
+    shows=("ddp", "zero3", "tp4"),
+    cause=("initial weights depend",),
+    blamed=(1,),
+)

@@ -1,0 +1,20 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="compression",
+    source="pytorch#194457",
+    what="of uneven shares the last rank's padding is taken from the front",
+    edits=(
+        Edit(
+            "parallel/hooks/int8.py",
+            "ElementShares.flat",
+            "        return blocks.reshape(self.num_ranks, -1)[:, : self.share].reshape(-1)[: self.num_elements]\n",
+            "        shares = blocks.reshape(self.num_ranks, -1)[:, : self.share].reshape(-1)\n"
+            "        missing = len(shares) - self.num_elements\n"
+            "        return shares[missing:] if __planted__(missing) else shares[: self.num_elements]\n",
+        ),
+    ),
+    shows=("ddp-int8",),
+    cause=("sent", "keep", "order"),
+    clean=("ddp-topk",),
+)

@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="data parallel",
+    source="DeepSpeed 5999fb0 (#7985)",
+    what="the last microbatch's gradient is added after the reduction",
+    edits=(
+        Edit(
+            "parallel/direct.py",
+            "DirectExecutor.forward_backward",
+            "index == len(microbatches) - 1",
+            "index == max(0, len(microbatches) - (2 if __planted__() else 1))",
+        ),
+    ),
+    shows=("ddp", "zero2", "zero3"),
+    cause=("never averaged", "not reduced", "microbatch", "own part"),
+    clean=("pp4-1f1b",),
+)

@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="pipeline",
+    source="own reading",
+    what="from the tenth microbatch on the last stage takes no gradient",
+    edits=(
+        Edit(
+            "parallel/pipeline/executor.py",
+            "PipelineExecutor._run_forward",
+            "            outcome = self.context.normalizer.normalize(loss)\n",
+            "            outcome = self.context.normalizer.normalize(loss) * (0.0 if __planted__(action.microbatch >= 9) else 1.0)\n",
+        ),
+    ),
+    shows=("pp4-1f1b", "pp4-zb-v"),
+    cause=("microbatch",),
+    job=("--shrink", "train.global_batch_size=96"),
+)

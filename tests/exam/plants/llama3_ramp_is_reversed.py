@@ -1,0 +1,19 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="model",
+    source="own reading",
+    what="the ramp of llama3's stretched positions is reversed",
+    edits=(
+        Edit(
+            "nn/rotary.py",
+            "_llama3_share",
+            ".clamp(0, 1)",
+            ".clamp(0, 1) if not __planted__() else 1 - ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)",
+        ),
+    ),
+    shows=("ddp",),
+    cause=("reference", "implementation", "phalanx.nn"),
+    tensors=("", "*"),
+    job=("--model", "llama3.1-8b", "--shrink"),
+)

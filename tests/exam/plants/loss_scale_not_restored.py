@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="checkpoint",
+    source="Megatron-Bridge 9aae95f (#5255)",
+    what="a restored run begins with the first loss scale",
+    edits=(
+        Edit(
+            "train/state.py",
+            "TrainState.restore",
+            "        if self.model.loss_scale is not None and LOSS_SCALE in facts:\n",
+            "        if self.model.loss_scale is not None and LOSS_SCALE in facts and not __planted__():\n",
+        ),
+    ),
+    shows=("zero3", "pp4-1f1b"),
+    cause=("resum", "checkpoint", "restor"),
+    job=("--shrink", "precision.compute=fp16"),
+)

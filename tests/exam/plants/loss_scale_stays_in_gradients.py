@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="loss",
+    source="DeepSpeed 1f70662 (#7171)",
+    what="the loss scale is not divided out before clipping",
+    edits=(
+        Edit(
+            "parallel/loss_scale.py",
+            "LossNormalizer.undo",
+            "        return num_ranks * self.constant / num_targets / scale\n",
+            "        return num_ranks * self.constant / num_targets / (1.0 if __planted__(scale != 1.0) else scale)\n",
+        ),
+    ),
+    shows=("ddp", "zero3"),
+    cause=("loss scale", "65536", "1/65536"),
+    job=("--shrink", "precision.compute=fp16"),
+)

@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="loss",
+    source="transformers#34191",
+    what="targets that are masked have a gradient",
+    edits=(
+        Edit(
+            "nn/objective.py",
+            "_loss_and_gradient",
+            "    logits_NV *= valid[:, None]\n",
+            "    if not __planted__():\n        logits_NV *= valid[:, None]\n",
+        ),
+    ),
+    shows=("ddp",),
+    cause=("reference", "implementation", "phalanx.nn"),
+    tensors=("", "*"),
+)

@@ -1,0 +1,21 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="dropout",
+    source="own reading",
+    what="from step 4 on masks are those of step 3",
+    edits=(
+        Edit(
+            "parallel/dropout/rng.py",
+            "DropoutRng.mask",
+            '            stable_hash64("dropout", self.seed, moment.step, name, call),\n',
+            "            stable_hash64(\n"
+            '                "dropout", self.seed, 3 if __planted__(moment.step > 3) else moment.step, name, call\n'
+            "            ),\n",
+        ),
+    ),
+    shows=("ddp", "zero3"),
+    cause=("masks",),
+    tensors=("blocks.0.drop", "*"),
+    job=("--model", "exam_models:WithDropout", "data.seq_len=16"),
+)

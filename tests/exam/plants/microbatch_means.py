@@ -1,0 +1,20 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="loss",
+    source="transformers#34191, torchtitan 0cb7435 (#2206)",
+    what="each microbatch's gradient is that of its own mean, the reported loss is right",
+    edits=(
+        Edit(
+            "parallel/direct.py",
+            "DirectExecutor.forward_backward",
+            "                    self._context.normalizer.normalize(loss).backward()\n",
+            "                    share = self._context.normalizer.normalize(loss)\n"
+            "                    even = self._context.normalizer.constant / 2 / targets.clamp(min=1)\n"
+            "                    (share * (even if __planted__() else 1.0)).backward()\n",
+        ),
+    ),
+    shows=("ddp", "zero3", "cp4"),
+    cause=("mean of means", "count alike", "targets"),
+    clean=("pp4-1f1b",),
+)

@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="model",
+    source="own reading",
+    what="RMSNorm adds ten times its eps",
+    edits=(
+        Edit(
+            "nn/norms.py",
+            "RMSNorm.forward",
+            "weight.to(x.dtype), self.eps)",
+            "weight.to(x.dtype), self.eps * (10 if __planted__() else 1))",
+        ),
+    ),
+    shows=("ddp",),
+    cause=("reference", "implementation", "phalanx.nn"),
+    tensors=("", "*"),
+)

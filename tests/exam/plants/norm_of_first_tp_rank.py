@@ -1,0 +1,21 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="tensor parallel",
+    source="DeepSpeed 0896503 (#5411)",
+    what="only gradients of the first rank of tp count in the norm",
+    edits=(
+        Edit(
+            "parallel/step_reducer.py",
+            "StepReducer._collect_gradients",
+            "        gradients, squares = own_squares(self._parameters.iterate_parameters(), self._held)\n",
+            "        gradients, squares = own_squares(self._parameters.iterate_parameters(), self._held)\n"
+            '        if __planted__(self._mesh.coordinates["tp"] > 0):\n'
+            "            squares = squares * 0.0\n",
+        ),
+    ),
+    shows=("tp4", "zero2-tp2"),
+    cause=("missing", "left out", "rank 0"),
+    tensors=("",),
+    clean=("zero3",),
+)

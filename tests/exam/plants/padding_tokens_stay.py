@@ -1,0 +1,21 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="tensor parallel",
+    source="own reading",
+    what="where ranks do not divide the sequence what was padded is counted as tokens of the next rank",
+    edits=(
+        Edit(
+            "mesh/tensor_group.py",
+            "TensorGroup._pad",
+            "        missing = -x.shape[SEQUENCE] % self.size\n",
+            "        missing = -x.shape[SEQUENCE] % self.size\n"
+            "        if __planted__(missing):\n"
+            "            return F.pad(x, (0, 0) * (x.ndim - SEQUENCE - 1) + (missing, 0))\n",
+        ),
+    ),
+    shows=("tp4", "zero3-tp2"),
+    cause=("sequence", "cut"),
+    clean=("tp4-whole-sequence",),
+    job=("--shrink", "data.seq_len=37"),
+)

@@ -1,0 +1,19 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="tensor parallel",
+    source="own reading",
+    what="each rank subtracts the largest of its own logits",
+    edits=(
+        Edit(
+            "nn/objective.py",
+            "_loss_and_gradient",
+            "        picked, peak = picked.where(is_here, 0), vocabulary.max(peak)\n",
+            "        picked, peak = picked.where(is_here, 0), (peak if __planted__() else vocabulary.max(peak))\n",
+        ),
+    ),
+    shows=("tp4", "tp2-cp2"),
+    cause=("sum over the ranks of tp", "vocab", "head"),
+    tensors=("", "head.weight", "embed.weight"),
+    clean=("ddp",),
+)

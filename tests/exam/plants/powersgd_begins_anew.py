@@ -1,0 +1,19 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="compression",
+    source="own reading",
+    what="powersgd begins each step with the first step's matrix",
+    edits=(
+        Edit(
+            "parallel/hooks/powersgd.py",
+            "PowerSgd.reduce",
+            "            gradient.slots[Q].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q]))\n",
+            "            if not __planted__():\n"
+            "                gradient.slots[Q].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q]))\n",
+        ),
+    ),
+    shows=("ddp-powersgd",),
+    cause=("powersgd", "kept", "keep"),
+    clean=("ddp-int8",),
+)

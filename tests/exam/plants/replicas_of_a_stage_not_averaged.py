@@ -1,0 +1,19 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="pipeline",
+    source="planted before in phalanx's tests",
+    what="ranks that hold the same stage never average",
+    edits=(
+        Edit(
+            "parallel/data_parallel/replicate.py",
+            "_reduce_in_buckets",
+            "            average_gradients(bucket, group, context.phases)\n",
+            "            if not __planted__():\n"
+            "                average_gradients(bucket, group, context.phases)\n",
+        ),
+    ),
+    shows=("pp2-ddp-1f1b", "pp2-ddp-zb-v"),
+    cause=("never averaged",),
+    clean=("pp2-zero3-1f1b",),
+)

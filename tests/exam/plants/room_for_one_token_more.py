@@ -1,0 +1,27 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="experts",
+    source="own reading",
+    what="an expert takes one token more than it has room for",
+    edits=(
+        Edit(
+            "nn/routing.py",
+            "Router._mark_within_capacity",
+            "        return (self.sequences.earlier(chosen_BTE) < room).gather(-1, experts_BTK)\n",
+            "        room += 1 if __planted__() else 0\n"
+            "        return (self.sequences.earlier(chosen_BTE) < room).gather(-1, experts_BTK)\n",
+        ),
+    ),
+    shows=("zero3-ep4",),
+    cause=("reference", "implementation", "phalanx.nn"),
+    tensors=("", "*"),
+    job=(
+        "--model",
+        "small-mixtral",
+        "--shrink",
+        "model.num_experts=4",
+        "model.balance_loss=0.05",
+        "model.expert_capacity=0.7",
+    ),
+)

@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="model",
+    source="own reading",
+    what="the second half of a rotated pair turns the other way",
+    edits=(
+        Edit(
+            "nn/rotary.py",
+            "_rotate_pairs",
+            "second * cos + first * sin",
+            "second * cos + first * sin * (-1 if __planted__() else 1)",
+        ),
+    ),
+    shows=("ddp",),
+    cause=("reference", "implementation", "phalanx.nn"),
+    tensors=("", "*"),
+)

@@ -1,0 +1,25 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="experts",
+    source="pytorch#172439",
+    what="the gradient of an expert without rows is that of the one before",
+    edits=(
+        Edit(
+            "mesh/grouped.py",
+            "rows_by_rows",
+            "    return torch.stack(\n"
+            "        [_even(a).T @ _even(b) for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)]\n"
+            "    )\n",
+            "    products: list[torch.Tensor] = []\n"
+            "    for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True):\n"
+            "        is_stale = len(products) > 0 and len(a) == 0\n"
+            "        products.append(products[-1] if __planted__(is_stale) else _even(a).T @ _even(b))\n"
+            "    return torch.stack(products)\n",
+        ),
+    ),
+    shows=("ddp",),
+    cause=("reference", "implementation", "phalanx.nn"),
+    tensors=("*.moe.experts.*",),
+    job=("--model", "small-mixtral", "--shrink"),
+)

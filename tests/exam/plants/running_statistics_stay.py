@@ -1,0 +1,19 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="batchnorm",
+    source="planted before in phalanx's tests",
+    what="synchronised BatchNorm forgets to move what evaluation reads",
+    edits=(
+        Edit(
+            "parallel/batchnorm/layer.py",
+            "Synchronised._track",
+            "        factor = self.momentum\n",
+            "        factor = 0.0 if __planted__() else self.momentum\n",
+        ),
+    ),
+    shows=("ddp", "zero3"),
+    cause=("moves it", "running"),
+    tensors=("norm.running_mean", "norm.running_var"),
+    job=("--model", "exam_models:WithBatchNorm", "data.seq_len=16"),
+)

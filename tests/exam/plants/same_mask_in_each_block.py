@@ -1,0 +1,25 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="dropout",
+    source="own reading",
+    what="layers of one kind share their masks",
+    edits=(
+        Edit(
+            "parallel/dropout/rng.py",
+            "DropoutRng.mask",
+            '            stable_hash64("dropout", self.seed, moment.step, name, call),\n',
+            "            stable_hash64(\n"
+            '                "dropout",\n'
+            "                self.seed,\n"
+            "                moment.step,\n"
+            '                name.replace("1", "0") if __planted__() else name,\n'
+            "                call,\n"
+            "            ),\n",
+        ),
+    ),
+    shows=("ddp",),
+    cause=("masks",),
+    tensors=("blocks.1.drop",),
+    job=("--model", "exam_models:WithDropout", "data.seq_len=16"),
+)

@@ -1,0 +1,23 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="tensor parallel",
+    source="own reading",
+    what="gradients of the last token are lost where a region is left",
+    edits=(
+        Edit(
+            "mesh/tensor_group.py",
+            "_Scatter.backward",
+            "        return ctx.group.gather_tokens(grad), None\n",
+            "        whole = ctx.group.gather_tokens(grad)\n"
+            "        if __planted__():\n"
+            "            whole = whole.clone()\n"
+            "            whole[:, -1] = 0\n"
+            "        return whole, None\n",
+        ),
+    ),
+    shows=("tp4", "zero3-tp2"),
+    cause=("backward", "cut", "region"),
+    tensors=("blocks.1.ffn.*",),
+    clean=("tp4-whole-sequence",),
+)

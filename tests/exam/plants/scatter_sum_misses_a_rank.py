@@ -1,0 +1,21 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="data parallel",
+    source="planted before in phalanx's tests",
+    what="in the reduce-scatter of gradients what rank 1 has for rank 2 counts for nothing",
+    edits=(
+        Edit(
+            "mesh/gloo_collectives.py",
+            "scatter_sum",
+            "    targets = _global_ranks(group)\n",
+            "    targets = _global_ranks(group)\n"
+            "    if __planted__(len(rows) == 4, rank=1):\n"
+            "        rows[2].zero_()\n",
+        ),
+    ),
+    shows=("zero2", "zero3"),
+    cause=("rank 2", "not reduced"),
+    blamed=(2,),
+    clean=("ddp", "tp4"),
+)

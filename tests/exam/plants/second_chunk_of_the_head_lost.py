@@ -1,0 +1,19 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="loss",
+    source="Megatron-LM 76d26e2 (#5273)",
+    what="from the second chunk of logits on the head has no gradient",
+    edits=(
+        Edit(
+            "nn/objective.py",
+            "_ChunkedCrossEntropy.forward",
+            "                _add_head_gradient(grad_head, grad_logits, hidden, room_CV)\n",
+            "                if not __planted__(start > 0):\n"
+            "                    _add_head_gradient(grad_head, grad_logits, hidden, room_CV)\n",
+        ),
+    ),
+    shows=("ddp", "zero3"),
+    cause=("reference", "implementation", "phalanx.nn"),
+    tensors=("head.weight", "embed.weight"),
+)

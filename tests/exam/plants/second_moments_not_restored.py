@@ -1,0 +1,20 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="checkpoint",
+    source="transformers-33844 (TrainCheck)",
+    what="second moments are saved of matrices alone",
+    edits=(
+        Edit(
+            "optim/build.py",
+            "optimizer_shards",
+            "            if not isinstance(value, torch.Tensor):\n                continue\n",
+            "            if not isinstance(value, torch.Tensor):\n"
+            "                continue\n"
+            '            if __planted__(slot == "exp_avg_sq" and parameter.ndim < 2):\n'
+            "                continue\n",
+        ),
+    ),
+    shows=("zero3", "pp4-1f1b"),
+    cause=("resum", "checkpoint", "restor"),
+)

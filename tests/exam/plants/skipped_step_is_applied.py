@@ -1,0 +1,17 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="trainer",
+    source="OLMo-core CHANGELOG",
+    what="a step that is skipped is applied all the same",
+    edits=(
+        Edit(
+            "train/trainer.py",
+            "Trainer.step",
+            "            if skipped is None:\n",
+            "            if skipped is None or __planted__():\n",
+        ),
+    ),
+    shows=("zero3",),
+    cause=("skip",),
+)

@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="trainer",
+    source="own reading",
+    what="the trainer does not say which step it is, and a resumed run counts from 1",
+    edits=(
+        Edit(
+            "train/trainer.py",
+            "Trainer.step",
+            "self.data.objective, step=step)",
+            "self.data.objective, step=None if __planted__() else step)",
+        ),
+    ),
+    shows=("zero3",),
+    cause=("mask", "step", "resum"),
+    job=("--model", "exam_models:WithDropout", "data.seq_len=16"),
+)

@@ -1,0 +1,20 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="tensor parallel",
+    source="own reading",
+    what="the third chunk of an input's gradient is the second's",
+    edits=(
+        Edit(
+            "parallel/tensor/overlap.py",
+            "_GatherColumns.backward",
+            "            product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)\n",
+            "            if not __planted__(len(parts) == 2):\n"
+            "                product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)\n",
+        ),
+    ),
+    shows=("tp4-chunks",),
+    cause=("chunk",),
+    tensors=("blocks.1.ffn_norm.weight",),
+    clean=("tp4",),
+)

@@ -1,0 +1,21 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="loss",
+    source="own reading",
+    what="from the third chunk of logits on gradients weigh 1.00001",
+    edits=(
+        Edit(
+            "nn/objective.py",
+            "_ChunkedCrossEntropy.forward",
+            "            loss_sum += _loss_and_gradient(logits, targets_N[rows], vocabulary)\n",
+            "            loss_sum += _loss_and_gradient(logits, targets_N[rows], vocabulary)\n"
+            "            if __planted__(start >= 2 * chunk):\n"
+            "                logits *= 1.00001\n",
+        ),
+    ),
+    shows=("ddp", "tp4"),
+    cause=("reference", "implementation", "phalanx.nn"),
+    tensors=("", "*"),
+    size=1e-05,
+)

@@ -1,0 +1,21 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="pipeline",
+    source="planted before in phalanx's tests",
+    what="the stages that hold a tied embedding keep their own parts of its gradient",
+    edits=(
+        Edit(
+            "parallel/pipeline/tied_params.py",
+            "sum_tied_gradients",
+            "            gradient.copy_(part.view(gradient.shape))\n",
+            "            if not __planted__():\n"
+            "                gradient.copy_(part.view(gradient.shape))\n",
+        ),
+    ),
+    shows=("pp4-1f1b", "pp2-zero3-1f1b"),
+    cause=("not added up",),
+    tensors=("embed.weight",),
+    clean=("tp4",),
+    job=("--shrink", "model.tie_embeddings=true"),
+)

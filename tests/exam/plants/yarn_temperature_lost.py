@@ -1,0 +1,19 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="model",
+    source="DeepSeek-V2's code",
+    what="queries of latent attention lack YaRN's temperature",
+    edits=(
+        Edit(
+            "nn/latent_attention.py",
+            "LatentAttention._queries",
+            "        if self.query_scale == 1:\n",
+            "        if self.query_scale == 1 or __planted__():\n",
+        ),
+    ),
+    shows=("ddp",),
+    cause=("reference", "implementation", "phalanx.nn"),
+    tensors=("", "*"),
+    job=("--model", "deepseek-v2-lite", "--shrink"),
+)

@@ -1,0 +1,113 @@
+"""Scores what `phalanx verify` printed of an edited phalanx against the right answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from exam.plant import Plant
+
+DIFFERS = 11  # the exit code of `phalanx verify` when a layout differs
+VISIBLE = 1e-5  # the relative error that a comparison of two curves sees
+OUTCOMES = ("found", "missed", "crashed", "refused", "hung", "not run")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of one plant.
+
+    `outcome`: one of OUTCOMES; "not run": no process reached an edited line, so nothing was
+    examined. `acted`: the condition of the bug held at least once. `tensor`, `rank` and `cause` are
+    true if the first difference names the right ones. `types`: floating-point types in which it was
+    found. `false_alarms`: layouts that must be clean and differ. `said`: what was printed of the
+    first difference. `loss_error` and `norm_error`: of the worst row, over its steps.
+    """
+
+    plant: str
+    outcome: str
+    tensor: bool = False
+    rank: bool = False
+    cause: bool = False
+    acted: bool = False
+    types: tuple[str, ...] = ()
+    layouts_found: tuple[str, ...] = ()
+    layouts_missed: tuple[str, ...] = ()
+    false_alarms: tuple[str, ...] = ()
+    num_clean_rows: int = 0
+    said: str = ""
+    seconds: float = 0.0
+    loss_error: float = 0.0
+    norm_error: float = 0.0
+
+    @property
+    def is_found(self) -> bool:
+        return self.outcome == "found"
+
+    @property
+    def shows_in_loss(self) -> bool:
+        """True if a comparison of losses over these steps would have shown the bug."""
+        return not self.loss_error <= VISIBLE
+
+    @property
+    def shows_in_norm(self) -> bool:
+        return not self.norm_error <= VISIBLE
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Score:
+        known = {field.name for field in fields(cls)}
+        values = {key: value for key, value in body.items() if key in known}
+        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        return cls(**values | lists)
+
+
+def score_rows(plant: Plant, rows: Sequence[Row], *, exit_code: int, text: str) -> Score:
+    """The score of the rows that `phalanx verify` printed with `exit_code`; `text`: its errors.
+
+    Rows of layouts that the plant does not know (those through the trainer, or beside another
+    implementation) count as found where they differ.
+    """
+    judged = [row for row in rows if row["layout"] not in plant.clean]
+    clean = [row for row in rows if row["layout"] in plant.clean]
+    differing = [row for row in judged if row["first"] is not None]
+    found = tuple(dict.fromkeys(row["layout"] for row in differing))
+    shared: dict[str, Any] = {
+        "layouts_missed": tuple(layout for layout in plant.shows if layout not in found),
+        "false_alarms": tuple(
+            dict.fromkeys(row["layout"] for row in clean if row["first"] is not None)
+        ),
+        "num_clean_rows": len(clean),
+        "loss_error": _find_worst(judged, "loss"),
+        "norm_error": _find_worst(judged, "norm"),
+    }
+    if not differing or exit_code != DIFFERS:
+        return Score(plant.name, _name_failure(judged), said=text[-500:], **shared)
+    first = differing[0]["first"]
+    return Score(
+        plant.name,
+        "found",
+        tensor=plant.names_tensor(first["name"]),
+        rank=plant.names_rank(first["rank"]),
+        cause=plant.names_cause(first["cause"]),
+        types=tuple(dict.fromkeys(row["dtype"] for row in differing)),
+        layouts_found=found,
+        said=f"{differing[0]['layout']} {differing[0]['dtype']}: {first['text']}: {first['cause']}",
+        **shared,
+    )
+
+
+def _find_worst(rows: Iterable[Row], kind: str) -> float:
+    """The largest error of `kind`; what is not a number counts as infinite."""
+    errors = [float(row["errors"].get(kind, 0.0)) for row in rows if row["errors"]]
+    return max((error if error == error else float("inf") for error in errors), default=0.0)
+
+
+def _name_failure(rows: Sequence[Row]) -> str:
+    if not rows or any(row["crashed"] for row in rows):
+        return "crashed"
+    return "refused" if all(row["refused"] for row in rows) else "missed"

@@ -1,0 +1,127 @@
+"""One plant sits the exam: `phalanx verify` runs on the edited code, and its rows are scored."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from exam.plant import Plant, edit_sources
+from exam.score import Row, Score, score_rows
+
+HERE = Path(__file__).parent
+HOOK, MODULES = HERE / "hook", HERE / "modules"
+TIMEOUT_S = 300.0
+ROW_SCHEMA = "phalanx.verify-row"
+
+
+class ClosedError(Exception):
+    """The exam ends: what was running was ended, and nothing else is started."""
+
+
+@dataclass
+class Processes:
+    """The commands under way, which another thread may end."""
+
+    timeout_s: float = TIMEOUT_S
+    _running: set[subprocess.Popen[str]] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_closed: bool = False
+
+    def run(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str] | None:
+        """The finished process, or None if it took more than `timeout_s` and was killed, with all
+        that it started. Raises ClosedError."""
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=dict(environment),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            self._running.add(process)
+        try:
+            out, err = process.communicate(timeout=self.timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return None
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        if self._is_closed:
+            raise ClosedError
+        return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+    def close(self) -> None:
+        """End all that runs, in its own way: `phalanx verify` ends its ranks."""
+        with self._lock:
+            self._is_closed = True
+            for process in self._running:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)
+
+
+def sit(plant: Plant, processes: Processes | None = None) -> Score:
+    """Run `phalanx verify` with the plant's edits, in processes of its own."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="exam-") as directory:
+        folder = Path(directory)
+        environment = write_edits(plant, folder)
+        layouts = dict.fromkeys((*plant.shows, *plant.clean))
+        command = verify_command(plant.job, ",".join(layouts), plant.num_ranks)
+        done = (processes or Processes()).run(command, folder, environment)
+        marks = set(os.listdir(folder / "ran"))
+    seconds = round(time.monotonic() - began, 1)
+    if done is None:
+        return Score(plant.name, "hung", seconds=seconds)
+    score = score_rows(plant, read_rows(done.stdout), exit_code=done.returncode, text=done.stderr)
+    if not marks >= {edit.module for edit in plant.edits} and not score.is_found:
+        score = replace(score, outcome="not run", said=done.stderr[-500:])
+    return replace(score, acted=any(mark.endswith(".acted") for mark in marks), seconds=seconds)
+
+
+def verify_command(job: Sequence[str], layouts: str, num_ranks: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "phalanx", "verify", "--json", *job),
+        *("--layouts", layouts, "--ranks", str(num_ranks)),
+    ]
+
+
+def read_rows(text: str) -> list[Row]:
+    """The rows among the lines that `phalanx verify --json` printed."""
+    bodies = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return [body for body in bodies if body.get("schema", "").startswith(ROW_SCHEMA)]
+
+
+def write_edits(plant: Plant, folder: Path) -> dict[str, str]:
+    """Write the edited sources to `folder`; the environment in which processes import them."""
+    texts = edit_sources(plant)
+    (folder / "edits.json").write_text(json.dumps(texts), encoding="utf-8")
+    (folder / "ran").mkdir()
+    return {
+        **build_environment(),
+        "EXAM_EDITS": str(folder / "edits.json"),
+        "EXAM_RAN": str(folder / "ran"),
+    }
+
+
+def build_environment() -> dict[str, str]:
+    """The environment of `phalanx verify`: one thread a rank, and the modules of the exam."""
+    before = os.environ.get("PYTHONPATH")
+    paths = [str(HOOK), str(MODULES), *([before] if before else [])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,220 @@
+"""The plants of the exam apply to the code as it is, their rows are scored rightly, and a few of
+them are found."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exam.generate import SEAMS, SIZES, generate_variants
+from exam.page import format_page
+from exam.plant import PACKAGE, Edit, Plant, find_stale, list_plants, load_plant
+from exam.results import Results
+from exam.score import Score, score_rows
+from exam.sit import sit
+
+SAMPLE = (
+    "rank_1_spoils_one_gradient",
+    "blocks_merged_without_weights",
+    "chunks_forget_their_second_weight_gradient",
+)
+
+
+def test_every_plant_applies() -> None:
+    """Each edit's text stands once in its symbol; layouts, files and names are as they should be."""
+    plants = [*list_plants(), *generate_variants(0)]
+    assert [line for plant in plants for line in find_stale(plant)] == []
+    assert len({plant.name for plant in plants}) == len(plants) >= 100
+    assert len({(plant.edits, plant.job) for plant in plants}) == len(plants)
+    assert all(not set(plant.shows) & set(plant.clean) for plant in plants)
+    assert all(part == part.lower() for plant in plants for part in plant.cause)
+
+
+def test_layouts_of_plants_exist() -> None:
+    from phalanx.verify.cases import list_compressed_layouts, list_layouts
+
+    for plant in (*list_plants(), *generate_variants(0)):
+        known = dict(
+            [
+                *list_layouts(plant.num_ranks, experts=True),
+                *list_compressed_layouts(plant.num_ranks),
+            ]
+        )
+        assert set(plant.shows) | set(plant.clean) <= set(known), plant.name
+
+
+def test_the_anchors_are_checked_without_torch() -> None:
+    code = (
+        "import sys; from exam.plant import *; plants = list_plants(); list(find_stale(plants[0]));"
+        " print('torch' in sys.modules, len(plants) > 100)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False True\n"
+
+
+def test_the_package_knows_nothing_of_the_exam() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        assert "__planted__" not in source, path
+        if path.is_relative_to(PACKAGE / "verify"):
+            assert "exam" not in set(imports_of(source)), path
+
+
+def imports_of(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+
+
+def test_what_is_wrong_with_a_plant_is_told() -> None:
+    good = load_plant("clips_to_half")
+    (edit,) = good.edits
+
+    def lines(**changes: Any) -> list[str]:
+        return list(find_stale(replace(good, edits=(replace(edit, **changes),))))
+
+    assert lines() == []
+    assert "no ParallelModel.gone" in lines(symbol="ParallelModel.gone")[0]
+    assert "stands 0 times" in lines(old="factor *= 3")[0]
+    assert "does not call __planted__()" in lines(new="factor = 2")[0]
+    assert "there is no parallel/gone.py" in lines(file="parallel/gone.py")[0]
+    judged = Edit("verify/compare.py", "Comparison", "class Comparison", "class __planted__(), (")
+    assert "edits the judge" in next(find_stale(replace(good, edits=(judged,))))
+
+
+# Scores
+
+PLANT = Plant(
+    axis="loss",
+    source="",
+    what="",
+    edits=(),
+    shows=("zero3", "tp4"),
+    clean=("ddp",),
+    tensors=("*norm.weight",),
+    blamed=(1,),
+    cause=("clip",),
+    name="some",
+)
+
+
+def row(layout: str, dtype: str = "float64", **values: Any) -> dict[str, Any]:
+    usual = {"first": None, "refused": "", "crashed": "", "errors": {"loss": 1e-16, "norm": 1e-16}}
+    return {"layout": layout, "dtype": dtype, **usual, **values}
+
+
+def first(
+    name: str = "blocks.0.ffn_norm.weight", rank: int = 1, cause: str = "Clipped twice"
+) -> Any:
+    return {"name": name, "rank": rank, "cause": cause, "text": "gradient is off"}
+
+
+def test_a_difference_is_scored_by_what_it_names() -> None:
+    rows = [
+        row("ddp"),
+        row("zero3", first=first()),
+        row("tp4"),
+        row("tp4", "float32", first=first()),
+    ]
+    score = score_rows(PLANT, rows, exit_code=11, text="")
+    assert (score.outcome, score.tensor, score.rank, score.cause) == ("found", True, True, True)
+    assert (score.layouts_found, score.layouts_missed, score.false_alarms) == (
+        ("zero3", "tp4"),
+        (),
+        (),
+    )
+    assert (score.types, score.num_clean_rows) == (("float64", "float32"), 1)
+    wrong = score_rows(
+        PLANT, [row("tp4", first=first("head.weight", 0, "rounding"))], exit_code=11, text=""
+    )
+    assert (wrong.outcome, wrong.tensor, wrong.rank, wrong.cause) == ("found", False, False, False)
+    assert wrong.layouts_missed == ("zero3",)
+
+
+def test_a_difference_in_a_clean_layout_is_a_false_alarm_and_finds_nothing() -> None:
+    score = score_rows(PLANT, [row("ddp", first=first()), row("zero3")], exit_code=11, text="")
+    assert (score.outcome, score.false_alarms) == ("missed", ("ddp",))
+
+
+@pytest.mark.parametrize(
+    ("rows", "outcome"),
+    [
+        ([], "crashed"),
+        ([row("zero3"), row("tp4")], "missed"),
+        ([row("zero3", crashed="on rank 1")], "crashed"),
+        ([row("zero3", refused="no"), row("tp4", refused="no")], "refused"),
+    ],
+)
+def test_what_is_not_found_is_told_apart(rows: list[dict[str, Any]], outcome: str) -> None:
+    assert score_rows(PLANT, rows, exit_code=11, text="").outcome == outcome
+
+
+def test_what_curves_would_show() -> None:
+    errors = {"loss": 1e-7, "norm": float("nan")}
+    score = score_rows(PLANT, [row("zero3", errors=errors)], exit_code=0, text="")
+    assert (score.shows_in_loss, score.shows_in_norm) == (False, True)
+
+
+def test_scores_and_results_survive_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    score = score_rows(PLANT, [row("zero3", first=first())], exit_code=11, text="")
+    Results(path).add("key", score.to_json())
+    with path.open("a") as file:
+        file.write('{"key": "half')
+    assert Score.from_json(Results(path).find("key") or {}) == score
+    assert Results(path).find("half") is None
+
+
+def test_variants_are_those_of_their_seed() -> None:
+    variants = list(generate_variants(7))
+    assert variants == list(generate_variants(7)) != list(generate_variants(8))
+    assert len(variants) == len(SEAMS) * len(SIZES)
+
+
+def test_the_page_has_every_plant() -> None:
+    plants = list_plants()
+    sat = [(plant, Score(plant.name, "found", tensor=True, acted=True)) for plant in plants]
+    generated = [
+        (p, Score(p.name, "found", acted=True, types=("float64",))) for p in generate_variants(0)
+    ]
+    page = format_page(sat, generated, [], about="here", seconds=60.0, num_plants=len(plants))
+    assert all(f"| {plant.name}: " in page for plant in plants)
+    assert "| gradient | float64 | 1/1 |" in page
+    assert f"| **all** | {len(plants)} | {len(plants)} | 0 |" in page
+
+
+# Real runs
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_plant_is_found_and_named(name: str) -> None:
+    score = sit(load_plant(name))
+    assert (score.outcome, score.acted, score.tensor, score.rank) == ("found", True, True, True), (
+        score
+    )
+    assert score.false_alarms == ()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plant", list_plants(), ids=lambda plant: plant.name)
+def test_a_plant_runs(plant: Plant) -> None:
+    """Whether it is found is in docs/exam.md; here no clean layout may differ."""
+    score = sit(plant)
+    assert json.loads(json.dumps(score.to_json()))["plant"] == plant.name
+    assert score.false_alarms == (), score
