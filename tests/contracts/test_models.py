@@ -136,3 +136,10 @@ def test_it_starts_near_the_uniform_guess_and_learns(kind: str) -> None:
     assert losses[0] == pytest.approx(math.log(choices), rel=0.05)
     assert missing == []
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_knows_its_sharding_rules(kind: str) -> None:
+    """Planning reads them without importing the model's file."""
+    module, shape = on_meta(kind)
+    assert dict(shape.shard_rules) == module.shard_rules
