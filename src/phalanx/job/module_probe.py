@@ -30,13 +30,10 @@ from phalanx.job.shapes.stored import read_shape
 
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
-SHAPE_CACHE = Path(
-    os.path.expanduser("~/.cache/phalanx/shapes")
-)  # keyed by the sources of the user's module
-OWN_ROOMS = (
-    "nn",
-    "mesh",
-)  # whose code makes the probe's answer: one of another phalanx is not taken
+# Keyed by the sources of the user's module.
+SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))
+# Their code makes the probe's answer: one of another phalanx is not taken.
+OWN_ROOMS = ("nn", "mesh")
 
 FACTS: Any = (
     "vocab_size",
@@ -68,7 +65,8 @@ def probe_foreign_shape(
     Raises LayoutError with the last line of the subprocess's errors if the model cannot be built.
     """
     if is_hugging_face(kind):
-        read_model_config(kind)  # what is wrong with the file is said here, without another process
+        # What is wrong with the file is said here, without another process.
+        read_model_config(kind)
     cached = _cache_file(kind, args, cache_dir)
     if cached is not None and (known := _read_cached(cached)) is not None:
         return known
@@ -123,49 +121,41 @@ def ask_process(module: str, request: Mapping[str, Any], timeout_s: float = TIME
 def _parse_shape(kind: str, printed: str) -> MeasuredModule:
     """The answer among the lines of `printed` (a user's module may print, too), counted."""
     try:
-        answer = _find_answer(printed)
-        sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
-        blocks = tuple((str(block), _size_within(str(block), sizes)) for block in answer["blocks"])
-        num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
-        batchnorms, dropouts = (
-            int(answer.get("num_batchnorms", 0)),
-            int(answer.get("num_dropouts", 0)),
-        )
-        masks = answer.get("takes_document_ids", "by name")
-        names = tuple(map(str, answer.get("names", ())))
-        holders = tuple(ParamHolder(**holder) for holder in answer.get("holders", ()))
-        brought = tuple(
-            (str(pattern), str(text)) for pattern, text in answer.get("shard_rules", {}).items()
-        )
-        last_stage = tuple(map(str, answer.get("last_stage", ())))
-        facts: dict[str, Any] = {
-            key: int(answer["facts"][key]) for key in FACTS if key in answer.get("facts", {})
-        }
+        return _count_answer(kind, _find_answer(printed))
     except (ValueError, TypeError, KeyError, AttributeError):
-        words = (
-            f"; its last words: {find_last_line(printed)[:80]!r}" if find_last_line(printed) else ""
-        )
-        ended = (
+        problem = (
             "the process ended before the model was built: by C's exit, an exec or the like in your"
             " code"
         )
-        raise _refusal(kind, ended + words) from None
+        last_line = find_last_line(printed)
+        if last_line:
+            problem += f"; its last words: {last_line[:80]!r}"
+        raise _refusal(kind, problem) from None
+
+
+def _count_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredModule:
+    """The module that the probe's answer describes. Raises what a malformed answer raises."""
+    sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
+    blocks = tuple((str(block), _size_within(str(block), sizes)) for block in answer["blocks"])
     block_sizes = [size for _, size in blocks]
+    num_params, told = int(answer["num_params"]), answer.get("facts", {})
+    facts: dict[str, Any] = {key: int(told[key]) for key in FACTS if key in told}
+    rules = answer.get("shard_rules", {})
     return MeasuredModule(
         kind,
         len(blocks),
         num_params,
-        num_trainable,
+        int(answer["num_trainable_params"]),
         max(block_sizes, default=num_params),
         sum(block_sizes),
-        num_batchnorms=batchnorms,
-        num_dropouts=dropouts,
-        takes_document_ids=masks,
-        module_names=names,
-        holders=holders,
-        shard_rules=brought,
+        num_batchnorms=int(answer.get("num_batchnorms", 0)),
+        num_dropouts=int(answer.get("num_dropouts", 0)),
+        takes_document_ids=answer.get("takes_document_ids", "by name"),
+        module_names=tuple(map(str, answer.get("names", ()))),
+        holders=tuple(ParamHolder(**holder) for holder in answer.get("holders", ())),
+        shard_rules=tuple((str(pattern), str(text)) for pattern, text in rules.items()),
         blocks=blocks,
-        last_stage=last_stage,
+        last_stage=tuple(map(str, answer.get("last_stage", ()))),
         has_attention_seam=bool(answer.get("has_attention_seam", True)),
         **facts,
     )
@@ -196,25 +186,24 @@ def _refusal(kind: str, why: str) -> LayoutError:
 
 def find_last_line(text: str) -> str:
     """The last line of `text` with anything in it; "" if there is none."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    lines = text.strip().splitlines()
+    if not lines:
+        return ""
+    return lines[-1].strip()
 
 
 def _cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> Path | None:
     """The file that caches the shape; None if there is no cache or no source to recognise the
     model by."""
-    sources = (
-        _find_config_sources(kind)
-        if is_hugging_face(kind)
-        else find_sources(kind.partition(":")[0].split("."))
-    )
+    if is_hugging_face(kind):
+        sources = _find_config_sources(kind)
+    else:
+        sources = find_sources(kind.partition(":")[0].split("."))
     if cache_dir is None or not sources:
         return None
-    probe_files = [
-        file
-        for room in OWN_ROOMS
-        for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))
-    ]
+    probe_files: list[Path] = []
+    for room in OWN_ROOMS:
+        probe_files += sorted((Path(__file__).parents[1] / room).glob("*.py"))
     files = file_states([*sources, *probe_files])
     return cache_dir / f"shape-{digest([kind, dict(args), files, sys.version])}.json"
 
@@ -236,8 +225,9 @@ def _read_cached(file: Path) -> MeasuredModule | None:
 def _find_config_sources(kind: str) -> list[Path]:
     """The file, and what says which transformers is installed."""
     spec = PathFinder.find_spec("transformers", sys.path)
-    path = config_path(kind).resolve()
-    return [path, Path(spec.origin)] if spec is not None and spec.origin else []
+    if spec is None or not spec.origin:
+        return []
+    return [config_path(kind).resolve(), Path(spec.origin)]
 
 
 def find_sources(names: Sequence[str]) -> list[Path]:
@@ -250,7 +240,10 @@ def find_sources(names: Sequence[str]) -> list[Path]:
     if top is None:
         return []
     if top.submodule_search_locations:
-        return sorted(
-            file for root in top.submodule_search_locations for file in Path(root).rglob("*.py")
-        )
-    return sorted(Path(top.origin).parent.glob("*.py")) if top.origin else []
+        files: list[Path] = []
+        for root in top.submodule_search_locations:
+            files += Path(root).rglob("*.py")
+        return sorted(files)
+    if not top.origin:
+        return []
+    return sorted(Path(top.origin).parent.glob("*.py"))

@@ -58,9 +58,17 @@ def params_of_stages(params: PartParams, stages: Stages, stages_held: Collection
     """Parameters of a rank that holds the stages `stages_held` of a model whose parts have
     `params`."""
     last = len(stages.num_blocks) - 1
-    num_params = sum(sum(params.blocks[slice(*stages.ranges[stage])]) for stage in stages_held)
-    num_params += params.before * (0 in stages_held) + params.after * (last in stages_held)
-    return num_params - (params.both if {0, last} <= set(stages_held) else 0)
+    num_params = 0
+    for stage in stages_held:
+        first, end = stages.ranges[stage]
+        num_params += sum(params.blocks[first:end])
+    if 0 in stages_held:
+        num_params += params.before
+    if last in stages_held:
+        num_params += params.after
+    if {0, last} <= set(stages_held):
+        num_params -= params.both
+    return num_params
 
 
 def require_modules(job: Job, shape: ModelCosts) -> None:
