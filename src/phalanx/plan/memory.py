@@ -133,11 +133,13 @@ def count_segment_bytes(
         segments = list_segments(work.recompute, shape.num_layers)
     starts = {segment.start: segment for segment in segments}
     saved, redone, layer = [], [], start
-    while layer < (shape.num_layers if stop is None else stop):
+    if stop is None:
+        stop = shape.num_layers
+    while layer < stop:
         segment = starts.get(layer, Segment(layer, layer + 1, "none"))
-        kept, remade = _bytes_of_segment(shape, work, segment)
-        saved.append(kept)
-        redone.append(remade)
+        of_segment = _bytes_of_segment(shape, work, segment)
+        saved.append(of_segment[0])
+        redone.append(of_segment[1])
         layer = segment.stop
     return saved, redone
 
@@ -164,7 +166,9 @@ def _outside_blocks(activations: ActivationCosts, work: Workload) -> int:
 
 def loss_bytes(shape: ModelCosts, work: Workload) -> int:
     """Bytes of one microbatch's loss, of which the backward follows; 0 where nobody knows."""
-    return 0 if shape.activations is None else shape.activations.loss(work).at_once
+    if shape.activations is None:
+        return 0
+    return shape.activations.loss(work).at_once
 
 
 def allocator_gradient_bytes(
@@ -180,13 +184,12 @@ def allocator_gradient_bytes(
     if zero_stage >= 2 or shape.activations is None:
         return 0
     freed = shape.activations.find_freed_gradients(work.ep)
-    kept = 0
+    held = 0
     if accumulates and freed.matrix * 4 <= GLIBC_HEAP_BYTES:
-        low = 0 if work.compute_bytes == 4 else work.compute_bytes
-        kept = freed.block * (4 + low)
+        held = freed.block * (4 + work.cast_bytes)
     if freed.table * 4 <= GLIBC_HEAP_BYTES:
-        kept += freed.table * 4
-    return kept
+        held += freed.table * 4
+    return held
 
 
 def communication_bytes(

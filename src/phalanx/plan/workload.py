@@ -67,6 +67,13 @@ class Workload:
         return 4 if self.precision == "fp32" else 2
 
     @property
+    def cast_bytes(self) -> int:
+        """Bytes of an element's copy in the compute type; 0 in fp32, where there is none."""
+        if self.precision == "fp32":
+            return 0
+        return self.compute_bytes
+
+    @property
     def error_bytes(self) -> int:
         """Bytes per parameter that compression has not sent yet. Each rank has its own."""
         return 4 if keeps_error(self.compress) else 0

@@ -81,16 +81,16 @@ def count_attention_bytes(shape: TransformerShape, c: int, *, is_rotated: bool) 
 
 def count_feed_forward_bytes(shape: TransformerShape, c: int) -> PartBytes:
     """Bytes per token of a dense feed-forward."""
-    wide = shape.ffn_dim * (2 if shape.is_gated else 1)
+    wide = (shape.num_matrices - 1) * shape.ffn_dim  # what gate and up put out
     return PartBytes(
         count_inner_bytes(shape, shape.ffn_dim, c),
         wide * c + shape.dim * c,
         wide * c,
-        c * (2 * shape.dim + (3 if shape.is_gated else 2) * shape.ffn_dim),
+        c * (2 * shape.dim + shape.num_matrices * shape.ffn_dim),
     )
 
 
 def count_inner_bytes(shape: TransformerShape, width: int, c: int) -> int:
     """Bytes per token inside of a feed-forward of inner `width`. With a gate: gate, its
     activation, up, and their product. Without: up and its activation."""
-    return (4 if shape.is_gated else 2) * width * c
+    return 2 * (shape.num_matrices - 1) * width * c

@@ -161,7 +161,7 @@ def _experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
     """
     has_shared = shape.num_shared_experts > 0
     inside = count_inner_bytes(shape, shape.expert_ffn_dim, c)
-    numbers = 3 * 8 + 4 + (4 if shape.router_normalize else 0)
+    numbers = 3 * 8 + 4 + 4 * shape.router_normalize
     routed = shape.experts_per_token * (2 * shape.dim * c + inside + numbers)
     sums = 4 * (shape.router_normalize + (shape.router_scores == "sigmoid"))
     read = 0
@@ -172,8 +172,8 @@ def _experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
     # with the rest of the backward.
     visited = shape.experts_per_token + shape.num_shared_experts
     passes = shape.experts_per_token + has_shared
-    wide = (2 if shape.is_gated else 1) * visited * shape.expert_ffn_dim
-    waiting = (3 if shape.is_gated else 2) * visited * shape.expert_ffn_dim
+    wide = (shape.num_matrices - 1) * visited * shape.expert_ffn_dim
+    waiting = shape.num_matrices * visited * shape.expert_ffn_dim
     return PartBytes(
         scores + sums + read + routed + shape.num_shared_experts * inside,
         scores + wide * c + passes * shape.dim * c,

@@ -111,10 +111,14 @@ def _holder(name: str, sizes: dict[str, Size], shape: TransformerShape) -> Param
     if name.endswith(".router"):
         return ParamHolder(name, "Router", num_params)
     if len(weight) == 2:
-        kind = "embedding" if name in ("embed", "embed_positions") else "linear"
+        kind = "linear"
+        if name in ("embed", "embed_positions"):
+            kind = "embedding"
         return ParamHolder(name, kind, num_params, *weight)
     if len(weight) == 4:
         return ParamHolder(name, "Conv2d", num_params)
     if not name:
         return ParamHolder(name, "model", num_params)
-    return ParamHolder(name, "LayerNorm" if shape.norm == "layernorm" else "RMSNorm", num_params)
+    return ParamHolder(
+        name, {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[shape.norm], num_params
+    )

@@ -107,6 +107,13 @@ class TransformerShape(ABC):
         return self.activation.startswith(("swiglu", "geglu"))
 
     @property
+    def num_matrices(self) -> int:
+        """Matrices of one feed-forward: up and down, and a gate."""
+        if self.is_gated:
+            return 3
+        return 2
+
+    @property
     def value_dim(self) -> int:
         """Features of a head's values."""
         return self.head_dim
@@ -131,10 +138,14 @@ class TransformerShape(ABC):
     def attention_vectors(self) -> int:
         """Elements of the biases of one block's attention, and of the norms inside."""
         heads = self.num_heads + 2 * self.num_kv_heads
-        biases = 0 if self.bias == "none" else heads * self.head_dim
+        size = 0
+        if self.bias != "none":
+            size += heads * self.head_dim
         if self.bias == "all":
-            biases += self.dim
-        return biases + (2 * self.head_dim if self.qk_norm else 0)
+            size += self.dim
+        if self.qk_norm:
+            size += 2 * self.head_dim
+        return size
 
     @property
     def attention_params(self) -> int:
@@ -144,13 +155,13 @@ class TransformerShape(ABC):
 
     def count_feed_forward_weights(self, width: int) -> int:
         """Elements of the matrices of a feed-forward of inner `width`."""
-        return (3 if self.is_gated else 2) * self.dim * width
+        return self.num_matrices * self.dim * width
 
     def count_feed_forward_params(self, width: int) -> int:
         """Parameters of a feed-forward of inner `width`."""
         biases = 0
         if self.bias == "all":
-            biases = (2 if self.is_gated else 1) * width + self.dim
+            biases = (self.num_matrices - 1) * width + self.dim
         return self.count_feed_forward_weights(width) + biases
 
     @property
