@@ -146,6 +146,10 @@ class Microbatch(Protocol):
         """Bytes of one element: 4 in fp32, 2 in bf16."""
 
     @property
+    def cast_bytes(self) -> int:
+        """Bytes of an element's copy in the compute type; 0 in fp32, where there is none."""
+
+    @property
     def sequence_parts(self) -> int: ...
     @property
     def tp(self) -> int: ...

@@ -203,24 +203,23 @@ def communication_bytes(
     """
     params = rank_params(shape, work.ep)
     if zero_stage <= 1:
-        accumulated = params * 4 if work.num_microbatches > 1 and num_ranks > 1 else 0
-        cast = params - _fp8_params(shape, work)
-        return accumulated + (cast * 2 if work.compute_bytes == 2 else 0)
-    # Between microbatches gradients are not reduced, and stay whole.
-    stay_whole = work.num_microbatches > 1 and work.options.accumulate == "unsharded"
-    accumulated = params * 4 if stay_whole else 0
+        size = (params - _fp8_params(shape, work)) * work.cast_bytes
+        if work.num_microbatches > 1 and num_ranks > 1:
+            size += params * 4
+        return size
+    accumulated = 0
+    if work.num_microbatches > 1 and work.options.accumulate == "unsharded":
+        # Between microbatches gradients are not reduced, and stay whole.
+        accumulated = params * 4
     unit, rest = unit_params(shape, work.options, work.ep)
     if zero_stage == 3:
         # The root unit (embedding, head) stays whole through the forward; a unit of blocks is
         # gathered beside it, and those that are fetched ahead. A segment that is redone has all of
         # its blocks gathered.
         block = shape.count_largest_block(work.ep)
-        recomputed_params = (
-            max((segment.num_blocks for segment in work.segments or ()), default=1) * block
-        )
-        alive = min(
-            max(unit * (1 + (work.options.prefetch or 0)), recomputed_params), params - rest
-        )
+        longest = max((segment.num_blocks for segment in work.segments or ()), default=1)
+        fetched = unit * (1 + (work.options.prefetch or 0))
+        alive = min(max(fetched, longest * block), params - rest)
         return (rest + alive) * work.compute_bytes + max(rest, unit) * 4 + accumulated
     return params * work.compute_bytes + max(rest, unit) * 4 + accumulated
 

@@ -80,7 +80,7 @@ class DecoderActivations:
         """
         vocab_size, dim, c = self.shape.vocab_size, self.shape.dim, batch.compute_bytes
         chunk = min(batch.loss_chunk_tokens, batch.tokens)
-        logits = chunk * vocab_size * (4 + _cast_bytes(c))
+        logits = chunk * vocab_size * (4 + batch.cast_bytes)
         gradients = batch.tokens * dim * c + vocab_size * dim * 4
         return LossBytes(logits + gradients, gradients, logits)
 
@@ -107,11 +107,6 @@ class DecoderActivations:
             shape.count_largest_block(ep),
             max(shape.dim, shape.ffn_dim) * shape.dim,
         )
-
-
-def _cast_bytes(c: int) -> int:
-    """Bytes of an element's copy in the compute type; 0 in fp32, where there is none."""
-    return 0 if c == 4 else c
 
 
 def _latent_attention_bytes(shape: DecoderShape, c: int) -> PartBytes:
