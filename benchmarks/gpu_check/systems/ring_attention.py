@@ -182,7 +182,7 @@ def _by_ring(given: Tensors, window: int, ids: torch.Tensor | None) -> Tensors:
     for rank, place in enumerate(places):
         ring = Ring(rank, chunks, keys, gradients, Phases())
         q = given["q"].index_select(2, place).requires_grad_()
-        make = ContextMask(ring, attention_mask, whole=False)  # type: ignore[arg-type]
+        make = ContextMask(ring, attention_mask, covers_all=False)  # type: ignore[arg-type]
         mask = make(len(place), window, ids, q.dtype, device)
         out = _Blockwise.apply(q, keys[rank][0], keys[rank][1], mask, window, ring, Carrier)
         out.backward(given["grad"].index_select(2, place))
