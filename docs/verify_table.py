@@ -312,7 +312,7 @@ def main(parts: list[str]) -> None:
     sys.path.insert(0, str(HERE.parent / "tests" / "support"))
     from hf_zoo import ZOO, write_config
 
-    titles = [judged.what for judged in JUDGED]
+    titles = list(dict.fromkeys(judged.what for judged in JUDGED))
     unknown = [part for part in parts if not any(title.startswith(part) for title in titles)]
     if unknown:
         sys.exit(f"{unknown[0]}: nothing that is judged begins so; there is: {', '.join(titles)}")
