@@ -125,9 +125,9 @@ def state_bytes_sent(plan: Plan) -> float:
     layout, shape, staged = plan.layout, plan.model_shape, plan.layout.pp > 1
     params = shard_shape(shape, layout.tp).num_params / layout.pp
     root = (shape.num_params - shape.blocks_params) / layout.tp
-    shards = layout.dp_shard * layout.cp if plan.zero_stage else layout.data_parallel_size
+    shards = layout.dp_shard * layout.cp if plan.parallel.zero_stage else layout.data_parallel_size
     sent = data_parallel_bytes(
-        plan.zero_stage,
+        plan.parallel.zero_stage,
         params,
         root,
         shards,
@@ -135,7 +135,7 @@ def state_bytes_sent(plan: Plan) -> float:
         compute=2,
         staged=staged,
     )
-    if plan.zero_stage and layout.dp_replicate > 1:
+    if plan.parallel.zero_stage and layout.dp_replicate > 1:
         sent += all_reduce(4 * params / shards, layout.dp_replicate)
     return sent
 

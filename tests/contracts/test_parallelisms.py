@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import LAYOUTS, decoder, global_batches, plan, share
+from models import LAYOUTS, decoder, global_batches, plan, replace_parallel, share
 from phalanx.core.phases import Phases
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import full_name
@@ -65,7 +65,7 @@ def test_they_are_in_order_and_all_there() -> None:
 @pytest.mark.parametrize("transform", EVERY)
 def test_it_has_an_order_and_is_wanted_only_by_plans_that_need_it(transform: Parallelism) -> None:
     assert isinstance(transform.order, Order)
-    assert transform.wanted(replace(plan(1), dropout="local")) is False
+    assert transform.wanted(replace_parallel(plan(1), dropout="local")) is False
     assert transform.wanted(needing(transform)) is True
 
 

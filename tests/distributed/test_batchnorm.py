@@ -16,7 +16,7 @@ from torch import nn
 
 from bare_loop import Tensors
 from checkpoints import restore_state, save_state
-from models import BATCH, LAYOUTS, VOCAB, plan, share
+from models import BATCH, LAYOUTS, VOCAB, plan, replace_parallel, share
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -267,7 +267,7 @@ def test_training_equals_one_process_in_every_layout(num_ranks: int) -> None:
 
 
 def without_synchronisation(rank: int) -> Tensors:
-    a_plan = replace(plan(2, dp_replicate=2), sync_batchnorm=False)
+    a_plan = replace_parallel(plan(2, dp_replicate=2), sync_batchnorm=False)
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         model = parallelize(conv_net(), a_plan, mesh)
         model.forward_backward(share(conv_batches()[0], rank, 2, 1), objective)
@@ -283,7 +283,7 @@ def in_bf16(rank: int, num_ranks: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for layout, synchronised in itertools.product(LAYOUTS[num_ranks], (True, False)):
         a_plan = plan(num_ranks, precision="bf16", **LAYOUTS[num_ranks][layout])
-        a_plan = replace(a_plan, sync_batchnorm=synchronised)
+        a_plan = replace_parallel(a_plan, sync_batchnorm=synchronised)
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             model = parallelize(conv_net().float(), a_plan, mesh)
             losses = []

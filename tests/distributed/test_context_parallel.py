@@ -125,7 +125,7 @@ def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
             == wanted
             == sum(size * (1 if name == "send" else (c - 1) / c) for name, size in really.items())
         )
-        assert really == of_docs.get(a_plan.cp_attention, really)
+        assert really == of_docs.get(a_plan.parallel.cp_attention, really)
 
 
 def events_of_a_ring(rank: int) -> tuple[list[tuple[str, int]], ...]:

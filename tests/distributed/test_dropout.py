@@ -6,7 +6,6 @@ Reference: torch's own in one process, filled by dropout_masks.
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from commands import TINY, events, run, write_text
-from models import BATCH, LAYOUTS, VOCAB, global_batches, plan, share
+from models import BATCH, LAYOUTS, VOCAB, global_batches, plan, replace_parallel, share
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.observe.events import Note
@@ -180,7 +179,7 @@ def from_the_middle(rank: int) -> dict[str, bool]:
 
     def loss_of(*, seed: int = SEED, step: int = 1, dropout: str = "global") -> float:
         torch.manual_seed(rank_seed)
-        model = parallelize(dropped(), replace(a_plan, dropout=dropout), mesh, seed=seed)
+        model = parallelize(dropped(), replace_parallel(a_plan, dropout=dropout), mesh, seed=seed)
         mine = share(batches()[1], 0, 1, 1)
         if step == 2:
             model.forward_backward(mine, OBJECTIVE, step=1)

@@ -88,7 +88,7 @@ def test_job_plan_events_and_weights_of_a_run_are_read(folder: Path) -> None:
     job = load_job_json(folder / "run" / "job.json", [])
     assert_holds(job.to_json(), read_json(folder / "run" / "job.json"))
     plan = Plan.from_json(read_json(folder / "run" / "plan.json"))
-    assert (plan.world_size, plan.layout.dp_shard, plan.zero_stage) == (2, 2, 2)
+    assert (plan.world_size, plan.layout.dp_shard, plan.parallel.zero_stage) == (2, 2, 2)
     steps = events(folder / "run", StepFinished)  # every line of every process must parse
     assert [envelope.event.step for envelope in steps if envelope.rank == 0] == [1, 2, 3, 4]
     for checkpoint in ("run/checkpoints/step-3", "imported/checkpoints/step-0"):

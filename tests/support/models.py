@@ -123,6 +123,11 @@ def plan(
     return make_plan(job, cluster=CPU, vocab_size=VOCAB)
 
 
+def replace_parallel(a_plan: Plan, **values: Any) -> Plan:
+    """The plan with other values for these keys of [parallel]; its layout stays as it is."""
+    return replace(a_plan, parallel=a_plan.parallel.model_copy(update=values))
+
+
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     1: {"one": {}},
     2: {

@@ -255,8 +255,8 @@ def test_degrees_become_layouts(
 
 
 def test_ulysses_cuts_no_further_than_it_must() -> None:
-    assert plan(2, cp=2).cp_load_balance == "zigzag"
-    assert plan(2, seq_len=66, cp=2, cp_attention="ulysses").cp_load_balance == "none"
+    assert plan(2, cp=2).parallel.cp_load_balance == "zigzag"
+    assert plan(2, seq_len=66, cp=2, cp_attention="ulysses").parallel.cp_load_balance == "none"
 
 
 def test_each_rank_keeps_the_activations_of_its_tokens() -> None:

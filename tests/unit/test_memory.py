@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from phalanx.job.schema import Parallel
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.plan.layout import DataParallel
 from phalanx.plan.memory import (
     CPU_ALLOCATOR_SHARE,
     CPU_LIBRARY_BYTES,
@@ -77,7 +77,7 @@ REST = SHAPE.num_params - 6 * BLOCK
 def memory(
     stage: int, device: str = "cpu", num_microbatches: int = 2, **options: Any
 ) -> dict[str, int]:
-    work = Workload(1, 8, "fp32", "none", 2048, num_microbatches, options=DataParallel(**options))
+    work = Workload(1, 8, "fp32", "none", 2048, num_microbatches, options=Parallel(**options))
     return rank_memory(SHAPE, work, stage, 2, device, 2)
 
 

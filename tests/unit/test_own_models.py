@@ -267,7 +267,7 @@ def test_parameters_without_a_part_in_the_loss_are_counted_and_three_are_named(
     num_unused: int, said: str
 ) -> None:
     module = torch.nn.ParameterList(torch.zeros(1) for _ in range(num_unused))
-    plan = SimpleNamespace(data_parallel=SimpleNamespace(unused_parameters="refuse"))
+    plan = SimpleNamespace(parallel=SimpleNamespace(unused_parameters="refuse"))
     piece: Any = SimpleNamespace(phases=None, plan=plan, root=SimpleNamespace(module=module))
     watch = BackwardWatch(piece, None)
     watch.arm()

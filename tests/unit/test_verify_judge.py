@@ -19,8 +19,8 @@ from models import CPU
 from phalanx.cli._verify_table import describe_refused
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.schema import Job
-from phalanx.plan.layout import AXES, KEYS
-from phalanx.verify.cases import list_layouts, make_cases, make_verified_job, shrink_job
+from phalanx.plan.layout import AXES
+from phalanx.verify.cases import WAYS, list_layouts, make_cases, make_verified_job, shrink_job
 from phalanx.verify.compare import covers_evenly
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import Row
@@ -69,8 +69,8 @@ def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
         for key, value in case.parallel.items():
             if key in AXES:
                 assert getattr(case.plan.layout, key) == value
-            elif key in KEYS:
-                assert getattr(case.plan.data_parallel, key) == value
+            elif key in WAYS:
+                assert getattr(case.plan.parallel, key) == value
 
 
 def test_a_degree_that_the_heads_forbid_is_refused_with_the_nearest() -> None:

@@ -448,6 +448,16 @@ class Parallel(Section):
     """The part of each gradient's elements that is sent (topk)."""
 
     @property
+    def state_on_host(self) -> bool:
+        """True where the optimizer's state waits in host memory."""
+        return self.offload != "none"
+
+    @property
+    def parameters_on_host(self) -> bool:
+        """True where parameters and gradients wait in host memory, too."""
+        return self.offload == "parameters"
+
+    @property
     def degrees(self) -> Degrees:
         """The degrees along the axes, 1 where the job gives none."""
         return Degrees(**{axis.name: getattr(self, axis.name) or 1 for axis in fields(Degrees)})

@@ -17,7 +17,7 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
-from phalanx.plan.layout import DataParallel, Layout
+from phalanx.plan.layout import Layout
 from phalanx.plan.memory import activation_bytes, rank_memory, staging_bytes
 from phalanx.plan.pipeline.memory import pipeline_memory, rank_activations, rank_staging
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
@@ -174,15 +174,14 @@ def choose_candidate(
 
 def _list_allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
     """The candidates that the job leaves, and what is to be said where it leaves one."""
-    options = DataParallel.of(job.parallel)
     shard, replicate, stage = (
         job.parallel.dp_shard,
         job.parallel.dp_replicate,
         job.parallel.zero_stage,
     )
-    runnable = [c for c in candidates if options.can_run(c.zero_stage)]
+    runnable = [c for c in candidates if _can_offload(job, c)]
     if not runnable:
-        options.require_runnable(candidates[0].name, candidates[0].zero_stage)
+        _require_offload(job, candidates[0])
     shares = candidates[0].layout.data_parallel_size
     if candidates[0].layout.cp > 1 and stage:  # which cp alone has ranks enough for
         only = next(c for c in candidates if c.zero_stage == stage)
@@ -196,8 +195,26 @@ def _list_allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candi
         why = "ddp, as the job says" if replicate == shares else "ddp: parallel.compress is for it"
     else:
         return runnable, []
-    options.require_runnable(only.name, only.zero_stage)
+    _require_offload(job, only)
     return [only], [why]
+
+
+def _can_offload(job: Job, candidate: Candidate) -> bool:
+    """True where a layout has what parallel.offload moves: whole parameters have no shards that
+    could wait on the host."""
+    return candidate.zero_stage >= 2 or not job.parallel.parameters_on_host
+
+
+def _require_offload(job: Job, candidate: Candidate) -> None:
+    if not _can_offload(job, candidate):
+        raise LayoutError(
+            "parallel.offload=parameters needs shards, and"
+            f" {candidate.name} holds every parameter whole",
+            fix=(
+                "set parallel.zero_stage=2 or 3 over two ranks or more, or"
+                " parallel.offload=optimizer"
+            ),
+        )
 
 
 def _no_fit_error(

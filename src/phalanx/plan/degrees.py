@@ -21,6 +21,7 @@ from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.nearest import divisors, divisors_near, multiples_near, nearest
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.decision import DEFAULT, Decision
 from phalanx.plan.layout import fill_layout
 from phalanx.plan.pipeline.requested_schedule import RequestedSchedule, split_pipeline_batch
 from phalanx.plan.rule_checks import check_overrides, check_rules
@@ -30,8 +31,8 @@ from phalanx.plan.workload import cuts_sequence
 MAX_CPU_RANKS = 8
 
 
-def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, str]:
-    """The number of ranks, and why. `running`: the number of those that run already, if any do."""
+def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> Decision[int]:
+    """The number of ranks. `running`: the number of those that run already, if any do."""
     requested = _find_requested_ranks(job)
     if running is not None:
         if requested is not None and requested != running:
@@ -59,7 +60,7 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
     if cluster.device == "cuda" and running is None and ranks > cluster.num_devices:
         raise LayoutError(f"{ranks} ranks were asked for and there are {cluster.num_devices} GPUs")
     _require_degrees_divide(job, ranks)
-    return ranks, why
+    return Decision(ranks, why)
 
 
 def _multiply_degrees(job: Job) -> int:
@@ -207,12 +208,11 @@ def split_batch(
     return micro, share // micro
 
 
-def resolve_load_balance(job: Job) -> str:
-    """The way in which sequences are cut between the ranks of cp.
-
-    Ulysses computes on whole ones: cutting them in a better order would win nothing.
-    """
-    return "none" if job.parallel.cp_attention == "ulysses" else job.parallel.cp_load_balance
+def choose_load_balance(job: Job) -> Decision[str]:
+    """The way in which sequences are cut between the ranks of cp."""
+    if job.parallel.cp_attention == "ulysses":
+        return Decision("none", "ulysses computes on whole sequences, in any order of their parts")
+    return Decision(job.parallel.cp_load_balance, DEFAULT)
 
 
 def context_parallel_degree(job: Job, shape: ModelCosts, tp: int) -> int:
@@ -254,7 +254,7 @@ def context_parallel_degree(job: Job, shape: ModelCosts, tp: int) -> int:
             " parallelism",
             fix="set parallel.cp=1, or parallel.compress=none",
         )
-    chunks = cp * (2 if resolve_load_balance(job) == "zigzag" else 1)
+    chunks = cp * (2 if choose_load_balance(job).value == "zigzag" else 1)
     if job.data.seq_len % chunks:
         raise LayoutError(
             f"parallel.cp {cp} cuts a sequence into {chunks} chunks, which do not divide"

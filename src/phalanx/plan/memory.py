@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.job.costs import ActivationCosts, ModelCosts
-from phalanx.plan.layout import ALL_BLOCKS, DataParallel, split_dim
+from phalanx.job.schema import Parallel
+from phalanx.plan.layout import split_dim
 from phalanx.plan.segments import Segment, list_segments
 from phalanx.plan.workload import Workload, shard_shape
 
@@ -224,10 +225,10 @@ def communication_bytes(
     return params * work.compute_bytes + max(rest, unit) * 4 + accumulated
 
 
-def unit_params(shape: ModelCosts, options: DataParallel, ep: int = 1) -> tuple[int, int]:
+def unit_params(shape: ModelCosts, options: Parallel, ep: int = 1) -> tuple[int, int]:
     """(parameters of a unit of blocks, parameters of the root's unit). Of the experts only those of
     one rank of ep count."""
-    if options.blocks_per_unit == ALL_BLOCKS:
+    if options.blocks_per_unit == "all":
         return 0, rank_params(shape, ep)
     unit = shape.count_largest_block(ep) * options.blocks_per_unit
     return min(unit, shape.count_blocks(ep)), shape.num_params - shape.blocks_params

@@ -20,7 +20,7 @@ from phalanx.plan.communication import (
     cp_bytes_per_step,
     ep_bytes_per_step,
 )
-from phalanx.plan.degrees import resolve_load_balance
+from phalanx.plan.degrees import choose_load_balance
 from phalanx.plan.explain import explain_pipeline
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.plan import Candidate
@@ -154,7 +154,7 @@ def cp_notes(job: Job, shape: ModelCosts, work: Workload) -> list[str]:
     }
     lines = [
         f"cp: {work.cp} ranks have {job.data.seq_len // work.cp} of each sequence's"
-        f" {job.data.seq_len} tokens, {how[resolve_load_balance(job)]}; {work.cp_attention}"
+        f" {job.data.seq_len} tokens, {how[choose_load_balance(job).value]}; {work.cp_attention}"
         " attention"
     ]
     if shape.heads is not None:
@@ -162,7 +162,7 @@ def cp_notes(job: Job, shape: ModelCosts, work: Workload) -> list[str]:
         lines[0] += f" sends {sent} per rank and step"
     if (
         job.parallel.cp_attention == "ulysses"
-        and job.parallel.cp_load_balance != resolve_load_balance(job)
+        and job.parallel.cp_load_balance != choose_load_balance(job).value
     ):
         lines.append(
             "cp_load_balance is left to ulysses, which has equal work with one run of tokens each"

@@ -13,8 +13,9 @@ from phalanx.core.digest import digest
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import read_shape
-from phalanx.plan.layout import DataParallel, Layout
+from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
+from phalanx.plan.resolved_parallel import ResolvedParallel, read_resolved_parallel
 from phalanx.plan.segments import Segment
 
 
@@ -57,14 +58,7 @@ class Plan:
     precision: str
     recompute: str
     compile: bool
-    zero_stage: int
-    bucket_mb: float
-    sync_batchnorm: bool
-    dropout: str
     seed: int
-    sequence_parallel: bool | None
-    tp_chunks: int
-    rules: dict[str, str]
     global_batch_size: int
     micro_batch_size: int
     num_microbatches: int
@@ -74,14 +68,11 @@ class Plan:
     num_params: int
     flops_per_token: float | None
     capacity_bytes: int
-    data_parallel: DataParallel = field(default_factory=DataParallel)
+    parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
     alternatives: tuple[Candidate, ...] = ()
     reasons: tuple[str, ...] = ()
     warnings: tuple[EarlyWarning, ...] = ()
     shape: dict[str, Any] = field(default_factory=dict)
-    compress: str = "none"
-    compress_rank: int = 0
-    compress_fraction: float = 0.0
     loss_scale: float | None = None
     """Of fp16: what the loss is multiplied by at first; None: nothing is scaled."""
     loss_scale_growth_steps: int = 0
@@ -89,12 +80,12 @@ class Plan:
     recompute_every: int = 1
     recompute_segments: tuple[Segment, ...] = ()
     offload_activations: bool = False
-    cp_attention: str = "ring"
-    cp_load_balance: str = "zigzag"
     precision_is_auto: bool = False
     """True where the job leaves precision.compute to the machine that a run begins on."""
     pipeline: Pipeline | None = None
     """None where pp is 1."""
+    value_reasons: dict[str, str] = field(default_factory=dict)
+    """Why a key of the job outside [parallel] has the value that the plan chose for it."""
 
     @property
     def world_size(self) -> int:
@@ -124,6 +115,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         body = asdict(self) | {"layout": self.layout.to_json(), "world_size": self.world_size}
+        body |= self.parallel.to_stored_keys() | {"parallel": self.parallel.to_json()}
         body["alternatives"] = [candidate.to_json() for candidate in self.alternatives]
         body["reasons"] = list(self.reasons)
         body["warnings"] = [asdict(warning) for warning in self.warnings]
@@ -144,7 +136,7 @@ class Plan:
             name: body[name] for name in cls.__dataclass_fields__ if name in body
         }  # older plans say less
         values["layout"] = Layout.from_json(body["layout"])
-        values["data_parallel"] = DataParallel.from_json(body["data_parallel"])
+        values["parallel"] = read_resolved_parallel(body)
         fields = Candidate.__dataclass_fields__
         values["alternatives"] = tuple(
             Candidate(

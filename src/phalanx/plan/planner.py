@@ -20,21 +20,23 @@ from phalanx.plan.candidates import (
     explain_candidate,
 )
 from phalanx.plan.cluster import Cluster, detect_cluster, rank_capacity_bytes
+from phalanx.plan.decision import Decision
 from phalanx.plan.degrees import (
+    choose_load_balance,
     choose_ranks,
     context_parallel_degree,
     expert_parallel_degree,
     require_whole_model,
-    resolve_load_balance,
     split_batch,
     tensor_parallel_degree,
 )
 from phalanx.plan.notes import headroom_notes, list_notes
 from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
-from phalanx.plan.pipeline.stages import plan_sized_pipeline
+from phalanx.plan.pipeline.stages import list_pipeline_decisions, plan_sized_pipeline
 from phalanx.plan.plan import Candidate, Plan, job_digest
 from phalanx.plan.precision import require_fp8, resolve_precision
 from phalanx.plan.recompute import plan_recompute
+from phalanx.plan.resolved_parallel import ResolvedParallel, resolve_parallel
 from phalanx.plan.warnings import NOTHING_MORE, DataFacts, MoreRemarks, early_warnings, epoch_ends
 from phalanx.plan.workload import build_workload
 
@@ -66,7 +68,8 @@ def make_plan(
     _require_vocabulary(shape, vocab_size)
     _require_positions(shape, job.data.seq_len)
     _require_masks(job, shape)
-    ranks, why = choose_ranks(job, cluster, num_ranks)
+    rank_choice = choose_ranks(job, cluster, num_ranks)
+    ranks = rank_choice.value
     require_whole_model(job, ranks)
     tp = tensor_parallel_degree(job, shape)
     cp = context_parallel_degree(job, shape, tp)
@@ -79,7 +82,7 @@ def make_plan(
         job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp, ep=ep
     )
     require_fp8(work, cluster.device, tokens_are_known=shape.activations is not None)
-    reasons = [why]
+    reasons = [rank_choice.why]
     pipeline = None
     if requested is not None:
         work, pipeline = plan_sized_pipeline(job, shape, requested, work, ranks, reasons)
@@ -101,7 +104,12 @@ def make_plan(
         *headroom_notes(job, cluster, ranks),
     ]
     plan = _build_plan(job, evaluator, alternatives, reasons, vocab_size)
-    plan = replace(plan, precision_is_auto=precision_is_auto)
+    plan = replace(
+        plan,
+        parallel=_resolve_parallel(job, rank_choice, plan),
+        precision_is_auto=precision_is_auto,
+        value_reasons=_list_value_reasons(plan, why_precision),
+    )
     ends = epoch_ends(job, plan, data)
     return replace(
         plan,
@@ -166,17 +174,7 @@ def _build_plan(
         recompute_segments=work.segments or (),
         offload_activations=job.train.offload_activations,
         compile=job.train.compile,
-        zero_stage=chosen.zero_stage,
-        bucket_mb=job.parallel.bucket_mb,
-        data_parallel=work.options,
-        sync_batchnorm=job.parallel.sync_batchnorm,
-        dropout=job.parallel.dropout,
         seed=job.run.seed,
-        sequence_parallel=job.parallel.sequence_parallel,
-        tp_chunks=job.parallel.tp_chunks,
-        cp_attention=job.parallel.cp_attention,
-        cp_load_balance=resolve_load_balance(job),
-        rules=job.parallel.rules,
         global_batch_size=job.train.global_batch_size,
         micro_batch_size=work.micro_batch_size,
         num_microbatches=work.num_microbatches,
@@ -190,7 +188,7 @@ def _build_plan(
         reasons=tuple(reasons),
         shape=shape.to_json(),
         pipeline=evaluator.pipeline_of(chosen),
-        **compression_fields(job),
+        **loss_scale_fields(job),
     )
 
 
@@ -199,20 +197,50 @@ def _flops_per_token(shape: ModelCosts, seq_len: int) -> int | None:
     return None if flops is None else flops["training"]
 
 
-def compression_fields(job: Job) -> dict[str, Any]:
-    """Fields of a plan: how gradients travel, and how the loss is scaled."""
-    parallel, precision = job.parallel, job.precision
-    values: dict[str, Any] = {
-        "compress": parallel.compress,
-        "compress_rank": parallel.compress_rank,
-        "compress_fraction": parallel.compress_fraction,
+def _resolve_parallel(job: Job, ranks: Decision[int], plan: Plan) -> ResolvedParallel:
+    """The keys of [parallel] with the values that the plan's decisions give them."""
+    chosen = plan.chosen
+    why_stage = chosen.why
+    if chosen.zero_stage == 0:
+        why_stage = "nothing is sharded"
+    decisions: dict[str, Decision[Any]] = {
+        "ranks": ranks,
+        "dp_replicate": Decision(chosen.layout.dp_replicate, chosen.why),
+        "dp_shard": Decision(chosen.layout.dp_shard, chosen.why),
+        "zero_stage": Decision(chosen.zero_stage, why_stage),
+        "cp_load_balance": choose_load_balance(job),
     }
+    return resolve_parallel(job.parallel, decisions | list_pipeline_decisions(plan.pipeline))
+
+
+def _list_value_reasons(plan: Plan, why_precision: str) -> dict[str, str]:
+    """Why the keys outside [parallel] have the values that the plan chose for those left open."""
+    readers = plan.layout.data_parallel_size
+    microbatches = f"the whole share of a rank: {plan.global_batch_size} / {readers} ranks"
+    if plan.pipeline is not None:
+        microbatches = (
+            f"makes {plan.num_microbatches} microbatches for {plan.pipeline.num_ranks} ranks in a"
+            " pipeline"
+        )
+    device = "there is no GPU"
+    if plan.device == "cuda":
+        device = "there are GPUs"
+    precision = why_precision.partition(": ")[2] or "CPUs compute in it unless told otherwise"
+    return {
+        "train.micro_batch_size": microbatches,
+        "precision.compute": precision,
+        "cluster.device": device,
+    }
+
+
+def loss_scale_fields(job: Job) -> dict[str, Any]:
+    """Fields of a plan: how the loss is scaled."""
+    precision = job.precision
     if precision.compute != "fp16":
-        return values
+        return {}
     if precision.loss_scale == "dynamic":
-        growth = precision.loss_scale_growth_steps
-        return values | {
+        return {
             "loss_scale": precision.loss_scale_initial,
-            "loss_scale_growth_steps": growth,
+            "loss_scale_growth_steps": precision.loss_scale_growth_steps,
         }
-    return values | {"loss_scale": precision.loss_scale}
+    return {"loss_scale": precision.loss_scale}

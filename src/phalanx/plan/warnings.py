@@ -128,7 +128,7 @@ def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str 
     micro = plan.micro_batch_size
     if not norms:
         return None
-    if not plan.sync_batchnorm and ranks > 1:
+    if not plan.parallel.sync_batchnorm and ranks > 1:
         return (
             f"{plural(norms, 'BatchNorm layer')} see {micro} samples each, not the {micro * ranks}"
             f" of all {ranks} ranks, and keep rank 0's running statistics: results follow the"
@@ -146,10 +146,10 @@ def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str 
 def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     layers, ranks = _count_layers(plan, "num_dropouts"), plan.layout.data_parallel_size
     is_compiled = plan.compile and plan.recompute != "none"
-    if not layers or ranks == 1 or (plan.dropout == "global" and not is_compiled):
+    if not layers or ranks == 1 or (plan.parallel.dropout == "global" and not is_compiled):
         return None
     fix = "set parallel.dropout=global"
-    if plan.dropout == "global":
+    if plan.parallel.dropout == "global":
         fix = (
             "what is compiled and recomputed draws as torch does: set train.compile=false or"
             " train.recompute=none"

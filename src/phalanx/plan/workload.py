@@ -11,9 +11,8 @@ from functools import cache, lru_cache
 from phalanx.core.registry import is_foreign, read_literal
 from phalanx.job.costs import ModelCosts
 from phalanx.job.param_holder import ParamHolder
-from phalanx.job.schema import Job
+from phalanx.job.schema import Job, Parallel
 from phalanx.job.user_dataset import is_own_dataset
-from phalanx.plan.layout import DataParallel
 from phalanx.plan.rule_checks import check_rules
 from phalanx.plan.rules import CUTS, Rule, find_rule
 from phalanx.plan.segments import Segment
@@ -44,7 +43,7 @@ class Workload:
         None  # blocks that are recomputed; None: as `recompute` says of each
     )
     offloads_activations: bool = False  # what autograd keeps goes to host memory
-    options: DataParallel = field(default_factory=DataParallel)
+    options: Parallel = field(default_factory=Parallel, hash=False)  # its rules are a dict
     cp: int = 1  # ranks that each have a part of every sequence
     cp_attention: str = "ring"
     is_compiled: bool = False
@@ -112,7 +111,7 @@ def build_workload(
         cuts_sequence=cuts_sequence(job, shape),
         compress=job.parallel.compress,
         offloads_activations=job.train.offload_activations,
-        options=DataParallel.of(job.parallel),
+        options=job.parallel,
         cp=cp,
         cp_attention=job.parallel.cp_attention,
         ep=ep,

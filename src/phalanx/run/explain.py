@@ -17,10 +17,9 @@ from phalanx.job.toml import toml_value
 from phalanx.job.user_dataset import num_workers
 from phalanx.observe.units import TEXT, Units, units_of
 from phalanx.plan.cluster import detect_cluster
-from phalanx.plan.pipeline.pipeline_plan import Pipeline
+from phalanx.plan.decision import AUTO, DEFAULT
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.precision import resolve_precision
 from phalanx.run.needs import choose_sinks
 from phalanx.run.tokens import JobTokens, find_tokens
 
@@ -86,7 +85,7 @@ def _explain_derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explaine
     follows the batch."""
     rows = [
         *_explain_widths(job, plan, vocab_why),
-        *_explain_parallel(job, plan),
+        *_explain_parallel(plan),
         *_explain_machine(job, plan),
     ]
     if job.run.dir is None:
@@ -99,17 +98,8 @@ def _explain_derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explaine
             )
         )
     if job.train.micro_batch_size is None:
-        share = (
-            f"the whole share of a rank: {job.train.global_batch_size} / {plan.world_size} ranks"
-        )
-        if plan.pipeline is not None:
-            share = (
-                f"makes {plan.num_microbatches} microbatches for {plan.pipeline.num_ranks} ranks in"
-                " a pipeline"
-            )
-        rows.append(
-            Explained("train.micro_batch_size", plan.micro_batch_size, "derived", why=share)
-        )
+        why = plan.value_reasons["train.micro_batch_size"]
+        rows.append(Explained("train.micro_batch_size", plan.micro_batch_size, "derived", why=why))
     if job.data.workers is None:
         why = (
             "tokens are read ahead in a thread"
@@ -179,50 +169,30 @@ def _explain_width(key: str, shape: dict[str, Any]) -> str:
     }[key]
 
 
-def _explain_parallel(job: Job, plan: Plan) -> list[Explained]:
-    layout, chosen = plan.layout, plan.chosen
-    stage = plan.zero_stage if layout.reduced.dp_shard > 1 and plan.zero_stage else None
-    rows: dict[str, tuple[Any, str]] = {
-        "ranks": (plan.world_size, plan.reasons[0]),
-        "dp_replicate": (layout.dp_replicate, chosen.why),
-        "dp_shard": (layout.dp_shard, chosen.why),
-        "zero_stage": (stage, chosen.why if stage else "nothing is sharded"),
-    }
-    if plan.pipeline is not None:
-        rows |= _explain_pipeline(job, plan.pipeline)
-    return [
-        Explained(f"parallel.{key}", value, "derived", why=why)
-        for key, (value, why) in rows.items()
-        if getattr(job.parallel, key) in (None, ())
-    ]
-
-
-def _explain_pipeline(job: Job, pipeline: Pipeline) -> dict[str, tuple[Any, str]]:
-    choices: dict[str, tuple[Any, str]] = {
-        "stage_blocks": (
-            list(pipeline.stages.num_blocks),
-            "cut so that the slowest stage is as fast as can be",
-        )
-    }
-    if job.parallel.schedule_file is not None:
-        return choices
-    return choices | {
-        "schedule": (pipeline.schedule_name, "the schedule where none is given"),
-        "stages_per_rank": (
-            pipeline.stages_per_rank,
-            f"what {pipeline.schedule_name} has unless told",
-        ),
-    }
+def _explain_parallel(plan: Plan) -> list[Explained]:
+    """The keys of [parallel] as the plan has them; what it leaves to the ranks, or has no use for,
+    stays as the job has it."""
+    rows = []
+    for key, value in plan.parallel.to_json().items():
+        why = plan.parallel.reasons.get(key)
+        if why is None or value in (AUTO, "", []):
+            continue
+        if key == "zero_stage" and not value:
+            value = None  # which is how a job says it
+        if why == DEFAULT:
+            rows.append(Explained(f"parallel.{key}", value, "default"))
+        else:
+            rows.append(Explained(f"parallel.{key}", value, "derived", why=why))
+    return rows
 
 
 def _explain_machine(job: Job, plan: Plan) -> list[Explained]:
     rows = []
     if job.precision.compute == "auto":
-        _, why = resolve_precision(job, detect_cluster(job.cluster.device))
-        why = why.partition(": ")[2] or "CPUs compute in it unless told otherwise"
+        why = plan.value_reasons["precision.compute"]
         rows.append(Explained("precision.compute", plan.precision, "derived", why=why))
     if job.cluster.device == "auto":
-        why = "there are GPUs" if plan.device == "cuda" else "there is no GPU"
+        why = plan.value_reasons["cluster.device"]
         rows.append(Explained("cluster.device", plan.device, "derived", why=why))
     if job.cluster.memory_gib is None:
         memory_gib = detect_cluster(job.cluster.device).memory_per_rank(plan.world_size) / GIB

@@ -167,7 +167,7 @@ def _train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
         rank.phases.time_by(clock_of(mesh.device))
         corpus = load_corpus(run.run_dir / DATA_FOLDER)
         _require_equal_ranks(run, mesh, corpus)
-        if plan.zero_stage >= 2:
+        if plan.parallel.zero_stage >= 2:
             # FSDP's first use imports it: 100 MB of torch's, which must not count as training's.
             importlib.import_module("torch._dynamo")
         rank.meter.start(mesh.device)

@@ -16,7 +16,6 @@ from phalanx.job.model import shape_of
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.layout import KEYS
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import detect_precision
@@ -27,7 +26,10 @@ ROWS_PER_RANK = 2  # of each microbatch
 SMALL_EXPERTS = 8
 SMALL_VOCAB = 251  # a prime: some rank has less of the embedding than the others
 MAX_SEQ_LEN = 64
-WAYS = (*KEYS, "blocks_per_unit")
+WAYS = (
+    *("accumulate", "keep_whole_below", "prefetch", "offload", "static_graph"),
+    *("unused_parameters", "blocks_per_unit"),
+)
 
 _WAYS = {key: Parallel.model_fields[key].default for key in WAYS}
 

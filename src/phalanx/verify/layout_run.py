@@ -55,7 +55,7 @@ class LayoutRun:
 
     def run(self, full_trace: Trace, steps: Sequence[Sequence[Batch]], mesh: Mesh) -> LayoutResult:
         """Train `steps`, this rank's microbatches of each. Collective."""
-        compress, seed = self.plan.compress, self.job.run.seed
+        compress, seed = self.plan.parallel.compress, self.job.run.seed
         trace, objective, watch = (
             keep_compared_part(full_trace, compress),
             build_objective(self.job),

@@ -72,7 +72,7 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         return _refuse(case, model_name, dtype, reference)
     if plan.compile and dtype == "float64" and TORCH_VERSION < FLOAT64_COMPILED:
         return _refuse(case, model_name, dtype, _describe_narrow_compiler())
-    tolerance = find_tolerance(plan.compress, TOLERANCE["float32" if reference.narrows else dtype])
+    tolerance = find_tolerance(plan.parallel.compress, TOLERANCE["float32" if reference.narrows else dtype])
     run = LayoutRun(job, plan)
     if plan.compile:
         _reset_compiler()
@@ -93,7 +93,7 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         if run.is_amid_schedule:
             raise
         return _refuse(case, model_name, dtype, str(error))
-    trace = keep_compared_part(reference, plan.compress)
+    trace = keep_compared_part(reference, plan.parallel.compress)
     verdict = Comparator(
         trace,
         result.observations,
@@ -105,7 +105,7 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         pipeline=plan.pipeline,
         misrouted=routed.misrouted,
     ).compare()
-    if plan.compress != "none":
+    if plan.parallel.compress != "none":
         unequal = find_unequal_ranks(result.observations, trace.order, len(reference.steps) - 1)
         verdict = replace(
             verdict, errors={**verdict.errors, **result.apart}, first=verdict.first or unequal
@@ -120,7 +120,7 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         tolerance=tolerance,
         first=verdict.first,
         notes=result.notes + _list_notes(plan, trace, tolerance, verdict.relaxed),
-        compress=plan.compress,
+        compress=plan.parallel.compress,
         flips=routed.flips,
         wall_s=round(time.monotonic() - began, 3),
     )
@@ -146,14 +146,14 @@ def _list_notes(
     """Sentences about what a row does not compare, or compares less strictly."""
     notes = []
     if plan.layout.tp > 1:
-        rules = check_rules(plan.rules, plan.model_shape, plan.layout.tp)
+        rules = check_rules(plan.parallel.rules, plan.model_shape, plan.layout.tp)
         notes.append(describe_whole_matrices(rules, plan.model_shape))
     if trace.narrows and trace.dtype == "float64":
         notes.append(
             "the module computes in fewer digits than float64 on its way, and is judged by those"
         )
-    if plan.compress != "none":
-        notes.append(describe_compression(plan.compress, tolerance))
+    if plan.parallel.compress != "none":
+        notes.append(describe_compression(plan.parallel.compress, tolerance))
     if relaxed:
         notes.append(
             f"judged by what rounding to float32 costs in one process: {', '.join(relaxed[:3])}"

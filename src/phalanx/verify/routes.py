@@ -197,7 +197,8 @@ class Places:
     @classmethod
     def of_model(cls, model: ParallelModel) -> Places:
         plan = model.plan
-        return cls(plan.layout.cp, model.mesh.coordinates["cp"], plan.cp_load_balance == "zigzag")
+        is_zigzag = plan.parallel.cp_load_balance == "zigzag"
+        return cls(plan.layout.cp, model.mesh.coordinates["cp"], is_zigzag)
 
     def find_tokens(self, length: int) -> torch.Tensor:
         """The indices of this rank's tokens in a sequence of `length` tokens."""

@@ -28,10 +28,9 @@ class SyncBatchNorm:
     def wanted(self, plan: Plan) -> bool:
         """Also where nothing is synchronised but FSDP casts weights to bf16: torch's kernel
         takes no mixture."""
-        casts = (
-            plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2 and plan.precision != "fp32"
-        )
-        return plan.layout.reduced.data_parallel_size > 1 and (plan.sync_batchnorm or casts)
+        layout, parallel = plan.layout.reduced, plan.parallel
+        casts = layout.dp_shard > 1 and parallel.zero_stage >= 2 and plan.precision != "fp32"
+        return layout.data_parallel_size > 1 and (parallel.sync_batchnorm or casts)
 
     def apply(self, context: ParallelContext) -> None:
         norms = [
@@ -40,7 +39,7 @@ class SyncBatchNorm:
         if not norms:
             return
         ranks = Ranks(
-            context.phases, context.plan.sync_batchnorm, context.mesh.data_parallel_group()
+            context.phases, context.plan.parallel.sync_batchnorm, context.mesh.data_parallel_group()
         )
         for name, module in norms:
             _synchronise(name, module, ranks)

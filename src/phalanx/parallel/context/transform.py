@@ -50,15 +50,16 @@ class ContextParallel:
         module, plan = context.root.module, context.plan
         cores = attention_cores(module)
         _require_seams(module, cores, is_stage=context.axes.find(Staged) is not None)
-        chunks = Chunks(plan.layout.cp, plan.cp_load_balance)
+        chunks = Chunks(plan.layout.cp, plan.parallel.cp_load_balance)
         group = ContextGroup(context.mesh.submesh("cp").get_group(), chunks, context.phases)
-        masks = ContextMask(group, module.attention_mask, covers_all=plan.cp_attention == "ulysses")  # type: ignore[arg-type]
+        covers_all = plan.parallel.cp_attention == "ulysses"
+        masks = ContextMask(group, module.attention_mask, covers_all=covers_all)  # type: ignore[arg-type]
         sequences = ContextSequences(group)
         for part in module.modules():
             if hasattr(part, "sequences"):
                 part.sequences = sequences  # type: ignore[assignment]
         for parent, core in cores:
-            parent.core = ContextCore(core.window, masks, plan.cp_attention)
+            parent.core = ContextCore(core.window, masks, plan.parallel.cp_attention)
         module.attention_mask = masks  # type: ignore[assignment]
         context.axes.add(SequenceSplit(group, sequences))
         context.traffic.add_sender("cp", group)

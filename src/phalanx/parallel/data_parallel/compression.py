@@ -148,9 +148,9 @@ def reduce_by_hook(context: ParallelContext, ddp: DistributedDataParallel) -> Ca
 def build_compression(context: ParallelContext, wire: Wire) -> Compression | None:
     """Build the compression that the plan asks for; None if gradients travel as they are."""
     plan = context.plan
-    if plan.compress == "none":
+    if plan.parallel.compress == "none":
         return None
-    settings = Settings(plan.compress_rank, plan.compress_fraction, plan.seed)
-    hook: Hook = resolve(plan.compress, HOOKS, "build")(settings)
+    settings = Settings(plan.parallel.compress_rank, plan.parallel.compress_fraction, plan.seed)
+    hook: Hook = resolve(plan.parallel.compress, HOOKS, "build")(settings)
     named_parameters = context.root.module.named_parameters()
     return Compression(hook, named_parameters, wire, context.normalizer.loss_scale)

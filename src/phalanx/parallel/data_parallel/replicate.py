@@ -28,14 +28,14 @@ class DpReplicate:
     order = Order.REPLICATE
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.layout.reduced.data_parallel_size > 1 and plan.zero_stage <= 1
+        return plan.layout.reduced.data_parallel_size > 1 and plan.parallel.zero_stage <= 1
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()
         if context.axes.find(Staged) is not None:
             reduce_after_pipeline(context)
             return
-        options = context.plan.data_parallel
+        options = context.plan.parallel
         experts = context.axes.find(SeparateExperts)
         if experts is not None:
             _reduce_experts(context, experts)
@@ -44,7 +44,7 @@ class DpReplicate:
             context.root,
             process_group=context.mesh.data_parallel_group(),
             gradient_as_bucket_view=True,
-            bucket_cap_mb=context.plan.bucket_mb,
+            bucket_cap_mb=context.plan.parallel.bucket_mb,
             static_graph=options.static_graph,
             find_unused_parameters=options.unused_parameters == "allow"
             and not options.static_graph,
@@ -100,7 +100,7 @@ def _reduce_in_buckets(
 ) -> None:
     """After the last backward, from the last parameter on; never a copy of all gradients at
     once."""
-    buckets = list(_buckets(parameters[::-1], int(context.plan.bucket_mb * 2**20)))
+    buckets = list(_buckets(parameters[::-1], int(context.plan.parallel.bucket_mb * 2**20)))
 
     def reduce() -> None:
         for bucket in buckets:
@@ -156,7 +156,7 @@ class BackwardWatch:
     def __init__(self, context: ParallelContext, experts: SeparateExperts | None) -> None:
         self.unused: set[str] = set()
         self._phases = context.phases
-        self._allows_unused = context.plan.data_parallel.unused_parameters == "allow"
+        self._allows_unused = context.plan.parallel.unused_parameters == "allow"
         separate = set() if experts is None else set(experts.parameters())
         self._trainable = {
             p: name

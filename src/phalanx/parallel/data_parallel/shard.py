@@ -11,7 +11,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,8 @@ from phalanx.parallel.data_parallel.unsharded_params import find_whole_parameter
 from phalanx.parallel.expert.transform import SeparateExperts
 from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
-from phalanx.plan.layout import ALL_BLOCKS, split_dim
+from phalanx.plan.decision import AUTO
+from phalanx.plan.layout import split_dim
 from phalanx.plan.plan import Plan
 
 
@@ -40,16 +41,16 @@ class DpShard:
     order = Order.SHARD
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2
+        return plan.layout.reduced.dp_shard > 1 and plan.parallel.zero_stage >= 2
 
     def apply(self, context: ParallelContext) -> None:
-        options, staged = context.plan.data_parallel, context.axes.find(Staged)
+        options, staged = context.plan.parallel, context.axes.find(Staged)
         groups = _shard_units(context, staged)
         units = [module for module in context.root.modules() if isinstance(module, FSDPModule)]
         for unit in units:
             _time_communication(unit, context)
             reduce_unused_parameters(unit)
-        if options.prefetch is not None:
+        if options.prefetch != AUTO:
             _prefetch([context.root, *(group[0] for group in groups)], options.prefetch)
         if staged is not None:
             keep_for_pipeline(context, units)
@@ -60,7 +61,7 @@ class DpShard:
 def _shard_units(context: ParallelContext, staged: Staged | None) -> list[list[nn.Module]]:
     """Hand each unit to FSDP: experts, runs of blocks, and the root with all else; the runs of
     blocks."""
-    layout, options = context.plan.layout.reduced, context.plan.data_parallel
+    layout, options = context.plan.layout.reduced, context.plan.parallel
     axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
     experts = context.axes.find(SeparateExperts)
     unsharded = find_whole_parameters(context.root.module, options.keep_whole_below)
@@ -74,7 +75,7 @@ def _shard_units(context: ParallelContext, staged: Staged | None) -> list[list[n
     cast = bool(unsharded) or not getattr(context.root.module, "block_inputs_are_cast", False)
     # In a pipeline a unit is used again and again within a step, by microbatches that overlap:
     # it stays whole.
-    free = context.plan.zero_stage == 3 and staged is None
+    free = context.plan.parallel.zero_stage == 3 and staged is None
     shared: dict[str, Any] = {
         "mesh": context.mesh.submesh(*axes),
         "ignored_params": unsharded,
@@ -108,7 +109,7 @@ def _shard_units(context: ParallelContext, staged: Staged | None) -> list[list[n
 def _reduce_last(context: ParallelContext, units: list[FSDPModule]) -> None:
     """Reduce gradients in a step's last microbatch, or in each (parallel.accumulate)."""
     plan = context.plan
-    each_time = plan.data_parallel.accumulate == "sharded"
+    each_time = plan.parallel.accumulate == "sharded"
     is_hybrid = plan.layout.reduced.dp_replicate > 1
     root, buffers = context.root, differing_buffers(context.root)
 
@@ -176,9 +177,9 @@ def _release(units: list[FSDPModule]) -> None:
         unit.reshard()
 
 
-def _units(blocks: list[nn.Module], per_unit: int) -> list[list[nn.Module]]:
+def _units(blocks: list[nn.Module], per_unit: int | Literal["all"]) -> list[list[nn.Module]]:
     """`blocks` in runs of `per_unit`; none for the whole model, whose root is a unit anyway."""
-    if per_unit == ALL_BLOCKS:
+    if per_unit == "all":
         return []
     return [blocks[start : start + per_unit] for start in range(0, len(blocks), per_unit)]
 

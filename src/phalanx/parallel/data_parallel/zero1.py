@@ -29,7 +29,7 @@ class Zero1:
     order = Order.ZERO1
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.zero_stage == 1 and plan.layout.reduced.dp_shard > 1
+        return plan.parallel.zero_stage == 1 and plan.layout.reduced.dp_shard > 1
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()
@@ -50,7 +50,7 @@ class Zero1:
             context.optimizer_params.shards[parameter] = OptimizerShard(parameter, trained, take)
             if rows is not None:
                 cut.append((parameter, rows))
-        bucket_bytes = int(context.plan.bucket_mb * 2**20)
+        bucket_bytes = int(context.plan.parallel.bucket_mb * 2**20)
         gather = Gather(cut, group, bucket_bytes=bucket_bytes, phases=context.phases)
         context.optimizer_params.after_update.append(gather.run)
 

@@ -37,7 +37,7 @@ class RandomOpInterceptor:
 
     def __init__(self, module: nn.Module, context: ParallelContext) -> None:
         self._module, self._dropout_rng, self._mesh = module, context.dropout_rng, context.mesh
-        self._is_global = context.plan.dropout == "global"
+        self._is_global = context.plan.parallel.dropout == "global"
         self._names = {part: full_name(name) for name, part in module.named_modules()}
         self._rows_second = rows_second(module)
         self.mesh_device = context.mesh.device

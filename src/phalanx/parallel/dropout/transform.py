@@ -29,7 +29,7 @@ class Dropout:
     order = Order.DROPOUT
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.dropout == "global"
+        return plan.parallel.dropout == "global"
 
     def apply(self, context: ParallelContext) -> None:
         if context.plan.compile and context.plan.recompute != "none":

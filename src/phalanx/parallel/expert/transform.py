@@ -94,10 +94,10 @@ def share_gradients(
 
 def _require_possible(plan: Plan) -> None:
     conflict = ""
-    if plan.zero_stage == 1:
+    if plan.parallel.zero_stage == 1:
         conflict = "parallel.zero_stage=1"
-    elif plan.compress != "none":
-        conflict = f"parallel.compress={plan.compress}"
+    elif plan.parallel.compress != "none":
+        conflict = f"parallel.compress={plan.parallel.compress}"
     elif plan.compile:
         conflict = "train.compile"
     if conflict:
@@ -109,7 +109,7 @@ def _require_possible(plan: Plan) -> None:
                 else None
             ),
             fix=f"leave {conflict} out"
-            if plan.zero_stage != 1
+            if plan.parallel.zero_stage != 1
             else "set parallel.zero_stage=2 or 3",
         )
 

@@ -21,7 +21,7 @@ class OffloadOptimizer:
     order = Order.OPTIMIZER_OFFLOAD
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.data_parallel.offload == "optimizer"
+        return plan.parallel.offload == "optimizer"
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()

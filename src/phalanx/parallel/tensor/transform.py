@@ -34,6 +34,7 @@ from phalanx.parallel.tensor.dropout import WholeMasks, partial_dropout_error
 from phalanx.parallel.tensor.grad_sync import PartialGradients
 from phalanx.parallel.tensor.overlap import overlap_columns
 from phalanx.parallel.tensor.shape_errors import OpenColumn, misfit
+from phalanx.plan.decision import AUTO
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import (
     missing_rules_error,
@@ -59,9 +60,9 @@ class TensorParallel:
             size=plan.layout.tp,
             phases=context.phases,
             cuts_sequence=_cuts_sequence(module, plan),
-            chunks=1 if plan.compile else plan.tp_chunks,
+            chunks=1 if plan.compile else plan.parallel.tp_chunks,
         )
-        rules = rules_for(module, plan.rules, context.names)
+        rules = rules_for(module, plan.parallel.rules, context.names)
         staged = context.axes.find(Staged)
         surgery = _Surgery(
             module,
@@ -107,7 +108,8 @@ def rules_for(
 
 def _cuts_sequence(module: nn.Module, plan: Plan) -> bool:
     can = bool(getattr(module, "is_per_token_outside_regions", False))
-    if plan.sequence_parallel and not can:
+    requested = plan.parallel.sequence_parallel
+    if requested is True and not can:
         raise LayoutError(
             f"{type(module).__name__} does not say that its tokens are independent outside its"
             " regions",
@@ -116,7 +118,7 @@ def _cuts_sequence(module: nn.Module, plan: Plan) -> bool:
                 " is_per_token_outside_regions = True"
             ),
         )
-    return can if plan.sequence_parallel is None else plan.sequence_parallel
+    return can if requested == AUTO else requested
 
 
 def shard_module(module: nn.Module, group: TensorGroup, rules: Sequence[Rule]) -> dict[str, Cut]:
@@ -215,9 +217,9 @@ class _Surgery:
             if not isinstance(part, nn.modules.dropout._DropoutNd) or not part.p:
                 continue
             is_unseen = plan.compile and self._region_of(f"{name}.p") is not None
-            if plan.dropout != "global" or cuts_sequence or is_unseen:
+            if plan.parallel.dropout != "global" or cuts_sequence or is_unseen:
                 raise partial_dropout_error(f"{name} ({part.p:g})")
-        if plan.dropout == "global" and not plan.compile:
+        if plan.parallel.dropout == "global" and not plan.compile:
             cut = {
                 kind: [n for n, r in self._rules.items() if r.kind == kind and not r.gather]
                 for kind in CUTS

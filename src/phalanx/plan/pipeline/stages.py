@@ -11,6 +11,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
+from phalanx.plan.decision import Decision
 from phalanx.plan.pipeline.bubble import LIMIT, find_enough_microbatches
 from phalanx.plan.pipeline.costs import cost_stages, model_parts
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut_for_ranks
@@ -89,6 +90,29 @@ def plan_sized_pipeline(
             return plan_pipeline(job, shape, requested, more, num_ranks, reasons)
     reasons += of_first
     return first_work, pipeline
+
+
+def list_pipeline_decisions(pipeline: Pipeline | None) -> dict[str, Decision[Any]]:
+    """What a pipeline settles of the keys of [parallel], by key; nothing without one."""
+    if pipeline is None:
+        return {}
+    blocks = Decision(
+        tuple(pipeline.stages.num_blocks), "cut so that the slowest stage is as fast as can be"
+    )
+    if pipeline.schedule_name == FROM_FILE:
+        of_file = "as parallel.schedule_file says"
+        return {
+            "stage_blocks": blocks,
+            "schedule": Decision("", of_file),
+            "stages_per_rank": Decision(pipeline.stages_per_rank, of_file),
+        }
+    return {
+        "stage_blocks": blocks,
+        "schedule": Decision(pipeline.schedule_name, "the schedule where none is given"),
+        "stages_per_rank": Decision(
+            pipeline.stages_per_rank, f"what {pipeline.schedule_name} has unless told"
+        ),
+    }
 
 
 def _build_pipeline(

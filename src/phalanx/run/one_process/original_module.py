@@ -21,7 +21,7 @@ def build_original_module(
     done: tuple[str, ...] = ()
     if dtype == "float64" and use_batched_products(module):
         done = ("experts are computed by batched products: torch's grouped one has no float64",)
-    num_dropped = switch_off_dropout(module) if plan.dropout == "local" else 0
+    num_dropped = switch_off_dropout(module) if plan.parallel.dropout == "local" else 0
     if materialize and any(p.is_meta for p in module.parameters()):
         module.to_empty(device="cpu")
         shards, _ = module_shards(module)

@@ -1,0 +1,20 @@
+"""A chosen value together with why it was chosen. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+T = TypeVar("T")
+
+AS_JOB_SAYS = "as the job says"
+DEFAULT = "the default"
+AUTO: Final = "auto"  # the value of what the plan leaves to torch, or to the module on the ranks
+
+
+@dataclass(frozen=True)
+class Decision(Generic[T]):
+    """A value that the plan chose, and the reason in words, for a person."""
+
+    value: T
+    why: str

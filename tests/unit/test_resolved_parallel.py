@@ -1,0 +1,84 @@
+"""Every key of [parallel] in a plan: its value, its reason, and how it is stored."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from phalanx.job.schema import Job, Parallel
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+from phalanx.plan.resolved_parallel import ResolvedParallel
+
+CPU = Cluster("cpu", 4, 2**35)
+
+
+def plan_of(**parallel: Any) -> Plan:
+    document = {"train": {"global_batch_size": 8}, "parallel": parallel}
+    return make_plan(Job.model_validate(document), cluster=CPU)
+
+
+def test_a_plan_has_every_key_of_the_section_and_leaves_none_open() -> None:
+    assert ResolvedParallel.model_fields.keys() == Parallel.model_fields.keys() | {"reasons"}
+    for key, field in ResolvedParallel.model_fields.items():
+        assert type(None) not in get_args(field.annotation), key
+    assert plan_of().parallel.reasons.keys() == Parallel.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "key", "value", "reason"),
+    [
+        ({}, "ranks", 4, "4 ranks: the most that divide the batch of 8 on 4 CPU cores"),
+        ({"ranks": 2}, "ranks", 2, "as the job says"),
+        ({}, "tp", 1, "the default"),
+        ({"ranks": 2, "tp": 2}, "tp", 2, "as the job says"),
+        ({}, "bucket_mb", 25.0, "the default"),
+        ({}, "zero_stage", 0, "nothing is sharded"),
+        ({"dp_shard": 2}, "zero_stage", 3, "zero3 over dp_replicate=2 x dp_shard=2, as"),
+        ({"dp_shard": 2}, "dp_shard", 2, "as the job says"),
+        ({}, "sequence_parallel", "auto", "the module says"),
+        ({"ranks": 2, "pp": 2}, "schedule", "1f1b", "the schedule where none is given"),
+        ({"ranks": 2, "pp": 2}, "stages_per_rank", 1, "what 1f1b has"),
+        ({}, "schedule", "", "there is no pipeline"),
+        ({"ranks": 2, "cp": 2}, "cp_load_balance", "zigzag", "the default"),
+        (
+            {"ranks": 2, "cp": 2, "cp_attention": "ulysses"},
+            "cp_load_balance",
+            "none",
+            "ulysses computes on whole sequences",
+        ),
+    ],
+)
+def test_a_value_has_its_reason(
+    parallel: dict[str, Any], key: str, value: object, reason: str
+) -> None:
+    resolved = plan_of(**parallel).parallel
+    assert getattr(resolved, key) == value
+    assert resolved.reasons[key].startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        {"dp_shard": 2, "prefetch": 0, "blocks_per_unit": "all"},
+        {"ranks": 2, "pp": 2},
+        {"ranks": 2, "tp": 2, "sequence_parallel": False},
+    ],
+)
+def test_stored_plans_keep_the_keys_that_they_had(parallel: dict[str, Any]) -> None:
+    plan = plan_of(**parallel)
+    body = plan.to_json()
+    assert Plan.from_json(body) == plan
+    assert body["sequence_parallel"] == parallel.get("sequence_parallel")
+    assert body["data_parallel"]["prefetch"] == parallel.get("prefetch")
+    assert body["data_parallel"]["blocks_per_unit"] == (0 if "blocks_per_unit" in parallel else 1)
+    assert (body["zero_stage"], body["bucket_mb"]) == (plan.parallel.zero_stage, 25.0)
+    del body["parallel"]  # as plans were before
+    earlier = Plan.from_json(body).parallel
+    assert earlier.degrees == plan.parallel.degrees
+    for key in ("zero_stage", "sequence_parallel", "prefetch", "blocks_per_unit", "ranks"):
+        assert getattr(earlier, key) == getattr(plan.parallel, key)
+    assert earlier.reasons == {}
