@@ -132,9 +132,9 @@ def main() -> None:
     alone = min(seconds["none"][1:])
     print("| mode | kept, predicted | kept, measured | step / none |\n|---|---|---|---|")
     for name, plan in plans.items():
-        work = Workload(arguments.rows, arguments.seq_len, "fp32", plan.recompute, 2048)
+        work = Workload(arguments.rows, arguments.seq_len, "fp32", plan.activations.recompute, 2048)
         predicted = bytes_at_forward_end(
-            plan.model_shape, replace(work, segments=plan.recompute_segments)
+            plan.model_shape, replace(work, segments=plan.activations.recompute_segments)
         )
         ratio = min(seconds[name][1:]) / alone
         print(

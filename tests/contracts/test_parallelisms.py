@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from models import LAYOUTS, decoder, global_batches, plan, replace_parallel, share
+from models import (
+    LAYOUTS,
+    decoder,
+    global_batches,
+    plan,
+    replace_activations,
+    replace_parallel,
+    share,
+)
 from phalanx.core.phases import Phases
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import full_name
@@ -40,7 +48,7 @@ def needing_plans() -> list[Plan]:
         plan(2, num_microbatches=2, pp=2),
         plan(2, recompute="full", dp_replicate=2),
         replace(plan(2, dp_replicate=2), compile=True),
-        replace(plan(2, dp_replicate=2), offload_activations=True),
+        replace_activations(plan(2, dp_replicate=2), offload=True),
         plan(2, dp_replicate=2, offload="optimizer"),
         replace(plan(2, dp_replicate=2), precision="fp8"),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import EVERY_LAYOUT, decoder, global_batches, plan, share
+from models import EVERY_LAYOUT, decoder, global_batches, plan, replace_activations, share
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.parallelize import parallelize
@@ -27,8 +27,9 @@ pytestmark = [  # dynamo's own
 
 
 def recomputed(a_plan: Plan, mode: str) -> Plan:
-    return replace(
-        a_plan, recompute=mode, recompute_every=2, recompute_segments=list_segments(mode, 2, 2)
+    segments = list_segments(mode, 2, 2)
+    return replace_activations(
+        a_plan, recompute=mode, recompute_every=2, recompute_segments=segments
     )
 
 
@@ -40,7 +41,8 @@ def compare(rank: int, num_ranks: int, cases: list[tuple[str, str, bool]]) -> di
         eager = plan(num_ranks, 3, **EVERY_LAYOUT[num_ranks][layout])
         found = []
         with open_mesh(eager.layout, device="cpu") as mesh:
-            compiled = replace(recomputed(eager, mode), compile=True, offload_activations=offloads)
+            compiled = replace(recomputed(eager, mode), compile=True)
+            compiled = replace_activations(compiled, offload=offloads)
             for a_plan in (eager, compiled):
                 model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
                 mine = share(

@@ -20,6 +20,7 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.loss_scale import FLOOR, LossScale, require_facts
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.step_stats import StepStats
+from phalanx.plan.plan import LossScaling
 from phalanx.plan.planner import make_plan
 from phalanx.resilience.guards import SkippedStepsGuard
 from ranks import run_ranks
@@ -222,14 +223,15 @@ def test_a_scale_that_is_none_is_refused(facts: Any) -> None:
 
 def test_the_plan_says_what_is_scaled() -> None:
     dynamic = plan(2, precision="fp16", dp_replicate=2)
-    assert (dynamic.loss_scale, dynamic.loss_scale_growth_steps) == (65536.0, 2000)
+    assert dynamic.loss_scaling == LossScaling(65536.0, 2000)
     assert any("65504" in reason for reason in dynamic.reasons)
-    assert plan(2, precision="bf16", dp_replicate=2).loss_scale is None
+    assert plan(2, precision="bf16", dp_replicate=2).loss_scaling is None
     body = Job.model_validate(
         {"precision": {"compute": "fp16", "loss_scale": 512.0}, "parallel": {"ranks": 1}}
     )
     fixed = make_plan(body, cluster=CPU)
-    assert (fixed.loss_scale, fixed.loss_scale_growth_steps) == (512.0, 0)
+    assert fixed.loss_scaling == LossScaling(512.0, 0)
+    assert (fixed.to_json()["loss_scale"], fixed.to_json()["loss_scale_growth_steps"]) == (512.0, 0)
     assert type(fixed).from_json(fixed.to_json()) == fixed
     half, wide = (
         plan(2, precision=p, dp_replicate=2).chosen.predicted_bytes for p in ("fp16", "fp32")

@@ -26,6 +26,7 @@ from models import (
     decoder,
     global_batches,
     plan,
+    replace_activations,
     share,
 )
 from models import shape as small_shape
@@ -71,14 +72,10 @@ class Dropping(nn.Module):
 def with_mode(a_plan: Plan, mode: str, num_blocks: int = NUM_BLOCKS, **changes: Any) -> Plan:
     segments = list_segments(mode, num_blocks, 2)
     shape = {**a_plan.shape, "num_layers": num_blocks}
-    return replace(
-        a_plan,
-        recompute=mode,
-        recompute_every=2,
-        recompute_segments=segments,
-        shape=shape,
-        **changes,
+    a_plan = replace_activations(
+        a_plan, recompute=mode, recompute_every=2, recompute_segments=segments
     )
+    return replace(a_plan, shape=shape, **changes)
 
 
 def objective(outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +123,8 @@ def compare_modes(rank: int) -> dict[str, float]:
                     for offloads in (
                         (False, True) if name == "dropping" and mode != "full" else (False,)
                     ):
-                        changed = with_mode(a_plan, mode, num_blocks, offload_activations=offloads)
+                        changed = with_mode(a_plan, mode, num_blocks)
+                        changed = replace_activations(changed, offload=offloads)
                         found = gradients(again(), changed, mesh)
                         off = [
                             (found[key] - wanted[key]).abs().max().item()
@@ -269,7 +267,7 @@ def park(rank: int) -> dict[str, Any]:
 
     offload_activations.OffloadPass.pack = noting  # type: ignore[method-assign]
     for precision in ("fp32", "bf16"):
-        a_plan = replace(plan(1, precision=precision), offload_activations=True)
+        a_plan = replace_activations(plan(1, precision=precision), offload=True)
         model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
         model.forward_backward(batch, causal_cross_entropy(16))
     found["fp32"], found["kept"] = trips[0].num_bytes, keeps.saved_bytes
@@ -304,9 +302,10 @@ def refused(rank: int, what: str) -> str:
         if what == "compiled":
             parallelize(Dropping(), with_mode(a_plan, "sqrt", compile=True), mesh)
         elif what == "every":
-            find_segments(replace(a_plan, recompute="every-k", recompute_every=9), NUM_BLOCKS)
+            changed = replace_activations(a_plan, recompute="every-k", recompute_every=9)
+            find_segments(changed, NUM_BLOCKS)
         elif what == "budget":
-            parallelize(Dropping(), replace(a_plan, recompute="budget"), mesh)
+            parallelize(Dropping(), replace_activations(a_plan, recompute="budget"), mesh)
         else:
             blocks = nn.Sequential(Forgetful(), Forgetful())
             model = parallelize(blocks, with_mode(a_plan, "sqrt", 2), mesh)

@@ -128,6 +128,12 @@ def replace_parallel(a_plan: Plan, **values: Any) -> Plan:
     return replace(a_plan, parallel=a_plan.parallel.model_copy(update=values))
 
 
+def replace_activations(a_plan: Plan, **values: Any) -> Plan:
+    """The plan with another policy for activations: recompute, recompute_every,
+    recompute_segments, offload."""
+    return replace(a_plan, activations=replace(a_plan.activations, **values))
+
+
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     1: {"one": {}},
     2: {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from alive import Alive
-from models import CPU
+from models import CPU, replace_activations
 from phalanx.job.schema import Job, Model
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.masks import QUERY_BLOCK
@@ -169,10 +169,8 @@ def alive_with(mode: str, shape: DecoderShape, precision: str) -> tuple[int, int
     of both)."""
     segments = list_segments(mode, shape.num_layers, 2)
     body = {"train": {"global_batch_size": 48}, "parallel": {"ranks": 1}, "data": {"seq_len": 64}}
-    job = Job.model_validate(body)
-    plan = replace(
-        make_plan(job, cluster=CPU, shape=shape), recompute=mode, recompute_segments=segments
-    )
+    plan = make_plan(Job.model_validate(body), cluster=CPU, shape=shape)
+    plan = replace_activations(plan, recompute=mode, recompute_segments=segments)
     model = parallelize(
         filled(Decoder(shape)), plan, Mesh(Layout(), 0, 0, torch.device("cpu"))
     ).module

@@ -88,7 +88,7 @@ def memory(
         ({"accumulate": "sharded"}, REST + BLOCK, max(REST, BLOCK)),
         ({"blocks_per_unit": 4}, REST + 4 * BLOCK, SHAPE.num_params + 4 * BLOCK),
         ({"blocks_per_unit": 9}, SHAPE.num_params, SHAPE.num_params + 6 * BLOCK),
-        ({"blocks_per_unit": 0}, SHAPE.num_params, SHAPE.num_params + SHAPE.num_params),
+        ({"blocks_per_unit": "all"}, SHAPE.num_params, SHAPE.num_params + SHAPE.num_params),
         ({"prefetch": 2}, REST + 3 * BLOCK, SHAPE.num_params + max(REST, BLOCK)),
     ],
 )

@@ -111,7 +111,9 @@ def test_segments_of_recompute_end_where_stages_do() -> None:
     assert {s.mode for s in found} == {"full"}
     assert split_at_stages(segments, Stages((0, 9, 0))) == segments
     assert blocks_in_full((Segment(1, 3, "full"), Segment(3, 4, "selective"))) == {1, 2}
-    assert plan(recompute={"recompute": "full"}).recompute_segments == list_segments("full", 8)
+    assert plan(recompute={"recompute": "full"}).activations.recompute_segments == list_segments(
+        "full", 8
+    )
 
 
 def test_recomputed_blocks_take_a_forward_more_in_the_backward() -> None:
@@ -139,7 +141,7 @@ def test_a_budget_is_kept_to_by_each_rank_with_as_little_as_it_must() -> None:
     kept = [memory["activations"] for memory in pipeline_of(found).rank_memory]
     assert max(kept) <= round(needed[2])
     assert kept[2:] == needed[2:]
-    blocks = {s.start for s in found.recompute_segments}
+    blocks = {s.start for s in found.activations.recompute_segments}
     assert blocks
     assert max(blocks) < 6
     reason = next(reason for reason in found.reasons if reason.startswith("recompute:"))

@@ -56,8 +56,8 @@ def test_a_budget_is_kept_to_with_as_few_blocks_as_can_be() -> None:
         budget = least + (most - least) * part // 10
         found = with_budget(budget / GIB)
         assert activations(found) <= budget + 1
-        numbers.append(len(found.recompute_segments))
-        kinds.append({segment.mode for segment in found.recompute_segments})
+        numbers.append(len(found.activations.recompute_segments))
+        kinds.append({segment.mode for segment in found.activations.recompute_segments})
         (reason,) = [reason for reason in found.reasons if reason.startswith("recompute:")]
         assert (
             f"activations {format_bytes(activations(found))} of the {format_bytes(budget)} asked"
@@ -75,7 +75,7 @@ def test_a_budget_that_nothing_keeps_to_is_refused_with_the_least_there_is() -> 
     with pytest.raises(LayoutError, match=r"with every block recomputed activations take") as error:
         with_budget(0.01)
     allowed = float(str(error.value).split("allow ")[1].split()[0])
-    assert with_budget(allowed).recompute_segments, "what it says to allow is enough"
+    assert with_budget(allowed).activations.recompute_segments, "what it says to allow is enough"
 
 
 def test_a_budget_under_tp_is_of_what_one_rank_holds() -> None:
@@ -93,7 +93,7 @@ def test_a_budget_under_tp_is_of_what_one_rank_holds() -> None:
         assert any(
             f"activations {size} of the 30.7 MiB asked" in reason for reason in found.reasons
         )
-        numbers.append(len(found.recompute_segments))
+        numbers.append(len(found.activations.recompute_segments))
     assert numbers[1] <= numbers[0]
     body = {"train": {**train, "recompute_budget_gib": 0.001}, "parallel": {"ranks": 2, "tp": 2}}
     with pytest.raises(LayoutError, match=r"; allow 0\.0\d+ GiB"):
@@ -111,7 +111,7 @@ def test_a_budget_for_a_module_of_your_own_is_refused() -> None:
 def test_the_blocks_of_a_module_of_your_own_are_in_the_plan() -> None:
     job = Job.model_validate({"train": {"recompute": "sqrt"}, "parallel": {"ranks": 1}})
     found = make_plan(job, cluster=CPU, shape=MeasuredModule("mine:Model", 6, 1000, 1000, 100, 600))
-    assert [(segment.start, segment.stop) for segment in found.recompute_segments] == [
+    assert [(segment.start, segment.stop) for segment in found.activations.recompute_segments] == [
         (0, 3),
         (3, 6),
     ]
@@ -137,8 +137,8 @@ def test_segments_over_sharded_units_count_their_gathered_weights() -> None:
     """A segment is redone with all of its blocks gathered."""
     shape = read_shape(plan().shape)
     work = Workload(1, 512, "fp32", "sqrt", 1024)
-    one = replace(work, segments=plan(recompute="full").recompute_segments)
-    four = replace(work, segments=plan(recompute="sqrt").recompute_segments)
+    one = replace(work, segments=plan(recompute="full").activations.recompute_segments)
+    four = replace(work, segments=plan(recompute="sqrt").activations.recompute_segments)
     by_mode = [rank_memory(shape, w, 3, 8, "cuda", 8)["communication"] for w in (one, four)]
     assert by_mode[1] - by_mode[0] == 3 * shape.block_params * 4
 

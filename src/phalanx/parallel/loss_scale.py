@@ -97,8 +97,8 @@ class LossNormalizer:
 def build_normalizer(plan: Plan) -> LossNormalizer:
     """Build the normalizer of a plan's loss; fp16 alone scales it."""
     scale = None
-    if plan.loss_scale is not None:
-        scale = LossScale(plan.loss_scale, plan.loss_scale_growth_steps)
+    if plan.loss_scaling is not None:
+        scale = LossScale(plan.loss_scaling.initial, plan.loss_scaling.growth_steps)
     return LossNormalizer(float(plan.targets_per_rank), scale)
 
 

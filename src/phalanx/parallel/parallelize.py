@@ -76,7 +76,7 @@ def parallelize(
     if on_meta:
         context.materialize = _Materialization(context, seed if initialize else None).run
     context.block_numbers = tuple(range(len(context.blocks)))
-    if not context.blocks and (plan.recompute != "none" or plan.compile):
+    if not context.blocks and (plan.activations.recompute != "none" or plan.compile):
         raise LayoutError(
             f"{type(module).__name__} shows no repeated blocks to recompute or compile",
             fix='keep them in an nn.ModuleList, or name them: block_pattern = "layers.*"',

@@ -14,7 +14,7 @@ from phalanx.plan.plan import Plan
 
 def can_count(plan: Plan) -> bool:
     """False where other hooks, or a compiler, take what autograd saves out of sight."""
-    return not (plan.recompute != "none" or plan.offload_activations or plan.compile)
+    return not (plan.activations.recompute != "none" or plan.activations.offload or plan.compile)
 
 
 class SavedBytes:

@@ -20,8 +20,8 @@ from phalanx.job.costs import Heads, ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.nearest import divisors, divisors_near, multiples_near, nearest
 from phalanx.job.schema import Job
+from phalanx.plan.choice import DEFAULT, Choice
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.decision import DEFAULT, Decision
 from phalanx.plan.layout import fill_layout
 from phalanx.plan.pipeline.requested_schedule import RequestedSchedule, split_pipeline_batch
 from phalanx.plan.rule_checks import check_overrides, check_rules
@@ -31,7 +31,7 @@ from phalanx.plan.workload import cuts_sequence
 MAX_CPU_RANKS = 8
 
 
-def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> Decision[int]:
+def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> Choice[int]:
     """The number of ranks. `running`: the number of those that run already, if any do."""
     requested = _find_requested_ranks(job)
     if running is not None:
@@ -60,7 +60,7 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> Decision[in
     if cluster.device == "cuda" and running is None and ranks > cluster.num_devices:
         raise LayoutError(f"{ranks} ranks were asked for and there are {cluster.num_devices} GPUs")
     _require_degrees_divide(job, ranks)
-    return Decision(ranks, why)
+    return Choice(ranks, why)
 
 
 def _multiply_degrees(job: Job) -> int:
@@ -208,11 +208,11 @@ def split_batch(
     return micro, share // micro
 
 
-def choose_load_balance(job: Job) -> Decision[str]:
+def choose_load_balance(job: Job) -> Choice[str]:
     """The way in which sequences are cut between the ranks of cp."""
     if job.parallel.cp_attention == "ulysses":
-        return Decision("none", "ulysses computes on whole sequences, in any order of their parts")
-    return Decision(job.parallel.cp_load_balance, DEFAULT)
+        return Choice("none", "ulysses computes on whole sequences, in any order of their parts")
+    return Choice(job.parallel.cp_load_balance, DEFAULT)
 
 
 def context_parallel_degree(job: Job, shape: ModelCosts, tp: int) -> int:

@@ -48,6 +48,26 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class ActivationPolicy:
+    """What becomes of activations between the forward and the backward of a block."""
+
+    recompute: str = "none"
+    recompute_every: int = 1
+    recompute_segments: tuple[Segment, ...] = ()
+    offload: bool = False
+    """True where those that are kept wait in host memory."""
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """The factor that the loss is multiplied by before the backward with fp16."""
+
+    initial: float
+    growth_steps: int = 0
+    """Steps without an overflow after which it doubles. 0: the scale is fixed."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The decisions that follow from a job on a cluster. Frozen; `to_json` and `from_json` are
     inverses."""
@@ -56,7 +76,6 @@ class Plan:
     layout: Layout
     device: str
     precision: str
-    recompute: str
     compile: bool
     seed: int
     global_batch_size: int
@@ -73,13 +92,9 @@ class Plan:
     reasons: tuple[str, ...] = ()
     warnings: tuple[EarlyWarning, ...] = ()
     shape: dict[str, Any] = field(default_factory=dict)
-    loss_scale: float | None = None
-    """Of fp16: what the loss is multiplied by at first; None: nothing is scaled."""
-    loss_scale_growth_steps: int = 0
-    """0: the scale is fixed."""
-    recompute_every: int = 1
-    recompute_segments: tuple[Segment, ...] = ()
-    offload_activations: bool = False
+    loss_scaling: LossScaling | None = None
+    """None: nothing is scaled."""
+    activations: ActivationPolicy = field(default_factory=ActivationPolicy)
     precision_is_auto: bool = False
     """True where the job leaves precision.compute to the machine that a run begins on."""
     pipeline: Pipeline | None = None
@@ -119,7 +134,17 @@ class Plan:
         body["alternatives"] = [candidate.to_json() for candidate in self.alternatives]
         body["reasons"] = list(self.reasons)
         body["warnings"] = [asdict(warning) for warning in self.warnings]
-        body["recompute_segments"] = [segment.to_json() for segment in self.recompute_segments]
+        # These lie flat in stored plans, as they did before they were objects.
+        policy = body.pop("activations")
+        policy["recompute_segments"] = [
+            segment.to_json() for segment in self.activations.recompute_segments
+        ]
+        scaling = body.pop("loss_scaling") or {"initial": None, "growth_steps": 0}
+        body |= policy | {
+            "offload_activations": policy.pop("offload"),
+            "loss_scale": scaling["initial"],
+            "loss_scale_growth_steps": scaling["growth_steps"],
+        }
         body["pipeline"] = None if self.pipeline is None else self.pipeline.to_json()
         chosen = self.chosen
         body["memory"] = {
@@ -147,9 +172,16 @@ class Plan:
         )
         values["reasons"] = tuple(body["reasons"])
         values["warnings"] = tuple(EarlyWarning(**warning) for warning in body["warnings"])
-        values["recompute_segments"] = tuple(
-            map(Segment.from_json, body.get("recompute_segments", ()))
+        values["activations"] = ActivationPolicy(
+            body["recompute"],
+            body.get("recompute_every", 1),
+            tuple(map(Segment.from_json, body.get("recompute_segments", ()))),
+            body.get("offload_activations", False),
         )
+        if body.get("loss_scale") is not None:
+            values["loss_scaling"] = LossScaling(
+                body["loss_scale"], body["loss_scale_growth_steps"]
+            )
         pipeline = body.get("pipeline")
         values["pipeline"] = Pipeline.from_json(pipeline) if pipeline else None
         return cls(**values)

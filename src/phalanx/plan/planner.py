@@ -19,8 +19,8 @@ from phalanx.plan.candidates import (
     evaluate_candidates,
     explain_candidate,
 )
+from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, detect_cluster, rank_capacity_bytes
-from phalanx.plan.decision import Decision
 from phalanx.plan.degrees import (
     choose_load_balance,
     choose_ranks,
@@ -32,8 +32,8 @@ from phalanx.plan.degrees import (
 )
 from phalanx.plan.notes import headroom_notes, list_notes
 from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
-from phalanx.plan.pipeline.stages import list_pipeline_decisions, plan_sized_pipeline
-from phalanx.plan.plan import Candidate, Plan, job_digest
+from phalanx.plan.pipeline.stages import list_pipeline_choices, plan_sized_pipeline
+from phalanx.plan.plan import ActivationPolicy, Candidate, LossScaling, Plan, job_digest
 from phalanx.plan.precision import require_fp8, resolve_precision
 from phalanx.plan.recompute import plan_recompute
 from phalanx.plan.resolved_parallel import ResolvedParallel, resolve_parallel
@@ -169,10 +169,12 @@ def _build_plan(
         layout=chosen.layout,
         device=evaluator.device,
         precision=job.precision.compute,
-        recompute=job.train.recompute,
-        recompute_every=job.train.recompute_every or 1,
-        recompute_segments=work.segments or (),
-        offload_activations=job.train.offload_activations,
+        activations=ActivationPolicy(
+            job.train.recompute,
+            job.train.recompute_every or 1,
+            work.segments or (),
+            job.train.offload_activations,
+        ),
         compile=job.train.compile,
         seed=job.run.seed,
         global_batch_size=job.train.global_batch_size,
@@ -188,7 +190,7 @@ def _build_plan(
         reasons=tuple(reasons),
         shape=shape.to_json(),
         pipeline=evaluator.pipeline_of(chosen),
-        **loss_scale_fields(job),
+        loss_scaling=choose_loss_scaling(job),
     )
 
 
@@ -197,20 +199,20 @@ def _flops_per_token(shape: ModelCosts, seq_len: int) -> int | None:
     return None if flops is None else flops["training"]
 
 
-def _resolve_parallel(job: Job, ranks: Decision[int], plan: Plan) -> ResolvedParallel:
-    """The keys of [parallel] with the values that the plan's decisions give them."""
+def _resolve_parallel(job: Job, ranks: Choice[int], plan: Plan) -> ResolvedParallel:
+    """The keys of [parallel] with the values that the plan's choices give them."""
     chosen = plan.chosen
     why_stage = chosen.why
     if chosen.zero_stage == 0:
         why_stage = "nothing is sharded"
-    decisions: dict[str, Decision[Any]] = {
+    choices: dict[str, Choice[Any]] = {
         "ranks": ranks,
-        "dp_replicate": Decision(chosen.layout.dp_replicate, chosen.why),
-        "dp_shard": Decision(chosen.layout.dp_shard, chosen.why),
-        "zero_stage": Decision(chosen.zero_stage, why_stage),
+        "dp_replicate": Choice(chosen.layout.dp_replicate, chosen.why),
+        "dp_shard": Choice(chosen.layout.dp_shard, chosen.why),
+        "zero_stage": Choice(chosen.zero_stage, why_stage),
         "cp_load_balance": choose_load_balance(job),
     }
-    return resolve_parallel(job.parallel, decisions | list_pipeline_decisions(plan.pipeline))
+    return resolve_parallel(job.parallel, choices | list_pipeline_choices(plan.pipeline))
 
 
 def _list_value_reasons(plan: Plan, why_precision: str) -> dict[str, str]:
@@ -233,14 +235,11 @@ def _list_value_reasons(plan: Plan, why_precision: str) -> dict[str, str]:
     }
 
 
-def loss_scale_fields(job: Job) -> dict[str, Any]:
-    """Fields of a plan: how the loss is scaled."""
+def choose_loss_scaling(job: Job) -> LossScaling | None:
+    """The way in which a job's loss is scaled: with fp16 alone, which holds no small gradients."""
     precision = job.precision
     if precision.compute != "fp16":
-        return {}
+        return None
     if precision.loss_scale == "dynamic":
-        return {
-            "loss_scale": precision.loss_scale_initial,
-            "loss_scale_growth_steps": precision.loss_scale_growth_steps,
-        }
-    return {"loss_scale": precision.loss_scale}
+        return LossScaling(precision.loss_scale_initial, precision.loss_scale_growth_steps)
+    return LossScaling(precision.loss_scale)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from phalanx.job.schema import Count, Parallel, Positive
-from phalanx.plan.decision import AS_JOB_SAYS, AUTO, DEFAULT, Decision
+from phalanx.plan.choice import AS_JOB_SAYS, AUTO, DEFAULT, Choice
 
 ALL_BLOCKS = 0  # how stored plans write blocks_per_unit = "all"
 # Plans of 0.1 store these keys at the top, as they were fields of Plan; readers of them stay right.
@@ -82,20 +82,18 @@ class ResolvedParallel(Parallel):
         return {key: values[key] for key in TOP_KEYS} | {"data_parallel": options}
 
 
-def resolve_parallel(
-    parallel: Parallel, decisions: Mapping[str, Decision[Any]]
-) -> ResolvedParallel:
-    """The keys of a job's [parallel] with the values and the reasons of `decisions`; a key without
-    a decision has the job's value."""
+def resolve_parallel(parallel: Parallel, choices: Mapping[str, Choice[Any]]) -> ResolvedParallel:
+    """The keys of a job's [parallel] with the values and the reasons of `choices`; a key without
+    a choice has the job's value."""
     values, reasons = {}, {}
     for key, field in Parallel.model_fields.items():
         requested, default = getattr(parallel, key), field.get_default(call_default_factory=True)
-        decision = decisions.get(key) or Decision(requested, DEFAULT)
-        if decision.value is None:
+        choice = choices.get(key) or Choice(requested, DEFAULT)
+        if choice.value is None:
             undecided = ResolvedParallel.model_fields[key].default
-            decision = Decision(undecided, UNDECIDED.get(key, DEFAULT))
-        values[key], reasons[key] = decision.value, decision.why
-        if requested not in (default, None) and requested == decision.value:
+            choice = Choice(undecided, UNDECIDED.get(key, DEFAULT))
+        values[key], reasons[key] = choice.value, choice.why
+        if requested not in (default, None) and requested == choice.value:
             reasons[key] = AS_JOB_SAYS
     return ResolvedParallel(**values, reasons=reasons)
 

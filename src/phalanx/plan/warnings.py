@@ -145,7 +145,7 @@ def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str 
 
 def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     layers, ranks = _count_layers(plan, "num_dropouts"), plan.layout.data_parallel_size
-    is_compiled = plan.compile and plan.recompute != "none"
+    is_compiled = plan.compile and plan.activations.recompute != "none"
     if not layers or ranks == 1 or (plan.parallel.dropout == "global" and not is_compiled):
         return None
     fix = "set parallel.dropout=global"

@@ -16,8 +16,8 @@ from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
 from phalanx.job.user_dataset import num_workers
 from phalanx.observe.units import TEXT, Units, units_of
+from phalanx.plan.choice import AUTO, DEFAULT
 from phalanx.plan.cluster import detect_cluster
-from phalanx.plan.decision import AUTO, DEFAULT
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.needs import choose_sinks

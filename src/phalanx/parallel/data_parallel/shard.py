@@ -32,7 +32,7 @@ from phalanx.parallel.data_parallel.unsharded_params import find_whole_parameter
 from phalanx.parallel.expert.transform import SeparateExperts
 from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
-from phalanx.plan.decision import AUTO
+from phalanx.plan.choice import AUTO
 from phalanx.plan.layout import split_dim
 from phalanx.plan.plan import Plan
 

@@ -32,7 +32,7 @@ class Dropout:
         return plan.parallel.dropout == "global"
 
     def apply(self, context: ParallelContext) -> None:
-        if context.plan.compile and context.plan.recompute != "none":
+        if context.plan.compile and context.plan.activations.recompute != "none":
             # The compiler recomputes in its own way and draws its own numbers.
             return
         module = context.root.module

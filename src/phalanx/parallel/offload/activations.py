@@ -34,7 +34,7 @@ class OffloadActivations:
     order = Order.ACTIVATION_OFFLOAD
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.offload_activations
+        return plan.activations.offload
 
     def apply(self, context: ParallelContext) -> None:
         """Around the whole forward; the hooks of recomputed blocks are inside, so of these their

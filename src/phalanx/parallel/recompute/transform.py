@@ -24,7 +24,7 @@ class Recompute:
     order = Order.RECOMPUTE
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.recompute != "none"
+        return plan.activations.recompute != "none"
 
     def apply(self, context: ParallelContext) -> None:
         """Replaces blocks' forwards; no wrapper module, so that names stay the user's own."""
@@ -47,15 +47,14 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
         return
     pipeline, numbers = staged.pipeline, context.block_numbers
     planned = find_segments(context.plan, sum(pipeline.stages.num_blocks))
+    mode = context.plan.activations.recompute
     for stage in staged.own_stages:
         stage_start, end = pipeline.stages.ranges[stage]
         if stage_start == end:
             continue
         first = numbers.index(stage_start)
-        rank_segments = (
-            list_segments("sqrt", end - stage_start) if context.plan.recompute == "sqrt" else ()
-        )
-        for segment in planned if context.plan.recompute != "sqrt" else ():
+        rank_segments = list_segments("sqrt", end - stage_start) if mode == "sqrt" else ()
+        for segment in planned if mode != "sqrt" else ():
             start, stop = max(segment.start, stage_start), min(segment.stop, end)
             if start < stop:
                 rank_segments = (
@@ -69,16 +68,16 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
 def find_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
     """Segments of the plan; for a module with other blocks than were planned for, those that the
     mode means."""
-    num_planned = plan.model_shape.num_layers
+    num_planned, policy = plan.model_shape.num_layers, plan.activations
     if num_blocks == num_planned:
-        return plan.recompute_segments
-    if plan.recompute == "budget":
+        return policy.recompute_segments
+    if policy.recompute == "budget":
         raise LayoutError(
             f"train.recompute=budget is planned for {num_planned} blocks and the module has"
             f" {num_blocks}",
             fix="set train.recompute to selective, full, every-k or sqrt",
         )
-    return list_segments(plan.recompute, num_blocks, plan.recompute_every)
+    return list_segments(policy.recompute, num_blocks, policy.recompute_every)
 
 
 def _recompute(block: nn.Module, segment: Segment, context: ParallelContext) -> None:

@@ -34,7 +34,7 @@ from phalanx.parallel.tensor.dropout import WholeMasks, partial_dropout_error
 from phalanx.parallel.tensor.grad_sync import PartialGradients
 from phalanx.parallel.tensor.overlap import overlap_columns
 from phalanx.parallel.tensor.shape_errors import OpenColumn, misfit
-from phalanx.plan.decision import AUTO
+from phalanx.plan.choice import AUTO
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import (
     missing_rules_error,

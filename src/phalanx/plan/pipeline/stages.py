@@ -11,7 +11,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
-from phalanx.plan.decision import Decision
+from phalanx.plan.choice import Choice
 from phalanx.plan.pipeline.bubble import LIMIT, find_enough_microbatches
 from phalanx.plan.pipeline.costs import cost_stages, model_parts
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut_for_ranks
@@ -92,24 +92,24 @@ def plan_sized_pipeline(
     return first_work, pipeline
 
 
-def list_pipeline_decisions(pipeline: Pipeline | None) -> dict[str, Decision[Any]]:
+def list_pipeline_choices(pipeline: Pipeline | None) -> dict[str, Choice[Any]]:
     """What a pipeline settles of the keys of [parallel], by key; nothing without one."""
     if pipeline is None:
         return {}
-    blocks = Decision(
+    blocks = Choice(
         tuple(pipeline.stages.num_blocks), "cut so that the slowest stage is as fast as can be"
     )
     if pipeline.schedule_name == FROM_FILE:
         of_file = "as parallel.schedule_file says"
         return {
             "stage_blocks": blocks,
-            "schedule": Decision("", of_file),
-            "stages_per_rank": Decision(pipeline.stages_per_rank, of_file),
+            "schedule": Choice("", of_file),
+            "stages_per_rank": Choice(pipeline.stages_per_rank, of_file),
         }
     return {
         "stage_blocks": blocks,
-        "schedule": Decision(pipeline.schedule_name, "the schedule where none is given"),
-        "stages_per_rank": Decision(
+        "schedule": Choice(pipeline.schedule_name, "the schedule where none is given"),
+        "stages_per_rank": Choice(
             pipeline.stages_per_rank, f"what {pipeline.schedule_name} has unless told"
         ),
     }

@@ -13,7 +13,7 @@ AUTO: Final = "auto"  # the value of what the plan leaves to torch, or to the mo
 
 
 @dataclass(frozen=True)
-class Decision(Generic[T]):
+class Choice(Generic[T]):
     """A value that the plan chose, and the reason in words, for a person."""
 
     value: T
