@@ -39,9 +39,9 @@ class Cluster:
     def memory_per_rank(self, num_ranks: int) -> int:
         """Bytes one of `num_ranks` ranks may use: a whole GPU, or its part of the machine's
         memory."""
-        return (
-            self.memory_bytes if self.device == "cuda" else self.memory_bytes // max(1, num_ranks)
-        )
+        if self.device == "cuda":
+            return self.memory_bytes
+        return self.memory_bytes // max(1, num_ranks)
 
 
 def detect_cluster(device: str = "auto") -> Cluster:
@@ -52,12 +52,14 @@ def detect_cluster(device: str = "auto") -> Cluster:
     """
     if device != "cpu" and (gpus := visible_gpus()):
         # CUDA shows a process one MIG slice, however many there are.
-        gpus = gpus[:1] if gpus[0].uuid.startswith("MIG-") else gpus
+        if gpus[0].uuid.startswith("MIG-"):
+            gpus = gpus[:1]
         memory_bytes, capability = min(gpu.memory_bytes for gpu in gpus), _least_capability(gpus)
         return Cluster("cuda", len(gpus), memory_bytes, gpus[0].name, capability)
     if device == "cuda":
-        why = "CUDA_VISIBLE_DEVICES hides them all" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
-        why = why or "neither NVML nor nvidia-smi lists one"
+        why = "neither NVML nor nvidia-smi lists one"
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            why = "CUDA_VISIBLE_DEVICES hides them all"
         raise EnvironmentProblem("no GPU was found", why=why, fix="use cluster.device=cpu")
     return Cluster("cpu", _usable_cores(), _host_memory())
 
@@ -88,7 +90,10 @@ def compute_capability() -> tuple[int, int] | None:
 
 def _least_capability(gpus: Sequence[Gpu]) -> tuple[int, int] | None:
     capabilities = [gpu.capability for gpu in gpus]
-    return min(capabilities) if capabilities and (0, 0) not in capabilities else None
+    # (0, 0) is what a driver says that does not know: then nothing may be built on the others'.
+    if not capabilities or (0, 0) in capabilities:
+        return None
+    return min(capabilities)
 
 
 @dataclass(frozen=True)
@@ -119,17 +124,17 @@ GPU_HEADROOM = Headroom(0.90, 614 * MIB, 200 * MIB)
 
 
 def headroom_for(device: str) -> Headroom:
-    return CPU_HEADROOM if device == "cpu" else GPU_HEADROOM
+    if device == "cpu":
+        return CPU_HEADROOM
+    return GPU_HEADROOM
 
 
 def rank_memory_bytes(job: Job, cluster: Cluster, num_ranks: int) -> int:
     """Bytes of all of a rank's memory, whatever it is filled with."""
     requested_gib = job.cluster.memory_gib
-    return (
-        cluster.memory_per_rank(num_ranks)
-        if requested_gib is None
-        else round(requested_gib * 2**30)
-    )
+    if requested_gib is None:
+        return cluster.memory_per_rank(num_ranks)
+    return round(requested_gib * 2**30)
 
 
 def rank_capacity_bytes(job: Job, cluster: Cluster, num_ranks: int) -> int:
@@ -153,6 +158,11 @@ def count_communicators(parallel: Parallel, num_ranks: int) -> int:
     is_hybrid = degrees.dp_replicate > 1 and degrees.dp_shard * cp > 1
     if num_ranks in (tp, cp, shares // cp) and ep == 1 and not is_hybrid:
         return 1  # one axis, and it is all ranks
-    of_experts = 2 if ep > 1 else 0  # those with other experts, and those with the same ones
-    of_pipeline = 4 if pp > 2 else 2 if pp == 2 else 0
-    return 1 + (tp > 1) + (cp > 1) + (shares > 1) + is_hybrid + of_experts + of_pipeline
+    count = 1 + (tp > 1) + (cp > 1) + (shares > 1) + is_hybrid
+    if ep > 1:
+        count += 2  # those with other experts, and those with the same ones
+    if pp > 1:
+        # A rank in the middle has two neighbours and each direction to each; of two ranks each
+        # has one neighbour.
+        count += 4 if pp > 2 else 2
+    return count
