@@ -49,60 +49,78 @@ def find_annotation(path: Path) -> Any:
 
 
 def split_union(declared: Any) -> tuple[Any, ...]:
-    """The types of a union, without bounds: `int
+    """The types of a union, without bounds: `int | None` -> (int, None type); anything else stands
+    alone."""
+    options: tuple[Any, ...] = (declared,)
+    if get_origin(declared) in (Union, UnionType):
+        options = get_args(declared)
+    return tuple(map(_strip_bounds, options))
 
-    None` -> (int, None type); anything else stands alone.
-    """
-    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
-    return tuple(get_args(arm)[0] if get_origin(arm) is Annotated else arm for arm in options)
+
+def _strip_bounds(declared: Any) -> Any:
+    if get_origin(declared) is Annotated:
+        return get_args(declared)[0]
+    return declared
 
 
 def format_path(path: Path) -> str:
     """A path as text: ("observe", "sinks", 1) -> 'observe.sinks[1]'."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif text:
+            text += f".{part}"
+        else:
+            text = part
     return shorten(text)
 
 
 def shorten(text: str, limit: int = 60) -> str:
     """`text` on one line, without what a terminal cannot print."""
-    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+    shown = ""
+    for letter in text:
+        if not letter.isprintable():  # a name with an escape sequence would recolour the terminal
+            letter = ascii(letter)[1:-1]
+        shown += letter
+    if len(shown) <= limit:
+        return shown
+    return shown[: limit - 3] + "..."
 
 
 def describe_schema(schema: dict[str, Any]) -> str:
     """A JSON schema in words: 'a whole number of at least 1 or "none"'."""
     if "anyOf" in schema:
-        offers_none = any("none" in arm.get("enum", ()) for arm in schema["anyOf"])
-        return " or ".join(
-            describe_schema(arm)
-            for arm in schema["anyOf"]
-            if not (offers_none and arm.get("type") == "null")
-        )
+        arms = schema["anyOf"]
+        if any("none" in arm.get("enum", ()) for arm in arms):
+            # null is written "none", too: it would be offered twice.
+            arms = [arm for arm in arms if arm.get("type") != "null"]
+        return " or ".join(map(describe_schema, arms))
     if "wanted" in schema:
         return str(schema["wanted"])
     if "enum" in schema or "const" in schema:
         choices = schema.get("enum", [schema.get("const")])
         words = [json.dumps(choice) for choice in choices]
-        return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
+        if len(words) == 1:
+            return words[0]
+        return f"one of {', '.join(words)}"
     if "prefixItems" in schema:
         each = sorted({describe_schema(item) for item in schema["prefixItems"]})
         return f"a list of {len(schema['prefixItems'])}, each {' or '.join(each)}"
     kind = schema.get("type", "")
     if kind == "array":
-        return (
-            f"a list, each {describe_schema(schema['items'])}" if schema.get("items") else "a list"
-        )
+        if not schema.get("items"):
+            return "a list"
+        return f"a list, each {describe_schema(schema['items'])}"
     words_of = {
         "integer": "a whole number",
         "number": "a number",
         "boolean": "true or false",
         "null": '"none"',
+        "object": "a table",
+        "string": "a string",
     }
-    return words_of.get(
-        kind, {"object": "a table", "string": "a string"}.get(kind, "a value")
-    ) + _bounds(schema)
+    return words_of.get(kind, "a value") + _bounds(schema)
 
 
 def describe_key(path: Path) -> str:
@@ -118,8 +136,8 @@ def describe_value(value: Any) -> str:
         return "a table"
     if isinstance(value, str):
         return f'"{shorten(value)}"'
-    if isinstance(value, list):
-        return f"a list of {len(value)}" if len(str(value)) > 40 else json.dumps(value)
+    if isinstance(value, list) and len(str(value)) > 40:
+        return f"a list of {len(value)}"
     return json.dumps(value)
 
 
@@ -150,7 +168,9 @@ def explain_unknown(path: Path, value: Any) -> Finding:
             at_key=True,
         )
     keys = keys_by_section()[str(path[0])]
-    suggestion = "" if name.lower() in OTHER_NAMES else did_you_mean(name, keys)
+    suggestion = ""
+    if name.lower() not in OTHER_NAMES:  # which have a better answer than what they look like
+        suggestion = did_you_mean(name, keys)
     fix = (
         find_section_of(name) or suggestion or _advice(name) or f"[{path[0]}] has {', '.join(keys)}"
     )
@@ -161,13 +181,16 @@ def _section_fix(name: str, table: dict[str, Any]) -> str:
     """The section that was misspelt, if its keys are that one's; else where the first key of the
     table belongs."""
     suggestion = did_you_mean(name, tuple(keys_by_section()))
-    meant = next((section for section in keys_by_section() if f'"{section}"' in suggestion), "")
-    if meant and all(key in keys_by_section()[meant] for key in table):
-        return suggestion
-    inside = next(
-        (_advice(key) for key in table if key.lower() in {*list_sections_of_keys(), *OTHER_NAMES}),
-        "",
-    )
+    for section, keys in keys_by_section().items():
+        if f'"{section}"' in suggestion:
+            if set(table) <= set(keys):
+                return suggestion
+            break
+    inside = ""
+    for key in table:
+        if key.lower() in list_sections_of_keys() or key.lower() in OTHER_NAMES:
+            inside = _advice(key)
+            break
     return (
         inside
         or suggestion
@@ -192,8 +215,10 @@ def _advice(name: str, raw: str = "") -> str:
 
 def find_section_of(name: str) -> str:
     """'belongs in [train]' if a section has a key of exactly this name; else ""."""
-    homes = [f"[{section}]" for section, keys in keys_by_section().items() if name in keys]
-    return f"belongs in {' or '.join(homes)}" if homes else ""
+    sections = list_sections_of_keys().get(name, ())
+    if not sections:
+        return ""
+    return f"belongs in {' or '.join(f'[{section}]' for section in sections)}"
 
 
 def _section(name: str) -> Any:
@@ -211,62 +236,72 @@ def _schema(path: Path) -> dict[str, Any]:
     definitions = _job_schema()["$defs"]
     schema: dict[str, Any] = _job_schema()
     for part in path:
-        schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+        if "$ref" in schema:
+            schema = definitions[schema["$ref"].rpartition("/")[2]]
         if isinstance(part, str):
-            extra = schema.get(
-                "additionalProperties"
-            )  # of a table whose keys are free: a schema, or anything
-            schema = schema.get("properties", {}).get(
-                part, extra if isinstance(extra, dict) else {}
-            )
+            schema = _property_schema(schema, part)
         else:
-            schema = next(
-                (arm for arm in schema.get("anyOf", ()) if arm.get("type") == "array"), schema
-            )
-            pair = schema.get("prefixItems", ())
-            schema = pair[part] if part < len(pair) else schema.get("items", {})
+            schema = _item_schema(schema, part)
     return schema
 
 
+def _property_schema(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    properties: dict[str, Any] = schema.get("properties", {})
+    if name in properties:
+        return dict(properties[name])
+    # Of a table whose keys are free: a schema of all of them, or True for anything.
+    extra = schema.get("additionalProperties")
+    if isinstance(extra, dict):
+        return extra
+    return {}
+
+
+def _item_schema(schema: dict[str, Any], index: int) -> dict[str, Any]:
+    for arm in schema.get("anyOf", ()):
+        if arm.get("type") == "array":
+            schema = arm
+            break
+    items: list[dict[str, Any]] = schema.get("prefixItems", [])
+    if index < len(items):
+        return items[index]
+    return dict(schema.get("items", {}))
+
+
 def _bound(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:g}"
 
 
 def _bounds(schema: dict[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     if low is not None and high is not None:
         return f" from {_bound(low)} to {_bound(high)}"
-    words = [
-        f"{text} {_bound(schema[bound])}"
-        for bound, text in (
-            ("minimum", "of at least"),
-            ("exclusiveMinimum", "above"),
-            ("maximum", "of at most"),
-            ("exclusiveMaximum", "below"),
-        )
-        if bound in schema
-    ]
+    words = []
+    for bound, text in (
+        ("minimum", "of at least"),
+        ("exclusiveMinimum", "above"),
+        ("maximum", "of at most"),
+        ("exclusiveMaximum", "below"),
+    ):
+        if bound in schema:
+            words.append(f"{text} {_bound(schema[bound])}")
     if schema.get("minLength") == 1:
         words.append("that is not empty")
-    return " " + " and ".join(words) if words else ""
+    if not words:
+        return ""
+    return " " + " and ".join(words)
 
 
 def _value_fix(schema: dict[str, Any], value: Any) -> str:
     """The smallest edit that makes `value` what `schema` wants, where one is plain to see."""
-    options = schema.get("anyOf", [schema])
-    kinds = {option.get("type") for option in options}
-    choices = [choice for option in options for choice in option.get("enum", [option.get("const")])]
-    if isinstance(value, str):
-        if "null" in kinds and value.lower() in ("none", "null"):
-            return 'write "none"'
-        if "boolean" in kinds and value.lower() in ("true", "false"):
-            return f"write {value.lower()}, without quotes and in lower case"
-        if ({"integer", "number"} & kinds or value in map(str, choices)) and _is_number(value):
-            return "write it without quotes"
-        if suggestion := did_you_mean(
-            value, [choice for choice in choices if isinstance(choice, str)]
-        ):
-            return suggestion
+    kinds: set[Any] = set()
+    choices: list[Any] = []
+    for option in schema.get("anyOf", [schema]):
+        kinds.add(option.get("type"))
+        choices += option.get("enum", [option.get("const")])
+    if isinstance(value, str) and (fix := _text_fix(value, kinds, choices)):
+        return fix
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
         return f"write {int(value)}"
     if "array" in kinds and not isinstance(value, list | dict):
@@ -274,6 +309,16 @@ def _value_fix(schema: dict[str, Any], value: Any) -> str:
     if "string" in kinds and isinstance(value, int | float) and not any(choices):
         return "put it in quotes"
     return ""
+
+
+def _text_fix(text: str, kinds: set[Any], choices: list[Any]) -> str:
+    if "null" in kinds and text.lower() in ("none", "null"):
+        return 'write "none"'
+    if "boolean" in kinds and text.lower() in ("true", "false"):
+        return f"write {text.lower()}, without quotes and in lower case"
+    if ({"integer", "number"} & kinds or text in map(str, choices)) and _is_number(text):
+        return "write it without quotes"
+    return did_you_mean(text, [choice for choice in choices if isinstance(choice, str)])
 
 
 def _is_number(text: str) -> bool:

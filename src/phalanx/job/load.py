@@ -34,7 +34,9 @@ class JobSource:
     toml: str | None = None
 
     def places(self) -> dict[Path, KeyPlace]:
-        return locate(self.toml) if self.toml else {}
+        if not self.toml:
+            return {}
+        return locate(self.toml)
 
 
 def load_job(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> Job:
@@ -58,9 +60,8 @@ def load_job_json(
     source = _read_json(path)
     numbers = (source.tree or {}).setdefault("precision", {})
     if isinstance(numbers, dict):
-        numbers.setdefault(
-            "compute", COMPUTE_BEFORE_AUTO
-        )  # a run keeps the type of numbers that it began with
+        # A run keeps the type of numbers that it began with.
+        numbers.setdefault("compute", COMPUTE_BEFORE_AUTO)
     for section, key in (name.split(".", 1) for name in without):
         table = (source.tree or {}).get(section)
         if isinstance(table, dict):
@@ -98,8 +99,11 @@ def find_origins(
 
     `path` may be a run's job.json, too. Does not validate.
     """
-    is_run = path is not None and str(path).endswith(".json")
-    source = _read_json(path) if is_run and path is not None else _read_toml(path)
+    kind_of_file = "file"
+    if path is not None and str(path).endswith(".json"):
+        kind_of_file, source = "run", _read_json(path)
+    else:
+        source = _read_toml(path)
     places = source.places()
     given_keys = _find_given_keys(source, ())
     laid = {override.path[:2] for override in parse_overrides(overrides)[0]}
@@ -111,9 +115,11 @@ def find_origins(
             if position := places.get((section, key)):
                 origin = Origin("file", f"{source.name}:{position.key.line}:{position.key.column}")
             elif name in given_keys:
-                origin = Origin("run" if is_run else "file", source.name)
+                origin = Origin(kind_of_file, source.name)
             if (section, key) in laid:
-                hidden = (source.tree or {}).get(section, {}).get(key) if origin.where else None
+                hidden = None
+                if origin.where:
+                    hidden = (source.tree or {}).get(section, {}).get(key)
                 origin = Origin("override", "", hidden, origin.where)
             origin_by_key[name] = origin
     return origin_by_key
@@ -147,14 +153,14 @@ def _find_given_keys(source: JobSource, overrides: Sequence[Override]) -> set[st
 
     A run's own job.json holds every key: there, defaults were not written.
     """
-    keys = {
-        (section, key)
-        for section, table in (source.tree or {}).items()
-        if isinstance(table, dict)
-        for key, value in table.items()
-        if source.toml is not None or not _is_default(section, key, value)
-    }
-    return {".".join(map(str, key)) for key in keys | {override.path[:2] for override in overrides}}
+    keys = {".".join(map(str, override.path[:2])) for override in overrides}
+    for section, table in (source.tree or {}).items():
+        if not isinstance(table, dict):
+            continue
+        for key, value in table.items():
+            if source.toml is not None or not _is_default(section, key, value):
+                keys.add(f"{section}.{key}")
+    return keys
 
 
 def _is_default(section: str, key: str, value: Any) -> bool:
@@ -169,8 +175,10 @@ def _refused_keys(findings: Sequence[Finding]) -> set[str]:
     refused: set[str] = set()
     for finding in findings:
         section = str(finding.path[0])
-        names = keys_by_section().get(section, ()) if len(finding.path) == 1 else (finding.path[1],)
-        refused |= {f"{section}.{name}" for name in names}
+        if len(finding.path) > 1:
+            refused.add(f"{section}.{finding.path[1]}")
+        else:
+            refused |= {f"{section}.{name}" for name in keys_by_section().get(section, ())}
     return refused
 
 
@@ -180,8 +188,10 @@ def _problems(
     """The findings with their places, in the order in which the user wrote the things they are
     about."""
     places = source.places()
-    ordered = [_place(finding, source, places, overrides) for finding in findings]
-    return [problem for _, problem in sorted(ordered, key=lambda pair: pair[0])]
+    placed = [_place(finding, source, places, overrides) for finding in findings]
+    # By place alone: problems of one place stay in the order in which the checks found them.
+    placed.sort(key=lambda pair: pair[0])
+    return [problem for _, problem in placed]
 
 
 _Order = tuple[int, int, int]
@@ -193,9 +203,11 @@ def _place(
     path, index = _blame(finding, source, overrides)
     where, order = "override", (2, index, 0)
     if index < 0:
+        where, order = source.name, (1, 0, 0)
         spot = _nearest_spot(path, places, finding.at_key)
-        where = f"{source.name}:{spot.line}:{spot.column}" if spot else source.name
-        order = (0, spot.line, spot.column) if spot else (1, 0, 0)
+        if spot is not None:
+            where = f"{source.name}:{spot.line}:{spot.column}"
+            order = (0, spot.line, spot.column)
     return order, Problem(format_path(path), finding.what, where, finding.fix)
 
 
@@ -236,7 +248,9 @@ def _nearest_spot(path: Path, places: dict[Path, KeyPlace], at_key: bool) -> Spo
     """The spot of `path`, or of the innermost thing around it that stands somewhere."""
     while path:
         if position := places.get(path):
-            return position.key if at_key else position.value
+            if at_key:
+                return position.key
+            return position.value
         path = path[:-1]
     return None
 
@@ -245,6 +259,7 @@ def _read_toml(path: str | FilePath | None) -> JobSource:
     if path is None:
         return JobSource(toml="")
     name, text = _read_text(path)
+    # As tomllib counts lines: places are looked up in this text.
     text = text.replace("\r\n", "\n")
     try:
         return JobSource(name, tomllib.loads(text), text)
@@ -289,14 +304,15 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
         return JobError([Problem("job file", problem, name, fix)])
 
     try:
+        # utf-8-sig: editors of Windows put a byte order mark in front, which TOML does not know.
         return name, read_regular(path, LARGEST_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise refuse("does not exist", _near_file(FilePath(path))) from None
     except IsADirectoryError:
-        jobs = sorted(FilePath(path).glob("*.toml"))
-        raise refuse(
-            "is a directory", f"did you mean {str(jobs[0])!r}?" if jobs else "give a .toml file"
-        ) from None
+        fix = "give a .toml file"
+        if jobs := sorted(FilePath(path).glob("*.toml")):
+            fix = f"did you mean {str(jobs[0])!r}?"
+        raise refuse("is a directory", fix) from None
     except UnicodeDecodeError as error:
         raise refuse(f"is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
     except OSError as error:
@@ -328,9 +344,8 @@ def _syntax_problem(name: str, text: str, message: str) -> Problem:
     fix = ""
     if message_text.startswith("Invalid value"):
         fix = "strings are written in quotes, true and false in lower case"
-    elif message_text.startswith(
-        "Cannot"
-    ):  # the parser stands after the second one; show where it begins
+    elif message_text.startswith("Cannot"):
+        # The parser stands after the second one: show where that begins.
         message_text, fix = "a key or section is given twice", "keep one of them"
         shown = text.split("\n")[line - 1]
         column = len(shown) - len(shown.lstrip()) + 1

@@ -29,9 +29,13 @@ def experts_can_be_spread(job: Job) -> list[Finding]:
     if job.model.is_foreign:
         return [finding("parallel.ep", f"ep {ep} {FOREIGN[0]}", FOREIGN[1])]
     shape = find_shape(job)
-    ranks = find_ranks_for_experts(job)
-    wrong = None if shape is None else find_misfit(ep, shape, ranks[0] if ranks else None)
-    return [finding("parallel.ep", *wrong)] if wrong is not None else []
+    if shape is None:
+        return []
+    num_ranks, _ = find_ranks_for_experts(job) or (None, "")
+    wrong = find_misfit(ep, shape, num_ranks)
+    if wrong is None:
+        return []
+    return [finding("parallel.ep", *wrong)]
 
 
 def find_misfit(ep: int, shape: ModelCosts, num_ranks: int | None = None) -> tuple[str, str] | None:
@@ -81,8 +85,10 @@ def explain_undivided(
     """(problem, fix) for an ep that does not divide the `size` ranks, which messages call
     `ranks_in_words`."""
     ep = job.parallel.degrees.ep
-    experts = None if shape is None else shape.experts
-    legal = divisors(size if experts is None else math.gcd(size, experts.count))
+    num_experts = 0  # gcd(n, 0) is n: without experts, the ranks alone decide
+    if shape is not None and shape.experts is not None:
+        num_experts = shape.experts.count
+    legal = divisors(math.gcd(size, num_experts))
     return (
         f"ep {ep} does not divide {ranks_in_words}",
         f"nearest: {nearest(ep, legal)}, or {_suggest_more_ranks(job, size)}",
@@ -97,9 +103,9 @@ def _suggest_more_ranks(job: Job, size: int) -> str:
     ranks = more * degrees.dp_replicate * degrees.model_parallel_size
     if of.dp_shard is None:
         return f"parallel.ranks={ranks}"
-    return f"parallel.dp_shard={more}" + (
-        f" with parallel.ranks={ranks}" if (of.ranks or 0) % ranks else ""
-    )
+    if of.ranks is not None and of.ranks % ranks:
+        return f"parallel.dp_shard={more} with parallel.ranks={ranks}"
+    return f"parallel.dp_shard={more}"
 
 
 @check(
@@ -136,7 +142,9 @@ def find_ranks_for_experts(job: Job, num_ranks: int | None = None) -> tuple[int,
     """
     of, cp = job.parallel, job.parallel.degrees.cp
     model_ranks = job.parallel.degrees.model_parallel_size
-    over = f"dp_shard {{}} x cp {cp}" if cp > 1 else "dp_shard {}"
+    over = "dp_shard {}"
+    if cp > 1:
+        over += f" x cp {cp}"
     if of.dp_shard is not None:
         return of.dp_shard * cp, over.format(of.dp_shard)
     ranks = num_ranks or of.ranks
@@ -144,9 +152,9 @@ def find_ranks_for_experts(job: Job, num_ranks: int | None = None) -> tuple[int,
         return None
     shares = ranks // model_ranks
     if of.dp_replicate is None:
-        holders = (
-            f"the {shares * cp} ranks that hold" if shares * cp > 1 else "the 1 rank that holds"
-        )
+        holders = "the 1 rank that holds"
+        if shares * cp > 1:
+            holders = f"the {shares * cp} ranks that hold"
         return shares * cp, f"{holders} the same part of the model"
     if shares % of.dp_replicate:
         return None

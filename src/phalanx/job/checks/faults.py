@@ -19,11 +19,11 @@ KEYS = ("rank", "step", "phase")
 
 @check("resilience.inject")
 def faults_are_well_formed(job: Job) -> list[Finding]:
-    return [
-        Finding(("resilience", "inject", index), *wrong)
-        for index, text in enumerate(job.resilience.inject)
-        for wrong in _fault_problems(text)
-    ]
+    findings = []
+    for index, text in enumerate(job.resilience.inject):
+        for problem, fix in _fault_problems(text):
+            findings.append(Finding(("resilience", "inject", index), problem, fix))
+    return findings
 
 
 @check(
@@ -117,11 +117,13 @@ def _split_fault(text: str) -> tuple[str, list[str]]:
     A fault of the user's own has a colon in its name.
     """
     head, _, tail = text.rpartition(":")
-    return (head, tail.split(",")) if "=" in tail and head else (text, [])
+    if not head or "=" not in tail:
+        return text, []
+    return head, tail.split(",")
 
 
 def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 19
+    return text.isascii() and text.isdecimal() and len(text) < 19  # what 64 bits hold
 
 
 CHECKS = (

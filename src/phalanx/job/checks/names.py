@@ -47,18 +47,21 @@ def _suggest_preset(kind: str) -> str:
     if os.path.isfile(os.path.join(os.path.expanduser(kind), CONFIG)):
         return f'did you mean "model.kind=hf:{kind}"?'
     name = kind.lower().removesuffix("forcausallm").removesuffix("lmheadmodel")
-    presets = [preset for preset in preset_names() if preset.startswith(name)] if name else []
-    presets = presets or [
-        preset for preset in preset_names() if preset in did_you_mean(name, preset_names())
-    ]
+    presets = []
+    if name:  # every preset begins with nothing
+        presets = [preset for preset in preset_names() if preset.startswith(name)]
+    if not presets:
+        near = did_you_mean(name, preset_names())
+        presets = [preset for preset in preset_names() if preset in near]
     if name in presets:
         presets = [name]
     if not presets:
         return ""
     shown = " or ".join(f'"model.preset={preset}"' for preset in presets[:2])
-    return f"did you mean {shown}?" + (
-        f" ({len(presets)} presets begin so: phalanx plan --models)" if len(presets) > 2 else ""
-    )
+    advice = f"did you mean {shown}?"
+    if len(presets) > 2:
+        advice += f" ({len(presets)} presets begin so: phalanx plan --models)"
+    return advice
 
 
 @check("model.kind", "model.args")
@@ -89,13 +92,12 @@ def optimizer_exists(job: Job) -> list[Finding]:
 
 @check("observe.sinks")
 def sinks_exist(job: Job) -> list[Finding]:
-    return [
-        finding
-        for index, sink in enumerate(job.observe.sinks or ())
-        for finding in _find_unknown_kind(
+    findings = []
+    for index, sink in enumerate(job.observe.sinks or ()):
+        findings += _find_unknown_kind(
             f"observe.sinks.{index}", sink, SINKS, "sink", "package.module:Class"
         )
-    ]
+    return findings
 
 
 @check("parallel.compress")
@@ -129,15 +131,12 @@ def names_reach_ranks(job: Job) -> list[Finding]:
         "data.source": job.data.source,
         "optim.kind": job.optim.kind,
     }
-    names |= {
-        f"data.mixture.{number}.source": part.source for number, part in enumerate(job.data.mixture)
-    }
-    names |= {
-        f"observe.sinks.{number}": sink for number, sink in enumerate(job.observe.sinks or ())
-    }
-    names |= {
-        f"resilience.inject.{number}": fault for number, fault in enumerate(job.resilience.inject)
-    }
+    for number, part in enumerate(job.data.mixture):
+        names[f"data.mixture.{number}.source"] = part.source
+    for number, sink in enumerate(job.observe.sinks or ()):
+        names[f"observe.sinks.{number}"] = sink
+    for number, fault in enumerate(job.resilience.inject):
+        names[f"resilience.inject.{number}"] = fault
     return [
         _refuse_main(key, name) for key, name in names.items() if name and name.startswith(IN_MAIN)
     ]
@@ -175,7 +174,9 @@ def _find_unknown_kind(
     `instead`: advice for it.
     """
     if registry.is_foreign(kind):
-        return [] if is_user_name(kind) else [finding(key, f"{kind!r} is not {foreign}")]
+        if is_user_name(kind):
+            return []
+        return [finding(key, f"{kind!r} is not {foreign}")]
     known = list_names(package)
     if not known or kind in known:
         return []
@@ -194,7 +195,9 @@ def list_names(package: str) -> list[str]:
         spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:  # not even the room that the folder would be in
         return []
-    return registry.names(package) if spec is not None else []
+    if spec is None:
+        return []
+    return registry.names(package)
 
 
 def is_user_name(name: str) -> bool:

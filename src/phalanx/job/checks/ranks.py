@@ -30,18 +30,17 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
         best = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
         product = copies * shards * shared
         problem = f"dp_replicate {copies} x dp_shard {shards}"
-        problem += "".join(f" x {axis} {degree}" for axis, degree in _model_axes(job).items())
+        if axes := _describe_model_axes(job):
+            problem += f" x {axes}"
         problem += f" makes {product} ranks, and parallel.ranks is {ranks * shared}"
         fix = f"nearest: dp_replicate {best[0]} x dp_shard {best[1]}, or ranks {product}"
         return [finding("parallel.ranks", problem, fix)]
     for name, degree in (("dp_replicate", copies), ("dp_shard", shards)):
         if degree is not None and ranks % degree:
-            axes = " x ".join(f"{axis} {of}" for axis, of in _model_axes(job).items())
-            origin = f", what {axes} leaves of {ranks * shared}" if axes else ""
-            problem = (
-                f"{name} {degree} does not divide"
-                f" {'the ' if not origin else ''}{plural(ranks, 'rank')}{origin}"
-            )
+            rest = f"the {plural(ranks, 'rank')}"
+            if axes := _describe_model_axes(job):
+                rest = f"{plural(ranks, 'rank')}, what {axes} leaves of {ranks * shared}"
+            problem = f"{name} {degree} does not divide {rest}"
             return [
                 finding(f"parallel.{name}", problem, f"nearest: {divisors_near(ranks, degree)}")
             ]
@@ -53,6 +52,11 @@ def _model_axes(job: Job) -> dict[str, int]:
     return job.parallel.degrees.above_one("pp", "cp", "tp")
 
 
+def _describe_model_axes(job: Job) -> str:
+    """These axes in words: "pp 2 x tp 4"."""
+    return " x ".join(f"{axis} {degree}" for axis, degree in _model_axes(job).items())
+
+
 def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
     axes = _model_axes(job)
     if len(axes) == 1:
@@ -61,10 +65,7 @@ def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
         return finding(
             f"parallel.{axis}", problem, f"nearest {axis}: {divisors_near(ranks, degree)}"
         )
-    problem = (
-        f"{' x '.join(f'{axis} {degree}' for axis, degree in axes.items())} ="
-        f" {job.parallel.degrees.model_parallel_size}"
-    )
+    problem = f"{_describe_model_axes(job)} = {job.parallel.degrees.model_parallel_size}"
     legal = nearest_degrees(ranks, axes, must_fill=False)
     fix = f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in legal.items())}"
     return finding(
@@ -102,7 +103,9 @@ def ranks_share_the_batch(job: Job) -> list[Finding]:
     ranks = known // shared
     if batch % micro or batch % (ranks * micro) == 0:
         return []
-    parts = "" if micro == 1 else f" in micro-batches of {micro}"
+    parts = ""
+    if micro > 1:
+        parts = f" in micro-batches of {micro}"
     problem = (
         f"a global batch of {batch} sequences cannot be shared evenly by"
         f" {plural(ranks, 'rank')}{parts}"

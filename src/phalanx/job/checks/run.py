@@ -38,10 +38,12 @@ def run_checks(job: Job, given_keys: Collection[str], refused: Collection[str]) 
     `given_keys` and `refused` hold dotted keys: what the user wrote, and what was wrong.
     """
     findings: list[Finding] = []
+    given_keys, refused = frozenset(given_keys), frozenset(refused)
     for check in CHECKS:
-        if any(key in given_keys for key in check.asked_by) and not any(
-            key in refused for key in check.reads
-        ):
-            also = tuple(path_of(key) for key in check.reads)
-            findings += [replace(finding, also=also) for finding in check.run(job)]
+        # A refused key has its default in `job`: what a check says of it would be of no value that
+        # the user wrote.
+        if given_keys.isdisjoint(check.asked_by) or not refused.isdisjoint(check.reads):
+            continue
+        also = tuple(map(path_of, check.reads))
+        findings += [replace(finding, also=also) for finding in check.run(job)]
     return findings + find_secrets(job)

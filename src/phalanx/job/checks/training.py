@@ -95,11 +95,9 @@ def evaluations_have_tokens(job: Job) -> list[Finding]:
 def metrics_are_the_objectives(job: Job) -> list[Finding]:
     metric, mode, objective = job.eval.metric, job.eval.mode, job.model.objective
     if metric == "loss":
-        return (
-            [finding("eval.mode", "the best loss is the lowest", 'mode = "min"')]
-            if mode == "max"
-            else []
-        )
+        if mode != "max":
+            return []
+        return [finding("eval.mode", "the best loss is the lowest", 'mode = "min"')]
     if objective is None:
         problem = f'the objective of phalanx has the loss and nothing named "{shorten(metric)}"'
         return [
@@ -122,19 +120,15 @@ def metrics_are_the_objectives(job: Job) -> list[Finding]:
 )
 def loss_scale_is_for_fp16(job: Job) -> list[Finding]:
     of, plain = job.precision, Job().precision
-    keys = ["loss_scale"] if of.compute != "fp16" else []
-    if of.compute != "fp16" or of.loss_scale != "dynamic":
-        keys += ["loss_scale_initial", "loss_scale_growth_steps"]
-    problem = (
-        "is for fp16"
-        if of.compute != "fp16"
-        else "is for the dynamic scale, and precision.loss_scale is a number"
-    )
-    fix = (
-        'set precision.compute = "fp16", or remove it'
-        if of.compute != "fp16"
-        else "remove one of them"
-    )
+    if of.compute != "fp16":
+        keys = ["loss_scale", "loss_scale_initial", "loss_scale_growth_steps"]
+        problem, fix = "is for fp16", 'set precision.compute = "fp16", or remove it'
+    elif of.loss_scale != "dynamic":
+        keys = ["loss_scale_initial", "loss_scale_growth_steps"]
+        problem = "is for the dynamic scale, and precision.loss_scale is a number"
+        fix = "remove one of them"
+    else:
+        return []
     return [
         finding(f"precision.{key}", problem, fix)
         for key in keys
@@ -149,7 +143,7 @@ def fp8_is_for_whole_matrices(job: Job) -> list[Finding]:
     cut = job.parallel.degrees.above_one("tp", "pp")
     if job.precision.compute != "fp8" or not cut:
         return []
-    axis = "tp" if "tp" in cut else "pp"
+    axis = min(cut, key=("tp", "pp").index)
     problem = f'"fp8" is for layouts without tp and pp, and parallel.{axis} is {cut[axis]}'
     return [
         finding("precision.compute", problem, f'set compute = "bf16", or leave parallel.{axis} out')
@@ -160,15 +154,13 @@ def fp8_is_for_whole_matrices(job: Job) -> list[Finding]:
 def compressions_read_their_keys(job: Job) -> list[Finding]:
     of, plain = job.parallel, Job().parallel
     readers = {"compress_rank": "powersgd", "compress_fraction": "topk"}
-    return [
-        finding(
-            f"parallel.{key}",
-            f'is for {kind}, and compress is "{of.compress}"',
-            f'set compress = "{kind}" as well',
-        )
-        for key, kind in readers.items()
-        if of.compress != kind and getattr(of, key) != getattr(plain, key)
-    ]
+    findings = []
+    for key, kind in readers.items():
+        if of.compress != kind and getattr(of, key) != getattr(plain, key):
+            problem = f'is for {kind}, and compress is "{of.compress}"'
+            fix = f'set compress = "{kind}" as well'
+            findings.append(finding(f"parallel.{key}", problem, fix))
+    return findings
 
 
 # What is recomputed
