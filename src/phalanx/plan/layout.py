@@ -99,9 +99,9 @@ def fill_layout(
     degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     fixed = {axis: degree for axis, degree in degrees.items() if degree is not None}
     product = Layout(**fixed).world_size
-    open_axis = next((axis for axis in ("dp_replicate", "dp_shard") if degrees[axis] is None), None)
-    if open_axis is not None and num_ranks % product == 0:
-        return Layout(**fixed, **{open_axis: num_ranks // product})
+    open_axes = [axis for axis in ("dp_replicate", "dp_shard") if degrees[axis] is None]
+    if open_axes and num_ranks % product == 0:
+        return Layout(**fixed, **{open_axes[0]: num_ranks // product})
     if product == num_ranks:
         return Layout(**fixed)
     named = {axis: degree for axis, degree in fixed.items() if degree > 1}
@@ -110,11 +110,15 @@ def fill_layout(
             f"all degrees are 1, and there are {num_ranks} ranks",
             fix="leave parallel.dp_replicate open",
         )
-    nearest = nearest_degrees(num_ranks, named, must_fill=open_axis is None)
-    together = f" = {product}" if len(named) > 1 else ""
+    nearest = nearest_degrees(num_ranks, named, must_fill=not open_axes)
+    together = " x ".join(f"{axis} {degree}" for axis, degree in named.items())
+    if len(named) > 1:
+        together += f" = {product}"
+    verb = "is not"
+    if open_axes:
+        verb = "does not divide"
     raise LayoutError(
-        f"{' x '.join(f'{axis} {degree}' for axis, degree in named.items())}{together} "
-        f"{'is not' if open_axis is None else 'does not divide'} the {num_ranks} ranks",
+        f"{together} {verb} the {num_ranks} ranks",
         fix=f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in nearest.items())}",
     )
 
@@ -127,4 +131,7 @@ def split_dim(shape: Sequence[int], num_ranks: int) -> int:
     """
     if len(shape) < 3 or shape[0] % num_ranks == 0:
         return 0
-    return next((dim for dim, size in enumerate(shape) if size % num_ranks == 0), 0)
+    for dim, size in enumerate(shape):
+        if size % num_ranks == 0:
+            return dim
+    return 0

@@ -83,11 +83,9 @@ def _default_precision(cluster: Cluster) -> tuple[str, str]:
             " turns it off"
         )
         return "bf16", f"bf16: {gpus} multiply it many times as fast as fp32; {why}"
-    more = (
-        "; precision.compute=fp16 uses their tensor cores"
-        if cluster.capability >= FP16_CAPABILITY
-        else ""
-    )
+    more = ""
+    if cluster.capability >= FP16_CAPABILITY:
+        more = "; precision.compute=fp16 uses their tensor cores"
     return "fp32", f"fp32: {gpus} have no bf16 to multiply with{more}"
 
 

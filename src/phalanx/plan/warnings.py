@@ -73,18 +73,24 @@ Rule = Callable[["Job", "Plan", "DataFacts | None"], str | None]
 
 def early_warnings(job: Job, plan: Plan, data: DataFacts | None = None) -> tuple[EarlyWarning, ...]:
     """All warnings that can be given now. Without `data`, rules about data are silent."""
-    texts = ((code, rule(job, plan, data)) for code, rule in RULES)
-    return tuple(EarlyWarning(code, text) for code, text in texts if text is not None)
+    warnings = []
+    for code, rule in RULES:
+        text = rule(job, plan, data)
+        if text is not None:
+            warnings.append(EarlyWarning(code, text))
+    return tuple(warnings)
 
 
-def _no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if job.optim.warmup_steps != 0:
         return None
     batch, tokens = plan.global_batch_size, plan.global_batch_size * plan.seq_len
     high = HIGH_LR.get(job.optim.kind, math.inf)
     remedy = f"set optim.warmup_steps, {max(1, min(job.train.steps // 20, 2000))} say"
-    if batch >= LARGE_BATCH_SAMPLES if _is_samples(job, data) else tokens >= LARGE_BATCH_TOKENS:
-        size = f"{batch:,} samples" if _is_samples(job, data) else f"{tokens:,} tokens"
+    is_large, size = tokens >= LARGE_BATCH_TOKENS, f"{tokens:,} tokens"
+    if _is_samples(job, data):
+        is_large, size = batch >= LARGE_BATCH_SAMPLES, f"{batch:,} samples"
+    if is_large:
         return (
             f"no warm-up with a large batch of {size}: the first steps are the ones that diverge;"
             f" {remedy}"
@@ -97,7 +103,7 @@ def _no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     return None
 
 
-def _lr_ignores_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_fixed_lr(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     batch, reference = job.train.global_batch_size, job.optim.reference_batch_size
     if job.optim.lr_scaling != "none" or reference is None or reference == batch:
         return None
@@ -107,23 +113,21 @@ def _lr_ignores_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | Non
     )
 
 
-def _high_lr_of_trained_weights(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_high_lr(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     trained, lr = trained_weights(job.model), plan.peak_lr
     if not trained or lr < HIGH_LR_OF_TRAINED.get(job.optim.kind, RANDOM_WEIGHTS_LR):
         return None
     usual = TRAINED_WEIGHTS_LR.get(job.optim.kind)
-    remedy = (
-        f"leave optim.lr out for {usual:.3g}"
-        if usual
-        else "set optim.lr to what your optimizer needs for them"
-    )
+    remedy = "set optim.lr to what your optimizer needs for them"
+    if usual:
+        remedy = f"leave optim.lr out for {usual:.3g}"
     return (
         f"lr {lr:.3g} is a rate for random weights, and those of {trained} are trained already: it"
         f" overwrites what they know; {remedy}"
     )
 
 
-def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_few_statistics(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     norms, ranks = _count_layers(plan, "num_batchnorms"), plan.layout.data_parallel_size
     micro = plan.micro_batch_size
     if not norms:
@@ -143,7 +147,7 @@ def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str 
     return None
 
 
-def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     layers, ranks = _count_layers(plan, "num_dropouts"), plan.layout.data_parallel_size
     is_compiled = plan.compile and plan.activations.recompute != "none"
     if not layers or ranks == 1 or (plan.parallel.dropout == "global" and not is_compiled):
@@ -160,20 +164,22 @@ def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     )
 
 
-def _dataset_below_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_small_dataset(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if data is None:
         return None
     samples, batch = _num_samples(plan, data), plan.global_batch_size
     if samples >= batch:
         return None
-    noun = "sequences" if data.unit == "tokens" else "samples"
+    noun = "samples"
+    if data.unit == "tokens":
+        noun = "sequences"
     return (
         f"{samples} {noun} are fewer than the batch of {batch}: some come twice in a step; lower "
         "train.global_batch_size"
     )
 
 
-def _many_epochs(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_many_epochs(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     """The warning for the source that is repeated most often."""
     if data is None or not data.sources:
         return None
@@ -183,18 +189,21 @@ def _many_epochs(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if epochs <= MAX_EPOCHS:
         return None
     useful = max(1, int(MAX_EPOCHS * worst.num_train / (step_tokens * worst.share)))
-    remedy = "get more text" if len(data.sources) == 1 else "give it less weight, get more of it"
+    remedy = "give it less weight, get more of it"
+    if len(data.sources) == 1:
+        remedy = "get more text"
     return (
         f"{epochs:.1f} epochs over the {worst.num_train:,} tokens of {worst.name}: past about"
         f" {MAX_EPOCHS:g}, repeated text teaches little; {remedy}, or stop at train.steps={useful}"
     )
 
 
-def _small_held_out(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_small_held_out(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if data is None or not job.eval.tokens or not data.num_held_out:
         return None
     judged = min(data.num_held_out, job.eval.tokens)
     if data.unit == "samples":
+        # Of a share, sqrt(p (1 - p) / n), at its widest: p a half.
         spread = 0.5 / judged**0.5
         error = f"a share of them, an accuracy say, is uncertain by {spread:.0%}"
     else:
@@ -202,22 +211,26 @@ def _small_held_out(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
         error = f"their loss is uncertain by about {spread:.2f} nats"
     if spread <= MAX_UNCERTAINTY:
         return None
-    remedy = "raise eval.tokens" if judged < data.num_held_out else "hold out more"
+    remedy = "hold out more"
+    if judged < data.num_held_out:
+        remedy = "raise eval.tokens"
     return f"{judged:,} held-out {data.unit} are few to judge by: {error}; {remedy}"
 
 
-def _saves_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_late_saves(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     steps, checkpoint = job.train.steps, job.checkpoint
     if steps < LONG_RUN_STEPS or checkpoint.has_interval or job.eval.keep_best:
         return None
-    when = "only after the last of" if checkpoint.at_end else "never in"
+    when = "never in"
+    if checkpoint.at_end:
+        when = "only after the last of"
     return (
         f"a checkpoint is saved {when} {steps:,} steps: a crash begins again; set"
         " checkpoint.every_minutes=10"
     )
 
 
-def _evaluates_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_late_evaluation(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     """The warning for an interval longer than the run: a short trial of a long job's file is no
     mistake to refuse."""
     interval, steps = job.eval.every_steps, job.train.steps
@@ -229,21 +242,19 @@ def _evaluates_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> 
     )
 
 
-def _saves_never_come(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_missing_saves(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     """The warning for an interval longer than the run; if nothing is saved at the end either,
     nothing is saved at all."""
     interval, steps = job.checkpoint.every_steps, job.train.steps
     if interval is None or interval <= steps:
         return None
-    outcome = (
-        "only the end is saved"
-        if job.checkpoint.at_end
-        else "nothing is saved, checkpoint.at_end being false"
-    )
+    outcome = "nothing is saved, checkpoint.at_end being false"
+    if job.checkpoint.at_end:
+        outcome = "only the end is saved"
     return f"checkpoint.every_steps={interval} never comes in {plural(steps, 'step')}: {outcome}"
 
 
-def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_fp32(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if plan.device != "cuda" or plan.precision != "fp32" or plan.num_params < BF16_PAYS_PARAMS:
         return None
     if plan.precision_is_auto:  # these GPUs have no bf16, and a reason of the plan says so
@@ -254,29 +265,29 @@ def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     )
 
 
-def _pipeline_bubble(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_bubble(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     return warn_of_long_bubble(job, plan)
 
 
-def _compiled_pipeline(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_compiled_stages(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     return warn_of_compiled_halves(job, plan)
 
 
 RULES: tuple[tuple[str, Rule], ...] = (
-    ("no_warmup", _no_warmup),
-    ("lr_ignores_batch", _lr_ignores_batch),
-    ("high_lr_of_trained_weights", _high_lr_of_trained_weights),
-    ("few_batchnorm_samples", _few_batchnorm_samples),
-    ("dropout_depends_on_layout", _dropout),
-    ("dataset_below_batch", _dataset_below_batch),
-    ("many_epochs", _many_epochs),
-    ("small_held_out", _small_held_out),
-    ("saved_at_the_end_only", _saves_at_the_end_only),
-    ("evaluated_at_the_end_only", _evaluates_at_the_end_only),
-    ("saves_never_come", _saves_never_come),
-    ("fp32_on_gpu", _fp32_on_gpu),
-    ("pipeline_bubble", _pipeline_bubble),
-    ("pipeline_compiled", _compiled_pipeline),
+    ("no_warmup", _warn_of_no_warmup),
+    ("lr_ignores_batch", _warn_of_fixed_lr),
+    ("high_lr_of_trained_weights", _warn_of_high_lr),
+    ("few_batchnorm_samples", _warn_of_few_statistics),
+    ("dropout_depends_on_layout", _warn_of_dropout),
+    ("dataset_below_batch", _warn_of_small_dataset),
+    ("many_epochs", _warn_of_many_epochs),
+    ("small_held_out", _warn_of_small_held_out),
+    ("saved_at_the_end_only", _warn_of_late_saves),
+    ("evaluated_at_the_end_only", _warn_of_late_evaluation),
+    ("saves_never_come", _warn_of_missing_saves),
+    ("fp32_on_gpu", _warn_of_fp32),
+    ("pipeline_bubble", _warn_of_bubble),
+    ("pipeline_compiled", _warn_of_compiled_stages),
 )
 
 
@@ -304,7 +315,9 @@ def _is_samples(job: Job, data: DataFacts | None) -> bool:
 
 
 def _num_samples(plan: Plan, data: DataFacts) -> int:
-    return data.num_train // plan.seq_len if data.unit == "tokens" else data.num_train
+    if data.unit == "tokens":
+        return data.num_train // plan.seq_len
+    return data.num_train
 
 
 def _count_layers(plan: Plan, kind: str) -> int:

@@ -6,7 +6,7 @@ Part of a Plan where pp > 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -66,9 +66,7 @@ class Pipeline:
     def schedule(self) -> Schedule:
         """The actions of each rank, in order."""
         if self.rows:
-            rows = tuple(
-                tuple(Action.from_text(cell) for cell in row.split(",")) for row in self.rows
-            )
+            rows = tuple(_parse_actions(row) for row in self.rows)
             return Schedule(self.schedule_name, self.num_microbatches, self.rank_of_stage, rows)
         return _generate_once(
             self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank
@@ -79,15 +77,14 @@ class Pipeline:
 
         Not for a schedule from a file.
         """
-        return (
-            self
-            if num_microbatches == self.num_microbatches
-            else replace(self, num_microbatches=num_microbatches)
-        )
+        return replace(self, num_microbatches=num_microbatches)
 
     def timeline(self) -> Timeline | None:
         """One step as it is predicted, on the scale of `costs`; None if these are not known."""
-        return _simulate_once(replace(self, rank_memory=())) if self.costs else None
+        if not self.costs:
+            return None
+        # The memory takes no part in it, and has dicts, which a cache cannot look up.
+        return _simulate_once(replace(self, rank_memory=()))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -97,10 +94,7 @@ class Pipeline:
             "stages": self.stages.to_json(),
             "rank_of_stage": list(self.rank_of_stage),
             "rows": list(self.rows),
-            "costs": [
-                [float(cost.forward_s), float(cost.backward_input_s), float(cost.backward_weight_s)]
-                for cost in self.costs
-            ],
+            "costs": [list(map(float, astuple(cost))) for cost in self.costs],
             "first_stage": list(self.first_stage),
             "last_stage": list(self.last_stage),
             "rank_memory": list(self.rank_memory),
@@ -123,6 +117,10 @@ class Pipeline:
         )
 
 
+def _parse_actions(row: str) -> tuple[Action, ...]:
+    return tuple(map(Action.from_text, row.split(",")))
+
+
 # A plan asks for one schedule and its timeline again and again, and they may have a hundred
 # thousand actions.
 _generate_once = lru_cache(maxsize=4)(generate_schedule)
@@ -135,7 +133,9 @@ def _simulate_once(pipeline: Pipeline) -> Timeline:
 
 def place_stages(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """The rank of each stage of a named schedule."""
-    return (v_placement if name in V_SHAPED else loop_placement)(num_ranks, stages_per_rank)
+    if name in V_SHAPED:
+        return v_placement(num_ranks, stages_per_rank)
+    return loop_placement(num_ranks, stages_per_rank)
 
 
 def build_named_pipeline(

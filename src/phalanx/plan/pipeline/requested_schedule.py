@@ -87,10 +87,9 @@ def split_pipeline_batch(
         raise _no_microbatches_error(requested, share, shares)
     micro = job.train.micro_batch_size
     if micro is None:
-        enough = [
-            number for number in legal if number >= MICROBATCHES_PER_HOP * (requested.num_ranks - 1)
-        ]
-        chosen = enough[0] if enough else legal[-1]
+        for chosen in legal:
+            if chosen >= MICROBATCHES_PER_HOP * (requested.num_ranks - 1):
+                break
         return share // chosen, chosen
     sizes = sorted(share // number for number in legal)
     if micro not in sizes:
@@ -101,11 +100,8 @@ def split_pipeline_batch(
         if share % micro == 0:
             problem = (
                 f"train.micro_batch_size {micro} makes {share // micro} microbatches of the {share}"
-                " sequences of a "
-            )
-            problem += (
-                f"pipeline, which schedule {requested.name} on {requested.num_ranks} ranks cannot"
-                " run"
+                f" sequences of a pipeline, which schedule {requested.name} on"
+                f" {requested.num_ranks} ranks cannot run"
             )
         raise LayoutError(problem, fix=f"nearest: {nearest(micro, sizes)}")
     return micro, share // micro
@@ -122,10 +118,8 @@ def _no_microbatches_error(requested: RequestedSchedule, share: int, shares: int
         needed = next(number for number in range(1, 2**31) if requested.can_run(number))
         problem = (
             f"schedule {requested.name} on {requested.num_ranks} ranks needs {needed} microbatches,"
-            " and a"
-            f" pipeline has {share} "
+            f" and a pipeline has {share} sequences"
         )
-        problem += "sequences"
     below = share // needed * needed
     batches = [number * shares for number in (below, below + needed) if number]
     return LayoutError(
