@@ -29,7 +29,7 @@ from phalanx.mesh.attention_kernels import (
 )
 from phalanx.parallel.context.block_attention import KeyValueBlock, Products, Running
 from phalanx.parallel.context.chunks import Chunks
-from phalanx.plan.degrees import context_parallel_degree
+from phalanx.plan.degree_checks import check_context_parallel
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -316,7 +316,7 @@ def test_what_cannot_be_is_refused_with_what_can(
 def test_models_of_hugging_face_are_refused_by_the_plan() -> None:
     job = Job.model_validate({"model": {"kind": "hf:anywhere"}, "parallel": {"ranks": 2, "cp": 2}})
     with pytest.raises(LayoutError, match="those of Hugging Face have no such seam"):
-        context_parallel_degree(job, shape(), tp=1)
+        check_context_parallel(job, shape())
 
 
 @pytest.mark.parametrize("has_seam", [False, True])

@@ -16,6 +16,7 @@ from phalanx.job.checks.experts import experts_have_no_conflicts, find_ranks_for
 from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
+from phalanx.plan.choice import Choice
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import activation_bytes, rank_memory, staging_bytes
@@ -45,7 +46,9 @@ class CandidateEvaluator:
 
     @property
     def _model_ranks(self) -> int:
-        return self.work.tp * (self.pipeline.num_ranks if self.pipeline is not None else 1)
+        if self.pipeline is None:
+            return self.work.tp
+        return self.work.tp * self.pipeline.num_ranks
 
     @property
     def num_shares(self) -> int:
@@ -72,7 +75,9 @@ class CandidateEvaluator:
         """`memory` with the buffers of cp and ep in its communication."""
         shape = shard_shape(self.shape, self.work.tp, self.work.rules)
         buffers = round(cp_buffer_bytes(shape, self.work) + ep_buffer_bytes(shape, self.work))
-        return memory | {"communication": memory["communication"] + buffers} if buffers else memory
+        if not buffers:
+            return memory
+        return memory | {"communication": memory["communication"] + buffers}
 
     def memory_by_rank(self, zero_stage: int, shards: int) -> tuple[dict[str, int], ...]:
         """Bytes by category of each rank of a pipeline."""
@@ -111,7 +116,11 @@ def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candida
     pp = evaluator.model_parallel_size // (cp * tp)
     shares = evaluator.num_ranks // (pp * cp * tp)
     if shares == 1 and cp == 1:
-        name = "pp" if pp > 1 else "tp" if tp > 1 else "one"
+        name = "one"
+        if pp > 1:
+            name = "pp"
+        elif tp > 1:
+            name = "tp"
         return [evaluator.candidate(name, 0, Layout(pp=pp, tp=tp))]
     shard = job.parallel.dp_shard or shares // job.parallel.degrees.dp_replicate
     if shard == 1 and cp == 1:
@@ -121,9 +130,10 @@ def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candida
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
         if stage == 1 and ep > 1:
             continue  # experts are reduced over other ranks than the rest
-        split = (
-            ep // math.gcd(ep, cp) if stage == 0 else shard
-        )  # of whole copies dp_shard is what ep folds over
+        split = shard
+        if stage == 0:
+            # Whole copies need no dp_shard but that which ep folds over.
+            split = job.parallel.degrees.num_expert_shards
         layout = Layout(pp=pp, dp_replicate=shares // split, dp_shard=split, cp=cp, tp=tp, ep=ep)
         candidates.append(evaluator.candidate(name, stage, layout))
     return candidates
@@ -140,14 +150,10 @@ def explain_candidate(
         return replace(candidate, why=f"does not fit: {format_bytes(short)} too much")
     if candidate.zero_stage > chosen.zero_stage:
         saved = chosen.total_bytes - candidate.total_bytes
-        return replace(
-            candidate,
-            why=(
-                f"saves {format_bytes(max(0, saved))} that are not needed, for more communication"
-                if saved > 0
-                else "no smaller here, for more communication"
-            ),
-        )
+        why = "no smaller here, for more communication"
+        if saved > 0:
+            why = f"saves {format_bytes(saved)} that are not needed, for more communication"
+        return replace(candidate, why=why)
     return replace(candidate, why="the job asks for another")
 
 
@@ -174,29 +180,35 @@ def choose_candidate(
 
 def _list_allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
     """The candidates that the job leaves, and what is to be said where it leaves one."""
-    shard, replicate, stage = (
-        job.parallel.dp_shard,
-        job.parallel.dp_replicate,
-        job.parallel.zero_stage,
-    )
-    runnable = [c for c in candidates if _can_offload(job, c)]
+    runnable = [candidate for candidate in candidates if _can_offload(job, candidate)]
     if not runnable:
         _require_offload(job, candidates[0])
-    shares = candidates[0].layout.data_parallel_size
-    if candidates[0].layout.cp > 1 and stage:  # which cp alone has ranks enough for
-        only = next(c for c in candidates if c.zero_stage == stage)
-        why = f"{only.name} over {only.layout}, as the job says"
-    elif shares > 1 and (shard or stage or (replicate is not None and replicate < shares)):
-        is_sharded = (shard or shares // job.parallel.degrees.dp_replicate) > 1
-        only = next(c for c in candidates if c.zero_stage == ((stage or 3) if is_sharded else 0))
-        why = f"{only.name} over {only.layout}, as the job says"
-    elif shares > 1 and (replicate == shares or job.parallel.compress != "none"):
-        only = next(c for c in candidates if c.zero_stage == 0)
-        why = "ddp, as the job says" if replicate == shares else "ddp: parallel.compress is for it"
-    else:
+    choice = _find_fixed_stage(job, candidates[0].layout)
+    if choice is None:
         return runnable, []
+    (only,) = (candidate for candidate in candidates if candidate.zero_stage == choice.value)
     _require_offload(job, only)
-    return [only], [why]
+    return [only], [choice.why or f"{only.name} over {only.layout}, as the job says"]
+
+
+def _find_fixed_stage(job: Job, layout: Layout) -> Choice[int] | None:
+    """The ZeRO stage that the job's keys leave as the only one, with a reason if it is another
+    than that the job says so; None if several are left."""
+    parallel, shares = job.parallel, layout.data_parallel_size
+    shard, replicate, stage = parallel.dp_shard, parallel.dp_replicate, parallel.zero_stage
+    if layout.cp > 1 and stage:
+        return Choice(stage, "")  # cp alone has ranks enough to shard over
+    if shares == 1:
+        return None
+    if shard or stage or (replicate is not None and replicate < shares):
+        if (shard or shares // parallel.degrees.dp_replicate) == 1:
+            return Choice(0, "")
+        return Choice(stage or 3, "")
+    if replicate == shares:
+        return Choice(0, "ddp, as the job says")
+    if parallel.compress != "none":
+        return Choice(0, "ddp: parallel.compress is for it")
+    return None
 
 
 def _can_offload(job: Job, candidate: Candidate) -> bool:

@@ -55,13 +55,15 @@ def describe_plan(plan: Plan, *, of_samples: bool = False) -> list[str]:
     parts = ", ".join(
         f"{name} {format_bytes(size)}" for name, size in chosen.predicted_bytes.items() if size
     )
-    where = (
-        "per rank predicted" if plan.pipeline is None else "predicted on the rank that needs most"
-    )
+    where = "per rank predicted"
+    if plan.pipeline is not None:
+        where = "predicted on the rank that needs most"
     lines.append(f"memory  {format_bytes(chosen.total_bytes)} {where}: {parts}")
     if plan.pipeline is not None:
         totals = [format_bytes(total) for total in plan.pipeline.rank_bytes]
-        shown = ", ".join(totals) if len(totals) <= MAX_LISTED else f"{totals[0]} to {totals[-1]}"
+        shown = f"{totals[0]} to {totals[-1]}"
+        if len(totals) <= MAX_LISTED:
+            shown = ", ".join(totals)
         lines.append(f"        by pipeline rank: {shown}")
     for candidate in plan.alternatives:
         if not candidate.chosen:
@@ -73,28 +75,30 @@ def describe_plan(plan: Plan, *, of_samples: bool = False) -> list[str]:
 
 def _describe_model_axes(plan: Plan) -> str:
     """The axes besides data parallelism that share a part of the batch: "x pp 4 x tp 2 "."""
-    degrees = {"pp": plan.layout.pp, "cp": plan.layout.cp, "tp": plan.layout.tp}
-    return "".join(f"x {axis} {degree} " for axis, degree in degrees.items() if degree > 1)
+    degrees = plan.parallel.degrees.above_one("pp", "cp", "tp")
+    return "".join(f"x {axis} {degree} " for axis, degree in degrees.items())
 
 
 def explain_pipeline(job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline) -> list[str]:
     """Lines on why a pipeline is as it is: stages, schedule and bubble, microbatches in flight,
     bytes sent."""
     lines = [
-        _explain_stages(job, shape, work, pipeline),
-        _explain_schedule(job, work, pipeline),
-        _explain_in_flight(pipeline),
+        f"pp: {_explain_stages(job, shape, work, pipeline)}",
+        f"pp: {_explain_schedule(job, work, pipeline)}",
+        f"pp: {_explain_in_flight(pipeline)}",
     ]
     if shape.activations is not None:
         shard, ranks = shard_shape(shape, work.tp, work.rules), range(pipeline.num_ranks)
         sent = max(pp_bytes_per_step(shard, work, pipeline, rank) for rank in ranks)
         lines.append(f"pp: a rank sends up to {format_bytes(sent)} to other stages in a step")
-    return [f"pp: {line}" if not line.startswith("pp: ") else line for line in lines]
+    return lines
 
 
 def _explain_stages(job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline) -> str:
     model = model_parts(job, shape)
-    unit = "parameters" if model.flops is None else "FLOPs"
+    unit = "FLOPs"
+    if model.flops is None:
+        unit = "parameters"
     layers = add_recompute_costs(model.layer_costs, work.segments or ())
     rank, ratio = find_busiest_rank(layers.of_stages(pipeline.stages), pipeline.rank_of_stage)
     counts = pipeline.stages.num_blocks
@@ -108,16 +112,18 @@ def _explain_stages(job: Job, shape: ModelCosts, work: Workload, pipeline: Pipel
     block = sum(layers.blocks) / len(layers.blocks)
     if layers.head and block:
         line += f" (the head is the work of {float(layers.head / block):.1f} blocks)"
-    return f"{line}; " + (
-        f"rank {rank} has {ratio:.2f} times the mean" if ratio > EVEN else "all have as much"
-    )
+    if ratio > EVEN:
+        return f"{line}; rank {rank} has {ratio:.2f} times the mean"
+    return f"{line}; all have as much"
 
 
 def _explain_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
     timeline = pipeline.timeline()
     name, number = pipeline.schedule_name, work.num_microbatches
-    schedule = f"schedule {name}" if not pipeline.rows else f"schedule {job.parallel.schedule_file}"
-    if job.parallel.schedule is None and not pipeline.rows:
+    schedule = f"schedule {name}"
+    if pipeline.rows:
+        schedule = f"schedule {job.parallel.schedule_file}"
+    elif job.parallel.schedule is None:
         schedule += ", the default,"
     line = (
         f"{schedule} with {plural(number, 'microbatch', 'microbatches')} of {work.micro_batch_size}"
@@ -132,8 +138,12 @@ def _explain_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
 
 def _explain_in_flight(pipeline: Pipeline) -> str:
     in_flight_by_rank = count_in_flight(pipeline.schedule()).per_rank
-    where = "on each rank" if len(set(in_flight_by_rank)) == 1 else "by rank"
-    noun = "microbatch" if max(in_flight_by_rank) == 1 else "microbatches"
+    where = "by rank"
+    if len(set(in_flight_by_rank)) == 1:
+        where = "on each rank"
+    noun = "microbatches"
+    if max(in_flight_by_rank) == 1:
+        noun = "microbatch"
     peak = describe_peak_rank(pipeline, in_flight_by_rank)
     return f"{format_counts(in_flight_by_rank)} {noun} of a stage in flight {where}; {peak}"
 
@@ -164,5 +174,11 @@ def format_counts(counts: Sequence[int]) -> str:
         return str(counts[0])
     if len(counts) <= MAX_LISTED:
         return ", ".join(map(str, counts))
-    runs = [(value, len(list(run))) for value, run in groupby(counts)]
-    return ", ".join(f"{times} times {value}" if times > 1 else str(value) for value, times in runs)
+    parts = []
+    for value, run in groupby(counts):
+        times = len(list(run))
+        if times > 1:
+            parts.append(f"{times} times {value}")
+        else:
+            parts.append(str(value))
+    return ", ".join(parts)

@@ -21,14 +21,11 @@ from phalanx.plan.candidates import (
 )
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, detect_cluster, rank_capacity_bytes
+from phalanx.plan.degree_checks import check_degrees
 from phalanx.plan.degrees import (
     choose_load_balance,
     choose_ranks,
-    context_parallel_degree,
-    expert_parallel_degree,
-    require_whole_model,
     split_batch,
-    tensor_parallel_degree,
 )
 from phalanx.plan.notes import headroom_notes, list_notes
 from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
@@ -70,16 +67,18 @@ def make_plan(
     _require_masks(job, shape)
     rank_choice = choose_ranks(job, cluster, num_ranks)
     ranks = rank_choice.value
-    require_whole_model(job, ranks)
-    tp = tensor_parallel_degree(job, shape)
-    cp = context_parallel_degree(job, shape, tp)
-    ep = expert_parallel_degree(job, shape, ranks)
+    check_degrees(job, shape, ranks)
+    degrees = job.parallel.degrees
     requested = find_requested_schedule(job)
-    micro, num_microbatches = split_batch(
-        job, ranks // job.parallel.degrees.model_parallel_size, requested
-    )
+    micro, num_microbatches = split_batch(job, ranks // degrees.model_parallel_size, requested)
     work = build_workload(
-        job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp, ep=ep
+        job,
+        shape,
+        micro_batch_size=micro,
+        num_microbatches=num_microbatches,
+        tp=degrees.tp,
+        cp=degrees.cp,
+        ep=degrees.ep,
     )
     require_fp8(work, cluster.device, tokens_are_known=shape.activations is not None)
     reasons = [rank_choice.why]
@@ -113,7 +112,7 @@ def make_plan(
     ends = epoch_ends(job, plan, data)
     return replace(
         plan,
-        reasons=(*reasons, ends) if ends else plan.reasons,
+        reasons=(*reasons, *filter(None, [ends])),
         warnings=(*early_warnings(job, plan, data), *more.warnings),
     )
 
@@ -196,7 +195,9 @@ def _build_plan(
 
 def _flops_per_token(shape: ModelCosts, seq_len: int) -> int | None:
     flops = shape.flops_per_token(seq_len)
-    return None if flops is None else flops["training"]
+    if flops is None:
+        return None
+    return flops["training"]
 
 
 def _resolve_parallel(job: Job, ranks: Choice[int], plan: Plan) -> ResolvedParallel:

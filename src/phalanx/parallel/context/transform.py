@@ -32,7 +32,7 @@ from phalanx.parallel.context.chunks import Chunks
 from phalanx.parallel.context.group import ContextGroup
 from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
-from phalanx.plan.degrees import no_attention_seam_error
+from phalanx.plan.degree_checks import no_attention_seam_error
 from phalanx.plan.plan import Plan
 
 PER_TOKEN = ("inputs", "targets", "positions")
