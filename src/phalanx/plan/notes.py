@@ -6,6 +6,7 @@ Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.core.units import format_bytes
@@ -48,7 +49,9 @@ def list_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> li
     if pipeline is not None:
         notes += explain_pipeline(job, shape, work, pipeline)
     if shape.activations is None:
-        cut = ", as sharding rules cut them" if work.tp > 1 else ""
+        cut = ""
+        if work.tp > 1:
+            cut = ", as sharding rules cut them"
         notes.append(
             f"memory of your own model counts weights, gradients and optimizer{cut}; activations,"
             " logits and what is gathered are not predicted"
@@ -90,7 +93,9 @@ def _staging_note(evaluator: CandidateEvaluator) -> str:
     if not evaluator.work.copies_state:
         return ""
     size = evaluator.staging_bytes()
-    where = "pinned host memory" if evaluator.device == "cuda" else "memory"
+    where = "memory"
+    if evaluator.device == "cuda":
+        where = "pinned host memory"
     return (
         f"training goes on while it is saved, from a copy of the state: {format_bytes(size)} of"
         f" {where} per rank; checkpoint.asynchronous=false does without"
@@ -100,16 +105,10 @@ def _staging_note(evaluator: CandidateEvaluator) -> str:
 def note_ignored_keys(job: Job, chosen: Candidate) -> list[str]:
     """A line for the keys that were set for another layout than `chosen`, one for those that
     compile rules out."""
-    stage = chosen.zero_stage
-    is_ddp = stage == 0 and chosen.layout.reduced.data_parallel_size > 1
-    layout = (
-        "one rank" if chosen.name == "one" else {"tp": "tp alone"}.get(chosen.name, chosen.name)
-    )
-    ignored = [*(SHARDED_KEYS if stage < 2 else ()), *(() if is_ddp else DDP_KEYS)]
-    if chosen.layout.pp > 1:
-        layout = "pp" if chosen.name == "pp" else f"{layout} with pp"
-        ignored = list(dict.fromkeys((*ignored, *PIPELINE_KEYS)))
-    lines = [line for line in (_line_of_ignored(job, ignored, f"under {layout}"),) if line]
+    layout = {"one": "one rank", "tp": "tp alone"}.get(chosen.name, chosen.name)
+    if chosen.layout.pp > 1 and chosen.name != "pp":
+        layout += " with pp"
+    lines = [_note_without_effect(job, _list_ignored_keys(chosen), f"under {layout}")]
     if (
         job.parallel.zero_stage
         and chosen.layout.reduced.dp_shard == 1
@@ -118,30 +117,37 @@ def note_ignored_keys(job: Job, chosen: Candidate) -> list[str]:
         problem = f"parallel.zero_stage={job.parallel.zero_stage} shards nothing"
         lines.append(f"{problem}: {layout} leaves no ranks to shard over")
     if chosen.layout.tp == 1:
-        lines += [
-            line for line in (_line_of_ignored(job, ("rules",), "without parallel.tp"),) if line
-        ]
+        lines.append(_note_without_effect(job, ("rules",), "without parallel.tp"))
     elif job.train.compile:
-        lines += [
-            line for line in (_line_of_ignored(job, ("tp_chunks",), "under train.compile"),) if line
-        ]
-    return lines
+        lines.append(_note_without_effect(job, ("tp_chunks",), "under train.compile"))
+    return [line for line in lines if line]
 
 
-def _line_of_ignored(job: Job, keys: tuple[str, ...] | list[str], where: str) -> str:
-    fields = Parallel.model_fields
-    changed = [
-        key
-        for key in keys
-        if getattr(job.parallel, key) != fields[key].get_default(call_default_factory=True)
-    ]
+def _list_ignored_keys(chosen: Candidate) -> tuple[str, ...]:
+    """The keys of [parallel] that a layout does not read, each once."""
+    ignored: list[str] = []
+    if chosen.zero_stage < 2:
+        ignored += SHARDED_KEYS
+    if chosen.zero_stage > 0 or chosen.layout.reduced.data_parallel_size == 1:
+        ignored += DDP_KEYS
+    if chosen.layout.pp > 1:
+        ignored += PIPELINE_KEYS
+    return tuple(dict.fromkeys(ignored))
+
+
+def _note_without_effect(job: Job, keys: Sequence[str], where: str) -> str:
+    """A line on those of `keys` that the job sets to anything but their default; "" if none is."""
+    changed = []
+    for key in keys:
+        default = Parallel.model_fields[key].get_default(call_default_factory=True)
+        if getattr(job.parallel, key) != default:
+            changed.append(f"parallel.{key}")
     if not changed:
         return ""
-    return (
-        f"{', '.join(f'parallel.{key}' for key in changed)}"
-        f" {'has' if len(changed) == 1 else 'have'} no"
-        f" effect {where}"
-    )
+    verb = "have"
+    if len(changed) == 1:
+        verb = "has"
+    return f"{', '.join(changed)} {verb} no effect {where}"
 
 
 def cp_notes(job: Job, shape: ModelCosts, work: Workload) -> list[str]:
@@ -176,16 +182,14 @@ def ep_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list
     if experts is None or evaluator.num_ranks == 1:
         return []
     if work.ep == 1:
-        return [line for line in (_suggest_ep(job, evaluator, chosen),) if line]
+        return list(filter(None, [_suggest_ep(job, evaluator, chosen)]))
     shard = shard_shape(evaluator.shape, work.tp, work.rules)
     rest = chosen.layout.reduced.dp_shard // work.ep
-    lies = (
-        "whole"
-        if chosen.zero_stage == 0
-        else f"split over {rest} ranks"
-        if rest > 1
-        else "not split further"
-    )
+    lies = "not split further"
+    if chosen.zero_stage == 0:
+        lies = "whole"
+    elif rest > 1:
+        lies = f"split over {rest} ranks"
     sent = format_bytes(ep_bytes_per_step(shard, work))
     return [
         (
@@ -214,7 +218,9 @@ def _suggest_ep(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> s
     shard = shard_shape(evaluator.shape, work.tp, work.rules)
     assert shard.experts is not None
     size = format_bytes(shard.experts.params_of_block * 4)
-    verb = "holds" if chosen.zero_stage < 2 else "gathers"
+    verb = "gathers"
+    if chosen.zero_stage < 2:
+        verb = "holds"
     sent = format_bytes(ep_bytes_per_step(shard, work))
     return (
         f"experts: each rank {verb} all {shard.experts.count} of a block, {size} in fp32;"
@@ -237,11 +243,10 @@ def compression_notes(job: Job, shape: ModelCosts, ranks: int) -> list[str]:
         reasons.append(line)
     if job.precision.compute == "fp16":
         scale = job.precision.loss_scale
-        how = (
-            f"begins at {job.precision.loss_scale_initial:g} and adapts"
-            if scale == "dynamic"
-            else f"is {scale:g}"
-        )
+        if scale == "dynamic":
+            how = f"begins at {job.precision.loss_scale_initial:g} and adapts"
+        else:
+            how = f"is {scale:g}"
         reasons.append(
             f"fp16 ends at 65504, so the loss is scaled: the scale {how}; bf16 needs none"
         )
@@ -262,9 +267,9 @@ def headroom_notes(job: Job, cluster: Cluster, num_ranks: int) -> list[str]:
     if cluster.device == "cpu":
         return []
     room, count = headroom_for(cluster.device), count_communicators(job.parallel, num_ranks)
-    of_groups = (
-        f" and {count} x {format_bytes(room.communicator_bytes)} of communicators" if count else ""
-    )
+    of_groups = ""
+    if count:
+        of_groups = f" and {count} x {format_bytes(room.communicator_bytes)} of communicators"
     memory = format_bytes(rank_memory_bytes(job, cluster, num_ranks))
     return [
         f"memory: {room.share:.0%} of a GPU's {memory}, less {format_bytes(room.runtime_bytes)} of"

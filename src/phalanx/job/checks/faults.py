@@ -21,7 +21,7 @@ KEYS = ("rank", "step", "phase")
 def faults_are_well_formed(job: Job) -> list[Finding]:
     findings = []
     for index, text in enumerate(job.resilience.inject):
-        for problem, fix in _fault_problems(text):
+        for problem, fix in _find_spelling_problems(text):
             findings.append(Finding(("resilience", "inject", index), problem, fix))
     return findings
 
@@ -71,7 +71,7 @@ def _find_faults_beyond(job: Job, key: str, last: int, problem: str) -> list[Fin
     return findings
 
 
-def _fault_problems(text: str) -> list[tuple[str, str]]:
+def _find_spelling_problems(text: str) -> list[tuple[str, str]]:
     """(problem, fix) for each thing wrong with the spelling of "fault:key=value,..."."""
     usage = 'write "fault:rank=1,step=7,phase=backward"'
     fault, parts = _split_fault(text)
@@ -93,22 +93,26 @@ def _fault_problems(text: str) -> list[tuple[str, str]]:
         key, _, value = part.partition("=")
         if not value:
             wrong.append((f"{part!r} in {text!r} is not key=value", usage))
-        elif key not in KEYS:
-            fix = did_you_mean(key, KEYS) or f"keys are {', '.join(KEYS)}"
-            wrong.append((f"unknown key {key!r} in {text!r}", fix))
-        elif key in keys:
+        elif key in KEYS and key in keys:
             wrong.append((f"{key} is given twice in {text!r}", "keep one of them"))
-        elif key == "phase" and value not in PHASES:
-            wrong.append(
-                (
-                    f"unknown phase {value!r}",
-                    did_you_mean(value, PHASES) or f"phases are {', '.join(PHASES)}",
-                )
-            )
-        elif key != "phase" and not _is_count(value):
-            wrong.append((f"{key} {value!r} in {text!r} is not a whole number of at least 0", ""))
+        else:
+            wrong += _check_fault_part(key, value, text)
         keys.add(key)
     return wrong
+
+
+def _check_fault_part(key: str, value: str, text: str) -> list[tuple[str, str]]:
+    if key not in KEYS:
+        fix = did_you_mean(key, KEYS) or f"keys are {', '.join(KEYS)}"
+        return [(f"unknown key {key!r} in {text!r}", fix)]
+    if key == "phase":
+        if value in PHASES:
+            return []
+        fix = did_you_mean(value, PHASES) or f"phases are {', '.join(PHASES)}"
+        return [(f"unknown phase {value!r}", fix)]
+    if not _is_count(value):
+        return [(f"{key} {value!r} in {text!r} is not a whole number of at least 0", "")]
+    return []
 
 
 def _split_fault(text: str) -> tuple[str, list[str]]:

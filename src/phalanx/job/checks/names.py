@@ -51,8 +51,8 @@ def _suggest_preset(kind: str) -> str:
     if name:  # every preset begins with nothing
         presets = [preset for preset in preset_names() if preset.startswith(name)]
     if not presets:
-        near = did_you_mean(name, preset_names())
-        presets = [preset for preset in preset_names() if preset in near]
+        suggestion = did_you_mean(name, preset_names())
+        presets = [preset for preset in preset_names() if preset in suggestion]
     if name in presets:
         presets = [name]
     if not presets:

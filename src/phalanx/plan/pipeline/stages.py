@@ -158,30 +158,32 @@ def _fit_budget_by_rank(
 
 def blocks_in_full(segments: Collection[Segment]) -> frozenset[int]:
     """The blocks that are recomputed in full, matrix products and all."""
-    return frozenset(
-        block for s in segments if s.mode == "full" for block in range(s.start, s.stop)
-    )
+    blocks: set[int] = set()
+    for segment in segments:
+        if segment.mode == "full":
+            blocks |= set(range(segment.start, segment.stop))
+    return frozenset(blocks)
 
 
 def split_at_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segment, ...]:
     """`segments`, split so that they end where a stage does."""
-    starts = [first for first, _ in stages.ranges]
+    # Each once: a first or last stage without blocks begins where the next one does.
+    starts = sorted({first for first, _ in stages.ranges})
     parts = []
     for segment in segments:
-        inner = [start for start in dict.fromkeys(starts) if segment.start < start < segment.stop]
-        borders = [segment.start, *inner, segment.stop]
-        parts += [replace(segment, start=a, stop=b) for a, b in pairwise(borders)]
+        inner = [start for start in starts if segment.start < start < segment.stop]
+        for start, stop in pairwise([segment.start, *inner, segment.stop]):
+            parts.append(replace(segment, start=start, stop=stop))
     return tuple(parts)
 
 
 def add_recompute_costs(costs: LayerCosts, segments: Collection[Segment]) -> LayerCosts:
     """`costs` with recomputation: a forward is a third of a block's cost, and done again it is a
     third more."""
-    recomputed = blocks_in_full(segments)
-    blocks = tuple(
-        cost * 4 / 3 if block in recomputed else cost for block, cost in enumerate(costs.blocks)
-    )
-    return replace(costs, blocks=blocks) if recomputed else costs
+    blocks = list(costs.blocks)
+    for block in blocks_in_full(segments):
+        blocks[block] = blocks[block] * 4 / 3
+    return replace(costs, blocks=tuple(blocks))
 
 
 def _cut_stages(
