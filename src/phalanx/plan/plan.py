@@ -157,9 +157,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Plan:
-        values = {
-            name: body[name] for name in cls.__dataclass_fields__ if name in body
-        }  # older plans say less
+        # Older plans say less, and newer ones more.
+        values = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
         values["layout"] = Layout.from_json(body["layout"])
         values["parallel"] = read_resolved_parallel(body)
         fields = Candidate.__dataclass_fields__

@@ -58,7 +58,7 @@ def make_plan(
     asked for and cannot fit.
     """
     cluster = cluster or detect_cluster(job.cluster.device)
-    precision_is_auto = job.precision.compute == "auto"
+    precision_is_auto = job.precision.compute == "auto"  # afterwards the job names a type
     job, why_precision = resolve_precision(job, cluster)
     if shape is None:
         shape = measure_foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
@@ -67,6 +67,7 @@ def make_plan(
     _require_masks(job, shape)
     rank_choice = choose_ranks(job, cluster, num_ranks)
     ranks = rank_choice.value
+    # Before the batch is split: of a degree that cannot be, no nearest batch is worth a word.
     check_degrees(job, shape, ranks)
     degrees = job.parallel.degrees
     requested = find_requested_schedule(job)
