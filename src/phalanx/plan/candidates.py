@@ -124,9 +124,11 @@ def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candida
         return [evaluator.candidate(name, 0, Layout(pp=pp, tp=tp))]
     shard = job.parallel.dp_shard or shares // job.parallel.degrees.dp_replicate
     if shard == 1 and cp == 1:
+        # Nothing is sharded; what sharding over all ranks would take is said all the same.
         shard = shares
     candidates = []
     ep = evaluator.work.ep
+    # The simplest first: `choose_candidate` takes the first that fits.
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
         if stage == 1 and ep > 1:
             continue  # experts are reduced over other ranks than the rest
@@ -236,18 +238,22 @@ def _no_fit_error(
     evaluator: CandidateEvaluator,
 ) -> LayoutError:
     """The error when no allowed candidate fits: what is missing, for what, and what would fit."""
-    least = min(allowed, key=lambda c: c.total_bytes)
-    largest = max(least.predicted_bytes, key=lambda k: least.predicted_bytes[k])
-    fitting = [c for c in candidates if c.fits]
+    # The layout that comes nearest: what the message says is what is missing at least.
+    least = min(allowed, key=lambda candidate: candidate.total_bytes)
+    largest = max(least.predicted_bytes, key=lambda part: least.predicted_bytes[part])
+    fitting = [candidate for candidate in candidates if candidate.fits]
     if evaluator.capacity_bytes == 0:
         fix = "use fewer ranks: interpreter and torch alone fill what each of them has"
     elif fitting:
         fix = f"{fitting[0].name} would fit"
     else:
-        fix = _suggest_recompute_that_fits(least, evaluator) or suggest_ep_degree(
-            job, evaluator, least
+        # From what changes the job least to what changes the machine.
+        fix = (
+            _suggest_recompute_that_fits(least, evaluator)
+            or suggest_ep_degree(job, evaluator, least)
+            or _suggest_shrinking(largest)
+            or _suggest_more_ranks(evaluator)
         )
-        fix = fix or _suggest_shrinking(largest) or _suggest_more_ranks(evaluator)
     return LayoutError(
         f"{least.name} needs {format_bytes(least.total_bytes)} per rank and"
         f" {format_bytes(evaluator.capacity_bytes)} are there",
@@ -304,9 +310,9 @@ def list_ep_degrees(job: Job, evaluator: CandidateEvaluator, candidate: Candidat
     experts = evaluator.shape.experts
     if evaluator.work.ep > 1 or experts is None or candidate.zero_stage == 1:
         return
-    if experts_have_no_conflicts.run(
-        job.model_copy(update={"parallel": job.parallel.model_copy(update={"ep": 2})})
-    ):
+    # What is in the way of ep is in the way of any degree above 1.
+    spread = job.model_copy(update={"parallel": job.parallel.model_copy(update={"ep": 2})})
+    if experts_have_no_conflicts.run(spread):
         return
     ranks = find_ranks_for_experts(job, evaluator.num_ranks)
     if ranks is not None:

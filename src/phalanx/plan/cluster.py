@@ -67,18 +67,19 @@ def detect_cluster(device: str = "auto") -> Cluster:
 def _usable_cores() -> int:
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:
+    except AttributeError:  # macOS and Windows do not have it
         return os.cpu_count() or 1
 
 
 def _host_memory() -> int:
     """Physical memory, or the control group's limit where that is lower."""
+    # In a container psutil reads the machine's memory: only the control group knows the limit.
     total = int(psutil.virtual_memory().total)
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             with open(path) as file:
                 total = min(total, int(file.read()))
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # version 2 writes "max" where there is no limit
             continue
     return total
 

@@ -28,6 +28,7 @@ Check = Callable[[Job, ModelCosts], None]
 
 def check_degrees(job: Job, shape: ModelCosts, num_ranks: int) -> None:
     """Raises LayoutError for degrees of tp, cp and ep that the model, or other keys, forbid."""
+    # Compression first: what it names as in the way may be the degree that is looked at next.
     check_compression(job, num_ranks)
     check_tensor_parallel(job, shape)
     check_context_parallel(job, shape)
@@ -39,6 +40,7 @@ def check_tensor_parallel(job: Job, shape: ModelCosts) -> None:
     tp = job.parallel.degrees.tp
     heads = shape.heads
     if tp == 1 or heads is None:
+        # Rules are read even where they have no effect, so that a mistake is not kept for later.
         check_rules(job.parallel.rules, shape, tp)
         return
     legal = legal_degrees(heads.queries, heads.keys)
@@ -178,6 +180,7 @@ def check_expert_parallel(job: Job, shape: ModelCosts, num_ranks: int) -> None:
     wrong = find_misfit(ep, shape, size)
     if wrong is not None:
         raise LayoutError(f"parallel.{wrong[0]}", fix=wrong[1])
+    # A plan has one error; the job's checks, which say all, ran while it was loaded.
     for finding in experts_have_no_conflicts.run(job):
         raise LayoutError(f"{'.'.join(map(str, finding.path))}: {finding.what}", fix=finding.fix)
     if size % ep:

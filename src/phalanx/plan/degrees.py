@@ -34,6 +34,7 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> Choice[int]
     else:
         ranks = _find_max_ranks(job, cluster)
         why = _explain_max_ranks(job, cluster, ranks)
+    # Running ranks may be on several machines, of which this is one.
     if cluster.device == "cuda" and running is None and ranks > cluster.num_devices:
         raise LayoutError(f"{ranks} ranks were asked for and there are {cluster.num_devices} GPUs")
     _require_degrees_divide(job, ranks)
@@ -89,7 +90,7 @@ def _find_max_ranks(job: Job, cluster: Cluster) -> int:
     if cluster.device != "cuda":
         limit = max(2, min(cluster.num_devices, MAX_CPU_RANKS))
         limit = max(limit, degrees)  # cores can be shared, and the job says between how many
-    samples = micro or 1
+    samples = micro or 1  # where the job leaves them open, microbatches of one sample can be
     legal = []
     for share in divisors(batch // samples):
         ranks = share * shared

@@ -19,7 +19,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.workload import Workload, shard_shape
 
 MAX_LISTED = 16
-EVEN = 1.005  # times the mean
+EVEN = 1.005  # times the mean: below, two digits show no difference
 
 
 def describe_plan(plan: Plan, *, of_samples: bool = False) -> list[str]:

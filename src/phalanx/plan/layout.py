@@ -59,6 +59,7 @@ class Layout:
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
         coordinates: dict[str, int] = {}
+        # The innermost axis varies fastest: neighbouring ranks are of one tp group.
         for axis in reversed(AXES):
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
         return {axis: coordinates[axis] for axis in AXES}

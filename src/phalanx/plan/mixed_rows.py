@@ -56,11 +56,9 @@ def row_warnings(facts: RowFacts, job: Job, plan: Plan) -> tuple[EarlyWarning, .
     warnings = []
     ranks, parts = plan.layout.data_parallel_size, plan.num_microbatches
     if facts.mixes and ranks * parts > 1:
-        subject = (
-            f"the model {job.model.kind}"
-            if facts.mixes == "model"
-            else f"the objective {job.model.objective}"
-        )
+        subject = f"the objective {job.model.objective}"
+        if facts.mixes == "model":
+            subject = f"the model {job.model.kind}"
         numbers = {
             "batch": plan.global_batch_size,
             "part": plan.micro_batch_size,

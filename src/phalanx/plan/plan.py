@@ -189,5 +189,6 @@ class Plan:
 def job_digest(job: Job) -> str:
     """The digest that a run is known by: that of its job, wherever it runs."""
     body = job.to_json()
+    # A run that is moved, or continued from another directory, stays the same run.
     del body["run"]["dir"]
     return digest(body)

@@ -61,6 +61,7 @@ def make_plan(
     precision_is_auto = job.precision.compute == "auto"  # afterwards the job names a type
     job, why_precision = resolve_precision(job, cluster)
     if shape is None:
+        # Before the data is read, text is taken for bytes, as it is without a tokenizer.
         shape = measure_foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
     _require_vocabulary(shape, vocab_size)
     _require_positions(shape, job.data.seq_len)
@@ -103,6 +104,7 @@ def make_plan(
         *more.reasons,
         *headroom_notes(job, cluster, ranks),
     ]
+    # In three steps, as each looks at the plan so far: reasons of values, then warnings.
     plan = _build_plan(job, evaluator, alternatives, reasons, vocab_size)
     plan = replace(
         plan,
@@ -205,7 +207,7 @@ def _resolve_parallel(job: Job, ranks: Choice[int], plan: Plan) -> ResolvedParal
     """The keys of [parallel] with the values that the plan's choices give them."""
     chosen = plan.chosen
     why_stage = chosen.why
-    if chosen.zero_stage == 0:
+    if chosen.zero_stage == 0:  # and `chosen.why` says why whole copies are enough
         why_stage = "nothing is sharded"
     choices: dict[str, Choice[Any]] = {
         "ranks": ranks,
@@ -229,6 +231,7 @@ def _list_value_reasons(plan: Plan, why_precision: str) -> dict[str, str]:
     device = "there is no GPU"
     if plan.device == "cuda":
         device = "there are GPUs"
+    # The note begins with the type itself, which stands beside this reason anyway.
     precision = why_precision.partition(": ")[2] or "CPUs compute in it unless told otherwise"
     return {
         "train.micro_batch_size": microbatches,

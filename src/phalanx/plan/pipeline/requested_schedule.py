@@ -87,6 +87,7 @@ def split_pipeline_batch(
         raise _no_microbatches_error(requested, share, shares)
     micro = job.train.micro_batch_size
     if micro is None:
+        # The fewest that are enough: larger microbatches make larger products.
         for chosen in legal:
             if chosen >= MICROBATCHES_PER_HOP * (requested.num_ranks - 1):
                 break

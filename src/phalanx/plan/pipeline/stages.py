@@ -60,6 +60,7 @@ def plan_pipeline(
     seconds = cost_stages(
         parts, pipeline.stages, samples=samples, recomputed=recomputed, tp=work.tp
     )
+    # Compiled blocks do both halves of a backward at once: nothing is put off to a W.
     if job.train.compile:
         seconds = tuple(cost.unsplit for cost in seconds)
     shard = shard_shape(shape, work.tp, work.rules)
