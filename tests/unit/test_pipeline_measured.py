@@ -25,7 +25,7 @@ from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
 from phalanx.plan.pipeline.trace import (
     build_timeline,
     mean_stage_costs,
-    scale_to_measured,
+    scale_to_measurement,
     splits_backward,
     total_seconds,
 )
@@ -147,13 +147,13 @@ def test_the_plan_is_shown_at_the_speed_that_was_measured() -> None:
     bubble stays the plan's."""
     costs = [StageCosts(1, 1, 1), StageCosts(2, 2, 2), StageCosts(1, 1, 1), StageCosts(1, 1, 1)]
     planned = pipeline(costs=costs)
-    found = scale_to_measured(planned, [StageCosts(0.01, 0.02, 0.0)] * 4)
+    found = scale_to_measurement(planned, [StageCosts(0.01, 0.02, 0.0)] * 4)
     assert found is not None
     assert sum(map(total_seconds, mean_stage_costs(found))) == pytest.approx(4 * 0.03)
     assert float(found.bubble) == pytest.approx(float(planned.timeline().bubble))  # type: ignore[union-attr]
-    assert scale_to_measured(pipeline(costs=()), [EVEN] * 4) is None
+    assert scale_to_measurement(pipeline(costs=()), [EVEN] * 4) is None
     with pytest.raises(LayoutError, match="3 stages were measured"):
-        scale_to_measured(planned, [EVEN] * 3)
+        scale_to_measurement(planned, [EVEN] * 3)
 
 
 def test_steps_that_are_recorded() -> None:

@@ -167,7 +167,7 @@ def choose_candidate(
 
     Raises LayoutError where nothing does that the job allows.
     """
-    allowed, reasons = _list_allowed(job, candidates)
+    allowed, reasons = _filter_candidates(job, candidates)
     for candidate in allowed:
         if candidate.fits:
             if len(allowed) > 1:
@@ -180,7 +180,9 @@ def choose_candidate(
     raise _no_fit_error(job, allowed, candidates, evaluator)
 
 
-def _list_allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
+def _filter_candidates(
+    job: Job, candidates: Sequence[Candidate]
+) -> tuple[list[Candidate], list[str]]:
     """The candidates that the job leaves, and what is to be said where it leaves one."""
     runnable = [candidate for candidate in candidates if _can_offload(job, candidate)]
     if not runnable:

@@ -66,7 +66,7 @@ def check_context_parallel(job: Job, shape: ModelCosts) -> None:
             check(job, shape)
 
 
-def _check_samples_can_be_cut(job: Job, shape: ModelCosts) -> None:
+def _check_token_sequences(job: Job, shape: ModelCosts) -> None:
     if shape.why_samples_stay_whole:
         raise LayoutError(
             f"parallel.cp {job.parallel.cp} cuts sequences of tokens, and"
@@ -103,7 +103,7 @@ def _check_objective_is_ours(job: Job, shape: ModelCosts) -> None:
         )
 
 
-def _check_blocks_are_not_compiled(job: Job, shape: ModelCosts) -> None:
+def _check_eager_blocks(job: Job, shape: ModelCosts) -> None:
     if job.train.compile:
         raise LayoutError(
             "parallel.cp sends keys and values from inside of attention, which train.compile cannot"
@@ -155,10 +155,10 @@ def _check_heads_divide(job: Job, shape: ModelCosts) -> None:
 
 # In this order: what no edit of the job could mend comes first, and what one number would, last.
 CONTEXT_CHECKS: tuple[Check, ...] = (
-    _check_samples_can_be_cut,
+    _check_token_sequences,
     _check_attention_seam,
     _check_objective_is_ours,
-    _check_blocks_are_not_compiled,
+    _check_eager_blocks,
     _check_gradients_are_whole,
     _check_chunks_divide,
     _check_heads_divide,

@@ -49,7 +49,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """What becomes of activations between the forward and the backward of a block."""
+    """The activations that are recomputed in the backward, and those that wait in host memory."""
 
     recompute: str = "none"
     recompute_every: int = 1

@@ -66,8 +66,43 @@ def make_plan(
     _require_vocabulary(shape, vocab_size)
     _require_positions(shape, job.data.seq_len)
     _require_masks(job, shape)
-    rank_choice = choose_ranks(job, cluster, num_ranks)
-    ranks = rank_choice.value
+    ranks = choose_ranks(job, cluster, num_ranks)
+    reasons = [ranks.why]
+    evaluator = _build_evaluator(job, shape, cluster, ranks.value, reasons)
+    candidates = evaluate_candidates(job, evaluator)
+    chosen, why_chosen = choose_candidate(job, candidates, evaluator)
+    reasons += why_chosen
+    alternatives = [
+        explain_candidate(candidate, chosen, evaluator.capacity_bytes, reasons[-1])
+        for candidate in candidates
+    ]
+    reasons += [
+        *filter(None, [why_precision]),
+        *list_notes(job, evaluator, chosen),
+        *more.reasons,
+        *headroom_notes(job, cluster, ranks.value),
+    ]
+    # In three steps, as each looks at the plan so far: reasons of values, then warnings.
+    plan = _build_plan(job, evaluator, alternatives, reasons, vocab_size)
+    plan = replace(
+        plan,
+        parallel=_resolve_parallel(job, ranks, plan),
+        precision_is_auto=precision_is_auto,
+        value_reasons=_list_value_reasons(plan, why_precision),
+    )
+    ends = epoch_ends(job, plan, data)
+    return replace(
+        plan,
+        reasons=(*reasons, *filter(None, [ends])),
+        warnings=(*early_warnings(job, plan, data), *more.warnings),
+    )
+
+
+def _build_evaluator(
+    job: Job, shape: ModelCosts, cluster: Cluster, ranks: int, reasons: list[str]
+) -> CandidateEvaluator:
+    """The evaluator for a job on `ranks` ranks of which each has its work and its stages; adds
+    what must be said of these to `reasons`."""
     # Before the batch is split: of a degree that cannot be, no nearest batch is worth a word.
     check_degrees(job, shape, ranks)
     degrees = job.parallel.degrees
@@ -83,41 +118,13 @@ def make_plan(
         ep=degrees.ep,
     )
     require_fp8(work, cluster.device, tokens_are_known=shape.activations is not None)
-    reasons = [rank_choice.why]
     pipeline = None
     if requested is not None:
         work, pipeline = plan_sized_pipeline(job, shape, requested, work, ranks, reasons)
     else:
         work = plan_recompute(job, shape, work, reasons)
-    evaluator = CandidateEvaluator(
-        shape, work, ranks, rank_capacity_bytes(job, cluster, ranks), cluster.device, pipeline
-    )
-    candidates = evaluate_candidates(job, evaluator)
-    chosen, why_chosen = choose_candidate(job, candidates, evaluator)
-    reasons += why_chosen
-    alternatives = [
-        explain_candidate(c, chosen, evaluator.capacity_bytes, reasons[-1]) for c in candidates
-    ]
-    reasons += [
-        *filter(None, [why_precision]),
-        *list_notes(job, evaluator, chosen),
-        *more.reasons,
-        *headroom_notes(job, cluster, ranks),
-    ]
-    # In three steps, as each looks at the plan so far: reasons of values, then warnings.
-    plan = _build_plan(job, evaluator, alternatives, reasons, vocab_size)
-    plan = replace(
-        plan,
-        parallel=_resolve_parallel(job, rank_choice, plan),
-        precision_is_auto=precision_is_auto,
-        value_reasons=_list_value_reasons(plan, why_precision),
-    )
-    ends = epoch_ends(job, plan, data)
-    return replace(
-        plan,
-        reasons=(*reasons, *filter(None, [ends])),
-        warnings=(*early_warnings(job, plan, data), *more.warnings),
-    )
+    capacity_bytes = rank_capacity_bytes(job, cluster, ranks)
+    return CandidateEvaluator(shape, work, ranks, capacity_bytes, cluster.device, pipeline)
 
 
 def _require_positions(shape: ModelCosts, seq_len: int) -> None:

@@ -25,7 +25,7 @@ from phalanx.plan.pipeline.costs import model_parts
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline
-from phalanx.plan.pipeline.trace import Recut, recut, scale_to_measured, total_seconds
+from phalanx.plan.pipeline.trace import Recut, recut, scale_to_measurement, total_seconds
 from phalanx.report import formats
 from phalanx.report.formats import finite_or_zero, number_or_nan
 
@@ -114,7 +114,7 @@ class MeasuredPipeline:
     def plan_timeline(self) -> Timeline | None:
         """The plan's timeline on the scale of what was measured; None where the plan has no
         costs."""
-        return scale_to_measured(self.pipeline, self.costs)
+        return scale_to_measurement(self.pipeline, self.costs)
 
     def describe_wait(self) -> str:
         """ "ranks wait 23.1 % of the step for other stages (predicted 21.0 %)"."""

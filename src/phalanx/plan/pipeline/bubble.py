@@ -82,7 +82,7 @@ def _counts(now: int, share: int) -> Iterator[tuple[int, bool]]:
         yield factor * now, False
 
 
-def bubble_if_interleaved(pipeline: Pipeline, layers: LayerCosts) -> float | None:
+def predict_interleaved_bubble(pipeline: Pipeline, layers: LayerCosts) -> float | None:
     """The bubble with two stages on each rank; None if that cannot be, or a rank has more now."""
     if pipeline.schedule_name not in ("gpipe", "1f1b"):
         return None
@@ -133,7 +133,7 @@ def warn_of_long_bubble(job: Job, plan: Plan) -> str | None:
     if timeline is None or timeline.bubble <= LIMIT:
         return None
     if plan.pipeline.rows:
-        named = _suggest_named(plan.pipeline, _samples_per_rank(plan))
+        named = _suggest_schedule_name(plan.pipeline, _samples_per_rank(plan))
         remedy = f"write more microbatches into {job.parallel.schedule_file}{named}"
     else:
         remedy = _suggest_settings(job, plan, plan.pipeline, float(timeline.bubble))
@@ -172,7 +172,7 @@ def _suggest_settings(job: Job, plan: Plan, pipeline: Pipeline, bubble: float) -
             )
         fixes.append(f"{how} ({count} microbatches: {new_bubble:.0%})")
     layers = model_parts(job, plan.model_shape).layer_costs
-    interleaved = bubble_if_interleaved(pipeline, layers)
+    interleaved = predict_interleaved_bubble(pipeline, layers)
     if interleaved is not None and interleaved < MUCH_SMALLER * bubble:
         fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
     if not fixes:
@@ -180,7 +180,7 @@ def _suggest_settings(job: Job, plan: Plan, pipeline: Pipeline, bubble: float) -
     return f"set {' or '.join(fixes)}"
 
 
-def _suggest_named(pipeline: Pipeline, share: int) -> str:
+def _suggest_schedule_name(pipeline: Pipeline, share: int) -> str:
     """The microbatches that a named schedule needs which has the stages where the file has them,
     in brackets; "" if none has."""
     for name in ("1f1b", "interleaved"):

@@ -23,7 +23,7 @@ def find_problems(schedule: Schedule, *, max_in_flight: int | None = None) -> tu
     not listed.
     """
     places = _places(schedule)
-    problems = [*_find_misplaced(schedule), *_find_miscounted(schedule, places)]
+    problems = [*_find_misplacements(schedule), *_find_miscounts(schedule, places)]
     # Only a schedule with every action once, where it belongs, can be run on paper.
     if not problems:
         problems = list(_find_endless_waits(schedule))
@@ -55,7 +55,7 @@ def _places(schedule: Schedule) -> dict[Action, list[_Place]]:
     return places
 
 
-def _find_misplaced(schedule: Schedule) -> Iterator[Problem]:
+def _find_misplacements(schedule: Schedule) -> Iterator[Problem]:
     """A problem for each action of a stage or microbatch that does not exist, or on a rank that
     does not hold the stage."""
     for rank, row in enumerate(schedule.actions):
@@ -76,7 +76,7 @@ def _find_misplaced(schedule: Schedule) -> Iterator[Problem]:
                 yield Problem(str(action), f"stage {action.stage} is on rank {owner}", where)
 
 
-def _find_miscounted(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[Problem]:
+def _find_miscounts(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[Problem]:
     """A problem for each action that is done twice, or never."""
     for action, occurrences in places.items():
         for rank, position in occurrences[1:]:
@@ -87,10 +87,10 @@ def _find_miscounted(schedule: Schedule, places: dict[Action, list[_Place]]) -> 
             )
     for stage, owner in enumerate(schedule.rank_of_stage):
         for microbatch in range(schedule.num_microbatches):
-            yield from _find_miscounted_microbatch(stage, microbatch, owner, places)
+            yield from _find_miscounts_of_microbatch(stage, microbatch, owner, places)
 
 
-def _find_miscounted_microbatch(
+def _find_miscounts_of_microbatch(
     stage: int, microbatch: int, owner: int, places: dict[Action, list[_Place]]
 ) -> Iterator[Problem]:
     forward, backward, inputs, weights = (

@@ -156,7 +156,7 @@ def generate_schedule(
 
     Raises LayoutError, with the nearest legal size, for one that it has not.
     """
-    named = _find_named(name)
+    named = _find_schedule_kind(name)
     if num_ranks < 1 or num_microbatches < 1:
         raise LayoutError(
             f"a pipeline of {num_ranks} ranks and {num_microbatches} microbatches",
@@ -171,17 +171,17 @@ def generate_schedule(
 
 def can_run_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bool:
     """True if a named schedule can run `num_microbatches`."""
-    named = _find_named(name)
+    named = _find_schedule_kind(name)
     if num_microbatches < max(1, named.least_microbatches_per_rank * num_ranks):
         return False
     return not named.in_rounds or _fills_rounds(num_ranks, num_microbatches)
 
 
 def default_stages_per_rank(name: str) -> int:
-    return _find_named(name).stages_per_rank
+    return _find_schedule_kind(name).stages_per_rank
 
 
-def _find_named(name: str) -> _NamedSchedule:
+def _find_schedule_kind(name: str) -> _NamedSchedule:
     if name not in _SCHEDULES:
         known = f"there are {', '.join(SCHEDULE_NAMES)}"
         raise LayoutError(
@@ -192,7 +192,7 @@ def _find_named(name: str) -> _NamedSchedule:
 
 def can_have_stages(name: str, stages_per_rank: int) -> bool:
     """True if a named schedule can have `stages_per_rank`."""
-    named = _find_named(name)
+    named = _find_schedule_kind(name)
     most = named.most_stages_per_rank or stages_per_rank
     return named.least_stages_per_rank <= stages_per_rank <= most
 
@@ -200,7 +200,7 @@ def can_have_stages(name: str, stages_per_rank: int) -> bool:
 def require_stages_per_rank(name: str, wish: int) -> None:
     """Raises LayoutError for a number of stages per rank that the schedule cannot have, naming
     the nearest that it can."""
-    named = _find_named(name)
+    named = _find_schedule_kind(name)
     least, most = named.least_stages_per_rank, named.most_stages_per_rank
     if can_have_stages(name, wish):
         return

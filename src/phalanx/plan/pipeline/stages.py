@@ -94,7 +94,7 @@ def plan_sized_pipeline(
 
 
 def list_pipeline_choices(pipeline: Pipeline | None) -> dict[str, Choice[Any]]:
-    """What a pipeline settles of the keys of [parallel], by key; nothing without one."""
+    """The choices of keys of [parallel] that a pipeline comes with, by key; none without one."""
     if pipeline is None:
         return {}
     blocks = Choice(
@@ -213,8 +213,8 @@ def _fewer_stages(job: Job, requested: RequestedSchedule, most: int, num_ranks: 
     if requested.written is not None:
         return ""
     per_rank, pp = requested.num_stages // requested.num_ranks, requested.num_ranks
-    given = job.parallel.degrees
-    degrees = divisors(num_ranks // (given.tp * given.cp))
+    of_job = job.parallel.degrees
+    degrees = divisors(num_ranks // (of_job.tp * of_job.cp))
     if job.parallel.ranks is None:  # as many as the degrees make
         degrees = list(range(1, pp))
     fewer = [d for d in range(1, per_rank) if d * pp <= most and can_have_stages(requested.name, d)]

@@ -105,7 +105,7 @@ def total_seconds(cost: StageCosts) -> float:
     return float(cost.forward_s + cost.backward_input_s + cost.backward_weight_s)
 
 
-def scale_to_measured(pipeline: Pipeline, measured: Sequence[StageCosts]) -> Timeline | None:
+def scale_to_measurement(pipeline: Pipeline, measured: Sequence[StageCosts]) -> Timeline | None:
     """The plan's timeline in seconds: its costs, scaled so that their mean over stages is the
     measured one.
 
