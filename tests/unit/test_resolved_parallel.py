@@ -82,3 +82,11 @@ def test_stored_plans_keep_the_keys_that_they_had(parallel: dict[str, Any]) -> N
     for key in ("zero_stage", "sequence_parallel", "prefetch", "blocks_per_unit", "ranks"):
         assert getattr(earlier, key) == getattr(plan.parallel, key)
     assert earlier.reasons == {}
+
+
+def test_fields_that_moved_still_answer_with_a_warning() -> None:
+    plan = plan_of(dp_shard=2)
+    for name, value in {"zero_stage": 3, "recompute": "none", "loss_scale": None}.items():
+        with pytest.warns(DeprecationWarning, match=f"Plan.{name} is now Plan"):
+            assert getattr(plan, name) == value
+    assert not hasattr(plan, "zero")

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from phalanx.core.deprecated import warn_renamed
 from phalanx.core.digest import digest
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import read_shape
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.resolved_parallel import ResolvedParallel, read_resolved_parallel
+from phalanx.plan.resolved_parallel import TOP_KEYS, ResolvedParallel, read_resolved_parallel
 from phalanx.plan.segments import Segment
 
 
@@ -67,6 +68,19 @@ class LossScaling:
     """Steps without an overflow after which it doubles. 0: the scale is fixed."""
 
 
+# Until 0.2 these are attributes of a plan still; where each is now.
+_MOVED = {
+    **{key: f"parallel.{key}" for key in TOP_KEYS},
+    "data_parallel": "parallel",
+    "recompute": "activations.recompute",
+    "recompute_every": "activations.recompute_every",
+    "recompute_segments": "activations.recompute_segments",
+    "offload_activations": "activations.offload",
+    "loss_scale": "loss_scaling.initial",
+    "loss_scale_growth_steps": "loss_scaling.growth_steps",
+}
+
+
 @dataclass(frozen=True)
 class Plan:
     """The decisions that follow from a job on a cluster. Frozen; `to_json` and `from_json` are
@@ -101,6 +115,19 @@ class Plan:
     """None where pp is 1."""
     value_reasons: dict[str, str] = field(default_factory=dict)
     """Why a key of the job outside [parallel] has the value that the plan chose for it."""
+
+    if not TYPE_CHECKING:  # with it, a type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """The value of an attribute under its old name, with a warning."""
+            if name not in _MOVED:
+                raise AttributeError(f"Plan has no {name!r}")
+            warn_renamed(f"Plan.{name}", f"Plan.{_MOVED[name]}")
+            noun, _, attribute = _MOVED[name].partition(".")
+            value = getattr(self, noun)
+            if value is None or not attribute:
+                return value
+            return getattr(value, attribute)
 
     @property
     def world_size(self) -> int:
