@@ -72,7 +72,9 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         return _refuse(case, model_name, dtype, reference)
     if plan.compile and dtype == "float64" and TORCH_VERSION < FLOAT64_COMPILED:
         return _refuse(case, model_name, dtype, _describe_narrow_compiler())
-    tolerance = find_tolerance(plan.parallel.compress, TOLERANCE["float32" if reference.narrows else dtype])
+    tolerance = find_tolerance(
+        plan.parallel.compress, TOLERANCE["float32" if reference.narrows else dtype]
+    )
     run = LayoutRun(job, plan)
     if plan.compile:
         _reset_compiler()
