@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import CPU, VOCAB, fill, shape
+from models import CPU, VOCAB, fill, replace_parallel, shape
 from models import decoder as dense_decoder
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
@@ -271,7 +271,7 @@ def test_biases_move_with_an_update_and_not_with_a_step_that_is_skipped() -> Non
 def refused(rank: int) -> list[str]:
     found = []
     plain = plan_of(2, (EP2, {}))
-    for a_plan in (replace(plain, zero_stage=1), replace(plain, compile=True)):
+    for a_plan in (replace_parallel(plain, zero_stage=1), replace(plain, compile=True)):
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             try:
                 parallelize(decoder(), a_plan, mesh)
