@@ -26,13 +26,13 @@ EXAMPLES = {
 
 GB = 10**9
 
-Place = Annotated[
+Location = Annotated[
     str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or one checkpoint's.")
 ]
 RunDir = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory.")]
 
 
-def ls(place: Place, as_json: JsonOption = False) -> int:
+def ls(location: Location, as_json: JsonOption = False) -> int:
     """List the checkpoints of a run, oldest first."""
     from phalanx.checkpoint.reading.listing import list_checkpoints
     from phalanx.cli._checkpoint_output import print_listing
@@ -40,12 +40,12 @@ def ls(place: Place, as_json: JsonOption = False) -> int:
     from phalanx.cli._output import report_errors
 
     with report_errors(as_json):
-        listing = list_checkpoints(place)
+        listing = list_checkpoints(location)
     if as_json:
         checkpoints = [entry.to_json() for entry in listing.entries]
         print_json(
             "checkpoints",
-            {"run": place, "best": listing.best_step, "checkpoints": checkpoints},
+            {"run": location, "best": listing.best_step, "checkpoints": checkpoints},
             indent=1,
         )
     else:
@@ -54,7 +54,7 @@ def ls(place: Place, as_json: JsonOption = False) -> int:
 
 
 def verify_command(
-    place: Place,
+    location: Location,
     all_of_them: Annotated[
         bool, typer.Option("--all", help="Every checkpoint of the run, not only the newest.")
     ] = False,
@@ -71,10 +71,10 @@ def verify_command(
     from phalanx.core.errors import ExitCode
 
     with report_errors(as_json):
-        if all_of_them and not is_checkpoint(place):
-            folders = find_folders(place)
+        if all_of_them and not is_checkpoint(location):
+            folders = find_folders(location)
         else:
-            folders = [find_folder(place)]
+            folders = [find_folder(location)]
     results = []
     for folder in folders:
         with ProgressLine(f"verifying {folder.name}") as line:
@@ -153,7 +153,7 @@ def prune_command(
 
 
 def export(
-    place: Place,
+    location: Location,
     out: Annotated[str, typer.Option(metavar="DIR", help="A directory that is not there yet.")],
     form: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help="hf: what transformers opens.")
@@ -183,7 +183,7 @@ def export(
             raise UsageError(f"unknown format {form!r}", fix="the one there is: hf")
         with ProgressLine("exporting") as line:
             result = export_checkpoint(
-                place,
+                location,
                 out,
                 dtype=dtype,
                 shard_bytes=max(1, int(shard_gb * GB)),

@@ -39,10 +39,7 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
         "final_loss": _final_loss(facts),
         "evaluations": [_evaluation(event) for event in facts.evals],
         "best": _best(facts),
-        "baselines": [
-            {"name": event.name, "loss": _number(event.loss), "num_targets": int(event.num_targets)}
-            for event in facts.baselines
-        ],
+        "baselines": list(map(_baseline, facts.baselines)),
         "tokens_per_s": _number(facts.tokens_per_s),
         "sent_bytes_per_step": _number(median(facts.steps.sent_bytes)),
         **{
@@ -78,6 +75,14 @@ def _evaluation(event: events.EvalFinished) -> dict[str, Any]:
         "loss_by_source": event.loss_by_source,
         "metrics": event.metrics,
         "wall_s": _number(event.wall_s),
+    }
+
+
+def _baseline(event: events.BaselineMeasured) -> dict[str, Any]:
+    return {
+        "name": event.name,
+        "loss": _number(event.loss),
+        "num_targets": int(event.num_targets),
     }
 
 

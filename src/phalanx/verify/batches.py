@@ -41,13 +41,13 @@ def make_global_steps(
         finally:
             data.close()
     generator = torch.Generator().manual_seed(stable_hash64("verify", job.run.seed) % 2**63)
-    return [
-        [
-            make_up_batch(plan, rows, generator, documents=job.data.document_masks)
-            for _ in range(NUM_MICROBATCHES)
-        ]
-        for _ in range(num_steps)
-    ]
+    documents = job.data.document_masks
+    steps: list[list[Batch]] = [[] for _ in range(num_steps)]
+    # All of a step before the next one: each takes from the generator.
+    for microbatches in steps:
+        for _ in range(NUM_MICROBATCHES):
+            microbatches.append(make_up_batch(plan, rows, generator, documents=documents))
+    return steps
 
 
 def split_again(steps: Sequence[Sequence[Batch]], num_microbatches: int) -> list[list[Batch]]:

@@ -37,46 +37,48 @@ class Comparison:
     @functools.cached_property
     def stages(self) -> dict[str, tuple[int, ...]]:
         """Name -> the pipeline stages that hold the parameter."""
-        return {
-            name: tuple(stages)
-            for observation in self.observations
-            for name, stages in observation.get("stages", {}).items()
-        }
+        stages_of: dict[str, tuple[int, ...]] = {}
+        for observation in self.observations:
+            for name, stages in observation.get("stages", {}).items():
+                stages_of[name] = tuple(stages)
+        return stages_of
 
     def holders(self, name: str) -> list[int]:
         """The ranks that have a part of the parameter."""
-        return [
-            rank
-            for rank, observation in enumerate(self.observations)
-            if observation["held"].get(name, "nothing") != "nothing"
-        ]
+        ranks = []
+        for rank, observation in enumerate(self.observations):
+            if observation["held"].get(name, "nothing") != "nothing":
+                ranks.append(rank)
+        return ranks
+
+    def list_squares(self, kind: str, name: str) -> list[float]:
+        """By rank the square of its part's error; 0 where it has no part."""
+        return [self.square(kind, name, rank) for rank in range(len(self.observations))]
 
     def scalar_error(self, value: float, attribute: str, step: int) -> float:
         reference = getattr(self.trace.steps[step], attribute)
         error = abs(value - reference) / max(abs(reference), 1e-30)
-        return error if error == error else math.inf
+        return replace_nan(error)
 
     def worst_scalar(self, key: str, attribute: str) -> float:
-        return max(
-            self.scalar_error(value, attribute, step)
-            for observation in self.observations
-            for step, value in enumerate(observation[key])
-        )
+        errors = []
+        for observation in self.observations:
+            for step, value in enumerate(observation[key]):
+                errors.append(self.scalar_error(value, attribute, step))
+        return max(errors)
 
     def evaluation_errors(self) -> list[float]:
         reference = self.trace.evaluation
         if reference is None:
             return [0.0]
-        errors = [
-            abs(observation["evaluation"] - reference) / max(abs(reference), 1e-30)
-            for observation in self.observations
-        ]
-        return [error if error == error else math.inf for error in errors]
+        errors = []
+        for observation in self.observations:
+            error = abs(observation["evaluation"] - reference) / max(abs(reference), 1e-30)
+            errors.append(replace_nan(error))
+        return errors
 
     def error(self, kind: str, name: str) -> float:
-        square = sum(
-            observation["tensors"][kind].get(name, NO_DOTS)[0] for observation in self.observations
-        )
+        square = sum(self.list_squares(kind, name))
         scale = self.trace.scale(kind, name)
         if not square:
             return max(0.0, self.gap(kind, name))
@@ -137,10 +139,17 @@ class Comparison:
         return factor
 
 
+def replace_nan(error: float) -> float:
+    """The error, NaN as infinity: comparisons with NaN are false, and would call it small."""
+    if error != error:
+        return math.inf
+    return error
+
+
 def covers_evenly(boxes_of_ranks: Sequence[Sequence[Box]]) -> bool:
     """True if the blocks of all ranks make one whole, each as often as the others, or as it says:
     none overlaps another in part."""
-    count = Counter(box for boxes in boxes_of_ranks for box in boxes)
+    count = Counter(itertools.chain.from_iterable(boxes_of_ranks))
     if len({number / box[2] for box, number in count.items()}) > 1:
         return False
     blocks = [box[:2] for box in count]

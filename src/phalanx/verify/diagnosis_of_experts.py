@@ -86,11 +86,11 @@ class ExpertDiagnosis:
             return ""
         if all(name.endswith(ROUTER) for name in off) and self._tp > 1:
             return ""  # told apart by whether parts add up
-        over = [
-            words
-            for size, words in ((self._tp, "counted by each rank of tp"), (self._cp, _OF_A_PART))
-            if size > 1
-        ]
+        over = []
+        if self._tp > 1:
+            over.append("counted by each rank of tp")
+        if self._cp > 1:
+            over.append(_OF_A_PART)
         return (
             f"the loss agrees, and what comes behind {self._compared.trace.order[last]} does: the"
             f" balance loss of routers is {', or '.join(over) or 'weighed otherwise'}"

@@ -79,11 +79,10 @@ class StageDiagnosis:
         ):
             return ""
         stages_off = {stage for other in off for stage in self._compared.stages.get(other, ())}
-        right = [
-            name
-            for name, stages in self._compared.stages.items()
-            if stages_off & set(stages) and name not in off
-        ]
+        right = []
+        for name, stages in self._compared.stages.items():
+            if stages_off & set(stages) and name not in off:
+                right.append(name)
         if not right or not all(self._num_dims(other) >= 2 for other in off):
             return ""
         if all(self._num_dims(other) >= 2 for other in right):

@@ -78,14 +78,13 @@ def write_trace(
     trace_steps, lr = [], 0.0
     for number, step in enumerate(steps):
         lr = step.lr
-        zeros = {
-            name: torch.zeros_like(p)
-            for name, p in module.named_parameters()
-            if step.gradients[name] is None
-        }
-        gradients = {
-            name: gradient for name, gradient in step.gradients.items() if gradient is not None
-        } | zeros
+        gradients: dict[str, torch.Tensor] = {}
+        for name, gradient in step.gradients.items():
+            if gradient is not None:
+                gradients[name] = gradient
+        for name, parameter in module.named_parameters():
+            if step.gradients[name] is None:
+                gradients[name] = torch.zeros_like(parameter)
         sizes[gradients_of(number)] = _save(directory / gradients_of(number), gradients)
         trace_steps.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
     sizes[FINAL] = _save(directory / FINAL, dict(module.named_parameters()))
@@ -124,9 +123,11 @@ def _distances(directory: Path, other_directory: Path, kind: str) -> dict[str, f
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that a checkpoint keeps: running statistics, counters."""
     saved = set(module.state_dict(keep_vars=True))
-    return {
-        name: buffer for name, buffer in module.named_buffers() if name in saved and buffer.numel()
-    }
+    buffers = {}
+    for name, buffer in module.named_buffers():
+        if name in saved and buffer.numel():
+            buffers[name] = buffer
+    return buffers
 
 
 def _run_and_save(

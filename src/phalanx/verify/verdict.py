@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.verify.compare import NO_DOTS, Comparison
+from phalanx.verify.compare import Comparison, replace_nan
 from phalanx.verify.diagnosis import ROWS_MIXED, Diagnosis
 from phalanx.verify.flips import EVALUATION, UPDATE_TOLERANCE, Misrouted, optimizer_step, train_step
 from phalanx.verify.row import Difference
@@ -152,11 +152,16 @@ class Comparator:
 
     def _masks(self, step: int) -> Iterator[Difference]:
         """The dropout layers with wrong masks, in the order in which a forward meets them."""
-        wrong = [
-            {name: off for at, name, off in observation.get("wrong_masks", ()) if at == step}
-            for observation in self._observations
-        ]
-        for name in dict.fromkeys(name for layers in wrong for name in layers):
+        wrong: list[dict[str, float]] = []
+        names: dict[str, None] = {}
+        for observation in self._observations:
+            layers = {}
+            for at, name, off in observation.get("wrong_masks", ()):
+                if at == step:
+                    layers[name] = off
+            wrong.append(layers)
+            names |= dict.fromkeys(layers)
+        for name in names:
             ranks = tuple(rank for rank, layers in enumerate(wrong) if name in layers)
             worst = max(ranks, key=lambda rank: wrong[rank][name])
             cause = (
@@ -193,10 +198,10 @@ class Comparator:
         if errors[worst] > self._tolerance:
             ranks = tuple(rank for rank, error in enumerate(errors) if error > self._tolerance)
             value = self._observations[worst][key][step]
-            explain = (
-                self._diagnosis.explain_loss if kind == "loss" else self._diagnosis.explain_norm
-            )
-            cause = explain(value, step)
+            if kind == "loss":
+                cause = self._diagnosis.explain_loss(value, step)
+            else:
+                cause = self._diagnosis.explain_norm(value, step)
             yield Difference(kind, "", step, errors[worst], worst, ranks, "", cause)
 
     def _evaluation(self) -> Iterator[Difference]:
@@ -215,27 +220,19 @@ class Comparator:
 
     def _tensors(self, label: str, kind: str, step: int) -> Iterator[Difference]:
         usual = UPDATE_TOLERANCE if kind == UPDATED else self._tolerance
-        allowed = {
-            name: self._trace.tolerance(kind, name, usual)
-            for name in self._compared.list_compared(kind)
-        }
-        off = [
-            name
-            for name, tolerance in allowed.items()
-            if self._compared.error(kind, name) > tolerance
-        ]
-        for name in off:
-            tolerance = allowed[name]
-            shares = [
-                observation["tensors"][kind].get(name, NO_DOTS)[0]
-                for observation in self._observations
-            ]
+        tolerance_of: dict[str, float] = {}
+        for name in self._compared.list_compared(kind):
+            tolerance = self._trace.tolerance(kind, name, usual)
+            if self._compared.error(kind, name) > tolerance:
+                tolerance_of[name] = tolerance
+        off = list(tolerance_of)
+        for name, tolerance in tolerance_of.items():
+            shares = self._compared.list_squares(kind, name)
             limit = (tolerance * self._trace.scale(kind, name)) ** 2 / len(shares)
+            # Not `share > limit`: NaN is above any limit.
             ranks = tuple(rank for rank, share in enumerate(shares) if not share <= limit)
-            worst = max(
-                range(len(shares)),
-                key=lambda rank: shares[rank] if shares[rank] == shares[rank] else math.inf,
-            )
+            sizes = list(map(replace_nan, shares))
+            worst = sizes.index(max(sizes))
             part = self._observations[worst]["held"].get(name, "nothing")
             cause = self._diagnosis.explain_tensor(label, kind, name, off, ranks, step)
             error = self._compared.error(kind, name)
