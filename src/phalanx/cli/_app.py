@@ -66,7 +66,7 @@ class Verbs(TyperGroup):
             from phalanx.cli._spelling import suggest_verb
 
             suggestion = did_you_mean(args[0], names(PACKAGE)) or suggest_verb(args[0])
-            raise UsageMistake(f"no verb {args[0]!r}" + (f"; {suggestion}" if suggestion else ""))
+            raise UsageMistake("; ".join(filter(None, [f"no verb {args[0]!r}", suggestion])))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -80,10 +80,8 @@ class SubVerbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
             suggestion = did_you_mean(args[0], list(self.commands))
-            raise UsageMistake(
-                f"no verb {args[0]!r} of {ctx.info_name}"
-                + (f"; {suggestion}" if suggestion else "")
-            )
+            problem = f"no verb {args[0]!r} of {ctx.info_name}"
+            raise UsageMistake("; ".join(filter(None, [problem, suggestion])))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -195,9 +193,8 @@ def _run(arguments: Sequence[str]) -> int:
         if problem is not None:
             tell(problem)
             return problem.exit_code
-        print(
-            traceback.format_exc().rstrip(), file=sys.stderr
-        )  # a bug, or user code that nobody expected to fail
+        # A bug, or user code that nobody expected to fail: its traceback is the message.
+        print(traceback.format_exc().rstrip(), file=sys.stderr)
         return ExitCode.INTERNAL
 
 
@@ -210,23 +207,22 @@ def _mistake_words(mistake: Any, arguments: Sequence[str]) -> str:
     if isinstance(option, str) and type(mistake).__name__ == "NoSuchOption":
         from phalanx.cli._spelling import suggest_option
 
-        options = (
-            [name for parameter in context.command.params for name in parameter.opts]
-            if context
-            else []
-        )
-        takes_keys = (
-            any(parameter.name == "arguments" for parameter in context.command.params)
-            if context
-            else False
-        )
-        meant = suggest_option(option, options, arguments, takes_keys=takes_keys)
-        return f"No such option: {option}; {meant + ', or ' if meant else ''}see {verb} --help"
+        options: list[str] = []
+        takes_keys = False
+        for parameter in context.command.params if context else ():
+            options += parameter.opts
+            takes_keys |= parameter.name == "arguments"
+        advice = f"see {verb} --help"
+        if meant := suggest_option(option, options, arguments, takes_keys=takes_keys):
+            advice = f"{meant}, or {advice}"
+        return f"No such option: {option}; {advice}"
     return f"{mistake.format_message().rstrip('.')}; see {verb} --help"
 
 
 def tell(error: PhalanxError) -> None:
     """Print an error: each problem of a job on its own line."""
-    lines = str(error).splitlines() if isinstance(error, JobError) else [str(error)]
+    lines = [str(error)]
+    if isinstance(error, JobError):
+        lines = str(error).splitlines()
     for line in lines:
         print(f"phalanx: {line}", file=sys.stderr)

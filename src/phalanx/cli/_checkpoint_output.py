@@ -21,8 +21,10 @@ def print_listing(listing: CheckpointListing) -> None:
     """Print a line for each checkpoint."""
     width = max(MIN_NAME_WIDTH, *(len(entry.name) for entry in listing.entries))
     for entry in listing.entries:
-        mark = "  best" if entry.step == listing.best_step and entry.error is None else ""
-        print_line(f"{entry.name:<{width}} {_describe_entry(entry)}{mark}")
+        line = f"{entry.name:<{width}} {_describe_entry(entry)}"
+        if entry.step == listing.best_step and entry.error is None:
+            line += "  best"
+        print_line(line)
 
 
 def _describe_entry(entry: CheckpointEntry) -> str:
@@ -48,10 +50,11 @@ def print_prune_result(result: PruneResult, *, dry_run: bool) -> None:
     """Print which checkpoints are gone and which are kept; of a `dry_run`, which would be."""
     for note in result.notes:
         print_line(f"note    {note}")
-    prefix = "would " if dry_run else ""
-    removed, keep_word = ("remove", "keep") if dry_run else ("removed", "kept")
-    print_line(f"{prefix}{removed}  {', '.join(result.removed) or 'nothing'}")
-    print_line(f"{prefix}{keep_word}  {', '.join(result.kept)}")
+    remove, keep = "removed", "kept"
+    if dry_run:
+        remove, keep = "would remove", "would keep"
+    print_line(f"{remove}  {', '.join(result.removed) or 'nothing'}")
+    print_line(f"{keep}  {', '.join(result.kept)}")
 
 
 def print_export(result: ExportResult) -> None:
@@ -65,10 +68,10 @@ def print_export(result: ExportResult) -> None:
     )
     for note in result.notes:
         print_line(f"note    {note}")
-    print_line(
-        f"wrote   {result.out}:"
-        f" {', '.join(exported.files[:6])}{' ...' if len(exported.files) > 6 else ''}"
-    )
+    files = ", ".join(exported.files[:6])
+    if len(exported.files) > 6:
+        files += " ..."
+    print_line(f"wrote   {result.out}: {files}")
     print_line(f'open    transformers.{exported.auto_class}.from_pretrained("{result.out}")')
 
 

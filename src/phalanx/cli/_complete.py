@@ -44,14 +44,15 @@ def complete_job(context: typer.Context, incomplete: str) -> Candidates:
 def complete_run(incomplete: str) -> Candidates:
     """Directories that hold a run: here, below runs/, or below what was typed so far."""
     folder = os.path.dirname(incomplete)
-    places = [Path(folder)] if folder else [Path("."), Path("runs")]
-    runs = [
-        str(path)
-        for directory in places
-        for path in _entries(directory)
-        if (path / "job.json").is_file()
-    ]
-    return [(path, "") for path in sorted(runs) if path.startswith(incomplete)][:MAX_RUNS]
+    directories = [Path("."), Path("runs")]
+    if folder:
+        directories = [Path(folder)]
+    runs = []
+    for directory in directories:
+        for path in _entries(directory):
+            if (path / "job.json").is_file() and str(path).startswith(incomplete):
+                runs.append(str(path))
+    return [(path, "") for path in sorted(runs)[:MAX_RUNS]]
 
 
 def _key_before_the_cursor(context: typer.Context) -> str | None:
@@ -63,7 +64,9 @@ def _key_before_the_cursor(context: typer.Context) -> str | None:
     before = words[: int(cursor)]
     if int(cursor) < len(words) and words[int(cursor)] == "=":
         return before[-1]
-    return before[-2] if len(before) > 1 and before[-1] == "=" else None
+    if len(before) > 1 and before[-1] == "=":
+        return before[-2]
+    return None
 
 
 def _files(incomplete: str) -> Candidates:

@@ -26,10 +26,9 @@ class BuildDisplay:
     def show(self, line: ProgressLine, progress: BuildProgress) -> None:
         self.last = progress
         counts = progress.counts
-        documents = "document" if counts.num_documents == 1 else "documents"
+        noun = "document" if counts.num_documents == 1 else "documents"
         text = (
-            f"{format_count(counts.num_documents)} {documents}  {format_count(counts.num_tokens)}"
-            " tokens"
+            f"{format_count(counts.num_documents)} {noun}  {format_count(counts.num_tokens)} tokens"
         )
         line.update(
             counts.read_bytes,
@@ -54,7 +53,9 @@ def print_build(summary: BuildSummary, tokenizer: str) -> None:
     tokens = (
         f"{format_count(dataset.num_tokens)} tokens of {plural(dataset.num_documents, 'document')}"
     )
-    ratio = dataset.num_tokens / dataset.source_bytes if dataset.source_bytes else 0.0
+    ratio = 0.0
+    if dataset.source_bytes:
+        ratio = dataset.num_tokens / dataset.source_bytes
     size = f"{_megabytes(dataset.source_bytes)} of text ({ratio:.3f} tokens per byte)"
     _print("there" if progress is None else "built", f"{dataset.directory}: {tokens}, {size}")
     shards = plural(len(dataset.shards), "shard")
@@ -73,10 +74,10 @@ def print_build(summary: BuildSummary, tokenizer: str) -> None:
 
 def show_training(line: ProgressLine, progress: TrainingProgress) -> None:
     """Show how far the training of a tokenizer is."""
-    joining = f"text is read; joining pairs, {format_seconds(progress.elapsed_s)} so far"
-    line.update(
-        progress.read_bytes, progress.total_bytes, instead=joining if progress.is_merging else ""
-    )
+    joining = ""
+    if progress.is_merging:
+        joining = f"text is read; joining pairs, {format_seconds(progress.elapsed_s)} so far"
+    line.update(progress.read_bytes, progress.total_bytes, instead=joining)
 
 
 def print_tokenizer(trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_size: int) -> None:
@@ -97,12 +98,13 @@ def _print(label: str, text: str) -> None:
 
 
 def _describe_speed(speed: BuildSpeed, tokenizer_kind: str) -> str:
-    workers = f"{speed.num_workers} workers" if speed.num_workers > 1 else "1 worker"
+    workers = "1 worker"
+    if speed.num_workers > 1:
+        workers = f"{speed.num_workers} workers"
     work = f"{_megabytes(speed.text_bytes)} in {format_seconds(speed.elapsed_s)}, {workers}"
     text = f"{speed.text_bytes_per_s / 1e6:,.1f} MB/s ({work})"
-    if (
-        tokenizer_kind != "bytes" and speed.tokenizer_bytes_per_s_per_worker
-    ):  # bytes are tokens already
+    # Bytes are tokens already: their "tokenizer" takes no time that means anything.
+    if tokenizer_kind != "bytes" and speed.tokenizer_bytes_per_s_per_worker:
         rate = f"{speed.tokenizer_bytes_per_s_per_worker / 1e6:,.1f} MB/s per worker"
         text += (
             f"; the tokenizer alone {rate}, {100 * speed.tokenizer_share_of_time:.0f} % of the time"
@@ -111,4 +113,6 @@ def _describe_speed(speed: BuildSpeed, tokenizer_kind: str) -> str:
 
 
 def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= SMALL_BYTES else plural(num_bytes, "byte")
+    if num_bytes < SMALL_BYTES:
+        return plural(num_bytes, "byte")
+    return f"{num_bytes / 1e6:,.1f} MB"

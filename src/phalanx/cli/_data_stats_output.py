@@ -94,4 +94,6 @@ def draw_bar(part: float, *, fancy: bool = True) -> str:
     if not fancy:
         return "#" * -(-eighths // 8)
     full_cells, rest = divmod(eighths, 8)
-    return "█" * full_cells + (_EIGHTHS[rest] if rest else "")
+    if not rest:
+        return "█" * full_cells
+    return "█" * full_cells + _EIGHTHS[rest]

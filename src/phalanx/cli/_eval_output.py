@@ -50,10 +50,9 @@ def print_result(result: EvaluationResult) -> None:
         _print_values(result.loss_by_source.items())
     _print_values(result.metrics.items())
     if result.recorded_loss is not None:
-        is_same = result.recorded_loss == result.loss
-        difference = (
-            "the same" if is_same else f"{result.loss - result.recorded_loss:+.1e} from it here"
-        )
+        difference = "the same"
+        if result.recorded_loss != result.loss:
+            difference = f"{result.loss - result.recorded_loss:+.1e} from it here"
         print_line(
             f"        the run recorded {result.recorded_loss:.4f} at step {result.task.model.step}:"
             f" {difference}"
@@ -70,4 +69,6 @@ def _describe_data(data: EvaluationData) -> str:
     if corpus.user is not None:
         return f"{corpus.source}: {corpus.user.num_held_out:,} samples held out"
     count = f"{corpus.source}: {corpus.splits[data.split].num_tokens:,} tokens"
-    return f"{count} held out" if data.split == "held_out" else f"{count}, all of it"
+    if data.split == "held_out":
+        return f"{count} held out"
+    return f"{count}, all of it"

@@ -41,19 +41,26 @@ def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
             section = one.key.partition(".")[0]
             lines += [""] * bool(lines) + [_painted(f"[{section}]", "1", colour)]
         padded = f"{value:<{value_width}}  {origin:<{origin_width}}"
-        why = f"  {shorten(one.why, 120)}" if one.why else ""
-        painted = _painted(padded.rstrip() if not why else padded, _COLOURS[one.origin], colour)
+        why = ""
+        if one.why:
+            why = f"  {shorten(one.why, 120)}"
+        else:
+            padded = padded.rstrip()
+        painted = _painted(padded, _COLOURS[one.origin], colour)
         lines.append(f"{name:<{name_width}}  {painted}{why}")
     return lines
 
 
 def _shown(value: Any) -> str:
-    text = "none" if value is None else toml_value(value)
-    return shorten(text, MAX_VALUE)
+    if value is None:  # TOML has no word for it
+        return "none"
+    return shorten(toml_value(value), MAX_VALUE)
 
 
 def _painted(text: str, code: str, colour: bool) -> str:
-    return f"\033[{code}m{text}\033[0m" if colour else text
+    if not colour:
+        return text
+    return f"\033[{code}m{text}\033[0m"
 
 
 def wants_colour() -> bool:

@@ -41,11 +41,9 @@ class TextPrinter:
 
 def describe_speed(result: GenerationResult) -> str:
     """A line: how many tokens in which time, and tokens per second."""
-    rate = (
-        f"{result.num_tokens / result.generated_s:,.1f} tokens/s"
-        if result.generated_s
-        else "at once"
-    )
+    rate = "at once"
+    if result.generated_s:
+        rate = f"{result.num_tokens / result.generated_s:,.1f} tokens/s"
     tokens, seconds = plural(result.num_tokens, "token"), format_seconds(result.generated_s)
     return f"speed   {tokens} in {seconds}: {rate}, without a key-value cache"
 

@@ -77,11 +77,15 @@ class ProgressLine:
     def _words(
         self, done: float, total: float, skipped: float, elapsed_s: float, words: str
     ) -> str:
-        rate = (done - skipped) / elapsed_s if elapsed_s > 0 else 0.0
-        eta = format_seconds((total - done) / rate) if rate > 0 else "?"
+        rate, eta = 0.0, "?"
+        if elapsed_s > 0:
+            rate = (done - skipped) / elapsed_s
+        if rate > 0:
+            eta = format_seconds((total - done) / rate)
         parts = [f"{done / 1e6:,.0f}/{total / 1e6:,.0f} MB", f"{rate / 1e6:.1f} MB/s"]
-        parts += [f"eta {eta}"] * (done < total) + [words]
-        return "  ".join(part for part in parts if part)
+        if done < total:
+            parts.append(f"eta {eta}")
+        return "  ".join(filter(None, [*parts, words]))
 
     def _draw(self, done: float, total: float, words: str) -> None:
         if self._bar is None:

@@ -61,9 +61,9 @@ def describe_refused(rows: Sequence[Row]) -> list[str]:
         dtypes.setdefault((row.refused, row.layout), []).append(row.dtype)
     names: dict[str, list[str]] = {}
     for (reason, layout), refused_dtypes in dtypes.items():
-        is_for_all = refused_dtypes == [""] or set(refused_dtypes) == set(DTYPES)
-        suffix = "" if is_for_all else f" ({', '.join(refused_dtypes)})"
-        names.setdefault(reason, []).append(f"{layout}{suffix}")
+        if refused_dtypes != [""] and set(refused_dtypes) != set(DTYPES):
+            layout = f"{layout} ({', '.join(refused_dtypes)})"
+        names.setdefault(reason, []).append(layout)
     return [f"refused {', '.join(layouts)}: {reason}" for reason, layouts in names.items()]
 
 
@@ -84,9 +84,10 @@ def describe_row(row: Row) -> list[str]:
     if row.first:
         lines += [f"        first   {row.first}", f"        perhaps {row.first.cause}"]
     if row.flips:
-        num_more = len(row.flips) - 1
-        more = f"; and {num_more} more" if num_more else ""
-        lines.append(f"        flip    {row.flips[0]}{more}")
+        flip = f"        flip    {row.flips[0]}"
+        if len(row.flips) > 1:
+            flip += f"; and {len(row.flips) - 1} more"
+        lines.append(flip)
         lines.append(
             "        note    routing flips are near-ties: judged beside one process that routes as"
             " the layout does"
@@ -99,4 +100,6 @@ def _verdict_of(row: Row) -> str:
         return "DIFFERS"
     if row.compress != "none":
         return "lossy  "
-    return "flipped" if row.flips else "equal  "
+    if row.flips:
+        return "flipped"
+    return "equal  "
