@@ -22,10 +22,13 @@ def find_needed_features(
     grads = torch.autograd.grad(
         sum_mixed(flow.inputs[row][..., feature]), outputs, allow_unused=True, retain_graph=True
     )
-    return [
-        [] if grad is None else torch.nonzero(grad.flatten(0, -2).abs().sum(0)).flatten().tolist()
-        for grad in grads
-    ]
+    needs: list[list[int]] = []
+    for grad in grads:
+        if grad is None:
+            needs.append([])
+        else:
+            needs.append(torch.nonzero(grad.flatten(0, -2).abs().sum(0)).flatten().tolist())
+    return needs
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,13 @@ def find_cutting(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None
     """
     width = flow.inputs[row].shape[-1]
     widths = [flow.outputs[name].shape[-1] for name in columns]
-    samples = sorted(
-        {*range(min(3, width)), width - 1, *(width * i // NUM_SAMPLES for i in range(NUM_SAMPLES))}
-    )
-    needs_of_feature = {
-        feature: find_needed_features(flow, row, columns, feature) for feature in samples
-    }
-    needs_of_feature = {feature: needs for feature, needs in needs_of_feature.items() if all(needs)}
+    samples = {*range(min(3, width)), width - 1}
+    samples |= {width * index // NUM_SAMPLES for index in range(NUM_SAMPLES)}
+    needs_of_feature = {}
+    for feature in sorted(samples):
+        needs = find_needed_features(flow, row, columns, feature)
+        if all(needs):
+            needs_of_feature[feature] = needs
     if len(needs_of_feature) < 2:
         return None
     return (
@@ -96,7 +99,9 @@ class _Part:
     def find_unit(self, head_width: int) -> int:
         """The features of one head: a run, or those of a head of the row if single ones are
         needed."""
-        return self.run if self.run > 1 else head_width
+        if self.run > 1:
+            return self.run
+        return head_width
 
 
 def _by_heads(
@@ -114,9 +119,7 @@ def _by_heads(
     counts = {width: num_heads, num_heads: 0}
     for index, parts in enumerate(columns):
         unit = parts[0].find_unit(head_width)
-        needs = {
-            feature: columns_needed[index] for feature, columns_needed in needs_of_feature.items()
-        }
+        needs = {feature: by_column[index] for feature, by_column in needs_of_feature.items()}
         for part in parts:
             has_unit = part.find_unit(head_width) == unit
             if not has_unit or not _needs_heads(part, unit, num_heads, head_width, needs):
@@ -129,14 +132,16 @@ def _by_heads(
     fewest = min(heads_of_parts)
     divisors = [degree for degree in range(2, num_heads + 1) if num_heads % degree == 0]
     legal = [degree for degree in divisors if fewest % degree == 0 or degree % fewest == 0]
-    grouped = f", {fewest} of keys and values" if fewest < num_heads else ""
+    why = f"head by head: {num_heads} heads"
+    if fewest < num_heads:
+        why += f", {fewest} of keys and values"
     return Cutting(
         tuple(texts),
         f"row heads={num_heads}",
         num_heads,
         counts,
         tuple({legal[0], legal[-1]}),
-        f"head by head: {num_heads} heads{grouped}",
+        why,
     )
 
 
@@ -147,9 +152,10 @@ def _split_columns(needs: Sequence[Sequence[int]], widths: Sequence[int]) -> lis
     for features, size in zip(needs, widths, strict=True):
         runs = _runs(features)
         ends = [start for start, _ in runs[1:]] + [size]
-        columns.append(
-            [_Part(start, end - start, run) for (start, run), end in zip(runs, ends, strict=True)]
-        )
+        parts = []
+        for (start, run), end in zip(runs, ends, strict=True):
+            parts.append(_Part(start, end - start, run))
+        columns.append(parts)
     return columns
 
 
@@ -182,7 +188,9 @@ def _needs_heads(
 
 
 def _heads_text(count: int, queries: int) -> str:
-    return str(count) if count == queries else f"{count}/{queries}"
+    if count == queries:
+        return str(count)
+    return f"{count}/{queries}"
 
 
 def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
@@ -199,10 +207,9 @@ def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
     if groups < 2 or width % groups or any(size % groups for size in widths):
         return None
     for index, size in enumerate(widths):
-        if any(
-            group_of.get((index, feature)) != feature * groups // size for feature in range(size)
-        ):
-            return None
+        for feature in range(size):
+            if group_of.get((index, feature)) != feature * groups // size:
+                return None
     degrees = [degree for degree in range(2, groups + 1) if groups % degree == 0]
     counts = {groups: 0, width: groups, **dict.fromkeys(widths, groups)}
     why = (

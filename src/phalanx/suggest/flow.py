@@ -109,7 +109,8 @@ def _register_hooks(
 
 def sum_mixed(tensor: torch.Tensor) -> torch.Tensor:
     """A sum of `tensor` with another weight for each element, so that nothing cancels."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     generator = torch.Generator().manual_seed(3)
     weights = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
     return (tensor * weights.to(tensor.dtype)).sum()

@@ -45,9 +45,8 @@ def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = Fals
                     raise
                 continue
             except Exception as error:
-                failure = (
-                    failure if number else summarize_error(error)
-                )  # of the batch that was given
+                if number == 0:  # of the batch that was given, not of one that was made up to fit
+                    failure = summarize_error(error)
                 continue
             suggestion = propose_rules(module, first_rows)
             if number == 0:

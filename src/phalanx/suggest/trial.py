@@ -21,8 +21,8 @@ from phalanx.plan.rules import parse_rules
 from phalanx.suggest.cutting import Cutting
 from phalanx.suggest.visit import Visit
 
-TOLERANCE = 1e-6
-MOST_COUNTS = 7
+TOLERANCE = 1e-6  # relative: float32, where the module has no float64, keeps about seven digits
+MOST_COUNTS = 7  # each set of them is tried: 128 at most
 
 
 class _Alone(TensorGroup):
@@ -63,12 +63,14 @@ def try_cutting(home: nn.Module, names: Sequence[str], cutting: Cutting, visit: 
                 refused
                 or f"its forward fails with a part of them: {str(error).splitlines()[0][:120]}"
             )
+    # The first refusal is told: that of the module as it is, with no count divided.
     return Trial(refused=refused)
 
 
 def _choices(home: nn.Module, cutting: Cutting) -> Iterator[tuple[str, ...]]:
     """Sets of counts to divide, the smallest first."""
     integers = [(path, value) for path, value in _integers(home) if value in cutting.counts]
+    # Those that are called after heads are tried first.
     integers.sort(key=lambda item: "head" not in item[0])
     words = []
     for path, value in integers[:MOST_COUNTS]:
@@ -85,18 +87,13 @@ def _integers(home: nn.Module) -> Iterator[tuple[str, int]]:
         if hasattr(part, "weight"):
             continue
         owners: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), vars(part))]
-        owners += [
-            ((name,), vars(value))
-            for name, value in vars(part).items()
-            if _are_settings(name, value)
-        ]
+        for name, value in vars(part).items():
+            if _are_settings(name, value):
+                owners.append(((name,), vars(value)))
         for steps, owner in owners:
             for name, value in owner.items():
-                if (
-                    isinstance(value, int)
-                    and not isinstance(value, bool)
-                    and not name.startswith("_")
-                ):
+                is_integer = isinstance(value, int) and not isinstance(value, bool)
+                if is_integer and not name.startswith("_"):
                     yield ".".join(filter(None, (full_name(prefix), *steps, name))), value
 
 
@@ -121,7 +118,10 @@ def _adds_up(
     bias: Any = 0.0
     for rank in range(tp):
         part = copy.deepcopy(home)
-        rules = {**texts, "": "replicate" + (f" divide={','.join(counts)}" if counts else "")}
+        home_rule = "replicate"
+        if counts:
+            home_rule += f" divide={','.join(counts)}"
+        rules = {**texts, "": home_rule}
         group = _Alone(name="", rank=rank, size=tp, phases=Phases())
         tensor_parallel.shard_module(part, group, parse_rules(rules))
         outputs: list[torch.Tensor] = []
@@ -133,6 +133,7 @@ def _adds_up(
         total = outputs[0] if total is None else total + outputs[0]
     assert total is not None
     assert visit.row_output is not None
+    # Each rank's row has added the whole bias.
     if isinstance(bias, torch.Tensor):
         total = total - (tp - 1) * bias
     if total.shape != visit.row_output.shape:
