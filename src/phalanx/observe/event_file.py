@@ -82,6 +82,7 @@ class EventFile:
         if num_bytes == 0:
             return
         try:
+            # In append mode a write leaves the position at the end of the file.
             os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_CUR) - num_bytes)
         except OSError:
             self._is_torn = True

@@ -194,6 +194,7 @@ class MeasuredPipeline:
     def _suggest_interleaving(self) -> list[str]:
         """Two stages on each rank instead of one, if blocks can be cut so."""
         bubble = bubble_with_half_stages(self.pipeline, self._even_costs)
+        # Less than a tenth shorter is not worth another schedule.
         if bubble is None or bubble > 0.9 * self.event.bubble_predicted:
             return []
         share = formats.percent(bubble, 1.0)

@@ -47,7 +47,7 @@ def render_dataset_page(dataset: Dataset, stats: DatasetStats) -> str:
         Html(f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY}">'),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("title", f"{name}, a dataset · phalanx"),
-        tag("link", rel="icon", href="data:,"),
+        tag("link", rel="icon", href="data:,"),  # else a browser asks for /favicon.ico
         tag("style", style),
     )
     main = tag("main", _lengths(stats), _tokens(stats), _origin(dataset), id="main")
@@ -244,6 +244,7 @@ def draw_histogram(
     num_slots = max(len(values), _LEAST_COLUMNS)
     first = (num_slots - len(values)) / 2
     labels = [_short(low) for low, _ in ranges]
+    # Every label, or each second, third, ...: as many as have room (rounded up).
     label_period = -(-len(values) * (max(map(len, labels)) + 2) // _LABEL_LETTERS)
     for number, ((low, high), value) in enumerate(zip(ranges, values, strict=True)):
         left_edge = (first + number + _GAP / 2) / num_slots

@@ -52,6 +52,8 @@ class EventLog:
         self.num_events += 1
         if envelope.rank in (SUPERVISOR, self.lead_rank):
             self.times.take(envelope)
+        # The first stays, the newest takes the place of the one before: two for each stream,
+        # however long a run is.
         self.by_stream.setdefault((envelope.attempt, envelope.rank), [envelope])[1:] = [envelope]
         if isinstance(event, StepFinished):
             groups_s = _sum_by_group(event)

@@ -149,6 +149,7 @@ def draw_key(css_class: str, name: str, shape: str) -> Html:
 
 
 def draw_path(d: str, css_class: str) -> Html:
+    # The plot is stretched with the page; its strokes keep their width.
     return tag("path", d=d, class_=css_class, vector_effect="non-scaling-stroke")
 
 

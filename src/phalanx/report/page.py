@@ -19,6 +19,8 @@ from phalanx.report.sections.plan import render_plan
 from phalanx.report.sections.story import render_files, render_job, render_story, render_text
 from phalanx.report.sections.timing import render_time
 
+# The page shows text of strangers (errors, samples, names of files): should any of it pass as
+# markup after all, it can load nothing and reach nobody.
 CONTENT_SECURITY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 )
@@ -63,7 +65,7 @@ def render_page(facts: RunFacts) -> str:
         Html(f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY}">'),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("title", f"{facts.name}, {facts.status} · phalanx"),
-        tag("link", rel="icon", href="data:,"),
+        tag("link", rel="icon", href="data:,"),  # else a browser asks for /favicon.ico
         tag("style", style),
     )
     body = tag(

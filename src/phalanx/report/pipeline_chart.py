@@ -184,7 +184,7 @@ def _columns(boxes: list[_Box]) -> dict[str, str]:
             low, high = _HEIGHT * (1 - floor[index]), _HEIGHT * (1 - min(1.0, floor[index] + share))
             left_edge = index * _WIDTH // MAX_COLUMNS
             right_edge = (index + 1) * _WIDTH // MAX_COLUMNS
-            if low - high > 0.5:
+            if low - high > 0.5:  # of the 100 that a lane is high: less is not a pixel
                 paths[css_class] += f"M{left_edge} {low:.0f}V{high:.0f}H{right_edge}V{low:.0f}Z"
             floor[index] += share
     return paths

@@ -205,15 +205,13 @@ class Places:
         if self.cp == 1:
             return torch.arange(length)
         # Zigzag: each rank has an early and a late part, so that causal attention costs all alike.
-        parts = torch.arange(length).chunk(2 * self.cp if self.zigzag else self.cp)
-        return (
-            torch.cat((parts[self.rank], parts[-1 - self.rank]))
-            if self.zigzag
-            else parts[self.rank]
-        )
+        if self.zigzag:
+            parts = torch.arange(length).chunk(2 * self.cp)
+            return torch.cat((parts[self.rank], parts[-1 - self.rank]))
+        return torch.arange(length).chunk(self.cp)[self.rank]
 
 
-_ABSENT = 2**31
+_ABSENT = 2**31  # above any expert's number, so that the minimum over ranks is one that chose
 
 
 def write_routes(directory: Path, choices: Choices) -> None:
