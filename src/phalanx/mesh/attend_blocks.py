@@ -218,10 +218,12 @@ def _attend_backward(
                 False,
             )
             grad_q[:, :, rows] = block_grad_q
-            for into, each in zip(sums, block_grad_kv, strict=True):
-                into[:, :, columns] += each.unflatten(1, (heads, -1)).sum(2, dtype=lse.dtype)
+            for total, block_grad in zip(sums, block_grad_kv, strict=True):
+                # Summed over the query heads of a group.
+                by_head = block_grad.unflatten(1, (heads, -1))
+                total[:, :, columns] += by_head.sum(2, dtype=lse.dtype)
             del part
-    grad_k, grad_v = (each.to(k.dtype, copy=True) for each in sums)
+    grad_k, grad_v = (total.to(k.dtype, copy=True) for total in sums)
     return grad_q, grad_k, grad_v
 
 

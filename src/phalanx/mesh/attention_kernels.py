@@ -71,10 +71,11 @@ class Plain:
 
     def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
         weights = (_scores(q, k, mask, is_causal) - lse.unsqueeze(-1)).exp()
-        of_rows = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
-        of_scores = weights * ((grad @ v.mT).to(weights.dtype) - of_rows) * q.shape[-1] ** -0.5
-        of_scores = of_scores.to(q.dtype)
-        return of_scores @ k, of_scores.mT @ q, weights.to(grad.dtype).mT @ grad
+        # `out` is that over all blocks, and so these are sums over whole rows of the softmax.
+        row_sums = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
+        grad_scores = weights * ((grad @ v.mT).to(weights.dtype) - row_sums) * q.shape[-1] ** -0.5
+        grad_scores = grad_scores.to(q.dtype)
+        return grad_scores @ k, grad_scores.mT @ q, weights.to(grad.dtype).mT @ grad
 
 
 def _scores(

@@ -46,7 +46,7 @@ def keep_mask(
     """
     assert sizes, "there are no rows"
     offsets = tuple(offsets or (0,) * len(sizes))
-    inner, inside = tuple(sizes[1:]), tuple((global_sizes or sizes)[1:])
+    row_sizes, full_row_sizes = tuple(sizes[1:]), tuple((global_sizes or sizes)[1:])
     mask = torch.empty(tuple(sizes), dtype=torch.bool, device=device)
     if not mask.numel():
         return mask
@@ -55,7 +55,7 @@ def keep_mask(
         return mask.zero_()
     rows = torch.arange(1 + offsets[0], 1 + offsets[0] + sizes[0], dtype=torch.int64, device=device)
     rows = _mix(rows.mul_(_GOLDEN).add_(_signed(key)))
-    runs = _runs(inner, tuple(offsets[1:]), inside, torch.device(device))
+    runs = _runs(row_sizes, tuple(offsets[1:]), full_row_sizes, torch.device(device))
     lines = mask.view(sizes[0], runs.count, runs.length)
     for odd, (numbers, offsets_of_pairs) in enumerate(runs.by_parity):
         if offsets_of_pairs is None:
@@ -92,8 +92,9 @@ def _runs(
     full_sizes: tuple[int, ...],
     device: torch.device,
 ) -> _Runs:
-    cut = max((d for d in range(len(sizes)) if sizes[d] != full_sizes[d]), default=0)
-    strides = [math.prod(full_sizes[d + 1 :]) for d in range(len(sizes))]
+    # Behind the last dimension that is cut, elements follow one another.
+    cut = max((dim for dim in range(len(sizes)) if sizes[dim] != full_sizes[dim]), default=0)
+    strides = [math.prod(full_sizes[dim + 1 :]) for dim in range(len(sizes))]
     start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     starts = torch.full((1,), start, dtype=torch.int64)
     for size, stride in zip(sizes[:cut], strides, strict=False):
