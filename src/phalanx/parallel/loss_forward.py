@@ -33,7 +33,9 @@ def gather_logits(outputs: Any) -> Any:
     """Logits of the whole vocabulary, where tensor parallelism has cut it or the objective was
     to make them."""
     gather_logits = getattr(outputs, "gather_logits", None)
-    return outputs if gather_logits is None else gather_logits()
+    if gather_logits is None:
+        return outputs
+    return gather_logits()
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ class LossForward:
 
     def split_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of `batch`, where sequences are cut; all of it elsewhere."""
-        return batch if self._split is None else self._split.split_batch(batch)
+        if self._split is None:
+            return batch
+        return self._split.split_batch(batch)
 
     @contextmanager
     def sharing_copies(self) -> Iterator[None]:

@@ -85,7 +85,9 @@ class LossNormalizer:
     def normalize(self, loss: torch.Tensor) -> torch.Tensor:
         """The share of the loss that gradients are taken of."""
         loss = loss / self.constant
-        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+        if self.loss_scale is None:
+            return loss
+        return loss * self.loss_scale.scale
 
     def undo(self, num_targets: float, num_ranks: int) -> float:
         """The factor that makes gradients, a mean over `num_ranks`, those of the loss per

@@ -105,7 +105,9 @@ class ParallelModel:
     def unused_parameters(self) -> frozenset[str]:
         """Names of those that had no part in a loss of this rank so far, where
         parallel.unused_parameters allows it."""
-        return frozenset() if self._watch is None else frozenset(self._watch.unused)
+        if self._watch is None:
+            return frozenset()
+        return frozenset(self._watch.unused)
 
     @property
     def plain_bytes(self) -> int:

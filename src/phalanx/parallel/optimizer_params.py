@@ -56,11 +56,10 @@ class OptimizerShard:
                     gradient_shard.shape, dtype=gradient_shard.dtype, pin_memory=True
                 )
             gradient_shard = host.copy_(gradient_shard, non_blocking=True)
-        self.updated.grad = (
-            dtensor_like(self.updated, gradient_shard)
-            if isinstance(self.updated, DTensor)
-            else gradient_shard
-        )
+        if isinstance(self.updated, DTensor):
+            self.updated.grad = dtensor_like(self.updated, gradient_shard)
+        else:
+            self.updated.grad = gradient_shard
         return host
 
     def copy_to_model(self) -> None:
@@ -98,7 +97,9 @@ class OptimizerParams:
     def find_optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter that an optimizer updates for a parameter of the module."""
         shard = self.shards.get(parameter)
-        return parameter if shard is None else shard.updated
+        if shard is None:
+            return parameter
+        return shard.updated
 
     def iterate_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return (

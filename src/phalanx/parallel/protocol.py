@@ -59,7 +59,9 @@ class Root(nn.Module):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], then: Callable[[Any], Any] | None
     ) -> Any:
         outputs = self.module(*args, **kwargs)
-        return outputs if then is None else then(outputs)
+        if then is None:
+            return outputs
+        return then(outputs)
 
 
 @dataclass(kw_only=True)
@@ -111,6 +113,14 @@ class ParallelContext:
             layout.tp,
             self.copies,
         )
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """Axes of the mesh for data parallelism that shards: with copies of shards, their axis
+        comes first."""
+        if self.plan.layout.dp_replicate > 1:
+            return "dp_replicate", "dp_shard"
+        return ("dp_shard",)
 
     @property
     def compute_dtype(self) -> torch.dtype:

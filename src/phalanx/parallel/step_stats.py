@@ -52,7 +52,9 @@ class StepStats:
             return "no_targets"
         if self.finite:
             return None
-        return "overflow" if self.scale_adapts else "nonfinite_gradients"
+        if self.scale_adapts:
+            return "overflow"
+        return "nonfinite_gradients"
 
     @property
     def should_apply(self) -> bool:

@@ -47,7 +47,9 @@ def _num_classes(outputs: Any) -> int:
         return sum(vocabulary.sizes)
     if head is not None:
         return int(head.shape[0])
-    return outputs.shape[-1] if isinstance(outputs, torch.Tensor) and outputs.ndim >= 2 else 0
+    if isinstance(outputs, torch.Tensor) and outputs.ndim >= 2:
+        return outputs.shape[-1]
+    return 0
 
 
 def require_looked_up(batch: Batch, error: Exception) -> None:

@@ -82,11 +82,9 @@ class Products:
     def _keys(self, block: KeyValueBlock, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
         groups = self.q.shape[1] // block.kv.shape[2]
         k, v = block.kv[:, :, :, block.columns]
-        return (
-            (k, v)
-            if groups == 1 or kernel.takes_groups
-            else (repeat_heads(k, groups), repeat_heads(v, groups))
-        )
+        if groups == 1 or kernel.takes_groups:
+            return (k, v)
+        return (repeat_heads(k, groups), repeat_heads(v, groups))
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,9 @@ class Chunks:
 
     @property
     def per_rank(self) -> int:
-        return 2 if self.balance == "zigzag" else 1
+        if self.balance == "zigzag":
+            return 2
+        return 1
 
     @property
     def count(self) -> int:
@@ -56,12 +58,16 @@ class Chunks:
 
     def list_chunks(self, rank: int) -> tuple[int, ...]:
         """The numbers of a rank's chunks, ascending."""
-        return (rank, 2 * self.size - 1 - rank) if self.balance == "zigzag" else (rank,)
+        if self.balance == "zigzag":
+            return (rank, 2 * self.size - 1 - rank)
+        return (rank,)
 
     @property
     def last_rank(self) -> int:
         """The rank that has the last token, as its last one."""
-        return 0 if self.balance == "zigzag" else self.size - 1
+        if self.balance == "zigzag":
+            return 0
+        return self.size - 1
 
     def places(
         self, rank: int, num_tokens: int, device: torch.device | None = None

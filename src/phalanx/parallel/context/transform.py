@@ -115,9 +115,10 @@ class ContextMask:
             raise LayoutError(
                 f"document_ids are of {document_ids_BT.shape[1]} tokens, and sequences have {total}"
             )
-        full_mask = (
-            self.make(total, window, document_ids_BT, dtype, device) if self.covers_all else None
-        )
+        if self.covers_all:
+            full_mask = self.make(total, window, document_ids_BT, dtype, device)
+        else:
+            full_mask = None
         if full_mask is not None or not is_masked(total, window, document_ids_BT):
             return full_mask
         if self.covers_all or num_tokens > QUERY_BLOCK:

@@ -62,7 +62,6 @@ def _shard_units(context: ParallelContext, staged: Staged | None) -> list[list[n
     """Hand each unit to FSDP: experts, runs of blocks, and the root with all else; the runs of
     blocks."""
     layout, options = context.plan.layout.reduced, context.plan.parallel
-    axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
     experts = context.axes.find(SeparateExperts)
     unsharded = find_whole_parameters(context.root.module, options.keep_whole_below)
     if experts is not None:
@@ -77,7 +76,7 @@ def _shard_units(context: ParallelContext, staged: Staged | None) -> list[list[n
     # it stays whole.
     free = context.plan.parallel.zero_stage == 3 and staged is None
     shared: dict[str, Any] = {
-        "mesh": context.mesh.submesh(*axes),
+        "mesh": context.mesh.submesh(*context.shard_axes),
         "ignored_params": unsharded,
         "shard_placement_fn": _evenly(layout.dp_shard),
     }

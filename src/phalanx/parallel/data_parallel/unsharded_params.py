@@ -42,9 +42,7 @@ class UnshardedParams:
         ]
         if not unsharded:
             return
-        axes = (
-            ("dp_replicate", "dp_shard") if context.plan.layout.dp_replicate > 1 else ("dp_shard",)
-        )
+        axes = context.shard_axes
         mesh = context.mesh.submesh(*axes)
         for parameter in unsharded:
             # An optimizer's fused kernel takes DTensors or plain tensors, not both.

@@ -33,9 +33,7 @@ class Zero1:
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()
-        axes = (
-            ("dp_replicate", "dp_shard") if context.plan.layout.dp_replicate > 1 else ("dp_shard",)
-        )
+        axes = context.shard_axes
         mesh, group = context.mesh.submesh(*axes), context.mesh.submesh("dp_shard").get_group()
         cut = []
         for parameter in context.root.module.parameters():

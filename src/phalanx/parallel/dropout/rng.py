@@ -139,7 +139,9 @@ def has_fixed_rows(shape: Sequence[int], rows_dim: int, num_rows: int) -> bool:
     """True if a tensor has a fixed number of rows for each of the microbatch's."""
     if len(shape) <= rows_dim:
         return False
-    return shape[rows_dim] % num_rows == 0 if num_rows else shape[rows_dim] == 0
+    if num_rows:
+        return shape[rows_dim] % num_rows == 0
+    return shape[rows_dim] == 0
 
 
 class _RecordedRng:

@@ -120,7 +120,9 @@ class _Alpha(_Counted):
         noise = mask.to(input.dtype)
         shift = (noise - 1.0).mul_(SELU_ALPHA * scale).add_(SELU_ALPHA * scale * self.p)
         noise = noise.mul_(scale)
-        return input.mul_(noise).add_(shift) if self.inplace else input * noise + shift
+        if self.inplace:
+            return input.mul_(noise).add_(shift)
+        return input * noise + shift
 
 
 class CountedDropout(_Counted, nn.Dropout):

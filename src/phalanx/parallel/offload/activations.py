@@ -61,7 +61,9 @@ class CopyStream:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        if self.stream is None:
+            return nullcontext()
+        return torch.cuda.stream(self.stream)
 
     def wait_for_computation(self) -> None:
         """Let later copies see what was computed so far."""
@@ -73,7 +75,9 @@ class CopyStream:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def mark(self) -> torch.cuda.Event | None:
-        return None if self.stream is None else self.stream.record_event()
+        if self.stream is None:
+            return None
+        return self.stream.record_event()
 
 
 @dataclass(eq=False)

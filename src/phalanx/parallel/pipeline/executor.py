@@ -221,11 +221,9 @@ class PipelineExecutor:
         self.context.hooks.run_after_backward()
         if saved.stage_input is None:
             return None
-        return (
-            torch.zeros_like(saved.stage_input)
-            if saved.stage_input.grad is None
-            else saved.stage_input.grad
-        )
+        if saved.stage_input.grad is None:
+            return torch.zeros_like(saved.stage_input)
+        return saved.stage_input.grad
 
     def _backward(self, saved: SavedForward, gradient: torch.Tensor | None) -> None:
         # The output of a first stage whose parameters are all frozen has no graph.

@@ -51,7 +51,9 @@ class StageGroup:
         return self.device.type != "cpu"
 
     def group_between(self, source: int, target: int) -> dist.ProcessGroup:
-        return self.down if target > source else self.up
+        if target > source:
+            return self.down
+        return self.up
 
     def send(self, tensor: torch.Tensor, target: int) -> Any:
         return dist.isend(tensor, self.numbers[target], group=self.group_between(self.rank, target))

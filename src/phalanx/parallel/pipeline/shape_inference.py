@@ -202,7 +202,9 @@ def _broadcast_spec(
             data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         dist.broadcast(data, source, group=stage_group.down)
         raise refusal or _rebuild_error(json.loads(data.cpu().numpy().tobytes()))
-    return TensorSpec(tuple(shape[:num_dims]), _TYPES[kind - 1]) if kind else None
+    if kind:
+        return TensorSpec(tuple(shape[:num_dims]), _TYPES[kind - 1])
+    return None
 
 
 def _rebuild_error(body: dict[str, Any]) -> PhalanxError:

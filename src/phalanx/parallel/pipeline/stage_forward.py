@@ -189,9 +189,10 @@ class StageForward:
 
     def _require_next(self, window: Window, index: int) -> None:
         if index != window.num_called:
-            expected = (
-                f"block {window.num_called}" if window.num_called < self.num_blocks else "no other"
-            )
+            if window.num_called < self.num_blocks:
+                expected = f"block {window.num_called}"
+            else:
+                expected = "no other"
             raise LayoutError(
                 f"block {index} is called where {expected} is due, and stages compute each block"
                 " once, in order",
@@ -341,7 +342,9 @@ def _derive_intercepting_type(original: type[nn.Module]) -> type[nn.Module]:
 
     def find(self: nn.Module, name: str) -> Any:
         submodule = self.__dict__.get(_RELEASED, {}).get(name)
-        return original.__getattr__(self, name) if submodule is None else submodule
+        if submodule is None:
+            return original.__getattr__(self, name)
+        return submodule
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, (original,), {"__call__": call, "__getattr__": find, **names})
@@ -416,4 +419,6 @@ class Placeholder(torch.Tensor):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Placeholder):
                     leaf._door.require_placeholder_use(leaf._name, in_block=leaf._in_block)
-        return result.as_subclass(torch.Tensor) if isinstance(result, Placeholder) else result
+        if isinstance(result, Placeholder):
+            return result.as_subclass(torch.Tensor)
+        return result

@@ -99,7 +99,9 @@ def _run_stage(
         output = forward(args, kwargs, then)
     except StageBoundary as end:
         # FSDP registers no hook on a view.
-        return end.hidden if end.hidden._base is None else end.hidden.clone()
+        if end.hidden._base is None:
+            return end.hidden
+        return end.hidden.clone()
     stage_forward.require_all_calls()
     return output
 
@@ -120,11 +122,10 @@ def _open_stage_group(context: ParallelContext) -> StageGroup:
 def _require_blocks(module: nn.Module, blocks: Sequence[nn.Module], pipeline: Pipeline) -> None:
     num_planned = sum(pipeline.stages.num_blocks)
     if len(blocks) < 2 or len(blocks) != num_planned:
-        why = (
-            "shows no repeated blocks"
-            if len(blocks) < 2
-            else f"has {len(blocks)} blocks, {num_planned} were planned"
-        )
+        if len(blocks) < 2:
+            why = "shows no repeated blocks"
+        else:
+            why = f"has {len(blocks)} blocks, {num_planned} were planned"
         raise LayoutError(
             f"{type(module).__name__} cannot be cut into {pipeline.num_stages} stages: it {why}",
             fix=(

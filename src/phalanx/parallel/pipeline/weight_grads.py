@@ -125,11 +125,10 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (x, counts), weight = ctx.saved_tensors, ctx.weight
         grad = grad.contiguous()
-        grad_x = (
-            rows_times(grad, weight.detach().to(grad.dtype), counts)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        if ctx.needs_input_grad[0]:
+            grad_x = rows_times(grad, weight.detach().to(grad.dtype), counts)
+        else:
+            grad_x = None
         if _DEFERRED:
             defer(lambda: _accumulate(weight, rows_by_rows(grad, x, counts)))
             return grad_x, None, None

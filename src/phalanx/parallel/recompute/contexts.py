@@ -49,7 +49,9 @@ def _own_contexts(block: nn.Module, mode: str) -> Contexts | None:
     }
     name = type(block).__name__
     if not norms and not other_buffers:
-        return selective_contexts if mode == "selective" else None
+        if mode == "selective":
+            return selective_contexts
+        return None
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         tape = Tape()
@@ -77,7 +79,9 @@ def _policy(context: object, op: Any, *args: object, **kwargs: object) -> Checkp
     is_product = namespace == "aten" and (name in MATMULS or name.startswith(ATTENTION))
     is_product |= namespace == "phalanx" and name == MASKED_ATTENTION
     is_dear = is_product or (namespace == COLLECTIVES and name != "wait_tensor")
-    return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
+    if is_dear:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _ContextPair:

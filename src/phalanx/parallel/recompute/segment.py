@@ -204,11 +204,10 @@ def _replay_call(
     leaves = []
     for leaf in call.inputs:
         if isinstance(leaf, _OutputOfPrevious | _KeptInput):
-            tensor = (
-                before[leaf.index]
-                if isinstance(leaf, _OutputOfPrevious)
-                else saved[leaf.index].detach()
-            )
+            if isinstance(leaf, _OutputOfPrevious):
+                tensor = before[leaf.index]
+            else:
+                tensor = saved[leaf.index].detach()
             leaf = tensor.requires_grad_(leaf.requires_grad)
         leaves.append(leaf)
     args, kwargs = tree_unflatten(leaves, call.structure)

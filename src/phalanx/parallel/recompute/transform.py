@@ -53,7 +53,10 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
         if stage_start == end:
             continue
         first = numbers.index(stage_start)
-        rank_segments = list_segments("sqrt", end - stage_start) if mode == "sqrt" else ()
+        if mode == "sqrt":
+            rank_segments = list_segments("sqrt", end - stage_start)
+        else:
+            rank_segments = ()
         for segment in planned if mode != "sqrt" else ():
             start, stop = max(segment.start, stage_start), min(segment.stop, end)
             if start < stop:

@@ -48,17 +48,20 @@ def _row_forward(part: nn.Module, name: str, group: TensorGroup, x: torch.Tensor
             f"{name} gets {x.shape[-1]} features, and {weight.shape[1]} are this rank's",
             fix="a row follows columns that are cut alike",
         )
-    out = (
-        row_in_chunks(x, weight, group)
-        if group.chunks > 1
-        else group.leave(_product(part, x, weight))
-    )
-    return out if part.bias is None else out + part.bias.to(out.dtype)
+    if group.chunks > 1:
+        out = row_in_chunks(x, weight, group)
+    else:
+        out = group.leave(_product(part, x, weight))
+    if part.bias is None:
+        return out
+    return out + part.bias.to(out.dtype)
 
 
 def _product(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply by a weight; in a pipeline that splits backwards its gradient can wait."""
-    return linear(x, weight) if getattr(part, SPLITS, False) else F.linear(x, weight)
+    if getattr(part, SPLITS, False):
+        return linear(x, weight)
+    return F.linear(x, weight)
 
 
 def skip_sum(part: nn.Module, name: str, size: int) -> None:
@@ -95,9 +98,10 @@ def make_embedding(part: nn.Embedding, name: str, vocabulary: Vocabulary) -> Non
     padding = part.padding_idx
     local_padding = None if padding is None else padding - vocabulary.start
     size = vocabulary.sizes[vocabulary.group.rank]
-    part.padding_idx = (
-        local_padding if local_padding is not None and 0 <= local_padding < size else None
-    )
+    if local_padding is not None and 0 <= local_padding < size:
+        part.padding_idx = local_padding
+    else:
+        part.padding_idx = None
     part.num_embeddings = size
     part.forward = functools.partial(_embedding_forward, part, vocabulary)  # type: ignore[method-assign]
 

@@ -118,7 +118,9 @@ def _cuts_sequence(module: nn.Module, plan: Plan) -> bool:
                 " is_per_token_outside_regions = True"
             ),
         )
-    return can if requested == AUTO else requested
+    if requested == AUTO:
+        return can
+    return requested
 
 
 def shard_module(module: nn.Module, group: TensorGroup, rules: Sequence[Rule]) -> dict[str, Cut]:
