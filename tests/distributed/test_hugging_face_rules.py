@@ -20,7 +20,7 @@ from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.nn.hugging_face.adapter import build
 from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.nn.objective import logits_cross_entropy
-from phalanx.parallel.tensor.transform import _Surgery
+from phalanx.parallel.tensor.sharder import ModuleSharder
 from phalanx.plan.rules import parse_rules
 from ranks import run_ranks
 
@@ -72,11 +72,11 @@ def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | flo
     except Exception as error:  # settings that do not go together
         return f"alone: {error!r}"
     group = TensorGroup(dist.group.WORLD.group_name, rank, 2, Phases())  # type: ignore[union-attr]
-    surgery = _Surgery(module, group, parse_rules(read_shard_rules(module)))
-    surgery.operate()
+    sharder = ModuleSharder(module, group, parse_rules(read_shard_rules(module)))
+    sharder.shard()
     found = objective(module(tokens, positions), {"targets": targets})[0]
     found.backward()
-    for _, parameter in surgery.partial_parameters():
+    for _, parameter in sharder.partial_parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
     worst = abs(found.item() - wanted.item()) / abs(wanted.item())
@@ -86,7 +86,7 @@ def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | flo
         assert (mine is None) == (theirs is None), name
         if mine is None or theirs is None:
             continue
-        boxes = surgery.cuts[name].boxes if name in surgery.cuts else ()
+        boxes = sharder.cuts[name].boxes if name in sharder.cuts else ()
         pairs = [(mine, theirs)] if not boxes else []
         for box in boxes:
             there, here = (
@@ -143,7 +143,9 @@ def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
     module: Any = build(kind)
     tokens = torch.randint(96, (2, 16))
     group = TensorGroup(dist.group.WORLD.group_name, rank, 2, Phases())  # type: ignore[union-attr]
-    _Surgery(module, group, parse_rules(read_shard_rules(module) | {"lm_head": rule})).operate()
+    ModuleSharder(
+        module, group, parse_rules(read_shard_rules(module) | {"lm_head": rule})
+    ).operate()
     try:
         return logits_cross_entropy(64)(module(tokens), {"targets": tokens})[0].item()
     except PhalanxError as error:

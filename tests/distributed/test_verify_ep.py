@@ -19,7 +19,7 @@ from phalanx.nn import routing
 from phalanx.parallel.context import transform as cp
 from phalanx.parallel.expert import router_load
 from phalanx.parallel.expert import transform as ep
-from phalanx.parallel.tensor import transform as tp
+from phalanx.parallel.tensor import sharder as tp
 from phalanx.verify import layout_run
 from phalanx.verify.cases import shrink_job
 from phalanx.verify.products import list_expert_layouts
@@ -152,12 +152,12 @@ def balance_counted_by_each_rank_of_tp() -> None:
 
 def router_not_summed_over_tp() -> None:
     """A rank of tp keeps what its part of the experts' outputs owes to the router."""
-    partial = tp._Surgery.partial_parameters
+    partial = tp.ModuleSharder.partial_parameters
 
     def without(self: Any) -> Any:
         return [(name, p) for name, p in partial(self) if "router" not in name]
 
-    tp._Surgery.partial_parameters = without  # type: ignore[method-assign]
+    tp.ModuleSharder.partial_parameters = without  # type: ignore[method-assign]
 
 
 def loads_of_one_rank() -> None:

@@ -25,7 +25,7 @@ from phalanx.mesh import tensor_group
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.tensor import grad_sync as tp_sync
 from phalanx.parallel.tensor import modules as tp_modules
-from phalanx.parallel.tensor import transform as tp
+from phalanx.parallel.tensor import sharder as tp
 from phalanx.plan.rules import Rule, Span
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import make_cases, make_verified_job
@@ -66,7 +66,7 @@ def rows_of_the_other_rank() -> None:
         rank = self.group.rank if rule.kind != "row" else self.group.size - 1 - self.group.rank
         return rule.spans(size, self.group.size, rank, name=name)
 
-    tp._Surgery._spans = swapped  # type: ignore[assignment, method-assign]
+    tp.ModuleSharder._spans = swapped  # type: ignore[assignment, method-assign]
 
 
 def columns_cut_along_the_inputs() -> None:
@@ -102,7 +102,7 @@ def shared_heads_not_summed() -> None:
 
 def head_cut_apart_from_the_embedding() -> None:
     """Of a tied weight each place gets a part of its own."""
-    cut = tp._Surgery._shard
+    cut = tp.ModuleSharder._shard
 
     def apart(self: Any, *args: Any) -> None:
         replaced = dict(self._replaced)
@@ -110,7 +110,7 @@ def head_cut_apart_from_the_embedding() -> None:
         cut(self, *args)
         self._replaced.update(replaced)
 
-    tp._Surgery._shard = apart  # type: ignore[assignment, method-assign]
+    tp.ModuleSharder._shard = apart  # type: ignore[assignment, method-assign]
 
 
 def entry_without_a_sum() -> None:
@@ -133,7 +133,7 @@ def bias_on_every_rank() -> None:
 
 def replicated_parameters_summed() -> None:
     """What all ranks see alike is added up as if each had seen a part."""
-    tp._Surgery._is_partial = lambda self, owner, name: True  # type: ignore[method-assign]
+    tp.ModuleSharder._is_partial = lambda self, owner, name: True  # type: ignore[method-assign]
 
 
 def masks_by_rank_of_tp() -> None:

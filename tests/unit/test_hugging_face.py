@@ -24,7 +24,7 @@ from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.nn.hugging_face.shard_rules import shard_rules_of
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.loss_forward import gather_logits
-from phalanx.parallel.tensor.transform import shard_module
+from phalanx.parallel.tensor.sharder import shard_module
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.pipeline.p2p import P2PQueue, StageGroup, TensorSpec
-from phalanx.parallel.pipeline.stage_forward import Placeholder, StageBoundary, StageForward
+from phalanx.parallel.pipeline.placeholder import Placeholder
+from phalanx.parallel.pipeline.stage_forward import StageBoundary, StageForward
 from phalanx.parallel.pipeline.transform import Holding
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_linears
 from phalanx.plan.pipeline.cut import Stages

@@ -25,7 +25,7 @@ from phalanx.job.shapes.stored import read_shape
 from phalanx.mesh.linear import find_holders
 from phalanx.mesh.logical import Box, Cut, LogicalShard, compose_cut
 from phalanx.nn.models.decoder import build
-from phalanx.parallel.tensor.transform import _build_cut_boxes
+from phalanx.parallel.tensor.sharder import _build_cut_boxes
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices

@@ -16,7 +16,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.parallel.tensor import transform as tensor_parallel
+from phalanx.parallel.tensor.sharder import shard_module
 from phalanx.plan.rules import parse_rules
 from phalanx.suggest.cutting import Cutting
 from phalanx.suggest.visit import Visit
@@ -123,7 +123,7 @@ def _adds_up(
             home_rule += f" divide={','.join(counts)}"
         rules = {**texts, "": home_rule}
         group = _Alone(name="", rank=rank, size=tp, phases=Phases())
-        tensor_parallel.shard_module(part, group, parse_rules(rules))
+        shard_module(part, group, parse_rules(rules))
         outputs: list[torch.Tensor] = []
         part.get_submodule(row).register_forward_hook(
             lambda part, args, out, outputs=outputs: outputs.append(out)

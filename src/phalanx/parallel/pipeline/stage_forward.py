@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +26,8 @@ from phalanx.mesh.casts import cast_for_each_use
 from phalanx.mesh.logical import local_tensor
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
-# attribute of a block of another stage: the parts that it had, emptied as well
-_RELEASED = "_phalanx_released"
+# A block of another stage has the parts that it had under this attribute, emptied as well.
+RELEASED_PARTS = "_phalanx_released"
 
 
 class StageBoundary(BaseException):
@@ -341,84 +341,10 @@ def _derive_intercepting_type(original: type[nn.Module]) -> type[nn.Module]:
         return self._phalanx_stage_forward(*args, **kwargs)
 
     def find(self: nn.Module, name: str) -> Any:
-        submodule = self.__dict__.get(_RELEASED, {}).get(name)
+        submodule = self.__dict__.get(RELEASED_PARTS, {}).get(name)
         if submodule is None:
             return original.__getattr__(self, name)
         return submodule
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, (original,), {"__call__": call, "__getattr__": find, **names})
-
-
-def release_block(
-    block: nn.Module,
-    name: str,
-    stage_forward: StageForward,
-    device: torch.device,
-    *,
-    shared: Collection[nn.Module] = frozenset(),
-) -> None:
-    """Take all tensors out of a block of another stage.
-
-    What else it says of itself (its kind, say) stays, also of its parts, which it no longer counts
-    among its modules: for whoever looks, there are stand-ins in them. Parts that are `shared` are
-    somebody else's as well.
-    """
-    for prefix, part in block.named_modules():
-        if part in shared:
-            continue
-        for tensors in (part._parameters, part._buffers):
-            block_tensors = [(key, tensor) for key, tensor in tensors.items() if tensor is not None]
-            tensors.clear()
-            for key, tensor in block_tensors:
-                full = ".".join(filter(None, (name, prefix, key)))
-                setattr(
-                    part,
-                    key,
-                    Placeholder.stand_for(
-                        tensor.detach(), full, stage_forward, device, in_block=True
-                    ),
-                )
-    block.__dict__[_RELEASED] = dict(block._modules)
-    block._modules.clear()
-
-
-class Placeholder(torch.Tensor):
-    """A placeholder for a parameter of another stage: its shape and type, NaN, four bytes.
-
-    See `StageForward.require_placeholder_use`.
-    """
-
-    _door: StageForward
-    _name: str
-    _in_block: bool
-
-    @staticmethod
-    def stand_for(
-        tensor: torch.Tensor,
-        name: str,
-        stage_forward: StageForward,
-        device: torch.device,
-        *,
-        in_block: bool = False,
-    ) -> Placeholder:
-        nothing = math.nan if tensor.is_floating_point() else 0
-        value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
-        placeholder: Placeholder = value.as_subclass(Placeholder)
-        placeholder._door, placeholder._name, placeholder._in_block = stage_forward, name, in_block
-        return placeholder
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-                # Shape, type and the like are those of what it stands for.
-                return result
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Placeholder):
-                    leaf._door.require_placeholder_use(leaf._name, in_block=leaf._in_block)
-        if isinstance(result, Placeholder):
-            return result.as_subclass(torch.Tensor)
-        return result

@@ -22,12 +22,8 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.blocks import last_stage_names
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.pipeline.p2p import StageGroup
-from phalanx.parallel.pipeline.stage_forward import (
-    Placeholder,
-    StageBoundary,
-    StageForward,
-    release_block,
-)
+from phalanx.parallel.pipeline.placeholder import Placeholder, release_block
+from phalanx.parallel.pipeline.stage_forward import StageBoundary, StageForward
 from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.pipeline.weight_grads import split_linears
 from phalanx.parallel.protocol import Order, ParallelContext

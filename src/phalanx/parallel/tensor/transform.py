@@ -9,40 +9,28 @@ ordinary tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.linear import (
-    classify_module,
-    first_of_stack,
-    input_dim,
-    is_conv1d,
-    output_dim,
     read_shard_rules,
 )
-from phalanx.mesh.logical import Box, Cut, full_name
-from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
+from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.pipeline.staged import Staged
 from phalanx.parallel.protocol import Order, ParallelContext
-from phalanx.parallel.tensor import modules as tp_modules
-from phalanx.parallel.tensor.dropout import WholeMasks, partial_dropout_error
 from phalanx.parallel.tensor.grad_sync import PartialGradients
-from phalanx.parallel.tensor.overlap import overlap_columns
-from phalanx.parallel.tensor.shape_errors import OpenColumn, misfit
+from phalanx.parallel.tensor.shape_errors import misfit
+from phalanx.parallel.tensor.sharder import ModuleSharder
 from phalanx.plan.choice import AUTO
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import (
     missing_rules_error,
-    require_cuttable,
     require_matches,
-    require_parts,
 )
-from phalanx.plan.rules import CUTS, Rule, Span, find_rule, parse_rules
+from phalanx.plan.rules import CUTS, Rule, parse_rules
 
 
 class TensorParallel:
@@ -64,24 +52,24 @@ class TensorParallel:
         )
         rules = rules_for(module, plan.parallel.rules, context.names)
         staged = context.axes.find(Staged)
-        surgery = _Surgery(
+        sharder = ModuleSharder(
             module,
             group,
             rules,
             absent=frozenset() if staged is None else staged.absent,
             is_stage=staged is not None,
         )
-        surgery.operate()
-        surgery.require_whole_masks(context)
-        context.cuts.update(surgery.cuts)
-        partial = surgery.partial_parameters()
-        partial_gradients = PartialGradients(group, partial, surgery.cuts)
+        sharder.shard()
+        sharder.require_whole_masks(context)
+        context.cuts.update(sharder.cuts)
+        partial = sharder.partial_parameters()
+        partial_gradients = PartialGradients(group, partial, sharder.cuts)
         context.hooks.before_reduce.append(partial_gradients.sum_over_ranks)
         context.axes.add(group)
         # Compiled code counts nothing: no number is better than a part of it.
         if not plan.compile:
             context.traffic.add_sender("tp", group)
-        explain = functools.partial(misfit, columns=surgery.open_columns())
+        explain = functools.partial(misfit, columns=sharder.open_columns())
         context.hooks.explain_error.append(explain)
 
 
@@ -121,320 +109,6 @@ def _cuts_sequence(module: nn.Module, plan: Plan) -> bool:
     if requested == AUTO:
         return can
     return requested
-
-
-def shard_module(module: nn.Module, group: TensorGroup, rules: Sequence[Rule]) -> dict[str, Cut]:
-    """Cut a module in place, for one rank of `group`."""
-    surgery = _Surgery(module, group, rules)
-    surgery.operate()
-    return surgery.cuts
-
-
-@dataclass
-class _Surgery:
-    """The cutting of one module, in place."""
-
-    module: nn.Module
-    group: TensorGroup
-    rules: Sequence[Rule]
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    # Modules of which another stage of a pipeline holds parameters.
-    absent: frozenset[str] = frozenset()
-    is_stage: bool = False
-    _replaced: dict[nn.Parameter, tuple[nn.Parameter, Cut]] = field(default_factory=dict)
-    _vocabularies: list[tuple[nn.Module, Vocabulary]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._modules = {full_name(name): part for name, part in self.module.named_modules()}
-        present = (name for name in self._modules if name not in self.absent)
-        self._rules = {
-            name: rule for name in present if (rule := find_rule(self.rules, name)) is not None
-        }
-
-    def operate(self) -> None:
-        if not self.is_stage and not any(rule.kind in CUTS for rule in self._rules.values()):
-            raise LayoutError(f"no sharding rule cuts anything of {type(self.module).__name__}")
-        for name, rule in self._rules.items():
-            self._apply_rule(name, self._modules[name], rule)
-        self._require_ties()
-        self._require_cut_sequence()
-        self._watch_outputs()
-
-    def _apply_rule(self, name: str, part: nn.Module, rule: Rule) -> None:
-        for count in rule.divide:
-            tp_modules.divide(part, name, count, self.group.size)
-        if rule.kind in CUTS:
-            kind = classify_module(part, is_attention=self._is_attention(name))
-            require_cuttable(rule, name, kind)
-        apply_rule = {
-            "column": self._column,
-            "row": self._row,
-            "experts": self._experts,
-            "vocab": self._vocab,
-            "region": self._region,
-            "sequence": self._sequence,
-        }.get(rule.kind)
-        # "partial" and "replicate" cut nothing: they say later how gradients are summed.
-        if apply_rule is not None:
-            apply_rule(name, part, rule)
-
-    def _require_cut_sequence(self) -> None:
-        """Raises LayoutError where sequences are to be cut and nothing begins to: a stage of a
-        pipeline gets its part from the one before."""
-        if not self.group.cuts_sequence or self.is_stage:
-            return
-        is_cut = any(isinstance(part, nn.Embedding) for part, _ in self._vocabularies)
-        if is_cut or any(rule.kind == "sequence" for rule in self._rules.values()):
-            return
-        raise LayoutError(
-            f"no rule cuts an embedding of {type(self.module).__name__}, where its sequence"
-            " would be cut",
-            fix=(
-                'give it "vocab" (or "sequence": it stays whole), or set'
-                " parallel.sequence_parallel=false"
-            ),
-        )
-
-    def _watch_outputs(self) -> None:
-        """After each forward: say which rows of the vocabulary a rank has, or refuse a part of
-        the features or of the sequence."""
-        cut_modules = []
-        for name in self.cuts:
-            owner, _, key = name.rpartition(".")
-            if key == "weight":
-                cut_modules.append(self._modules[owner])
-        last_columns = []
-        for column in self.open_columns():
-            if not column.has_row and self._region_of(column.name) is None:
-                last_columns.append((self._modules[column.name], column.rule))
-        self.module.register_forward_hook(
-            tp_modules.Outputs(self.group, self._vocabularies, cut_modules, last_columns)
-        )
-
-    def require_whole_masks(self, context: ParallelContext) -> None:
-        """Raises LayoutError for dropout of parts, now or in the first forward: masks by place
-        are of the whole."""
-        plan, cuts_sequence = context.plan, self.group.cuts_sequence
-        for name, part in self._modules.items():
-            if not isinstance(part, nn.modules.dropout._DropoutNd) or not part.p:
-                continue
-            is_unseen = plan.compile and self._region_of(f"{name}.p") is not None
-            if plan.parallel.dropout != "global" or cuts_sequence or is_unseen:
-                raise partial_dropout_error(f"{name} ({part.p:g})")
-        if plan.parallel.dropout == "global" and not plan.compile:
-            cut = {
-                kind: [n for n, r in self._rules.items() if r.kind == kind and not r.gather]
-                for kind in CUTS
-            }
-            masks = WholeMasks(
-                self.module, self._modules, cut["column"], cut["row"], cuts_sequence=cuts_sequence
-            )
-            context.dropout_rng.require_whole = masks.require
-
-    def open_columns(self) -> list[OpenColumn]:
-        """Columns whose features are not put together again by themselves."""
-        rows = {name.rpartition(".")[0] for name, rule in self._rules.items() if rule.kind == "row"}
-        columns = []
-        for name, rule in self._rules.items():
-            if rule.kind == "column" and not rule.gather:
-                part, has_row = self._modules[name], name.rpartition(".")[0] in rows
-                full_size = self.cuts[f"{name}.weight"].global_shape[output_dim(part)]
-                columns.append(
-                    OpenColumn(name, rule, full_size, tp_modules.num_outputs(part), has_row)
-                )
-        return columns
-
-    def partial_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Whole parameters of which each rank sees a part of the tokens or of the features: by
-        their full names."""
-        parameters = []
-        for name, parameter in self.module.named_parameters():
-            full = full_name(name)
-            if (
-                full not in self.cuts
-                and parameter.requires_grad
-                and self._is_partial(full.rpartition(".")[0], full)
-            ):
-                parameters.append((full, parameter))
-        return parameters
-
-    def _is_partial(self, owner: str, name: str) -> bool:
-        rule = self._rules.get(owner)
-        if rule is not None and rule.kind in ("partial", "replicate"):
-            return rule.kind == "partial" or self.group.cuts_sequence
-        if self.group.cuts_sequence:
-            return True
-        is_row_bias = rule is not None and rule.kind == "row"
-        return self._region_of(name) is not None and not is_row_bias
-
-    def _is_attention(self, name: str) -> bool:
-        """True within torch's own attention, which never calls the layers that it holds."""
-        parent = self._modules[name.rpartition(".")[0]]
-        return any(
-            isinstance(part, nn.MultiheadAttention) for part in (self._modules[name], parent)
-        )
-
-    def _region_of(self, name: str) -> str | None:
-        parents = name.split(".")[:-1]
-        prefixes = (".".join(parents[:count]) for count in range(len(parents), 0, -1))
-        return next(
-            (p for p in prefixes if p in self._rules and self._rules[p].kind == "region"), None
-        )
-
-    # Each kind of rule
-
-    def _column(self, name: str, part: nn.Module, rule: Rule) -> None:
-        spans = self._spans(rule, tp_modules.num_outputs(part), name)
-        self._shard(name, part, "weight", output_dim(part), spans)
-        self._shard(name, part, "bias", 0, spans)
-        tp_modules.set_outputs(part, _length(spans))
-        if self._region_of(name) is None:
-            part.register_forward_pre_hook(
-                functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True
-            )
-        if rule.gather:
-            if len(spans) > 1 or spans[0].copies > 1:
-                raise LayoutError(
-                    f"{name} is fused, and its parts cannot be gathered", where=f'"{rule.pattern}"'
-                )
-            part.register_forward_hook(
-                functools.partial(tp_modules.gather, self.group, self._sizes(rule, name, part))
-            )
-
-    def _sizes(self, rule: Rule, name: str, part: nn.Module) -> tuple[int, ...]:
-        total = self.cuts[f"{name}.weight"].global_shape[output_dim(part)]
-        return tuple(
-            _length(rule.spans(total, self.group.size, r, name=name))
-            for r in range(self.group.size)
-        )
-
-    def _row(self, name: str, part: nn.Module, rule: Rule) -> None:
-        spans = self._spans(rule, tp_modules.num_inputs(part), name)
-        self._shard(name, part, "weight", input_dim(part), spans)
-        if rule.unsummed:
-            tp_modules.skip_sum(part, name, _length(spans))
-        else:
-            tp_modules.make_row(part, name, self.group, _length(spans))
-
-    def _experts(self, name: str, part: nn.Module, rule: Rule) -> None:
-        if self.group.cuts_sequence:
-            raise LayoutError(
-                f"{name} gets rows of tokens, of which nobody knows the sequence",
-                fix="parallel.sequence_parallel=false",
-            )
-        first, hidden = first_of_stack(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
-        require_parts(rule, name, classify_module(part, is_attention=False))
-        self._shard(name, part, first, 1, self._spans(rule, getattr(part, first).shape[1], name))
-        self._shard(
-            name,
-            part,
-            "down_proj",
-            2,
-            self._spans(replace(rule, parts=rule.parts[:1]), hidden, name),
-        )
-        part.register_forward_pre_hook(
-            functools.partial(tp_modules.enter_all, self.group), with_kwargs=True
-        )
-        part.register_forward_hook(lambda module, args, output: self.group.leave(output))
-
-    def _vocab(self, name: str, part: nn.Module, rule: Rule) -> None:
-        is_embedding = isinstance(part, nn.Embedding)
-        total = part.num_embeddings if is_embedding else tp_modules.num_outputs(part)
-        spans = self._spans(rule, total, name)
-        sizes = [
-            _length(rule.spans(total, self.group.size, r, name=name))
-            for r in range(self.group.size)
-        ]
-        vocabulary = Vocabulary(self.group, tuple(sizes))
-        self._shard(name, part, "weight", 0 if is_embedding else output_dim(part), spans)
-        self._shard(name, part, "bias", 0, spans)
-        if is_embedding:
-            tp_modules.make_embedding(part, name, vocabulary)
-        else:
-            tp_modules.set_outputs(part, spans[0].size)
-            part.register_forward_pre_hook(
-                functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True
-            )
-        self._vocabularies.append((part, vocabulary))
-
-    def _region(self, name: str, part: nn.Module, rule: Rule) -> None:
-        columns = [
-            self._modules[inner]
-            for inner, other in self._rules.items()
-            if other.kind == "column" and not other.gather and self._region_of(inner) == name
-        ]
-        if rule.summed:
-            tp_modules.add_up(part, self.group)
-        can_share = getattr(part, "input_goes_to_columns_alone", False) and not any(
-            map(is_conv1d, columns)
-        )
-        if self.group.chunks > 1 and can_share:
-            overlap_columns(part, columns, self.group)
-            return
-        part.register_forward_pre_hook(
-            functools.partial(tp_modules.enter, self.group, rule.argument), with_kwargs=True
-        )
-
-    def _sequence(self, name: str, part: nn.Module, rule: Rule) -> None:
-        part.register_forward_hook(functools.partial(tp_modules.keep_own_tokens, self.group))
-
-    def _spans(self, rule: Rule, size: int, name: str) -> list[Span]:
-        return rule.spans(size, self.group.size, self.group.rank, name=name)
-
-    # Parameters
-
-    def _shard(
-        self, owner: str, part: nn.Module, key: str, dim: int, spans: Sequence[Span]
-    ) -> None:
-        parameter = getattr(part, key, None)
-        if parameter is None:
-            return
-        name = f"{owner}.{key}"
-        cut = _build_cut_boxes(tuple(parameter.shape), dim, spans)
-        replacement = next(
-            (entry for old, entry in self._replaced.items() if old is parameter), None
-        )
-        if replacement is None:
-            pieces = [parameter.detach().narrow(dim, span.start, span.size) for span in spans]
-            local = nn.Parameter(torch.cat(pieces, dim=dim), requires_grad=parameter.requires_grad)
-            # A user's code may have noted attributes on the parameter.
-            local.__dict__.update(parameter.__dict__)
-            replacement = self._replaced[parameter] = (local, cut)
-        if replacement[1] != cut:
-            raise LayoutError(
-                f"{name} is tied to another parameter, which is cut otherwise", fix="cut both alike"
-            )
-        setattr(part, key, replacement[0])
-        self.cuts[name] = cut
-
-    def _require_ties(self) -> None:
-        """A tied tensor must be cut wherever it stands: torch's own tools make two of it without
-        a word."""
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if any(old is parameter for old in self._replaced):
-                raise LayoutError(
-                    f"{full_name(name)} is tied to a parameter that a rule cuts, and no rule"
-                    " cuts it",
-                    fix="give its module the same rule",
-                )
-
-
-def _length(spans: Sequence[Span]) -> int:
-    return sum(span.size for span in spans)
-
-
-def _build_cut_boxes(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Cut:
-    return Cut(shape, tuple(_boxes(shape, dim, spans)))
-
-
-def _boxes(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Iterator[Box]:
-    local_start = 0
-    for span in spans:
-        global_start = tuple(span.start if d == dim else 0 for d in range(len(shape)))
-        local = tuple(local_start if d == dim else 0 for d in range(len(shape)))
-        size = tuple(span.size if d == dim else length for d, length in enumerate(shape))
-        yield Box(global_start, local, size, span.copy, span.copies)
-        local_start += span.size
 
 
 parallelism: Any = TensorParallel()
