@@ -27,13 +27,11 @@ def list_held_blocks(shard: LogicalShard) -> tuple[Held, ...]:
     counts = {shard.num_replicas * box.num_replicas for box in shard.boxes}
     if len(counts) <= 1:
         return tuple(Held((), count) for count in counts)
-    return tuple(
-        Held(
-            tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True)),
-            shard.num_replicas * box.num_replicas,
-        )
-        for box in shard.boxes
-    )
+    blocks = []
+    for box in shard.boxes:
+        where = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
+        blocks.append(Held(where, shard.num_replicas * box.num_replicas))
+    return tuple(blocks)
 
 
 def own_squares(

@@ -48,11 +48,10 @@ def call_with_batch(
     """
     known, first, needed = _forward_names(module)
     levels = names_of(batch)
-    extras = {
-        key: entry_of(batch, key)
-        for key in levels
-        if key not in ("inputs", "targets") and _takes(known, key)
-    }
+    extras = {}
+    for key in levels:
+        if key not in ("inputs", "targets") and _takes(known, key):
+            extras[key] = entry_of(batch, key)
     if "document_ids" in batch and "document_ids" not in known:
         raise LayoutError(
             f"{type(module).__name__} cannot keep documents apart: its forward names no"

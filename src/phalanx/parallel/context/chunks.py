@@ -117,12 +117,11 @@ class Chunks:
             nearest = max(0, (query - key - 1) * length + 1)
             return key <= query and not 0 < window <= nearest
 
-        pairs = [
-            (at, to)
-            for at, query in enumerate(self.list_chunks(query_rank))
-            for to, key in enumerate(self.list_chunks(key_rank))
-            if sees(query, key)
-        ]
+        pairs = []
+        for at, query in enumerate(self.list_chunks(query_rank)):
+            for to, key in enumerate(self.list_chunks(key_rank)):
+                if sees(query, key):
+                    pairs.append((at, to))
         if not pairs:
             return None
         queries, keys = [at for at, _ in pairs], [to for _, to in pairs]

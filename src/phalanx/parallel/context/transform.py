@@ -191,14 +191,11 @@ class ContextSequences:
         counts = self.group.all_gather(
             rank_choices.sum(2).contiguous()
         )  # [ranks, B, chunks of a rank, E]
-        number = {
-            chunk: (r, at)
-            for r in range(chunks.size)
-            for at, chunk in enumerate(chunks.list_chunks(r))
-        }
-        in_order = torch.stack(
-            [counts[r, :, at] for r, at in (number[chunk] for chunk in range(chunks.count))], dim=1
-        )
+        counts_of_chunk: dict[int, torch.Tensor] = {}
+        for r in range(chunks.size):
+            for at, chunk in enumerate(chunks.list_chunks(r)):
+                counts_of_chunk[chunk] = counts[r, :, at]
+        in_order = torch.stack([counts_of_chunk[chunk] for chunk in range(chunks.count)], dim=1)
         earlier = in_order.cumsum(1) - in_order
         before = torch.stack([earlier[:, chunk] for chunk in chunks.list_chunks(rank)], dim=1)
         return (rank_choices.cumsum(2) - rank_choices + before[:, :, None]).flatten(1, 2)
@@ -231,10 +228,9 @@ class SequenceSplit:
             "positions": torch.arange(length, device=tokens.device).expand_as(tokens),
             **batch,
         }
-        return {
-            key: t.index_select(1, places) if key in PER_TOKEN else t
-            for key, t in full_batch.items()
-        }
+        for key in full_batch.keys() & PER_TOKEN:
+            full_batch[key] = full_batch[key].index_select(1, places)
+        return full_batch
 
     @contextmanager
     def padding(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:

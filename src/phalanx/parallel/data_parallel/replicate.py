@@ -80,11 +80,10 @@ class DpReplicate:
 def _reduce_experts(context: ParallelContext, experts: SeparateExperts) -> None:
     """They are on fewer ranks than the rest, which DDP does not know: averaged over these after
     the last backward."""
-    names = [
-        name
-        for name, _ in context.root.named_parameters()
-        if full_name(name.removeprefix("module.")) in experts.names
-    ]
+    names = []
+    for name, _ in context.root.named_parameters():
+        if full_name(name.removeprefix("module.")) in experts.names:
+            names.append(name)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(context.root, names)
     if experts.num_holders == 1:
         return

@@ -201,15 +201,12 @@ def _find_separable_blocks(context: ParallelContext) -> list[nn.Module]:
     A unit gathers and frees its parameters alone, so a parameter can belong to one unit only.
     """
     uses = Counter(p for _, p in context.root.named_parameters(remove_duplicate=False))
-    block_uses = [
-        Counter(p for _, p in block.named_parameters(remove_duplicate=False))
-        for block in context.blocks
-    ]
-    return [
-        block
-        for block, counts in zip(context.blocks, block_uses, strict=True)
-        if all(uses[p] == counts[p] for p in counts)
-    ]
+    separable = []
+    for block in context.blocks:
+        block_uses = Counter(p for _, p in block.named_parameters(remove_duplicate=False))
+        if all(uses[p] == num_uses for p, num_uses in block_uses.items()):
+            separable.append(block)
+    return separable
 
 
 def _policy(compute_dtype: torch.dtype, *, cast_inputs: bool) -> MixedPrecisionPolicy:

@@ -35,11 +35,10 @@ class UnshardedParams:
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()
-        unsharded = [
-            p
-            for p in context.root.module.parameters()
-            if p.requires_grad and not isinstance(p, DTensor)
-        ]
+        unsharded = []
+        for parameter in context.root.module.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                unsharded.append(parameter)
         if not unsharded:
             return
         axes = context.shard_axes
@@ -69,12 +68,11 @@ def average_gradients(
             parameter
         )
     for dtype, tensors in by_type.items():
-        flat = torch.cat(
-            [
-                (torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(dtype)
-                for p in tensors
-            ]
-        )
+        gradients = []
+        for parameter in tensors:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append(gradient.flatten().to(dtype))
+        flat = torch.cat(gradients)
         with phases("collective", "all_reduce gradients of whole parameters"):
             dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)

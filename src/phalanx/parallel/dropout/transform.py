@@ -57,16 +57,10 @@ def rows_second(module: nn.Module) -> set[str]:
         is_transformer = isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
         if is_transformer and not part.self_attn.batch_first:
             prefix = f"{name}." if name else ""
-            modules |= {
-                full_name(prefix + inner)
-                for inner, layer in part.named_children()
-                if _is_dropout(layer)
-            }
+            for inner, layer in part.named_children():
+                if isinstance(layer, _DropoutNd):
+                    modules.add(full_name(prefix + inner))
     return modules
-
-
-def _is_dropout(module: nn.Module) -> bool:
-    return isinstance(module, _DropoutNd)
 
 
 class _Counted(_DropoutNd):

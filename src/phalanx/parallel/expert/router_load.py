@@ -88,12 +88,11 @@ class RouterLoads:
         if self._read is None:
             return {}
         numbers = iter(self._read())
-        parts = {
-            name: [int(next(numbers)) for _ in counts] for name, counts in self._counts.items()
-        }
-        return {
-            name: ExpertLoad(tuple(counts), dropped) for name, (*counts, dropped) in parts.items()
-        }
+        loads = {}
+        for name, part in self._counts.items():
+            *counts, dropped = (int(next(numbers)) for _ in part)
+            loads[name] = ExpertLoad(tuple(counts), dropped)
+        return loads
 
     def move_biases(self) -> None:
         """After a step that is applied, once: a step that was reduced may be skipped."""

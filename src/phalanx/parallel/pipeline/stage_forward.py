@@ -309,14 +309,14 @@ class _RefuseDecisions(TorchDispatchMode):
 
 
 def _is_decision(result: Any) -> bool:
-    return any(
-        (
-            not leaf.is_floating_point()
-            if isinstance(leaf, torch.Tensor)
-            else isinstance(leaf, bool | int | float)
-        )
-        for leaf in tree_leaves(result)
-    )
+    """True for a result with a number of Python, or with a tensor that is not of floats."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            if not leaf.is_floating_point():
+                return True
+        elif isinstance(leaf, bool | int | float):
+            return True
+    return False
 
 
 def _isnan(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,9 +59,9 @@ class PipelineStages:
             {name: (ranks.index(own_rank), len(ranks)) for name, ranks in holders.items()}
         )
         ranges = pipeline.stages.ranges
-        rank_blocks = [
-            index for stage in pipeline.stages_of(own_rank) for index in range(*ranges[stage])
-        ]
+        rank_blocks: list[int] = []
+        for stage in pipeline.stages_of(own_rank):
+            rank_blocks += range(*ranges[stage])
         blocks = context.blocks
         rank_parts = holding.parts_of(rank_blocks)
         for index, block in enumerate(blocks):
@@ -163,10 +163,11 @@ class Holding:
         """All modules outside the blocks, and those inside of `blocks`: another block may have
         one of them, too."""
         owners = {None, *blocks}
-        named = self._module.named_modules(remove_duplicate=False)
-        return frozenset(
-            part for name, part in named if self.block_of(f"{full_name(name)}.") in owners
-        )
+        parts = []
+        for name, part in self._module.named_modules(remove_duplicate=False):
+            if self.block_of(f"{full_name(name)}.") in owners:
+                parts.append(part)
+        return frozenset(parts)
 
     def name_of_block(self, index: int) -> str:
         return next(prefix[:-1] for prefix, number in self._block_of.items() if number == index)
@@ -232,17 +233,23 @@ class Holding:
 
     def outside(self) -> tuple[tuple[nn.Module, str], ...]:
         """Modules and keys of the parameters outside the blocks, of those that are still there."""
-        return tuple(
-            (part, key)
-            for prefix, part in self._module.named_modules()
-            if self.block_of(f"{full_name(prefix)}.") is None
-            for key, parameter in part._parameters.items()
-            if parameter is not None
-        )
+        outside = []
+        for prefix, part in self._module.named_modules():
+            if self.block_of(f"{full_name(prefix)}.") is not None:
+                continue
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    outside.append((part, key))
+        return tuple(outside)
 
     def by_name(self, rank: int) -> dict[str, tuple[int, ...]]:
         """The holders of what `rank` has."""
-        return {name: ranks for name in self._by_name if rank in (ranks := self.ranks_of(name))}
+        holders = {}
+        for name in self._by_name:
+            ranks = self.ranks_of(name)
+            if rank in ranks:
+                holders[name] = ranks
+        return holders
 
     def strip(self, rank: int, stage_forward: StageForward, device: Any) -> frozenset[str]:
         """Put stand-ins where `rank` does not hold a parameter outside the blocks; names of

@@ -129,11 +129,10 @@ class _ForwardContext:
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
         _set_tape(self._norms, None)
-        changed = [
-            name
-            for name, buffer in self._other_buffers.items()
-            if buffer._version != self._versions[name]
-        ]
+        changed = []
+        for name, buffer in self._other_buffers.items():
+            if buffer._version != self._versions[name]:
+                changed.append(name)
         if kind is None and changed and torch.is_grad_enabled():
             raise LayoutError(
                 f"the forward of {self._block} changes its buffer {changed[0]}, and recomputing"

@@ -65,14 +65,11 @@ class PartialGradients:
         if name in self._partial:
             return [(gradient, 0, 1)]
         shard = compose_cut(self._cuts[name], shard_of(name, parameter, replica=0, num_replicas=1))
-        return [
-            (
-                gradient[
-                    tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
-                ],
-                self._group.rank // box.num_replicas,
-                self._group.size // box.num_replicas,
-            )
-            for box in shard.boxes
-            if box.num_replicas > 1
-        ]
+        pieces, rank, size = [], self._group.rank, self._group.size
+        for box in shard.boxes:
+            if box.num_replicas > 1:
+                where = tuple(
+                    slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True)
+                )
+                pieces.append((gradient[where], rank // box.num_replicas, size // box.num_replicas))
+        return pieces

@@ -260,12 +260,11 @@ class Outputs:
         return outputs
 
     def _is_whole(self, outputs: Any) -> bool:
-        tensors = [
-            leaf
-            for leaf in tree_leaves(outputs)
-            if isinstance(leaf, torch.Tensor) and leaf.ndim > SEQUENCE
-        ]
-        return bool(tensors) and all(t.shape[SEQUENCE] == self._group.num_tokens for t in tensors)
+        lengths = set()
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim > SEQUENCE:
+                lengths.add(leaf.shape[SEQUENCE])
+        return lengths == {self._group.num_tokens}
 
     def _tag_logits(
         self, module: nn.Module, logits: torch.Tensor, outputs: Any

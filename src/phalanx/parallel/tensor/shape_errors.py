@@ -46,14 +46,14 @@ def misfit(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | Non
     if not isinstance(error, RuntimeError) or not shapes:
         return None
     sizes = {int(size) for size in shapes}
-    met = [
-        column
-        for column in columns
-        if {column.full_size, column.rank_size} <= sizes and column.rank_size < column.full_size
-    ]
-    column = next((column for column in met if not column.has_row), met[0] if met else None)
-    if column is None:
+    matches = []
+    for column in columns:
+        widths = {column.full_size, column.rank_size}
+        if len(widths) == 2 and widths <= sizes:
+            matches.append(column)
+    if not matches:
         return None
+    column = min(matches, key=lambda column: column.has_row)
     return missing_row_error(
         column.rule,
         f"those of {column.name}, {column.rank_size} of {column.full_size}, meet what is whole:"

@@ -48,10 +48,11 @@ class ModuleSharder:
 
     def __post_init__(self) -> None:
         self._modules = {full_name(name): part for name, part in self.module.named_modules()}
-        present = (name for name in self._modules if name not in self.absent)
-        self._rules = {
-            name: rule for name in present if (rule := find_rule(self.rules, name)) is not None
-        }
+        self._rules: dict[str, Rule] = {}
+        for name in self._modules:
+            rule = None if name in self.absent else find_rule(self.rules, name)
+            if rule is not None:
+                self._rules[name] = rule
 
     def shard(self) -> None:
         """Cut what rules name, and check that what follows fits."""
@@ -125,14 +126,22 @@ class ModuleSharder:
             if plan.parallel.dropout != "global" or cuts_sequence or is_unseen:
                 raise partial_dropout_error(f"{name} ({part.p:g})")
         if plan.parallel.dropout == "global" and not plan.compile:
-            cut = {
-                kind: [n for n, r in self._rules.items() if r.kind == kind and not r.gather]
-                for kind in CUTS
-            }
             masks = WholeMasks(
-                self.module, self._modules, cut["column"], cut["row"], cuts_sequence=cuts_sequence
+                self.module,
+                self._modules,
+                self._list_cut("column"),
+                self._list_cut("row"),
+                cuts_sequence=cuts_sequence,
             )
             context.dropout_rng.require_whole = masks.require
+
+    def _list_cut(self, kind: str) -> list[str]:
+        """Names of the modules under rules of `kind` whose features stay apart."""
+        names = []
+        for name, rule in self._rules.items():
+            if rule.kind == kind and not rule.gather:
+                names.append(name)
+        return names
 
     def open_columns(self) -> list[OpenColumn]:
         """Columns whose features are not put together again by themselves."""
@@ -179,10 +188,11 @@ class ModuleSharder:
 
     def _region_of(self, name: str) -> str | None:
         parents = name.split(".")[:-1]
-        prefixes = (".".join(parents[:count]) for count in range(len(parents), 0, -1))
-        return next(
-            (p for p in prefixes if p in self._rules and self._rules[p].kind == "region"), None
-        )
+        for count in range(len(parents), 0, -1):
+            prefix = ".".join(parents[:count])
+            if prefix in self._rules and self._rules[prefix].kind == "region":
+                return prefix
+        return None
 
     # Each kind of rule
 
@@ -261,11 +271,10 @@ class ModuleSharder:
         self._vocabularies.append((part, vocabulary))
 
     def _region(self, name: str, part: nn.Module, rule: Rule) -> None:
-        columns = [
-            self._modules[inner]
-            for inner, other in self._rules.items()
-            if other.kind == "column" and not other.gather and self._region_of(inner) == name
-        ]
+        columns = []
+        for inner in self._list_cut("column"):
+            if self._region_of(inner) == name:
+                columns.append(self._modules[inner])
         if rule.summed:
             tp_modules.add_up(part, self.group)
         can_share = getattr(part, "input_goes_to_columns_alone", False) and not any(
@@ -333,8 +342,7 @@ def _build_cut_boxes(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) ->
 def _boxes(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Iterator[Box]:
     local_start = 0
     for span in spans:
-        global_start = tuple(span.start if d == dim else 0 for d in range(len(shape)))
-        local = tuple(local_start if d == dim else 0 for d in range(len(shape)))
-        size = tuple(span.size if d == dim else length for d, length in enumerate(shape))
-        yield Box(global_start, local, size, span.copy, span.copies)
+        global_start, local, size = [0] * len(shape), [0] * len(shape), list(shape)
+        global_start[dim], local[dim], size[dim] = span.start, local_start, span.size
+        yield Box(tuple(global_start), tuple(local), tuple(size), span.copy, span.copies)
         local_start += span.size
