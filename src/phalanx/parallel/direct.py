@@ -31,6 +31,8 @@ class DirectExecutor:
         hooks, phases = self._context.hooks, self._context.phases
         for index, batch in enumerate(microbatches):
             with (
+                # Gradients add up locally until the last microbatch: one reduction per step,
+                # unless parallel.accumulate says otherwise.
                 hooks.enter_microbatch(is_last=index == len(microbatches) - 1),
                 self._interceptor.microbatch(step, index, batch),
             ):

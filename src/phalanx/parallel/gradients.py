@@ -42,6 +42,7 @@ def own_squares(
 
     The parts of all ranks add up to the square of the norm.
     """
+    # Grouped by the number of holders: one kernel for the norms of each group.
     gradients: list[torch.Tensor] = []
     by_holders: dict[int, list[torch.Tensor]] = defaultdict(list)
     for name, parameter in named:

@@ -68,6 +68,8 @@ class LossForward:
         on_device = self._copy_to_device(batch)
         if self._split is not None:
             on_device = NamedTensors(self._split.split_batch(on_device))
+        # The objective runs inside of the module's call: FSDP keeps the head whole until that
+        # returns, and DDP arms its hooks on what it returns.
         compute_loss = functools.partial(self._compute_loss, objective, batch, on_device)
         try:
             outcome = self.call_module(on_device, compute_loss)
@@ -78,6 +80,8 @@ class LossForward:
             raise
         self._has_run = True
         if self._is_loss(objective):
+            # An objective that returns a mean would train, at a wrong rate: refused in the first
+            # step.
             require_sums(outcome)
         return outcome
 

@@ -181,6 +181,7 @@ class ParallelModel:
         )
         microbatches = [flat_entries(batch, of_tensors=True) for batch in microbatches]
         self.step = self.step + 1 if step is None else step
+        # Whoever draws outside of dropout layers is found by watching the generator over a step.
         self._interceptor.begin_step()
         self._context.optimizer_params.require_sync()
         # A pipeline's stages do not see the objective: they are told what a balance loss of

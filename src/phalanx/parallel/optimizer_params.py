@@ -48,6 +48,7 @@ class OptimizerShard:
         gradient_shard = self.select(local_tensor(gradient))
         if self.on_host and gradient_shard.device.type != "cpu":
             if (
+                # Page-locked memory is slow to get: the buffer of the last step is used again.
                 host is None
                 or host.dtype is not gradient_shard.dtype
                 or host.shape != gradient_shard.shape
@@ -157,6 +158,7 @@ class OptimizerParams:
 
         So it is of `moved_with_them` where something else of the model moves with them.
         """
+        # torch's list of hooks would keep the model alive.
         self_ref = weakref.ref(self)
         updated = {
             id(self.find_optimizer_parameter(parameter))

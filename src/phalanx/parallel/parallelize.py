@@ -60,6 +60,7 @@ def parallelize(
     on_meta = any(p.is_meta for p in module.parameters())
     root = Root(module)
     if not on_meta:
+        # Ranks that begin with other weights would never agree again, and no loss would show it.
         mesh.require_agreement({"initial weights of your module": _fingerprint(module)})
         root.to(mesh.device)
     seed = plan.seed if seed is None else seed

@@ -37,10 +37,13 @@ class StepReducer:
         """Gradients become those of sum(loss) / sum(targets), scaled down to `max_norm`."""
         with self._context.traffic.counting():
             self._context.hooks.run_before_reduce(self._parameters.iterate_parameters())
+        # Before the step's reduction, beside which its copy to the host goes on.
         self._loads.reduce()
         with self._phases("optimizer"):
             gradients, squares = self._collect_gradients()
             vector = torch.stack((*self._count_once(local_loss), squares))
+            # Flags travel with the sums: the step has one reduction, and all ranks act on the same
+            # numbers.
             vector = torch.cat((vector, fill_on_device(flags, vector.device)))
         with self._phases("collective", "all_reduce step facts"):
             self._mesh.all_reduce_sum(vector)

@@ -73,6 +73,7 @@ class Traffic:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Inside, what is sent belongs to the step."""
+        # Differences, because the groups count evaluations and shape inference as well.
         before = [(axis, sender, sender.sent_bytes) for axis, sender in self._senders.items()]
         yield
         for axis, sender, bytes_before in before:

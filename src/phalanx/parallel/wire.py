@@ -15,6 +15,7 @@ class Wire:
     a GPU: queued)."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: GradientTraffic, phases: Phases) -> None:
+        # Collectives only: sums in another order on each rank would give ranks different bits.
         self.num_ranks, self.rank = group.size(), group.rank()
         self._group, self._traffic, self._phases = group, traffic, phases
 

@@ -77,6 +77,8 @@ def convert(block: nn.Module, *, emulate: bool = False) -> int:
             why=str(error),
             fix="pip install 'phalanx[gpu]', or " + FP8_FIX,
         ) from None
+    # torchao converts every linear layer that its filter lets through: ours takes those whose
+    # widths the kernels take.
     suited = [part for part in block.modules() if has_fp8_widths(part)]
     config: Any = Float8LinearConfig(emulate=emulate)
     convert_to_float8_training(

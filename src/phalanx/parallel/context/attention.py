@@ -106,6 +106,7 @@ class _Blockwise(torch.autograd.Function):
         group: ContextGroup,
         carrier: type[_Ring] | type[_Gathered],
     ) -> torch.Tensor:
+        # Keys and values travel as one message.
         q, kv = q.contiguous(), torch.stack((k, v))
         running, products = Running.empty(q), Products(q)
         for owner, block_kv in carrier(group).blocks(kv):
@@ -126,6 +127,8 @@ class _Blockwise(torch.autograd.Function):
         group, mask, grad = ctx.group, (masks[0] if masks else ctx.seen), grad.contiguous()
         grad_q, products = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), Products(q)
 
+        # Gradients add up over blocks in fp32 at least: in bf16 the sum over ranks would lose
+        # digits.
         def compute_block_grad(owner: int, block_kv: torch.Tensor) -> torch.Tensor:
             grad_kv = torch.zeros(block_kv.shape, dtype=lse.dtype, device=q.device)
             for block in _blocks(group, owner, block_kv, mask, ctx.window):
@@ -224,6 +227,7 @@ class _Ring:
                 continue
             if arriving is not None:
                 block_grad += arriving()
+            # Sent when the block's own part is in: each rank adds to what it passes on.
             arriving = group.pass_on(block_grad, GRADIENTS)
         assert own_grad is not None
         assert arriving is not None

@@ -39,6 +39,7 @@ class ContextGroup:
         """Begin to send `tensor` to the next rank and to receive the previous one's, which the
         result waits for."""
         arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        # Ranks of a ring send to the next one and receive from the one before.
         after, before = (
             dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
         )

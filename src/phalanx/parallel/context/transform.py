@@ -59,6 +59,7 @@ class ContextParallel:
             if hasattr(part, "sequences"):
                 part.sequences = sequences  # type: ignore[assignment]
         for parent, core in cores:
+            # The core keeps its window, and makes masks over all ranks' tokens.
             parent.core = ContextCore(core.window, masks, plan.parallel.cp_attention)
         module.attention_mask = masks  # type: ignore[assignment]
         context.axes.add(SequenceSplit(group, sequences))
@@ -240,6 +241,7 @@ class SequenceSplit:
         Inside, routers know of it.
         """
         tokens = batch["inputs"]
+        # Padding comes first: the last token, whose output is wanted, stays the last one.
         before = -tokens.shape[1] % self.group.chunks.count
         places = torch.arange(-before, tokens.shape[1], device=tokens.device).expand(
             tokens.shape[0], -1

@@ -40,6 +40,7 @@ class DpReplicate:
         if experts is not None:
             _reduce_experts(context, experts)
         has_buffers = bool(differing_buffers(context.root))
+        # Gradients as views of the buckets: DDP would keep a second copy of them otherwise.
         ddp = DistributedDataParallel(
             context.root,
             process_group=context.mesh.data_parallel_group(),
@@ -99,6 +100,7 @@ def _reduce_in_buckets(
 ) -> None:
     """After the last backward, from the last parameter on; never a copy of all gradients at
     once."""
+    # Buckets are in fp32, the type that gradients are averaged in.
     buckets = list(_buckets(parameters[::-1], int(context.plan.parallel.bucket_mb * 2**20)))
 
     def reduce() -> None:
@@ -165,6 +167,7 @@ class BackwardWatch:
         self._missing: set[torch.Tensor] = set()
         self._armed = self._waiting = False
         for parameter in self._trainable:
+            # DDP tells nobody when a bucket is due: the last gradient that exists marks the moment.
             parameter.register_post_accumulate_grad_hook(self._ready)
 
     def _ready(self, parameter: torch.Tensor) -> None:

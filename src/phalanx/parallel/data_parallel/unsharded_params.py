@@ -46,6 +46,7 @@ class UnshardedParams:
         for parameter in unsharded:
             # An optimizer's fused kernel takes DTensors or plain tensors, not both.
             local = dtensor_of(parameter.detach(), mesh, (Replicate(),) * len(axes), parameter)
+            # Every rank updates it alike, so nothing has to be gathered afterwards.
             shard = OptimizerShard(parameter, nn.Parameter(local))
             context.optimizer_params.shards[parameter] = shard
         group, phases = context.mesh.data_parallel_group(), context.phases

@@ -44,6 +44,8 @@ class Zero1:
             placements = (Replicate(),) * (len(axes) - 1) + (last,)
             take = rows.take if rows is not None else _all
             local = take(parameter.detach())
+            # A DTensor over the rows, so that optimizers and checkpoints know its place in the
+            # whole.
             trained = nn.Parameter(dtensor_of(local, mesh, placements, parameter))
             context.optimizer_params.shards[parameter] = OptimizerShard(parameter, trained, take)
             if rows is not None:
@@ -161,6 +163,7 @@ class Gather:
             bucket = torch.empty(self._num_ranks, size, dtype=flat.dtype, device=flat.device)
             for span in spans:
                 span.send(bucket[self._rank], self._rank)
+            # One collective per bucket: a gather per parameter would cost its latency each time.
             with self._phases("collective", "all_gather updated weights"):
                 gather_rows(bucket, self._group)
             for span in spans:

@@ -46,6 +46,7 @@ class RandomOpInterceptor:
         self._mode = _ByPlace(self)
         # Modes and hooks would break the graph of a compiled module.
         self._can_look = self._is_global and not context.plan.compile
+        # A module is watched in its first microbatch alone: modes cost time in every operation.
         self._must_look, self._served = self._can_look, ExitStack()
         self._looked: set[int] = set()
         self._state: torch.Tensor | None = None

@@ -110,6 +110,7 @@ class DropoutRng:
         if moment is None or not has_fixed_rows(shape, rows_dim, moment.num_rows):
             return None
         self.require_whole(name)
+        # A module that is called twice in a forward draws two masks.
         call = moment.calls.get(name, 0)
         moment.calls[name] = call + 1
         if not all(shape):

@@ -79,6 +79,7 @@ class RouterLoads:
         self._counts = dict(
             zip(self.routers, counts.split([len(part) for part in parts]), strict=True)
         )
+        # Copied beside the step's reduction: reading it here would wait for the device.
         self._read = read_later(counts)
         self._is_due = True
 

@@ -164,6 +164,7 @@ class SeparateExperts:
 
     def group(self) -> dist.ProcessGroup:
         """Process group of the ranks that hold the same experts."""
+        # A process group is of one dimension: with copies of shards both axes are one.
         mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten("experts_dp")
         return mesh.get_group()
 
@@ -219,6 +220,7 @@ class BetweenRanks:
 
     def __call__(self, x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Rows) -> torch.Tensor:
         size = self.group.size
+        # Experts lie rank by rank, so a row of this view is what one rank gets.
         counts_PE = counts_E.view(size, -1)
         arrived_PE = self.group.exchange_counts(counts_PE)
         # All that the host must know of the counts, in one read: a GPU is waited for once.

@@ -46,6 +46,7 @@ class OffloadActivations:
 def _offloading(
     copy_stream: CopyStream, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
+    # Without gradients autograd saves nothing.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     offload_pass = OffloadPass(copy_stream)

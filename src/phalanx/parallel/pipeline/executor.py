@@ -90,6 +90,7 @@ class PipelineExecutor:
         """
         self._require_in_step()
         schedule = self._schedule(len(microbatches))
+        # Spans are of one step: the record of a pipeline reads the last one.
         self.spans = []
         self._saved.clear()
         hooks = self.context.hooks
@@ -97,6 +98,7 @@ class PipelineExecutor:
             self._infer_specs(microbatches, objective)
             queue = self._open_queue(schedule, microbatches)
             self.is_under_way = True
+            # Microbatches share the casts of weights that autocast makes: each would make its own.
             with share_casts():
                 for index, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
                     queue.start_receives(index)
@@ -152,6 +154,7 @@ class PipelineExecutor:
                 )
         elif action.kind == "W":
             with self._time_action(action, "backward"):
+                # W needs nothing from other ranks, so a schedule puts it where a rank would wait.
                 self._deferred.run((action.stage, action.microbatch))
                 self.context.hooks.run_after_weight_grads()
         else:
@@ -195,6 +198,7 @@ class PipelineExecutor:
         add: AddLoss,
     ) -> torch.Tensor:
         if stage_input is not None:
+            # What arrives is a leaf: its gradient is what goes back to the stage before.
             stage_input.requires_grad_()
         with (
             self.interceptor.microbatch(step, action.microbatch, batch),

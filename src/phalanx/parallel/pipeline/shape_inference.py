@@ -190,6 +190,7 @@ def _broadcast_spec(
     elif hidden is not None:
         fields[1], fields[2] = 1 + _TYPES.index(hidden.dtype), hidden.ndim
         fields[4 : 4 + hidden.ndim] = torch.tensor(hidden.shape)
+        # Only the first stage's embedding sees how long a sequence is that tp has cut.
         fields[3] = group.num_tokens if group is not None else 0
     source = stage_group.numbers[owner]
     dist.broadcast(fields, source, group=stage_group.down)

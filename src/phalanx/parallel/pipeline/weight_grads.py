@@ -38,6 +38,8 @@ class DeferredWeightGrads:
     @contextmanager
     def deferring(self, key: Hashable) -> Iterator[None]:
         """Backwards inside leave their weight gradients for `run(key)`."""
+        # The products are a list and no graph: they need activations and gradients, but no weights,
+        # which FSDP may have freed until W comes.
         works = self._due.setdefault(key, [])
         _DEFERRED.append(works)
         try:
@@ -77,6 +79,8 @@ def split_linears(module: nn.Module) -> None:
             setattr(part, SPLITS, True)
         if (
             isinstance(part, nn.Linear)
+            # A subclass with a forward of its own multiplies in its own way; it reads the attribute
+            # if it can wait.
             and type(part).forward is nn.Linear.forward
             and "forward" not in part.__dict__
         ):
@@ -140,6 +144,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if (
         not torch.is_grad_enabled()
         or not weight.requires_grad
+        # A weight that is computed from others has its gradient passed on at once.
         or not weight.is_leaf
         or torch.compiler.is_compiling()
     ):

@@ -48,6 +48,7 @@ def _own_contexts(block: nn.Module, mode: str) -> Contexts | None:
         name: buffer for name, buffer in block.named_buffers() if id(buffer) not in of_norms
     }
     name = type(block).__name__
+    # Without buffers nothing can change twice, and a context costs time in every block.
     if not norms and not other_buffers:
         if mode == "selective":
             return selective_contexts

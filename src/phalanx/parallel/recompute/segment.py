@@ -46,6 +46,8 @@ class RecomputeSegment:
     ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        # A loop that left a segment early (an error, an early exit) begins anew with the first
+        # block.
         if index == 0 or self._pass is None or self._pass.is_recomputed:
             self._pass = _SegmentForward()
         outputs = self._pass.call(self._blocks[index], forward, contexts(), args, kwargs)
@@ -257,6 +259,7 @@ class _Keep(torch.autograd.Function):
 
 def _capture_ambient(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Random numbers and autocast as they are now, for later."""
+    # The second forward must draw what the first one drew, in the same types.
     random = torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     types = {device.type, "cpu"}

@@ -43,6 +43,7 @@ class PartialGradients:
         for gradient, _, _ in pieces:
             wide = torch.promote_types(wide, gradient.dtype)
         device = pieces[0][0].device
+        # One flat tensor and one all-reduce; a rank without a share of a piece adds zeros there.
         flat = torch.zeros(
             sum(g.numel() * places for g, _, places in pieces), dtype=wide, device=device
         )

@@ -51,6 +51,7 @@ class _Shared:
     def output_of(self, column: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:
             outputs = self._compute(x)
+            # Columns of one region are called in any order, each once, on the same tensor object.
             self._input, self._outputs = x, dict(zip(self.columns, outputs, strict=True))
         return self._outputs.pop(column)
 
@@ -62,6 +63,7 @@ class _Shared:
         biases = [column.bias for column in self.columns]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        # A padded sequence has a last part with tokens that are none: it is entered as one piece.
         if self.group.cuts_sequence and self.group.num_tokens % self.group.size:
             entered = self.group.enter(x)
             return tuple(F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True))
@@ -76,6 +78,7 @@ class _Shared:
 
 def _chunks(length: int, group: TensorGroup) -> list[slice]:
     """Spans of tokens, as even as it goes."""
+    # A chunk has at least one token, so a short sequence has fewer chunks.
     count = max(1, min(group.chunks, length))
     return [slice(length * i // count, length * (i + 1) // count) for i in range(count)]
 
@@ -133,6 +136,7 @@ class _RowScatter(torch.autograd.Function):
         by_rank = x.unflatten(SEQUENCE, (group.size, -1))
         spans = _chunks(by_rank.shape[2], group)
         parts = [group.start_gather(grad[:, rows]) for rows in spans]
+        # All gathers are started before the first product: each travels beside those before it.
         grad_x, grad_weight = torch.empty_like(by_rank), torch.zeros_like(weight)
         for rows, part in zip(spans, parts, strict=True):
             with group.timed("all_gather", "all_gather sequence"):
@@ -185,6 +189,7 @@ class _GatherColumns(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         spans = _chunks(x.shape[SEQUENCE], group)
         parts = [group.start_gather(x[:, rows]) for rows in spans]
+        # Kept for the backward: gathering it again would send as much as the forward did.
         gathered = x.new_empty(x.shape[0], group.size, *x.shape[1:])  # [B, ranks, T / ranks, D]
         outputs = [x.new_empty(*gathered.shape[:-1], weight.shape[0]) for weight in weights]
         for rows, part in zip(spans, parts, strict=True):

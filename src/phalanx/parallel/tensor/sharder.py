@@ -60,6 +60,7 @@ class ModuleSharder:
             raise LayoutError(f"no sharding rule cuts anything of {type(self.module).__name__}")
         for name, rule in self._rules.items():
             self._apply_rule(name, self._modules[name], rule)
+        # Last: only now all places of a tied tensor have met their rules.
         self._require_ties()
         self._require_cut_sequence()
         self._watch_outputs()
@@ -248,6 +249,7 @@ class ModuleSharder:
         part.register_forward_pre_hook(
             functools.partial(tp_modules.enter_all, self.group), with_kwargs=True
         )
+        # Each rank has a part of every expert's features: their sum is the experts' output.
         part.register_forward_hook(lambda module, args, output: self.group.leave(output))
 
     def _vocab(self, name: str, part: nn.Module, rule: Rule) -> None:

@@ -62,6 +62,8 @@ class TensorParallel:
         sharder.shard()
         sharder.require_whole_masks(context)
         context.cuts.update(sharder.cuts)
+        # Once a step and not in each backward: the sum is linear, and goes behind data
+        # parallelism's own.
         partial = sharder.partial_parameters()
         partial_gradients = PartialGradients(group, partial, sharder.cuts)
         context.hooks.before_reduce.append(partial_gradients.sum_over_ranks)
