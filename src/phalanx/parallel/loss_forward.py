@@ -80,8 +80,7 @@ class LossForward:
             raise
         self._has_run = True
         if self._is_loss(objective):
-            # An objective that returns a mean would train, at a wrong rate: refused in the first
-            # step.
+            # An objective that returns a mean loss would train, at a wrong rate.
             require_sums(outcome)
         return outcome
 
