@@ -57,7 +57,9 @@ def own_squares(
         # Ranks that hold the same gradient each bring an equal part of its square.
         part = torch.stack(norms).double().square().sum() / holders
         squares = part if squares is None else squares + part
-    return gradients, torch.zeros((), dtype=torch.float64) if squares is None else squares
+    if squares is None:
+        squares = torch.zeros((), dtype=torch.float64)
+    return gradients, squares
 
 
 def _pieces(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

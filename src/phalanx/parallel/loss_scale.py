@@ -80,7 +80,13 @@ class LossNormalizer:
     @property
     def factor(self) -> float:
         """The number that a loss is multiplied by."""
-        return (1.0 if self.loss_scale is None else self.loss_scale.scale) / self.constant
+        return self._scale / self.constant
+
+    @property
+    def _scale(self) -> float:
+        if self.loss_scale is None:
+            return 1.0
+        return self.loss_scale.scale
 
     def normalize(self, loss: torch.Tensor) -> torch.Tensor:
         """The share of the loss that gradients are taken of."""
@@ -92,8 +98,7 @@ class LossNormalizer:
     def undo(self, num_targets: float, num_ranks: int) -> float:
         """The factor that makes gradients, a mean over `num_ranks`, those of the loss per
         target."""
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        return num_ranks * self.constant / num_targets / scale
+        return num_ranks * self.constant / num_targets / self._scale
 
 
 def build_normalizer(plan: Plan) -> LossNormalizer:

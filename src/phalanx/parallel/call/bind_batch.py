@@ -53,19 +53,7 @@ def call_with_batch(
         if key not in ("inputs", "targets") and _takes(known, key):
             extras[key] = entry_of(batch, key)
     if "document_ids" in batch and "document_ids" not in known:
-        raise LayoutError(
-            f"{type(module).__name__} cannot keep documents apart: its forward names no"
-            " document_ids",
-            why=(
-                "it takes any keyword, which does not say that it masks attention by this one"
-                if ANY in known
-                else None
-            ),
-            fix=(
-                "add the argument and mask attention with it, or leave document_ids out of the"
-                " batch"
-            ),
-        )
+        raise _documents_error(module, takes_any=ANY in known)
     args = (entry_of(batch, "inputs"),) if "inputs" in levels else ()
     if not args and not extras:
         raise LayoutError(
@@ -84,6 +72,17 @@ def call_with_batch(
     return args, extras
 
 
+def _documents_error(module: nn.Module, *, takes_any: bool) -> LayoutError:
+    why = None
+    if takes_any:
+        why = "it takes any keyword, which does not say that it masks attention by this one"
+    return LayoutError(
+        f"{type(module).__name__} cannot keep documents apart: its forward names no document_ids",
+        why=why,
+        fix="add the argument and mask attention with it, or leave document_ids out of the batch",
+    )
+
+
 def _takes(known: frozenset[str], key: str) -> bool:
     return key in known or ANY in known
 
@@ -98,11 +97,10 @@ def _forward_names(module: nn.Module) -> tuple[frozenset[str], str, tuple[str, .
         needed = tuple(
             p.name for p in parameters if p.default is p.empty and p.kind not in variable
         )
-        cached = module.__dict__["_phalanx_forward_names"] = (
-            known,
-            parameters[0].name if parameters else "",
-            needed,
-        )
+        first = ""
+        if parameters:
+            first = parameters[0].name
+        cached = module.__dict__["_phalanx_forward_names"] = (known, first, needed)
     return cached
 
 
@@ -112,4 +110,6 @@ def describe_batch(batch: Mapping[str, torch.Tensor]) -> str:
     shown = [
         f"{key} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for key, t in batch.items()
     ]
-    return ", ".join(shown[:MAX_SHOWN]) + (" ..." if len(shown) > MAX_SHOWN else "") or "nothing"
+    if len(shown) > MAX_SHOWN:
+        return ", ".join(shown[:MAX_SHOWN]) + " ..."
+    return ", ".join(shown) or "nothing"

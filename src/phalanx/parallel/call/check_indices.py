@@ -105,15 +105,18 @@ def _require(
     if not is_wrong.any():
         return
     rows = is_wrong.reshape(len(values), -1).any(1).nonzero().ravel().tolist()
-    worst = highest if highest >= size else int(values[is_wrong].min())
-    of_what = f"{size} classes" if classes else f"{size} rows of the embedding"
-    also = f", and {IGNORE_INDEX} for none" if classes else ""
+    worst = highest
+    if highest < size:
+        worst = int(values[is_wrong].min())
+    table, also = f"{size} rows of the embedding", ""
+    if classes:
+        table, also = f"{size} classes", f", and {IGNORE_INDEX} for none"
+    listed_rows = ", ".join(map(str, rows[:5]))
+    if len(rows) > 5:
+        listed_rows += " ..."
     raise DataError(
-        f"{name} holds {worst}, which is none of the {of_what}",
+        f"{name} holds {worst}, which is none of the {table}",
         where=where or None,
-        why=(
-            f"row {', '.join(map(str, rows[:5]))}{' ...' if len(rows) > 5 else ''} of a microbatch"
-            f" of {len(values)}"
-        ),
+        why=f"row {listed_rows} of a microbatch of {len(values)}",
         fix=f"give 0 to {size - 1}{also}, or the model more of them",
     )

@@ -78,6 +78,13 @@ class DpReplicate:
         context.hooks.after_backward.append(watch.disarm)
 
 
+def _find_separate(experts: SeparateExperts | None) -> set[nn.Parameter]:
+    """Parameters that are reduced over other ranks than the rest."""
+    if experts is None:
+        return set()
+    return set(experts.parameters())
+
+
 def _reduce_experts(context: ParallelContext, experts: SeparateExperts) -> None:
     """They are on fewer ranks than the rest, which DDP does not know: averaged over these after
     the last backward."""
@@ -116,7 +123,7 @@ def reduce_after_pipeline(context: ParallelContext) -> None:
     averaged after all."""
     group = context.mesh.data_parallel_group()
     experts = context.axes.find(SeparateExperts)
-    separate = set() if experts is None else set(experts.parameters())
+    separate = _find_separate(experts)
     if experts is not None:
         _reduce_experts(context, experts)
     parameters = [
@@ -158,7 +165,7 @@ class BackwardWatch:
         self.unused: set[str] = set()
         self._phases = context.phases
         self._allows_unused = context.plan.parallel.unused_parameters == "allow"
-        separate = set() if experts is None else set(experts.parameters())
+        separate = _find_separate(experts)
         self._trainable = {
             p: name
             for name, p in context.root.module.named_parameters()
@@ -193,10 +200,11 @@ class BackwardWatch:
         if missing and self._allows_unused:
             self.unused.update(names)
         elif missing:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            listed_names = ", ".join(names[:3])
+            if len(names) > 3:
+                listed_names += f" and {len(names) - 3} more"
             raise LayoutError(
-                f"{plural(len(names), 'parameter')} had no part in the loss:"
-                f" {', '.join(names[:3])}{more}",
+                f"{plural(len(names), 'parameter')} had no part in the loss: {listed_names}",
                 fix=(
                     "freeze them (requires_grad_(False)), use them in every microbatch, or set "
                     "parallel.unused_parameters=allow"

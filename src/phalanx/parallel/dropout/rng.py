@@ -153,10 +153,8 @@ class _RecordedRng:
 
     def __enter__(self) -> None:
         moment = self._dropout_rng._moment
-        self.at_start, self.replay_context = (
-            (moment.copy() if moment else None),
-            self._dropout_rng.replay_context(),
-        )
+        self.at_start = moment.copy() if moment else None
+        self.replay_context = self._dropout_rng.replay_context()
 
     def __exit__(self, *_: object) -> None:
         pass

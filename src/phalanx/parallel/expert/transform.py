@@ -100,18 +100,14 @@ def _require_possible(plan: Plan) -> None:
         conflict = f"parallel.compress={plan.parallel.compress}"
     elif plan.compile:
         conflict = "train.compile"
-    if conflict:
-        raise LayoutError(
-            f"parallel.ep and {conflict} do not go together",
-            why=(
-                "gradients of experts are reduced over other ranks than the rest"
-                if not plan.compile
-                else None
-            ),
-            fix=f"leave {conflict} out"
-            if plan.parallel.zero_stage != 1
-            else "set parallel.zero_stage=2 or 3",
-        )
+    if not conflict:
+        return
+    why, fix = None, f"leave {conflict} out"
+    if not plan.compile:
+        why = "gradients of experts are reduced over other ranks than the rest"
+    if plan.parallel.zero_stage == 1:
+        fix = "set parallel.zero_stage=2 or 3"
+    raise LayoutError(f"parallel.ep and {conflict} do not go together", why=why, fix=fix)
 
 
 def _split_experts(

@@ -105,7 +105,10 @@ def _run_stage(
 def _open_stage_group(context: ParallelContext) -> StageGroup:
     mesh = context.mesh.submesh("pp")
     group = mesh.get_group()
-    up = context.mesh.open_second_group("pp") if context.mesh.device.type == "cuda" else group
+    up = group
+    # Over NCCL the two ways of a pair would wait for each other in one group.
+    if context.mesh.device.type == "cuda":
+        up = context.mesh.open_second_group("pp")
     return StageGroup(
         mesh.get_local_rank(),
         tuple(dist.get_process_group_ranks(group)),

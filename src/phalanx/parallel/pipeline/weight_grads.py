@@ -163,10 +163,9 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         kind = x.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        ctx.input_dtype, used = (
-            x.dtype,
-            x if cast is None or x.dtype is torch.float64 else x.to(cast),
-        )
+        ctx.input_dtype, used = x.dtype, x
+        if cast is not None and x.dtype is not torch.float64:
+            used = x.to(cast)
         ctx.save_for_backward(used)
         # The parameter itself: what a recomputation saves of it would be another tensor, without
         # its gradient.
@@ -184,11 +183,11 @@ class _Linear(torch.autograd.Function):
             grad_x = (grad @ weight.detach().to(grad.dtype)).to(ctx.input_dtype)
 
         def compute_grads() -> tuple[torch.Tensor, torch.Tensor | None]:
-            rows = grad.reshape(-1, grad.shape[-1])
-            has_bias = bias is not None and bias.requires_grad
-            return rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype), rows.sum(
-                0
-            ) if has_bias else None
+            rows, grad_bias = grad.reshape(-1, grad.shape[-1]), None
+            grad_weight = rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype)
+            if bias is not None and bias.requires_grad:
+                grad_bias = rows.sum(0)
+            return grad_weight, grad_bias
 
         def work() -> None:
             for parameter, gradient in zip((weight, bias), compute_grads(), strict=True):
@@ -199,11 +198,9 @@ class _Linear(torch.autograd.Function):
             defer(work)
             return grad_x, None, None
         grad_weight, grad_bias = compute_grads()
-        return (
-            grad_x,
-            grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-        )
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_x, grad_weight.to(weight.dtype), grad_bias
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -95,13 +95,12 @@ def make_embedding(part: nn.Embedding, name: str, vocabulary: Vocabulary) -> Non
             f"{name} has max_norm, sparse or scale_grad_by_freq, which are not built for a part"
             " of it"
         )
-    padding = part.padding_idx
-    local_padding = None if padding is None else padding - vocabulary.start
     size = vocabulary.sizes[vocabulary.group.rank]
-    if local_padding is not None and 0 <= local_padding < size:
-        part.padding_idx = local_padding
-    else:
+    if part.padding_idx is not None:
+        local_padding = part.padding_idx - vocabulary.start
         part.padding_idx = None
+        if 0 <= local_padding < size:
+            part.padding_idx = local_padding
     part.num_embeddings = size
     part.forward = functools.partial(_embedding_forward, part, vocabulary)  # type: ignore[method-assign]
 
@@ -113,10 +112,10 @@ def _embedding_forward(
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
         lowest, highest = (int(edge) for edge in ids.aminmax())
         if lowest < 0 or highest >= total:
-            raise DataError(
-                f"token {highest if highest >= total else lowest} is none of the {total} of the"
-                " embedding"
-            )
+            token = highest
+            if highest < total:
+                token = lowest
+            raise DataError(f"token {token} is none of the {total} of the embedding")
     local_ids = ids - vocabulary.start
     is_elsewhere = (local_ids < 0) | (local_ids >= part.num_embeddings)
     embedded = F.embedding(local_ids.masked_fill(is_elsewhere, 0), part.weight, part.padding_idx)
@@ -152,10 +151,14 @@ def enter(
 
 def enter_all(group: TensorGroup, part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Before experts, whose rows and whose weights of rows both have a gradient."""
-    entered = [group.enter(value) if _are_activations(value) else value for value in args]
-    return tuple(entered), {
-        k: group.enter(value) if _are_activations(value) else value for k, value in kwargs.items()
-    }
+    entered = tuple(_enter_activations(group, value) for value in args)
+    return entered, {key: _enter_activations(group, value) for key, value in kwargs.items()}
+
+
+def _enter_activations(group: TensorGroup, value: Any) -> Any:
+    if _are_activations(value):
+        return group.enter(value)
+    return value
 
 
 def _are_activations(value: Any) -> bool:

@@ -48,6 +48,7 @@ class TensorParallel:
             size=plan.layout.tp,
             phases=context.phases,
             cuts_sequence=_cuts_sequence(module, plan),
+            # A compiler schedules collectives itself.
             chunks=1 if plan.compile else plan.parallel.tp_chunks,
         )
         rules = rules_for(module, plan.parallel.rules, context.names)
