@@ -145,7 +145,7 @@ def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
     group = TensorGroup(dist.group.WORLD.group_name, rank, 2, Phases())  # type: ignore[union-attr]
     ModuleSharder(
         module, group, parse_rules(read_shard_rules(module) | {"lm_head": rule})
-    ).operate()
+    ).shard()
     try:
         return logits_cross_entropy(64)(module(tokens), {"targets": tokens})[0].item()
     except PhalanxError as error:
