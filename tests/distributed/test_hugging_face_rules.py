@@ -143,9 +143,7 @@ def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
     module: Any = build(kind)
     tokens = torch.randint(96, (2, 16))
     group = TensorGroup(dist.group.WORLD.group_name, rank, 2, Phases())  # type: ignore[union-attr]
-    ModuleSharder(
-        module, group, parse_rules(read_shard_rules(module) | {"lm_head": rule})
-    ).shard()
+    ModuleSharder(module, group, parse_rules(read_shard_rules(module) | {"lm_head": rule})).shard()
     try:
         return logits_cross_entropy(64)(module(tokens), {"targets": tokens})[0].item()
     except PhalanxError as error:

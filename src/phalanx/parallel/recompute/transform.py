@@ -53,10 +53,7 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
         if stage_start == end:
             continue
         first = numbers.index(stage_start)
-        if mode == "sqrt":
-            rank_segments = list_segments("sqrt", end - stage_start)
-        else:
-            rank_segments = ()
+        rank_segments = list_segments("sqrt", end - stage_start) if mode == "sqrt" else ()
         for segment in planned if mode != "sqrt" else ():
             start, stop = max(segment.start, stage_start), min(segment.stop, end)
             if start < stop:
