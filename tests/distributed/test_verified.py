@@ -120,7 +120,7 @@ def test_a_cell_says_what_is_allowed_where_the_head_does_not() -> None:
         TABLE.cell_of(relaxed | {"notes": [note]})
         == f"{numbers} (gradient: allowed what rounding costs)"
     )
-    assert f'"{TABLE.EASED} in one process:"' in Path(rank.__file__).read_text(encoding="utf-8")
+    assert f'"{TABLE.EASED} in one process: ' in Path(rank.__file__).read_text(encoding="utf-8")
     topk = row | {
         "compress": "topk",
         "errors": {"loss": 0.0, "gradient": 9e-16, "sent": 0.9, "weight": 9e-3},

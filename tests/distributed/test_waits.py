@@ -38,7 +38,7 @@ from ranks import run_ranks
 from second_device import CUDA, second_device
 
 LAYERS, MICROBATCHES = 2, 3
-FACTS = "numbers are read (model.py"
+FACTS = "numbers are read (step_reducer.py"
 OBJECTIVE = causal_cross_entropy(16)
 EXPERTS: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24}
 
