@@ -19,7 +19,7 @@ from phalanx.job.model import find_vocab_size_of, require_matching_data
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.launch.paths import refuse_linked_folders
-from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import keep_precision, replace_precision
@@ -37,7 +37,7 @@ from phalanx.run.mixed_rows import warnings_of_rows
 from phalanx.run.needs import check_needs
 from phalanx.run.resume import plan_of_run
 from phalanx.run.store_claim import hold_store
-from phalanx.run.tokens import find_tokens
+from phalanx.run.tokens import JobTokens, find_tokens
 
 CHECKPOINT_BYTES_PER_PARAM = 12  # fp32 weights and two moments
 
@@ -75,55 +75,14 @@ def prepare_run(
     `num_ranks` is that of a launcher, None where the plan chooses. `say` gets lines about a slow
     store. Raises PhalanxError for what the user can mend.
     """
-    refuse_existing_run(run_dir, resume=resume)
-    data_dir = run_dir / DATA_FOLDER
-    is_prepared = (data_dir / MANIFEST).exists()
-    linked_folders = []
-    earlier_plan = None
-    if resume:
-        earlier_plan = plan_of_run(run_dir)
-        if not is_prepared:
-            linked_folders.append(DATA_FOLDER)
-    refuse_linked_folders(run_dir, more=linked_folders)
-    cluster = detect_cluster(job.cluster.device)
-    if earlier_plan is not None and job.precision.compute == "auto":
-        # Started again with the job file: the run has begun, in the precision it chose then.
-        job = replace_precision(job, earlier_plan.precision)
-    shape = measure_foreign_shape(job)
-    check_needs(job, cluster.device)
-    require_matching_data(job, shape)
-    if not resume:
-        # Weights that are not there or do not fit are refused before data is prepared.
-        find_initial(job.model, find_known_shape(job))
-    # A bad layout is refused before anything is written.
-    make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)
-    tokens = find_tokens(job, is_prepared=is_prepared)
+    basis = _check_before_writing(job, run_dir, resume=resume, num_ranks=num_ranks)
     directory = RunDirectory(run_dir)
     # The run's own lock comes first: of two jobs, one alone looks at the store and writes there.
     with (
         directory.hold() as lock,
         hold_store(job, run_dir, resume=resume, say=say) as store,
     ):
-        is_new = not (data_dir / MANIFEST).exists()
-        fixed_size = find_vocab_size_of(job.model)
-        corpus = prepare_corpus(
-            job.data, data_dir, vocab_size=fixed_size, default_tokenizer=tokens.default
-        )
-        unverified = verify_corpus(corpus, is_new=is_new)
-        plan = make_plan(
-            job,
-            cluster=cluster,
-            vocab_size=fixed_size or corpus.vocab_size,
-            num_ranks=num_ranks,
-            shape=shape,
-            data=count_data(corpus),
-            more=tokens.remarks(corpus),
-        )
-        _refuse_images(corpus, plan.model_shape)
-        plan = keep_precision(plan, earlier_plan, cluster)
-        job = replace_precision(job, plan.precision)  # a run is known by it, wherever it goes on
-        row_warnings = warnings_of_rows(job, plan, ask=not resume)
-        plan = replace(plan, warnings=(*plan.warnings, *row_warnings))
+        job, plan, corpus, unverified = _plan_with_data(basis, run_dir, resume=resume)
         if not resume:
             # Now that the parameters are counted: a disk without room is refused at once.
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
@@ -144,6 +103,81 @@ def prepare_run(
             if not resume:
                 run = replace(run, forget=directory.forget)
             yield run
+
+
+@dataclass(frozen=True)
+class _PlanBasis:
+    """The job and what else the plan rests on, as far as it is known before the data is."""
+
+    job: Job
+    cluster: Cluster
+    shape: ModelCosts | None
+    earlier_plan: Plan | None
+    tokens: JobTokens
+    num_ranks: int | None
+
+
+def _check_before_writing(
+    job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
+) -> _PlanBasis:
+    """Find out what the plan rests on, and refuse what can be refused before anything is written:
+    a run directory, a machine, weights or a layout that do not fit the job."""
+    refuse_existing_run(run_dir, resume=resume)
+    is_prepared = (run_dir / DATA_FOLDER / MANIFEST).exists()
+    linked_folders = []
+    if resume and not is_prepared:
+        linked_folders.append(DATA_FOLDER)
+    refuse_linked_folders(run_dir, more=linked_folders)
+    cluster = detect_cluster(job.cluster.device)
+    earlier_plan = None
+    if resume:
+        earlier_plan = plan_of_run(run_dir)
+    if earlier_plan is not None and job.precision.compute == "auto":
+        # Started again with the job file: the run has begun, in the precision it chose then.
+        job = replace_precision(job, earlier_plan.precision)
+    shape = measure_foreign_shape(job)
+    check_needs(job, cluster.device)
+    require_matching_data(job, shape)
+    if not resume:
+        # Weights that are not there or do not fit are refused before data is prepared.
+        find_initial(job.model, find_known_shape(job))
+    # A bad layout is refused before anything is written.
+    make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)
+    tokens = find_tokens(job, is_prepared=is_prepared)
+    return _PlanBasis(job, cluster, shape, earlier_plan, tokens, num_ranks)
+
+
+def _plan_with_data(
+    basis: _PlanBasis, run_dir: Path, *, resume: bool
+) -> tuple[Job, Plan, Corpus, list[str]]:
+    """Prepare the data in the run directory, and plan.
+
+    Returns the job in the precision that was chosen, its plan, the corpus, and lines about tokens
+    that were not verified.
+    """
+    job, tokens = basis.job, basis.tokens
+    data_dir = run_dir / DATA_FOLDER
+    is_new = not (data_dir / MANIFEST).exists()
+    fixed_size = find_vocab_size_of(job.model)
+    corpus = prepare_corpus(
+        job.data, data_dir, vocab_size=fixed_size, default_tokenizer=tokens.default
+    )
+    unverified = verify_corpus(corpus, is_new=is_new)
+    plan = make_plan(
+        job,
+        cluster=basis.cluster,
+        vocab_size=fixed_size or corpus.vocab_size,
+        num_ranks=basis.num_ranks,
+        shape=basis.shape,
+        data=count_data(corpus),
+        more=tokens.remarks(corpus),
+    )
+    _refuse_images(corpus, plan.model_shape)
+    plan = keep_precision(plan, basis.earlier_plan, basis.cluster)
+    job = replace_precision(job, plan.precision)  # a run is known by it, wherever it goes on
+    row_warnings = warnings_of_rows(job, plan, ask=not resume)
+    plan = replace(plan, warnings=(*plan.warnings, *row_warnings))
+    return job, plan, corpus, unverified
 
 
 def _refuse_images(corpus: Corpus, shape: ModelCosts) -> None:
