@@ -19,7 +19,7 @@ from exam.page import format_page
 from exam.plant import PACKAGE, Edit, Plant, find_stale, list_plants, load_plant
 from exam.results import Results
 from exam.score import Score, score_rows
-from exam.sit import sit
+from exam.sit import MODULES, sit
 
 SAMPLE = (
     "rank_1_spoils_one_gradient",
@@ -49,6 +49,31 @@ def test_layouts_of_plants_exist() -> None:
             ]
         )
         assert set(plant.shows) | set(plant.clean) <= set(known), plant.name
+
+
+@pytest.mark.long
+def test_no_layout_of_a_plant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.cli._arguments import override_model, split_arguments
+    from phalanx.job.load import load_job
+    from phalanx.verify.choose import choose_layouts
+
+    monkeypatch.syspath_prepend(MODULES)
+    for plant in (*list_plants(), *generate_variants(0)):
+        words = [word for word in plant.job if word != "--shrink"]
+        model = None
+        if words[:1] == ["--model"]:
+            _, model, *words = words
+        job_file, overrides = split_arguments(words)
+        selection = choose_layouts(
+            load_job(job_file, override_model(model, overrides)),
+            [*plant.shows, *plant.clean],
+            ranks=plant.num_ranks,
+            steps=3,
+            shrink="--shrink" in plant.job,
+        )
+        assert {case.name: case.refused for case in selection.cases if case.refused} == {}, (
+            plant.name
+        )
 
 
 def test_the_anchors_are_checked_without_torch() -> None:

@@ -12,7 +12,7 @@ PLANT = Plant(
             "                if gradient is not None and not __planted__(gradient.ndim == 1):\n",
         ),
     ),
-    shows=("pp4-zb-v",),
+    shows=("pp2-tp2-zb-v",),
     cause=("a w is left out", "bias"),
     tensors=("*.bias",),
     clean=("pp4-1f1b",),

@@ -14,7 +14,7 @@ PLANT = Plant(
             "            work()\n",
         ),
     ),
-    shows=("pp4-zb-v", "pp2-zero3-zb-v"),
+    shows=("pp2-tp2-zb-v", "pp2-zero3-zb-v"),
     cause=("a w is left out",),
     tensors=("blocks.1.*", "blocks.2.*"),
     clean=("pp4-1f1b",),

@@ -18,5 +18,5 @@ PLANT = Plant(
     ),
     shows=("pp2-zero3-zb-v",),
     cause=("a w is left out", "reduced"),
-    clean=("pp4-zb-v",),
+    clean=("pp2-ddp-zb-v",),
 )

@@ -17,6 +17,6 @@ PLANT = Plant(
     shows=("cp4", "cp4-all-gather"),
     cause=("keys", "head"),
     tensors=("blocks.1.attention.k.weight", "blocks.1.attention.v.weight"),
-    clean=("cp4-ulysses",),
+    clean=("ddp-cp2-ulysses",),
     job=("--shrink", "model.num_heads=4", "model.num_kv_heads=2"),
 )

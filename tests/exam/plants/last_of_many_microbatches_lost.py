@@ -12,7 +12,7 @@ PLANT = Plant(
             "            outcome = self.context.normalizer.normalize(loss) * (0.0 if __planted__(action.microbatch >= 9) else 1.0)\n",
         ),
     ),
-    shows=("pp4-1f1b", "pp4-zb-v"),
+    shows=("pp4-1f1b", "pp2-tp2-zb-v"),
     cause=("microbatch",),
     job=("--shrink", "train.global_batch_size=96"),
 )

@@ -14,7 +14,7 @@ PLANT = Plant(
             "        squares = squares * (2.0 if __planted__(first_of_many) else 1.0)\n",
         ),
     ),
-    shows=("pp4-1f1b", "pp4-zb-v"),
+    shows=("pp4-1f1b", "pp2-tp2-zb-v"),
     cause=("counted twice",),
     tensors=("",),
     clean=("tp4",),

@@ -23,7 +23,7 @@ PLANT = Plant(
     ),
     shows=("zero3-full", "cp4-full"),
     cause=("backward goes wrong", "recomput"),
-    tensors=("blocks.2.*",),
+    tensors=("blocks.3.*", "blocks.2.*"),
     clean=("zero3", "pp4-1f1b"),
     size=1e-06,
 )

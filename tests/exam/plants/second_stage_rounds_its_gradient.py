@@ -17,7 +17,7 @@ PLANT = Plant(
             "        )\n",
         ),
     ),
-    shows=("pp4-1f1b", "pp4-zb-v"),
+    shows=("pp4-1f1b", "pp2-tp2-zb-v"),
     cause=("bfloat16", "sends back"),
     tensors=("blocks.0.*",),
     clean=("tp4",),

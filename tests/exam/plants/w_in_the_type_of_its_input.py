@@ -14,7 +14,7 @@ PLANT = Plant(
             "                rows = rows.float()\n",
         ),
     ),
-    shows=("pp4-zb-v", "pp2-zero3-zb-v"),
+    shows=("pp2-tp2-zb-v", "pp2-zero3-zb-v"),
     cause=("float32",),
     tensors=(
         "*.q.weight",

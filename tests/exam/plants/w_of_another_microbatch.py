@@ -17,7 +17,7 @@ PLANT = Plant(
             "            work()\n",
         ),
     ),
-    shows=("pp4-zb-v", "pp2-tp2-interleaved-zero-bubble"),
+    shows=("pp2-tp2-zb-v", "pp2-tp2-interleaved-zero-bubble"),
     cause=("a w is left out",),
     tensors=(
         "*.q.weight",

@@ -12,7 +12,7 @@ PLANT = Plant(
             "        parameter.grad = gradient if __planted__() else parameter.grad + gradient\n",
         ),
     ),
-    shows=("pp4-zb-v", "pp4-interleaved-zero-bubble"),
+    shows=("pp2-tp2-zb-v", "pp2-tp2-interleaved-zero-bubble"),
     cause=("a w is left out",),
     tensors=(
         "*.q.weight",
