@@ -103,8 +103,12 @@ def score_rows(plant: Plant, rows: Sequence[Row], *, exit_code: int, text: str) 
 
 def _find_worst(rows: Iterable[Row], kind: str) -> float:
     """The largest error of `kind`; what is not a number counts as infinite."""
-    errors = [float(row["errors"].get(kind, 0.0)) for row in rows if row["errors"]]
-    return max((error if error == error else float("inf") for error in errors), default=0.0)
+    worst = 0.0
+    for row in rows:
+        error = row["errors"].get(kind, 0.0)
+        is_number = error is not None and error == error
+        worst = max(worst, float(error) if is_number else float("inf"))
+    return worst
 
 
 def _name_failure(rows: Sequence[Row]) -> str:

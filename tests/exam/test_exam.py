@@ -190,9 +190,10 @@ def test_what_is_not_found_is_told_apart(rows: list[dict[str, Any]], outcome: st
     assert score_rows(PLANT, rows, exit_code=11, text="").outcome == outcome
 
 
-def test_what_curves_would_show() -> None:
-    errors = {"loss": 1e-7, "norm": float("nan")}
-    score = score_rows(PLANT, [row("zero3", errors=errors)], exit_code=0, text="")
+@pytest.mark.parametrize("norm", [float("nan"), None, 2e-5])
+def test_what_curves_would_show(norm: float | None) -> None:
+    rows = [row("zero3", errors={"loss": 1e-7, "norm": norm}), row("tp4", errors={})]
+    score = score_rows(PLANT, rows, exit_code=0, text="")
     assert (score.shows_in_loss, score.shows_in_norm) == (False, True)
 
 
