@@ -73,7 +73,7 @@ def test_a_module_that_answers_more_is_planned_like_a_model_of_ours(keys: tuple[
     ours, traced = planned(DECODER, *keys), planned(TRACED, *keys)
     assert traced.chosen.predicted_bytes == ours.chosen.predicted_bytes
     assert traced.chosen.predicted_bytes["activations"] > 0
-    assert traced.activations.recompute_segments == ours.recompute_segments
+    assert traced.activations.recompute_segments == ours.activations.recompute_segments
     assert traced.flops_per_token == ours.flops_per_token
     assert traced.pipeline == ours.pipeline
 
