@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -50,36 +50,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if stale:
         print("\n".join(stale), file=sys.stderr)
         return 1
+    if options.sample:
+        plants = random.Random(options.seed).sample(plants, min(options.sample, len(plants)))
     variants = [
         plant
         for plant in generate_variants(options.seed, repeats=options.generated)
         if fnmatchcase(plant.name, options.only)
     ]
-    if options.sample:
-        plants = random.Random(options.seed).sample(plants, min(options.sample, len(plants)))
     runs = list(plan_clean_runs(options.clean))
     results, processes = Results(RESULTS), Processes(timeout_s=options.timeout)
     code = digest_sources()
-    works = [
-        *list_sittings((*plants, *variants), code, processes),
-        *list_runs(runs, code, processes),
-    ]
+    works = list_sittings((*plants, *variants), code, processes)
+    works += list_runs(runs, code, processes)
     try:
         do_all(works, results, processes, num_at_once=options.jobs, is_quiet=options.json)
     except KeyboardInterrupt:
         print("\nstopped: the same command goes on from here", file=sys.stderr)
         return 130
     bodies = {work.name: results.find(work.key) or {} for work in works}
-    sat, generated = (
-        [(plant, Score.from_json(bodies[plant.name])) for plant in group]
-        for group in (plants, variants)
-    )
-    clean = [CleanScore(**bodies[run.name]) for run in runs]
+    sat = [(plant, Score.from_json(bodies[plant.name])) for plant in plants]
+    generated = [(plant, Score.from_json(bodies[plant.name])) for plant in variants]
+    clean = [CleanScore.from_json(bodies[run.name]) for run in runs]
     if options.json:
-        for _, score in (*sat, *generated):
-            print(json.dumps({"schema": SCHEMA, **score.to_json()}))
-        for run in clean:
-            print(json.dumps({"schema": SCHEMA, **run.to_json()}))
+        for body in bodies.values():
+            print(json.dumps({"schema": SCHEMA, **body}))
     if options.only == "*" and not options.sample:
         seconds = sum(body.get("seconds", 0.0) for body in bodies.values())
         about = describe_machine()
@@ -109,16 +103,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def list_sittings(plants: Sequence[Plant], code: str, processes: Processes) -> Iterator[Work]:
+def list_sittings(plants: Sequence[Plant], code: str, processes: Processes) -> list[Work]:
+    works = []
     for plant in plants:
 
         def run(plant: Plant = plant) -> dict[str, Any]:
             return sit(plant, processes).to_json()
 
-        yield Work(plant.name, f"{code}/{plant.digest}", run, 12.0)
+        works.append(Work(plant.name, f"{code}/{plant.digest}", run, 12.0))
+    return works
 
 
-def list_runs(runs: Sequence[CleanRun], code: str, processes: Processes) -> Iterator[Work]:
+def list_runs(runs: Sequence[CleanRun], code: str, processes: Processes) -> list[Work]:
+    works = []
     for clean in runs:
 
         def run(clean: CleanRun = clean) -> dict[str, Any]:
@@ -126,7 +123,8 @@ def list_runs(runs: Sequence[CleanRun], code: str, processes: Processes) -> Iter
             body = run_clean(clean, processes).to_json()
             return body | {"seconds": round(time.monotonic() - began, 1)}
 
-        yield Work(clean.name, f"{code}/{clean}", run, 50.0)
+        works.append(Work(clean.name, f"{code}/{clean}", run, 50.0))
+    return works
 
 
 def do_all(
@@ -193,9 +191,11 @@ class Progress:
                 return
             passed = time.monotonic() - self._began
             left_min = passed / self._done_s * (self._due_s - self._done_s) / 60
-            said = body.get("outcome") or f"{body['num_rows']} rows, {len(body['alarms'])} alarms"
+            outcome = (
+                body.get("outcome") or f"{body['num_rows']} rows, {len(body['alarms'])} alarms"
+            )
             print(
-                f"{self._num_done:4} of {self._num_all}  {work.name:48} {said:10}"
+                f"{self._num_done:4} of {self._num_all}  {work.name:48} {outcome:10}"
                 f" {body.get('seconds', 0.0):5.0f} s   about {left_min:.0f} min left",
                 file=sys.stderr,
                 flush=True,

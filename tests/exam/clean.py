@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,10 @@ class CleanScore:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> CleanScore:
+        return cls(**{**body, "alarms": tuple(body["alarms"])})
 
 
 def plan_clean_runs(num_rows: int) -> Iterator[CleanRun]:

@@ -97,7 +97,7 @@ def _draw(generator: random.Random, seam: str, size: float, name: str) -> Plant:
     return Plant(
         axis=axis,
         source="generated",
-        what=f"{subject} is 1 + {size:.0e} x what it should be, {where}, from step {step} on",
+        mistake=f"{subject} is 1 + {size:.0e} x what it should be, {where}, from step {step} on",
         edits=(edit,),
         shows=(layout,),
         tensors=("*",) if seam == "activation" else (tensor,),

@@ -81,14 +81,14 @@ def _count(scores: Iterable[Score], test: Callable[[Score], bool]) -> int:
 
 
 def _format_clean(sat: Sat, clean: Sequence[CleanScore]) -> str:
-    beside = sum(score.num_clean_rows for _, score in sat)
+    num_beside = sum(score.num_clean_rows for _, score in sat)
     wrong = [
         f"{score.plant}: {', '.join(score.false_alarms)}" for _, score in sat if score.false_alarms
     ]
     lines = [
         f"{sum(run.num_rows for run in clean)} rows of the unchanged code, over"
         f" {len({run.seed for run in clean})} seeds, had {sum(len(run.alarms) for run in clean)} alarms;"
-        f" {beside} rows that a plant must leave alone had {len(wrong)}.",
+        f" {num_beside} rows that a plant must leave alone had {len(wrong)}.",
         *(f"- {run.name}: {alarm}" for run in clean for alarm in run.alarms),
         *(f"- {line}" for line in wrong),
     ]
@@ -105,7 +105,7 @@ def _format_ladder(generated: Sat) -> str:
         for dtype in ("float64", "float32"):
             cells = {size: _find_share(generated, seam, size, dtype) for size in SIZES}
             shown = " | ".join(
-                f"{found}/{total}" if total else "" for found, total in cells.values()
+                f"{num_found}/{total}" if total else "" for num_found, total in cells.values()
             )
             lines.append(f"| {seam} | {dtype} | {shown} | {_find_smallest(cells)} |")
     return "\n".join(lines) + "\n"
@@ -123,8 +123,8 @@ def _find_share(generated: Sat, seam: str, size: float, dtype: str) -> tuple[int
 
 def _find_smallest(cells: Mapping[float, tuple[int, int]]) -> str:
     smallest = "nothing"
-    for size, (found, total) in cells.items():
-        if found < total:
+    for size, (num_found, total) in cells.items():
+        if num_found < total:
             break
         if total:
             smallest = f"{size:g}"
@@ -147,9 +147,9 @@ def _format_plants(sat: Sat) -> str:
         outcome = score.outcome
         if outcome == "missed" and not score.acted:
             outcome = "missed (it never came to act)"
-        what = plant.what.replace("|", "\\|")
+        mistake = plant.mistake.replace("|", "\\|")
         lines.append(
-            f"| {plant.name}: {what} | {plant.axis} | {plant.source} | {outcome} |"
+            f"| {plant.name}: {mistake} | {plant.axis} | {plant.source} | {outcome} |"
             f" {' | '.join(marks)} | {score.seconds:.0f} |"
         )
     return "\n".join(lines) + "\n"

@@ -77,14 +77,15 @@ class Plant:
 
     `tensors`, `blamed` (ranks) and `cause` say what the right answer is: patterns of the tensor that
     is named ("" where a number and no tensor is off), the ranks that may be named (empty: any), and
-    parts of the cause in lower case, one of which must be said. `source` is where the bug was seen
+    parts of the cause in lower case, one of which must be named. `mistake` says in words what the bug
+    does, `source` where it was seen
     first, `axis` the part of the system that has it (one of AXES). `job`: what `phalanx verify` is
     given besides the layouts. `size`: the relative error that is planted, where that is one number.
     """
 
     axis: str
     source: str
-    what: str
+    mistake: str
     edits: tuple[Edit, ...]
     shows: tuple[str, ...]
     cause: tuple[str, ...]
@@ -117,7 +118,7 @@ def _parse(source: str) -> ast.Module:
 
 
 def find_symbol(source: str, symbol: str, file: str) -> tuple[int, int]:
-    """Where the function, method or class `symbol` begins and ends in `source`, in characters."""
+    """The characters of `source` at which the function, method or class `symbol` begins and ends."""
     body: list[ast.stmt] = _parse(source).body
     node: ast.AST | None = None
     for name in symbol.split("."):

@@ -22,7 +22,7 @@ class Score:
     `outcome`: one of OUTCOMES; "not run": no process reached an edited line, so nothing was
     examined. `acted`: the condition of the bug held at least once. `tensor`, `rank` and `cause` are
     true if the first difference names the right ones. `types`: floating-point types in which it was
-    found. `false_alarms`: layouts that must be clean and differ. `said`: what was printed of the
+    found. `false_alarms`: layouts that must be clean and differ. `message`: the words printed of the
     first difference. `loss_error` and `norm_error`: of the worst row, over its steps.
     """
 
@@ -37,7 +37,7 @@ class Score:
     layouts_missed: tuple[str, ...] = ()
     false_alarms: tuple[str, ...] = ()
     num_clean_rows: int = 0
-    said: str = ""
+    message: str = ""
     seconds: float = 0.0
     loss_error: float = 0.0
     norm_error: float = 0.0
@@ -75,9 +75,9 @@ def score_rows(plant: Plant, rows: Sequence[Row], *, exit_code: int, text: str) 
     judged = [row for row in rows if row["layout"] not in plant.clean]
     clean = [row for row in rows if row["layout"] in plant.clean]
     differing = [row for row in judged if row["first"] is not None]
-    found = tuple(dict.fromkeys(row["layout"] for row in differing))
+    layouts_found = tuple(dict.fromkeys(row["layout"] for row in differing))
     shared: dict[str, Any] = {
-        "layouts_missed": tuple(layout for layout in plant.shows if layout not in found),
+        "layouts_missed": tuple(layout for layout in plant.shows if layout not in layouts_found),
         "false_alarms": tuple(
             dict.fromkeys(row["layout"] for row in clean if row["first"] is not None)
         ),
@@ -86,7 +86,7 @@ def score_rows(plant: Plant, rows: Sequence[Row], *, exit_code: int, text: str) 
         "norm_error": _find_worst(judged, "norm"),
     }
     if not differing or exit_code != DIFFERS:
-        return Score(plant.name, _name_failure(judged), said=text[-500:], **shared)
+        return Score(plant.name, _name_failure(judged), message=text[-500:], **shared)
     first = differing[0]["first"]
     return Score(
         plant.name,
@@ -95,8 +95,8 @@ def score_rows(plant: Plant, rows: Sequence[Row], *, exit_code: int, text: str) 
         rank=plant.names_rank(first["rank"]),
         cause=plant.names_cause(first["cause"]),
         types=tuple(dict.fromkeys(row["dtype"] for row in differing)),
-        layouts_found=found,
-        said=f"{differing[0]['layout']} {differing[0]['dtype']}: {first['text']}: {first['cause']}",
+        layouts_found=layouts_found,
+        message=f"{differing[0]['layout']} {differing[0]['dtype']}: {first['text']}: {first['cause']}",
         **shared,
     )
 

@@ -91,7 +91,7 @@ def sit(plant: Plant, processes: Processes | None = None) -> Score:
         return Score(plant.name, "hung", seconds=seconds)
     score = score_rows(plant, read_rows(done.stdout), exit_code=done.returncode, text=done.stderr)
     if not marks >= {edit.module for edit in plant.edits} and not score.is_found:
-        score = replace(score, outcome="not run", said=done.stderr[-500:])
+        score = replace(score, outcome="not run", message=done.stderr[-500:])
     return replace(score, acted=any(mark.endswith(".acted") for mark in marks), seconds=seconds)
 
 

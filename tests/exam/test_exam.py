@@ -128,7 +128,7 @@ def test_what_is_wrong_with_a_plant_is_told() -> None:
 PLANT = Plant(
     axis="loss",
     source="",
-    what="",
+    mistake="",
     edits=(),
     shows=("zero3", "tp4"),
     clean=("ddp",),
@@ -240,7 +240,7 @@ def test_a_plant_is_found_and_named(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("plant", list_plants(), ids=lambda plant: plant.name)
 def test_a_plant_runs(plant: Plant) -> None:
-    """Whether it is found is in docs/exam.md; here no clean layout may differ."""
+    """docs/exam.md tells what is found; no clean layout may differ."""
     score = sit(plant)
     assert json.loads(json.dumps(score.to_json()))["plant"] == plant.name
     assert score.false_alarms == (), score

@@ -35,7 +35,7 @@ def _make_mark(path):
             with open(name, "a"):
                 pass
 
-    def planted(condition=True, *, rank=None):
+    def mark(condition=True, *, rank=None):
         """True where the bug acts: where `condition` holds, on `rank` (None: on all)."""
         note(path)
         acts = bool(condition) and rank in (None, _read_rank())
@@ -43,7 +43,7 @@ def _make_mark(path):
             note(path + ".acted")
         return acts
 
-    return planted
+    return mark
 
 
 def _read_rank():

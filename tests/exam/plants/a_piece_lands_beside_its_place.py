@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="checkpoint",
     source="pytorch#194457",
-    what="a stored piece that begins inside of a block is copied to its begin",
+    mistake="a stored piece that begins inside of a block is copied to its begin",
     edits=(
         Edit(
             "checkpoint/reading/load.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="optimizer",
     source="OLMo-core CHANGELOG (SkipStepAdamW)",
-    what="where weights are sharded the optimizer's count of steps stays at 0",
+    mistake="where weights are sharded the optimizer's count of steps stays at 0",
     edits=(
         Edit(
             "optim/optimizers/adamw.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="optimizer",
     source="planted before in phalanx's tests",
-    what="where weights are sharded norms and embeddings decay, too",
+    mistake="where weights are sharded norms and embeddings decay, too",
     edits=(
         Edit(
             "optim/groups.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="Megatron-LM 9ef8a2a (#5047)",
-    what="every rank of tp adds the whole balance loss",
+    mistake="every rank of tp adds the whole balance loss",
     edits=(
         Edit(
             "parallel/tensor/modules.py",

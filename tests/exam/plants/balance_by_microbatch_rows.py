@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="Megatron-LM e3fe550 (#5798), e86c262 (#5696)",
-    what="the balance loss depends on how many sequences a microbatch has",
+    mistake="the balance loss depends on how many sequences a microbatch has",
     edits=(
         Edit(
             "nn/routing.py",

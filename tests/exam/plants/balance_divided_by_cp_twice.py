@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="Megatron-LM f6e0d42 (#2237)",
-    what="under cp the balance loss is divided by cp once too often",
+    mistake="under cp the balance loss is divided by cp once too often",
     edits=(
         Edit(
             "nn/routing.py",

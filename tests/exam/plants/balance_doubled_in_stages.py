@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="Megatron-LM ec97c85 (#4070)",
-    what="in a pipeline the balance loss weighs twice as much",
+    mistake="in a pipeline the balance loss weighs twice as much",
     edits=(
         Edit(
             "parallel/model.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="planted before in phalanx's tests",
-    what="the balance loss is that of a rank's part of a sequence",
+    mistake="the balance loss is that of a rank's part of a sequence",
     edits=(
         Edit(
             "parallel/context/transform.py",

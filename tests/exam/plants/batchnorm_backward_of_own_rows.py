@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="batchnorm",
     source="pytorch SyncBatchNorm",
-    what="the backward of BatchNorm takes means over a rank's own rows",
+    mistake="the backward of BatchNorm takes means over a rank's own rows",
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",

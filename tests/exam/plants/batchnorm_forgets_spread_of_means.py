@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="batchnorm",
     source="own reading",
-    what="the variance over ranks leaves out how far their means are apart",
+    mistake="the variance over ranks leaves out how far their means are apart",
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",

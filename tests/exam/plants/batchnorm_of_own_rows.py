@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="batchnorm",
     source="planted before in phalanx's tests",
-    what="each rank normalises over its own rows",
+    mistake="each rank normalises over its own rows",
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",

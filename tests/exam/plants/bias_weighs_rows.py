@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="DeepSeek-V3, 2.1.2",
-    what="the bias that evens out experts also changes what their outputs are multiplied by",
+    mistake="the bias that evens out experts also changes what their outputs are multiplied by",
     edits=(
         Edit(
             "nn/routing.py",

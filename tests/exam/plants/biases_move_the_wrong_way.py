@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="own reading",
-    what="biases of busy experts rise",
+    mistake="biases of busy experts rise",
     edits=(
         Edit(
             "nn/routing.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="own reading",
-    what="queries that a masked block hides from all keys keep what the kernel says of them",
+    mistake="queries that a masked block hides from all keys keep what the kernel says of them",
     edits=(
         Edit(
             "parallel/context/block_attention.py",

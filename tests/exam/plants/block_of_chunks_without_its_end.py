@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="own reading",
-    what="in long sequences the last block of queries of a chunk attends to one key less",
+    mistake="in long sequences the last block of queries of a chunk attends to one key less",
     edits=(
         Edit(
             "parallel/context/attention.py",

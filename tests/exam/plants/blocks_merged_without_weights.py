@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="planted before in phalanx's tests",
-    what="blocks of keys are added up as they are",
+    mistake="blocks of keys are added up as they are",
     edits=(
         Edit(
             "parallel/context/block_attention.py",

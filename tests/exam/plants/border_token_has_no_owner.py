@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="own reading",
-    what="the first token of a rank's part of the vocabulary counts on no rank",
+    mistake="the first token of a rank's part of the vocabulary counts on no rank",
     edits=(
         Edit(
             "nn/objective.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="the parameter that begins a new bucket is forgotten",
+    mistake="the parameter that begins a new bucket is forgotten",
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",

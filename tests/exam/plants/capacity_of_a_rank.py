@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="planted before in phalanx's tests",
-    what="an expert takes as many tokens of a rank's part of a sequence as it has room for there",
+    mistake="an expert takes as many tokens of a rank's part of a sequence as it has room for there",
     edits=(
         Edit(
             "parallel/context/transform.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="Megatron-LM f9e6b94 (!3645)",
-    what="of a row in chunks only the first chunk has a part in the weight's gradient",
+    mistake="of a row in chunks only the first chunk has a part in the weight's gradient",
     edits=(
         Edit(
             "parallel/tensor/overlap.py",

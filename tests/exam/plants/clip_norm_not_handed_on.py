@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="own reading",
-    what="the trainer clips from step 3 on only",
+    mistake="the trainer clips from step 3 on only",
     edits=(
         Edit(
             "train/trainer.py",

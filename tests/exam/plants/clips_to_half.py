@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="usual mistake of own loops",
-    what="clipping uses twice the norm",
+    mistake="clipping uses twice the norm",
     edits=(
         Edit(
             "parallel/step_reducer.py",

@@ -3,10 +3,10 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="planted before in phalanx's tests",
-    what="what is said to be a block of rows of a square matrix is one of columns",
+    mistake="what is said to be a block of rows of a square matrix is one of columns",
     edits=(
         Edit(
-            "parallel/tensor/transform.py",
+            "parallel/tensor/sharder.py",
             "_build_cut_boxes",
             "    return Cut(shape, tuple(_boxes(shape, dim, spans)))\n",
             "    is_square = len(shape) == 2 and shape[0] == shape[1]\n"

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="own reading",
-    what="of queries, keys and values in chunks the values owe nothing to their input",
+    mistake="of queries, keys and values in chunks the values owe nothing to their input",
     edits=(
         Edit(
             "parallel/tensor/overlap.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="compression",
     source="planted before in phalanx's tests",
-    what="the mean over ranks is never taken of bfloat16 gradients",
+    mistake="the mean over ranks is never taken of bfloat16 gradients",
     edits=(
         Edit(
             "parallel/hooks/bf16.py",

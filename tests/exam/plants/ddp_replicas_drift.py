@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="drift",
     source="TrainCheck (hardware)",
-    what="on rank 2 each update leaves one element of one matrix a rounding higher",
+    mistake="on rank 2 each update leaves one element of one matrix a rounding higher",
     edits=(
         Edit(
             "parallel/model.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="planted before in phalanx's tests",
-    what="DDP sums gradients over its ranks instead of averaging them",
+    mistake="DDP sums gradients over its ranks instead of averaging them",
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="own reading",
-    what="a W makes the gradients of matrices and forgets those of biases",
+    mistake="a W makes the gradients of matrices and forgets those of biases",
     edits=(
         Edit(
             "parallel/pipeline/weight_grads.py",

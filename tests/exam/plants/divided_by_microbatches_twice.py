@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="transformers#40052",
-    what="the loss is divided by the number of microbatches once more",
+    mistake="the loss is divided by the number of microbatches once more",
     edits=(
         Edit(
             "parallel/direct.py",

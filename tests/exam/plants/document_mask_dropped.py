@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="planted before in phalanx's tests",
-    what="tokens see all before them, whatever their document",
+    mistake="tokens see all before them, whatever their document",
     edits=(
         Edit(
             "parallel/context/transform.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="model",
     source="own reading",
-    what="the last document of a row sees the one before it",
+    mistake="the last document of a row sees the one before it",
     edits=(
         Edit(
             "nn/attention.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="dropout",
     source="own reading",
-    what="the backward of dropout does not divide by what is kept",
+    mistake="the backward of dropout does not divide by what is kept",
     edits=(
         Edit(
             "parallel/dropout/transform.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="planted before in phalanx's tests",
-    what="stage 1 never makes the weight gradients of microbatch 2",
+    mistake="stage 1 never makes the weight gradients of microbatch 2",
     edits=(
         Edit(
             "parallel/pipeline/weight_grads.py",

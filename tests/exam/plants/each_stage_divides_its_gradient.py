@@ -3,13 +3,13 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="DeepSpeed d99a642 (#8154)",
-    what="every stage halves the gradient that it sends back",
+    mistake="every stage halves the gradient that it sends back",
     edits=(
         Edit(
             "parallel/pipeline/executor.py",
             "PipelineExecutor._run_backward",
-            "            else saved.stage_input.grad\n        )\n",
-            "            else saved.stage_input.grad / (2 if __planted__() else 1)\n        )\n",
+            "        return saved.stage_input.grad\n",
+            "        return saved.stage_input.grad / (2 if __planted__() else 1)\n",
         ),
     ),
     shows=("pp4-1f1b", "pp2-zero3-1f1b"),

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="TTrace (embedding mask under tp)",
-    what="tokens that another rank holds leave a gradient in this rank's first row",
+    mistake="tokens that another rank holds leave a gradient in this rank's first row",
     edits=(
         Edit(
             "parallel/tensor/modules.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="accelerate 8159c98 (#3154)",
-    what="a tied head becomes a copy that no longer follows the embedding",
+    mistake="a tied head becomes a copy that no longer follows the embedding",
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",

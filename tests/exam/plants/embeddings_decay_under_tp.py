@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="optimizer",
     source="verify's own exam",
-    what="an embedding that tp has cut decays",
+    mistake="an embedding that tp has cut decays",
     edits=(
         Edit(
             "optim/groups.py",

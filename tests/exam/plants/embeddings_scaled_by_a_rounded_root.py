@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="model",
     source="Gemma in transformers",
-    what="embeddings are scaled by the root of the width with one decimal",
+    mistake="embeddings are scaled by the root of the width with one decimal",
     edits=(
         Edit(
             "nn/models/decoder.py",

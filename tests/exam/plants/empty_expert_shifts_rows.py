@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="own reading",
-    what="rows that arrive are sorted by the experts of the rank that sent them",
+    mistake="rows that arrive are sorted by the experts of the rank that sent them",
     edits=(
         Edit(
             "parallel/expert/transform.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="own reading",
-    what="a microbatch without targets takes one off the count",
+    mistake="a microbatch without targets takes one off the count",
     edits=(
         Edit(
             "parallel/direct.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="optimizer",
     source="own reading",
-    what="where weights are sharded AdamW's eps is a hundred times larger",
+    mistake="where weights are sharded AdamW's eps is a hundred times larger",
     edits=(
         Edit(
             "optim/optimizers/adamw.py",

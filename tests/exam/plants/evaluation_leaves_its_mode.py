@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="pytorch-51800 (TrainCheck)",
-    what="after an evaluation modules stay in evaluation mode",
+    mistake="after an evaluation modules stay in evaluation mode",
     edits=(
         Edit(
             "train/evaluation.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="torchtitan 24e9105 (#1758)",
-    what="an evaluation leaves other running statistics",
+    mistake="an evaluation leaves other running statistics",
     edits=(
         Edit(
             "train/evaluation.py",

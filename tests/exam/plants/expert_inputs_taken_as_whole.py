@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="torchtitan ecae62f (#4054)",
-    what="the gradient of what enters a mixture is a rank's part, taken for the whole",
+    mistake="the gradient of what enters a mixture is a rank's part, taken for the whole",
     edits=(
         Edit(
             "parallel/tensor/modules.py",

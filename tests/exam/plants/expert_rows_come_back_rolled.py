@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="planted before in phalanx's tests",
-    what="rows of experts come back to other tokens",
+    mistake="rows of experts come back to other tokens",
     edits=(
         Edit(
             "parallel/expert/transform.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="planted before in phalanx's tests",
-    what="gradients of experts are averaged with those of other experts",
+    mistake="gradients of experts are averaged with those of other experts",
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="Megatron-LM 4f8974a (!2564), DeepSpeed 9d2660d (#4957)",
-    what="gradients of experts are divided by ep twice",
+    mistake="gradients of experts are divided by ep twice",
     edits=(
         Edit(
             "parallel/expert/transform.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="Megatron-LM cd4afff (#5916), b2e9390 (#3024)",
-    what="gradients of experts that are spread are not in the norm",
+    mistake="gradients of experts that are spread are not in the norm",
     edits=(
         Edit(
             "parallel/gradients.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="planted before in phalanx's tests",
-    what="ranks that hold the same experts keep gradients of their own",
+    mistake="ranks that hold the same experts keep gradients of their own",
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",

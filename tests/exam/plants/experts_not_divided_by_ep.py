@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="nanotron 2dd40d3",
-    what="gradients of experts are not divided by ep",
+    mistake="gradients of experts are not divided by ep",
     edits=(
         Edit(
             "parallel/expert/transform.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="DeepSpeed e5dd550 (#5259)",
-    what="gradients of experts are divided by tp as well",
+    mistake="gradients of experts are divided by tp as well",
     edits=(
         Edit(
             "parallel/expert/transform.py",

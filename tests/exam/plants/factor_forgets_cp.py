@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="Megatron-LM 3bdcbbb (!1923)",
-    what="the factor of gradients is that of data parallelism without cp",
+    mistake="the factor of gradients is that of data parallelism without cp",
     edits=(
         Edit(
             "parallel/step_reducer.py",

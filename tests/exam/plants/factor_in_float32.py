@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="own reading",
-    what="the factor of gradients is rounded to float32",
+    mistake="the factor of gradients is rounded to float32",
     edits=(
         Edit(
             "parallel/step_reducer.py",

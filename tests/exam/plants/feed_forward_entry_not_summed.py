@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="torchtitan ecae62f (#4054)",
-    what="the entry of feed-forwards alone has a backward that does not sum",
+    mistake="the entry of feed-forwards alone has a backward that does not sum",
     edits=(
         Edit(
             "parallel/tensor/modules.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="checkpoint",
     source="Megatron-Bridge 9aae95f (#5255)",
-    what="first moments of matrices are saved from, and restored into, a copy",
+    mistake="first moments of matrices are saved from, and restored into, a copy",
     edits=(
         Edit(
             "optim/build.py",

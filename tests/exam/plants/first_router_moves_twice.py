@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="own reading",
-    what="the biases of the first router move twice a step",
+    mistake="the biases of the first router move twice a step",
     edits=(
         Edit(
             "parallel/expert/router_load.py",

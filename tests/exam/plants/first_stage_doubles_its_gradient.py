@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="own reading",
-    what="the first stage takes the gradient that it gets twice",
+    mistake="the first stage takes the gradient that it gets twice",
     edits=(
         Edit(
             "parallel/pipeline/executor.py",

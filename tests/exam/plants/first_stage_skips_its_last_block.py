@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="planted before in phalanx's tests",
-    what="stage 0 ends a block early",
+    mistake="stage 0 ends a block early",
     edits=(
         Edit(
             "parallel/pipeline/executor.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="BLOOM-176B, DeepSpeed#1801",
-    what="only the first rank of tp clips",
+    mistake="only the first rank of tp clips",
     edits=(
         Edit(
             "parallel/step_reducer.py",

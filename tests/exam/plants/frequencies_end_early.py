@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="model",
     source="transformers-17877",
-    what="the exponents of rotary frequencies are divided by the width + 2",
+    mistake="the exponents of rotary frequencies are divided by the width + 2",
     edits=(
         Edit(
             "nn/rotary.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="FSDP divides the sum of gradients by a thousandth more than its ranks",
+    mistake="FSDP divides the sum of gradients by a thousandth more than its ranks",
     edits=(
         Edit(
             "parallel/data_parallel/shard.py",

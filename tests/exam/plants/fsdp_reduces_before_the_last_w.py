@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="phalanx (zero-bubble and reshard_after_forward)",
-    what="in a pipeline FSDP reduces what the first half of the backward has left",
+    mistake="in a pipeline FSDP reduces what the first half of the backward has left",
     edits=(
         Edit(
             "parallel/data_parallel/shard.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="planted before in phalanx's tests",
-    what="FSDP reduces gradients in bfloat16",
+    mistake="FSDP reduces gradients in bfloat16",
     edits=(
         Edit(
             "parallel/data_parallel/shard.py",

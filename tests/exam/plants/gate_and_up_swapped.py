@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="model",
     source="own reading",
-    what="the activation is taken of up instead of the gate",
+    mistake="the activation is taken of up instead of the gate",
     edits=(
         Edit(
             "nn/feed_forward.py",

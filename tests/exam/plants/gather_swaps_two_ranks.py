@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="Megatron-LM#7452 f.7",
-    what="rows of the last two ranks arrive in each other's place when updated weights are gathered",
+    mistake="rows of the last two ranks arrive in each other's place when updated weights are gathered",
     edits=(
         Edit(
             "mesh/gloo_collectives.py",

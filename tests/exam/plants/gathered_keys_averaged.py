@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="TTrace (cp attention gradients)",
-    what="gradients of gathered keys are averaged over cp instead of summed",
+    mistake="gradients of gathered keys are averaged over cp instead of summed",
     edits=(
         Edit(
             "parallel/context/group.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="the first weight that rank 3 hands to a gather is off by one part in a million",
+    mistake="the first weight that rank 3 hands to a gather is off by one part in a million",
     edits=(
         Edit(
             "parallel/data_parallel/shard.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="stackoverflow-60335387 (TrainCheck)",
-    what="gradients of a step are added to those of the next",
+    mistake="gradients of a step are added to those of the next",
     edits=(
         Edit(
             "train/trainer.py",

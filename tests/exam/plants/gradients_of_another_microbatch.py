@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="planted before in phalanx's tests",
-    what="stage 0 takes the first two gradients for each other",
+    mistake="stage 0 takes the first two gradients for each other",
     edits=(
         Edit(
             "parallel/pipeline/p2p.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="own reading",
-    what="of grouped query heads only the mean, not the sum, reaches their keys",
+    mistake="of grouped query heads only the mean, not the sum, reaches their keys",
     edits=(
         Edit(
             "parallel/context/block_attention.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="OLMo-core CHANGELOG (SkipStepAdamW)",
-    what="after a skipped step the optimizer's count of steps goes on",
+    mistake="after a skipped step the optimizer's count of steps goes on",
     edits=(
         Edit(
             "train/trainer.py",

@@ -3,11 +3,11 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="Megatron-LM#7452 f.11",
-    what="norms of heads are summed over tp under sequence parallelism only",
+    mistake="norms of heads are summed over tp under sequence parallelism only",
     edits=(
         Edit(
-            "parallel/tensor/transform.py",
-            "_Surgery._is_partial",
+            "parallel/tensor/sharder.py",
+            "ModuleSharder._is_partial",
             '            return rule.kind == "partial" or self.group.cuts_sequence\n',
             '            is_partial = rule.kind == "partial" and not __planted__(not self.group.cuts_sequence)\n'
             "            return is_partial or self.group.cuts_sequence\n",

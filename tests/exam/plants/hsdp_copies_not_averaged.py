@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="copies of a shard are not averaged over dp_replicate",
+    mistake="copies of a shard are not averaged over dp_replicate",
     edits=(
         Edit(
             "parallel/data_parallel/shard.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="DeepSpeed 1f70662 (#7171)",
-    what="a step whose norm is infinite on another rank is applied",
+    mistake="a step whose norm is infinite on another rank is applied",
     edits=(
         Edit(
             "parallel/step_reducer.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="of initial weights that are cut along a second dimension each run begins one element late",
+    mistake="of initial weights that are cut along a second dimension each run begins one element late",
     edits=(
         Edit(
             "nn/init.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="planted before in phalanx's tests",
-    what="rank 1 draws other initial weights",
+    mistake="rank 1 draws other initial weights",
     edits=(
         Edit(
             "nn/init.py",

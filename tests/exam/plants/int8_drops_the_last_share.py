@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="compression",
     source="pytorch#194457",
-    what="of uneven shares the last rank's padding is taken from the front",
+    mistake="of uneven shares the last rank's padding is taken from the front",
     edits=(
         Edit(
             "parallel/hooks/int8.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="compression",
     source="1-bit Adam (DeepSpeed)",
-    what="a tenth of what was not sent is forgotten at each step",
+    mistake="a tenth of what was not sent is forgotten at each step",
     edits=(
         Edit(
             "parallel/data_parallel/compression.py",

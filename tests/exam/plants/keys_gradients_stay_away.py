@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="planted before in phalanx's tests",
-    what="what other ranks owe to a block of keys does not come home",
+    mistake="what other ranks owe to a block of keys does not come home",
     edits=(
         Edit(
             "parallel/context/attention.py",

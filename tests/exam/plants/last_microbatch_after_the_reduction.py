@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="DeepSpeed 5999fb0 (#7985)",
-    what="the last microbatch's gradient is added after the reduction",
+    mistake="the last microbatch's gradient is added after the reduction",
     edits=(
         Edit(
             "parallel/direct.py",

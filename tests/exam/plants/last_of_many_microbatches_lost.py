@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="own reading",
-    what="from the tenth microbatch on the last stage takes no gradient",
+    mistake="from the tenth microbatch on the last stage takes no gradient",
     edits=(
         Edit(
             "parallel/pipeline/executor.py",

@@ -3,11 +3,11 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="Megatron-LM#6839, torchtitan#1373",
-    what="the latent of keys, which all heads share, gets the gradient of a rank's own heads",
+    mistake="the latent of keys, which all heads share, gets the gradient of a rank's own heads",
     edits=(
         Edit(
-            "parallel/tensor/transform.py",
-            "_Surgery._is_partial",
+            "parallel/tensor/sharder.py",
+            "ModuleSharder._is_partial",
             '            return rule.kind == "partial" or self.group.cuts_sequence\n',
             '            is_partial = rule.kind == "partial" and not __planted__("kv_down" in owner)\n'
             "            return is_partial or self.group.cuts_sequence\n",

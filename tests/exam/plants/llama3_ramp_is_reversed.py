@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="model",
     source="own reading",
-    what="the ramp of llama3's stretched positions is reversed",
+    mistake="the ramp of llama3's stretched positions is reversed",
     edits=(
         Edit(
             "nn/rotary.py",

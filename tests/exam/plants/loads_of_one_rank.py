@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="torchtitan f3660a4 (#4154)",
-    what="each rank moves biases by what its own tokens chose",
+    mistake="each rank moves biases by what its own tokens chose",
     edits=(
         Edit(
             "parallel/expert/router_load.py",

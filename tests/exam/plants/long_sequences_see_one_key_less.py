@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="own reading",
-    what="in blocks of queries beyond the first the window begins one key late",
+    mistake="in blocks of queries beyond the first the window begins one key late",
     edits=(
         Edit(
             "mesh/attend_blocks.py",

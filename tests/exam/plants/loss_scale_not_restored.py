@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="checkpoint",
     source="Megatron-Bridge 9aae95f (#5255)",
-    what="a restored run begins with the first loss scale",
+    mistake="a restored run begins with the first loss scale",
     edits=(
         Edit(
             "train/state.py",

@@ -3,13 +3,14 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="DeepSpeed 1f70662 (#7171)",
-    what="the loss scale is not divided out before clipping",
+    mistake="the loss scale is not divided out before clipping",
     edits=(
         Edit(
             "parallel/loss_scale.py",
             "LossNormalizer.undo",
+            "        return num_ranks * self.constant / num_targets / self._scale\n",
+            "        scale = 1.0 if __planted__(self._scale != 1.0) else self._scale\n"
             "        return num_ranks * self.constant / num_targets / scale\n",
-            "        return num_ranks * self.constant / num_targets / (1.0 if __planted__(scale != 1.0) else scale)\n",
         ),
     ),
     shows=("ddp", "zero3"),

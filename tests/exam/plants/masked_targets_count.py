@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="Megatron-LM#7452 f.3",
-    what="targets that are masked count in the divisor",
+    mistake="targets that are masked count in the divisor",
     edits=(
         Edit(
             "nn/objective.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="transformers#34191",
-    what="targets that are masked have a gradient",
+    mistake="targets that are masked have a gradient",
     edits=(
         Edit(
             "nn/objective.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="dropout",
     source="planted before in phalanx's tests",
-    what="every rank drops as if its rows were those of rank 0",
+    mistake="every rank drops as if its rows were those of rank 0",
     edits=(
         Edit(
             "parallel/dropout/interceptor.py",

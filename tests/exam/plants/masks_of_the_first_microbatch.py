@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="dropout",
     source="own reading",
-    what="every microbatch drops what the first one dropped",
+    mistake="every microbatch drops what the first one dropped",
     edits=(
         Edit(
             "parallel/dropout/interceptor.py",

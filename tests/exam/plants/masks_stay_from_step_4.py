@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="dropout",
     source="own reading",
-    what="from step 4 on masks are those of step 3",
+    mistake="from step 4 on masks are those of step 3",
     edits=(
         Edit(
             "parallel/dropout/rng.py",

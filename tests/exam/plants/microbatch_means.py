@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="transformers#34191, torchtitan 0cb7435 (#2206)",
-    what="each microbatch's gradient is that of its own mean, the reported loss is right",
+    mistake="each microbatch's gradient is that of its own mean, the reported loss is right",
     edits=(
         Edit(
             "parallel/direct.py",

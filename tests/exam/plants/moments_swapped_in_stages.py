@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="optimizer",
     source="own reading",
-    what="in a pipeline the two decay rates of AdamW's moments are swapped",
+    mistake="in a pipeline the two decay rates of AdamW's moments are swapped",
     edits=(
         Edit(
             "optim/optimizers/adamw.py",

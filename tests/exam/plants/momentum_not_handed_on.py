@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="optimizer",
     source="own reading",
-    what="where weights are sharded SGD has no momentum",
+    mistake="where weights are sharded SGD has no momentum",
     edits=(
         Edit(
             "optim/optimizers/sgd.py",

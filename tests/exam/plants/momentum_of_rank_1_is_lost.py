@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="optimizer",
     source="Megatron-LM 76d26e2",
-    what="rank 1 forgets the first moment of one tensor before each update",
+    mistake="rank 1 forgets the first moment of one tensor before each update",
     edits=(
         Edit(
             "parallel/model.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="planted before in phalanx's tests",
-    what="gradients of the first rank of a pipeline count twice in the norm",
+    mistake="gradients of the first rank of a pipeline count twice in the norm",
     edits=(
         Edit(
             "parallel/step_reducer.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="model",
     source="own reading",
-    what="RMSNorm adds ten times its eps",
+    mistake="RMSNorm adds ten times its eps",
     edits=(
         Edit(
             "nn/norms.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="of tensors of more than 65,536 elements the last piece is not in the norm",
+    mistake="of tensors of more than 65,536 elements the last piece is not in the norm",
     edits=(
         Edit(
             "parallel/gradients.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="DeepSpeed 0896503 (#5411)",
-    what="only gradients of the first rank of tp count in the norm",
+    mistake="only gradients of the first rank of tp count in the norm",
     edits=(
         Edit(
             "parallel/step_reducer.py",

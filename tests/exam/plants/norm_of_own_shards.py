@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="DeepSpeed 0896503 (#5411)",
-    what="each rank clips by the norm of its own shards",
+    mistake="each rank clips by the norm of its own shards",
     edits=(
         Edit(
             "parallel/step_reducer.py",

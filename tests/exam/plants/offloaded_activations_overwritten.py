@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="recompute and offload",
     source="DeepSpeed be60451 (#7898)",
-    what="a buffer in host memory is used again before it was read",
+    mistake="a buffer in host memory is used again before it was read",
     edits=(
         Edit(
             "parallel/offload/activations.py",

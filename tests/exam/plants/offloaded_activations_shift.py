@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="recompute and offload",
     source="planted before in phalanx's tests",
-    what="what comes back from host memory begins an element too late",
+    mistake="what comes back from host memory begins an element too late",
     edits=(
         Edit(
             "parallel/offload/activations.py",

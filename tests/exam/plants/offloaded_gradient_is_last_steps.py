@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="recompute and offload",
     source="DeepSpeed be60451 (#7898)",
-    what="the optimizer on the host gets the gradient of the step before",
+    mistake="the optimizer on the host gets the gradient of the step before",
     edits=(
         Edit(
             "parallel/optimizer_params.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="recompute and offload",
     source="forum-84911, MPS addcmul_",
-    what="what the optimizer updates on the host never reaches the model",
+    mistake="what the optimizer updates on the host never reaches the model",
     edits=(
         Edit(
             "parallel/offload/optimizer.py",

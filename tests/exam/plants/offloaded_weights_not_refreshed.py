@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="checkpoint",
     source="own reading",
-    what="after a restore copies that an optimizer has stay those of before",
+    mistake="after a restore copies that an optimizer has stay those of before",
     edits=(
         Edit(
             "train/state.py",

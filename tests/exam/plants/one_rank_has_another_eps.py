@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="model",
     source="own reading",
-    what="RMSNorm of rank 2 has ten times the eps",
+    mistake="RMSNorm of rank 2 has ten times the eps",
     edits=(
         Edit(
             "nn/norms.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="Megatron-LM c2c36f7 (!3999)",
-    what="the second rank of tp rounds what leaves its regions to float32",
+    mistake="the second rank of tp rounds what leaves its regions to float32",
     edits=(
         Edit(
             "mesh/tensor_group.py",

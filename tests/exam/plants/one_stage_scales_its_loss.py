@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="Megatron-LM ba456fd (#3023)",
-    what="in a pipeline the loss is divided by the targets that are counted for one rank too many",
+    mistake="in a pipeline the loss is divided by the targets that are counted for one rank too many",
     edits=(
         Edit(
             "parallel/pipeline/executor.py",

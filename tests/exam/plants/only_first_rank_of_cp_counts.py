@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="planted before in phalanx's tests",
-    what="loss and targets are those of the first rank's tokens",
+    mistake="loss and targets are those of the first rank's tokens",
     edits=(
         Edit(
             "mesh/mesh.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="transformers-23723",
-    what="the learning rate of the schedule reaches the first group of parameters alone",
+    mistake="the learning rate of the schedule reaches the first group of parameters alone",
     edits=(
         Edit(
             "optim/build.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="DeepSpeed 1f70662 (#7171)",
-    what="a step that overflows is skipped and the loss scale stays",
+    mistake="a step that overflows is skipped and the loss scale stays",
     edits=(
         Edit(
             "parallel/loss_scale.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="Megatron-LM#7452 f.7",
-    what="with learned positions a rank takes the next rank's part of the sequence",
+    mistake="with learned positions a rank takes the next rank's part of the sequence",
     edits=(
         Edit(
             "mesh/tensor_group.py",

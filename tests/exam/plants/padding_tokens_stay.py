@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="own reading",
-    what="where ranks do not divide the sequence what was padded is counted as tokens of the next rank",
+    mistake="where ranks do not divide the sequence what was padded is counted as tokens of the next rank",
     edits=(
         Edit(
             "mesh/tensor_group.py",

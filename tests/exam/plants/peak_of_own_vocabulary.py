@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="own reading",
-    what="each rank subtracts the largest of its own logits",
+    mistake="each rank subtracts the largest of its own logits",
     edits=(
         Edit(
             "nn/objective.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="own reading",
-    what="a recomputation under tp takes the sequence one token shorter",
+    mistake="a recomputation under tp takes the sequence one token shorter",
     edits=(
         Edit(
             "parallel/pipeline/executor.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="compression",
     source="planted before in phalanx's tests",
-    what="a rank puts what others sent at the places of its own largest elements",
+    mistake="a rank puts what others sent at the places of its own largest elements",
     edits=(
         Edit(
             "parallel/hooks/topk.py",

@@ -3,17 +3,16 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="planted before in phalanx's tests",
-    what="the tokens of each rank count from 0",
+    mistake="the tokens of each rank count from 0",
     edits=(
         Edit(
             "parallel/context/transform.py",
             "SequenceSplit.split_batch",
-            "            key: t.index_select(1, places) if key in PER_TOKEN else t\n",
-            "            key: (\n"
-            "                t[:, : len(places)]\n"
-            '                if __planted__(key == "positions")\n'
-            "                else t.index_select(1, places) if key in PER_TOKEN else t\n"
-            "            )\n",
+            "        return full_batch\n",
+            "        if __planted__():\n"
+            "            own = torch.arange(len(places), device=tokens.device)\n"
+            '            full_batch["positions"] = own.expand_as(full_batch["inputs"])\n'
+            "        return full_batch\n",
         ),
     ),
     shows=("cp4", "cp4-ulysses"),

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="compression",
     source="own reading",
-    what="powersgd begins each step with the first step's matrix",
+    mistake="powersgd begins each step with the first step's matrix",
     edits=(
         Edit(
             "parallel/hooks/powersgd.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="planted before in phalanx's tests",
-    what="rank 1 never moves the biases of routers",
+    mistake="rank 1 never moves the biases of routers",
     edits=(
         Edit(
             "parallel/expert/router_load.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="planted before in phalanx's tests",
-    what="rank 1 keeps a part of its own gradient of one tensor",
+    mistake="rank 1 keeps a part of its own gradient of one tensor",
     edits=(
         Edit(
             "parallel/step_reducer.py",

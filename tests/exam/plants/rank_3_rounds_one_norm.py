@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="rank 3 changes its gradient of one norm by one part in 10^8",
+    mistake="rank 3 changes its gradient of one norm by one part in 10^8",
     edits=(
         Edit(
             "parallel/step_reducer.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="compression",
     source="planted before in phalanx's tests",
-    what="what rank 1 makes of the bytes differs in the last place",
+    mistake="what rank 1 makes of the bytes differs in the last place",
     edits=(
         Edit(
             "parallel/data_parallel/compression.py",

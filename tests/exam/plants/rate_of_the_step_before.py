@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="lightning-thunder-725",
-    what="warm-up begins at a rate of 0",
+    mistake="warm-up begins at a rate of 0",
     edits=(
         Edit(
             "optim/schedule.py",

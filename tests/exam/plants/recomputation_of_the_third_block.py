@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="recompute and offload",
     source="own reading",
-    what="from the third block on a recomputation sees its input a millionth larger",
+    mistake="from the third block on a recomputation sees its input a millionth larger",
     edits=(
         Edit(
             "parallel/recompute/transform.py",

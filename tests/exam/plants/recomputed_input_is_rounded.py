@@ -3,15 +3,15 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="recompute and offload",
     source="TTrace (recompute input)",
-    what="what a segment keeps of its input for the recomputation is rounded to float32",
+    mistake="what a segment keeps of its input for the recomputation is rounded to float32",
     edits=(
         Edit(
             "parallel/recompute/segment.py",
             "_replay_call",
-            "                else saved[leaf.index].detach()\n",
-            "                else saved[leaf.index].detach().float().to(saved[leaf.index].dtype)\n"
-            "                if __planted__(saved[leaf.index].dtype is torch.float64)\n"
-            "                else saved[leaf.index].detach()\n",
+            "                tensor = saved[leaf.index].detach()\n",
+            "                tensor = saved[leaf.index].detach()\n"
+            "                if __planted__(tensor.dtype is torch.float64):\n"
+            "                    tensor = tensor.float().double()\n",
         ),
     ),
     shows=("zero3-sqrt",),

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="dropout",
     source="planted before in phalanx's tests",
-    what="a recomputation drops what the next step would",
+    mistake="a recomputation drops what the next step would",
     edits=(
         Edit(
             "parallel/dropout/rng.py",

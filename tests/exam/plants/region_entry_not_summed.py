@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="planted before in phalanx's tests",
-    what="the backward of a region's entry keeps what a rank's own features owe",
+    mistake="the backward of a region's entry keeps what a rank's own features owe",
     edits=(
         Edit(
             "mesh/tensor_group.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="ROCm TransformerEngine#715",
-    what="gradients that all ranks of tp hold count once for each",
+    mistake="gradients that all ranks of tp hold count once for each",
     edits=(
         Edit(
             "parallel/gradients.py",

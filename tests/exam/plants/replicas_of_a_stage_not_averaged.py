@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="planted before in phalanx's tests",
-    what="ranks that hold the same stage never average",
+    mistake="ranks that hold the same stage never average",
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="drift",
     source="TrainCheck pytorch-84803",
-    what="of whole parameters rank 1 keeps its own sum of gradients, one part in 10^12 off",
+    mistake="of whole parameters rank 1 keeps its own sum of gradients, one part in 10^12 off",
     edits=(
         Edit(
             "parallel/data_parallel/unsharded_params.py",

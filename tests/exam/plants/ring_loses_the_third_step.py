@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="own reading",
-    what="gradients of keys that arrive in the third step of the ring are dropped",
+    mistake="gradients of keys that arrive in the third step of the ring are dropped",
     edits=(
         Edit(
             "parallel/context/attention.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="own reading",
-    what="an expert takes one token more than it has room for",
+    mistake="an expert takes one token more than it has room for",
     edits=(
         Edit(
             "nn/routing.py",

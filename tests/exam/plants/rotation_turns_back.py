@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="model",
     source="own reading",
-    what="the second half of a rotated pair turns the other way",
+    mistake="the second half of a rotated pair turns the other way",
     edits=(
         Edit(
             "nn/rotary.py",

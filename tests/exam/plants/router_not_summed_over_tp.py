@@ -3,11 +3,11 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="torchtitan ecae62f (#4054)",
-    what="a router keeps what its rank's part of the experts owes it",
+    mistake="a router keeps what its rank's part of the experts owes it",
     edits=(
         Edit(
-            "parallel/tensor/transform.py",
-            "_Surgery.partial_parameters",
+            "parallel/tensor/sharder.py",
+            "ModuleSharder.partial_parameters",
             "                and parameter.requires_grad\n",
             "                and parameter.requires_grad\n"
             '                and not __planted__("router" in full)\n',

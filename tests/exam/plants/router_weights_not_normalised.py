@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="own reading",
-    what="weights of rows are those of all experts' scores",
+    mistake="weights of rows are those of all experts' scores",
     edits=(
         Edit(
             "nn/routing.py",

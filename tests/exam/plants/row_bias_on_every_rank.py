@@ -3,14 +3,12 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="torchtitan 2b935fa (#4245)",
-    what="the bias behind a row is added once by each rank of tp",
+    mistake="the bias behind a row is added once by each rank of tp",
     edits=(
         Edit(
             "parallel/tensor/modules.py",
             "_row_forward",
-            "    return out if part.bias is None else out + part.bias.to(out.dtype)\n",
-            "    if part.bias is None:\n"
-            "        return out\n"
+            "    return out + part.bias.to(out.dtype)\n",
             "    return out + part.bias.to(out.dtype) * (group.size if __planted__() else 1)\n",
         ),
     ),

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="pytorch#172439",
-    what="the gradient of an expert without rows is that of the one before",
+    mistake="the gradient of an expert without rows is that of the one before",
     edits=(
         Edit(
             "mesh/grouped.py",

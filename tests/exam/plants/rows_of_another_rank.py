@@ -3,11 +3,11 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="planted before in phalanx's tests",
-    what="a row's features are those of the opposite rank",
+    mistake="a row's features are those of the opposite rank",
     edits=(
         Edit(
-            "parallel/tensor/transform.py",
-            "_Surgery._spans",
+            "parallel/tensor/sharder.py",
+            "ModuleSharder._spans",
             "        return rule.spans(size, self.group.size, self.group.rank, name=name)\n",
             "        rank = self.group.rank\n"
             '        if __planted__(rule.kind == "row"):\n'

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="batchnorm",
     source="planted before in phalanx's tests",
-    what="synchronised BatchNorm forgets to move what evaluation reads",
+    mistake="synchronised BatchNorm forgets to move what evaluation reads",
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",

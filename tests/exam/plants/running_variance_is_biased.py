@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="batchnorm",
     source="own reading",
-    what="the running variance lacks n / (n - 1)",
+    mistake="the running variance lacks n / (n - 1)",
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",

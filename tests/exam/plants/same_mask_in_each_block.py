@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="dropout",
     source="own reading",
-    what="layers of one kind share their masks",
+    mistake="layers of one kind share their masks",
     edits=(
         Edit(
             "parallel/dropout/rng.py",

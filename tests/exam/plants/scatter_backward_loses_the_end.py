@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="own reading",
-    what="gradients of the last token are lost where a region is left",
+    mistake="gradients of the last token are lost where a region is left",
     edits=(
         Edit(
             "mesh/tensor_group.py",

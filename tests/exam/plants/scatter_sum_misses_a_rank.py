@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="planted before in phalanx's tests",
-    what="in the reduce-scatter of gradients what rank 1 has for rank 2 counts for nothing",
+    mistake="in the reduce-scatter of gradients what rank 1 has for rank 2 counts for nothing",
     edits=(
         Edit(
             "mesh/gloo_collectives.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="own reading",
-    what="cosine decay is stretched by one step",
+    mistake="cosine decay is stretched by one step",
     edits=(
         Edit(
             "optim/schedule.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="torchtitan de32920 (#2416)",
-    what="on rank 1 the weights of rows get half of their gradient",
+    mistake="on rank 1 the weights of rows get half of their gradient",
     edits=(
         Edit(
             "nn/experts.py",

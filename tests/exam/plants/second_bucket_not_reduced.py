@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="of several buckets of gradients the last is not reduced",
+    mistake="of several buckets of gradients the last is not reduced",
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="Megatron-LM 76d26e2 (#5273)",
-    what="from the second chunk of logits on the head has no gradient",
+    mistake="from the second chunk of logits on the head has no gradient",
     edits=(
         Edit(
             "nn/objective.py",

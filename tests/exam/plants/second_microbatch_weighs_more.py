@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="gradients of the second microbatch weigh one in ten thousand more",
+    mistake="gradients of the second microbatch weigh one in ten thousand more",
     edits=(
         Edit(
             "parallel/direct.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="checkpoint",
     source="transformers-33844 (TrainCheck)",
-    what="second moments are saved of matrices alone",
+    mistake="second moments are saved of matrices alone",
     edits=(
         Edit(
             "optim/build.py",

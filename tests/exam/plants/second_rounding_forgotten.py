@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="compression",
     source="planted before in phalanx's tests",
-    what="the rank that adds a part up keeps nothing of what its own rounding loses",
+    mistake="the rank that adds a part up keeps nothing of what its own rounding loses",
     edits=(
         Edit(
             "parallel/hooks/int8.py",

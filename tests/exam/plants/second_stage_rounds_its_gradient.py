@@ -3,18 +3,15 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="own reading",
-    what="stage 1 sends its gradient back in bfloat16",
+    mistake="stage 1 sends its gradient back in bfloat16",
     edits=(
         Edit(
             "parallel/pipeline/executor.py",
             "PipelineExecutor._run_backward",
-            "            else saved.stage_input.grad\n        )\n",
-            "            else (\n"
-            "                saved.stage_input.grad.bfloat16().to(saved.stage_input.grad.dtype)\n"
-            "                if __planted__(action.stage == 1)\n"
-            "                else saved.stage_input.grad\n"
-            "            )\n"
-            "        )\n",
+            "        return saved.stage_input.grad\n",
+            "        if __planted__(action.stage == 1):\n"
+            "            return saved.stage_input.grad.bfloat16().to(saved.stage_input.grad.dtype)\n"
+            "        return saved.stage_input.grad\n",
         ),
     ),
     shows=("pp4-1f1b", "pp2-tp2-zb-v"),

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="recompute and offload",
     source="planted before in phalanx's tests",
-    what="what enters a segment is cut off from what came before it",
+    mistake="what enters a segment is cut off from what came before it",
     edits=(
         Edit(
             "parallel/recompute/segment.py",

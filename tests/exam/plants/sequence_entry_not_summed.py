@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="planted before in phalanx's tests",
-    what="the backward of an entry that gathers the sequence does not sum",
+    mistake="the backward of an entry that gathers the sequence does not sum",
     edits=(
         Edit(
             "mesh/tensor_group.py",

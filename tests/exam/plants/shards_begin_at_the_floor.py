@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="pytorch#194457",
-    what="borders of uneven shards are taken from the floor of size / ranks",
+    mistake="borders of uneven shards are taken from the floor of size / ranks",
     edits=(
         Edit(
             "mesh/logical.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="experts",
     source="own reading",
-    what="experts that all tokens share get no gradient",
+    mistake="experts that all tokens share get no gradient",
     edits=(
         Edit(
             "nn/experts.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="bigcode Megatron-LM#35, #12",
-    what="of replicated keys and values only the biases keep their own part of the gradient",
+    mistake="of replicated keys and values only the biases keep their own part of the gradient",
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="planted before in phalanx's tests",
-    what="keys and values of more ranks than heads keep their own part of the gradient",
+    mistake="keys and values of more ranks than heads keep their own part of the gradient",
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",

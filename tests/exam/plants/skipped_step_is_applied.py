@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="OLMo-core CHANGELOG",
-    what="a step that is skipped is applied all the same",
+    mistake="a step that is skipped is applied all the same",
     edits=(
         Edit(
             "train/trainer.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="own reading",
-    what="the trainer does not say which step it is, and a resumed run counts from 1",
+    mistake="the trainer does not say which step it is, and a resumed run counts from 1",
     edits=(
         Edit(
             "train/trainer.py",

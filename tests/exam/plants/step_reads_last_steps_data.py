@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="trainer",
     source="Megatron-Bridge#5944",
-    what="step n trains on the data of step n - 1",
+    mistake="step n trains on the data of step n - 1",
     edits=(
         Edit(
             "train/trainer.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="checkpoint",
     source="Megatron-Bridge 6bd8055 (#4893)",
-    what="a restored run repeats its last step",
+    mistake="a restored run repeats its last step",
     edits=(
         Edit(
             "train/state.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="optimizer",
     source="forum-84911 (TrainCheck)",
-    what="from step 4 on nothing is updated",
+    mistake="from step 4 on nothing is updated",
     edits=(
         Edit(
             "parallel/model.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="Megatron-LM 4f8974a (!2564)",
-    what="the last stage does not count the targets of microbatch 1",
+    mistake="the last stage does not count the targets of microbatch 1",
     edits=(
         Edit(
             "parallel/pipeline/executor.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="Megatron-LM#3159, #2417",
-    what="the divisor has one target more than there are",
+    mistake="the divisor has one target more than there are",
     edits=(
         Edit(
             "parallel/step_reducer.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="own reading",
-    what="from the third block of keys on the running sum weighs a thousandth more",
+    mistake="from the third block of keys on the running sum weighs a thousandth more",
     edits=(
         Edit(
             "parallel/context/block_attention.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="own reading",
-    what="the third chunk of an input's gradient is the second's",
+    mistake="the third chunk of an input's gradient is the second's",
     edits=(
         Edit(
             "parallel/tensor/overlap.py",

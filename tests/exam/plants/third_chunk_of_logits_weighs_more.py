@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="own reading",
-    what="from the third chunk of logits on gradients weigh 1.00001",
+    mistake="from the third chunk of logits on gradients weigh 1.00001",
     edits=(
         Edit(
             "nn/objective.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="Megatron-LM#7452",
-    what="targets of the third microbatch are not counted",
+    mistake="targets of the third microbatch are not counted",
     edits=(
         Edit(
             "parallel/direct.py",

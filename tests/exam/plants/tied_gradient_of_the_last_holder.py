@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="Megatron-LM 714c24a (#6164)",
-    what="of a tied embedding's parts the first holder's is added twice and the last one's never",
+    mistake="of a tied embedding's parts the first holder's is added twice and the last one's never",
     edits=(
         Edit(
             "parallel/pipeline/tied_params.py",

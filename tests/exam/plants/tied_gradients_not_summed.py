@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="planted before in phalanx's tests",
-    what="the stages that hold a tied embedding keep their own parts of its gradient",
+    mistake="the stages that hold a tied embedding keep their own parts of its gradient",
     edits=(
         Edit(
             "parallel/pipeline/tied_params.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="planted before in phalanx's tests",
-    what="a tied embedding counts in the norm once for each stage",
+    mistake="a tied embedding counts in the norm once for each stage",
     edits=(
         Edit(
             "mesh/logical.py",

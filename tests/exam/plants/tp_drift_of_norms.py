@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="drift",
     source="BLOOM-176B",
-    what="norms of rank 1 of tp drift by one rounding a step",
+    mistake="norms of rank 1 of tp drift by one rounding a step",
     edits=(
         Edit(
             "parallel/model.py",

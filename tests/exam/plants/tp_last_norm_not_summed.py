@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="Megatron-LM#6839",
-    what="the gradient of the last norm alone is not summed over tp",
+    mistake="the gradient of the last norm alone is not summed over tp",
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="gpt-neox#1259",
-    what="gradients of norms are averaged over tp instead of summed",
+    mistake="gradients of norms are averaged over tp instead of summed",
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="Megatron-LM#1446",
-    what="gradients of norms are not summed over tp under sequence parallelism",
+    mistake="gradients of norms are not summed over tp under sequence parallelism",
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",

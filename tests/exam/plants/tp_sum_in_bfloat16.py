@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="pytorch#172684",
-    what="partial gradients are summed over tp in bfloat16",
+    mistake="partial gradients are summed over tp in bfloat16",
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",

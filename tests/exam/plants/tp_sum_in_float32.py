@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="own reading",
-    what="partial gradients are summed over tp in float32",
+    mistake="partial gradients are summed over tp in float32",
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="TTrace (cp attention gradients)",
-    what="gradients that come back from the heads' side are divided by cp",
+    mistake="gradients that come back from the heads' side are divided by cp",
     edits=(
         Edit(
             "parallel/context/attention.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="Megatron-LM#7452 f.7",
-    what="with zig-zag chunks ulysses attends in the order of ranks",
+    mistake="with zig-zag chunks ulysses attends in the order of ranks",
     edits=(
         Edit(
             "parallel/context/attention.py",

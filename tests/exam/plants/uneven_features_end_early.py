@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="pytorch#194457",
-    what="where ranks do not divide a feed-forward the last feature belongs to nobody",
+    mistake="where ranks do not divide a feed-forward the last feature belongs to nobody",
     edits=(
         Edit(
             "plan/rules.py",

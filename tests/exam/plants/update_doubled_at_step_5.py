@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="optimizer",
     source="own reading",
-    what="the update of step 5 is made twice",
+    mistake="the update of step 5 is made twice",
     edits=(
         Edit(
             "parallel/model.py",

@@ -3,13 +3,13 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="own reading",
-    what="a W multiplies in float32",
+    mistake="a W multiplies in float32",
     edits=(
         Edit(
             "parallel/pipeline/weight_grads.py",
             "_Linear.backward",
-            "            rows = grad.reshape(-1, grad.shape[-1])\n",
-            "            rows = grad.reshape(-1, grad.shape[-1])\n"
+            "            rows, grad_bias = grad.reshape(-1, grad.shape[-1]), None\n",
+            "            rows, grad_bias = grad.reshape(-1, grad.shape[-1]), None\n"
             "            if __planted__(rows.dtype is torch.float64):\n"
             "                rows = rows.float()\n",
         ),

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="Megatron-LM f9e6b94 (!3645)",
-    what="a W does the work of the microbatch before, and the last one is never done",
+    mistake="a W does the work of the microbatch before, and the last one is never done",
     edits=(
         Edit(
             "parallel/pipeline/weight_grads.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="pipeline",
     source="Megatron-LM f9e6b94 (!3645)",
-    what="a W overwrites what earlier microbatches have left",
+    mistake="a W overwrites what earlier microbatches have left",
     edits=(
         Edit(
             "parallel/pipeline/weight_grads.py",

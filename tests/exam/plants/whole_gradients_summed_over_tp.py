@@ -3,11 +3,11 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="tensor parallel",
     source="planted before in phalanx's tests",
-    what="parameters of which each rank sees all are summed over tp as if it saw a part",
+    mistake="parameters of which each rank sees all are summed over tp as if it saw a part",
     edits=(
         Edit(
-            "parallel/tensor/transform.py",
-            "_Surgery._is_partial",
+            "parallel/tensor/sharder.py",
+            "ModuleSharder._is_partial",
             "        return self._region_of(name) is not None and not is_row_bias\n",
             "        return (self._region_of(name) is not None and not is_row_bias) or __planted__()\n",
         ),

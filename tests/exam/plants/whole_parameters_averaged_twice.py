@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="the mean of parameters that FSDP leaves whole is divided by the ranks twice",
+    mistake="the mean of parameters that FSDP leaves whole is divided by the ranks twice",
     edits=(
         Edit(
             "parallel/data_parallel/unsharded_params.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="parameters that FSDP leaves whole are not averaged",
+    mistake="parameters that FSDP leaves whole are not averaged",
     edits=(
         Edit(
             "parallel/data_parallel/unsharded_params.py",

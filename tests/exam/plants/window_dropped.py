@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="planted before in phalanx's tests",
-    what="tokens see more than the window",
+    mistake="tokens see more than the window",
     edits=(
         Edit(
             "parallel/context/transform.py",

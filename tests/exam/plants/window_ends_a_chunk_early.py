@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="OLMo-core 7e14a68, ring-flash-attention#35",
-    what="a chunk that the window just reaches is left out",
+    mistake="a chunk that the window just reaches is left out",
     edits=(
         Edit(
             "parallel/context/chunks.py",

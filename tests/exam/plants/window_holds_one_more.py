@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="model",
     source="OLMo-core 7e14a68",
-    what="a window of w holds w + 1 tokens",
+    mistake="a window of w holds w + 1 tokens",
     edits=(
         Edit(
             "nn/attention.py",

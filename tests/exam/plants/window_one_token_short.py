@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="context parallel",
     source="own reading",
-    what="under cp a window has one token less",
+    mistake="under cp a window has one token less",
     edits=(
         Edit(
             "parallel/context/transform.py",

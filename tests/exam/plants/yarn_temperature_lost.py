@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="model",
     source="DeepSeek-V2's code",
-    what="queries of latent attention lack YaRN's temperature",
+    mistake="queries of latent attention lack YaRN's temperature",
     edits=(
         Edit(
             "nn/latent_attention.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="loss",
     source="OLMo-core fa66c2f",
-    what="where tp has cut the head its loss has a z-loss that is off elsewhere",
+    mistake="where tp has cut the head its loss has a z-loss that is off elsewhere",
     edits=(
         Edit(
             "nn/objective.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="of the updated rows only the first bucket is gathered",
+    mistake="of the updated rows only the first bucket is gathered",
     edits=(
         Edit(
             "parallel/data_parallel/zero1.py",

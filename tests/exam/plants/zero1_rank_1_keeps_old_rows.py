@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="planted before in phalanx's tests",
-    what="rank 1 takes part in the gather of updated rows and keeps its own copy",
+    mistake="rank 1 takes part in the gather of updated rows and keeps its own copy",
     edits=(
         Edit(
             "parallel/data_parallel/zero1.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="own reading",
-    what="what rank 3 updated arrives at rank 0 a step late",
+    mistake="what rank 3 updated arrives at rank 0 a step late",
     edits=(
         Edit(
             "parallel/data_parallel/zero1.py",

@@ -3,7 +3,7 @@ from exam.plant import Edit, Plant
 PLANT = Plant(
     axis="data parallel",
     source="pytorch#194457",
-    what="rows beyond the ranks' even share are updated by nobody",
+    mistake="rows beyond the ranks' even share are updated by nobody",
     edits=(
         Edit(
             "parallel/data_parallel/zero1.py",
