@@ -1,6 +1,7 @@
 """`phase(name)`: the one seam through which spans, faults, guards and progress reach the step loop.
 
-A `Phases` object belongs to one rank. `with phases("forward"): ...` charges the seconds inside to
+A `Phases` object belongs to one rank and is handed to whoever needs it: it is no global function,
+as there is no ambient rank to ask. `with phases("forward"): ...` charges the seconds inside to
 "forward", minus those of phases nested in it, so that the phases of a step never count a second
 twice. Seconds are those of a `PhaseClock`: the host's where work is done when its call returns,
 that of the device's queue where it is only queued then. Listeners (fault injection, a watchdog) are

@@ -1,8 +1,9 @@
 """Secrets: which values of the environment are some, texts without them, and values of a job that
 look like one.
 
-A run directory is copied, shown and archived, so no secret may reach a file of it. What is written
-there passes a `Redactor`; what cannot (a job is kept to the letter) is refused at the door.
+A run directory is copied, shown and archived, so no secret may reach a file of it. Text passes a
+`Redactor` where it becomes bytes (events, logs, errors, pages), so that no writer has to think of
+it; what cannot be changed on the way (a job is kept to the letter) is refused at the door.
 """
 
 from __future__ import annotations

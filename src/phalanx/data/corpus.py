@@ -2,9 +2,11 @@
 Torch-free.
 
 Text lies in `RUN/data`, built there before the first start, so that a resumed run reads exactly the
-tokens of the first one whatever became of the files. Sources of token ids are used where they lie,
-and must not change while a run lasts. `RUN/data/corpus.json` is the fact sheet: what every rank,
-every loader worker and every later attempt must find.
+tokens of the first one whatever became of the files. Sources of token ids (shards, .npy, Megatron
+files) are used where they lie, with their sizes and checksums kept, and must not change while a run
+lasts: one that would read something else when it is resumed is refused, by the file's name.
+`RUN/data/corpus.json` is the fact sheet: what every rank, every loader worker and every later
+attempt must find.
 """
 
 from __future__ import annotations

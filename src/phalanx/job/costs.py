@@ -1,7 +1,9 @@
 """What planning asks of a model: the protocol `ModelCosts`, and the nouns of its answers.
 
 The planner asks and never inspects: a shape that can answer more (activations of a measured module,
-say) is planned better without an edit in `plan`. What a shape cannot say is None. Torch-free.
+say) is planned better without an edit in `plan`. What a shape cannot say (`activations`, `flops`,
+`heads`, `experts`) is None. Formulae lie with the shape that they are of, and need of a microbatch
+only what the protocol `Microbatch` names. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The peak learning rate of a job, and how many steps lead up to it: `optim.lr`, scaled by rule
 when the batch is not the one that lr was tuned for.
 
-A pure function of the job, and the only place where the rule is applied. AdamW's betas and eps stay
-what they are: Malladi et al. (2022) scale them too, which matters at factors far beyond those that
-are safe to extrapolate over.
+A pure function of the job, and the only place where the rule is applied: the schedule, the plan's
+number and its reason read it here. AdamW's betas and eps stay what they are: Malladi et al. (2022)
+scale them too, which matters at factors far beyond those that are safe to extrapolate over.
 """
 
 from __future__ import annotations

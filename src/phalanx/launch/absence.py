@@ -1,5 +1,10 @@
 """Finds the rank that the others waited for in vain: when all that is known are consequences, the
-black boxes tell."""
+black boxes tell.
+
+A rank that ran into a timeout is a consequence; the cause is the one that was not where the others
+waited. Its black box, the kernel's word for what its process does, and its stack, asked for by a
+signal, say which and why.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 it.
 
 Fresh for each attempt, so that no rank can read the addresses of a dead one; in a process of its
-own, so that no rank's death takes it along. The socket listens before the first rank exists: nobody
-waits, nobody retries.
+own, so that no rank's death takes it along: that of rank 0 is no different from another's. The
+socket listens before the first rank exists: nobody waits, nobody retries.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ reach, with a mask of [rows, keys] that is made for this product alone. The back
 block's mask again, so that autograd keeps queries, keys, values, the output and its log-sum-exp, as
 it does without a mask.
 
-Both directions are operators of torch's own kind: a compiler and selective recompute see one
-operation each, as with torch's attention. Nothing here reads from the device: where documents end
-is known only there.
+Both directions are operators of torch's own kind: a compiler, which would unroll the blocks, and
+selective recompute, which keeps the result, see one operation each, as with torch's attention.
+Nothing here reads from the device: where documents end is known only there.
 
 Shape suffixes: B batch, H query heads, K key/value heads, T tokens, S a block's keys, E head width.
 """

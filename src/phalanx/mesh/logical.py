@@ -33,6 +33,9 @@ class Box:
     num_replicas: int = 1
 
 
+# A plain local tensor and this table, because DTensor knows one contiguous cut per mesh dimension,
+# no fused QKV and no key head on two ranks, and mixes badly with plain tensors in optimizers and
+# clipping. What data parallelism cuts besides, only a LogicalShard puts together with it.
 @dataclass(frozen=True)
 class Cut:
     """The blocks of a full tensor that a tensor-parallel rank's local tensor consists of.

@@ -63,11 +63,16 @@ def shared_mask(
     None for a sequence of more than QUERY_BLOCK tokens: AttentionCore, which is given window and
     documents, too, then makes masks of a block of queries at a time.
     """
+    # A mask of all pairs grows with the square of the length: those of a block of queries are
+    # cheaper to make again in each layer than this one is to keep.
     if num_tokens > QUERY_BLOCK:
         return None
     return attention_mask(num_tokens, window, document_ids_BT, dtype, device, causal=causal)
 
 
+# It takes the mask besides window and documents, because these give the same mask in every block:
+# the model makes it once. A core that makes its own (flash, ring) uses window and document ids
+# instead.
 class AttentionCore(nn.Module):
     """Softmax attention. `document_ids` (or None) keeps documents from seeing each other.
 

@@ -39,6 +39,9 @@ def dispatch_here(x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Rows) -> 
     return experts(x_RD, counts_E)
 
 
+# One tensor per matrix: one grouped product in place of many, one cut along the first dimension for
+# ep, another along features for tp, and FSDP over what is left. Checkpoints hold the same names at
+# any ep.
 class Experts(nn.Module):
     """Feed-forwards of the experts that a rank holds, as one product each: gate and up [E, F,
     D], down [E, D, F]."""

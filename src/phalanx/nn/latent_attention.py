@@ -2,8 +2,8 @@
 one narrow latent.
 
 Of each key one part is made of the latent, head by head, and one is rotated, made of the input, and
-all heads' alike. A query's parts are in the same order. Names are phalanx's; weights lie as in
-DeepSeek's published models.
+all heads' alike. A query's parts are in the same order. Names are phalanx's; weights and rotated
+pairs lie as in DeepSeek's published models, so that exchange renames and moves nothing.
 
 Shape suffixes: B batch, T sequence, D model width, H heads, E head width (R of it rotated), L
 latent, V value width.
@@ -67,8 +67,8 @@ class LatentAttention(nn.Module):
         q_BHTE = self._queries(x_BTD, table)
         k_BHTE, v_BHTV = self._keys_and_values(x_BTD, table)
         # Values as wide as keys: with others torch has no kernel for CPUs but the one that keeps T
-        # x T scores, and context parallelism sends keys and values together. Zeros add nothing to
-        # the part that is taken.
+        # x T scores, and context parallelism (ring, all-gather) sends keys and values as one
+        # tensor. So the core's seam has one width. Zeros add nothing to the part that is taken.
         v_BHTE = F.pad(v_BHTV, (0, self.head_dim - self.value_dim))
         out_BHTE = self.core(q_BHTE, k_BHTE, v_BHTE, positions_BT, document_ids_BT, mask)
         return self.o(out_BHTE[..., : self.value_dim].transpose(1, 2).flatten(2))

@@ -66,6 +66,11 @@ class WholeSequences:
         return num_tokens
 
 
+# A balance loss is a gradient, and not a number that travels: it is linear in the shares of the
+# scores once choices are counted, so each router adds its part in its own backward, and needs only
+# this weight from outside. The objective's backward runs first and tells it, so a bare loop is
+# right without knowing. Stages of a pipeline hand on one tensor: there `forward_backward` tells it
+# beforehand. A loop that does neither is an error.
 @dataclass
 class Balance:
     """Shared by the routers of a model: the weight that their balance loss has in the gradients

@@ -1,11 +1,11 @@
 """A sink in a process of its own: `python -m phalanx.observe.sink_process KIND RUN_DIR`, events on
 its standard input.
 
-For sinks whose library starts threads, hooks `sys.exit`, waits for servers or may hang: none of
-that touches a rank, and what hangs can be killed. The process says what it has to say as lines of
-JSON on its standard output; whatever the library prints goes to RUN/logs/sink-KIND.log. It ends
-when its input does, or with the rank's process group. What is durable is said as it becomes so: of
-a process that is killed, everything else counts as lost.
+For sinks whose library (wandb, mlflow) starts threads, hooks `sys.exit`, waits for servers or may
+hang: none of that touches a rank, and what hangs can be killed. The process says what it has to say
+as lines of JSON on its standard output; whatever the library prints goes to RUN/logs/sink-KIND.log.
+It ends when its input does, or with the rank's process group. What is durable is said as it becomes
+so: of a process that is killed, everything else counts as lost.
 """
 
 from __future__ import annotations

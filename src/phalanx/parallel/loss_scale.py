@@ -66,6 +66,9 @@ class LossScale:
             self.scale, self.good_steps = float(facts["scale"]), int(facts["good_steps"])
 
 
+# By a constant, and not by each microbatch's own number of targets: gradients are sums over targets
+# then, and dividing by all targets of the step is exact with masked targets and uneven
+# microbatches.
 @dataclass(frozen=True)
 class LossNormalizer:
     """Multiplies a loss before the backward, and says what undoes that in gradients.

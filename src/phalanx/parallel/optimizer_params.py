@@ -1,5 +1,10 @@
 """What an optimizer updates where that is not the module's own parameter: a slice of it, or a
-copy on the host."""
+copy on the host.
+
+Rows of it under ZeRO-1, a copy under offload. Such a part is a DTensor or tensor of its own, so
+that optimizers, their state in checkpoints and the norm need to know of no layout;
+`ParallelModel.update` brings it back to the model.
+"""
 
 from __future__ import annotations
 

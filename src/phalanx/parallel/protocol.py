@@ -53,6 +53,7 @@ class Root(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        # Held as it is, so that names inside stay the user's.
         self.module = module
 
     def forward(
@@ -79,6 +80,9 @@ class ParallelContext:
     names: frozenset[str] = frozenset()  # of all modules of the whole model
     autocast: bool = True  # False where a transform itself casts parameters and inputs
     materialize: Callable[[], None] = lambda: None
+    # What one axis knows is an object of its own in `axes`, so a new axis needs no field here. What
+    # every layout has (dropout's numbers, the optimizer's parameters) is a field, so that no reader
+    # asks whether it is there.
     hooks: StepHooks = field(default_factory=StepHooks)
     axes: Axes = field(default_factory=Axes)
     traffic: Traffic = field(default_factory=Traffic)

@@ -63,7 +63,8 @@ class StepReducer:
         if finite:
             if max_norm is not None and norm > max_norm:
                 factor *= max_norm / norm
-            # A stage may have none: all of it frozen.
+            # Exactly 1 without loss scaling where no target is masked and nothing is clipped: then
+            # no extra pass over the gradients is made. A stage may have none: all of it frozen.
             if factor != 1.0 and gradients:
                 with self._phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)

@@ -73,7 +73,8 @@ class Traffic:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Inside, what is sent belongs to the step."""
-        # Differences, because the groups count evaluations and shape inference as well.
+        # Differences, because the groups count evaluations and shape inference as well: a group in
+        # `mesh` needs to know of no step, and is told nothing.
         before = [(axis, sender, sender.sent_bytes) for axis, sender in self._senders.items()]
         yield
         for axis, sender, bytes_before in before:

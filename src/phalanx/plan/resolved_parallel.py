@@ -1,6 +1,11 @@
 """The section [parallel] of a job with every value that is used, and why each is what it is.
 
-Torch-free.
+Torch-free. A plan copies no key: it has this object. So a new option is one edit in the schema, and
+one where it acts.
+
+Reasons stand where a value is chosen, and `--explain` prints them. They follow from values alone:
+which defaults a user wrote down is lost in JSON, and a plan would differ between a file and the run
+that was made of it.
 """
 
 from __future__ import annotations
@@ -51,6 +56,8 @@ class ResolvedParallel(Parallel):
     zero_stage: Literal[0, 1, 2, 3] = 0  # type: ignore[assignment]
     """0: nothing is sharded."""
     tp: Positive = 1
+    # This and `prefetch` may stay "auto", as no plan can know them: only the ranks build a module
+    # of a user's own, and torch has a prefetching of its own.
     sequence_parallel: bool | Literal["auto"] = "auto"  # type: ignore[assignment]
     """auto: the module decides, once a rank has built it."""
     cp: Positive = 1

@@ -1,6 +1,6 @@
 """What a job will probably regret, said before it starts: pure functions of job, plan and data.
 
-Torch-free.
+They are a part of the plan, so that `phalanx plan`, the run and its page say the same. Torch-free.
 
 Each rule gives at most one warning, with the number it rests on and what to do. None of them
 refuses anything, and a job that does what the defaults do gets none.

@@ -94,6 +94,8 @@ class MemoryMeter:
 
     def listen(self, step: int, phase: str) -> None:
         """Listen to a phase that begins: a new peak until now belongs to the phase before."""
+        # The peak is the kernel's: what is read here, where phases begin, would miss what a loss
+        # takes and gives back within one.
         if self._keeps_peak:
             maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             if self._counts_all or maxrss > self._known_maxrss:

@@ -111,6 +111,8 @@ def build_pipeline_event(
     stages really take, so that costs that were estimated wrong and a schedule that is not followed
     can be told apart.
     """
+    # Measured against planned is the error of the costs; what is left against the prediction from
+    # stages' own times is sending, and sharing cores.
     measured = build_timeline(pipeline.schedule_name, spans)
     costs = mean_stage_costs(measured)
     planned = pipeline.timeline()

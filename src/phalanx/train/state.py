@@ -149,7 +149,7 @@ class TrainState:
             named = list(self.model.named_parameters())
             elsewhere: Container[str] = ()
             if self.model.mesh.layout.pp > 1:
-                # The manifest also has parameters of other stages.
+                # The manifest also has parameters of other stages, which this rank leaves alone.
                 elsewhere = manifest.tensors
             numbers = manifest.facts["optimizer"].get("numbers", {})
             restores.extend(plan_restores(self.optimizer, named, numbers, elsewhere=elsewhere))

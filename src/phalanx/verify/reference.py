@@ -1,6 +1,9 @@
 """The reference: the untouched module in one process, in a plain loop.
 
-Knows no layouts, imports torch alone.
+Knows no layouts, imports torch alone: it shares nothing with what is compared with it. What it
+computes lies in files (`verify.trace`), and ranks compare the blocks that they hold with slices of
+them. Its own mistakes are looked for with bugs planted in `parallel`, `mesh` and `nn`, never in
+what compares.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 the copy.
 
 The thread's collectives go through a process group of its own, so that they never meet training's.
-One write is in flight at a time. A rank's `flags` travel in the reduction of each step, so that all
-ranks see a write end at the same step. An error of the thread is never lost: a CheckpointError (a
-full disk) is an event and a flag, and anything else is raised in training.
+One write is in flight at a time. A rank's `flags` travel in the reduction of each step, which a
+step has anyway, so that all ranks see a write end at the same step, and alike whether it failed. An
+error of the thread is never lost: a CheckpointError (a full disk) is an event and a flag, and
+anything else is raised in training.
 """
 
 from __future__ import annotations

@@ -285,6 +285,7 @@ def _assemble_manifest(
         for name, stored in part["files"].items():
             files[name] = StoredFile(**stored)
         aliases |= part["aliases"]
+        # They come in the gather that a save has anyway.
         facts = _merge_facts(facts, part.get("facts", {}))
     try:
         check_aliases(aliases, tensors)

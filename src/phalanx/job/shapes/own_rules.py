@@ -1,5 +1,8 @@
 """The sharding rules of phalanx's own models, as their files in phalanx.nn.models write them: a
-literal, which planning reads without importing torch."""
+literal, which planning reads without importing torch.
+
+A plan sees them as it sees those that a user's module brings.
+"""
 
 from __future__ import annotations
 

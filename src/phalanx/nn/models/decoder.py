@@ -33,7 +33,7 @@ SHARD_RULES = {
     "blocks.*.attention.k": "column heads={num_kv_heads}/{num_heads}",
     "blocks.*.attention.v": "column heads={num_kv_heads}/{num_heads}",
     # Latent attention: every rank makes whole latents, and the part of their gradient that its
-    # heads cause is a part of a sum.
+    # heads cause is a part of a sum. They are narrow, and every head reads all of them.
     "blocks.*.attention.q_down": "partial",
     "blocks.*.attention.q_up": "column heads={num_heads}",
     "blocks.*.attention.kv_down": "partial",

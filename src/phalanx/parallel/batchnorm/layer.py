@@ -161,7 +161,9 @@ def _statistics(input: torch.Tensor, ranks: Ranks) -> Statistics:
     """Mean and variance over all ranks, from each rank's own (Chan et al. 1983), the same bits
     on every rank."""
     channels, count = input.shape[1], input.numel() // max(1, input.shape[1])
-    # Mean, squared deviations and count in one message; a rank without rows sends zeros.
+    # Squared deviations from each rank's own mean: sums of squares would cancel where the mean is
+    # large beside the spread. Mean, deviations and count in one message; a rank without rows sends
+    # zeros.
     rank_sums = torch.zeros(2 * channels + 1, dtype=_wide(input), device=input.device)
     if count:
         var, mean = torch.var_mean(input.to(_wide(input)), dim=_per_channel(input), correction=0)

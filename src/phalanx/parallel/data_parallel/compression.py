@@ -24,6 +24,8 @@ HOOKS = "phalanx.parallel.hooks"
 STATE = "comm/"
 
 
+# By parameter, and not by bucket, whose borders torch moves after the first step: what a rank has
+# not sent is then state with a name, and a continued run repeats it.
 class Compression:
     """One hook over the parameters of a model, which every rank of `wire` holds whole.
 

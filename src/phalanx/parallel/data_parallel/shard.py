@@ -84,7 +84,8 @@ def _shard_units(context: ParallelContext, staged: Staged | None) -> list[list[n
         is_pinned = context.mesh.device.type == "cuda"
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=is_pinned)
     block_policy = _policy(context.compute_dtype, cast_inputs=cast)
-    # Experts are units of their own: other ranks hold the same ones.
+    # Experts are units of their own, inside of a block's unit, over `Mesh.expert_mesh`: other ranks
+    # hold the same ones.
     if experts is not None:
         placement = _evenly(layout.dp_shard // experts.ep)
         expert_options = shared | {"mesh": experts.mesh, "shard_placement_fn": placement}
@@ -222,7 +223,8 @@ def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
     they happen, and they go by what is quickest there.
 
     On a GPU FSDP has streams of its own for them: what forward and backward wait for these is a
-    part of their seconds.
+    part of their seconds, and "collective" has only what the step itself waits for (its one
+    reduction, tensor and context parallelism).
     """
     gather_class, scatter_class = fsdp_comm_classes()
     phases, traffic, layout = context.phases, context.traffic.gradients, context.plan.layout.reduced

@@ -1,12 +1,13 @@
 """ep: each rank holds a part of the experts; tokens travel to the experts that they chose, and
 back.
 
-Arithmetic. The ranks of ep are neighbours among those of dp_shard x cp: each has its own tokens,
-and the experts e of [E / ep * r, E / ep * (r + 1)). A rank's gradient of its experts is that of the
-tokens of all ep ranks, whose gradients came through the second all-to-all of the backward. So the
-gradient G of a step is the sum over the D / ep ranks that hold the same experts, where D =
-dp_replicate x dp_shard x cp. Data parallelism averages over these D / ep; divided by ep this is the
-mean over D that it is for all other parameters, and `reduce_and_clip` does with both the same.
+Arithmetic. ep adds no ranks: it folds over dp_shard x cp, whose neighbours are its ranks. Each has
+its own tokens, and the experts e of [E / ep * r, E / ep * (r + 1)). A rank's gradient of its
+experts is that of the tokens of all ep ranks, whose gradients came through the second all-to-all of
+the backward. So the gradient G of a step is the sum over the D / ep ranks that hold the same
+experts, where D = dp_replicate x dp_shard x cp. Data parallelism averages over these D / ep;
+divided by ep this is the mean over D that it is for all other parameters, and `reduce_and_clip`
+does with both the same.
 
 Shape suffixes: R rows (a token and an expert that it chose), D model width, E experts, P ranks of
 ep.
@@ -94,6 +95,7 @@ def share_gradients(
 
 def _require_possible(plan: Plan) -> None:
     conflict = ""
+    # The optimizer's part of ZeRO-1 would need a second cut of the same rows.
     if plan.parallel.zero_stage == 1:
         conflict = "parallel.zero_stage=1"
     elif plan.parallel.compress != "none":

@@ -45,6 +45,11 @@ class SavedForward:
     output: torch.Tensor
 
 
+# Why not torch's schedules: its stages fix their shapes (a sequence of another length hangs), its V
+# schedules need two stages of one process to talk over gloo (refused by torch 2.11), its split of a
+# backward walks the autograd graph and goes wrong with FSDP, and they are classes, while ours are
+# data that `plan` checks and simulates. What interprets them here is small beside the planning;
+# tests hold the order of actions to torch's.
 @dataclass
 class PipelineExecutor:
     """One rank's part. `spans`: the actions of the last step, without waiting for messages."""

@@ -56,6 +56,8 @@ class StageGroup:
         return self.up
 
     def send(self, tensor: torch.Tensor, target: int) -> Any:
+        # No tag: the receiver asks in the order in which the sender's schedule makes the messages,
+        # which is the only order that NCCL allows as well.
         return dist.isend(tensor, self.numbers[target], group=self.group_between(self.rank, target))
 
     def receive(self, tensor: torch.Tensor, source: int) -> Any:

