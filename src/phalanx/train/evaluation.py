@@ -24,7 +24,8 @@ from phalanx.train.randomness import separate_generators
 HeldOut = Mapping[str, Iterable[Batch]]
 
 
-LOSS = "loss"  # the best step is found by it, unless eval.metric names another
+# The best step is found by it, unless eval.metric names another.
+LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,14 @@ class EvalRecord:
         """
         sign = {"min": 1.0, "max": -1.0}[mode]
         finite = []
+        # Only evaluations over as many targets: a value over other data cannot be compared.
         for step, score in self._done.items():
             if score.num_targets == num_targets and math.isfinite(score.value):
                 finite.append((sign * score.value, step))
         if not finite:
             return 0, EvalScore(math.nan, num_targets, math.nan)
-        _, best_step = min(finite)  # of equal values the smaller step
+        # Of equal values the smaller step.
+        _, best_step = min(finite)
         return best_step, self._done[best_step]
 
 
@@ -110,6 +113,7 @@ def read_record(run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS)
     if run_dir is not None and step > 0 and mesh.rank == 0:
         for envelope in read_recorded(run_dir, EvalFinished):
             event = envelope.event
+            # NaN is no result: that evaluation is done again.
             if not isinstance(event, EvalFinished) or event.step > step or math.isnan(event.loss):
                 continue
             value = event.value_of(metric)
@@ -130,6 +134,7 @@ def evaluation_mode(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[Non
     frozen BatchNorm, say) is in it afterwards, too.
     """
     buffers = list(model.module.buffers())
+    # Copies: the broadcast below writes into the buffers themselves.
     before = [buffer.clone() for buffer in buffers]
     modes = [(module, module.training) for module in model.module.modules()]
     # The same draws in each evaluation: losses of two steps differ by the weights alone.
@@ -141,6 +146,7 @@ def evaluation_mode(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[Non
             yield
         finally:
             model.train(True)
+            # `train(True)` also reached modules that their owner keeps in evaluation mode.
             for module, is_training in modes:
                 module.training = is_training
             for buffer, value in zip(buffers, before, strict=True):
@@ -149,6 +155,7 @@ def evaluation_mode(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[Non
 
 def _broadcast_buffers(buffers: Iterable[torch.Tensor], mesh: Mesh) -> None:
     """Give all ranks the buffers of rank 0; in a pipeline those of the first rank of each stage."""
+    # A broadcast needs equal shapes: ranks of other stages hold other modules.
     group, source = None, 0
     if mesh.layout.pp > 1:
         group = mesh.data_parallel_group()

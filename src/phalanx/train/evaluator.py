@@ -26,8 +26,10 @@ from phalanx.train.evaluation import (
 from phalanx.train.metrics import MetricSums, SumAndCount, average_metrics, require_metric
 from phalanx.train.stop import StopFlags, StopRequestedError
 
-AGREE_S = 0.5  # about how long an evaluation goes on after a stop was asked for
-MOST_BATCHES = 64  # batches may get slower: ranks never go on for longer without agreeing
+# About how long an evaluation goes on after a stop was asked for.
+AGREE_S = 0.5
+# Batches may get slower: ranks never go on for longer without agreeing.
+MOST_BATCHES = 64
 
 
 def next_wait(batches: int, took_s: float) -> int:
@@ -98,9 +100,12 @@ class Evaluator:
                 watched = _report_progress(self._yield_until_stop(batches), progress, counted)
                 sums = self._state.model.evaluate(watched, objective)
                 loss, num_targets = self._state.model.reduce_sums(sums)
+                # Of every source, with targets or without: it is a collective.
                 metrics_by_source[source] = objective.reduce()
+                # A source without targets has no mean.
                 if num_targets:
                     loss_by_source[source], targets_by_source[source] = loss, num_targets
+        # Weighted by targets, the mean is that of all targets together.
         loss = average_over_sources(loss_by_source, self._source_weights or targets_by_source)
         metrics = average_metrics(metrics_by_source, self._source_weights)
         return Evaluation(
@@ -124,6 +129,7 @@ class Evaluator:
         objective = MetricSums(self._objective, self._mesh)
         batches = next(iter(self._held_out.values()))
         with (
+            # No step took its seconds.
             self._phases.set_apart(),
             self._phases("evaluate"),
             evaluation_mode(self._state.model, self._mesh, self._state.seed),
@@ -139,6 +145,7 @@ class Evaluator:
         are short. All of them learn the same mean of the time since they last agreed, and so count
         batches alike.
         """
+        # Before the first batch as well: a stop may have come before the evaluation.
         wait, remaining, since = 1, 0, time.perf_counter()
         for batch in batches:
             if remaining == 0:
@@ -154,6 +161,7 @@ class Evaluator:
 
         Raises the error with which they agree to end the evaluation.
         """
+        # Rank 0 alone looks at the files: it is enough that one rank knows.
         is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
         numbers = map(float, (self._stop.sigterm, self._stop.sigint, is_fenced, took_s))
         flags = fill_on_device(tuple(numbers), self._mesh.device)
@@ -163,8 +171,10 @@ class Evaluator:
             raise self._fence.error()
         if sigterm or sigint:
             raise StopRequestedError("sigterm" if sigterm else "sigint")
-        if self._mesh.device.type == "cpu":  # a CPU is waited for anyway
+        # A CPU is waited for anyway: its ranks agree before each batch.
+        if self._mesh.device.type == "cpu":
             return 1
+        # The sum is equal on all ranks, and so is what follows from it.
         return next_wait(waited, total_s / self._mesh.world_size)
 
 

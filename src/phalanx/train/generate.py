@@ -90,12 +90,14 @@ def generate_tokens(
 
 def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """One token id by `sampling`. `logits`: [vocab] fp64."""
+    # Some of -inf are no fault: a model may rule tokens out. NaN is, and nothing but -inf.
     if not bool(logits.isfinite().any()) or bool(logits.isnan().any()):
         raise NumericsError(
             "the model's logits are not finite", fix="take a checkpoint from before it diverged"
         )
     if sampling.num_choices is not None and sampling.num_choices < len(logits):
         logits = logits[: sampling.num_choices]
+    # Its limit as the temperature falls: nothing is divided by 0.
     if sampling.temperature == 0:
         return int(logits.argmax())
     if sampling.top_k is not None and sampling.top_k < len(logits):
@@ -103,10 +105,12 @@ def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator
         logits = logits.masked_fill(logits < least, -torch.inf)
     probabilities = (logits / sampling.temperature).softmax(-1)
     if sampling.top_p is not None and sampling.top_p < 1:
+        # Stable: of equal probabilities the same ones stay on every rank.
         ordered, ids = probabilities.sort(descending=True, stable=True)
         # The token that crosses top_p stays: what counts is the sum before each.
         left_out = ordered.cumsum(0) - ordered >= sampling.top_p
-        left_out[0] = False  # with top_p 0, too, there is one to choose
+        # With top_p 0, too, there is one to choose.
+        left_out[0] = False
         probabilities = probabilities.index_fill(0, ids[left_out], 0.0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 

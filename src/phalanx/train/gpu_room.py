@@ -18,6 +18,7 @@ def check_gpu_room(mesh: Mesh, plan: Plan) -> str:
     if mesh.device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(mesh.device)
+    # Gathered, so that every rank has the message.
     room_by_rank = mesh.gather_json([free, total])
     needed = [sum(plan.memory_of_rank(rank).values()) for rank in range(mesh.world_size)]
     return describe_missing_room(room_by_rank, needed)

@@ -17,7 +17,8 @@ from phalanx.mesh.logical import LogicalShard, local_bytes, local_tensor
 from phalanx.observe.events import MemoryMeasured
 from phalanx.parallel.model import ParallelModel
 
-SLACK_BYTES = 4 * MIB  # the kernel counts pages per core, and adds them up now and then
+# The kernel counts pages per core, and adds them up now and then: readings differ by that.
+SLACK_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,16 @@ class MemoryMeter:
         self._device: torch.device | None = None
         self._process = ProcessMemory()
         self._psutil = psutil.Process()
-        self._keeps_peak = False  # the kernel does
+        # True: the kernel keeps the peak.
+        self._keeps_peak = False
         self._sampler: Sampler | None = None
-        self._counts_all = True  # getrusage cannot say when there is a new peak: look each time
+        # getrusage cannot say when there is a new peak: look each time.
+        self._counts_all = True
         self._known_maxrss = 0
         self._start_bytes = 0
-        self._peak_bytes = 0  # of its own
-        self._in_all_bytes = 0  # resident at that moment
+        # Of its own, and all that was resident at that moment.
+        self._peak_bytes = 0
+        self._in_all_bytes = 0
         self._most_resident_bytes = 0
         self._file_bytes = 0
         self._elsewhere_bytes: int | None = None
@@ -66,6 +70,7 @@ class MemoryMeter:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
+        # The mark is set back first: what the reading shows must be of after it.
         can_reset, now = self._process.reset_peak(), self._process.read()
         self._keeps_peak = (
             can_reset and now is not None and now.peak_bytes <= now.all_bytes + SLACK_BYTES
@@ -75,9 +80,11 @@ class MemoryMeter:
             self._sampler = Sampler(self._look)
             self._sampler.start()
         assert now is not None
+        # One call that tells of a new peak: cheaper than to read and parse /proc/self/status.
         self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         # A process that was started by another one's exec begins with that one's peak, which no
         # reset lowers.
+        # `ru_maxrss` is in KiB on Linux.
         self._counts_all = self._known_maxrss * 1024 > now.all_bytes + SLACK_BYTES
         self._start_bytes = self._peak_bytes = now.own_bytes
         self._file_bytes = now.file_bytes
@@ -98,6 +105,7 @@ class MemoryMeter:
         # takes and gives back within one.
         if self._keeps_peak:
             maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            # Only then is /proc read: a phase begins many times in a step.
             if self._counts_all or maxrss > self._known_maxrss:
                 self._known_maxrss = maxrss
                 self._look()
@@ -142,7 +150,8 @@ class MemoryMeter:
         if self._device is None:
             return MemorySoFar(self._psutil.memory_info().rss)
         if self._device.type == "cuda":
-            stats = torch.cuda.memory_stats(self._device)  # of the allocator: nothing is waited for
+            # These are of the allocator: nothing is waited for.
+            stats = torch.cuda.memory_stats(self._device)
             return MemorySoFar(
                 self._psutil.memory_info().rss,
                 peak_bytes=stats.get("allocated_bytes.all.peak", 0),
@@ -150,7 +159,8 @@ class MemoryMeter:
             )
         now = self._look()
         self._num_steps += 1
-        if self._num_steps == 1:  # by now the pages that are written to are no longer shared
+        # By now the pages that are written to are no longer shared. Once: it walks the page tables.
+        if self._num_steps == 1:
             self._elsewhere_bytes = self._process.shared_elsewhere_bytes()
         resident_bytes = 0
         if now is not None:
@@ -212,7 +222,8 @@ class MemoryMeter:
         peak = self.peak_bytes()
         if peak is not None:
             measured["peak"] = peak
-        runtime_bytes, step, phase = 0, 0, ""  # a GPU's allocator knows no moment of its peak
+        # A GPU's allocator knows no moment of its peak.
+        runtime_bytes, step, phase = 0, 0, ""
         if self._device is not None and self._device.type != "cuda":
             runtime_bytes, (step, phase) = self.runtime_bytes, self._peak_moment
         return MemoryMeasured(

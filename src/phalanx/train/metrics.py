@@ -35,7 +35,8 @@ class MetricSums:
         self._objective, self._mesh = objective, mesh
         self._measure: Callable[[Any, Batch], Any] | None = getattr(objective, "metrics", None)
         self._sums: dict[str, torch.Tensor] = {}
-        self._saw_outputs = False  # of a pipeline only the last stage does
+        # Of a pipeline only the last stage does.
+        self._saw_outputs = False
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self._saw_outputs = True
@@ -57,9 +58,11 @@ class MetricSums:
         names = self._agree_on_names()
         if not names:
             return {}
+        # Ranks of other stages saw no outputs and add nothing. All metrics go in one collective.
         zeros = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         sums = torch.cat([self._sums.get(name, zeros) for name in names])
-        if not self._mesh.is_tp_leader:  # tensor-parallel ranks have the same samples
+        # Tensor-parallel ranks have the same samples: one of them counts. All take part in the sum.
+        if not self._mesh.is_tp_leader:
             sums = torch.zeros_like(sums)
         flat = self._mesh.all_reduce_sum(sums).tolist()
         return dict(zip(names, zip(flat[0::2], flat[1::2], strict=True), strict=True))
@@ -71,6 +74,7 @@ class MetricSums:
             own_names = list(self._sums)
         first_rank, names = None, []
         for rank, rank_names in enumerate(self._mesh.gather_json(own_names)):
+            # It saw no outputs: an earlier stage of a pipeline.
             if rank_names is None:
                 continue
             if first_rank is None:
@@ -96,7 +100,8 @@ def average_metrics(
     A metric that was counted nowhere has no mean and is left out, and so is one that is not finite.
     """
     means: dict[str, float] = {}
-    names: dict[str, None] = {}  # a set that keeps the order in which objectives name them
+    # A set that keeps the order in which objectives name them.
+    names: dict[str, None] = {}
     for metrics in by_source.values():
         names |= dict.fromkeys(metrics)
     for name in names:
@@ -130,6 +135,7 @@ def _check_metrics(metrics: Any) -> dict[str, tuple[Any, Any]]:
     if not isinstance(metrics, Mapping):
         raise LayoutError(f"the objective's metrics returned a {type(metrics).__name__}", fix=FIX)
     for name, pair in metrics.items():
+        # "loss" would be taken for the loss itself in eval.metric.
         if not isinstance(name, str) or not name.strip() or name == LOSS:
             raise LayoutError(
                 f"the objective's metrics have a metric named {name!r}",

@@ -25,7 +25,8 @@ def accept_old_call(init: Init) -> Init:
 
     @functools.wraps(init)
     def init_either_way(self: Any, *args: Any, **named: Any) -> None:
-        if "objective" not in named:  # which every old call names, and no new one has
+        # Every old call names it, and no new one has it.
+        if "objective" not in named:
             init(self, *args, **named)
             return
         warn_renamed(_OLD, _NEW)
@@ -36,8 +37,10 @@ def accept_old_call(init: Init) -> Init:
 
 def _translate_arguments(args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the new call that mean what the old ones did."""
+    # Positional arguments may be fewer than the names: the rest came by name.
     new = dict(zip(_POSITIONAL, args, strict=False)) | dict(named)
-    new.pop("mesh")  # the state's model has it
+    # The state's model has it.
+    new.pop("mesh")
     of_data = {name: new.pop(name) for name in _OF_DATA if name in new}
     new["data"] = TrainingData(new["data"], new.pop("objective"), **of_data)
     run_dir, token, fence = (new.pop(name, None) for name in ("run_dir", "fencing_token", "fence"))

@@ -17,7 +17,8 @@ from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import Timeline, count_in_flight, simulate
 from phalanx.plan.pipeline.trace import build_timeline, mean_stage_costs, splits_backward
 
-FIRST = 5  # allocators and caches have settled by then
+# Allocators and caches have settled by then.
+FIRST = 5
 
 
 def should_record(step: int, last_step: int) -> bool:
@@ -41,6 +42,7 @@ def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -
     with model.phases("collective", "gather the spans of the pipeline"):
         by_rank = model.mesh.gather_json(_collect_local_spans(model))
     spans = align_clocks([rank_spans for rank_spans in by_rank if rank_spans is not None])
+    # A rank without spans: no bubble can be told from the rest.
     if model.mesh.rank == 0 and all(spans):
         bus.emit(build_pipeline_event(step, model.plan.pipeline, spans))
 
@@ -65,12 +67,14 @@ def collect_spans(
     """
     if not clock.is_late:
         return {"clock": clock_name() or platform.node(), "zero_s": zero, "spans": list(spans)}
+    # `zero` comes after all spans: once it has passed, their events have times.
     clock.wait(zero)
     spans_s = []
     for action, start, end in spans:
         start_s, end_s = clock.seconds(start, zero), clock.seconds(end, zero)
         assert start_s is not None, "a step whose reduction is done has done its actions"
         assert end_s is not None, "a step whose reduction is done has done its actions"
+        # Seconds from a span until `zero`: before it, so negative.
         spans_s.append((action, -start_s, -end_s))
     return {"clock": f"the device of rank {rank}", "zero_s": 0.0, "spans": spans_s}
 
@@ -116,7 +120,8 @@ def build_pipeline_event(
     measured = build_timeline(pipeline.schedule_name, spans)
     costs = mean_stage_costs(measured)
     planned = pipeline.timeline()
-    bubble_planned = math.nan  # where the plan knew no costs
+    # NaN where the plan knew no costs.
+    bubble_planned = math.nan
     if planned is not None:
         bubble_planned = float(planned.bubble)
     stage_seconds = []

@@ -33,8 +33,10 @@ def seed_generators(*parts: object) -> None:
 @contextmanager
 def separate_generators(*parts: object, device: torch.device) -> Iterator[None]:
     """Seed the global generators by `parts` inside; outside they go on as if nothing was drawn."""
+    # `fork_rng` sets torch's generators aside alone.
     states = random.getstate(), np.random.get_state()
-    devices = []  # the CPU's generator is always set aside
+    # The CPU's generator is always set aside. Without a list `fork_rng` would copy every GPU's.
+    devices = []
     if device.type == "cuda":
         devices = [device]
     with torch.random.fork_rng(devices=devices):

@@ -32,8 +32,10 @@ from phalanx.optim.state import (
 from phalanx.parallel.loss_scale import require_facts
 from phalanx.parallel.model import ParallelModel
 
-LOSS_SCALE = "loss_scale"  # among the facts of a run in fp16
-CPU_KIND = "cpu_kind"  # among the facts of a run on CPUs since checkpoints say it
+# Among the facts of a run in fp16.
+LOSS_SCALE = "loss_scale"
+# Among the facts of a run on CPUs since checkpoints say it.
+CPU_KIND = "cpu_kind"
 # Checkpoints of earlier versions, and of other precisions and devices, do not have them.
 NOT_IN_ALL = {LOSS_SCALE, CPU_KIND}
 
@@ -155,6 +157,7 @@ class TrainState:
             restores.extend(plan_restores(self.optimizer, named, numbers, elsewhere=elsewhere))
             full_shapes = {name: shard.global_shape for name, shard in shards.items()}
             undos.extend(make_slots(self.optimizer, named, manifest.tensors, full_shapes))
+            # Again: `make_slots` has made the optimizer's tensors, which are to be read, too.
             shards.update(self.shards())
             return self._match_reduction(manifest, shards)
 
@@ -167,6 +170,7 @@ class TrainState:
             for undo in undos:
                 undo()
             raise
+        # Only now that all is read, on all ranks: a checkpoint that is refused changes nothing.
         for restore_value in restores:
             restore_value()
         self.model.refresh()
@@ -205,7 +209,8 @@ class TrainState:
             if name.startswith(REDUCTION):
                 stored[name] = tensor.shape
         self.lost_reduction = ""
-        is_stage = self.model.mesh.layout.pp > 1 and len(expected) > 0  # it expects a part of them
+        # A stage of a pipeline expects a part of what is stored.
+        is_stage = self.model.mesh.layout.pp > 1 and len(expected) > 0
         if expected == stored or (is_stage and expected.items() <= stored.items()):
             return manifest
         for name in expected:
@@ -217,6 +222,7 @@ class TrainState:
         return manifest.without(REDUCTION)
 
     def _require_same_run(self, manifest: Manifest, where: str) -> None:
+        # Before the facts are read by name below.
         missing = sorted(set(self.facts()) - set(manifest.facts) - NOT_IN_ALL)
         if missing:
             raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
@@ -233,6 +239,7 @@ class TrainState:
                 f"it was written with the optimizer {kind}, not {own_kind}", where=where
             )
         tokenizer = manifest.facts["tokenizer"]
+        # Empty: there is none, or it is not known.
         if tokenizer and self.tokenizer and tokenizer != self.tokenizer:
             raise CheckpointError(
                 f"it was trained on tokens of tokenizer {tokenizer}, and the data is of"

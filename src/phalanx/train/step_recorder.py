@@ -62,6 +62,7 @@ class StepRecorder:
         """
         if self._unrecorded is None:
             return
+        # Forgotten first, so that a step is never recorded twice.
         (facts, skipped), self._unrecorded = self._unrecorded, None
         now = time.perf_counter()
         self._emit(facts, skipped, now - self._recorded_s)

@@ -22,6 +22,7 @@ class StopFlags:
         """
         if threading.current_thread() is not threading.main_thread():
             return
+        # Only a flag is set: a handler may run between any two instructions of Python.
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "sigterm", True))
         signal.signal(signal.SIGINT, lambda *_: setattr(self, "sigint", True))
 

@@ -120,8 +120,10 @@ class Trainer:
             self._recorder.add(facts, skipped)
             record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
             if skipped is None:
+                # A skipped step makes no optimizer state. All ranks skip alike: this is collective.
                 self._require_saveable()
             sigterm, sigint, is_fenced, *save_flags = facts.flags
+            # Before a save: the run is another job's by now.
             if is_fenced and self._fence is not None:
                 raise self._fence.error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
@@ -133,6 +135,7 @@ class Trainer:
             else:
                 reason = self._evaluate_if_due()
         if self._schedule is not None:
+            # A stop has no time for removals.
             self._schedule.settle(skip_pruning=reason is not None)
         if reason is None:
             return "finished"
@@ -152,6 +155,7 @@ class Trainer:
         sums = model.forward_backward(microbatches, self.data.objective, step=step)
         # The step's one reduction: stops, guards and saves act on it, so that all ranks agree.
         facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=self._flags())
+        # Every guard is asked, also about a step that is skipped anyway: guards count such steps.
         reasons = [
             facts.reason_to_skip,
             *(guard.reason_to_skip(step, facts) for guard in self.guards),
@@ -162,7 +166,9 @@ class Trainer:
                 # A function of the step: nothing to save, and right wherever a run resumes.
                 set_learning_rate(optimizer, learning_rate(self.job, step, self.plan.peak_lr))
                 model.update(optimizer)
+            # Skipped or not. Without gradients their memory is free until the next backward.
             optimizer.zero_grad(set_to_none=True)
+        # A skipped step counts, too: its samples are read, and the next step reads others.
         self.state.step = step
         self.state.tokens_seen += facts.num_targets
         self.state.samples_seen += self.job.train.global_batch_size
@@ -178,6 +184,7 @@ class Trainer:
     def _flags(self) -> tuple[float, ...]:
         """This rank's flags in the reduction of a step: stops, a lost run, and saves."""
         save_flags = self._schedule.flags() if self._schedule is not None else (0.0, 0.0, 0.0)
+        # Rank 0 alone looks at the files: the sum of the flags tells all.
         is_fenced = self.storage is not None and self.mesh.rank == 0 and self.storage.is_lost()
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
@@ -239,7 +246,8 @@ class Trainer:
         )
         if self._evaluator is None or not is_due or self._evals.has(step):
             return None
-        self.phases.step = step  # the first thing after a restart, perhaps
+        # An evaluation may be the first thing after a restart, before any step has set it.
+        self.phases.step = step
         began = time.perf_counter()
         # No step took its seconds, and no phase of a step has them.
         with self.phases.set_apart():
@@ -271,11 +279,13 @@ class Trainer:
         step = evaluation.step
         metric, mode = self.job.eval.metric, self.job.eval.mode or "min"
         score = EvalScore(evaluation.loss, evaluation.num_targets, evaluation.value_of(metric))
+        # On every rank: whether to save the best step is decided from it by all alike.
         self._evals.add(step, score)
         best_step, best = self._evals.best(evaluation.num_targets, mode)
         if self.job.eval.keep_best and best_step == step and self._schedule is not None:
             self.save()
             self._schedule.call_when_saved(partial(self._best.record, step, score))
+        # After the save, which is collective.
         if self.mesh.rank != 0:
             return
         loss_by_source: dict[str, float] = {}
