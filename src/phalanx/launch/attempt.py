@@ -49,7 +49,8 @@ KILL_PATIENCE_S = 2.0
 # After the first rank left a run that all say is done: longer than a rank's sinks may take. A rank
 # that others left in a collective of the sample would stay until the collective's time is over.
 DONE_WINDOW_S = 90.0
-STACKS_WINDOW_S = 0.5  # for ranks that said nothing to write their stacks, before they are killed
+# For ranks that said nothing to write their stacks, before they are killed.
+STACKS_WINDOW_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,13 @@ class EventWaiter:
         """Reports and signals, both possibly none, after `until` (monotonic seconds) or a tick
         at the latest."""
         timeout_s = max(0.0, min(self._next_tick, until) - time.monotonic())
+        # Ends of pipes and sockets, so that one call waits for all three.
         sources: list[Any] = [link, self._inbox]
         readable, _, _ = select.select(sources, [], [], timeout_s)
         reports = []
         if link in readable:
             reports = link.receive()
+        # By the clock, not by a timeout: reports that come without end must not keep ticks back.
         if time.monotonic() >= self._next_tick:
             self._on_tick()
             self._next_tick = time.monotonic() + TICK_S
@@ -200,6 +203,7 @@ class AttemptWatch:
             for number in signals:
                 self._on_signal(number)
             self._keep_deadlines()
+        # The server is gone and ranks are not: its end kills them, and no exits come any more.
         if self._server.link.closed and len(self.end.exits) < self._num_ranks:
             self._server.kill()
             self.end.server_loss = self._server.describe_end()
@@ -273,6 +277,7 @@ class AttemptWatch:
     def _kill_at(self) -> float:
         """The time (monotonic seconds) at which remaining ranks must be killed, as things stand."""
         failed_at = min(self._first_failure_at, self._first_report_at + REPORTED_WINDOW_S)
+        # Never before the stacks are written; otherwise whatever ends first.
         return max(self._stacks_until, min(self._grace_until, failed_at + self._failure_window_s()))
 
     def _failure_window_s(self) -> float:
@@ -313,7 +318,8 @@ class AttemptWatch:
             self._killed_at = now
             self.end.grace_over = now >= self._grace_until
             self._server.link.send(KillRanks())
-        elif now >= self._killed_at + KILL_PATIENCE_S:  # the server does not answer
+        # The server does not answer.
+        elif now >= self._killed_at + KILL_PATIENCE_S:
             self._server.kill()
 
     def _examine_silent_ranks(self, now: float) -> bool:

@@ -16,7 +16,8 @@ from phalanx.core.errors import ExitCode
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.wire import Codec
 
-ATOMIC_BYTES = select.PIPE_BUF  # a pipe with room takes so much at once, or nothing
+# A pipe with room takes so much at once, or nothing.
+ATOMIC_BYTES = select.PIPE_BUF
 STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
 
@@ -71,9 +72,11 @@ class EndWriter:
             return
         self.record = record
         line = memoryview(_LINES.encode(record))
+        # Whole lines: a thread may send an event at the same moment.
         with self._lock:
             try:
                 while line and self._is_open():
+                    # A write that a signal interrupts may take only a part.
                     line = line[os.write(self._fd, line) :]
             except OSError:
                 pass
@@ -84,12 +87,14 @@ class EndWriter:
         False where it cannot be sent at once: training does not wait for it.
         """
         line = _LINES.encode(RefusedEvent(event_line))
+        # A longer line might go in part, and then wait for room.
         if not self.is_rank or len(line) > ATOMIC_BYTES or not self._lock.acquire(blocking=False):
             return False
         try:
             has_room = self._is_open() and bool(select.select([], [self._fd], [], 0)[1])
             return has_room and os.write(self._fd, line) == len(line)
-        except (OSError, ValueError):  # ValueError: a descriptor beyond what select takes
+        except (OSError, ValueError):
+            # ValueError: a descriptor beyond what select takes (FD_SETSIZE).
             return False
         finally:
             self._lock.release()
@@ -120,12 +125,14 @@ class EndReader:
         """The record, once, when it is complete. Never blocks."""
         while self.is_open:
             try:
+                # 64 KiB: all that a pipe of Linux holds by default.
                 part = os.read(self._fd, 1 << 16)
             except BlockingIOError:
                 break
             self._data += part
             if not part:
                 self.close()
+        # What follows the last newline is the beginning of a line, or empty.
         *lines, self._data = self._data.split(b"\n")
         record: EndRecord | None = None
         for message in map(_LINES.decode, lines):

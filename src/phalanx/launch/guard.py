@@ -23,7 +23,8 @@ from phalanx.launch.signals import signal_name
 from phalanx.launch.verdict import place_in_words
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_FROM_TERMINAL = 0x80  # SI_KERNEL: Ctrl-C reaches the rank by itself
+# SI_KERNEL: the terminal's Ctrl-C, which goes to the whole group and reaches the rank by itself.
+_FROM_TERMINAL = 0x80
 
 
 def fork_under_guard(rank: int, run_dir: Path) -> EndWriter:
@@ -41,13 +42,16 @@ def fork_under_guard(rank: int, run_dir: Path) -> EndWriter:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     sys.stdout.flush()
     sys.stderr.flush()
+    # Buffers are empty by now: what is in them would be written by both.
     pid = os.fork()
     if pid == 0:
         reader.close()
         os.close(life_write)
+        # Not the group: the launcher made it, and may have others in it.
         arm_lifelines([life_read], whole_group=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return EndWriter(write_end)
+    # The rank alone holds it: its end of the pipe closes when it dies.
     os.close(write_end)
     os.close(life_read)
     os._exit(_guard(pid, rank, run_dir, reader, watched))
@@ -64,8 +68,10 @@ def _guard(
                 os.kill(pid, received.si_signo)
             continue
         ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended:  # it was only stopped, or continued
+        # SIGCHLD also comes when the rank was only stopped, or continued.
+        if not ended:
             continue
+        # Once the rank has ended: what it wrote is complete, and stays in the pipe until then.
         record = reader.read() or record
         return _exit_code(rank, run_dir, os.waitstatus_to_exitcode(status), record)
 
@@ -80,7 +86,8 @@ def _exit_code(rank: int, run_dir: Path, code: int, record: EndRecord | None) ->
         where = f" {place_in_words(read_black_box(box))}"
     if code < 0:
         _say(f"rank {rank} was killed by {signal_name(-code)}{where}")
-        _die_of(-code)  # so that the launcher sees the signal, too
+        # By the same signal, so that the launcher sees it, too.
+        _die_of(-code)
     how = "by os._exit or C's exit, before the run was done"
     _say(f"rank {rank} exited with code {code}{where} ({how})")
     return int(ExitCode.INTERNAL)
@@ -92,6 +99,7 @@ def _say(line: str) -> None:
 
 
 def _die_of(number: int) -> None:
+    # SIGKILL has no handler to put back, and cannot be blocked.
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

@@ -34,6 +34,7 @@ def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
         armed = [_arm_kernel(fd, owner) for fd in read_ends]
     else:
         armed = list(read_ends)
+        # A daemon: it must not keep a process alive whose work is done.
         threading.Thread(
             target=_watch, args=(armed, owner), name="phalanx-lifeline", daemon=True
         ).start()
@@ -50,6 +51,7 @@ def _arm_kernel(read_end: int, owner: int) -> int:
     share.
     """
     fd = os.open(f"/proc/self/fd/{read_end}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    # Owner and signal first: with O_ASYNC alone the kernel would send SIGIO.
     fcntl.fcntl(fd, fcntl.F_SETOWN, owner)
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
@@ -67,5 +69,6 @@ def _watch(read_ends: Sequence[int], owner: int) -> None:
 def _is_closed(read_ends: Sequence[int], *, timeout_ms: int) -> bool:
     poll = select.poll()
     for fd in read_ends:
+        # No events asked for: poll reports POLLHUP in any case.
         poll.register(fd, 0)
     return bool(poll.poll(timeout_ms))

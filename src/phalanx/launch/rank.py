@@ -45,7 +45,8 @@ class RankTask:
 # Has a rank write its main thread's stack to its log, also while C code holds the interpreter's
 # lock. Schedulers send SIGUSR1 and SIGUSR2; this one is left alone.
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-STACK_HEAD = "Stack (most recent call first):"  # how faulthandler begins
+# The line with which faulthandler begins.
+STACK_HEAD = "Stack (most recent call first):"
 
 
 class _SupervisorLink:
@@ -77,13 +78,16 @@ def run_forked_rank(task: RankTask, end: EndWriter) -> int:
             rank_log(task.run_dir, task.ranks.rank, task.ranks.attempt), Redactor(os.environ)
         )
         faulthandler.enable(2)
+        # Descriptor 2 is the rank's log since `redirect_output`.
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
         os.environ.update(rank_variables(task.ranks, task.master_port, os.environ))
         trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
         # torch appends the rank
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))
         entry: Entry = resolve(task.entry, "phalanx", "")
+        # What a process can exit with has 8 bits.
         code = int(entry(task.payload, _SupervisorLink(task, end)) or 0) & 0xFF
+        # Before `_finish`, which may block: the work is done whatever comes after.
         end.write(EndRecord(code))
         _finish()
         return code
@@ -101,6 +105,7 @@ def run_forked_rank(task: RankTask, end: EndWriter) -> int:
 
 
 def _close_input() -> None:
+    # All ranks would share one input: none may read from it.
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)
@@ -109,8 +114,10 @@ def _close_input() -> None:
 def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
     """Report why this rank failed: to the supervisor first, then in its log and in a file."""
     report = describe(error, task.run_dir, task.doing)
+    # A fork of the rank, or an error on the way out of one that is reported: the first one counts.
     if not end.is_rank or (end.record is not None and end.record.report is not None):
         return report.exit_code
+    # The pipe first: the log and the file lie on a disk that may refuse.
     end.write(EndRecord(report.exit_code, report))
     if isinstance(error, RunTakenError) and not isinstance(error, StoreTakenError):
         # The folder of its log and report is another job's.
@@ -118,7 +125,8 @@ def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
     print(report.traceback, file=sys.stderr, end="")
     try:
         report.save(error_report(task.run_dir, task.ranks.rank, task.ranks.attempt))
-    except OSError:  # a full disk; the supervisor has the report
+    except OSError:
+        # A full disk, say; the supervisor has the report.
         traceback.print_exc()
     return report.exit_code
 

@@ -8,6 +8,7 @@ from phalanx.core.errors import RestartBudgetError
 from phalanx.core.units import format_seconds
 from phalanx.launch.verdict import Failure
 
+# A signal or a hang may come from outside, by accident even twice at one step.
 SAME_FAILURE_LIMIT = 3
 # The same words at the same step: unlike a signal, an exception does not come from outside.
 SAME_EXCEPTION_LIMIT = 2
@@ -41,6 +42,7 @@ class RestartPolicy:
                 f"deterministic failure {where}: {failure.detail}",
                 why=f"{self._num_same} times in a row",
             )
+        # Restarts before the window no longer count.
         while self._times and now_s - self._times[0] > self._window_s:
             self._times.popleft()
         if len(self._times) >= self._max_restarts:

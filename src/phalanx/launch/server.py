@@ -100,6 +100,7 @@ class Server:
             sources: list[Any] = [self._link, self._wakeup, *records]
             readable, _, _ = select.select(sources, [], [])
             if self._wakeup in readable:
+                # Emptied before `_reap`: a child that ends after it wakes the next select.
                 os.read(self._wakeup, 4096)
             for rank in self._attempt.records:
                 self._forward_record(rank)
@@ -144,6 +145,7 @@ class Server:
             if has_begun_cuda():
                 self._link.send(PreloadBeginsCuda(name))
                 return
+        # What is garbage now would be frozen with the rest.
         gc.collect()
         # collections in a rank would otherwise write to, and so copy, every page we share
         gc.freeze()
@@ -175,6 +177,7 @@ class Server:
         self._attempt.records[rank], write_end = open_end_pipe()
 
         def run() -> int:
+            # The store's process alone listens: the port dies with it.
             listener.close()
             for record in self._attempt.records.values():
                 record.close()
@@ -183,6 +186,7 @@ class Server:
         try:
             return self._fork(run)
         finally:
+            # The rank alone holds it, so that the pipe ends with the rank.
             os.close(write_end)
 
     def _forward_record(self, rank: int) -> None:
@@ -211,7 +215,8 @@ class Server:
             self._become_child(run, mask)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
-            os.setpgid(pid, pid)  # in parent and child: one of them comes first
+            # In parent and child: one of them comes first, and both may rely on the group.
+            os.setpgid(pid, pid)
         except OSError:
             pass
         return pid
@@ -220,10 +225,13 @@ class Server:
         code = 1
         try:
             os.setpgid(0, 0)
+            # The pipe is the server's: a rank's signals must not wake it.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # The server ignores it. A rank takes it as any program does, until it has a handler.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # The supervisor tells ranks of it as SIGTERM.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             self._link.close()
             for fd in (self._server_life_write, self._wakeup, self._wakeup_write):
@@ -236,13 +244,16 @@ class Server:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(code)  # never back into the server's loop
+            # Never back into the server's loop.
+            os._exit(code)
 
     def _kill_ranks(self) -> None:
-        self._reap()  # a rank that is dead already was not killed by us
+        # A rank that is dead already was not killed by us.
+        self._reap()
         for pid in self._attempt.ranks:
             self._attempt.killed.add(pid)
             _kill_group(pid)
+        # Else it goes with the last rank.
         if not self._attempt.ranks:
             self._kill_store()
 
@@ -254,6 +265,7 @@ class Server:
     def _reap(self) -> None:
         while True:
             try:
+                # In a loop: one SIGCHLD may stand for several children.
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
@@ -268,7 +280,8 @@ class Server:
             if pid not in attempt.killed:
                 self._link.send(StoreExited(attempt.number, code))
         elif pid in attempt.ranks:
-            _kill_group(pid)  # helpers the rank left behind
+            # Helpers that the rank left behind.
+            _kill_group(pid)
             rank = attempt.ranks.pop(pid)
             # Before the exit: what a rank said of its end decides what its exit means.
             self._forward_record(rank)
@@ -289,6 +302,7 @@ class Server:
                     died_monotonic_s=time.monotonic(),
                 )
             )
+            # The store goes last: ranks need it while they save.
             if not attempt.ranks:
                 self._kill_store()
 

@@ -65,6 +65,7 @@ class ServerProcess:
             # The kernel kills what the server forked, and the presence pipe ends with the last.
             os.close(self._life)
             self._life = -1
+            # Readable at its end: the last process that held the write end is gone.
             select.select([self._presence], [], [], timeout_s)
             os.close(self._presence)
         return self._process.wait()
@@ -80,6 +81,7 @@ class ServerProcess:
         """The end of what this server wrote to its log."""
         try:
             with open_regular(self._log) as file:
+                # The log goes on over attempts: what was there before is of earlier servers.
                 file.seek(self._log_start)
                 text = file.read(1 << 20).decode("utf-8", "replace")
         except OSError:
@@ -118,6 +120,7 @@ def start_server(run_dir: Path) -> ServerProcess:
             )
             log_start = log.tell()
     finally:
+        # Ours are closed: a pipe has an end only when nobody holds its other end any more.
         os.close(life_read)
         os.close(presence_write)
     return ServerProcess(
@@ -133,9 +136,11 @@ def _server_environment() -> dict[str, str]:
     use CUDA any more, unless it is told to ask NVML.
     """
     defaults = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    # The user's own variables win.
     environment = defaults | allocator_variables(os.environ) | dict(os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
-        environment[SERVER_CHOSE_THREADS] = "1"  # ranks choose for themselves
+        # Ranks choose for themselves.
+        environment[SERVER_CHOSE_THREADS] = "1"
     home = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(
         [home, *filter(None, [os.environ.get("PYTHONPATH")])]

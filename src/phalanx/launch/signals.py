@@ -30,6 +30,7 @@ class SignalInbox:
         if threading.current_thread() is threading.main_thread():
             self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                # The user asked by nohup that a lost terminal does not end the run.
                 if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                     continue
                 self._previous[number] = signal.signal(number, _nothing)
@@ -46,6 +47,7 @@ class SignalInbox:
             if handler is None:
                 handler = signal.SIG_DFL
             signal.signal(number, handler)
+        # Before the pipe closes: a signal would be written to a descriptor of somebody else.
         if self._previous:
             signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._read_end)
@@ -57,9 +59,11 @@ class SignalInbox:
     def take(self) -> list[int]:
         """The signals since the last call, in order of arrival."""
         try:
+            # A byte for each signal: Python writes its number.
             numbers = os.read(self._read_end, 512)
         except BlockingIOError:
             return []
+        # Every signal with a Python handler is written here: those of other code are not ours.
         return [number for number in numbers if number in self._previous]
 
 

@@ -20,6 +20,7 @@ def listen_on_loopback() -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))
+    # All ranks may connect at once: a short queue would refuse some.
     listener.listen(4096)
     return listener
 
@@ -36,8 +37,10 @@ def serve_store(listener: socket.socket) -> int:
         port,
         is_master=True,
         wait_for_workers=False,
+        # Detached: the descriptor is the store's to close.
         master_listen_fd=listener.detach(),
     )
+    # The name is held: torch serves from threads of this object, until it is collected.
     while store is not None:
         signal.pause()
     return 0

@@ -116,6 +116,7 @@ class _Supervisor:
         self._preload = spec.preload
 
     def run(self) -> Outcome:
+        # Numbers go on over jobs: logs and events of an earlier one are not written over.
         number = next_attempt(self._spec.run_dir)
         while True:
             self._num_attempts += 1
@@ -153,7 +154,9 @@ class _Supervisor:
     def _run_attempt(self, number: int) -> AttemptEnd:
         started_at = time.monotonic()
         self._bus.attempt = number
+        # Places of the last attempt would be taken for those of this one.
         clear_black_boxes(self._spec.run_dir)
+        # One server serves all attempts: torch is imported once.
         if self._server is None or self._server.link.closed:
             unready = self._start_server(AttemptEnd(number, stepless=self._spec.stepless))
             if unready is not None:
