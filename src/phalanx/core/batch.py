@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-IGNORE_INDEX = -100  # a target that counts for nothing
-BYTE_VOCAB_SIZE = 257  # what text needs: 256 byte values and the end of a document
-LEVELS = "."  # between the names of a nested entry
+# A target that counts for nothing. It is the default of torch's cross_entropy.
+IGNORE_INDEX = -100
+# What text needs: 256 byte values and the end of a document.
+BYTE_VOCAB_SIZE = 257
+# Between the names of a nested entry.
+LEVELS = "."
 
 Value = TypeVar("Value")
 

@@ -23,7 +23,8 @@ def clock_name() -> str:
         return ""
     try:
         namespace = os.readlink("/proc/self/ns/time")
-    except OSError:  # a kernel without them
+    except OSError:
+        # A kernel without time namespaces (before Linux 5.6).
         namespace = ""
     return digest([boot, namespace]) if boot else ""
 
@@ -38,7 +39,9 @@ def process_began_s() -> float:
         # Ticks since boot at which it was started. The name of a process, in parentheses, may
         # hold blanks and parentheses itself: fields are counted behind the last.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        # Start times count from boot, with the time that the machine was suspended.
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):  # no Linux
+    except (OSError, ValueError, IndexError, AttributeError):
+        # No Linux.
         return now_s
     return now_s - max(0.0, age_s)

@@ -64,6 +64,7 @@ class _RealFile:
         self._file.write(data)
 
     def sync(self) -> None:
+        # Python's buffer first: fsync sees only what the kernel has.
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -122,6 +123,7 @@ def write_bytes_durably(disk: Disk, path: Path, data: bytes) -> None:
             file.sync()
         finally:
             file.close()
+        # The bytes are durable before the name leads to them.
         disk.rename(partial, path)
     except BaseException:
         if _is_file(partial):

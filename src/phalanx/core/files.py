@@ -18,10 +18,13 @@ from phalanx.core.library_errors import LIBRARIES, os_error_of
 
 # How large a file of each kind may be before it is read into memory: ten times what anybody has
 # seen, and no more.
-JSON_BYTES = 64 * 2**20  # job.json, plan.json, config.json, and what else a run keeps of itself
-MANIFEST_BYTES = 512 * 2**20  # of checkpoints and datasets: some 2 million pieces or shards
+# What a run keeps of itself: job.json, plan.json, config.json and the like.
+JSON_BYTES = 64 * 2**20
+# Manifests of checkpoints and datasets: some 2 million pieces or shards.
+MANIFEST_BYTES = 512 * 2**20
 TOKENIZER_BYTES = 256 * 2**20
-LINE_BYTES = 16 * 2**20  # one event
+# One event.
+LINE_BYTES = 16 * 2**20
 
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -53,6 +56,7 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
 
     Raises OSError; nothing is left beside `path` then.
     """
+    # In the same directory: a rename is atomic only within one file system.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with create_regular(partial) as file:
@@ -60,6 +64,7 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
             file.flush()
             if durable:
                 os.fsync(file.fileno())
+        # After the bytes are durable: a crash must not leave the new name with an empty file.
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -90,6 +95,7 @@ def append_regular(path: Path | str) -> BinaryIO:
     Raises OSError as `open_regular` does, so that a pipe under the name of a log does not stop
     whoever continues a run; nor is a link followed: what it leads to is no log of ours.
     """
+    # O_APPEND: several processes may write to one log, and none over another's lines.
     return open(open_descriptor(path, APPEND), "a+b")
 
 
@@ -101,6 +107,7 @@ def create_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     Raises OSError.
     """
     with suppress(FileNotFoundError):
+        # The open below makes a new file then: other names of the old one keep its content.
         os.unlink(path)
     return open(open_descriptor(path, CREATE), "wb", buffering=buffering)
 
@@ -134,14 +141,16 @@ def read_regular(path: Path | str, most_bytes: int = JSON_BYTES) -> bytes:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes <= most_bytes:
             content = file.read(num_bytes + 1)  # a buffer of that size: never one of `most_bytes`
-            if len(content) > num_bytes:  # it has grown meanwhile
+            # It has grown meanwhile.
+            if len(content) > num_bytes:
                 content += file.read(max(0, most_bytes + 1 - len(content)))
             if len(content) <= most_bytes:
                 return content
     raise OSError(errno.EINVAL, f"a file of its kind has at most {most_bytes:,} bytes", str(path))
 
 
-OVERLONG = b"\0"  # what stands for a line that is longer than an event can be
+# What stands for a line that is longer than an event can be. No JSON begins with it.
+OVERLONG = b"\0"
 
 
 def read_bounded_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -165,6 +174,7 @@ def skip_line(file: BinaryIO) -> bool:
 
     Returns False where there is none in the next 256 MiB.
     """
+    # 256 pieces of 1 MiB: a file without any newline ends the search.
     for _ in range(256):
         piece = file.readline(2**20)
         if piece.endswith(b"\n"):
@@ -215,6 +225,7 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
 def parse_json(text: bytes | str) -> Any:
     """Parse JSON as `json.loads` does, but raise ValueError also for nesting that is too deep."""
     try:
+        # Python's parser calls itself for each level of nesting.
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -323,6 +334,7 @@ def _is_raised_by_us(error: BaseException) -> bool:
     innermost, trace = "", error.__traceback__
     while trace is not None:
         home = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        # Of the frames from the outermost to the innermost: the last one that counts stays.
         if home not in sys.stdlib_module_names and home not in LIBRARIES:
             innermost = home
         trace = trace.tb_next
@@ -371,6 +383,7 @@ def open_run_directory(directory: Path, *, needed_bytes: int = 0) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with create_regular(probe) as file:
+            # A whole page: an empty file is made even on a disk without room for data.
             file.write(b"x" * 4096)
         probe.unlink()
         free_bytes = shutil.disk_usage(directory).free

@@ -35,8 +35,10 @@ TORCH_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-SUPERVISED = "PHALANX_SUPERVISED"  # variable: our own supervisor, nobody else, started this rank
-PREFIXES = ("PET_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")  # of what describes ranks
+# A variable: our own supervisor, nobody else, started this rank.
+SUPERVISED = "PHALANX_SUPERVISED"
+# Of variables that describe ranks.
+PREFIXES = ("PET_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")
 # torchrun's, where nothing tells one job of a machine from another.
 USUAL_PORT = 29_500
 

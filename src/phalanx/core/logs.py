@@ -31,6 +31,7 @@ def redirect_output(path: Path, redactor: Redactor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with append_regular(path) as log:
         for target in (1, 2):
+            # At the descriptors, so that C code and child processes write there, too.
             os.dup2(log.fileno(), target)
     redact_streams(redactor)
 
@@ -46,6 +47,7 @@ class RedactedStream(io.TextIOWrapper):
     parts is found too."""
 
     def __init__(self, fd: int, redactor: Redactor) -> None:
+        # Descriptors 1 and 2 outlive this stream: other code writes to them as well.
         raw = open(fd, "wb", closefd=False)
         super().__init__(raw, encoding="utf-8", errors="backslashreplace")
         self._redactor = redactor
@@ -78,6 +80,7 @@ class RedactedStream(io.TextIOWrapper):
         data = text.encode("utf-8", "backslashreplace")
         try:
             while data:
+                # A write may take only a part: a full disk takes what fits before it refuses.
                 data = data[os.write(self.fileno(), data) :]
         except OSError:
             self._num_lost += 1
@@ -90,6 +93,7 @@ def blank_out(path: Path, secrets: Iterable[str], *, done_bytes: int = 0) -> int
     `done_bytes`: how much of the file this was done for before. Raises OSError.
     """
     size = path.stat().st_size
+    # mmap refuses an empty file.
     if size == 0 or size == done_bytes:
         return 0
     with append_regular(path) as file, mmap.mmap(file.fileno(), 0) as content:
@@ -111,6 +115,7 @@ def blank_out(path: Path, secrets: Iterable[str], *, done_bytes: int = 0) -> int
 def _blank_out_all(content: mmap.mmap, secret: bytes, start: int) -> int:
     num_places, at = 0, content.find(secret, start)
     while at >= 0:
+        # As many bytes as before: the file is changed in place, under whoever reads or appends.
         content[at : at + len(secret)] = b"*" * len(secret)
         num_places += 1
         at = content.find(secret, at + len(secret))
@@ -124,7 +129,8 @@ def _blank_out_spellings(content: mmap.mmap, known: Spellings, first: int) -> in
     for window_start in range(first, len(content), _WINDOW_BYTES):
         window = content[window_start : window_start + _WINDOW_BYTES + _OVERLAP_BYTES]
         for span_start, span_end in known.places(window):
-            text = window[span_start:span_end].decode("latin-1")  # a byte is a letter
+            # In latin-1 a byte is a letter: places in the text are places in the file.
+            text = window[span_start:span_end].decode("latin-1")
             for start, end in known.spans(text):
                 # Lines stay lines.
                 stars = _NO_LINE_END.sub("*", text[start:end])

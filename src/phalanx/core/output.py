@@ -17,7 +17,8 @@ def open_closed_streams() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number: `fd`
+            # It gets the lowest free number, which is `fd`.
+            os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
 
@@ -28,6 +29,7 @@ def silence(stream: TextIO) -> None:
     with contextlib.suppress(OSError, ValueError):
         fd = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
+        # Python flushes at exit: what its buffer still holds would be refused once more.
         os.dup2(nowhere, fd)
         os.close(nowhere)
 

@@ -143,6 +143,7 @@ def read_black_box(path: Path) -> LastSeen | None:
     if len(raw) < BlackBox._HEAD.size:
         return None
     step, seconds, phase, collective = BlackBox._HEAD.unpack_from(raw)
+    # Zeros, as the file was made: the rank has not begun.
     if not phase.strip(b"\0"):
         return None
     return LastSeen(step, seconds, _text(phase), _text(collective))
@@ -177,7 +178,8 @@ class Phases:
         self._seconds: dict[str, float] = {}
         self._stack: list[tuple[str, str]] = []
         self._since: Any = 0.0
-        self._queued: deque[tuple[str, Any, Any]] = deque()  # phases whose end may still lie ahead
+        # Phases whose end may still lie ahead.
+        self._queued: deque[tuple[str, Any, Any]] = deque()
 
     def for_thread(self, step: int) -> Phases:
         """Phases for another thread of this rank, at work on `step`: seconds of its own by the
@@ -185,6 +187,7 @@ class Phases:
 
         The black box goes on telling where training is.
         """
+        # No black box: the thread's phases must not hide where training stands.
         listeners = tuple(each for each in self._listeners if each not in self._of_training)
         phases = Phases(None, listeners)
         phases.step = step
@@ -194,6 +197,7 @@ class Phases:
         """Use another clock from now on; open phases go on."""
         if self._stack:
             self._charge(self.clock.mark())
+        # Marks of the old clock mean nothing to the new one: they become seconds first.
         self._settle(wait=True)
         self.clock = clock
         self._since = clock.mark()
@@ -202,7 +206,8 @@ class Phases:
     def __call__(self, name: str, collective: str = "") -> Iterator[None]:
         depth = len(self._stack)
         try:
-            self.enter(name, collective)  # a listener may raise
+            # Inside the try: a listener may raise after the phase has begun.
+            self.enter(name, collective)
             yield
         except BaseException:
             if len(self._stack) > depth:
@@ -270,10 +275,12 @@ class Phases:
         now = self.clock.mark()
         assert any(name == open_name for open_name, _ in self._stack), (name, self._stack)
         self._charge(now)
+        # Phases inside that an exception left open end with it.
         while self._stack.pop()[0] != name:
             pass
         self._since = now
-        if self._stack:  # the enclosing one goes on
+        if self._stack:
+            # The enclosing phase goes on.
             for listener in self._of_training:
                 listener(self.step, self._stack[-1][0])
 
@@ -290,6 +297,7 @@ class Phases:
         while self._queued:
             name, start, stop = self._queued[0]
             seconds = self.clock.seconds(start, stop)
+            # In order: what was queued after it is not done either.
             if seconds is None:
                 break
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -305,6 +313,7 @@ class Phases:
     def set_apart(self) -> Iterator[dict[str, float]]:
         """Time the body apart from the step, as an evaluation between two steps: its seconds go to
         the dict that is yielded, when it ends, and what was charged before stays as it was."""
+        # Waited for: seconds of the step that lie in the device's queue are not the body's.
         before = self._take_seconds(wait=True)
         inside: dict[str, float] = {}
         try:

@@ -9,7 +9,8 @@ import unicodedata
 TURNS_AROUND = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 # More of one line tells nobody anything, and scrolls away what does.
 MAX_LINE_CHARS = 8192
-_KEPT_OF_THE_END = MAX_LINE_CHARS // 4  # there our own lines say what to do
+# At the end our own lines say what to do.
+_KEPT_OF_THE_END = MAX_LINE_CHARS // 4
 _RAW_CONTROLS = re.compile(f"[\x7f-\x9f\u2028\u2029{TURNS_AROUND}\ud800-\udfff]")
 
 

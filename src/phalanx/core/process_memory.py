@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 from phalanx.core.units import KIB
 
-SAMPLE_S = 0.005  # where the kernel's mark cannot be set back
+# Where the kernel's mark cannot be set back.
+SAMPLE_S = 0.005
 _FIELDS = (b"VmHWM:", b"RssAnon:", b"RssFile:", b"RssShmem:")
 
 
@@ -64,7 +65,8 @@ class ProcessMemory:
         self._status: int | None = None
         try:
             self._status = os.open(f"{self._directory}/status", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # no Linux, or the process is gone
+        except OSError:
+            # No Linux, or the process is gone.
             pass
 
     def close(self) -> None:
@@ -77,6 +79,7 @@ class ProcessMemory:
         if self._status is None:
             return None
         try:
+            # The file has some 1.5 KiB: one read gets all of it, from one moment.
             text = os.pread(self._status, 8192, 0)
             return Resident(*(_field(text, name) for name in _FIELDS))
         except (OSError, ValueError):
@@ -114,6 +117,7 @@ class ProcessMemory:
 
 def _field(text: bytes, name: bytes) -> int:
     start = text.index(name) + len(name)
+    # The kernel says kB and means KiB.
     return int(text[start : text.index(b"kB", start)]) * KIB
 
 
@@ -123,6 +127,7 @@ class Sampler:
     def __init__(self, look: Callable[[], object], period_s: float = SAMPLE_S) -> None:
         self._look, self._period_s = look, period_s
         self._ended = threading.Event()
+        # A daemon: a rank that ends by an error does not wait for it.
         self._thread = threading.Thread(target=self._run, name="memory sampler", daemon=True)
 
     def start(self) -> None:

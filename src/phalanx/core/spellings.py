@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 HIDDEN = "***"
 # "1", "true" or "disabled" in place of a key must not blank out ordinary words.
 MIN_LENGTH = 8
-PIECE_CHARS = 12  # of a secret of 16 or more
-_ENCODED_CHARS = 10  # of base64, where a secret is only a part of what was encoded
+# Of a secret of 16 or more.
+PIECE_CHARS = 12
+# Of base64, where a secret is only a part of what was encoded.
+_ENCODED_CHARS = 10
 _WORD = re.compile(rf"[A-Za-z0-9_\-.+/=]{{{PIECE_CHARS},}}")
 _BREAK = r"(?:[ \t]*\\?\r?\n[ \t>|]*)?"
 _IN_BREAKS = b" \t\\\r\n>|"
@@ -60,7 +62,8 @@ class Spellings:
         grams = np.frombuffer(data, "<u4", len(data) // _GRAM_BYTES)
         hashes = _hashes(grams)
         short, long = (known[hashes] for known in self._known_grams)
-        short[:-1] |= long[:-1] & long[1:]  # a long one has two beside each other
+        # A long one has two beside each other.
+        short[:-1] |= long[:-1] & long[1:]
         stretches = []
         for at in (np.flatnonzero(short) * _GRAM_BYTES).tolist():
             stretches.append((at - reach, at + reach))

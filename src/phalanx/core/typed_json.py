@@ -150,7 +150,8 @@ def _mismatch(where: str, expected: str, value: object) -> TypedJsonError:
     return TypedJsonError(f"{where} must be {expected}, not {str(value)[:80]!r}")
 
 
-@functools.cache  # get_type_hints evaluates every annotation as code
+# `get_type_hints` evaluates every annotation as code: once for each class.
+@functools.cache
 def _field_types(kind: type) -> Mapping[str, Any]:
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}

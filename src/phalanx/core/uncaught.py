@@ -21,9 +21,12 @@ from types import TracebackType
 
 from phalanx.core.errors import JobError, PhalanxError
 
-TRACEBACK = "PHALANX_TRACEBACK"  # variable: show the traceback all the same
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # what torchrun shows of a rank that failed
-STALE_S = 60.0  # a marker this old is of ranks before these
+# A variable: show the traceback all the same.
+TRACEBACK = "PHALANX_TRACEBACK"
+# torchrun shows this file of a rank that failed.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# A marker this old is of ranks before these.
+STALE_S = 60.0
 _OURS = str(Path(__file__).parents[1])
 
 
@@ -45,7 +48,8 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if _is_first_to_say(str(error)):
         _print_lines(lines, rank, trace)
     _tell_torchrun("; ".join(lines))
-    raise SystemExit(int(error.exit_code))  # which Python obeys here
+    # Python obeys it in an excepthook: without it the exit code would be 1.
+    raise SystemExit(int(error.exit_code))
 
 
 def _print_lines(lines: list[str], rank: str, trace: TracebackType | None) -> None:
@@ -79,7 +83,8 @@ def user_place(trace: TracebackType | None) -> str:
 def _is_first_to_say(text: str) -> bool:
     """True if no other rank on this machine has reported the same error: each rank refuses a bad
     job for itself."""
-    from phalanx.core.clocks import clock_name  # only now: nobody pays for what is not needed
+    # Only now: nobody pays for what is not needed.
+    from phalanx.core.clocks import clock_name
     from phalanx.core.files import write_bytes_atomic
 
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
@@ -91,12 +96,14 @@ def _is_first_to_say(text: str) -> bool:
             marker.unlink(missing_ok=True)
         write_bytes_atomic(own_marker, f"{clock_name()} {time.monotonic()}".encode(), durable=False)
         try:
-            os.link(own_marker, marker)  # with what is in it: nobody sees an empty one
+            # A link has the content from the start, and fails where another rank was first.
+            os.link(own_marker, marker)
         finally:
             own_marker.unlink()
     except FileExistsError:
         return False
-    except OSError:  # better twice than never
+    except OSError:
+        # Better said twice than never.
         return True
     return True
 
@@ -111,7 +118,8 @@ def _is_stale(marker: Path) -> bool:
         age_s = time.monotonic() - float(said_s)
     except FileNotFoundError:
         return False
-    except (OSError, ValueError):  # no marker of ours
+    except (OSError, ValueError):
+        # No marker of ours.
         return True
     return clock != clock_name() or not 0 <= age_s <= STALE_S
 
