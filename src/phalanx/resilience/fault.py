@@ -58,12 +58,14 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listene
 
     def take(fault: tuple[str, Fault]) -> bool:
         with taking:
+            # Two threads may have found it at the same moment: the first to take it strikes.
             if fault in faults:
                 faults.remove(fault)
                 return True
             return False
 
     def listen(step: int, phase: str) -> None:
+        # A copy: `take` removes from the list while this goes over it.
         for name, fault in list(faults):
             if fault.strikes_at(rank, step, phase) and take((name, fault)):
                 # The mark first: a fault that kills this process must not strike the restarted one.
@@ -72,6 +74,7 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listene
                 try:
                     mark.touch(exist_ok=False)
                 except FileExistsError:
+                    # It struck in an earlier attempt of this run.
                     continue
                 fault.inject()
 

@@ -29,6 +29,7 @@ class SkippedStepsGuard:
             return None
         self.in_a_row += 1
         self.without_targets += facts.num_targets == 0
+        # On all ranks in the same step: the facts are those of the step's reduction.
         if self.in_a_row > self.limit:
             raise self._had_enough(step)
         return None
@@ -38,6 +39,7 @@ class SkippedStepsGuard:
             "look at what masks them: targets of -100, documents or prompts longer than"
             " train.seq_len"
         )
+        # The fix differs: without targets the data is at fault, not the optimizer.
         if self.without_targets == self.in_a_row:
             return NumericsError(
                 f"no targets in {_steps(self.in_a_row)}, up to step {step}", fix=look_at_data
