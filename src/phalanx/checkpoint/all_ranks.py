@@ -73,6 +73,7 @@ def all_ranks_or_raise(group: Group, where: str, doing: str) -> Iterator[RankRes
     failures = []
     for rank, (message, fix, class_name, _) in enumerate(gathered):
         if message:
+            # By name: an error of another rank comes as JSON.
             error_class = _ERROR_CLASSES.get(class_name or "", CheckpointError)
             failures.append((f"rank {rank}: {message}", fix, error_class))
     if failures:

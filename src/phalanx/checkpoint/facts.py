@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-LARGEST_COUNT = 2**63 - 1  # of steps, tokens, bytes: what 64 bits hold
+# Of steps, tokens, bytes: what 64 bits hold.
+LARGEST_COUNT = 2**63 - 1
 # Of steps, samples, tokens: 9 quadrillion, which a float counts exactly, too.
 LARGEST_PROGRESS = 2**53
-MAX_TEXT = 4096  # characters of a name, a kind, a digest
-MAX_DEPTH = 32  # of facts that only their reader knows
-_MAX_SCALE = 2.0**1000  # far from the largest float, 2^1024, as a scale doubles
+# Characters of a name, a kind, a digest.
+MAX_TEXT = 4096
+# Of facts that only their reader knows.
+MAX_DEPTH = 32
+# Far from the largest float, 2^1024, as a scale doubles.
+_MAX_SCALE = 2.0**1000
 
 
 def count(number: Any) -> int:

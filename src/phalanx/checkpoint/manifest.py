@@ -33,10 +33,12 @@ from phalanx.core.errors import CheckpointError
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-OPTIMIZER = "optim/"  # prefix of names of optimizer state
+# Prefix of names of optimizer state.
+OPTIMIZER = "optim/"
 # Prefix of names of state of compressed gradients, which belongs to one layout.
 REDUCTION = "comm/"
-MAX_DIMS = 64  # numpy's own limit, since 2.0
+# numpy's own limit, since 2.0.
+MAX_DIMS = 64
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ def read_manifest(folder: Folder | Path) -> Manifest:
         manifest = _parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = repr(error)
-        if type(error) is ValueError:  # our own checks'; others' texts say too little alone
+        # Our own checks' words; others' texts say too little alone.
+        if type(error) is ValueError:
             why = str(error)
         raise CheckpointError("the manifest is damaged", where=path, why=why) from None
     _require_own_step(folder, manifest)
@@ -275,6 +278,7 @@ def _check_tensor(name: str, tensor: StoredTensor, files: Container[str]) -> Non
     for piece in tensor.pieces:
         if piece.file not in files:
             raise ValueError(f"{name} is in {piece.file}, which is not listed")
+        # Strict: a piece with another number of dimensions is a ValueError, too.
         for offset, size, length in zip(piece.offset, piece.size, tensor.shape, strict=True):
             if not 0 <= offset <= offset + size <= length:
                 raise ValueError(f"{name} has a piece outside its shape {list(tensor.shape)}")
@@ -335,6 +339,7 @@ def list_folders(root: Path) -> list[Path]:
         raise wrap_os_error(
             error, "checkpoints cannot be looked for", str(error.filename or root)
         ) from None
+    # By number: by name step-10 would come before step-9.
     return [entry for _, entry in sorted(by_step)]
 
 

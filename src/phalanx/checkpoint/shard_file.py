@@ -29,12 +29,14 @@ from phalanx.checkpoint.os_errors import wrap_os_error
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 
-SPAN_BYTES = 32 << 20  # most that is read at once for a block with gaps between its rows
+# The most that is read at once for a block with gaps between its rows.
+SPAN_BYTES = 32 << 20
 # safetensors pads its header with spaces, so that tensors begin at a multiple of 8 bytes.
 _HEADER_ALIGNMENT = 8
 # Whatever parsing a stranger's JSON as a header may raise.
 _NOT_A_HEADER = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
-_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+# safetensors' own limit.
+_MAX_HEADER_BYTES = 100 << 20
 
 # torch's name of a type -> safetensors' name and bytes per element
 DTYPES: Mapping[str, tuple[str, int]] = {
@@ -121,6 +123,7 @@ def write_stream(
         digests.update(data)
         file.write(data)
 
+    # A safetensors file: 8 bytes of length, the header, then the tensors without gaps.
     write(struct.pack("<Q", len(text)) + text)
     for source in sources:
         write(np.ascontiguousarray(source.load()).data.cast("B"))
@@ -183,6 +186,7 @@ class CheckedFile:
     def read_block(self, entry: Entry, start: tuple[int, ...], size: tuple[int, ...]) -> Bytes:
         """The elements [start, start + size) of a tensor in C order, as bytes."""
         item = entry.item_bytes
+        # Whole elements, so that a block is copied by numpy, and not byte by byte.
         out = np.empty(math.prod(size), _element(item))
         if out.size:
             self._fill(out.reshape(size), entry.start, entry.shape, item, start)
@@ -215,11 +219,13 @@ class CheckedFile:
         # Bytes from one index of a dimension to the next; of the first one, bytes of a row.
         strides = tuple(math.prod(shape[dim + 1 :]) * item for dim in range(len(shape)))
         row = strides[0]
-        inner = last = 0  # in a row: where its first wanted element begins, and its last one
+        # In a row: where its first wanted element begins, and its last one.
+        inner = last = 0
         for offset, size, stride in zip(start[1:], out.shape[1:], strides[1:], strict=True):
             inner += offset * stride
             last += (offset + size - 1) * stride
-        span = last + item - inner  # bytes of one row from its first wanted element to its last
+        # Bytes of one row from its first wanted element to its last.
+        span = last + item - inner
         has_gaps = span != math.prod(out.shape[1:]) * item
         # Row by row where one row is too much at once, or its gaps may hold whole chunks.
         if len(shape) > 1 and (span > SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
@@ -296,6 +302,7 @@ class CheckedFile:
         if self._stored.num_bytes < 8:
             raise CheckpointError("it is too short to be a safetensors file", where=self.where)
         (length,) = struct.unpack("<Q", self.read(0, 8).tobytes())
+        # Before memory is taken for it: the number may be anything.
         if length > min(_MAX_HEADER_BYTES, self._stored.num_bytes - 8):
             raise CheckpointError("its header is longer than the file", where=self.where)
         base = 8 + length
@@ -322,6 +329,7 @@ def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, 
         shape = tuple(int(length) for length in facts["shape"])
         start, stop = (base + int(offset) for offset in facts["data_offsets"])
         dtype = facts["dtype"]
+        # Two negative lengths would have the right product.
         if not base <= start <= stop <= num_bytes or any(length < 0 for length in shape):
             raise ValueError(f"{key} lies outside the file")
         if dtype not in item_bytes or stop - start != math.prod(shape) * item_bytes[dtype]:

@@ -167,7 +167,8 @@ def _family(name: str) -> Family:
     for key in ("widths", "always", "required", "written", "defaults", "also"):
         table.setdefault(key, {})
     for key, value in table["required"].items():
-        if value == "none":  # TOML has no null
+        # TOML has no null.
+        if value == "none":
             table["required"][key] = None
     return Family(rules=tuple(rules), **table)
 
@@ -196,7 +197,8 @@ def _table(name: str) -> dict[str, Any]:
 
 @cache
 def _pattern(text: str) -> re.Pattern[str]:
-    parts = re.split(r"\{(\w+)\}", text)  # text and names of places in turn
+    # Text and names of places in turn.
+    parts = re.split(r"\{(\w+)\}", text)
     for index, part in enumerate(parts):
         if index % 2 == 0:
             parts[index] = re.escape(part)

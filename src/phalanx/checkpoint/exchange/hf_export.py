@@ -31,7 +31,8 @@ from phalanx.core.disk import Disk, write_json_durably
 from phalanx.job.shapes.transformer import TransformerShape
 
 CONFIG = "config.json"
-METADATA = {"format": "pt"}  # transformers requires it
+# transformers requires it.
+METADATA = {"format": "pt"}
 
 Progress = Callable[[int, int], None]
 
@@ -185,6 +186,7 @@ def group_into_files(
     shard: list[RenamedTensor] = []
     num_bytes = 0
     for tensor in tensors:
+        # Not before the first: a tensor that is larger than a file has one of its own.
         if shard and num_bytes + tensor.info.num_bytes > shard_bytes:
             yield shard
             shard, num_bytes = [], 0

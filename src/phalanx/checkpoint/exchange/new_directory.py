@@ -32,6 +32,7 @@ def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
         # Again: writing may have taken long, and something may have come meanwhile.
         refuse_existing(out)
         with suppress(FileNotFoundError):
+            # Only an empty one can be removed: nothing that somebody put there goes.
             disk.remove_directory(out)
         disk.rename(partial, out)
         disk.sync_directory(out.absolute().parent)
@@ -39,6 +40,7 @@ def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
         raise resource_error(error, "writing", out) from None
     finally:
         with suppress(OSError):
+            # After the rename it is not there any more: nothing happens.
             remove_tree(disk, partial)
 
 

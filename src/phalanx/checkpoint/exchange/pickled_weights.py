@@ -74,7 +74,8 @@ def open_unpickled(source: Path, *, parent: Path) -> Iterator[UnpickledWeights]:
         with TemporaryDirectory(dir=parent, prefix=".unpickled-") as folder:
             answer = _read(source.absolute(), Path(folder))
             reader = open_safetensors(Path(folder))
-            reader.where = str(source)  # a message must not name the temporary folder
+            # A message must not name the temporary folder.
+            reader.where = str(source)
             left_out = tuple(map(str, answer["left_out"]))
             yield UnpickledWeights(
                 reader,
@@ -94,6 +95,7 @@ def _read(source: Path, folder: Path) -> dict[str, Any]:
         [sys.executable, "-m", READER, str(source), str(folder)],
         cwd=folder,
         env=environment,
+        # Code in the pickle must not read what the person types.
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

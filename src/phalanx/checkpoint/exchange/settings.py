@@ -34,9 +34,11 @@ ACTIVATIONS = {
     ("geglu", "gelu"): ("gelu",),
     ("geglu_tanh", "gelu_tanh"): ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
 }
-MAX_WIDTH, MAX_PARTS = 2**31, 1_000_000  # a config.json may say anything
+# A config.json may say anything: larger numbers are refused.
+MAX_WIDTH, MAX_PARTS = 2**31, 1_000_000
 MAY_BE_NONE = ("num_dense_layers", "balance_loss")
-BIAS_RATE = 0.001  # DeepSeek-V3's; no config.json says it
+# DeepSeek-V3's; no config.json says it.
+BIAS_RATE = 0.001
 
 
 def shape_of_config(config: Config) -> TransformerShape:
@@ -212,7 +214,8 @@ def normalize_shape(shape: TransformerShape) -> TransformerShape:
     if not isinstance(shape, DecoderShape):
         return shape
     changes: dict[str, Any] = {}
-    if shape.rope_scaling == "ntk":  # another base, and nothing else
+    # This one is another base, and nothing else.
+    if shape.rope_scaling == "ntk":
         theta = shape.rope_theta * shape.rope_factor ** (
             shape.rotated_dim / (shape.rotated_dim - 2)
         )
@@ -285,7 +288,8 @@ def _reasons(family: Family, config: Config, shape: TransformerShape) -> list[st
     compared."""
     try:
         read_back = normalize_for_inference(_shape(family, config)).to_json()
-    except (LayoutError, ValueError):  # also a family of experts, of a model that has none
+    except (LayoutError, ValueError):
+        # Also a family of experts, of a model that has none.
         return [_NOTHING_ALIKE]
     reasons = []
     for key, value in normalize_for_inference(shape).to_json().items():

@@ -23,7 +23,8 @@ from phalanx.core.files import open_regular, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+# safetensors' own limit.
+MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20
 _TORCH_NAMES = {
     safetensors_name: torch_name for torch_name, (safetensors_name, _) in DTYPES.items()
@@ -104,7 +105,8 @@ class SafetensorsReader:
     def load(self, name: str) -> Bits:
         info = self.tensors[name]
         path, start = self._locations[name]
-        if not math.prod(info.shape):  # no memory can be mapped for no bytes
+        # No memory can be mapped for no bytes.
+        if not math.prod(info.shape):
             return np.empty(info.shape, bits_type(info.dtype))
         try:
             with open_regular(path) as file:

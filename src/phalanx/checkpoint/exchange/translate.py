@@ -75,6 +75,7 @@ def _merge(
         else:
             merged = np.concatenate([reader.load(name) for name in our_names])
         if rule.transposed:
+            # transformers' Conv1D keeps weights as [in, out], a Linear as [out, in].
             merged = merged.T
         return merged.reshape(info.shape)
 

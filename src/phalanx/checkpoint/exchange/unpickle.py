@@ -25,7 +25,8 @@ from phalanx.core.files import open_regular
 from phalanx.mesh.logical import dtype_name, full_name
 
 T = TypeVar("T")
-GROUP_BYTES = 2 << 30  # at most so much of a DCP directory is in memory at a time
+# At most so much of a DCP directory is in memory at a time.
+GROUP_BYTES = 2 << 30
 BINARIES = "pytorch_model*.bin"
 
 
@@ -37,7 +38,8 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
     Raises CheckpointError.
     """
     if source.is_dir() and (source / ".metadata").is_file():
-        for path in sorted(source.iterdir()):  # which torch opens by their names
+        # torch opens these by their names: a pipe among them would be waited for.
+        for path in sorted(source.iterdir()):
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise CheckpointError(f"{path.name} is not a regular file")
         return _read_dcp(source, folder)
@@ -62,7 +64,8 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
                 tensors[name] = value
         num_tensors += len(tensors)
         num_skipped += len(values) - len(by_name)
-        if source.is_file():  # a directory's configuration says what is tied
+        # For a directory its configuration says what is tied.
+        if source.is_file():
             aliases = _take_tied(tensors)
         if tensors:
             _write(folder / f"part-{number:05d}.safetensors", tensors)
@@ -126,6 +129,7 @@ def _take_tied(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 def _identity(tensor: torch.Tensor) -> Any:
     """A key that is equal for tied tensors, which share their memory, and for no others."""
     if not tensor.numel():
+        # Tensors without elements have no memory of their own to compare: none are tied.
         return object()
     # Views of one storage with other shapes or strides are not tied.
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -136,6 +140,7 @@ def _unpickle(path: Path) -> tuple[Any, bool]:
     # First without running code, which is enough for most files.
     try:
         with open_regular(path) as file:
+            # On the CPU: the tensors may come from a GPU that is not here.
             return torch.load(file, map_location="cpu", weights_only=True), False
     except pickle.UnpicklingError:
         pass
@@ -158,7 +163,8 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
         return CheckpointError(f"{path.name} cannot be read", why=refusal.strerror)
     if not head:
         return CheckpointError(f"{path.name} is empty")
-    if not head.startswith((b"\x80", b"PK")):  # a pickle, or an archive with one
+    # A pickle (of protocol 2 or later), or a zip archive with one.
+    if not head.startswith((b"\x80", b"PK")):
         return CheckpointError(f"{path.name} is not a file of torch.save")
     why = f"{type(error).__name__}: {error}".splitlines()[0]
     return CheckpointError(f"{path.name} cannot be unpickled", why=why[:300])
@@ -168,6 +174,7 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield all values in nested dictionaries and lists, and the weights of whole modules, by
     dotted name."""
     if isinstance(value, nn.Module):
+        # Parameters and buffers by name; attributes of a module are no weights.
         value = value.state_dict()
     if isinstance(value, Mapping):
         items = list(value.items())
@@ -223,6 +230,7 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
         for raw_name in group_names:
             facts = tensors[raw_name]
             group[raw_name] = torch.empty(facts.size, dtype=facts.properties.dtype)
+        # This process reads alone: there is no process group.
         dcp.load(group, checkpoint_id=source, no_dist=True)
         renamed = {our_names[raw_name]: tensor for raw_name, tensor in group.items()}
         _write(folder / f"part-{number:05d}.safetensors", renamed)

@@ -65,6 +65,7 @@ class Fence:
 
     def error(self) -> RunTakenError:
         """The error of a job that has lost its run; it names the job that has it."""
+        # For the name of the job, which may be there by now.
         self.is_lost(now=True)
         taker = self._taker or "another job, which has not said its name"
         fix = "this one has stopped, and changed nothing since; leave the run to that job"
@@ -75,13 +76,15 @@ class Fence:
         """The job that has the run instead of this one; None if no other job has it, or if its
         files cannot be read."""
         holder = holder_at(self._run_dir / LOCK_NAME)
+        # The lock first: it says so even before the other job has a token.
         if holder and self._holder and not holder.is_same_job(self._holder):
             return str(holder)
         if self.token is None:
             return None
         try:
             newest = read_token_number(self._run_dir)
-        except CheckpointError:  # a file that cannot be read for a moment takes no run away
+        except CheckpointError:
+            # A file that cannot be read for a moment takes no run away.
             return None
         if newest <= self.token.number:
             return None

@@ -20,7 +20,8 @@ from phalanx.core.files import fix_of, read_regular, resource_error
 from phalanx.core.printable import printable
 
 TOKEN_FILE = "epoch"
-MAX_TOKEN_BYTES = 1000  # a number, and a line that names the job
+# A number, and a line that names the job.
+MAX_TOKEN_BYTES = 1000
 _UNREADABLE = "the run's epoch cannot be read"
 _WRITE_IT = "write the number of restarts into it, or a larger one"
 # The number alone, or the number and a line of who took the run.
@@ -87,6 +88,7 @@ def acquire_token(run_dir: Path, disk: Disk | None = None, *, taker: str = "") -
     if taker:
         text += f"{taker}\n"
     try:
+        # Durable before the token is used: a crash must not give its number to another job.
         write_bytes_durably(disk or Disk(), run_dir / TOKEN_FILE, text.encode())
     except OSError as error:
         raise resource_error(error, "taking the run directory", run_dir / TOKEN_FILE) from None

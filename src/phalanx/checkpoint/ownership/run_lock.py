@@ -25,7 +25,8 @@ from phalanx.core.errors import RunLockedError
 from phalanx.core.files import open_descriptor, resource_error
 
 LOCK_NAME = "lock"
-_PATIENCE_S = 0.5  # for another job that is taking or giving up the lock at this very moment
+# For another job that is taking or giving up the lock at this very moment.
+_PATIENCE_S = 0.5
 _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "host": (str,),
     "pid": (int,),
@@ -133,13 +134,16 @@ def _take(path: Path) -> Lock:
         # Without O_EXCL: a dead job leaves its file, and the first to flock it takes it over.
         fd = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
+            # Without waiting: the holder may keep it for days.
             locked = _try_flock(fd)
+            # Between open and flock its holder may have removed the file: then another one counts.
             if locked and _is_at(path, fd):
                 earlier = _read_holder(fd)
                 if earlier is None or _is_dead(earlier):
                     lock = Lock(path, _this_process(), fd, reclaimed_from=earlier)
                     _write_holder(fd, lock.holder)
                     return lock
+                # It lives, or cannot be seen from here: where flock does nothing, the text decides.
                 raise _refusal(path, earlier)
             if not locked:
                 holder = _read_holder(fd)
@@ -193,7 +197,8 @@ def _try_flock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _NO_FLOCK:
-            return True  # the text decides alone
+            # The text decides alone.
+            return True
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         raise
@@ -236,6 +241,7 @@ def _is_plausible(holder: LockHolder) -> bool:
 
 def _write_holder(fd: int, holder: LockHolder) -> None:
     text = json.dumps(asdict(holder), sort_keys=True).encode() + b"\n"
+    # In place, through the locked file: a rename would put another file, unlocked, there.
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
     os.fsync(fd)
@@ -243,6 +249,7 @@ def _write_holder(fd: int, holder: LockHolder) -> None:
 
 def _is_dead(holder: LockHolder) -> bool:
     """True if the holder's process is gone, as far as this machine can know it."""
+    # Processes of another machine cannot be seen from here: it may live.
     if holder.host != socket.gethostname():
         return False
     # After a reboot its process id and start time may be those of another process.
@@ -280,8 +287,10 @@ def _start_time(pid: int) -> float | None:
     try:
         # The command's name, in parentheses, may itself hold spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        if fields[0] in (b"Z", b"X"):  # a zombie, or dead: its locks are gone
+        # A zombie, or dead: its locks are gone.
+        if fields[0] in (b"Z", b"X"):
             return None
+        # Field 22 of proc(5), starttime: the split begins with field 3.
         return float(fields[19])
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():

@@ -58,6 +58,7 @@ def claim_store(store: Store, run_dir: Path) -> None:
     """
     if store.owner is None:
         return
+    # The run's copy first: a claim in the store without one would be nobody's.
     run_owner = _read_copy(run_dir) or _write_new_copy(run_dir)
     # The owner is read back below: two runs that write at once both read the one that stayed.
     if store.owner.read() is None:
@@ -77,6 +78,7 @@ def release_store(store: Store, run_dir: Path) -> None:
         if _is_same_run(store.owner, _read_copy(run_dir)):
             store.owner.remove()
     with suppress(OSError):
+        # Last: without it the run could not tell that the store is its own.
         (run_dir / OWNER_COPY).unlink(missing_ok=True)
 
 
@@ -156,7 +158,8 @@ def _parse_owner(text: bytes) -> StoreOwner | None:
         body = json.loads(text)
         run_id, run, host = str(body["run_id"]), str(body["run"]), str(body["host"])
         owner = StoreOwner(run_id, run, host, float(body["since_unix_s"]))
-        str(owner)  # raises for a time that is none
+        # It raises for a time that is none.
+        str(owner)
         is_readable = all(map(str.isprintable, (run_id, run, host)))
         if body["format"] == OWNER_FORMAT and is_readable:
             return owner

@@ -20,7 +20,8 @@ def choose_checkpoint(location: str | Path, *, best: bool = False) -> Folder:
         return find_checkpoint(location)
     location = run_at(location)
     recorded = None
-    if not is_url(location):  # the record is in the run directory, not in its store
+    # The record is in the run directory, not in its store.
+    if not is_url(location):
         recorded = read_best(Path(location))
     if recorded is None:
         fix = "train with eval.keep_best=true"

@@ -79,6 +79,7 @@ def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> CheckpointDifference
         require_complete_structure(folder, manifest)
     differences: list[TensorDifference] = []
     num_equal = 0
+    # A dictionary: each name once, in an order that a set would lose.
     names = list(dict.fromkeys([*_names(first), *_names(second)]))
     with _AliasReader(a, first) as reader_a, _AliasReader(b, second) as reader_b:
         for name in names:
@@ -172,10 +173,12 @@ def _errors(
 ) -> tuple[float | None, float | None]:
     if a is None or b is None:
         return None, None
-    with np.errstate(invalid="ignore", over="ignore"):  # weights of a run that diverged
+    # Weights of a run that diverged are inf or NaN.
+    with np.errstate(invalid="ignore", over="ignore"):
         gap = np.abs(a - b)
         norm = float(np.sqrt(np.square(a).sum()))
         distance = float(np.sqrt(np.square(gap).sum()))
+    # Zeros against something else: infinitely far, and no division by 0.
     if not norm:
         return float(gap.max()), math.inf
     return float(gap.max()), distance / norm

@@ -95,6 +95,7 @@ class FullTensorReader:
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._files:
+            # Opened once: its header is verified and parsed at each opening.
             self._files[name] = self._open.enter_context(
                 CheckedFile(self.folder, name, self.manifest.files[name])
             )

@@ -53,6 +53,7 @@ def load_checkpoint(
         with all_ranks_or_raise(group, folder.url, "loading a checkpoint") as results:
             manifest = read_manifest(folder)
             require_complete_directory(folder, manifest)
+            # Inside: what it refuses on one rank is raised on all.
             manifest = require(manifest) or manifest
             if weights_only:
                 manifest = manifest.without_optimizer()
@@ -61,6 +62,7 @@ def load_checkpoint(
             manifests.append(manifest)
         _require_no_mismatch(folder, results.by_rank, weights_only)
         with all_ranks_or_raise(group, folder.url, "loading a checkpoint"):
+            # Host memory for this rank's part of the state, until all ranks have theirs.
             staged = stage_blocks(folder, manifests[0], shards)
         # Only now that no rank can fail any more: a state is loaded as a whole, or not at all.
         with torch.no_grad():
@@ -101,6 +103,7 @@ def _require_no_mismatch(
         extra_of_rank = {mismatch for mismatch in of_rank if mismatch.kind == "extra"}
         if extra is None:
             extra = extra_of_rank
+        # Extra is what no rank expects.
         extra &= extra_of_rank
         mismatches |= of_rank - extra_of_rank
     mismatches |= extra or set()
@@ -134,7 +137,8 @@ def stage_blocks(
     for file, reads in sorted(_plan_reads(folder, manifest, shards).items()):
         with CheckedFile(folder, file, manifest.files[file]) as source:
             starts = {key: entry.start for key, entry in source.entries.items()}
-            reads.sort(key=lambda read: starts.get(read[0].key, -1))  # in the file's order
+            # In the file's order: a chunk is read and verified once for all blocks that lie in it.
+            reads.sort(key=lambda read: starts.get(read[0].key, -1))
             for piece, shard, box in reads:
                 dtype = manifest.tensors[shard.name].dtype
                 entry = _find_entry(source, piece, dtype)

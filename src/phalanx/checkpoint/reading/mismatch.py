@@ -124,7 +124,8 @@ def _select_rows(mismatches: tuple[Mismatch, ...], limit: int) -> list[Mismatch]
     for row in mismatches:
         by_kind.setdefault(row.kind, []).append(row)
     chosen: list[Mismatch] = []
-    for rows in zip_longest(*by_kind.values()):  # the first of each kind, then the second, ...
+    # The first of each kind, then the second, ...
+    for rows in zip_longest(*by_kind.values()):
         chosen += filter(None, rows)
     del chosen[limit:]
     return [row for row in mismatches if row in chosen]

@@ -61,5 +61,6 @@ def find_run_dir(location: str, folder: Folder) -> Path | None:
     if not is_url(location) and not is_checkpoint(location):
         return Path(location)
     if isinstance(folder, LocalFolder):
-        return folder.path.absolute().parents[1]  # RUN/checkpoints/step-N
+        # The folder is RUN/checkpoints/step-N.
+        return folder.path.absolute().parents[1]
     return None

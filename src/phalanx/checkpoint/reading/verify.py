@@ -48,7 +48,8 @@ def verify_folder(folder: Folder, on_progress: Callable[[int, int], None]) -> Ve
     """Verify a checkpoint; `on_progress(done, total)` is called with bytes as they are read."""
     try:
         total = sum(folder.sizes().values())
-    except OSError:  # verification reports it
+    except OSError:
+        # Verification reports it.
         total = 0
     done = 0
 
@@ -77,7 +78,8 @@ def verify_checkpoint(
     present = _list_files(folder)
     for name, stored in sorted(manifest.files.items()):
         if name not in present:
-            continue  # reported as missing by _directory_problems
+            # Reported as missing by `_directory_problems`.
+            continue
         try:
             with CheckedFile(folder, name, stored) as file:
                 done = 0
@@ -161,6 +163,7 @@ def is_tiled(tensor: StoredTensor) -> bool:
     volume = sum(math.prod(piece.size) for piece in tensor.pieces)
     if volume != math.prod(tensor.shape):
         return False
+    # Blocks without elements overlap nothing.
     pieces = [piece for piece in tensor.pieces if math.prod(piece.size)]
     # In order, so that only neighbours are compared: a tensor may have thousands of pieces.
     pieces.sort(key=lambda piece: piece.offset)

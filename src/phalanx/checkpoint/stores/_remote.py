@@ -28,7 +28,8 @@ _LASTING = (
     NotADirectoryError,
     NotImplementedError,
 )
-_READING = ("reading", "looking at")  # where FileNotFoundError is an answer, and no failure
+# FileNotFoundError is an answer there, and no failure.
+_READING = ("reading", "looking at")
 # Of libraries that may not be installed, and so by name.
 _LASTING_NAMES = (
     "NoCredentialsError",
@@ -41,7 +42,8 @@ _LASTING_NAMES = (
 _ASK_ONCE = {"mode": "standard", "total_max_attempts": 1}
 _S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": _ASK_ONCE}}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3}
-_PART_BYTES = 1 << 22  # at most copied at once: see `_Upload.write`
+# At most so much is copied at once: see `_Upload.write`.
+_PART_BYTES = 1 << 22
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -77,6 +79,7 @@ class Remote:
 
         def find() -> dict[str, Any]:
             try:
+                # Sizes come with the listing: no request for each file.
                 return dict(self.fs.find(base, detail=True))
             except FileNotFoundError:
                 return {}
@@ -99,7 +102,8 @@ class Remote:
     def modified_unix_s(self, key: str) -> float:
         try:
             return float(self.fs.modified(self._path(key)).timestamp())
-        except Exception:  # a file system without times
+        except Exception:
+            # A file system without times.
             return 0.0
 
     def put(self, key: str, data: bytes) -> None:
@@ -153,6 +157,7 @@ class Remote:
     def _write(
         self, key: str, produce: Callable[[DiskFile], StoredFile], block_bytes: int
     ) -> StoredFile:
+        # A new upload for each attempt: `produce` writes the stream from its start.
         file = self.fs.open(self._path(key), "wb", block_size=block_bytes)
         try:
             stored = produce(_Upload(file))
@@ -181,7 +186,8 @@ class Remote:
                 return call()
             except CheckpointError:
                 raise
-            except Exception as error:  # stores have errors of their own, of no common class
+            except Exception as error:
+                # Stores have errors of their own, of no common class.
                 if isinstance(error, FileNotFoundError) and doing in _READING:
                     raise
                 why = _redact(f"{type(error).__name__}: {error}")
@@ -200,6 +206,7 @@ class Remote:
                     f"{doing} {self.url(key)} failed and is tried again in {wait_s:g} s: {why}"
                 )
                 time.sleep(wait_s)
+                # A store with too much to do gets more time with each attempt.
                 wait_s *= 2
         raise AssertionError("unreachable")
 
@@ -266,7 +273,8 @@ def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
         why = _redact(f"{type(error).__name__}: {error}")
         raise CheckpointError("the store cannot be opened", where=_redact(url), why=why) from None
     if protocol in _OPTIONS:
-        fs.retries = 1  # s3fs's own, around those of botocore
+        # s3fs has retries of its own, around those of botocore.
+        fs.retries = 1
     return Remote(fs, protocol, str(root).rstrip("/"), say, patience)
 
 

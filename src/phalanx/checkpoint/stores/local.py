@@ -120,6 +120,7 @@ class LocalStore:
     def begin(self, step: int) -> LocalDraft:
         make_directories(self._disk, self.root)
         self.clean_up()
+        # A name of its own: nothing is written into the remains of another save.
         draft = self.join(step, secrets.token_hex(4))
         with draft.name_step_in_errors():
             self._disk.make_directory(draft.path)
@@ -139,6 +140,7 @@ class LocalStore:
             # The files' names must be durable before the rename makes them a checkpoint.
             disk.sync_directory(draft.path)
         replaced = final.with_name(f".{final.name}{REPLACED}")
+        # What an earlier save left under this name: a rename onto a full directory fails.
         remove_tree(disk, replaced)
         # This step was saved before: the run continued from an older checkpoint. A crash between
         # the two renames leaves it hidden, and `clean_up` puts it back.
@@ -148,11 +150,14 @@ class LocalStore:
             with draft.name_step_in_errors():
                 disk.rename(draft.path, final)
         except OSError:
+            # The old checkpoint of this step comes back.
             if os.path.lexists(replaced):
                 disk.rename(replaced, final)
             raise
+        # Only from here on the checkpoint outlives a power loss.
         disk.sync_directory(self.root)
-        with contextlib.suppress(OSError):  # the next save removes what is left of it
+        # The checkpoint is there: the next save removes what is left of the old one.
+        with contextlib.suppress(OSError):
             remove_tree(disk, replaced)
         return LocalFolder(final)
 
@@ -176,14 +181,17 @@ class LocalStore:
         for name in self._list_hidden():
             path = self.root / name
             if name.endswith((PARTIAL, REMOVED)):
-                with contextlib.suppress(OSError):  # it does no harm: the next save tries again
+                # It does no harm: the next save tries again.
+                with contextlib.suppress(OSError):
                     remove_tree(self._disk, path)
             elif name.endswith(REPLACED):
                 checkpoint = self.root / name.removeprefix(".").removesuffix(REPLACED)
+                # Both renames were done: the old one is not needed any more.
                 if (checkpoint / MANIFEST).is_file():
                     remove_tree(self._disk, path)
                 elif not os.path.lexists(checkpoint):
-                    self._disk.rename(path, checkpoint)  # after a power loss it comes back again
+                    # After a power loss it comes back again.
+                    self._disk.rename(path, checkpoint)
 
     def _list_hidden(self) -> list[str]:
         try:

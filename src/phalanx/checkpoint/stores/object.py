@@ -23,8 +23,10 @@ from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError
 
-BLOCK_BYTES = 16 << 20  # sent in one request
-AHEAD_BYTES = 32 << 20  # at most fetched in one request while a file is read through
+# Sent in one request.
+BLOCK_BYTES = 16 << 20
+# At most fetched in one request while a file is read through.
+AHEAD_BYTES = 32 << 20
 OWNER = "owner.json"
 _NAME = re.compile(r"step-(\d+)-(\d{4,})-[0-9a-f]{8}")
 
@@ -98,6 +100,7 @@ class _Reader:
             stop = min(self._num_bytes, max(end, offset + ahead))
             self._start, self._data = offset, memoryview(self._remote.read(self._key, offset, stop))
         data = self._data[offset - self._start : end - self._start]
+        # The object is shorter than it was when it was opened.
         if len(data) != len(buffer):
             raise EOFError
         buffer[:] = data
@@ -189,6 +192,7 @@ class ObjectStore:
         for name, files in self._list_folders().items():
             folder = ObjectFolder(self._remote, name)
             other = newest.get(folder.step)
+            # Without a manifest it was never committed, or is on its way out.
             if MANIFEST in files and (other is None or folder.attempt > other.attempt):
                 newest[folder.step] = folder
         return [newest[step] for step in sorted(newest)]
@@ -210,6 +214,7 @@ class ObjectStore:
             folder = self.folder(name)
             if folder.step == step:
                 last_attempt = max(last_attempt, folder.attempt)
+        # Random as well: two saves of a step, neither of which sees the other, get two folders.
         return self.join(step, f"{last_attempt + 1:04d}-{secrets.token_hex(4)}")
 
     def join(self, step: int, token: str) -> ObjectDraft:
@@ -221,7 +226,9 @@ class ObjectStore:
 
     def commit(self, draft: Draft, manifest: bytes) -> Folder:
         folder = self.folder_of(draft)
+        # Before the manifest, which promises that they are there.
         _require_files(folder, manifest)
+        # This one request is the commit: before it the folder is no checkpoint.
         self._remote.put(f"{folder.name}/{MANIFEST}", manifest)
         with suppress(OSError, CheckpointError):  # the next save removes the rest
             for name in self._list_folders():
@@ -266,7 +273,8 @@ def folder_at(url: str) -> ObjectFolder | None:
     Raises CheckpointError, OSError.
     """
     parent, _, name = url.rstrip("/").rpartition("/")
-    if parent.endswith("/"):  # s3://bucket
+    # s3://bucket is no folder of a bucket.
+    if parent.endswith("/"):
         return None
     folder = ObjectFolder(open_remote(parent, say=lambda text: None, patience=Patience()), name)
     if MANIFEST not in folder.sizes():

@@ -118,6 +118,7 @@ class AsyncCheckpointer:
 
         Raises RunTakenError, on every rank, if that is how it ended.
         """
+        # Forgotten before anything is raised: the next save may begin.
         write, self._write = self._write, None
         assert write is None or write.is_done
         if write is not None and write.taken is not None:
@@ -137,7 +138,8 @@ class AsyncCheckpointer:
                 " later"
             )
         elif write.crash is not None:
-            traceback.print_exception(write.crash)  # in this rank's log
+            # In this rank's log: nobody raises it any more.
+            traceback.print_exception(write.crash)
             why = (
                 "training ended by an error, and the save in flight with it"
                 f" ({type(write.crash).__name__})"
@@ -192,6 +194,7 @@ class AsyncCheckpointer:
         CheckpointError on every rank if there is something that cannot be saved.
         """
         assert self._write is None, "one save at a time"
+        # Training stood still for the save before, too: that counts as this one's stall.
         began = time.perf_counter() - waited_s
         with self._phases("ckpt_stage"):
             staged = self._stage(step, take_snapshot)
@@ -249,6 +252,7 @@ class AsyncCheckpointer:
         problem: CheckpointError | MemoryError | None = None
         try:
             snapshot = take_snapshot()
+            # Reduced before memory is reserved: what other ranks write is not copied here.
             blocks = select_owned_blocks(snapshot.shards)
             self._staging.reserve(blocks)
         except (CheckpointError, MemoryError) as error:
@@ -277,7 +281,8 @@ class AsyncCheckpointer:
                 raise problem
             if problem is not None:
                 results.local = f"rank {self._mesh.rank}: {problem}"
-        self.asynchronous = False  # on all ranks: saves are collective
+        # On all ranks: saves are collective.
+        self.asynchronous = False
         self._staging.release()
         first = next(message for message in results.by_rank if message)
         why = (
@@ -321,7 +326,8 @@ class AsyncCheckpointer:
         """Emit an event of a CheckpointError of the body, which is the same on all ranks."""
         try:
             yield
-        except RunTakenError:  # the trainer reports it, and the run's record is another job's
+        except RunTakenError:
+            # The trainer reports it, and the run's record is another job's.
             raise
         except CheckpointError as error:
             self._emit(CheckpointFailed(step, error.where or "", str(error), not is_last))

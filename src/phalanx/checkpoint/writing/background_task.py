@@ -10,7 +10,8 @@ from contextlib import suppress
 
 from phalanx.core.errors import CheckpointError, RunTakenError
 
-NICENESS = 5  # a third of the share of a core that a thread of training has
+# A third of the share of a core that a thread of training has (a level is a factor of 1.25).
+NICENESS = 5
 
 
 class BackgroundTask:
@@ -43,13 +44,16 @@ class BackgroundTask:
         try:
             _lower_priority()
             self._work()
-        except CheckpointError as error:  # its message was emitted where it was caught
+        except CheckpointError as error:
+            # Its message was emitted where it was caught.
             self.failed = True
             if isinstance(error, RunTakenError):
                 self.taken = error
         except BaseException as crash:
+            # Kept for training's thread: what is raised here nobody would catch.
             self.crash = crash
         finally:
+            # Last: who sees it may read the outcome without a lock.
             self._is_done.set()
 
 
@@ -60,4 +64,5 @@ def _lower_priority() -> None:
     """
     if sys.platform == "linux":
         with suppress(OSError):
+            # Against POSIX, Linux has a priority for each thread, by its own id (setpriority(2)).
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -55,7 +55,8 @@ class CheckpointSchedule:
         self._record = record
         self._first_step = state.step
         self._clock = SaveClock(options, time.monotonic())
-        self._saving_step: int | None = None  # in flight, on all ranks
+        # In flight, on all ranks.
+        self._saving_step: int | None = None
         self._began_s = 0.0
         self._is_postponed = False
         self._retry_at: int | None = None
@@ -71,8 +72,10 @@ class CheckpointSchedule:
 
         Raises what ended the thread.
         """
-        num_steps = self._state.step + 1 - self._first_step  # with the one that is being done
+        # With the step that is being done.
+        num_steps = self._state.step + 1 - self._first_step
         is_due = (
+            # Rank 0's clock alone: the sum of the flags tells the others.
             self._mesh.rank == 0
             and not self._is_measuring
             and self._clock.is_due(num_steps, time.monotonic())
@@ -141,6 +144,7 @@ class CheckpointSchedule:
         except CheckpointError:
             self._note_failure()
             if is_last_chance:
+                # The step is on record all the same: it was done.
                 self._record()
                 raise
 
@@ -162,7 +166,8 @@ class CheckpointSchedule:
             self._when_saved = self._state.step, callback
 
     def _is_due(self, is_due_by_clock: bool) -> bool:
-        if self._retry_at is not None:  # the last save failed: wait, whatever asks for one
+        # The last save failed: wait, whatever asks for one.
+        if self._retry_at is not None:
             return self._state.step >= self._retry_at
         if is_due_by_clock or self._is_postponed:
             return True

@@ -29,7 +29,8 @@ from phalanx.core.errors import CheckpointError
 APART_BYTES = 1 << 20
 # So are smaller blocks: when one of them changes, everything in a file with it is written again.
 SMALL_BYTES = 1 << 16
-MAX_REUSED = 32  # files of one rank; what is in the smaller ones is written into one
+# Files of one rank; what is in the smaller ones is written into one.
+MAX_REUSED = 32
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def write_blocks(
     unchanged: set[_Identity] = set()
     if previous is not None:
         by_file = previous.pieces()
+        # Before `_reuse_files`, which takes what it reuses out of `remaining`.
         unchanged = set().union(*by_file.values()) & set(remaining)
         _reuse_files(draft, stem, previous, by_file, remaining, written)
     apart, mixed = _split_unchanged(remaining, unchanged)
@@ -135,7 +137,8 @@ def _split_unchanged(
         else:
             mixed[identity] = block
     if num_apart_bytes < APART_BYTES:
-        return {}, blocks  # in their order, as if none had been apart
+        # In their order, as if none had been apart.
+        return {}, blocks
     return apart, mixed
 
 
@@ -164,9 +167,11 @@ def _reuse_files(
             continue
         # Linked as it is, damage would be in each checkpoint from here on.
         if not _is_intact(previous, previous_name):
-            continue  # its bytes are no longer those that were written: they are, now, from memory
+            # Its bytes are no longer those that were written: they are, now, from memory.
+            continue
         if not draft.reuse(name, previous.folder, previous_name):
-            break  # nor will the next
+            # Nor will the next: the store takes no links, or no copies.
+            break
         written.files[name] = files[previous_name]
         for identity, piece in by_file[previous_name].items():
             del remaining[identity]
@@ -211,5 +216,6 @@ def _identity(block: TensorBlock) -> _Identity:
         block.dtype,
         block.offset,
         block.size,
+        # 128 bits: no bytes are compared, so no two blocks may have one digest by chance.
         xxhash.xxh3_128_hexdigest(block.load().data),
     )

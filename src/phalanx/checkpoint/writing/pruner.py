@@ -50,6 +50,7 @@ class CheckpointPruner:
 
         def work() -> None:
             if earlier is not None:
+                # One at a time: two would remove the same folders.
                 earlier.join()
             self._prune()
 
@@ -106,6 +107,7 @@ class CheckpointPruner:
                     fencing_token=self._storage.fencing_token,
                 )
             finally:
+                # Also after an interruption or an error: what went until then is gone.
                 removed = sorted(before - self._list_steps())
                 if removed:
                     self._emit(CheckpointsRemoved(removed))

@@ -45,6 +45,7 @@ class Retention:
         last_number = 0
         for step in ordered:
             number = step // self.keep_every
+            # The first at or after a multiple: saves by the clock rarely meet it.
             if number > last_number:
                 last_number = number
                 yield step
@@ -74,6 +75,7 @@ def prune(
     superfluous = [by_step[step] for step in retention.superfluous(by_step)]
     if not superfluous:
         return []
+    # A generator: no more checkpoints are read than until one verifies.
     newest_first = (by_step[step] for step in sorted(by_step, reverse=True))
     safe = next((folder for folder in newest_first if _verifies(folder, say, progress)), None)
     if safe is None:
@@ -85,7 +87,8 @@ def prune(
     if dry_run:
         return superfluous
     for folder in superfluous:
-        require_claim(fencing_token, store)  # reading the safe one took a while
+        # Again for each: reading the safe one took a while.
+        require_claim(fencing_token, store)
         progress(0)
         try:
             store.remove(folder)

@@ -12,7 +12,8 @@ from phalanx.observe.events import CheckpointIntervalChosen
 # The first save of every = "auto" comes this early, to be measured.
 FIRST_AUTO_STEPS, FIRST_AUTO_S = 10, 60.0
 NUM_MEASURED = 5
-NOTABLE = 1.25  # a change of the interval by this factor is an event
+# A change of the interval by this factor is an event.
+NOTABLE = 1.25
 
 
 def optimal_interval_s(stall_s: float, save_s: float, mtbf_s: float) -> float:
@@ -24,6 +25,7 @@ def optimal_interval_s(stall_s: float, save_s: float, mtbf_s: float) -> float:
     Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly (2006)
     shows that it is good where `stall_s` is small beside `mtbf_s`.
     """
+    # Young's T = sqrt(2 * C * M), with C the seconds of a save and M the mean time to a failure.
     return max(math.sqrt(2 * stall_s * mtbf_s), save_s)
 
 
@@ -65,6 +67,7 @@ class SaveClock:
         stall_s, save_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
         mtbf_s = self._options.mtbf_hours * 3600
         self.interval_s = optimal_interval_s(stall_s, save_s, mtbf_s)
+        # NaN at first: each comparison with it is False, so the first interval is reported.
         if 1 / NOTABLE < self.interval_s / self._reported_s < NOTABLE:
             return None
         self._reported_s = self.interval_s

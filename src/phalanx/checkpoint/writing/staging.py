@@ -37,10 +37,12 @@ class Staging:
         # Released first: two copies at a time may be more than there is memory for.
         self.release()
         try:
+            # Pinned: only then does a copy from a GPU not wait for each tensor.
             self._memory = torch.empty(
                 needed, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
             )
         except RuntimeError as error:
+            # torch raises RuntimeError where the host has no memory.
             raise MemoryError(str(error).splitlines()[0]) from None
 
     def release(self) -> None:
@@ -63,6 +65,7 @@ class Staging:
             target = (
                 self._memory[position : position + num_bytes].view(source.dtype).view(source.shape)
             )
+            # All copies are queued, and waited for once below.
             target.copy_(source, non_blocking=True)
             staged[name] = replace(shard, tensor=target, boxes=boxes)
             position += _align_up(num_bytes)

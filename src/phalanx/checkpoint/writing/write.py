@@ -96,6 +96,7 @@ def write_checkpoint(
         with phases("ckpt_write"):
             parts = _write_parts(store, draft, snapshot, group, previous_name)
         manifest = _assemble_manifest(snapshot, job_digest, group, parts, fencing_token)
+        # After every rank's part is written: `_assemble_manifest` has what all of them gathered.
         before_commit()
         with phases("before_commit"):
             with all_ranks_or_raise(group, draft.url, "committing a checkpoint"):
@@ -105,6 +106,7 @@ def write_checkpoint(
                     store.commit(draft, manifest.to_bytes())
     except CheckpointError:
         if group.rank == 0:
+            # All ranks raise the same error, so no rank still writes into it.
             store.discard(draft)
         raise
     with phases("after_commit"):
@@ -144,10 +146,12 @@ def _write_parts(
     with all_ranks_or_raise(group, draft.url, "writing a checkpoint") as results:
         previous = None
         if previous_name is not None:
+            # Each rank reads it for itself: one that cannot writes its part anew.
             previous = open_previous(store.folder(previous_name))
         results.local = _write_owned_blocks(draft, snapshot.shards, group.rank, previous)
         results.local["aliases"] = dict(snapshot.aliases)
-        if group.layout.pp > 1:  # only then do ranks know of different things
+        # Only in a pipeline do ranks know of different things.
+        if group.layout.pp > 1:
             # They travel in the gather that a save has anyway: no second collective for them.
             results.local["facts"] = dict(snapshot.facts)
     return results.by_rank
@@ -183,6 +187,7 @@ def _select_boxes(shard: LogicalShard) -> Iterator[Box]:
         # A scalar has no rows, and is never split.
         num_rows = next(iter(box.size), 0)
         if num_rows >= num_replicas and math.prod(box.size) * item_bytes >= SPLIT_BYTES:
+            # Parts that differ by one row at most, and together are all rows.
             start = num_rows * replica // num_replicas
             stop = num_rows * (replica + 1) // num_replicas
             yield _slice_rows(box, start, stop)
@@ -273,6 +278,7 @@ def _assemble_manifest(
                 raise CheckpointError(f"the ranks do not agree on shape and type of {name}")
             first["pieces"] += tensor["pieces"]
     tensors = {}
+    # Sorted: the manifest does not depend on which rank knew of a tensor first.
     for name, tensor in sorted(gathered.items()):
         pieces = tuple(map(_parse_piece, tensor["pieces"]))
         tensors[name] = StoredTensor(tuple(tensor["shape"]), tensor["dtype"], pieces)
