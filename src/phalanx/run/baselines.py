@@ -9,7 +9,8 @@ from phalanx.data.ngram import fit_and_score
 from phalanx.data.tokens import SPLITS
 from phalanx.observe.events import BaselineMeasured, Event, Note
 
-MAX_TRAIN_TOKENS = 32_000_000  # an n-gram model of more takes longer than people wait
+# An n-gram model of more takes longer than people wait.
+MAX_TRAIN_TOKENS = 32_000_000
 
 
 def score(corpus: Corpus, max_tokens: int) -> list[Event]:

@@ -68,8 +68,10 @@ def finish_run(
     """
     newest = newest_step(run.store)
     bus.emit(RunFinished(outcome.status, outcome.exit_code, newest, elapsed_s))
+    # Asked now: a closed bus no longer says it.
     bus_refusal = bus.refusal
-    stack.close()  # the console first: lines that follow must not meet its own
+    # The console first: lines that follow must not meet its own.
+    stack.close()
     if refusal is not None:
         run.forget()
         raise refusal

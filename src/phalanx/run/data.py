@@ -126,6 +126,7 @@ def require_same_samples(corpus: Corpus, mesh: Mesh) -> None:
     other = f"other samples ({LOOKED_AT} are compared)"
     if views[different[0]]["length"] != was["length"]:
         other = "another length"
+    # All ranks agree, and yet not with the process that looked before they started.
     if views.count(views[0]) == len(views):
         why = (
             f"it has {other}: it changed since the run began, or each process shuffles or draws for"
@@ -162,6 +163,7 @@ def say_batch_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
 
     The cursor goes on where it was.
     """
+    # As many as with this batch size from the start: nothing has changed.
     if state.samples_seen == state.step * plan.global_batch_size:
         return
     rate = peak_rate(job).why or f"optim.lr stays {peak_rate(job).lr:.3g}, as the job says"
@@ -191,4 +193,5 @@ def prompt_tokens(corpus: Corpus, tokenizer: Tokenizer, context: int) -> list[in
         for sequence in corpus.sequences(split):
             if len(sequence):
                 return [int(token) for token in sequence.read(0, min(PROMPT_TOKENS, context))]
+    # Nothing can be read, and some token must come first.
     return [0]

@@ -37,6 +37,7 @@ def count_looked_data(look: DataLook) -> DataFacts | None:
     sources = []
     for number, source in enumerate(look.sources):
         name = source.source
+        # Two parts of a mixture may read one source: by number they are told apart.
         if names.count(name) > 1:
             name = f"{name} #{number + 1}"
         sources.append(SourceFacts(name, source.weight / total, source.num_train or 0))

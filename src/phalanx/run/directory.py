@@ -22,7 +22,8 @@ from phalanx.observe.events import RunStarted
 from phalanx.observe.tail import EventTail
 
 JOB_FILE, PLAN_FILE = "job.json", "plan.json"
-DATA_FOLDER = "data"  # in the run directory
+# In the run directory.
+DATA_FOLDER = "data"
 
 
 def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:
@@ -88,8 +89,10 @@ class RunDirectory:
                     if self.path in self._folders_to_remove() and lock.is_ours():
                         shutil.rmtree(self.path, ignore_errors=True)
         finally:
+            # From the run's own folder upwards: a folder is empty when what is in it went.
             for folder in self._folders_to_remove():
-                with contextlib.suppress(OSError):  # another job's by now
+                # It is not empty: it is another job's by now.
+                with contextlib.suppress(OSError):
                     folder.rmdir()
 
     def _folders_to_remove(self) -> list[Path]:
@@ -110,6 +113,7 @@ def write_run_facts(run_dir: Path, lock: Lock, facts: Mapping[str, object]) -> I
     lock.require_ours()
     paths = [run_dir / name for name in facts]
     old_bytes = {path: read_regular(path) for path in paths if path.exists()}
+    # Asked before the ranks start: events of this attempt or later are of this start.
     attempt = next_attempt(run_dir)
     try:
         for path, value in zip(paths, facts.values(), strict=True):

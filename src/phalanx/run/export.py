@@ -74,6 +74,7 @@ def export_checkpoint(
     """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown type {dtype!r}", fix=f"one of {', '.join(DTYPES)}")
+    # Before anything slow is done.
     refuse_existing(Path(out))
     folder = choose_checkpoint(location, best=best)
     with CheckpointReader(folder) as weights:
@@ -137,7 +138,8 @@ def _read_config_of_run(
 def _open_rounding(dtype: str | None) -> Rounding | None:
     if dtype is None:
         return None
-    from phalanx.checkpoint.exchange.casts import cast_bits  # torch takes seconds
+    # Only now: torch takes seconds to import.
+    from phalanx.checkpoint.exchange.casts import cast_bits
 
     return Rounding(DTYPES[dtype], cast_bits)
 
@@ -157,6 +159,7 @@ def _find_tokenizer_files(location: str, folder: Folder) -> TokenizerFiles:
             load_corpus(run_dir / "data"), _find_model_tokenizer(run_dir), COPIED_FILES
         )
     except DataStorageError:
+        # A disk that refuses is no missing tokenizer: the export would lack it without need.
         raise
     except DataError as error:
         return TokenizerFiles(note=f"without a tokenizer: {error}")

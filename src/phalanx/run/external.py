@@ -73,6 +73,7 @@ def train_as_rank(
     from phalanx.run.launched_rank import DecisionStore
 
     ranks = launched.rank_env
+    # Before anything can be refused: the others must be told of it.
     store = DecisionStore(job, ranks)
     if ranks.rank != 0:
         return _follow(job, ranks, store, began_s, output)
@@ -85,6 +86,7 @@ def train_as_rank(
             output.say(*announcement(prepared, ranks=launched.words, resumed=resumed))
             plan = prepared.plan
             if resume and is_finished(prepared):
+                # The others wait for a decision also where nothing is trained.
                 store.tell(Decision(run_dir, plan, exit_code=int(ExitCode.OK)))
                 return end_without_training(prepared, output)
             # Before the others are told: ranks of an earlier attempt can no longer commit.
@@ -123,7 +125,8 @@ def _lead(
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             code = store.run_rank(run, sinks=[("console", lambda: console)])
-            _set_handlers(handlers)  # the rank's own would only take note of a stop
+            # The rank's own handlers would only take note of a stop.
+            _set_handlers(handlers)
             require_ours(fence)
             if code == ExitCode.OK:
                 score_baselines(prepared, bus)
@@ -134,6 +137,7 @@ def _lead(
             code = ExitCode.INTERNAL
             raise
         finally:
+            # A run that another job has by now gets no end from us.
             if not fence.is_lost(now=True):
                 outcome = Outcome(code, STATUS.get(code, "failed"), "", 1)
                 elapsed_s = time.monotonic() - run.started_s
@@ -172,12 +176,14 @@ def _follow(
             refusal,
             ranks.rank,
         )
-    job = replace_precision(job, plan.precision)  # what it leaves open, rank 0 has decided for all
+    # What the job leaves open, rank 0 has decided for all.
+    job = replace_precision(job, plan.precision)
     run = RankRun(job, plan, run_dir, ranks.rank, decision.attempt, began_s, Claim(decision.epoch))
     try:
         code = store.run_rank(run)
     except PhalanxError as error:
-        if ranks.local_rank == 0:  # another node: rank 0's words are not on this terminal
+        if ranks.local_rank == 0:
+            # Another node: rank 0's words are not on this terminal.
             output.warn(f"phalanx: rank {ranks.rank}: {error}")
         return RunEnd(run_dir, "failed", int(error.exit_code), str(error), plan, error, ranks.rank)
     return RunEnd(run_dir, STATUS.get(code, "failed"), int(code), "", plan, rank=ranks.rank)

@@ -22,6 +22,7 @@ def is_finished(run: PreparedRun) -> bool:
     for envelope in EventTail(run.run_dir).poll():
         event = envelope.event
         if isinstance(event, RunFinished) and event.status == "finished":
+            # A run whose train.steps was raised since has finished with fewer: that does not count.
             is_recorded |= event.step >= num_steps
     if not is_recorded or newest_step(run.store) < num_steps:
         return False

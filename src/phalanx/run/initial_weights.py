@@ -25,7 +25,8 @@ from phalanx.job.model import find_vocab_size_of, shape_of
 from phalanx.job.schema import Job, Model
 from phalanx.job.shapes.transformer import TransformerShape
 
-INIT = "init.json"  # in the run directory: what was decided, for every attempt
+# In the run directory: what was decided, for every attempt.
+INIT = "init.json"
 TRAINED_IN = "float32"
 
 
@@ -50,7 +51,8 @@ class Initial:
     def lines(self) -> list[str]:
         """Lines for the person who starts the run."""
         came, cast = f", step {self.step}", ""
-        if self.imported_from:  # whose steps are not known
+        if self.imported_from:
+            # The steps of imported weights are not known.
             came = f", imported from {self.imported_from}"
         if self.dtypes != (TRAINED_IN,):
             cast = f", rounded to {TRAINED_IN}"
@@ -81,6 +83,7 @@ def find_initial(model: Model, shape: ModelCosts | None) -> Initial | None:
         _require_fit(folder, manifest, shape, model.init_cast)
         origin = find_origin(location, folder, manifest)
         if origin is not None and isinstance(origin.shape, TransformerShape):
+            # Every tensor fits, and yet another rope base, say, would make another model of it.
             differences = _differences(origin.shape, shape)
     dtypes = tuple(sorted({tensor.dtype for tensor in manifest.tensors.values()}))
     came_from = str(manifest.facts.get("imported_from") or "")

@@ -24,7 +24,8 @@ from phalanx.run.decision import Decision
 from phalanx.run.rank import run_rank
 from phalanx.run.rank_run import RankRun
 
-PREPARE_TIMEOUT_S = 600.0  # in which rank 0 plans, and builds shards of text
+# In this time rank 0 plans, and builds shards of text.
+PREPARE_TIMEOUT_S = 600.0
 READ_TIMEOUT_S = 20.0
 _DECISION = "decision"
 
@@ -35,7 +36,8 @@ class DecisionStore:
     def __init__(self, job: Job, ranks: RankEnv) -> None:
         self._ranks = ranks
         self._is_told = False
-        self._store: Any = None  # of one rank alone there is none
+        # Of one rank alone there is none.
+        self._store: Any = None
         if ranks.world_size > 1:
             self._store = open_rendezvous_store(
                 rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S
@@ -65,8 +67,10 @@ class DecisionStore:
         self._store.set_timeout(datetime.timedelta(seconds=PREPARE_TIMEOUT_S))
         try:
             decision = Decision.from_json(json.loads(self._store.get(_DECISION)))
+            # Rank 0 may wait for this before it ends, and its store with it.
             self._store.set(f"read/{self._ranks.rank}", "1")
         except dist.DistError as error:
+            # torch's messages may go on with a stack of C++.
             reason = str(error).splitlines()[0]
             raise EnvironmentProblem(
                 "rank 0 is gone, or prepares for too long", why=reason
@@ -85,6 +89,7 @@ class DecisionStore:
         except (SystemExit, KeyboardInterrupt) as error:
             is_stop = (
                 isinstance(error, KeyboardInterrupt)
+                # `stop_by_exception` ignores SIGINT once it has raised: then the interrupt is ours.
                 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             )
             if is_stop:

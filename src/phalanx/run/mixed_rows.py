@@ -26,7 +26,8 @@ from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code, row_warn
 from phalanx.plan.plan import EarlyWarning, Plan
 
 PROBE = "phalanx.run.one_process.rows_probe"
-TIMEOUT_S = 30.0  # a run waits for it before its ranks start
+# A run waits for it before its ranks start.
+TIMEOUT_S = 30.0
 
 
 def warnings_of_rows(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWarning, ...]:
@@ -49,6 +50,7 @@ def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowFacts:
     try:
         return RowFacts(**read_json(cached))
     except (OSError, ValueError, TypeError):
+        # No answer is kept, or none that this version can read.
         pass
     if not ask:
         return RowFacts()
@@ -62,7 +64,8 @@ def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowFacts:
         cached.parent.mkdir(parents=True, exist_ok=True)
         # Not durable: what a crash loses is asked again.
         write_json_atomic(cached, asdict(facts), durable=False)
-    except OSError:  # the cache only saves time
+    except OSError:
+        # The cache only saves time.
         pass
     return facts
 

@@ -32,6 +32,7 @@ def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
+        # ImportError for a parent that is not there, ValueError for a module without a spec.
         return False
 
 

@@ -14,7 +14,8 @@ from phalanx.data.corpus import Corpus
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 
-_PROMPTS = {"stdlib": "def "}  # the beginning of a text of that source
+# The beginning of a text of that source.
+_PROMPTS = {"stdlib": "def "}
 
 
 def this_command() -> str:

@@ -55,9 +55,10 @@ def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
     plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan)))
     initial = None
     if checks_initial and job.model.init_from is not None:
+        # Only now: it reads checkpoints, which most jobs have none of.
         from phalanx.run.initial_weights import (
             find_initial,
-        )  # reads checkpoints, which most jobs have none of
+        )
 
         initial = find_initial(job.model, plan.model_shape)
     return PlannedJob(job, plan, tuple(data_lines), initial)

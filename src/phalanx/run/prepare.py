@@ -39,7 +39,8 @@ from phalanx.run.resume import plan_of_run
 from phalanx.run.store_claim import hold_store
 from phalanx.run.tokens import JobTokens, find_tokens
 
-CHECKPOINT_BYTES_PER_PARAM = 12  # fp32 weights and two moments
+# fp32 weights and two moments (AdamW's).
+CHECKPOINT_BYTES_PER_PARAM = 12
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def prepare_run(
         initial, init_lines = _initial_weights(job, plan, store)
         facts = {JOB_FILE: job.to_json(), PLAN_FILE: plan.to_json(), **initial}
         with write_run_facts(run_dir, lock, facts):
+            # Once the facts are written it is a run, and can be resumed: it stays whatever comes.
             directory.keep()
             run = PreparedRun(
                 job,
@@ -157,6 +159,7 @@ def _plan_with_data(
     """
     job, tokens = basis.job, basis.tokens
     data_dir = run_dir / DATA_FOLDER
+    # Asked before `prepare_corpus`, which writes it.
     is_new = not (data_dir / MANIFEST).exists()
     fixed_size = find_vocab_size_of(job.model)
     corpus = prepare_corpus(
@@ -174,7 +177,8 @@ def _plan_with_data(
     )
     _refuse_images(corpus, plan.model_shape)
     plan = keep_precision(plan, basis.earlier_plan, basis.cluster)
-    job = replace_precision(job, plan.precision)  # a run is known by it, wherever it goes on
+    # A run is known by it, wherever it goes on.
+    job = replace_precision(job, plan.precision)
     row_warnings = warnings_of_rows(job, plan, ask=not resume)
     plan = replace(plan, warnings=(*plan.warnings, *row_warnings))
     return job, plan, corpus, unverified

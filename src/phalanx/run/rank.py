@@ -57,7 +57,8 @@ from phalanx.train.stop import StopFlags
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 
-transforms()  # imported in the server, once, instead of in every rank
+# Imported in the server, once, instead of in every rank.
+transforms()
 
 _EXIT_CODES = {
     "finished": ExitCode.OK,
@@ -113,7 +114,8 @@ def run_rank(
     """
     job, rank = run.job, run.rank
     stop = StopFlags()
-    stop.listen()  # first: from here on a signal is a request, also while groups are opened
+    # First: from here on a signal is a request, also while groups are opened.
+    stop.listen()
     inject = job.resilience.inject
     meter = MemoryMeter()
     faults = (fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
@@ -128,12 +130,14 @@ def run_rank(
         run_dir=run.run_dir,
         sinks=sinks,
         on_unwritten=partial(_forward_event, run),
+        # Not a byte into a run that another job has by now.
         may_write=lambda: not fence.is_lost(),
     )
     try:
         code = _train(RankContext(run, bus, phases, meter, stop, fence), rendezvous)
     except BaseException:
-        bus.close(CLOSE_AFTER_ERROR_S)  # all others wait for a rank that failed
+        # Not longer: all others wait for a rank that failed.
+        bus.close(CLOSE_AFTER_ERROR_S)
         raise
     # Whoever stops a run (code 75, 130) has little time: sinks get theirs at its end alone.
     bus.close(more_s=CLOSE_MORE_S if code == ExitCode.OK else 0.0)
@@ -166,10 +170,12 @@ def _train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
         # On a GPU work runs later than it is called for: there its events tell the seconds.
         rank.phases.time_by(clock_of(mesh.device))
         corpus = load_corpus(run.run_dir / DATA_FOLDER)
+        # Before anything is built: ranks of different jobs would wait for each other for ever.
         _require_equal_ranks(run, mesh, corpus)
         if plan.parallel.zero_stage >= 2:
             # FSDP's first use imports it: 100 MB of torch's, which must not count as training's.
             importlib.import_module("torch._dynamo")
+        # Before the model: its memory counts, that of torch and of the groups does not.
         rank.meter.start(mesh.device)
         shortage = check_gpu_room(mesh, plan)
         storage = _open_storage(rank)

@@ -25,11 +25,13 @@ from phalanx.plan.precision import resolve_precision
 
 # With other values of these a checkpoint would not fit, or samples would be repeated or skipped.
 KEPT_BY_A_RUN = ("run.seed", "model.", "data.")
-KEPT_ONCE_SAVED = ("optim.kind",)  # whose state lies in the checkpoint
+# Its state lies in the checkpoint.
+KEPT_ONCE_SAVED = ("optim.kind",)
+# Whatever they are, the samples are the same.
 HOW_DATA_IS_READ = (
     "data.workers",
     "data.worker_timeout_s",
-)  # whatever they are, the samples are the same
+)
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
@@ -271,6 +273,7 @@ def _load_with_changes(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job
         about_layout = [
             problem for problem in error.problems if problem.key.startswith("parallel.")
         ]
+        # The job is at fault elsewhere, too: keys of the layout alone would not mend it.
         if not layout_keys or len(about_layout) < len(error.problems):
             raise
         first = about_layout[0]
@@ -328,11 +331,13 @@ def _missing_overrides(
         except JobError:
             return False
 
-    for degree in ("1", "none"):  # none: as the plan chooses
+    # "none": as the plan chooses.
+    for degree in ("1", "none"):
         reset = _reset_layout(was.parallel, layout_keys, degree)
         if fits(list(reset.values())):
             for key in list(reset):
                 if fits([text for name, text in reset.items() if name != key]):
+                    # Not needed after all: as few keys as possible are named.
                     del reset[key]
             return list(reset.values())
     return []

@@ -51,6 +51,7 @@ class Scratch:
             shutil.rmtree(self.directory, ignore_errors=True)
             return
         for path in self.directory.iterdir():
+            # Of a link only the link goes.
             if path.is_dir() and not path.is_symlink():
                 if path.name != LOGS:
                     shutil.rmtree(path, ignore_errors=True)

@@ -44,6 +44,7 @@ def stop_by_exception() -> Iterator[None]:
 
 
 def _raise_stop(number: int, frame: FrameType | None) -> None:
+    # First of all: a second signal must not strike while the first one's clean-up goes on.
     for other in (signal.SIGTERM, signal.SIGINT):
         signal.signal(other, signal.SIG_IGN)
     if number == signal.SIGINT:

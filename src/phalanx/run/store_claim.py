@@ -49,8 +49,10 @@ def hold_store(
         if not resume and store.folders():
             fix = "choose another checkpoint.url, or continue the run they belong to with --resume"
             raise UsageError("there are checkpoints of another run", where=store.url, fix=fix)
+        # After the look at what is there: a refused run leaves no claim behind.
         stack.enter_context(_claim_store(store, run_dir))
-        is_speaking = False  # the console has the terminal from here on
+        # The console has the terminal from here on.
+        is_speaking = False
         try:
             yield store
         finally:

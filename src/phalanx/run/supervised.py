@@ -87,7 +87,8 @@ def train_supervised(
 
     def tick() -> None:
         if fence.is_lost():
-            raise fence.error()  # the ranks end with the process that started them
+            # The ranks end with the process that started them.
+            raise fence.error()
         _show_events(console, tail)
 
     with contextlib.ExitStack() as stack:
@@ -102,10 +103,12 @@ def train_supervised(
             on_refused_event=lambda line: show_refused(read_event(line.encode())),
         )
         require_ours(fence)
+        # What ranks wrote after the last tick.
         _show_events(console, tail)
         if outcome.status == "finished":
             score_baselines(run, bus)
             _show_events(console, tail)
+        # Again: scoring took a while.
         require_ours(fence)
         refusal, elapsed_s = _find_refusal(run, outcome), time.monotonic() - began_s
         return finish_run(run, outcome, bus, stack, output, elapsed_s=elapsed_s, refusal=refusal)
@@ -165,6 +168,7 @@ def _step_to_continue(store: Store, run_dir: Path) -> int:
         if isinstance(envelope.event, CheckpointUnusable):
             unusable.add(envelope.event.step)
         elif isinstance(envelope.event, CheckpointSaved):
+            # Saved again since: it is a new one.
             unusable.discard(envelope.event.step)
     try:
         return max({folder.step for folder in store.folders()} - unusable, default=0)
@@ -182,6 +186,7 @@ def _find_refusal(run: PreparedRun, outcome: Outcome) -> PhalanxError | None:
     if kind is None or outcome.status != "failed" or str(run.run_dir) in outcome.message:
         return None
     for envelope in EventTail(run.run_dir).poll():
+        # A step is done: there is a run to keep, whatever refused it later.
         if isinstance(envelope.event, StepFinished):
             return None
     return kind(outcome.message)

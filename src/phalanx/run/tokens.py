@@ -62,6 +62,7 @@ def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
     sources = find_source_tokens(job.data, brought)
     require_rows(sources, vocab_size)
     default = ""
+    # Token ids need no tokenizer.
     if any(source.is_text for source in sources):
         default = default_tokenizer(job.data, brought)
     return JobTokens(job, brought, tuple(sources), default, vocab_size)

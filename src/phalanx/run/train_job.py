@@ -70,6 +70,7 @@ def resume_job(
 def _train(request: TrainRequest, quiet: bool) -> RunResult:
     end = run_training(request, RunOutput(quiet=quiet), guards_rank=False)
     if end.refusal is not None:
+        # A script has no other way to learn of it.
         raise end.refusal
     return _result_of(end)
 

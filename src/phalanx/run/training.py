@@ -85,7 +85,8 @@ def _train_with_guard(request: TrainRequest, ranks: ExternalRanks, output: RunOu
             ranks,
             request.resumed,
             output,
-            began_s=process_began_s(),  # each rank of a command imports torch by itself
+            # Each rank of a command imports torch by itself: that counts as its start.
+            began_s=process_began_s(),
         )
         exit_code = end.exit_code
         return end

@@ -95,7 +95,9 @@ def find_checkpoints(storage: RunStorage, mesh: Mesh) -> list[str]:
             refusal = find_refusal(store, storage.run_dir)
         if mesh.rank == 0 and refusal is None:
             store.clean_up()
+            # After `clean_up`, which may put a checkpoint back.
             names = [folder.name for folder in reversed(store.folders())]
+        # Shared, and not raised: `all_ranks_or_raise` shares no error of this class.
         results.local = [names, refusal and [refusal.what, refusal.where, refusal.fix]]
     names, refusal_parts = results.by_rank[0]
     if refusal_parts is not None:
@@ -120,7 +122,8 @@ def restore_newest(
         try:
             state.restore(folder, phases=state.model.phases)
             return folder
-        except CheckpointError as error:  # on every rank, and nothing has changed
+        except CheckpointError as error:
+            # It is raised on every rank, and nothing has changed.
             first_error = first_error or error
             if not fallback:
                 if len(names) > 1 and not isinstance(error, MismatchError):
@@ -168,7 +171,8 @@ def take_initial_weights(
     for name, shard in shards.items():
         if manifest.tensors[name].dtype != shard.dtype:
             cast_names.add(name)
-    if mesh.layout.pp > 1:  # each stage knows of its own tensors
+    # Each stage knows of its own tensors.
+    if mesh.layout.pp > 1:
         cast_names = cast_names.union(*mesh.gather_json(sorted(cast_names)))
     if mesh.rank == 0:
         num_cast, imported_from = len(cast_names), initial.get("imported_from", "")

@@ -33,9 +33,12 @@ from phalanx.run.one_process.row_mixing import (
     num_rows_of,
 )
 
-NUM_ROWS = (4, 32)  # tried one after the other: classes with two members may need many
-MAX_WORK = 2**34  # parameters x tokens: some seconds of a core
-MAX_S = 5.0  # what the larger number of rows may take, as the smaller one lets expect
+# Tried one after the other: classes with two members may need many.
+NUM_ROWS = (4, 32)
+# Parameters x tokens: some seconds of a core.
+MAX_WORK = 2**34
+# What the larger number of rows may take, as the smaller one lets expect.
+MAX_S = 5.0
 
 
 def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
@@ -97,8 +100,10 @@ def few_rows(batch: Batch, num_rows: int) -> Batch:
         if len(rows) > 1 and len(first_rows) < num_rows // 2:
             first_rows.append(rows[0])
             second_rows.append(rows[1])
+    # Too few pairs for two halves: the labels say nothing.
     if len(first_rows) < 2:
         return {key: tensor[:num_rows] for key, tensor in batch.items()}
+    # The first half has one of each pair, the second half the other.
     chosen = first_rows + second_rows
     return {key: tensor[chosen] for key, tensor in batch.items()}
 
@@ -117,6 +122,7 @@ def _find(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> Part:
     with masks.fill(1, 0, rows), keep_buffers(module):
         total, targets = loss(module, batch)
     if not torch.equal(state, torch.get_rng_state()):
+        # Something draws that no mask stands for: in evaluation mode it may draw nothing.
         module.eval()
         state = torch.get_rng_state()
         with keep_buffers(module):

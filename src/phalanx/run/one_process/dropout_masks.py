@@ -24,17 +24,20 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# 2^64 over the golden ratio: the increment of SplitMix64.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def make_mask(key: int, keep: float, first_row: int, num_rows: int, per_row: int) -> torch.Tensor:
     """bool [num_rows, per_row]."""
+    # Arithmetic modulo 2^64: overflow of numpy's unsigned numbers is meant.
     with np.errstate(over="ignore"):
         rows = _mix(
             np.uint64(key)
             + (np.arange(num_rows, dtype=np.uint64) + np.uint64(first_row + 1)) * GOLDEN
         )
         numbers = np.arange(per_row, dtype=np.uint64)
+        # One mix makes two elements: its low half and its high half.
         pairs = _mix(rows[:, None] + (numbers // np.uint64(2) + np.uint64(1)) * GOLDEN)
     halves = np.where(
         numbers % np.uint64(2) == 1, pairs >> np.uint64(32), pairs & np.uint64(2**32 - 1)
@@ -44,6 +47,7 @@ def make_mask(key: int, keep: float, first_row: int, num_rows: int, per_row: int
 
 
 def _mix(values: Any) -> Any:
+    # Shifts and factors of SplitMix64's finaliser.
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -58,8 +62,10 @@ class DropoutMasks:
     dropped: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._second: set[str] = set()  # modules whose rows are in the second dimension
-        self._attention: set[str] = set()  # whose weights begin with rows x heads, in any case
+        # Modules whose rows are in the second dimension.
+        self._second: set[str] = set()
+        # Their weights begin with rows x heads, in any case.
+        self._attention: set[str] = set()
         for name, part in self.module.named_modules():
             if isinstance(part, nn.RNNBase):
                 self._second.add(name)
@@ -102,6 +108,7 @@ class DropoutMasks:
             calling.pop()
 
         for name, part in self.module.named_modules():
+            # The operator does not say who called it: the innermost module that runs did.
             hooks.append(part.register_forward_pre_hook(lambda *_, name=name: calling.append(name)))
             hooks.append(part.register_forward_hook(leave))
         try:
@@ -128,6 +135,7 @@ class _Filling(TorchDispatchMode):
             # The operator's own default is one half.
             keep = 0.5 if len(args) == 1 else args[1]
             mask = None
+            # With 0 or 1 nothing is drawn that could differ.
             if 0 < keep < 1:
                 mask = self._definition.mask(self._calling[-1], keep, args[0].shape)
             if mask is not None:

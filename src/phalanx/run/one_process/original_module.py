@@ -23,6 +23,7 @@ def build_original_module(
         done = ("experts are computed by batched products: torch's grouped one has no float64",)
     num_dropped = switch_off_dropout(module) if plan.parallel.dropout == "local" else 0
     if materialize and any(p.is_meta for p in module.parameters()):
+        # A module on meta has shapes alone: memory first, then the job's own initialization.
         module.to_empty(device="cpu")
         shards, _ = module_shards(module)
         with torch.no_grad():

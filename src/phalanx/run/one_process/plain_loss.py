@@ -18,7 +18,8 @@ def plain_cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch
     """The loss of causal models as the textbook has it: logits whole, from logits or from
     (hidden, head's weight)."""
     logits = outputs
-    if not isinstance(outputs, torch.Tensor):  # hidden states, and the head's weight
+    # Hidden states, and the head's weight.
+    if not isinstance(outputs, torch.Tensor):
         logits = outputs[0] @ outputs[1].T
     targets, balance = batch["targets"], getattr(outputs, "balance", None)
     total = F.cross_entropy(

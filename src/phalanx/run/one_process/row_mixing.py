@@ -22,7 +22,8 @@ from phalanx.run.one_process.plain_loss import Batch
 
 Part = Literal["", "model", "objective"]
 
-MIXES = 1e-4  # far above the rounding of a sum, far below what another row does to a loss
+# Far above the rounding of a sum, far below what another row does to a loss.
+MIXES = 1e-4
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _OURS = str(Path(phalanx.__file__).parent)
 _TORCHS = str(Path(torch.__file__).parent)
@@ -44,14 +45,17 @@ def mixes_rows(
     """True if the mean loss of a batch, `total` over `num_targets`, is not that of its halves."""
     rows, apart, count = num_rows_of(batch), 0.0, 0
     for start, stop in ((0, rows // 2), (rows // 2, rows)):
+        # The masks of the same rows of the whole batch: dropout alone must make no difference.
         with masks.fill(1, start, stop - start), keep_buffers(module):
             part, targets = loss(module, {key: tensor[start:stop] for key, tensor in batch.items()})
         apart, count = apart + part.item(), count + int(targets)
     if not num_targets:
         return False
-    if not count:  # targets that only the whole has: of pairs of rows, say
+    # Targets that only the whole has: of pairs of rows, say.
+    if not count:
         return True
     mean = total / num_targets
+    # `not <=`, and not `>`: a NaN is a difference, too.
     return not abs(apart / count - mean) <= MIXES * abs(mean)
 
 
@@ -65,6 +69,7 @@ def mixing_part(module: nn.Module, loss: Loss, batch: Batch, masks: DropoutMasks
     rows = num_rows_of(batch)
     half = rows // 2
     other_last_rows = {
+        # Copies of the first row: other rows, and surely some that the model can read.
         key: torch.cat((t[:half], t[:1].expand(rows - half, *t.shape[1:])))
         for key, t in batch.items()
     }
@@ -75,10 +80,12 @@ def mixing_part(module: nn.Module, loss: Loss, batch: Batch, masks: DropoutMasks
     pairs = [
         (a, b)
         for a, b in zip(*outputs, strict=False)
+        # Only outputs with equally many rows for each row of the batch can be cut in halves.
         if a.ndim and len(a) == len(b) and len(a) % rows == 0
     ]
     if not pairs:
-        return "model"  # it returns no row, but the loss itself, say
+        # It returns no row, but the loss itself, say.
+        return "model"
     firsts = [
         (a[: len(a) // rows * half].double(), b[: len(b) // rows * half].double()) for a, b in pairs
     ]
@@ -154,6 +161,7 @@ def _call_of(func: Any) -> str:
     """ "all_gather (loss.py:12)", by the function of torch.distributed that was called and the
     line that did."""
     name = str(func.overloadpacket.__name__).strip("_")
+    # From the innermost frame on: torch's own, then the first line of the user's.
     for entry in reversed(traceback.extract_stack(sys._getframe(1))):
         if entry.filename.startswith(_TORCHS):
             is_public = f"{_TORCHS}/distributed" in entry.filename and not entry.name.startswith(

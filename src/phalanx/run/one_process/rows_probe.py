@@ -33,8 +33,10 @@ from phalanx.run.one_process.check_rows import NUM_ROWS, check_rows
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.run.one_process.synthetic_batches import make_up_batch
 
-MAX_SAMPLES = 2 * NUM_ROWS[-1]  # of which those are chosen that have a like
-READ_S = 5.0  # more than the few are read as long as this
+# Of these the rows are chosen that have a like.
+MAX_SAMPLES = 2 * NUM_ROWS[-1]
+# More than the few are read as long as this.
+READ_S = 5.0
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -47,6 +49,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except LayoutError as error:
         return asdict(RowFacts(unknown=str(error)))
     batch = sample_batch(job, plan)
+    # A loss may ask for its rank: the fake group of torch answers, and sends nothing.
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     return asdict(check_rows(job, plan, batch))
 
@@ -70,6 +73,7 @@ def _read(samples: UserSamples) -> Batch:
     until = time.monotonic() + READ_S
     parts = [samples.take(np.arange(NUM_ROWS[0]))]
     while len(parts) <= MAX_SAMPLES - NUM_ROWS[0] and time.monotonic() < until:
+        # One at a time: a dataset may be slow, and the few are enough.
         parts.append(samples.take(np.array([NUM_ROWS[0] + len(parts) - 1])))
     return {
         key: torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in parts[0]

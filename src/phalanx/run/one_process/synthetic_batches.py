@@ -29,6 +29,7 @@ def _tokens(plan: Plan, rows: int, generator: torch.Generator, *, documents: boo
     if documents:
         border = torch.randint(1, max(2, length), (rows, 1), generator=generator)
         batch["document_ids"] = (batch["positions"] >= border).long()
+        # Positions begin again with each document, as in training.
         batch["positions"] = torch.where(
             batch["positions"] >= border, batch["positions"] - border, batch["positions"]
         )
@@ -48,5 +49,6 @@ def _mask_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Te
     keep = torch.rand(len(targets), 1, generator=generator)
     targets[torch.rand(targets.shape, generator=generator) > keep] = IGNORE_INDEX
     targets[2::3] = IGNORE_INDEX
-    targets[0, 0] = targets[0, 0].clamp(min=0)  # whatever was drawn, there is a target
+    # Whatever was drawn, there is a target (IGNORE_INDEX is negative).
+    targets[0, 0] = targets[0, 0].clamp(min=0)
     return targets

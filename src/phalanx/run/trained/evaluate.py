@@ -41,7 +41,8 @@ EVALUATION_KEYS = (
         "train.loss_chunk_tokens",
     ),
 )
-MAX_EXPONENT = 700.0  # e to a little more than this is no fp64
+# e to a little more than this is no fp64: the largest is about e^709.8.
+MAX_EXPONENT = 700.0
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,7 @@ def _tokens_to_read_all(corpus: Corpus) -> int:
     num_tokens = 0
     for component, weight in zip(corpus.components, corpus.weights, strict=True):
         size = component.splits["train"].num_tokens
+        # Solved for all tokens: a source gets tokens * weight / total_weight of them.
         num_tokens = max(num_tokens, math.ceil((size + 1) * total_weight / weight))
     return num_tokens
 
@@ -252,7 +254,8 @@ def _use_tokenizer_of_run(model: TrainedModel, corpus_of_run: Corpus | None) -> 
     from phalanx.data.token_sources import find_kind
 
     sources = [part.source for part in job.data.mixture] or [job.data.source]
-    if all(find_kind(source) is not None for source in sources):  # token ids need no tokenizer
+    # Token ids need no tokenizer.
+    if all(find_kind(source) is not None for source in sources):
         return job
     path = collect_tokenizer_files(corpus_of_run).files.get("tokenizer.json")
     tokenizer = None
@@ -311,6 +314,7 @@ def _find_recorded_loss(model: TrainedModel, num_targets: int) -> float | None:
         if (
             isinstance(event, EvalFinished)
             and event.step == model.step
+            # Over other data the losses could not be compared.
             and event.num_targets == num_targets
         ):
             loss = event.loss

@@ -93,6 +93,7 @@ class TextGenerator:
             return " ".join(map(str, text.tokens))
         prompt = self.tokenizer.decode(text.prompt_tokens)
         prompt_and_text = self.tokenizer.decode([*text.prompt_tokens, *text.tokens])
+        # It does not where the prompt ends within a character, say.
         if prompt_and_text.startswith(prompt):
             return prompt_and_text[len(prompt) :]
         return self.tokenizer.decode(text.tokens)
@@ -196,7 +197,8 @@ def generate_texts(
     try:
         run_ranks(payload, scratch, tokens_file.poll)
     finally:
-        tokens_file.poll()  # what ranks wrote since the last time, also where they were stopped
+        # What ranks wrote since the last time, also where they were stopped.
+        tokens_file.poll()
     require_result(scratch.directory / TOKENS)
     return GenerationResult(generator, sampling, seed, texts)
 
@@ -219,8 +221,10 @@ class _TokensFile:
                 raw = file.read()
         except FileNotFoundError:
             return
+        # A line that is not whole yet waits for the next poll.
         raw = raw[: raw.rfind(b"\n") + 1]
         self._offset += len(raw)
+        # A set that keeps the order of the texts.
         changed: dict[int, None] = {}
         for line in raw.splitlines():
             record = json.loads(line)
@@ -247,7 +251,8 @@ def _find_tokenizer(model: TrainedModel) -> Tokenizer | None:
     if setting:
         tokenizer = load_tokenizer(setting)
     if tokenizer is None and model.folder is None:
-        return None  # a Hugging Face directory without tokenizer.json
+        # A Hugging Face directory without tokenizer.json.
+        return None
     if (
         tokenizer is None
         and model.run_dir is not None

@@ -73,6 +73,7 @@ def run_ranks(
             *modules_to_preload(model.job.model.kind),
         ),
         stepless=doing,
+        # There is nothing to save.
         grace_s=1.0,
     )
     bus = Bus(rank=-1, attempt=0, run_dir=directory)

@@ -162,7 +162,8 @@ def open_trained_model(
     if job_file is None:
         run_dir = find_run_dir(location, folder)
         source = _find_job(run_dir)
-    else:  # the job says all, whatever lies beside the checkpoint
+    else:
+        # The job says all, whatever lies beside the checkpoint.
         run_dir, source = None, Path(job_file)
     if source is None:
         fix = f"add its job file: {location} job.toml"
@@ -189,7 +190,8 @@ def _load_job_with_layout(
 ) -> tuple[Job, int | None, str]:
     """(the job with the layout it is to run in, how many ranks if that is decided, why so many)."""
     has_layout = _has_layout(overrides)
-    if source.suffix != ".json":  # a job file of the user's, whose layout is meant for this machine
+    # A job file of the user's, whose layout is meant for this machine.
+    if source.suffix != ".json":
         num_ranks = None
         if on_one_rank and not has_layout:
             num_ranks = 1

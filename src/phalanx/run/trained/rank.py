@@ -40,7 +40,8 @@ from phalanx.train.generate import Sampling, generate_tokens
 from phalanx.train.stop import StopFlags
 
 PROGRESS_S = 0.2
-transforms()  # imported in the server, once, instead of in every rank
+# Imported in the server, once, instead of in every rank.
+transforms()
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def continue_texts(document: JsonObject, link: RankLink) -> int:
         def tell(**facts: Any) -> None:
             if opened.mesh.rank == 0:
                 file.write(json.dumps(facts) + "\n")
+                # Each token at once: the console reads along.
                 file.flush()
 
         for number, prompt in enumerate(payload.prompts):
@@ -146,6 +148,7 @@ def open_model(payload: ModelPayload) -> Iterator[Opened]:
     )
     with deterministic, open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s) as mesh:
         module = build_model(job, plan.model_shape)
+        # The initialisation of a user's own model may make more than a checkpoint holds.
         initialize = not payload.checkpoint or job.model.is_foreign
         model = parallelize(
             module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize
@@ -173,6 +176,7 @@ def _count_batches(held_out: HeldOut, run_dir: Path) -> HeldOut:
     def count(batches: Any) -> Iterator[Batch]:
         nonlocal done, told_s
         for batch in batches:
+            # Counted when the next one is asked for: it is done by then.
             yield batch
             done += 1
             if time.monotonic() - told_s > PROGRESS_S:
@@ -181,6 +185,7 @@ def _count_batches(held_out: HeldOut, run_dir: Path) -> HeldOut:
                 with contextlib.suppress(OSError):
                     write_json_atomic(run_dir / PROGRESS, {"done": done, "total": total})
 
+    # Not a generator: batches are iterated anew for each evaluation.
     class Counted:
         def __init__(self, batches: Any) -> None:
             self._batches = batches
