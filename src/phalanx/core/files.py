@@ -140,7 +140,8 @@ def read_regular(path: Path | str, most_bytes: int = JSON_BYTES) -> bytes:
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes <= most_bytes:
-            content = file.read(num_bytes + 1)  # a buffer of that size: never one of `most_bytes`
+            # One buffer of the file's size, not of `most_bytes`; a byte more shows that it grew.
+            content = file.read(num_bytes + 1)
             # It has grown meanwhile.
             if len(content) > num_bytes:
                 content += file.read(max(0, most_bytes + 1 - len(content)))

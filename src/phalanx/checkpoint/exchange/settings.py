@@ -108,7 +108,8 @@ def _fill_defaults(values: dict[str, Any], config: Config) -> None:
     values.setdefault("kind", "decoder")
     if values["kind"] == "vit":
         values |= {"vocab_size": 0, "tie_embeddings": False}
-        values["num_classes"] = config.get("num_labels", 2)  # transformers' default
+        # Without the key transformers takes 2.
+        values["num_classes"] = config.get("num_labels", 2)
         if "id2label" in config:
             values["num_classes"] = len(config["id2label"])
     values.setdefault("num_kv_heads", values["num_heads"])

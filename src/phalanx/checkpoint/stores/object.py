@@ -230,7 +230,8 @@ class ObjectStore:
         _require_files(folder, manifest)
         # This one request is the commit: before it the folder is no checkpoint.
         self._remote.put(f"{folder.name}/{MANIFEST}", manifest)
-        with suppress(OSError, CheckpointError):  # the next save removes the rest
+        with suppress(OSError, CheckpointError):
+            # The checkpoint is there: what cannot be removed now, the next save removes.
             for name in self._list_folders():
                 older = self.folder(name)
                 if older.step == folder.step and older.attempt < folder.attempt:
