@@ -115,6 +115,7 @@ def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candida
     tp, cp = evaluator.work.tp, evaluator.work.cp
     pp = evaluator.model_parallel_size // (cp * tp)
     shares = evaluator.num_ranks // (pp * cp * tp)
+    # One rank has each part of the model: there is nobody to share state or gradients with.
     if shares == 1 and cp == 1:
         name = "one"
         if pp > 1:
@@ -190,6 +191,7 @@ def _filter_candidates(
     choice = _find_fixed_stage(job, candidates[0].layout)
     if choice is None:
         return runnable, []
+    # The stage is always among them: zero1 beside ep, which is left out, `check_degrees` refused.
     (only,) = (candidate for candidate in candidates if candidate.zero_stage == choice.value)
     _require_offload(job, only)
     return [only], [choice.why or f"{only.name} over {only.layout}, as the job says"]
@@ -245,6 +247,7 @@ def _no_fit_error(
     largest = max(least.predicted_bytes, key=lambda part: least.predicted_bytes[part])
     fitting = [candidate for candidate in candidates if candidate.fits]
     if evaluator.capacity_bytes == 0:
+        # `Headroom.capacity` ends at 0: then no layout fits, and no change of the model helps.
         fix = "use fewer ranks: interpreter and torch alone fill what each of them has"
     elif fitting:
         fix = f"{fitting[0].name} would fit"
@@ -281,10 +284,13 @@ def _suggest_more_ranks(evaluator: CandidateEvaluator) -> str:
     """The number of ranks, doubled until zero3 fits if each has as much memory as these have, as a
     fix; or what stays too large."""
     memory: dict[str, int] = {}
+    # Up to 32,768 times as many: what does not fit then is not a matter of ranks.
     for doubled in range(1, 16):
         more = evaluator.num_ranks * 2**doubled
         memory = replace(evaluator, num_ranks=more).memory(
-            3, more // evaluator.model_parallel_size * evaluator.work.cp
+            # Ranks of cp count as shards, as in `Layout.reduced`.
+            3,
+            more // evaluator.model_parallel_size * evaluator.work.cp,
         )
         if evaluator.has_room_for(memory):
             return (
@@ -310,6 +316,7 @@ def _suggest_shrinking(largest: str) -> str:
 def list_ep_degrees(job: Job, evaluator: CandidateEvaluator, candidate: Candidate) -> Iterator[int]:
     """The degrees of ep above 1 that a candidate could have, in ascending order."""
     experts = evaluator.shape.experts
+    # zero1 and ep exclude each other, see `evaluate_candidates`.
     if evaluator.work.ep > 1 or experts is None or candidate.zero_stage == 1:
         return
     # What is in the way of ep is in the way of any degree above 1.

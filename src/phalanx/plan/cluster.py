@@ -54,6 +54,7 @@ def detect_cluster(device: str = "auto") -> Cluster:
         # CUDA shows a process one MIG slice, however many there are.
         if gpus[0].uuid.startswith("MIG-"):
             gpus = gpus[:1]
+        # All ranks have one plan: the GPU with least memory, and the least able one, decide.
         memory_bytes, capability = min(gpu.memory_bytes for gpu in gpus), _least_capability(gpus)
         return Cluster("cuda", len(gpus), memory_bytes, gpus[0].name, capability)
     if device == "cuda":
@@ -66,6 +67,7 @@ def detect_cluster(device: str = "auto") -> Cluster:
 
 def _usable_cores() -> int:
     try:
+        # Not os.cpu_count(): taskset, Slurm or a cpuset may leave this process a part of the cores.
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS and Windows do not have it
         return os.cpu_count() or 1
@@ -75,6 +77,7 @@ def _host_memory() -> int:
     """Physical memory, or the control group's limit where that is lower."""
     # In a container psutil reads the machine's memory: only the control group knows the limit.
     total = int(psutil.virtual_memory().total)
+    # Version 2, then version 1, which writes a number near 2**63 where there is no limit.
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             with open(path) as file:
@@ -120,6 +123,7 @@ class Headroom:
         return max(0, usable)
 
 
+# The numbers for GPUs are estimates, see docs/memory.md; `headroom_notes` says so to the user.
 CPU_HEADROOM = Headroom(0.94, 450 * MIB)
 GPU_HEADROOM = Headroom(0.90, 614 * MIB, 200 * MIB)
 
@@ -156,6 +160,7 @@ def count_communicators(parallel: Parallel, num_ranks: int) -> int:
     degrees = parallel.degrees
     pp, tp, cp, ep = degrees.pp, degrees.tp, degrees.cp, degrees.ep
     shares = num_ranks // (pp * tp)  # cp reduces gradients, too
+    # Shards that are replicated: gradients travel over the shards, then over the replicas.
     is_hybrid = degrees.dp_replicate > 1 and degrees.dp_shard * cp > 1
     if num_ranks in (tp, cp, shares // cp) and ep == 1 and not is_hybrid:
         return 1  # one axis, and it is all ranks

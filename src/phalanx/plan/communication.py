@@ -13,9 +13,7 @@ ROW_EXCHANGES = 4  # of a block and microbatch: to the experts and back, and so 
 
 
 def cp_buffer_bytes(shape: ModelCosts, work: Workload) -> float:
-    """Bytes of buffers of one attention at the worst moment of its backward. ring: two blocks of
-    keys and values and of their gradients in fp32; all-gather: those of all ranks; ulysses:
-    queries, keys, values and outputs with their gradients, before and after the exchange.
+    """Bytes of buffers of one attention at the worst moment of its backward.
 
     `shape`: of one rank of tp.
     """
@@ -23,10 +21,13 @@ def cp_buffer_bytes(shape: ModelCosts, work: Workload) -> float:
     if work.cp == 1 or heads is None:
         return 0
     c, q, kv = work.compute_bytes, *_attention_elements(heads, work)
+    # Keys and values of all ranks in the compute type, and their gradients in fp32.
     if work.cp_attention == "all-gather":
         return kv * work.cp * (c + 4)
+    # Queries, keys, values and outputs with their gradients, before and after the exchange.
     if work.cp_attention == "ulysses":
         return 2 * (kv + q) * c
+    # ring: two blocks of keys and values, and of their gradients in fp32.
     return 2 * kv * (c + 4)
 
 
@@ -41,10 +42,6 @@ def cp_bytes_per_step(shape: ModelCosts, work: Workload) -> float:
     knows the heads.
 
     `shape`: of one rank of tp.
-
-    Ring and all-gather: (cp - 1) blocks of keys and values in the forward, again in the backward,
-    and as many of gradients in at least fp32. Ulysses: (cp - 1)/cp of queries, keys, values and
-    outputs, forward and backward.
     """
     heads = shape.heads
     if heads is None:
@@ -52,8 +49,11 @@ def cp_bytes_per_step(shape: ModelCosts, work: Workload) -> float:
     num_other_ranks, c = work.cp - 1, work.compute_bytes
     q, kv = _attention_elements(heads, work)
     num_products = shape.num_layers * work.num_microbatches
+    # (cp - 1)/cp of queries, keys, values and outputs, forward and backward.
     if work.cp_attention == "ulysses":
         return num_products * 2 * (kv + q) * c * num_other_ranks / work.cp
+    # (cp - 1) blocks of keys and values in the forward, again in the backward, and as many of
+    # gradients in at least fp32.
     return num_products * num_other_ranks * kv * (2 * c + max(4, c))
 
 

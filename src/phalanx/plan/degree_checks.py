@@ -138,6 +138,7 @@ def _check_heads_divide(job: Job, shape: ModelCosts) -> None:
     if job.parallel.cp_attention != "ulysses" or shape.heads is None:
         return
     cp, tp = job.parallel.degrees.cp, job.parallel.degrees.tp
+    # With more ranks of tp than key heads, several ranks hold the same one.
     heads, kv_heads = shape.heads.queries // tp, max(1, shape.heads.keys // tp)
     if heads % cp == 0 and kv_heads % cp == 0:
         return
@@ -199,6 +200,7 @@ def check_compression(job: Job, num_ranks: int) -> None:
             why="ranks that hold a weight alike would have to keep the same error of it",
             fix="set parallel.tp=1, or parallel.compress=none",
         )
+    # Left open, dp_replicate is all ranks: that is ddp.
     copies = parallel.dp_replicate or num_ranks
     if parallel.degrees.dp_shard > 1 or parallel.zero_stage or copies < num_ranks:
         raise LayoutError(

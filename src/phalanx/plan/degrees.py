@@ -88,10 +88,12 @@ def _find_max_ranks(job: Job, cluster: Cluster) -> int:
     shared, degrees = job.parallel.degrees.model_parallel_size, _multiply_degrees(job)
     limit = cluster.num_devices
     if cluster.device != "cuda":
+        # Two even on one core: a first run is to be distributed.
         limit = max(2, min(cluster.num_devices, MAX_CPU_RANKS))
         limit = max(limit, degrees)  # cores can be shared, and the job says between how many
     samples = micro or 1  # where the job leaves them open, microbatches of one sample can be
     legal = []
+    # Divisors ascend, and so does `legal`: its last one is the most.
     for share in divisors(batch // samples):
         ranks = share * shared
         if ranks <= limit and ranks % degrees == 0 and batch % (share * samples) == 0:
@@ -149,6 +151,7 @@ def split_batch(
     batch = job.train.global_batch_size
     if batch % shares:
         below = batch // shares * shares
+        # Below the first multiple there is only 0, which is no batch.
         multiples = [multiple for multiple in (below, below + shares) if multiple]
         readers = "ranks"
         fix = (
@@ -164,6 +167,7 @@ def split_batch(
     share = batch // shares
     if requested is not None:
         return split_pipeline_batch(job, requested, share, shares)
+    # Left open, a rank's whole share is one microbatch: nothing accumulates.
     micro = job.train.micro_batch_size or share
     if share % micro:
         raise LayoutError(

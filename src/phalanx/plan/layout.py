@@ -102,6 +102,7 @@ def fill_layout(
     product = Layout(**fixed).world_size
     open_axes = [axis for axis in ("dp_replicate", "dp_shard") if degrees[axis] is None]
     if open_axes and num_ranks % product == 0:
+        # With both open the first, dp_replicate, takes the rest, and dp_shard stays 1.
         return Layout(**fixed, **{open_axes[0]: num_ranks // product})
     if product == num_ranks:
         return Layout(**fixed)
@@ -130,6 +131,7 @@ def split_dim(shape: Sequence[int], num_ranks: int) -> int:
     Of a stack of matrices, as experts are, another where that makes even parts: there may be fewer
     matrices than ranks, and most would hold nothing.
     """
+    # The ranks shard by this function, too: what the plan counts is what they hold.
     if len(shape) < 3 or shape[0] % num_ranks == 0:
         return 0
     for dim, size in enumerate(shape):

@@ -33,9 +33,8 @@ CATEGORIES = (
 # are in allocated bytes.
 CPU_ALLOCATOR_SHARE = 0.4
 CPU_LIBRARY_BYTES = 8 * 2**20  # what torch allocates for itself when it first trains
-GLIBC_HEAP_BYTES = (
-    32 * 2**20
-)  # glibc returns larger blocks as they are freed: mallopt(3), M_MMAP_THRESHOLD
+# glibc maps larger blocks and returns them as they are freed: mallopt(3), M_MMAP_THRESHOLD.
+GLIBC_HEAP_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,8 @@ class StateBytes:
     optimizer: float = 8
 
 
-MIXED_FP16_ADAM = StateBytes(
-    2, 2, 12
-)  # the ZeRO paper's: fp16 weights and gradients, fp32 copy and two moments
+# The ZeRO paper's: fp16 weights and gradients; an fp32 copy of the weights and two moments.
+MIXED_FP16_ADAM = StateBytes(2, 2, 12)
 
 
 def state_bytes(
@@ -91,9 +89,11 @@ def activation_bytes(shape: ModelCosts, work: Workload) -> int:
 def peak_of_segments(saved: Sequence[int], redone: Sequence[int]) -> int:
     """The largest number of bytes that segments save and recompute at one time; arguments as
     `count_segment_bytes` returns them."""
+    # The first moment: the forward is over, nothing is redone yet.
     worst, before = sum(saved), 0
     for kept_here, redone_here in zip(saved, redone, strict=True):
         before += kept_here
+        # The backward comes from the end: what later segments kept is gone when this one is redone.
         worst = max(worst, before + redone_here)
     return worst
 
@@ -155,6 +155,7 @@ def _bytes_of_segment(shape: ModelCosts, work: Workload, segment: Segment) -> tu
     total, first = sum(block.saved for block in blocks), blocks[0]
     if segment.mode == "none":
         return total, 0
+    # Selective keeps the input and `products`; what autograd keeps of these is not made again.
     if segment.mode == "selective":
         return first.entering + first.products, total - first.products_in_both
     return first.entering, total
@@ -186,7 +187,9 @@ def allocator_gradient_bytes(
         return 0
     freed = shape.activations.find_freed_gradients(work.ep)
     held = 0
+    # A block's largest matrix decides: larger ones are mapped, and go back as they are freed.
     if accumulates and freed.matrix * 4 <= GLIBC_HEAP_BYTES:
+        # Each gradient in fp32, and before that in the compute type, where this is another one.
         held = freed.block * (4 + work.cast_bytes)
     if freed.table * 4 <= GLIBC_HEAP_BYTES:
         held += freed.table * 4
@@ -212,6 +215,7 @@ def communication_bytes(
     if work.num_microbatches > 1 and work.options.accumulate == "unsharded":
         # Between microbatches gradients are not reduced, and stay whole.
         accumulated = params * 4
+    # `rest` is the root's unit: what lies outside of blocks.
     unit, rest = unit_params(shape, work.options, work.ep)
     if zero_stage == 3:
         # The root unit (embedding, head) stays whole through the forward; a unit of blocks is
@@ -248,11 +252,13 @@ def uneven_share(shape: ModelCosts, zero_stage: int, dp_size: int, ep: int) -> f
     parts.
     """
     experts = shape.experts
+    # Whole copies are not split, and have no uneven parts.
     if zero_stage == 0 or experts is None:
         return 0.0
     stack, ranks = (experts.count // ep, experts.width, experts.dim), dp_size // ep
     if zero_stage >= 2 and stack[split_dim(stack, ranks)] % ranks == 0:
         return 0.0
+    # The rank with most has ceil(stack / ranks) of the experts, where 1 / dp_size would be even.
     return math.ceil(stack[0] / ranks) / experts.count - 1 / dp_size
 
 
@@ -313,6 +319,7 @@ def rank_memory(
             memory["parameters"] = memory["parameters"] / dp_size + uneven * StateBytes().parameters
     if device == "cpu" and work.copies_state:
         memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
+    # With several ranks gradients go into the buckets of DDP, even of a single microbatch.
     accumulates = work.num_microbatches > 1 or num_ranks > 1
     freed = allocator_gradient_bytes(shape, work, zero_stage, accumulates=accumulates)
     return place_on_device(memory, work, device, freed)

@@ -66,12 +66,14 @@ def visible_gpus() -> tuple[Gpu, ...]:
 def _all_gpus(path: str) -> tuple[Gpu, ...]:
     """`path` is where nvidia-smi is looked for. Asked once: an answer can take many seconds."""
     silences = []
+    # NVML first: it tells MIG slices and reserved memory, which this query of nvidia-smi does not.
     for ask in (_ask_nvml, _ask_nvidia_smi):
         try:
             return ask()
         except _NoAnswer as silence:
             silences.append(silence)
     sign = _sign_of_gpus()
+    # Two silent sources prove no machine without GPUs, only two that are not installed do.
     if sign is None and all(silence.is_absent for silence in silences):
         return ()
     raise EnvironmentProblem(
@@ -89,6 +91,7 @@ def _sign_of_gpus() -> str | None:
     if nodes:
         return nodes[0]
     try:
+        # Loading the library initialises nothing: no context, and no memory of a GPU.
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
@@ -120,6 +123,7 @@ def _ask_nvml() -> tuple[Gpu, ...]:
     except nvml.NVMLError as error:
         raise _NoAnswer(f"NVML says: {error}") from None
     finally:
+        # NVML counts its users: each nvmlInit wants a shutdown, after an error as well.
         nvml.nvmlShutdown()
 
 

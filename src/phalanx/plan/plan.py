@@ -191,6 +191,7 @@ class Plan:
         fields = Candidate.__dataclass_fields__
         values["alternatives"] = tuple(
             Candidate(
+                # Stored candidates have their `total_bytes`, too, which follow from the rest.
                 **{k: v for k, v in c.items() if k in fields}
                 | {"layout": Layout.from_json(c["layout"])}
             )

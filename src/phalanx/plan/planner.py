@@ -63,6 +63,7 @@ def make_plan(
     if shape is None:
         # Before the data is read, text is taken for bytes, as it is without a tokenizer.
         shape = measure_foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
+    # Before a layout is looked for: what the model cannot read no layout mends.
     _require_vocabulary(shape, vocab_size)
     _require_positions(shape, job.data.seq_len)
     _require_masks(job, shape)

@@ -35,6 +35,7 @@ def detect_precision(job: Job) -> str:
     say what it has."""
     try:
         return resolve_precision(job, detect_cluster(job.cluster.device))[0].precision.compute
+    # `make_plan` refuses such a machine, and says why.
     except EnvironmentProblem:
         return "fp32"
 

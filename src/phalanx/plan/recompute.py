@@ -31,6 +31,7 @@ def plan_recompute(job: Job, shape: ModelCosts, work: Workload, reasons: list[st
         def activations(segments: tuple[Segment, ...]) -> float:
             return activation_bytes(shape, replace(work, segments=segments))
 
+        # Segments of one rank: without a pipeline it has all blocks.
         segments = fit_budget(job, shape, work, range(shape.num_layers), activations)
     else:
         segments = job_segments(job, shape)
@@ -81,6 +82,7 @@ def budget_bytes_of(job: Job) -> int:
 
 def _round_up(value: float) -> str:
     """`value` rounded up to three digits."""
+    # Up and never down: what a message proposes has to be enough.
     digits = 2 - math.floor(math.log10(value))
     return f"{math.ceil(value * 10**digits) / 10**digits:.{max(0, digits)}f}"
 

@@ -121,4 +121,5 @@ def read_resolved_parallel(plan: Mapping[str, Any]) -> ResolvedParallel:
         for key in ResolvedParallel.model_fields
         if key in stored and stored[key] is not None
     }
+    # As JSON: the schema is strict, and lists are tuples in JSON alone.
     return ResolvedParallel.model_validate_json(json.dumps(values))

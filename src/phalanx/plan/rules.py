@@ -138,6 +138,7 @@ def _head_span(part: FusedPart, unit: int, tp: int, rank: int, name: str) -> Spa
         num_heads = part.heads // tp
         return Span(rank * num_heads * unit, num_heads * unit)
     if part.heads < part.queries and part.queries % tp == 0 and tp % part.heads == 0:
+        # More ranks than key heads: neighbours hold the same one, which serves their queries.
         copies = tp // part.heads
         return Span(rank // copies * unit, unit, rank % copies, copies)
     raise LayoutError(
@@ -151,6 +152,7 @@ def _feature_span(width: int, tp: int, rank: int, name: str) -> Span:
     feature."""
     if width < tp:
         raise LayoutError(f"{name} has {width} features, too few for tp {tp}")
+    # Both ends are rounded down, so that parts meet and differ by one feature at most.
     start = width * rank // tp
     return Span(start, width * (rank + 1) // tp - start)
 
@@ -240,6 +242,7 @@ def _counts(text: str) -> tuple[Count, ...]:
 def matches(pattern: str, name: str) -> bool:
     """True if `pattern` matches `name`. A `*` stands for one part of a dotted name, or a piece of
     it."""
+    # fnmatch's * crosses dots, so the dots are counted first.
     return pattern.count(".") == name.count(".") and fnmatch.fnmatchcase(name, pattern)
 
 

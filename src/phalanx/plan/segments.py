@@ -58,6 +58,7 @@ def list_segments(recompute: str, num_blocks: int, interval: int = 1) -> tuple[S
             Segment(block, block + 1, "full") for block in range(interval - 1, num_blocks, interval)
         )
     if recompute == "sqrt":
+        # The ceiling of the root in whole numbers: no rounding of floats.
         length = math.isqrt(num_blocks - 1) + 1 if num_blocks else 1
         starts = range(0, num_blocks, length)
         return tuple(Segment(start, min(start + length, num_blocks), "full") for start in starts)
@@ -66,9 +67,7 @@ def list_segments(recompute: str, num_blocks: int, interval: int = 1) -> tuple[S
 
 
 def mix_segments(num_blocks: int, num_selective: int, num_full: int) -> tuple[Segment, ...]:
-    """The first `num_full` blocks in full, the next `num_selective` selectively, the rest kept.
-
-    The first ones, because what the last blocks keep is freed before these are recomputed.
-    """
+    """The first `num_full` blocks in full, the next `num_selective` selectively, the rest kept."""
+    # The first ones, because what the last blocks keep is freed before these are recomputed.
     modes = ["full"] * num_full + ["selective"] * min(num_selective, num_blocks - num_full)
     return tuple(Segment(block, block + 1, mode) for block, mode in enumerate(modes))

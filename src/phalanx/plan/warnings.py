@@ -185,6 +185,7 @@ def _warn_of_many_epochs(job: Job, plan: Plan, data: DataFacts | None) -> str | 
         return None
     step_tokens = plan.global_batch_size * plan.seq_len
     worst = max(data.sources, key=lambda source: source.share / max(1, source.num_train))
+    # A source gives its share of the samples, whatever its size: small ones come round more often.
     epochs = job.train.steps * step_tokens * worst.share / max(1, worst.num_train)
     if epochs <= MAX_EPOCHS:
         return None

@@ -171,6 +171,7 @@ def _shard_holder(holder: ParamHolder, rule: Rule | None, tp: int) -> ParamHolde
     if rule is None or rule.kind not in CUTS or not holder.num_outputs:
         return holder
     width = holder.num_inputs if rule.kind == "row" else holder.num_outputs
+    # Widths that tp does not divide: the rank with most decides whether the plan fits.
     rank_width = max(
         sum(span.size for span in rule.spans(width, tp, rank, name=holder.name))
         for rank in range(tp)
@@ -179,6 +180,7 @@ def _shard_holder(holder: ParamHolder, rule: Rule | None, tp: int) -> ParamHolde
         return replace(
             holder, num_params=holder.num_params // width * rank_width, num_outputs=rank_width
         )
+    # What is left beside whole matrices: a row's bias is not cut.
     bias = holder.num_params % (holder.num_outputs * holder.num_inputs)
     return replace(
         holder,

@@ -78,6 +78,7 @@ def _counts(now: int, share: int) -> Iterator[tuple[int, bool]]:
     for count in divisors(share):
         if now < count <= MAX_MICROBATCHES * now:
             yield count, True
+    # Then larger batches, which change what a step learns from.
     for factor in range(2, MAX_MICROBATCHES + 1):
         yield factor * now, False
 
@@ -108,6 +109,7 @@ def bubble_with_half_stages(pipeline: Pipeline, costs: Sequence[StageCosts]) -> 
         return None
     halves = []
     for cost in costs:
+        # Half of its cost each, as if embedding and head were divided, too.
         halves += [scale_costs(cost, 0.5)] * 2
     return bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, halves)
 

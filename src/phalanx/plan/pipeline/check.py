@@ -85,6 +85,7 @@ def _find_miscounts(schedule: Schedule, places: dict[Action, list[_Place]]) -> I
                 f"comes a second time; the first is at {_at(*occurrences[0])}",
                 _at(rank, position),
             )
+    # Over all that should be there: an action that nobody does is in no row.
     for stage, owner in enumerate(schedule.rank_of_stage):
         for microbatch in range(schedule.num_microbatches):
             yield from _find_miscounts_of_microbatch(stage, microbatch, owner, places)
@@ -127,6 +128,7 @@ def _find_endless_waits(schedule: Schedule) -> Iterator[Problem]:
     for rank, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
             makers[results.output_of(action)] = rank, position
+    # An action that ran has a span: a stuck rank stands at the first one without.
     standing = {rank: len(paper_run.spans_s[rank]) for rank in paper_run.stuck}
     for rank, needed in paper_run.stuck.items():
         maker_rank, position = makers[results.output_of(needed)]

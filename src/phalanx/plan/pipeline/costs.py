@@ -24,9 +24,7 @@ def stage_costs(
 ) -> tuple[StageCosts, ...]:
     """Seconds of each stage for a microbatch of `samples` at a given speed.
 
-    A product of weights costs the same again for the gradient of its input and for that of its
-    weights. Attention scores have no weights, and two gradients of inputs. `recomputed`: blocks
-    whose forward is done again before their backward.
+    `recomputed`: blocks whose forward is done again before their backward.
     """
     costs = []
     for stage, (first, end) in enumerate(stages.ranges):
@@ -35,6 +33,7 @@ def stage_costs(
         if stage == 0:
             parts.append(flops.embedding)
         if stage == len(stages.num_blocks) - 1:
+            # The loss makes both gradients of the head in its forward: no backward of it is left.
             if flops.head_is_done_at_once:
                 at_once = flops.head.training
             if not at_once:
@@ -42,6 +41,8 @@ def stage_costs(
         recomputed_flops = sum(
             flops.blocks[block].forward for block in range(first, end) if block in recomputed
         )
+        # A product of weights costs the same again for the gradient of its input and for that of
+        # its weights. Attention scores have no weights, and two gradients of inputs.
         amounts = (
             sum(part.forward for part in parts) + at_once,
             sum(part.matmul + 2 * part.attention for part in parts) + recomputed_flops,
@@ -66,6 +67,7 @@ def params_of_stages(params: PartParams, stages: Stages, stages_held: Collection
         num_params += params.before
     if last in stages_held:
         num_params += params.after
+    # A tied table is counted in both ends, and this rank has it once.
     if {0, last} <= set(stages_held):
         num_params -= params.both
     return num_params
@@ -111,6 +113,7 @@ class Parts:
         parameter, where rows are looked up for nothing."""
         if self.flops is None:
             before = self.params.before - self.params.looked_up
+            # Looking up rows is no product: `before` counts without the table.
             return LayerCosts(before, self.params.blocks, self.params.after)
         flops = self.flops
         blocks = tuple(block.training for block in flops.blocks)

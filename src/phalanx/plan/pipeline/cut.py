@@ -115,6 +115,7 @@ def _mend(num_blocks: Sequence[int], least: Sequence[int], num_layers: int) -> s
     """The nearest numbers of blocks that add up: what is missing goes to the smallest stages,
     what is too much is taken from the largest."""
     mended = list(num_blocks)
+    # One block at a time, so that what is added or taken is spread evenly.
     while (missing := num_layers - sum(mended)) != 0:
         if missing > 0:
             mended[mended.index(min(mended))] += 1
@@ -143,6 +144,7 @@ class _WholeCosts:
 
     @classmethod
     def of(cls, costs: LayerCosts, num_stages: int) -> _WholeCosts:
+        # A float is a Fraction exactly, so scaling by the common denominator loses nothing.
         exact = [Fraction(cost) for cost in (costs.embedding, *costs.blocks, costs.head)]
         scale = math.lcm(*(cost.denominator for cost in exact))
         embedding, *blocks, head = (int(cost * scale) for cost in exact)
@@ -192,7 +194,10 @@ def _find_best(
                 cost = work.cost(stage, first, end)
                 if end not in after or (limit is not None and cost > limit):
                     continue
+                # The stages after this one are at their best already: their order is backwards.
                 value = join(cost, after[end][0])
+                # Strictly less: of equal values the smallest `end` stays, and with it an
+                # early stage of fewer blocks.
                 if first not in best or value < best[first][0]:
                     best[first] = value, (end - first, *after[end][1])
         after = best
@@ -211,6 +216,7 @@ def cut_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
     LayoutError for more stages than there is work for.
     """
     best = cut_stages(costs, len(rank_of_stage))
+    # One stage on each rank: the slowest stage is the busiest rank, and the cut is the best one.
     if len(set(rank_of_stage)) == len(rank_of_stage):
         return best
     value = _value(costs, best, rank_of_stage)
@@ -221,6 +227,7 @@ def cut_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
             default=best,
         )
         lower = _value(costs, moved, rank_of_stage)
+        # Strictly lower each time, so the loop ends.
         if lower >= value:
             return best
         best, value = moved, lower

@@ -78,6 +78,7 @@ def generate_interleaved_zero_bubble(
 def num_rounds(num_ranks: int, num_microbatches: int) -> int:
     """The number of rounds of about `num_ranks` microbatches that interleaved schedules take
     through all stages of a rank."""
+    # As in torch's schedules, to which tests hold ours.
     return max(1, num_microbatches // num_ranks)
 
 
@@ -94,6 +95,7 @@ def _passes(
     through the next; backwards meet the last stage first."""
     stages = range(rank, num_ranks * stages_per_rank, num_ranks)
     if kind != "F":
+        # A gradient comes from the stage after, so the last stage has it first.
         stages = stages[::-1]
     size = num_microbatches // num_rounds(num_ranks, num_microbatches)
     for first in range(0, num_microbatches, size):
@@ -110,6 +112,7 @@ def _alternate(
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         yield forward
         yield backward
+    # The pairs ended with the forwards: as many backwards are left as went ahead.
     yield from backwards[len(forwards) - ahead :]
 
 

@@ -76,11 +76,13 @@ def pipeline_memory(
             memory["communication"] += _message_bytes(schedule, rank, message)
         if device == "cpu" and work.copies_state:
             memory["staging"] = staging[rank]
+        # Gradients of a pipeline add up over its microbatches on any number of ranks.
         freed = allocator_gradient_bytes(shape, work, zero_stage, accumulates=True)
         memories.append(place_on_device(memory, work, device, freed))
     return tuple(memories)
 
 
+# A plan asks again for each candidate, and these do not depend on its ZeRO stage.
 @lru_cache(maxsize=32)
 def rank_activations(shape: ModelCosts, work: Workload, pipeline: Pipeline) -> tuple[int, ...]:
     """Bytes of activations of each pipeline rank, at the worst moment: all microbatches in

@@ -91,7 +91,9 @@ def split_pipeline_batch(
         for chosen in legal:
             if chosen >= MICROBATCHES_PER_HOP * (requested.num_ranks - 1):
                 break
+        # Without a break `chosen` is the last: as many microbatches as there can be.
         return share // chosen, chosen
+    # `nearest` wants them ascending, and more microbatches are smaller ones.
     sizes = sorted(share // number for number in legal)
     if micro not in sizes:
         problem = (

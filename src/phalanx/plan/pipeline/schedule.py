@@ -28,6 +28,7 @@ KIND_NAMES: dict[Kind, str] = {
     "I": "backward, inputs",
     "W": "backward, weights",
 }
+# [0-9] and not \d, which takes the digits of every script.
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
@@ -142,6 +143,7 @@ def read_schedule(path: Path) -> Schedule:
     is no action.
     """
     try:
+        # newline="" leaves the ends of lines to csv, which knows those inside of quotes.
         rows = list(csv.reader(io.StringIO(read_regular(path).decode("utf-8"), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason: str | None = str(error)
@@ -199,6 +201,7 @@ def _build_schedule(path: Path, actions: tuple[tuple[Action, ...], ...]) -> Sche
     owners: dict[int, int] = {}
     for rank, row in enumerate(actions):
         for action in row:
+            # The first to name it: another rank that does is a problem for `find_problems` to tell.
             owners.setdefault(action.stage, rank)
     microbatches = {action.microbatch for row in actions for action in row}
     for noun, numbers in (("stage", set(owners)), ("microbatch", microbatches)):

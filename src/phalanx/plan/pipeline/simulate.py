@@ -140,12 +140,14 @@ class _PaperRunner:
                     return received_input
                 start = max(start, arrival)
             if own_input != NOTHING and arrived[own_input] is None:
+                # Nobody else makes it: it comes later in this row, which therefore never goes on.
                 return own_input
             clock = start + self.seconds[action.stage][action.kind]
             spans.append((start, clock))
             output = self.results.output_of(action)
             if output != NOTHING:
                 arrived[output] = self._arrival(rank, action, clock)
+                # Popped: a rank waits for one result at a time, and is looked at once for it.
                 ready += self.waiting.pop(output, ())
         return NOTHING
 
@@ -159,6 +161,7 @@ class _PaperRunner:
         receiver = self.schedule.rank_of_stage[neighbour]
         if receiver == rank:
             return end
+        # One message after the other on a link: this one leaves when the one before has arrived.
         arrival = max(end, self.link_free.get((rank, receiver), end)) + self.send_s
         self.link_free[rank, receiver] = arrival
         return arrival
@@ -204,6 +207,7 @@ class Timeline:
 
     def busy_s(self, rank: int) -> Seconds:
         """Seconds in which `rank` computes."""
+        # From a Fraction, and not 0.0, which would make floats of exact sums.
         return sum((end - start for start, end in self.spans_s[rank]), start=Fraction(0))
 
     def bubble_of(self, rank: int) -> Seconds:

@@ -48,6 +48,7 @@ def plan_pipeline(
         )
     parts = model_parts(job, shape)
     has_budget = job.train.recompute == "budget"
+    # What a budget recomputes follows from the cut, which is made without it, therefore.
     segments = () if has_budget else job_segments(job, shape)
     costs = add_recompute_costs(parts.layer_costs, segments)
     pipeline = _build_pipeline(
@@ -79,6 +80,7 @@ def plan_sized_pipeline(
 ) -> tuple[Workload, Pipeline]:
     """The result of `plan_pipeline`; with more and smaller microbatches where the job leaves
     their size open, the stages as they were cut would wait too long, and that helps."""
+    # Kept apart: what is said of the first cut is dropped where it is cut again.
     of_first: list[str] = []
     first_work, pipeline = plan_pipeline(job, shape, requested, work, num_ranks, of_first)
     timeline = pipeline.timeline()
@@ -150,6 +152,7 @@ def _fit_budget_by_rank(
         ranges = [pipeline.stages.ranges[stage] for stage in pipeline.stages_of(rank)]
         blocks = [block for first, end in ranges for block in range(first, end)]
 
+        # A default binds this rank: a closure would see the loop's variable as it is when called.
         def activations(segments: tuple[Segment, ...], rank: int = rank) -> float:
             return rank_activations(shard, replace(work, segments=segments), pipeline)[rank]
 
@@ -179,10 +182,10 @@ def split_at_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segm
 
 
 def add_recompute_costs(costs: LayerCosts, segments: Collection[Segment]) -> LayerCosts:
-    """`costs` with recomputation: a forward is a third of a block's cost, and done again it is a
-    third more."""
+    """`costs` with recomputation."""
     blocks = list(costs.blocks)
     for block in blocks_in_full(segments):
+        # A forward is a third of a block's cost, and done again it is a third more.
         blocks[block] = blocks[block] * 4 / 3
     return replace(costs, blocks=tuple(blocks))
 

@@ -38,6 +38,7 @@ def build_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
         for action, (start, end) in zip(actions, times, strict=True):
             if not (math.isfinite(start) and start <= end):
                 raise _bad_spans()
+            # The first begin on any rank, so that no span of the timeline is negative.
             zero = min(zero, start)
             num_microbatches = max(num_microbatches, action.microbatch + 1)
             owners[action.stage] = rank
@@ -209,6 +210,7 @@ def _distribute_seconds(
             after = weights.head
         weights_of_blocks = list(weights.blocks[first:end])
         if not before + sum(weights_of_blocks) + after:
+            # Nothing to go by: the seconds have to be some part's, so blocks share them alike.
             weights_of_blocks = [1] * len(weights_of_blocks)
         total = before + sum(weights_of_blocks) + after
         if not total:  # neither blocks nor anything else that costs

@@ -39,6 +39,7 @@ class _ActionTape:
         """Adds the oldest W that was put off (of `stage`), if there is one."""
         for due in self._weights_due:
             if stage in (None, due.stage):
+                # Removing ends the loop: a deque may not change while it is iterated over.
                 self._weights_due.remove(due)
                 self.actions.append(due)
                 return
