@@ -31,6 +31,7 @@ class Flops:
     @property
     def training(self) -> int:
         """FLOPs of forward and backward: two gradients for each product of the forward."""
+        # d(xW) is one product for the input and one for the weights, each as large as xW.
         return 3 * self.forward
 
 
@@ -92,6 +93,7 @@ class ExpertCosts:
     def count_chosen_params(self, first_block: int = 0, end: int | None = None) -> int:
         """Parameters of the experts in the blocks from `first_block` to before `end`."""
         last = self.layers.stop if end is None else end
+        # The first blocks may have no experts, so a range of blocks counts from where they begin.
         return max(0, last - max(first_block, self.layers.start)) * self.count * self.params
 
 

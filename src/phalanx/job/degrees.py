@@ -28,6 +28,7 @@ class Degrees:
     @property
     def num_expert_shards(self) -> int:
         """The least dp_shard that lets ep fold over dp_shard x cp."""
+        # ep divides dp_shard x cp exactly where ep / gcd(ep, cp) divides dp_shard.
         return self.ep // math.gcd(self.ep, self.cp)
 
     def above_one(self, *axes: str) -> dict[str, int]:

@@ -136,6 +136,7 @@ def describe_value(value: Any) -> str:
         return "a table"
     if isinstance(value, str):
         return f'"{shorten(value)}"'
+    # Longer ones would fill the terminal: their length says enough.
     if isinstance(value, list) and len(str(value)) > 40:
         return f"a list of {len(value)}"
     return json.dumps(value)
@@ -302,6 +303,7 @@ def _value_fix(schema: dict[str, Any], value: Any) -> str:
         choices += option.get("enum", [option.get("const")])
     if isinstance(value, str) and (fix := _text_fix(value, kinds, choices)):
         return fix
+    # The schema is strict: 16.0 is no whole number, though it looks like one.
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
         return f"write {int(value)}"
     if "array" in kinds and not isinstance(value, list | dict):

@@ -27,6 +27,7 @@ def config_path(kind: str) -> Path:
     """The config.json that `kind` names. Raises LayoutError if there is none."""
     path = Path(kind.removeprefix(PREFIX)).expanduser()
     file = path / CONFIG if path.is_dir() else path
+    # "hf:" alone is no name, though Path("") is the current directory.
     if not kind.removeprefix(PREFIX) or not file.is_file():
         why = (
             f"{file} is not there"
@@ -68,6 +69,7 @@ def _require_regular_files(directory: Path) -> None:
     """Raise LayoutError for what a library would wait for without end: it opens whatever has the
     right name."""
     for path in sorted(directory.iterdir()):
+        # A pipe or a device: opening it waits for a writer that may never come.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise LayoutError(
                 f"{path} is not a regular file", fix="remove it, or give another directory"
@@ -102,4 +104,5 @@ def modules_to_preload(kind: str | None) -> tuple[str, ...]:
 def find_vocab_size(kind: str, args: dict[str, Any]) -> int | None:
     """Rows of the embedding by config.json or `args`; None if these do not say it."""
     size = {**read_model_config(kind), **args}.get("vocab_size")
+    # config.json may hold anything; what is no number decides nothing.
     return size if isinstance(size, int) else None

@@ -47,10 +47,12 @@ def write_job_file(file: str, text: str, *, force: bool) -> Path:
                 where=file,
                 fix="use --force to replace it, or give another name",
             )
+        # A directory that is misspelt is more likely than one that is to be made.
         if not path.parent.is_dir():
             raise UsageError(
                 f"there is no directory {str(path.parent)!r}", where=file, fix="create it first"
             )
+        # Atomic, because --force replaces what somebody wrote.
         write_bytes_atomic(path, text.encode(), durable=False)
     except ValueError:  # a NUL in the name
         raise UsageError("is not a possible path", where=ascii(file)) from None

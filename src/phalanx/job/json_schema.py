@@ -86,6 +86,7 @@ def _key(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict
     if default is not None:
         body["default"] = default
     elif "anyOf" in schema and _is_nullable(schema):
+        # TOML cannot write null: the word stands for it in a file.
         body["default"] = NONE
     return body
 
@@ -106,6 +107,7 @@ def _value(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any
         body["type"] = schema["type"]
     body |= {key: schema[key] for key in ("minItems", "maxItems") if key in schema}
     if "prefixItems" in schema:
+        # A list under `items` is draft-07's prefixItems.
         body["items"] = _pair(schema["prefixItems"], definitions)
     elif isinstance(schema.get("items"), dict):
         body["items"] = _value(schema["items"], definitions)
@@ -120,6 +122,7 @@ def _resolve(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, A
     """`schema` with the definition that it refers to in place of the reference."""
     if "$ref" not in schema:
         return schema
+    # A reference's own words win: they are those of the key, the definition's of its type.
     siblings = {key: value for key, value in schema.items() if key != "$ref"}
     return _find_definition(schema, definitions) | siblings
 

@@ -21,6 +21,7 @@ def find_keys(word: str, leaves: Leaves) -> tuple[KeyName, ...]:
     `leaves`: the sections of each name of a key ("lr": ("optim",)). The word may have dashes, or a
     section before it.
     """
+    # "--learning-rate" and "training.learning_rate" are both "learning_rate".
     name = word.lower().lstrip("-").replace("-", "_").rpartition(".")[2]
     if name in leaves:
         return tuple(KeyName(f"{section}.{name}") for section in leaves[name])
@@ -29,6 +30,7 @@ def find_keys(word: str, leaves: Leaves) -> tuple[KeyName, ...]:
     close = difflib.get_close_matches(name, [*leaves, *OTHER_NAMES], n=1, cutoff=_LIKENESS)
     if not close:
         return ()
+    # Once more with a name that is known, so it ends there.
     return find_keys(close[0], leaves)
 
 

@@ -120,7 +120,9 @@ def overrides_on_resume(was: Job, overrides: Sequence[str]) -> list[str]:
     Whoever resumes with another batch and asks for a rule means the batch that lr was chosen for:
     the one before.
     """
+    # Of several the last counts, in a dict as among overrides.
     overrides_by_key = dict(override.partition("=")[::2] for override in overrides)
+    # Only a rule of this call counts: an old job with one has its reference.
     rule = overrides_by_key.get("optim.lr_scaling", "none").strip("\"'")
     known = (
         was.optim.reference_batch_size is not None

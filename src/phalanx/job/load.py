@@ -58,6 +58,7 @@ def load_job_json(
     The keys `without` ("parallel.tp") have their defaults, whatever the run said.
     """
     source = _read_json(path)
+    # Only jobs of older releases lack the key: what they ran with was the default then.
     numbers = (source.tree or {}).setdefault("precision", {})
     if isinstance(numbers, dict):
         # A run keeps the type of numbers that it began with.
@@ -101,11 +102,13 @@ def find_origins(
     """
     kind_of_file = "file"
     if path is not None and str(path).endswith(".json"):
+        # No TOML text, and so no lines to name: the file alone is the origin.
         kind_of_file, source = "run", _read_json(path)
     else:
         source = _read_toml(path)
     places = source.places()
     given_keys = _find_given_keys(source, ())
+    # An override may lie deeper, as model.args.depth does: its key is the first two names.
     laid = {override.path[:2] for override in parse_overrides(overrides)[0]}
     origin_by_key: dict[str, Origin] = {}
     for section, keys in keys_by_section().items():
@@ -142,6 +145,7 @@ def _build(source: JobSource, texts: Sequence[str]) -> Job:
     tree = source.tree or {}
     job, refused = validate(overlay(tree, overrides))
     findings += refused
+    # `validate` gives a job even of refused values: one call tells all that is wrong.
     findings += run_checks(job, _find_given_keys(source, overrides), _refused_keys(refused))
     if findings:
         raise JobError(_problems(findings, source, overrides))
@@ -158,6 +162,7 @@ def _find_given_keys(source: JobSource, overrides: Sequence[Override]) -> set[st
         if not isinstance(table, dict):
             continue
         for key, value in table.items():
+            # In job.json only a value that is no default shows that somebody wrote it.
             if source.toml is not None or not _is_default(section, key, value):
                 keys.add(f"{section}.{key}")
     return keys
@@ -201,6 +206,7 @@ def _place(
     finding: Finding, source: JobSource, places: dict[Path, KeyPlace], overrides: Sequence[Override]
 ) -> tuple[_Order, Problem]:
     path, index = _blame(finding, source, overrides)
+    # Sorted by the first number: places of the file, the file as a whole, then overrides.
     where, order = "override", (2, index, 0)
     if index < 0:
         where, order = source.name, (1, 0, 0)
@@ -219,6 +225,7 @@ def _blame(finding: Finding, source: JobSource, overrides: Sequence[Override]) -
     """
     if finding.override is not None:
         return finding.path, finding.override
+    # The last one wins when they are laid, so it is the one that made the value.
     for override in reversed(overrides):
         if _overlaps(override.path, finding.path):
             return finding.path, override.index
@@ -232,6 +239,7 @@ def _blame(finding: Finding, source: JobSource, overrides: Sequence[Override]) -
 
 def _overlaps(override: Path, path: Path) -> bool:
     """True if one of the two paths lies inside the other."""
+    # An override of a table covers all inside, and a finding about a table what was laid into it.
     length = min(len(override), len(path))
     return override[:length] == path[:length]
 
@@ -336,6 +344,7 @@ def _syntax_problem(name: str, text: str, message: str) -> Problem:
     """tomllib's message with its place in front; "end of document" becomes the end of the last
     line with text."""
     message_text, _, location = message.rpartition(" (at ")
+    # "At end of document" has no place of its own: behind the last letter is where it broke off.
     lines = text.rstrip().split("\n")
     if match := re.fullmatch(r"line (\d+), column (\d+)\)", location):
         line, column = int(match[1]), int(match[2])

@@ -68,8 +68,10 @@ def preset_shape(preset: Preset) -> BuiltInShape:
 
 
 def _shape(values: dict[str, Any], vocab_size: int, seq_len: int) -> BuiltInShape:
+    # 0 in any other case, whatever a preset says: a table that is not there has no rows.
     if values.get("positions") != "learned":
         values["max_positions"] = 0
+    # Learned positions without a number: as many as the job's sequences need.
     values.setdefault("max_positions", seq_len)
     values.setdefault("kind", "decoder")
     reads_images = values["kind"] != "decoder" and values.get("image_size")
@@ -86,6 +88,7 @@ def _resolve(model: Model) -> dict[str, Any]:
         for key, value in base.items()
         if key not in _find_following_keys(base, user_values)
     } | user_values
+    # setdefault after the user's keys: what they gave is never scaled.
     values.setdefault("num_kv_heads", _scale_kv_heads(base, values))
     values.setdefault("head_dim", max(1, values["dim"] // values["num_heads"]))
     values.setdefault("ffn_dim", _scale_ffn_dim(base, values))
@@ -107,9 +110,11 @@ def _find_following_keys(base: dict[str, Any], user_values: dict[str, Any]) -> s
     if {"dim", "num_heads"} & set(user_values) and base.get("head_dim", 0) * base[
         "num_heads"
     ] == base["dim"]:
+        # Only where the preset's own heads fill dim: others have a width of their own.
         follows.add("head_dim")
     if "dim" in user_values:
         follows |= {"ffn_dim", "expert_ffn_dim"}
+    # A gate is a third matrix: of the same size, three are narrower than two.
     if _is_gated(base | user_values) != _is_gated(base):
         follows.add("ffn_dim")
     return {key for key in follows if key in base}
@@ -120,6 +125,7 @@ def _scale_kv_heads(base: dict[str, Any], values: dict[str, Any]) -> int:
     that comes out even; else that of the query heads."""
     heads: int = values["num_heads"]
     groups: int = base["num_heads"] // base.get("num_kv_heads", base["num_heads"])
+    # Where groups come out uneven, plain multi-head attention is always legal.
     return heads // groups if heads % groups == 0 else heads
 
 
@@ -134,6 +140,7 @@ def _scale_ffn_dim(base: dict[str, Any], values: dict[str, Any]) -> int:
 
 def _scale_width(key: str, base: dict[str, Any], values: dict[str, Any]) -> int:
     """The preset's width in its proportion to dim, rounded up."""
+    # -(-a // b): the ceiling, in whole numbers.
     return -int(-base[key] * values["dim"] // base["dim"])
 
 

@@ -74,6 +74,7 @@ def probe_foreign_shape(
     if cached is not None:
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
+            # Atomic, for other processes read it; not durable, for it can be measured again.
             write_json_atomic(cached, shape.to_json(), durable=False)
         except OSError:  # the cache only saves time
             pass
@@ -99,6 +100,7 @@ def ask_process(module: str, request: Mapping[str, Any], timeout_s: float = TIME
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # "" in sys.path is the current directory: by name, so that it stays ours.
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         text=True,
         errors="replace",
@@ -110,6 +112,7 @@ def ask_process(module: str, request: Mapping[str, Any], timeout_s: float = TIME
         raise ChildProcessError(f"it took longer than {timeout_s:g} s") from None
     finally:
         if process.returncode is None:
+            # Not ended yet: a timeout, or Ctrl-C here. The whole session, as it may have children.
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode != 0:
@@ -122,6 +125,7 @@ def _parse_shape(kind: str, printed: str) -> MeasuredModule:
     """The answer among the lines of `printed` (a user's module may print, too), counted."""
     try:
         return _count_answer(kind, _find_answer(printed))
+    # A line of the user's own may be JSON of any form.
     except (ValueError, TypeError, KeyError, AttributeError):
         problem = (
             "the process ended before the model was built: by C's exit, an exec or the like in your"
@@ -246,4 +250,5 @@ def find_sources(names: Sequence[str]) -> list[Path]:
         return sorted(files)
     if not top.origin:
         return []
+    # A lone file may import its neighbours: a change of any of them asks anew.
     return sorted(Path(top.origin).parent.glob("*.py"))

@@ -12,12 +12,14 @@ def divisors(number: int) -> list[int]:
     # A message must not take minutes over a number of 2^60.
     for candidate in range(1, min(int(number**0.5), 10**6) + 1):
         if number % candidate == 0:
+            # Divisors come in pairs around the root, so looking up to it finds all.
             all_divisors |= {candidate, number // candidate}
     return sorted(all_divisors)
 
 
 def nearest(wish: int, legal: Sequence[int]) -> str:
     """The legal values (ascending) on both sides of `wish`, as text: '4 or 8'."""
+    # Slices and not indices: on one side there may be none.
     below = [value for value in legal if value < wish][-1:]
     above = [value for value in legal if value > wish][:1]
     return " or ".join(map(str, below + above)) or "none"

@@ -85,9 +85,11 @@ def _parse(text: str, index: int) -> Override | Finding:
     if not raw:
         return refuse(key, "has no value", f"write {shorten(key)}=VALUE")
     path: Path = tuple(parts)
+    # Asked first: for such a key 123 and true are text, which TOML would read otherwise.
     if wants_text(path):
         return Override(path, _text_value(raw), index)
     value = _toml_value(raw)
+    # Given back as it was, so no TOML: the shell took the quotes inside.
     if isinstance(value, str) and value == raw and raw[0] in "[{":
         fix = f"""strings inside need quotes, and the shell eats them: write '{key}=["a", "b"]'"""
         return refuse(key, f"the value {shorten(raw)} is not valid TOML", fix)
@@ -112,6 +114,7 @@ def _refuse_without_section(name: str, raw: str, index: int) -> Finding:
 def wants_text(path: Path) -> bool:
     """True if the key takes strings alone, so that a bare 123, true or a path is one."""
     arms = split_union(find_annotation(path))
+    # A number or a word (lr: 1e-3 or "auto"): as TOML, which leaves a bare word what it is.
     if int in arms or float in arms:
         return False
     return any(map(_is_text, arms))

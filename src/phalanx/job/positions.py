@@ -38,6 +38,7 @@ def locate(text: str) -> dict[Path, KeyPlace]:
     import tree_sitter_toml
 
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_toml.language()))
+    # Not splitlines, which breaks at more characters than TOML and tree-sitter do.
     atlas = _Atlas(text.split("\n"))
     table: Path = ()
     for node in parser.parse(text.encode()).root_node.named_children:
@@ -79,6 +80,7 @@ class _Atlas:
             if number == len(keys) - 1 and node.type == "table_array_element":
                 self.lengths[path] = self.lengths.get(path, 0) + 1
             if path in self.lengths:
+                # Inside of [[x]] keys belong to the element that began last.
                 path = (*path, self.lengths[path] - 1)
                 self.add(path, key, key)
         return path

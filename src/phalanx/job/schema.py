@@ -600,6 +600,7 @@ class Job(Section):
     @classmethod
     def from_json(cls, document: object) -> Job:
         """The job that `to_json` wrote."""
+        # As JSON: strict models take a list for a tuple in JSON alone.
         return cls.model_validate_json(json.dumps(document))
 
     def to_json(self) -> dict[str, Any]:

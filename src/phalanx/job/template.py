@@ -62,6 +62,7 @@ def job_template(
     for section, keys in keys_by_section().items():
         changed = [key for key in keys if values[section][key] != defaults[section][key]]
         is_set.update(f"{section}.{key}" for key in changed)
+    # Last: a job that was loaded from a run has its directory set.
     is_set.discard(PLACE_OF_ITS_OWN)
     parts = []
     if schema_file:
@@ -105,6 +106,7 @@ def _section(
 def _words(section: str, key: str, schema: dict[str, Any]) -> str:
     """The key's own words, and what may stand behind the equals sign."""
     words: str = schema["properties"][key].get("description", "")
+    # What "none" means is said once, at the head of the file.
     kinds = describe_key((section, key)).removesuffix(f" or {toml_value(None)}")
     if kinds in SAYS_LITTLE:
         return words

@@ -27,12 +27,14 @@ def toml_value(value: Any) -> str:
         # JSON's escapes are TOML's, but for DEL.
         return escape_controls(json.dumps(value, ensure_ascii=False))
     if isinstance(value, int | float):
+        # The shortest text that reads back as the same float.
         return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     assert isinstance(value, dict), f"TOML has no {type(value).__name__}"
     pairs = []
     for key, item in value.items():
+        # TOML has no null; inside of a table, leaving the key out is the same.
         if item is not None:
             pairs.append(f"{_toml_key(key)} = {toml_value(item)}")
     if not pairs:

@@ -16,6 +16,7 @@ def is_own_dataset(source: str) -> bool:
     """True for "package.module:factory", unless a file has that name."""
     module, colon, attribute = source.partition(":")
     names = (*module.split("."), *attribute.split("."))
+    # File names may have colons: a file that is there is meant.
     return bool(colon) and all(name.isidentifier() for name in names) and not os.path.exists(source)
 
 

@@ -31,6 +31,7 @@ def validate(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
     unusable: list[Finding] = []
     clean = _clean(_replace_none_words(tree), (), unusable)
     try:
+        # As JSON: strict models take a list for a tuple in JSON alone.
         job = Job.model_validate_json(json.dumps(clean))
     except ValidationError as error:
         findings = _merge(
@@ -140,6 +141,7 @@ def _merge(unusable: list[Finding], refused: list[Finding]) -> list[Finding]:
 
 def _drop_refused(tree: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
     """`tree` without the sections and the `section.key`s that the findings are about."""
+    # By whole keys: a value without its refused part would be another wish.
     gone = {finding.path[:2] for finding in findings}
     return {
         section: {key: value for key, value in keys.items() if (section, key) not in gone}

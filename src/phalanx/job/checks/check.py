@@ -27,6 +27,7 @@ class Check:
 
 def check(*reads: str, asked_by: tuple[str, ...] = ()) -> Callable[[Question], Check]:
     """Decorator that makes a `Check` of a function from the keys that it reads."""
+    # Without `asked_by` any key that it reads makes the user responsible for it.
     return lambda run: Check(run, reads, asked_by or reads)
 
 

@@ -106,6 +106,7 @@ def _reads_images(job: Job) -> bool:
     if job.model.is_foreign:
         return False
     try:
+        # Any vocabulary does: what a sample is does not depend on it.
         return shape_of(job, vocab_size=1).reads_images
     except (
         LayoutError,

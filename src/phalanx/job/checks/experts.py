@@ -31,6 +31,7 @@ def experts_can_be_spread(job: Job) -> list[Finding]:
     shape = find_shape(job)
     if shape is None:
         return []
+    # The ranks matter for the fix alone; whether ep divides them is another check's question.
     num_ranks, _ = find_ranks_for_experts(job) or (None, "")
     wrong = find_misfit(ep, shape, num_ranks)
     if wrong is None:
@@ -52,6 +53,7 @@ def find_misfit(ep: int, shape: ModelCosts, num_ranks: int | None = None) -> tup
             "set model.num_experts, or remove it",
         )
     if experts.count % ep:
+        # gcd(n, 0) is n: where the ranks are open, the experts alone decide what is near.
         problem = f"ep {ep} does not divide the {experts.count} experts"
         return (
             problem,
@@ -74,6 +76,7 @@ def experts_have_their_ranks(job: Job) -> list[Finding]:
     """A finding if ep does not divide the ranks that experts can be spread over. The model
     matters for the fix alone."""
     ep, ranks = job.parallel.degrees.ep, find_ranks_for_experts(job)
+    # One finding for one ep: what the model refuses is told by `experts_can_be_spread`.
     if ep == 1 or ranks is None or ranks[0] % ep == 0 or experts_can_be_spread.run(job):
         return []
     return [finding("parallel.ep", *explain_undivided(job, find_shape(job), *ranks))]
@@ -99,6 +102,7 @@ def _suggest_more_ranks(job: Job, size: int) -> str:
     """The least number of ranks above `size` that ep divides, as a fix."""
     of, degrees = job.parallel, job.parallel.degrees
     step = degrees.num_expert_shards
+    # ep folds over dp_shard x cp, so dp_shard has to be a multiple of ep / gcd(ep, cp).
     more = size // degrees.cp // step * step + step
     ranks = more * degrees.dp_replicate * degrees.model_parallel_size
     if of.dp_shard is None:
@@ -142,6 +146,7 @@ def find_ranks_for_experts(job: Job, num_ranks: int | None = None) -> tuple[int,
     """
     of, cp = job.parallel, job.parallel.degrees.cp
     model_ranks = job.parallel.degrees.model_parallel_size
+    # The words follow the keys that decide: they are what the user can change.
     over = "dp_shard {}"
     if cp > 1:
         over += f" x cp {cp}"

@@ -77,6 +77,7 @@ def _find_spelling_problems(text: str) -> list[tuple[str, str]]:
     fault, parts = _split_fault(text)
     known = list_names(FAULTS)
     wrong: list[tuple[str, str]] = []
+    # "kill:" and "kill:7" are a fault of ours badly written, no module of the user's.
     if fault.partition(":")[0] in ("", *known) and fault not in known:
         wrong.append((f"{text!r} is not fault:key=value,...", usage))
     elif registry.is_foreign(fault) and not is_user_name(fault):
@@ -120,6 +121,7 @@ def _split_fault(text: str) -> tuple[str, list[str]]:
 
     A fault of the user's own has a colon in its name.
     """
+    # From the right: package.module:function has a colon before the one of the parts.
     head, _, tail = text.rpartition(":")
     if not head or "=" not in tail:
         return text, []
@@ -127,6 +129,7 @@ def _split_fault(text: str) -> tuple[str, list[str]]:
 
 
 def _is_count(text: str) -> bool:
+    # isdecimal alone takes the digits of every script.
     return text.isascii() and text.isdecimal() and len(text) < 19  # what 64 bits hold
 
 

@@ -170,6 +170,7 @@ def heads_divide_dim(job: Job) -> list[Finding]:
     nearest_dim = (
         f"nearest dim for {heads} heads: {multiples_near(dim, (2 if rotary else 1) * heads)}"
     )
+    # A preset may bring heads of another width than dim / num_heads: nothing has to divide then.
     if derived and shape.head_dim == max(1, dim // heads) and dim % heads:
         return [
             _finding("num_heads", f"dim {dim} cannot be divided among {heads} heads", nearest_dim)
@@ -330,6 +331,7 @@ def find_shape(job: Job) -> BuiltInShape | None:
     model = job.model
     if model.is_foreign or preset_exists(job) or preset_is_of_this_kind(job):
         return None
+    # The vocabulary may be the data's, and decides none of these questions: 1 stands for it.
     return shape_of(job, 1)
 
 

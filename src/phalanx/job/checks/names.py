@@ -53,6 +53,7 @@ def _suggest_preset(kind: str) -> str:
     if not presets:
         suggestion = did_you_mean(name, preset_names())
         presets = [preset for preset in preset_names() if preset in suggestion]
+    # The name of one preset, said as kind: the others that begin so are not meant.
     if name in presets:
         presets = [name]
     if not presets:
@@ -103,6 +104,7 @@ def sinks_exist(job: Job) -> list[Finding]:
 @check("parallel.compress")
 def compression_exists(job: Job) -> list[Finding]:
     kind, known = job.parallel.compress, ["none", *list_names(HOOKS)]
+    # "none" alone: this installation lacks the folder, and no name can be checked.
     if kind in known or len(known) == 1:
         return []
     problem = f"unknown compression {shorten(kind)!r}"

@@ -22,11 +22,13 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
     shared = job.parallel.degrees.model_parallel_size
     if ranks is None:
         return []
+    # First: a remainder here would make nonsense of what is divided below.
     if ranks % shared:
         return [_model_parallel_does_not_divide(job, ranks)]
     ranks //= shared
     if copies is not None and shards is not None and copies * shards != ranks:
         pairs = [(degree, ranks // degree) for degree in divisors(ranks)]
+        # Both degrees move: the pair of divisors whose sum of changes is least.
         best = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
         product = copies * shards * shared
         problem = f"dp_replicate {copies} x dp_shard {shards}"
@@ -96,11 +98,13 @@ def micro_batch_divides_global(job: Job) -> list[Finding]:
     "parallel.tp",
 )
 def ranks_share_the_batch(job: Job) -> list[Finding]:
+    # Left open, microbatches of one sample can be: no share is refused for their size.
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size or 1
     known, shared = find_num_ranks(job), job.parallel.degrees.model_parallel_size
     if known is None or known % shared:
         return []
     ranks = known // shared
+    # A microbatch that does not divide the batch has its own finding.
     if batch % micro or batch % (ranks * micro) == 0:
         return []
     parts = ""

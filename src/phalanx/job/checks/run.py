@@ -44,6 +44,8 @@ def run_checks(job: Job, given_keys: Collection[str], refused: Collection[str]) 
         # the user wrote.
         if given_keys.isdisjoint(check.asked_by) or not refused.isdisjoint(check.reads):
             continue
+        # With all its keys a finding can be told of the one that the user wrote last.
         also = tuple(map(path_of, check.reads))
         findings += [replace(finding, also=also) for finding in check.run(job)]
+    # Always, whichever keys were given: a secret may lie in any of them.
     return findings + find_secrets(job)

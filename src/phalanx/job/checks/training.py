@@ -35,6 +35,7 @@ def warmup_fits(job: Job) -> list[Finding]:
 )
 def warmup_and_decay_fit(job: Job) -> list[Finding]:
     steps, warmup, decay = job.train.steps, warmup_steps(job), job.optim.decay_fraction
+    # A warm-up longer than the run is told by `warmup_fits`.
     if job.optim.schedule != "wsd" or warmup > steps or warmup + int(decay * steps) <= steps:
         return []
     problem = (

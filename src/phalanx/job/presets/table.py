@@ -43,6 +43,7 @@ def _row(preset: Preset) -> tuple[str, ...]:
     heads = f"{shape.num_heads} x {shape.head_dim}"
     if shape.num_kv_heads != shape.num_heads:
         heads = f"{shape.num_heads} ({shape.num_kv_heads}) x {shape.head_dim}"
+    # 0 stands for sequences of any length.
     seq_len = min(FLOPS_AT, shape.longest_sequence or FLOPS_AT)
     flops = shape.flops_per_token(seq_len)["training"]
     return (

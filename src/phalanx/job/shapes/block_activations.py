@@ -53,6 +53,7 @@ def norm_input_bytes(shape: TransformerShape, width: int, c: int) -> int:
 
 def rms_bytes(width: int) -> int:
     """Bytes per token that an RMSNorm saves."""
+    # Input and normalised input in fp32, and one reciprocal deviation.
     return 2 * 4 * width + 4
 
 
@@ -60,13 +61,14 @@ def count_attention_bytes(shape: TransformerShape, c: int, *, is_rotated: bool) 
     """Bytes per token of attention: q, k, v (keys and values with their own heads), the output,
     and one fp32 log-sum-exp per head.
 
-    Rotated queries lie head by head, and so does the output, which is copied before it enters its
-    matrix. Norms of queries and keys work on every head: one deviation each.
     """
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     width, kv_width = heads * shape.head_dim, kv_heads * shape.head_dim
+    # Rotated queries lie head by head, and so does the output, which is copied before it enters its
+    # matrix.
     saved = ((3 if is_rotated else 2) * width + 2 * kv_width) * c + 4 * heads
     if shape.qk_norm:
+        # Norms of queries and keys work on every head: one deviation each.
         saved += (heads + kv_heads) * rms_bytes(shape.head_dim)
     both_ways = 2 * width + 2 * kv_width  # q and the output, k and v
     return PartBytes(

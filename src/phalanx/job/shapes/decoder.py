@@ -131,6 +131,7 @@ class DecoderShape(TransformerShape):
 
     def is_local(self, layer: int) -> bool:
         """True if the block `layer` (from 0) has the sliding window."""
+        # Blocks count from 1 here: with 6, the sixth is global (Gemma 3).
         is_global = self.global_every > 0 and (layer + 1) % self.global_every == 0
         return self.sliding_window > 0 and not is_global
 
@@ -154,8 +155,10 @@ class DecoderShape(TransformerShape):
         # Multi-head latent attention (arXiv 2405.04434, section 2.1)
         heads, rotated, values = self.num_heads, self.rope_head_dim, self.value_head_dim
         queries = heads * self.head_dim
+        # The latent, and the one rotated key that all heads share.
         into = self.dim * (self.kv_rank + rotated)
         out_of = self.kv_rank * heads * (self.head_dim - rotated + values)
+        # Without a latent of their own, queries are one product.
         query = self.dim * queries
         if self.query_rank:
             query = self.query_rank * (self.dim + queries)
@@ -227,6 +230,7 @@ class DecoderShape(TransformerShape):
     def shard(self, tp: int, cut: Callable[[ParamHolder], ParamHolder]) -> Self:
         return replace(
             super().shard(tp, cut),
+            # Rounded up: the rank with most.
             expert_ffn_dim=-(-self.expert_ffn_dim // tp),
             vocab_size=-(-self.vocab_size // tp),
         )
@@ -241,6 +245,7 @@ class DecoderShape(TransformerShape):
 
     def count_attended_pairs(self, tokens: int, layer: int) -> int:
         window = min(self.sliding_window, tokens) if self.is_local(layer) else tokens
+        # Causal: 1 + 2 + ... + window for the first tokens, then `window` for each of the others.
         return window * (window + 1) // 2 + (tokens - window) * window
 
     def flops(self, seq_len: int) -> ModelFlops:
@@ -290,6 +295,7 @@ class DecoderShape(TransformerShape):
         for name, size in stacked.items():
             sizes[name] = (self.num_experts, *size)
         if self.num_shared_experts:
+            # Shared experts are one feed-forward of their joint width.
             width = self.num_shared_experts * self.expert_ffn_dim
             sizes |= tensors.list_feed_forward("moe.shared", self, width)
         return sizes
@@ -307,4 +313,5 @@ class DecoderShape(TransformerShape):
 def default_ffn_dim(dim: int) -> int:
     """8/3 dim, which gives SwiGLU's three matrices the size of two of 4 dim, rounded up to a
     multiple of 32."""
+    # The ceiling of 8/3 dim / 32, in whole numbers.
     return -(-8 * dim // 96) * 32

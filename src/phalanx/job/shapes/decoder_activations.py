@@ -56,6 +56,7 @@ class DecoderActivations:
         fp32, one for each kind of block that has its own."""
         tables = 0
         if self.shape.positions == "rope":
+            # cos and sin of rotated_dim / 2 angles each, 4 bytes a number.
             tables = 4 * self.shape.rotated_dim * masks.count_block_kinds(self.shape)
         return masks.common_mask_bytes(self.shape, batch) + batch.tokens * tables
 
@@ -79,8 +80,10 @@ class DecoderActivations:
         enters the next. All of them have the same room, and the head's gradient adds up in place.
         """
         vocab_size, dim, c = self.shape.vocab_size, self.shape.dim, batch.compute_bytes
+        # Chunks share one piece of memory, so the largest counts, once.
         chunk = min(batch.loss_chunk_tokens, batch.tokens)
         logits = chunk * vocab_size * (4 + batch.cast_bytes)
+        # Of hidden states in the compute type, of the head in fp32: it adds up over chunks.
         gradients = batch.tokens * dim * c + vocab_size * dim * 4
         return LossBytes(logits + gradients, gradients, logits)
 
@@ -118,6 +121,7 @@ def _latent_attention_bytes(shape: DecoderShape, c: int) -> PartBytes:
     """
     heads, products = shape.num_heads, _count_latent_products(shape)
     latents = shape.query_rank + shape.kv_rank
+    # q, k, v and the output, the part of it that its matrix reads, and a log-sum-exp per head.
     saved = heads * (4 * shape.head_dim + shape.value_head_dim) * c + 4 * heads
     for rank in filter(None, (shape.query_rank, shape.kv_rank)):
         saved += rms_bytes(rank) + rank * c
@@ -156,6 +160,7 @@ def _experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
     """
     has_shared = shape.num_shared_experts > 0
     inside = count_inner_bytes(shape, shape.expert_ffn_dim, c)
+    # Index, place and owner as int64, and the weight in fp32, before normalisation once more.
     numbers = 3 * 8 + 4 + 4 * shape.router_normalize
     routed = shape.experts_per_token * (2 * shape.dim * c + inside + numbers)
     sums = 4 * (shape.router_normalize + (shape.router_scores == "sigmoid"))

@@ -43,10 +43,12 @@ def block_mask_bytes(shape: DecoderShape, batch: Microbatch) -> int:
     has_full = shape.num_local_layers < shape.num_layers or not _has_window(shape, batch)
     num_keys = batch.seq_len
     if not (has_full and batch.document_masks):
+        # The first query of a block sees window - 1 keys before it, the last one the block itself.
         num_keys = min(num_keys, QUERY_BLOCK + shape.sliding_window - 1)
     if batch.cp_attention != "ulysses":
         num_keys = min(num_keys, batch.seq_len // batch.cp)  # those of one rank at a time
     num_masks = batch.micro_batch_size if batch.document_masks else 1
+    # A boolean takes a byte, beside the mask in the compute type.
     return num_masks * QUERY_BLOCK * num_keys * (batch.compute_bytes + 1)
 
 

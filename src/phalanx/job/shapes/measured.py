@@ -132,6 +132,7 @@ class MeasuredModule:
             if is_inside(holder.name, self.block_names):
                 has_met_a_block = True
                 continue
+            # Two ifs, no elif: what both stages name is on both.
             if not has_met_a_block or is_part(holder.name, first_stage):
                 before.append(holder)
             if has_met_a_block or is_part(holder.name, last_parts):
@@ -151,6 +152,7 @@ class MeasuredModule:
         saved: dict[str, int] = defaultdict(int)  # by module, of all that is inside
         for unsharded, sharded in zip(self.holders, holders, strict=True):
             parts = unsharded.name.split(".")
+            # From 0 parts on: "" is the module itself.
             for count in range(len(parts) + 1):
                 saved[".".join(parts[:count])] += unsharded.num_params - sharded.num_params
         blocks = tuple((block, size - saved[block]) for block, size in self.blocks)
@@ -199,6 +201,7 @@ def load_counted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_inside(name: str, parts: Collection[str]) -> bool:
     """True if the module `name` is one of `parts`, or lies inside of one."""
+    # With the dot: blocks.1 is no part of blocks.10.
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 

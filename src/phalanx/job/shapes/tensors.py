@@ -88,8 +88,10 @@ def list_module_names(shape: TransformerShape) -> tuple[str, ...]:
     for tensor in list_all_tensors(shape):
         parts = tensor.split(".")[:-1]
         for count in range(1, len(parts) + 1):
+            # A dict, as an ordered set.
             names[".".join(parts[:count])] = None
     for layer in range(shape.num_layers):
+        # It holds no parameters, so no tensor names it.
         names[f"blocks.{layer}.attention.core"] = None
     return tuple(names)
 

@@ -132,6 +132,7 @@ class TransformerShape(ABC):
     @property
     def attention_weights(self) -> int:
         """Elements of one block's attention matrices."""
+        # q and o have the query heads, k and v those of keys.
         return self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
 
     @property
@@ -161,6 +162,7 @@ class TransformerShape(ABC):
         """Parameters of a feed-forward of inner `width`."""
         biases = 0
         if self.bias == "all":
+            # up (and gate) put out `width`, down puts out dim.
             biases = (self.num_matrices - 1) * width + self.dim
         return self.count_feed_forward_weights(width) + biases
 
@@ -258,6 +260,7 @@ class TransformerShape(ABC):
         no more than a built-in model has there."""
         tied = self.tied_params
         blocks = tuple(self.count_block(layer, ep) for layer in range(self.num_layers))
+        # A tied head has no parameters of its own, but its stage holds the table.
         after = self.norm_params + self.head_params + tied
         return PartParams(self.embedding_params, blocks, after, both=tied)
 
@@ -274,6 +277,7 @@ class TransformerShape(ABC):
     def block_flops(self, seq_len: int, layer: int) -> Flops:
         """FLOPs of one sample in the block `layer`, counted from 0."""
         tokens = self.tokens_of(seq_len)
+        # Scores are products over head_dim, their use one over values; 2 FLOPs a multiply-add.
         pair = 2 * self.num_heads * (self.head_dim + self.value_dim)
         return Flops(
             2 * tokens * (self.attention_weights + self.count_visited_weights(layer)),
@@ -337,6 +341,7 @@ class TransformerShape(ABC):
         return replace(
             self,
             num_heads=self.num_heads // tp,
+            # More ranks than key heads: each holds one, several the same.
             num_kv_heads=max(1, self.num_kv_heads // tp),
             ffn_dim=-(-self.ffn_dim // tp),
         )

@@ -75,6 +75,7 @@ class VitShape(TransformerShape):
     @property
     def embedding_params(self) -> int:
         class_token = 1 if self.pooling == "class_token" else 0
+        # The patches' matrix and bias, the class token, and a position for each token.
         return self.dim * (self.patch_weights + 1 + class_token + self.tokens_of(0))
 
     @property
