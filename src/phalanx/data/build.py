@@ -59,8 +59,10 @@ from phalanx.data.unchanged import check_inputs_unchanged, file_times, find_chan
 OPTIONS = "options.json"
 # Files are cut into shards at multiples of this, or of a shard's size where that is smaller.
 _STEP_BYTES = 1 << 20
-_QUICK_BYTES = 128 << 20  # of bytes as tokens: done before workers have started
-_ROOM = 1.05  # of 2 bytes a token, for what a shard holds besides
+# Of bytes as tokens: done before workers have started.
+_QUICK_BYTES = 128 << 20
+# Of 2 bytes a token, for what a shard holds besides.
+_ROOM = 1.05
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ def build_dataset(
             try:
                 workers = num_workers or _useful_workers(encoder, total_bytes)
                 return _build(tasks, sources, encoder, tokenizer, options, out, workers, progress)
+            # Ctrl-C, too: with keep_unfinished=False nothing of this build stays.
             except BaseException:
                 if not keep_unfinished:
                     names = [task.file for task in tasks]
@@ -215,8 +218,10 @@ def _build(
         partial_file.unlink(missing_ok=True)
     finished = _read_finished_shards(tasks, file_times(sources), options.column, out)
     todo = [task for task in tasks if task.number not in finished]
+    # At least one, by which rates are divided, even if every shard was kept.
     num_workers = min(num_workers, max(1, len(todo)))
     build = _Build(tasks, finished, num_workers, kept_shards=tuple(finished))
+    # After partial files are gone and kept shards are known: neither needs room.
     _check_room(todo, encoder, out)
 
     def report() -> None:
@@ -261,10 +266,9 @@ def _require_same_options(out: Path, options: BuildOptions) -> None:
 
 
 def _write_note(out: Path, task: Task, outcome: ShardOutcome) -> None:
-    """Written when the shard is durable under its name; a note that a power cut takes costs one
-    shard.
-    """
+    """Written when the shard is durable under its name."""
     path = out / STATE / f"{task.number:05d}.json"
+    # Not durable: a note that a power cut takes costs one shard.
     write_json_atomic(path, {"task": task.digest, "outcome": outcome.to_json()}, durable=False)
 
 
@@ -294,9 +298,8 @@ def _read_finished_shards(
 
 
 def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
-    """Said at once rather than after an hour. Only for bytes: other tokenizers make less of it, who
-    knows how much.
-    """
+    """Said at once rather than after an hour."""
+    # Only for bytes: other tokenizers make less of it, who knows how much.
     if encoder.kind != "bytes":
         return
     num_text_bytes = 0
@@ -367,7 +370,8 @@ def _finish(
     )
     # Before dataset.json: nothing that it does not list lies beside it.
     for stale in set(out.glob("shard-*.tokens")) - {out / shard.file for shard in shards}:
-        stale.unlink()  # of inputs that are not there any more
+        # Of inputs that are not there any more.
+        stale.unlink()
     # The last step that counts: without dataset.json there is no dataset, with it all is whole.
     write_json_atomic(out / MANIFEST, manifest.to_json())
     dataset = open_dataset(out)

@@ -73,6 +73,7 @@ def _lock(out: Path) -> int:
             # A build that finished removes the file: the lock of one that is gone holds nobody off.
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle
+        # LOCK_NB: whoever builds may be at it for hours, so nobody waits here.
         except BlockingIOError:
             os.close(handle)
             raise RunLockedError(

@@ -72,6 +72,7 @@ class _Worker:
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """The messages that have arrived. Raises ResourceError if the worker is gone."""
+        # os.read gives what is there; the buffered stream would wait for all 64 KiB.
         data = os.read(cast(IO[bytes], self.process.stdout).fileno(), 1 << 16)
         if not data:
             raise self.explain_death()
@@ -154,6 +155,7 @@ def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Wor
             # shards are renamed when they are whole: there is nothing to say goodbye to
             worker.process.kill()
         for worker in workers:
+            # Waited for after all were killed: they end side by side.
             worker.process.communicate()
         _remove_partials(Path(hello["out"]))
 
@@ -173,6 +175,7 @@ def error_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
 
 
 def _error_of(message: dict[str, Any]) -> PhalanxError:
+    # By its class, which has the exit code.
     kind = getattr(errors, message["error"], DataError)
     return cast(
         PhalanxError,

@@ -24,6 +24,7 @@ MAX_WHOLE_CHARS = 64 * MIB
 _CONTEXT_CHARS = 256
 _MAX_SPACE_CHARS = 32  # a longer run of white space may be split by what lies outside the context
 _WINDOW_BYTES = 1 << 16
+# A character has four bytes of UTF-8 at most.
 _MARGIN_BYTES = 4 * _CONTEXT_CHARS + 4 * _MAX_SPACE_CHARS
 _PROBES = (("One line of text", "\nanother line"), ("One line of text\n", "another line"))
 

@@ -180,6 +180,7 @@ class TrainBatches:
             torch.cuda.set_device(self._pin_for)
         tensors = {}
         for name, array in arrays.items():
+            # Inputs and targets may be views of the same tokens: each gets memory of its own.
             tensor = torch.from_numpy(np.ascontiguousarray(array))
             if pins:
                 tensor = tensor.pin_memory()
@@ -210,6 +211,7 @@ class _Prefetch:
             future = self._waiting[1]
         else:  # the first step, or a jump: after resuming, rolling back
             future = self._thread.submit(self._load, step)
+        # Asked for before this one is waited for, so that the thread never idles.
         self._waiting = (step + 1, self._thread.submit(self._load, step + 1))
         return future.result()
 
@@ -245,6 +247,7 @@ class HeldOutBatches:
     def __len__(self) -> int:
         """Batches of each rank."""
         num_windows = -(-self.num_targets // self._windows.seq_len)
+        # Rounded up for all ranks together, which makes it the same number on each.
         return -(-num_windows // (self._data_parallel_size * self._micro_batch_size))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -263,6 +266,7 @@ class HeldOutBatches:
         """One window, [seq_len]; what lies beyond the tokens is padding: a document of its own
         without targets.
         """
+        # Without a gap: the last target of a window is the first input of the next.
         seq_len, start = self._windows.seq_len, number * self._windows.seq_len
         # The target of input i is token i + 1.
         num_real = min(max(0, self.num_targets - start), seq_len)

@@ -70,6 +70,7 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
     dtype, lengths, pointers, boundaries = _read_index(index, idx_path)
     itemsize = np.dtype(dtype).itemsize
     ends = np.cumsum(lengths)
+    # Pointers could lead anywhere; one view of the whole .bin needs them in a row.
     if not np.array_equal(pointers, (ends - lengths) * itemsize):
         raise _wrong(idx_path, "its sequences do not follow one another in the .bin")
     expected = int(ends[-1]) * itemsize

@@ -21,7 +21,8 @@ Int64s = NDArray[np.int64]
 
 TABLE = 1 << 16  # shares are rounded to one in so many
 SHUFFLED = 64
-_SPREAD = 0x9E3779B97F4A7C15  # an odd number: distinct runs get distinct keys
+# An odd number: multiplying by it modulo 2**64 keeps distinct runs distinct.
+_SPREAD = 0x9E3779B97F4A7C15
 
 
 class Turn(NamedTuple):

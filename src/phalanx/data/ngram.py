@@ -75,6 +75,7 @@ def _mean_loss(model: Model, tokens: Tokens) -> float:
     second = tokens[:2].astype(np.int64)
     loss = -float(np.log(model(second[1:], second[:1])).sum())
     for start in range(2, len(tokens), _CHUNK_TOKENS):
+        # Two more in front: the context of the first.
         part = tokens[start - 2 : start + _CHUNK_TOKENS].astype(np.int64)
         loss -= float(np.log(model(part[2:], part[1:-1], part[:-2])).sum())
     return loss / (len(tokens) - 1)
@@ -92,14 +93,17 @@ def fit_kneser_ney(tokens: Tokens, vocab_size: int, order: int) -> Model:
     grams = count_grams(tokens, order, vocab_size)
     levels = [Level.build(grams, vocab_size)]
     for shorter in range(order - 1, 0, -1):
+        # Ones: a shorter gram counts once for each distinct token before it (Kneser-Ney).
         grams = _sum_by_key(grams.keys % vocab_size**shorter, np.ones_like(grams.counts))
         levels.insert(0, Level.build(grams, vocab_size))
 
     def probabilities(token: Int64s, *previous: Int64s) -> Floats:
         probability, context, digit = np.full(token.shape, 1 / vocab_size), np.zeros_like(token), 1
+        # Not strict: with less context than the order the longer levels are left out.
         for level, earlier in zip(levels, [*previous, None], strict=False):
             probability = level.interpolate(context * vocab_size + token, probability, vocab_size)
             if earlier is not None:
+                # The next earlier token is the next higher digit.
                 context, digit = context + earlier * digit, digit * vocab_size
         return probability
 
@@ -125,6 +129,7 @@ def count_grams(tokens: Tokens, order: int, vocab_size: int) -> NgramCounts:
     """All grams of `order` tokens. Memory grows with the distinct grams, not with the tokens."""
     total = NgramCounts(np.zeros(0, np.int64), np.zeros(0, np.int64))
     for start in range(0, len(tokens) - order + 1, _CHUNK_TOKENS):
+        # Chunks overlap by order - 1, so that no gram is lost between them.
         part = tokens[start : start + _CHUNK_TOKENS + order - 1].astype(np.int64)
         num_grams = len(part) - order + 1
         keys = part[:num_grams].copy()
@@ -154,6 +159,7 @@ class Level:
 
     @classmethod
     def build(cls, grams: NgramCounts, vocab_size: int) -> Level:
+        # No more than the count itself, or a share would be negative.
         discounts = np.minimum(_discounts(grams.counts)[np.minimum(grams.counts, 3)], grams.counts)
         contexts, first, sizes = np.unique(
             grams.keys // vocab_size, return_index=True, return_counts=True

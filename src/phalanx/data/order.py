@@ -52,6 +52,7 @@ def _feistel(values: Uint64s, round_keys: list[Uint64s], num_bits: int) -> Uint6
     """A keyed bijection of [0, 2**num_bits): each round changes one half by a hash of the other,
     which undoes it.
     """
+    # The halves may differ by a bit: each is changed by a hash of the other, whatever its width.
     low_bits = num_bits // 2
     low_mask = np.uint64((1 << low_bits) - 1)
     high_mask = np.uint64((1 << (num_bits - low_bits)) - 1)

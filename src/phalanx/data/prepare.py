@@ -253,6 +253,7 @@ def _nothing_left_on_error(out_dir: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        # Without corpus.json nothing here belongs to a run yet.
         for built in out_dir.glob("source-*"):
             shutil.rmtree(built, ignore_errors=True)
         if not existed:

@@ -133,6 +133,7 @@ def read_pieces(
                 else:
                     where = f"{span.path}: row {row}"
                     yield from _row_pieces(key_of(row), text, where, cutter, wants_bytes)
+        # After the last row: a file written meanwhile may have given parts of two contents.
         _check_same_times(span)
     reading.read = before + span.weight
 

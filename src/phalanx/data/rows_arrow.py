@@ -196,6 +196,7 @@ def arrow_rows(span: FileSpan, column: str, reading: Reading) -> Iterator[tuple[
 
 def _arrow_batches(table: Any, span: FileSpan) -> Iterator[tuple[int, Any]]:
     if isinstance(table, _arrow(span.path).ipc.RecordBatchFileReader):
+        # By batch: rows of those before this span are not counted, and numbers stay the same.
         return ((i << 32, table.get_batch(i)) for i in range(span.begin, span.end))
     return ((i << 32, batch) for i, batch in enumerate(table))
 

@@ -199,4 +199,5 @@ class ShardWriter:
             if kind is None:
                 raise
         finally:
+            # After a commit it has another name, and nothing is left to remove.
             self._partial.unlink(missing_ok=True)

@@ -112,9 +112,11 @@ def _lengths(shards: Sequence[Shard]) -> tuple[Int64s, Int64s]:
     unfinished = 0
     for number, shard in enumerate(shards):
         sizes: Int64s = np.diff(shard.ends, prepend=np.uint64(0)).astype(np.int64)
+        # With its part in the shard before.
         sizes[0] += unfinished
         unfinished = 0
         if number + 1 < len(shards) and shards[number + 1].facts.continues:
+            # It goes on: counted once, where it ends.
             unfinished, sizes = int(sizes[-1]), sizes[:-1]
         lengths, counts = _merge(lengths, counts, sizes)
     return lengths, counts

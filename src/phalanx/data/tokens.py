@@ -153,6 +153,7 @@ class TokenSequence:
         rows = np.flatnonzero(self._array_of == number)
         ends = np.asarray(self._arrays[number].ends).astype(np.int64)
         if rows.size and self._goes_on(number):
+            # The array's end is no end of this document, whose rest is in the next one.
             ends = ends[:-1]
         if rows.size == 0 or ends.size == 0:
             return np.zeros(0, np.int64)

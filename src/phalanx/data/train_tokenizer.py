@@ -179,6 +179,7 @@ def _run(
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():
+        # With a limit: signals are handled between two waits.
         thread.join(_TICK_S)
         if progress is not None:
             progress(corpus.progress())

@@ -19,7 +19,8 @@ from phalanx.data.sources import SourceListing
 from phalanx.data.spans import Task
 from phalanx.data.unreadable import unreadable
 
-_COARSE_NS = 2 * 10**9  # some file systems know whole or even seconds only
+# Some file systems know whole or even seconds only.
+_COARSE_NS = 2 * 10**9
 
 
 def file_times(sources: Sequence[SourceListing]) -> dict[str, int]:

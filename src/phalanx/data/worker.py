@@ -87,6 +87,7 @@ def pack(arrays: Arrays) -> tuple[list[Message], int]:
     layout: list[Message] = []
     size = 0
     for name, each in arrays.items():
+        # Places are known before anything is written, so each array is copied once.
         layout.append({"name": name, "dtype": each.dtype.str, "shape": each.shape, "at": size})
         size += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
     fd = open_unnamed_file("phalanx-batch")
@@ -220,6 +221,7 @@ def main() -> int:
     _end_with_the_rank(link, int(sys.argv[2]))
     try:
         serve(link, Whereabouts(int(sys.argv[3])))
+    # The rank is gone, or has closed its end: nobody waits for the answer.
     except BrokenPipeError:
         pass
     return 0

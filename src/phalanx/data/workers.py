@@ -209,6 +209,7 @@ class WorkerPool:
         path = self._logs and self._logs.with_name(f"{self._logs.name}-worker-{number}.log")
         name = f"worker {number}{self._of_rank}"
         worker = _spawn(WorkerLog(f"loader {name}", path), name)
+        # A worker that is gone already is noticed when its answer is missed.
         with contextlib.suppress(OSError):
             send(worker.link, {"open": self._spec, "sys_path": sys.path})
         return worker
@@ -227,6 +228,7 @@ def _spawn(log: WorkerLog, name: str) -> _Worker:
     # -P: what lies in the current folder must not be imported instead of a library; the user's
     # module paths come with the first message.
     command = [sys.executable, "-P", "-m", "phalanx.data.worker", *numbers, name.replace(" ", "-")]
+    # Closed here once the worker has it: else the end of its connection would never be seen.
     with child_end:
         process = subprocess.Popen(
             command,
