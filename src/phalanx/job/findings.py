@@ -30,9 +30,8 @@ class Finding:
     fix: str = ""
     at_key: bool = False
     also: tuple[Path, ...] = ()
-    override: int | None = (
-        None  # the override that could not be read, which has no place in the job
-    )
+    # The override that could not be read, which has no place in the job.
+    override: int | None = None
 
 
 @cache

@@ -88,9 +88,8 @@ def _explain_unusable(value: Any, path: Path) -> tuple[str, str] | None:
         if not math.isfinite(value):
             return f"wanted a finite number, was given {value}", ""
         types = split_union(find_annotation(path))
-        if float not in types and any(
-            get_origin(arm) is Literal for arm in types
-        ):  # pydantic takes 2.0 for Literal[2]
+        # pydantic takes 2.0 for Literal[2].
+        if float not in types and any(get_origin(arm) is Literal for arm in types):
             finding = explain_wrong_value(path, value)
             return finding.what, finding.fix
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -108,12 +108,8 @@ def _reads_images(job: Job) -> bool:
     try:
         # Any vocabulary does: what a sample is does not depend on it.
         return shape_of(job, vocab_size=1).reads_images
-    except (
-        LayoutError,
-        ValueError,
-        ArithmeticError,
-        TypeError,
-    ):  # other questions say what is wrong with it
+    except (LayoutError, ValueError, ArithmeticError, TypeError):
+        # Other questions say what is wrong with it.
         return False
 
 
