@@ -287,10 +287,9 @@ def _suggest_more_ranks(evaluator: CandidateEvaluator) -> str:
     # Up to 32,768 times as many: what does not fit then is not a matter of ranks.
     for doubled in range(1, 16):
         more = evaluator.num_ranks * 2**doubled
+        # Ranks of cp count as shards, as in `Layout.reduced`.
         memory = replace(evaluator, num_ranks=more).memory(
-            # Ranks of cp count as shards, as in `Layout.reduced`.
-            3,
-            more // evaluator.model_parallel_size * evaluator.work.cp,
+            3, more // evaluator.model_parallel_size * evaluator.work.cp
         )
         if evaluator.has_room_for(memory):
             return (

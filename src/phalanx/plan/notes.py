@@ -203,10 +203,9 @@ def ep_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list
 
 def _suggest_ep(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> str:
     """A line on what parallel.ep would save, if it can be set and is worth a line; else ""."""
+    # The largest that stays within a node saves most.
     degree = max(
-        # The largest that stays within a node saves most.
-        (ep for ep in list_ep_degrees(job, evaluator, chosen) if ep <= MOST_PROPOSED),
-        default=1,
+        (ep for ep in list_ep_degrees(job, evaluator, chosen) if ep <= MOST_PROPOSED), default=1
     )
     if degree == 1:
         return ""

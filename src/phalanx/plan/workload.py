@@ -35,15 +35,14 @@ class Workload:
     copies_state: bool = False  # saves are written from a copy while training goes on
     tp: int = 1
     rules: tuple[Rule, ...] = ()  # by which tp cuts a user's own module
-    cuts_sequence: bool = (
-        False  # with tp: what lies between the cut matrices is cut along the sequence
-    )
+    # With tp: what lies between the cut matrices is cut along the sequence.
+    cuts_sequence: bool = False
     compress: str = "none"  # how gradients travel (parallel.compress)
-    segments: tuple[Segment, ...] | None = (
-        None  # blocks that are recomputed; None: as `recompute` says of each
-    )
+    # Blocks that are recomputed; None: as `recompute` says of each.
+    segments: tuple[Segment, ...] | None = None
     offloads_activations: bool = False  # what autograd keeps goes to host memory
-    options: Parallel = field(default_factory=Parallel, hash=False)  # its rules are a dict
+    # Not hashed: its rules are a dict, and caches look a workload up.
+    options: Parallel = field(default_factory=Parallel, hash=False)
     cp: int = 1  # ranks that each have a part of every sequence
     cp_attention: str = "ring"
     is_compiled: bool = False

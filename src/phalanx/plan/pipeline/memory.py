@@ -145,9 +145,8 @@ def _state_bytes(
     per = StateBytes(optimizer=work.optimizer_bytes)
     if zero_stage < 2:
         memory = state_bytes(num_rank_params, zero_stage, dp_size, per, uneven)
-        memory["communication"] = (
-            num_rank_params * 2 if work.compute_bytes == 2 else 0
-        )  # cast weights, under autocast
+        # Cast weights, under autocast.
+        memory["communication"] = num_rank_params * 2 if work.compute_bytes == 2 else 0
         return memory
     memory = state_bytes(num_params, zero_stage, dp_size, per, uneven)
     memory["parameters"] = (num_params / dp_size + uneven) * 4
