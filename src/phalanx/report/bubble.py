@@ -29,7 +29,8 @@ from phalanx.plan.pipeline.trace import Recut, recut, scale_to_measurement, tota
 from phalanx.report import formats
 from phalanx.report.formats import finite_or_zero, number_or_nan
 
-UNEXPLAINED = 0.05  # of the ranks' time: what the schedule and the stages' times do not account for
+# Of the ranks' time: what the schedule and the stages' times do not account for.
+UNEXPLAINED = 0.05
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,7 @@ def read_pipeline(plan: dict[str, Any]) -> Pipeline | None:
     try:
         pipeline = Pipeline.from_json(body)
         if (
+            # Before a schedule is made: it has at most three actions (F, I, W) for each of these.
             not 0 < pipeline.num_stages * pipeline.num_microbatches * 3 <= MAX_ACTIONS
             or pipeline.num_ranks > pipeline.num_stages
         ):
@@ -231,6 +233,7 @@ def read_pipeline(plan: dict[str, Any]) -> Pipeline | None:
         has_costs = len(pipeline.costs) in (0, pipeline.num_stages)
         if not (is_whole and has_costs and schedule.num_ranks == pipeline.num_ranks):
             return None
+        # Tried here, so that no later call fails for what the file holds.
         pipeline.timeline()
     except (LayoutError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
         return None

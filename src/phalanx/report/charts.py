@@ -33,8 +33,10 @@ MAX_COLUMNS = 120
 MAX_TABLE_ROWS = 40
 MAX_MARKS = 150
 MAX_DOTS = 60
-MIN_LABEL_GAP = 0.075  # of the plot's height, so that labels beside it do not overlap
-FLAG_WIDTH = 0.16  # of the plot's width, about that of "restart 12": nearer marks have no text
+# Of the plot's height, so that labels beside it do not overlap.
+MIN_LABEL_GAP = 0.075
+# Of the plot's width, about that of "restart 12": nearer marks have no text.
+FLAG_WIDTH = 0.16
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def draw_line_chart(chart: LineChart) -> Html:
         )
     for series in sampled:
         _draw_series(series, x_scale, y_scale, drawing)
-        if len(sampled) > 1:  # one line needs no key: the title names it
+        # One line needs no key: the title names it.
+        if len(sampled) > 1:
             drawing.legend.append(draw_key(series.css_class, series.name, series.shape))
         drawing.add_hover(series.name, series.css_class, series.xs, series.ys)
     _draw_marks(chart.marks, x_scale, y_scale, drawing)
@@ -167,13 +170,15 @@ def draw_stack_chart(chart: StackChart) -> Html:
     limit = _cut_height(totals)
     y_scale = scale_for([min(total, limit) for total in totals], zero=True)
     x_scale = _x_scale([chart.xs[0], chart.xs[-1]], chart.x_range)
+    # A column reaches half a step beyond its steps, to either side.
     lefts = [x_scale(chart.xs[start] - 0.5) for start, _ in spans]
     rights = [x_scale(step + 0.5) for step in steps]
     drawing = Drawing()
     drawing.add_hover("total", "sum", steps, totals)
     floor = [0.0] * len(spans)
     for name, heights in parts.items():
-        if not any(heights):  # `_mean` lets nothing below zero through
+        # `_mean` lets nothing below zero through.
+        if not any(heights):
             continue
         top = [base + height for base, height in zip(floor, heights, strict=True)]
         drawing.svg.append(
@@ -321,6 +326,7 @@ def _end_labels(chart: LineChart, y_scale: Scale) -> list[Html]:
         last = next((y for y in reversed(series.ys) if math.isfinite(y)), None)
         if series.end_label and last is not None:
             labels.append((y_scale(last), series.end_label, series.css_class))
+    # By height, as `_move_apart` takes them.
     labels.sort()
     heights = _move_apart([height for height, _, _ in labels])
     end_labels = []
@@ -364,6 +370,7 @@ def _line(xs: Sequence[float], ys: Sequence[float], x_scale: Scale, y_scale: Sca
     d: list[str] = []
     command = "M"
     for x, y in zip(xs, ys, strict=True):
+        # A logarithm has no place for zero, and for less.
         if math.isfinite(y) and not (y_scale.is_log and y <= 0):
             d.append(f"{command}{SIZE * x_scale(x):.1f} {SIZE * (1 - y_scale(y)):.1f}")
             command = "L"

@@ -25,6 +25,7 @@ _GAP = 0.08  # between columns, as a part of one
 _LEAST_COLUMNS = 8  # wide: one alone does not fill the picture
 _LABEL_LETTERS = 48  # under one picture, with the space between labels
 _MOST_SHARDS = 40
+# No source of scripts at all: this page has none.
 _CONTENT_SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"})
 
@@ -47,7 +48,8 @@ def render_dataset_page(dataset: Dataset, stats: DatasetStats) -> str:
         Html(f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY}">'),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("title", f"{name}, a dataset · phalanx"),
-        tag("link", rel="icon", href="data:,"),  # else a browser asks for /favicon.ico
+        # Else a browser asks for /favicon.ico.
+        tag("link", rel="icon", href="data:,"),
         tag("style", style),
     )
     main = tag("main", _lengths(stats), _tokens(stats), _origin(dataset), id="main")
@@ -59,7 +61,8 @@ def render_dataset_page(dataset: Dataset, stats: DatasetStats) -> str:
 def _header(name: str, dataset: Dataset, stats: DatasetStats) -> Html:
     used = f"{stats.num_tokens_used:,} of them occur"
     num_tokens = ""
-    if stats.num_tokens >= 1000:  # below that the rounded count is exact
+    # Below that the rounded count is exact.
+    if stats.num_tokens >= 1000:
         num_tokens = f"{stats.num_tokens:,}"
     keys = [
         ("Documents", f"{stats.num_documents:,}", ""),
@@ -251,7 +254,8 @@ def draw_histogram(
         right_edge = (first + number + (1 - _GAP / 2)) / num_slots
         top = scale(value)
         if value:
-            top = max(top, 0.004)  # one document of a million still shows
+            # One document of a million still shows.
+            top = max(top, 0.004)
             start_x, end_x = SIZE * left_edge, SIZE * right_edge
             d = f"M{start_x:.1f} {SIZE}V{SIZE * (1 - top):.1f}H{end_x:.1f}V{SIZE}Z"
             pointed = tag("title", f"{format_range(low, high)} tokens: {value:,} {y_label}")
@@ -284,7 +288,8 @@ def _rank_curve(stats: DatasetStats) -> Html:
 def _figure(
     title: str, y_label: str, x_label: str, scale: Scale, paths: list[Html], names: list[Html]
 ) -> Html:
-    ticks = select_whole(scale.ticks())  # of things one counts
+    # Whole numbers: what is shown is counted.
+    ticks = select_whole(scale.ticks())
     grid = [draw_path(horizontal_path(scale(tick)), "grid") for tick in ticks]
     heights = draw_y_ticks(ticks, scale)
     svg = tag(

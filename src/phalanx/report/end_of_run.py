@@ -121,6 +121,7 @@ def restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
                 f" {printable(exception_line(event.detail), 300)}"
             )
         elif isinstance(event, RestartScheduled):
+            # What failed last before a restart is its cause.
             causes.append(last)
     # A continued run has the restarts of earlier commands before those of this one.
     causes = causes[-num_restarts:]
@@ -168,6 +169,7 @@ def _wire_lines(events: list[Event]) -> list[str]:
     last, start = _last(events, StepFinished), _last(events, RunStarted)
     if last is None or start is None:
         return []
+    # plain_bytes of 0: nobody counted.
     is_usual = last.sent_bytes == start.plain_bytes or not start.plain_bytes
     amounts = {
         "gradients": "" if is_usual else describe_sent_bytes(last.sent_bytes, start.plain_bytes),
@@ -197,6 +199,7 @@ def _memory_lines(envelopes: list[Envelope]) -> list[str]:
     for envelope in envelopes:
         if isinstance(envelope.event, MemoryMeasured):
             newest[envelope.rank] = (envelope.attempt, envelope.event)
+    # A run that went on with fewer ranks has events of ranks that are gone.
     last_attempt = max((attempt for attempt, _ in newest.values()), default=0)
     rank, memory = 0, None
     for each_rank, (attempt, event) in newest.items():

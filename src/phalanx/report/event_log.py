@@ -27,6 +27,7 @@ SUPERVISOR = -1
 class RankClock:
     """Sums of one rank's step times."""
 
+    # Eight bytes a step, where a list of floats has several times that.
     step_s: array[float] = field(default_factory=lambda: array("d"))
     groups_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(GROUPS, 0.0))
 
@@ -102,6 +103,7 @@ def read_event_log(run_dir: Path) -> EventLog:
     files = _event_files(run_dir / "events")
     log = EventLog(lead_rank=min((rank for rank, _, _ in files if rank != SUPERVISOR), default=0))
     for _, _, path in files:
+        # A file is one process's (the supervisor's: of one after another), and names its own clock.
         clock = None
         for line in _lines(path):
             envelope = read_event(line, clock)

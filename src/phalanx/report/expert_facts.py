@@ -82,6 +82,7 @@ class ExpertLog:
         self._steps.setdefault(at, _Step()).add(event)
         if at > self._newest:
             self._newest, self._tokens, self._dropped = at, {}, {}
+        # Stages of a pipeline report the same step, each its own layers.
         if at == self._newest:
             self._tokens |= event.tokens_by_expert
             self._dropped |= event.dropped
@@ -95,6 +96,7 @@ class ExpertLog:
         steps = sorted(standing)
         return ExpertFacts(
             steps=steps,
+            # 0: nothing was counted.
             worst=[standing[step].worst or math.nan for step in steps],
             dropped_share=[standing[step].dropped_share for step in steps],
             step=self._newest[1],

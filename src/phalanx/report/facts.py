@@ -49,6 +49,7 @@ _GROUP_OF = {
 
 def group_of(phase: str) -> str:
     """The group of `GROUPS` a phase is shown in; phases of a later release are "other"."""
+    # No phase may take the name of what is left over by all of them.
     if phase == "unaccounted":
         return "other"
     name = _GROUP_OF.get(phase, phase)
@@ -209,6 +210,7 @@ class RunFacts:
     def sent(self) -> str:
         """ "12.3 MiB a step, 25 % of what fp32 sends": what the lead rank sent of gradients;
         empty if nothing."""
+        # Of the last attempt that began: a resumed run may have another layout.
         plain_bytes = 0.0
         for attempt in self.attempts:
             if attempt.started is not None:

@@ -158,4 +158,5 @@ def horizontal_path(y: float) -> str:
 
 
 def _numbers(values: Sequence[float]) -> list[float | None]:
+    # Six digits are more than one can read off a chart, and keep the page small.
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]

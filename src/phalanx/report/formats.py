@@ -15,6 +15,7 @@ NOT_MEASURED = "not measured"
 def number_or_nan(value: Any) -> float:
     """The value if it is a number of ordinary size, else NaN: JSON from a run directory may hold
     anything."""
+    # bool is an int in Python.
     if isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300:
         return float(value)
     return math.nan
@@ -75,7 +76,8 @@ def loss(value: float, unit: str) -> str:
 def percent(part: float, total: float) -> str:
     if not (math.isfinite(part) and math.isfinite(total) and total):
         return "–"
-    value = round(100 * part / total, 1) or 0.0  # never "-0.0"
+    # `or`: never "-0.0".
+    value = round(100 * part / total, 1) or 0.0
     return f"{value:.1f} %"
 
 

@@ -34,6 +34,7 @@ def select_steps(log: EventLog) -> tuple[Steps, StepHistory]:
         steps = log.lead_steps[attempt]
         first = min(steps.step)
         history.first_step[attempt] = first
+        # A list, for the loop takes steps out of `location`.
         for step in [step for step in location if step >= first]:
             earlier, row = location.pop(step)
             history.num_rolled_back += 1
@@ -67,6 +68,7 @@ def _copy_row(source: Steps, row: int, target: Steps) -> None:
 def select_skips(log: EventLog, steps: Steps, history: StepHistory) -> list[events.StepSkipped]:
     """Skipped steps that were not done, without a skip, by a later attempt."""
     latest: dict[int, tuple[int, events.StepSkipped]] = {}
+    # By attempt, so that the last word on a step is the newest.
     for envelope in sorted(log.rest, key=lambda envelope: envelope.attempt):
         if isinstance(envelope.event, events.StepSkipped):
             latest[int(envelope.event.step)] = (envelope.attempt, envelope.event)

@@ -30,6 +30,7 @@ def tag(name: str, *children: Child, **attributes: str | int | float | bool | No
     for key, value in attributes.items():
         if value is None or value is False:
             continue
+        # class_ and aria_label stand for class and aria-label, which Python cannot name.
         label = key.rstrip("_").replace("_", "-")
         head += f" {label}" if value is True else f' {label}="{escape(_clean(str(value)))}"'
     if name in VOID:
@@ -57,6 +58,7 @@ def join_html(children: Iterable[Child]) -> Html:
     for child in children:
         if child is None:
             continue
+        # Before str, which it is, too: text is escaped, markup is not.
         if isinstance(child, Html):
             parts.append(child)
         elif isinstance(child, str | int | float):
@@ -69,6 +71,7 @@ def join_html(children: Iterable[Child]) -> Html:
 def _clean(text: str) -> str:
     """Without control characters and lone surrogates, which HTML forbids, and marks that turn
     the line around."""
+    # Most text is, and then no letter has to be looked at: none of what is taken out is printable.
     if text.isprintable():
         return text
     return "".join(map(_clean_letter, text))

@@ -65,7 +65,8 @@ def render_page(facts: RunFacts) -> str:
         Html(f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY}">'),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("title", f"{facts.name}, {facts.status} · phalanx"),
-        tag("link", rel="icon", href="data:,"),  # else a browser asks for /favicon.ico
+        # Else a browser asks for /favicon.ico.
+        tag("link", rel="icon", href="data:,"),
         tag("style", style),
     )
     body = tag(

@@ -15,7 +15,8 @@ from phalanx.report.markup import Html, table, tag, tag_note, tag_small
 from phalanx.report.scales import linear_ticks, tick_texts
 
 MAX_RANKS = 16
-MAX_NAMED = 1500  # actions with a text to hover over: more would make the page megabytes longer
+# Actions with a text to hover over: more would make the page megabytes longer.
+MAX_NAMED = 1500
 MAX_BOXES = 600  # of one rank: two pixels each
 MAX_COLUMNS = 150  # where there are more than that
 MIN_LABEL_SHARE = 0.011  # of the step: narrower boxes have no room for a number
@@ -67,7 +68,8 @@ def draw_timeline_chart(
     rows: list[Html] = []
     for rank in ranks:
         for name, lane in lanes.items():
-            if len(lanes) == 1:  # nothing to tell it from
+            # There is nothing to tell it from.
+            if len(lanes) == 1:
                 name = ""
             rows += _row(name, lane, rank, whole_s, in_seconds)
     classes = _legend_classes(lanes)
@@ -176,6 +178,7 @@ def _columns(boxes: list[_Box]) -> dict[str, str]:
         start, end = box.start * MAX_COLUMNS, box.end * MAX_COLUMNS
         for index in range(int(start), min(MAX_COLUMNS, int(end) + 1)):
             covered = min(end, index + 1) - max(start, index)
+            # A box that ends on a border covers nothing of the next column.
             column[index] += max(0.0, covered)
     paths = dict.fromkeys(shares, "")
     floor = [0.0] * MAX_COLUMNS
@@ -184,7 +187,8 @@ def _columns(boxes: list[_Box]) -> dict[str, str]:
             low, high = _HEIGHT * (1 - floor[index]), _HEIGHT * (1 - min(1.0, floor[index] + share))
             left_edge = index * _WIDTH // MAX_COLUMNS
             right_edge = (index + 1) * _WIDTH // MAX_COLUMNS
-            if low - high > 0.5:  # of the 100 that a lane is high: less is not a pixel
+            # Of the 100 that a lane is high: less is not a pixel.
+            if low - high > 0.5:
                 paths[css_class] += f"M{left_edge} {low:.0f}V{high:.0f}H{right_edge}V{low:.0f}Z"
             floor[index] += share
     return paths
@@ -200,6 +204,7 @@ def _label(box: _Box, whole_s: float, in_seconds: bool) -> Html:
     """Its microbatch where there is room; everything on hover."""
     action, width = box.action, box.end - box.start
     text = str(action.microbatch)
+    # Two digits have room in MIN_LABEL_SHARE; longer numbers need more.
     if not width >= MIN_LABEL_SHARE * max(1.0, len(text) / 2):
         text = ""
     took = _format_duration(width * whole_s, whole_s, in_seconds)
@@ -214,6 +219,7 @@ def _label(box: _Box, whole_s: float, in_seconds: bool) -> Html:
 
 def _axis(whole_s: float) -> tuple[str, Html]:
     """(unit, the ticks under the lanes)."""
+    # The largest unit of which a step has at least two.
     for factor, unit in _UNITS:
         if whole_s * factor >= 2:
             return unit, _ticks(whole_s * factor)

@@ -74,6 +74,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
         status=status,
         is_finished=finished is not None,
         total_steps=_int_or_none(identity.total_steps),
+        # A file may write whole numbers as floats (`tail._is_whole`).
         layout={axis: int(degree) for axis, degree in identity.layout.items()},
         world_size=_int_or_none(identity.world_size),
         device=identity.device,
@@ -156,6 +157,7 @@ def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.name} is not in the run directory")
     except OSError as error:
         problems.append(f"{path.name} cannot be read ({error.strerror})")
+    # RecursionError: of brackets nested by the thousand.
     except (ValueError, RecursionError):
         problems.append(f"{path.name} is not JSON")
     else:
@@ -228,6 +230,7 @@ def _ledger(
         "steps done again": history.rolled_back_s,
         "starting": _sum_finite(start.startup_s for start in starts),
     }
+    # Never less than its parts, so that what is left for "everything else" is not negative.
     wall_s = max(wall_s, sum(parts.values()))
     parts["everything else"] = wall_s - sum(parts.values())
     return Ledger(wall_s, parts)

@@ -29,6 +29,7 @@ def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Point
     if len(xs) <= max_points:
         return list(xs), [_finite_or_nan(value) for value in ys]
     rows: list[int] = []
+    # Half as many buckets as points: each gives two.
     for start, end in buckets(len(xs), max_points // 2):
         finite = [row for row in range(start, end) if math.isfinite(ys[row])]
         if not finite:
@@ -48,6 +49,7 @@ def _finite_or_nan(value: float) -> float:
 def smooth(ys: Sequence[float], span: int) -> list[float]:
     """The mean of the finite values among the `span` neighbours of each point, as many before it
     as after."""
+    # Sums from the first value on: each mean is a difference of two, however long the span.
     sums, counts = [0.0], [0]
     for value in ys:
         sums.append(sums[-1] + finite_or_zero(value))
@@ -67,6 +69,7 @@ def running_median(ys: Sequence[float], span: int) -> list[float]:
     """The (upper) median of the same neighbours."""
     window: list[float] = []  # sorted
     half, medians = span // 2, []
+    # From before the first row on, which fills the window.
     for row in range(-half, len(ys)):
         arriving, leaving = row + half, row - half - 1
         if arriving < len(ys) and math.isfinite(ys[arriving]):

@@ -17,6 +17,7 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         if self.is_log:
+            # On the floor: a logarithm has no place for it.
             if value <= 0:
                 return 0.0
             return (math.log10(value) - math.log10(self.low)) / (
@@ -94,6 +95,7 @@ def linear_ticks(low: float, high: float, num_ticks: int) -> list[float]:
     if not span > 0 or not math.isfinite(span):
         return [low]
     power = 10.0 ** math.floor(math.log10(span / num_ticks))
+    # 0.999: rounding must not choose the next larger step.
     step = next(m * power for m in (1, 2, 2.5, 5, 10, 20) if m * power * num_ticks >= span * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]

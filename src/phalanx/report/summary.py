@@ -43,6 +43,7 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
         "tokens_per_s": _number(facts.tokens_per_s),
         "sent_bytes_per_step": _number(median(facts.steps.sent_bytes)),
         **{
+            # None where nothing goes over the axis.
             f"sent_{axis}_bytes_per_step": _number(median(sent_bytes)) or None
             for axis, sent_bytes in facts.steps.sent_by_axis.items()
         },

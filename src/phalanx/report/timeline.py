@@ -26,8 +26,9 @@ class _Span:
     def take(self, envelope: Envelope) -> None:
         at = envelope.monotonic_s
         if not math.isfinite(at):
+            # One line of an earlier release between others.
             if self.is_steady and not math.isnan(self.first_s):
-                return  # one line of an earlier release between others
+                return
             self.is_steady, at = False, envelope.time_unix_s
         elif not self.is_steady:
             return
@@ -86,6 +87,7 @@ class RunTimeline:
             at = envelope.monotonic_s
         if not math.isfinite(at):
             return command.before_s
+        # Within the command's life: another machine's clock may show anything.
         return command.before_s + min(max(at - command.first_s, 0.0), command.alive_s)
 
 
@@ -122,6 +124,7 @@ class TimelineBuilder:
         """Attempts that one supervisor started, one after the other."""
         commands: list[list[int]] = []
         for attempt in sorted(self._spans):
+            # The attempt before ended in a restart, so the same supervisor goes on.
             if commands and commands[-1][-1] in self._restarted:
                 commands[-1].append(attempt)
             else:

@@ -82,6 +82,7 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
         _row(name, tokens[:columns], experts.dropped.get(name, 0), columns, height)
         for name, tokens in layers
     ]
+    # At most 16 numbers on the axis: MAX_EXPERTS has every 64th.
     step = next(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if columns / size <= 16)
     ticks = []
     for number in range(0, columns, step):
@@ -130,6 +131,7 @@ def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: i
     paths: dict[int, str] = {}
     levels = [level_of(count, mean) for count in tokens]
     start, is_few = 0, columns <= FEW_COLUMNS
+    # One beyond the last expert, where the last run ends.
     for end in range(1, len(levels) + 1):
         if end == len(levels) or levels[end] != levels[start] or is_few:
             paths[levels[start]] = (

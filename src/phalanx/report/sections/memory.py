@@ -33,6 +33,7 @@ def categories(*dicts: Mapping[str, object]) -> list[str]:
 
 def classes(names: Iterable[str]) -> dict[str, str]:
     """A colour for each category, the same one wherever it appears on the page."""
+    # Not strict: there are more colours than usual categories, for others that may come.
     colours = dict(zip(_ORDER, _CLASSES, strict=False))
     for name in names:
         if name not in colours:
@@ -82,13 +83,15 @@ def total(parts: Mapping[str, float]) -> float:
 
 
 def _longest_bar_bytes(event: MemoryMeasured) -> float:
+    # One byte at least: bars are parts of it.
     return max(total(event.predicted_bytes), total(event.measured_bytes), 1.0)
 
 
 def bar(parts: Mapping[str, float], full_bytes: float, colour: Mapping[str, str]) -> Html:
     shown = {name: float(parts[name]) for name in categories(parts)}
     unattributed = total(parts) - sum(shown.values())
-    if unattributed > 0:  # a peak can be measured where its parts cannot
+    # A peak can be measured where its parts cannot.
+    if unattributed > 0:
         shown[UNATTRIBUTED] = unattributed
     return draw_stacked_bar(
         shown,

@@ -53,6 +53,7 @@ def _describe_batch(plan: dict[str, Any], units: Units) -> list[str]:
     batch_size = number_or_nan(plan.get("global_batch_size"))
     num_microbatches = number_or_nan(plan.get("num_microbatches"))
     micro_batch_size = number_or_nan(plan.get("micro_batch_size"))
+    # The sum is NaN if one of them is.
     if not math.isfinite(batch_size + num_microbatches + micro_batch_size):
         return []
     seq_len = number_or_nan(plan.get("seq_len"))

@@ -77,7 +77,8 @@ def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
         origin = "supervisor"
     elapsed_s = facts.timeline.elapsed_s(envelope)
     after = "0 s"
-    if elapsed_s >= 1e-3:  # microseconds between two of the first events tell nothing
+    # Microseconds between two of the first events tell nothing.
+    if elapsed_s >= 1e-3:
         after = formats.seconds(elapsed_s)
     text = describe_event(envelope, facts.units) or _describe_plainly(envelope)
     line = tag("span", text)
@@ -116,6 +117,7 @@ def _detail(envelope: Envelope) -> Html | None:
     """The whole traceback of a failure, folded away."""
     event = envelope.event
     if isinstance(event, events.RankFailed) and "\n" in event.detail.strip():
+        # Its end, which names the exception.
         return tag("details", tag("summary", "Traceback"), tag("pre", event.detail[-MAX_TEXT:]))
     return None
 

@@ -13,7 +13,8 @@ from phalanx.report.sections.curves import x_range
 
 MAX_RANKS = 32
 
-_LATER = {"pipeline": "g10"}  # colours stay what they were when a group comes between others
+# Colours stay what they were when a group comes between others.
+_LATER = {"pipeline": "g10"}
 GROUP_CLASS = {
     name: f"g{index}" for index, name in enumerate(name for name in GROUPS if name not in _LATER)
 } | _LATER
