@@ -66,10 +66,9 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
     body["optim"]["lr_scaling"] = "none"
     body["parallel"]["ranks"] = num_ranks
     if not job.model.is_foreign or is_hugging_face(job.model.kind):
+        # Zigzag cuts a sequence into 2 x cp parts, and cp is any divisor of the ranks.
         length, chunks = min(job.data.seq_len, MAX_SEQ_LEN), 2 * num_ranks
-        body["data"]["seq_len"] = (
-            length - length % chunks if length >= chunks else length
-        )  # any cp can cut it
+        body["data"]["seq_len"] = length - length % chunks if length >= chunks else length
     return _job(body)
 
 
@@ -91,6 +90,7 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
         )
     shape = shape_of(job, SMALL_VOCAB)
     groups = max(1, shape.num_heads // max(1, shape.num_kv_heads))
+    # About four heads, of which as many share a key-value head as in the model asked for.
     heads = groups * max(1, 4 // groups)
     small: dict[str, Any] = {
         "num_layers": min(shape.num_layers, max(2, num_blocks)),
@@ -258,6 +258,7 @@ def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str,
         axes = {"dp_replicate": replicas, "dp_shard": num_ranks // replicas, "zero_stage": 3}
         accumulate = {"accumulate": "sharded", "keep_whole_below": 64}
         yield f"hsdp{replicas}x{num_ranks // replicas}-accumulate", {**axes, **accumulate}
+        # The first split alone: `_data_parallel` has all of them.
         break
 
 
@@ -285,6 +286,7 @@ def make_cases(
     for name, axes in layouts:
         parallel = pipelines.resolve_stage_blocks(axes, num_blocks)
         body = job.to_json()
+        # What a layout does not name has its default here, not what the job asks for.
         body["parallel"] |= _NONE | {"compress": "none"} | _WAYS
         for key, value in parallel.items():
             section, _, name_of_key = key.rpartition(".")
@@ -293,7 +295,9 @@ def make_cases(
             if "pp" in parallel:
                 _require_possible(_job(body))
             else:
+                # Without a pipeline there is no stage to hold modules of the model.
                 body["parallel"] |= dict.fromkeys(pipelines.OF_THE_MODEL, ())
+            # A first plan says how many microbatches there are, the second has their size.
             first = plan_of(body)
             count = pipelines.num_microbatches(first) or NUM_MICROBATCHES
             body["train"]["micro_batch_size"] = job.train.global_batch_size // (

@@ -34,7 +34,8 @@ from phalanx.verify.row import Row
 
 DEFAULT_RANKS = 4
 MAX_NAMED = 16  # layouts, of a hundred and more, in a message
-LARGE_PARAMS = 200_000_000  # in float64, a copy per rank and the reference's gradients on disk
+# In float64: a copy per rank, and the reference's gradients of each step on disk.
+LARGE_PARAMS = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,14 @@ def choose_layouts(
     if shrink:
         job, changes = shrink_job(job, num_blocks=count_blocks_for(axes_of_name.values()))
         notes.append(f"shrunk  {changes or 'nothing: it is small'}")
+    # Before the job is changed, of which this says what is left out.
     omissions = list_not_judged(job)
     job = make_verified_job(job, num_ranks)
     if job.data.mixture or not (
         job.data.source == Data().source or is_own_dataset(job.data.source)
     ):
-        look_at_data(
-            job.data, vocab_size=None
-        )  # what is judged is made up, but data that is not there is a mistake
+        # What is judged is made up, but data that is not there is a mistake.
+        look_at_data(job.data, vocab_size=None)
     shape = measure_foreign_shape(job)
     num_params = (shape or shape_of(job, SMALL_VOCAB)).num_params
     if num_params > LARGE_PARAMS:
@@ -126,6 +127,7 @@ def choose_layouts(
         job,
         tuple(cases),
         num_steps=steps,
+        # Of "all" some never fit a model; only one that a person named must not be refused.
         required=frozenset(layout_names) - {"all"},
         notes=(),
         not_judged=tuple(omissions),
@@ -168,6 +170,7 @@ def _resolve_names(
     "asked" is the job's own layout, "all" is each layout of `num_ranks` ranks that fits the model.
     Raises UsageError for a name that is none of them.
     """
+    # Expert layouts are known names for any model: the plan says why one does not fit.
     known = dict([*list_layouts(num_ranks, experts=True), *list_compressed_layouts(num_ranks)])
     chosen: dict[str, dict[str, Any]] = {}
     for name in layout_names:
@@ -196,6 +199,7 @@ def _suggest_name(name: str, known: Sequence[str]) -> str:
 
 def _num_ranks_of(parallel: dict[str, Any]) -> int:
     """The product of the degrees that a layout sets; 0 if it sets none above 1."""
+    # Not ep, which has no ranks of its own: it spreads experts over those of dp and cp.
     product = 1
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         product *= parallel.get(axis, 1)

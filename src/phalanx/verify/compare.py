@@ -57,6 +57,7 @@ class Comparison:
 
     def scalar_error(self, value: float, attribute: str, step: int) -> float:
         reference = getattr(self.trace.steps[step], attribute)
+        # 1e-30: a reference of exactly zero must not divide.
         error = abs(value - reference) / max(abs(reference), 1e-30)
         return replace_nan(error)
 
@@ -100,6 +101,7 @@ class Comparison:
         )
         if size == 0:
             return 0.0
+        # All blocks hold the tensor `copies` times: a border that is off makes it no integer.
         copies = total / size
         gap = abs(copies - max(1, round(copies)))
         if not gap > 1e-6:
@@ -132,8 +134,10 @@ class Comparison:
         aa, ar, rr = (sum(d[i] for d in dots) for i in (1, 2, 3))
         if not rr or not aa or aa != aa:
             return None
+        # Least squares for a = f r: f = a.r / r.r, which leaves a.a - f a.r of a.a.
         factor = ar / rr
         residual = max(0.0, aa - factor * ar)
+        # Not `>`: NaN is above any bound.
         if not residual <= 1e-6 * aa:
             return None
         return factor
@@ -150,6 +154,7 @@ def covers_evenly(boxes_of_ranks: Sequence[Sequence[Box]]) -> bool:
     """True if the blocks of all ranks make one whole, each as often as the others, or as it says:
     none overlaps another in part."""
     count = Counter(itertools.chain.from_iterable(boxes_of_ranks))
+    # A block that n ranks hold, while they differ in others, is there n times as often.
     if len({number / box[2] for box, number in count.items()}) > 1:
         return False
     blocks = [box[:2] for box in count]

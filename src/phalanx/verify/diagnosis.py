@@ -170,6 +170,7 @@ class Diagnosis:
         reference = self._trace.steps[step].grad_norm
         excess = (norm**2 - reference**2) / reference**2
         for name, size in self._trace.sizes[gradients_of(step)].items():
+            # The squares of the two norms differ by that of this one tensor.
             if size and abs(abs(excess) * (reference / size) ** 2 - 1) < 1e-4:
                 mistake = "counted twice" if excess > 0 else "left out"
                 return f"the gradient of {name} is {mistake}"
@@ -269,6 +270,7 @@ class Diagnosis:
     def _explain_scaling(self, kind: str, off: Sequence[str], step: int) -> str:
         """The cause of gradients that are all off by a factor, one for all ranks or one for each;
         "" if they are not."""
+        # A factor of everything is off everywhere.
         if len(off) != len(self._trace.order):
             return ""
         factors: list[float] = []
@@ -368,6 +370,7 @@ class Diagnosis:
         if self._trace.dtype != "float64" or self._trace.narrows:
             return ""
         error = self._compared.error(kind, name)
+        # float32 rounds by 6e-8 and bfloat16 by 4e-3 at most; sums of them lose more, or less.
         for low, high, narrow in ((1e-9, 1e-6, "float32"), (3e-4, 1e-2, "bfloat16")):
             if low < error < high:
                 return (

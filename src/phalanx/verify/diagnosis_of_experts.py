@@ -84,8 +84,9 @@ class ExpertDiagnosis:
         behind = set(self._compared.trace.order[last + 1 :])
         if not off or not self._compared.trace.order[last].endswith(ROUTER) or behind & set(off):
             return ""
+        # Told apart by whether parts add up (`Diagnosis._explain_parts`).
         if all(name.endswith(ROUTER) for name in off) and self._tp > 1:
-            return ""  # told apart by whether parts add up
+            return ""
         over = []
         if self._tp > 1:
             over.append("counted by each rank of tp")

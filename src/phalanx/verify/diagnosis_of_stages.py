@@ -54,6 +54,7 @@ class StageDiagnosis:
         late = self._explain_late_weights(off)
         if late:
             return late
+        # Gradients run from the last stage to the first: a wrong one spoils every stage before it.
         wrong = sorted({stage for other in off for stage in stages.get(other, ())[:1]})
         right = {stage for other in set(stages) - set(off) for stage in stages[other]}
         border = wrong[-1] if wrong else -1

@@ -83,6 +83,7 @@ def _run_cases(
     data_dir: Path | None = None
     if is_own_dataset(job.data.source) and not job.data.mixture:
         data_dir = prepare_corpus(job.data, directory / "data", vocab_size=None).directory
+    # float64 first: references in float32 look for its traces (`_find_float64`).
     remaining = [(dtype, case) for dtype in DTYPES for case in selection.planned]
     while remaining:
         row_reader = _RowReader(directory / ROWS, add_row)
@@ -90,16 +91,19 @@ def _run_cases(
         row_reader.poll()
         if outcome.status in ("interrupted", "preempted"):
             return outcome.exit_code
+        # Rows come in the order of the cases: the first without one is where the group stopped.
         remaining = remaining[row_reader.num_rows :]
         if outcome.status == "failed":
             refusal = scratch.refusal_of(outcome)
             if isinstance(refusal, ResourceError):
                 raise refusal
             message = scratch.message_of(outcome)
+            # Every case has its row: the failure is no layout's.
             if not remaining:
                 raise PhalanxError(message)
             dtype, case = remaining.pop(0)
             add_row(selection.row_of(case, dtype=dtype, crashed=message))
+        # The next group's reader counts its rows from zero.
         (directory / ROWS).unlink(missing_ok=True)
     return None
 

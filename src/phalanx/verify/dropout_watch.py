@@ -33,6 +33,7 @@ class DropoutWatch:
                 and not _is_own(type(part))
             ):
                 part.register_forward_hook(
+                    # `name` is bound here: a closure would see the last one of the loop.
                     lambda part, args, out, name=name: self._look(name, part, args, out)
                 )
 
@@ -52,19 +53,19 @@ class DropoutWatch:
         index = next(
             (self._places[t.data_ptr()] for t in tensors if t.data_ptr() in self._places), 0
         )
+        # A step's rows: microbatch after microbatch, in each one rank's share after another's.
         share, shares = self._place
         self._definition.begin(self._step, (index * shares + share) * self._rows, self._rows)
 
     def _look(self, name: str, part: nn.Dropout, args: Any, output: Any) -> None:
-        if (
-            torch._C._current_graph_task_id() != -1
-        ):  # a recomputation: its gradients show what it drew
+        # Inside a backward this is a recomputation: its gradients show what it drew.
+        if torch._C._current_graph_task_id() != -1:
             return
         mask = self._definition.mask(name, 1 - part.p, args[0].shape)
-        is_stand_in = part.training and bool(
-            args[0].isnan().any()
-        )  # before a later stage's blocks; it is thrown away
+        # NaN stands in for the hidden states before a later stage's blocks; it is thrown away.
+        is_stand_in = part.training and bool(args[0].isnan().any())
         if mask is not None and part.training and not is_stand_in:
+            # Where the input is zero, the output does not show whether it was dropped.
             off = (((output != 0) != mask) & (args[0] != 0)).double().mean().item()
             if off:
                 self.wrong.setdefault((self._step, name), off)

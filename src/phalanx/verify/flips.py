@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EVALUATION = "evaluation"
-UPDATE_TOLERANCE = 1e-8  # Adam divides the rounding of a gradient that is truly zero by its eps
+# Adam divides the rounding of a gradient that is truly zero by its eps.
+UPDATE_TOLERANCE = 1e-8
 
 
 def train_step(step: int) -> str:
@@ -82,6 +83,7 @@ class Misrouted:
 
 def find_misrouted(reroutes: Sequence[Reroute], tolerance: float) -> list[Reroute]:
     """The reroutes that are no near-ties: rounding within `tolerance` cannot have turned them."""
+    # Not `>`: a margin of NaN is no near-tie.
     return [
         reroute for reroute in reroutes if not reroute.margin <= _bound(reroute.phase, tolerance)
     ]

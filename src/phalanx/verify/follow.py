@@ -84,6 +84,7 @@ def follow(
     share = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
     watch = DropoutWatch(model.module, seed, **share) if trace.dropped else None
     observations.tensors[INITIAL] = compare_blocks(trace, INITIAL, shards)
+    # Plain descent, as `train_alone` does: the job's own optimizer is followed by itself.
     optimizer = torch.optim.SGD(list(model.parameters()), lr=trace.lr)
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
         optimizer.zero_grad()
@@ -149,7 +150,8 @@ def record_means(objective: Objective, means: list[float]) -> Objective:
 
     def call_and_record(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         loss, targets = objective(outputs, batch)
-        if loss.requires_grad:  # not when a pipeline rehearses
+        # A pipeline's rehearsal has no gradients, and its loss is none.
+        if loss.requires_grad:
             means.append(loss.item() / int(targets) if int(targets) else float("nan"))
         return loss, targets
 
@@ -194,9 +196,8 @@ def compare_blocks(
                 actual = shard.tensor[slices].double().cpu() * factor
                 reference_block = reader.block(name, box.global_offset, box.size).double()
                 if actual.shape != reference_block.shape:
-                    actual = torch.full_like(
-                        reference_block, float("nan")
-                    )  # it stands where no such block is
+                    # It stands where no such block is.
+                    actual = torch.full_like(reference_block, float("nan"))
                 pairs = (
                     (actual - reference_block, actual - reference_block),
                     (actual, actual),

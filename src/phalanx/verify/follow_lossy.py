@@ -48,6 +48,7 @@ def follow_lossy(
             model.forward_backward(microbatches, record_means(objective, means)),
             max_norm=reference.max_norm,
         )
+        # Later steps have no reference: what stayed behind in this one is in their gradients.
         if number == 0:
             observations.losses, observations.num_targets = [facts.loss], [facts.num_targets]
             observations.local_means = [means]
@@ -91,6 +92,7 @@ def _add_unsent(
     complete = {}
     unsent = {} if model.compression is None else model.compression.errors()
     for name, shard in sent.items():
+        # A copy: the ranks' sum is taken in place, and the layout goes on with what it keeps.
         unsent_part = unsent.get(name, torch.zeros_like(shard.tensor)).clone()
         model.mesh.all_reduce_sum(unsent_part)
         complete[name] = shard.like(
@@ -106,6 +108,7 @@ def _distance(dots: dict[str, Dots]) -> float:
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    # As bytes, for numpy has no bfloat16. torch views only contiguous memory with a dimension so.
     return xxhash.xxh3_64_hexdigest(
         tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data
     )

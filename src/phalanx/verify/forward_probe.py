@@ -64,6 +64,7 @@ def probe(build: Callable[[], nn.Module], loss: Loss, batch: Batch, seed: int) -
     )
     mixed_by: Part = ""
     if rows > 1:
+        # A module of its own: the forward above may have moved the buffers of the first.
         other, (total, targets) = build(), sums[0]
         others_masks = DropoutMasks(other, seed)
         if mixes_rows(other, loss, batch, others_masks, total.item(), int(targets)):
@@ -87,6 +88,7 @@ def _is_same(before: torch.Tensor | None, after: torch.Tensor) -> bool:
     return (
         before is not None
         and before.shape == after.shape
+        # As numbers: torch.equal finds NaN unlike NaN.
         and torch.equal(before.nan_to_num(), after.nan_to_num())
     )
 
@@ -133,6 +135,7 @@ def _refusing_draws(module: nn.Module) -> Iterator[None]:
     for path, part in module.named_modules():
         name = f"{path} ({type(part).__name__})" if path else type(part).__name__
         hooks.append(part.register_forward_pre_hook(draws.enter))
+        # `name` is bound here: a closure would see the last one of the loop.
         hooks.append(part.register_forward_hook(lambda *_, name=name: draws.leave(name)))
     try:
         yield
@@ -151,9 +154,8 @@ def describe_failure(error: Exception, dtype: str) -> str:
     """Why there is no reference: nothing that a layout could be blamed for."""
     if isinstance(error, LayoutError):
         return str(error)
-    kind = (
-        "" if isinstance(error, ArithmeticError) else f"{type(error).__name__}: "
-    )  # those are the reference's own
+    # An ArithmeticError is the reference's own (`train_alone`) and says all in its words.
+    kind = "" if isinstance(error, ArithmeticError) else f"{type(error).__name__}: "
     return f"the module alone, in one process in {dtype}: {kind}{_first_line(error)}"
 
 

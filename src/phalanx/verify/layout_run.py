@@ -69,6 +69,7 @@ class LayoutRun:
             observations = follow(model, objective, steps, trace, seed=seed)
         observations.digests = digest_weights(model) if compress != "none" else {}
         if UPDATED in trace.sizes:
+            # Built anew: the steps above have moved the weights.
             model, _ = self._build(full_trace, mesh)
             watch.attach(model, optimizer_step)
             optimizer = build_optimizer(model, self.job.optim)

@@ -18,10 +18,8 @@ from phalanx.plan.pipeline.schedule import read_schedule
 from phalanx.plan.plan import Plan
 
 AXES = ("pp", "schedule", "schedule_file", "stages_per_rank", "stage_blocks")
-OF_THE_MODEL = (
-    "first_stage",
-    "last_stage",
-)  # which of its modules these stages hold, in any pipeline
+# Which of the model's modules these stages hold, in any pipeline.
+OF_THE_MODEL = ("first_stage", "last_stage")
 MICROBATCHES_PER_RANK = 2  # the fewest that every schedule can run
 _OUTSIDE_BLOCKS = 1  # the head can be a stage of its own
 
@@ -88,7 +86,7 @@ def _variants(num_ranks: int) -> Layouts:
     yield f"pp2{suffix}-uneven-1f1b", {"pp": 2, "schedule": "1f1b", "stage_blocks": UNEVEN} | fsdp
 
 
-# all blocks but one in the last stage: how many these are is known when there is a model
+# All blocks but one in the last stage: how many these are is known when there is a model.
 UNEVEN = "uneven"
 
 
@@ -135,6 +133,7 @@ def find_batch_factor(parallel: Parallel, rows_per_rank: int) -> int:
     if parallel.degrees.pp == 1 or parallel.schedule_file is None:
         return 1
     num_microbatches = read_schedule(Path(parallel.schedule_file)).num_microbatches
+    # The least factor with which n microbatches divide the rows of one data-parallel rank.
     return num_microbatches // math.gcd(
         num_microbatches, rows_per_rank * parallel.degrees.model_parallel_size
     )

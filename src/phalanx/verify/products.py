@@ -36,7 +36,8 @@ def list_expert_layouts(num_ranks: int) -> Layouts:
     if num_ranks == 1:
         return
     everywhere = {"ep": num_ranks}
-    yield f"ddp-ep{num_ranks}", everywhere  # the simplest that fits: copies of all but experts
+    # The simplest that fits: copies of all but experts.
+    yield f"ddp-ep{num_ranks}", everywhere
     yield f"zero2-ep{num_ranks}", {"dp_shard": num_ranks, "zero_stage": 2} | everywhere
     for how in ("full", "selective", "sqrt"):
         yield (

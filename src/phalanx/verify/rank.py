@@ -33,7 +33,7 @@ from phalanx.verify.verdict import TOLERANCE, Comparator
 
 # The first torch known to compile attention's backward in float64; 2.11 is known not to.
 FLOAT64_COMPILED = (2, 13)
-# times, of one block: in training and evaluation, with and without gradients, for each module
+# Times, of one block: in training and evaluation, with and without gradients, for each module.
 MOST_COMPILED = 64
 # Imported in the server, once, instead of in every rank: ranks are forks of it.
 transforms()
@@ -53,12 +53,14 @@ def compare_layouts(payload: VerifyPayload) -> None:
     job, run_dir, first = payload.job, payload.run_dir, payload.cases[0].plan
     with open_mesh(Layout(dp_replicate=payload.num_ranks), device="cpu") as mesh:
         all_steps = make_global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
+        # groupby joins neighbours only: the cases come type by type (`verify.drive`).
         for dtype, cases in itertools.groupby(payload.cases, key=lambda case: case.dtype):
             steps = cast_steps(all_steps, getattr(torch, dtype))
             references = References(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
                 row = verify_layout(job, case, references, payload.model_name)
                 if mesh.rank == 0:
+                    # As each case ends: the process that started us reads along.
                     with open(run_dir / ROWS, "a") as file:
                         file.write(json.dumps(row.to_json()) + "\n")
 

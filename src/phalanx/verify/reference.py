@@ -64,6 +64,7 @@ def train_alone(
             raise ArithmeticError(f"step {number + 1} has no target")
         named = dict(module.named_parameters())
 
+        # Once, by the targets of all microbatches: a mean of their means would weigh them alike.
         for parameter in named.values():
             if parameter.grad is not None:
                 parameter.grad /= count

@@ -70,8 +70,10 @@ class References:
     def _open(self, count: int, steps: list[list[Batch]]) -> Trace | str:
         if count not in self._traces:
             directory, failure = self.run_dir / f"reference-{self.dtype}-{count}", ""
+            # A group that crashed may have left it; trace.json is written last.
             if self.mesh.rank == 0 and not (directory / TRACE).exists():
                 failure, _ = _write_reference(directory, self.job, self.plan, self.dtype, steps)
+            # All ranks come here together, for each has opened the same traces before.
             failure = self.mesh.gather_json(failure)[0]
             self._traces[count] = failure or read_trace(directory)
         return self._traces[count]
@@ -88,6 +90,7 @@ class References:
         directory = self.run_dir / f"reference-{self.dtype}-routed-{self._num_replays}"
         answer: tuple[str, list[dict[str, Any]]] = "", []
         if self.mesh.rank == 0:
+            # What the usual trace was made of, whatever number of microbatches the layout has.
             steps = self.steps if trace is self._traces[len(self.steps[0])] else steps
             failure, reroutes = _write_reference(
                 directory, self.job, self.plan, self.dtype, steps, choices
@@ -122,7 +125,8 @@ def _write_reference(
     try:
         with _repeatable():
             return "", writer.write()
-    except ResourceError:  # of a reference that this one needs
+    # Of a reference that this one needs: it has its words already.
+    except ResourceError:
         raise
     except Exception as error:
         problem = disk_problem(

@@ -58,6 +58,7 @@ def compare_routes(
     tolerance: float,
 ) -> Rerouted:
     """`steps`: those of the layout, of all ranks. Collective."""
+    # The choices are those of all ranks, so all take the same branch, and meet in collectives.
     if are_alike(layout_result.choices, read_routes(trace.directory)):
         return Rerouted(trace)
     token_place = find_disagreement(layout_result.choices)

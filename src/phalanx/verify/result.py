@@ -41,9 +41,8 @@ class VerifyResult:
             return self.stop_code
         if any(row.ok is False for row in self.rows):
             return ExitCode.VERIFICATION
-        equal = {
-            row.layout for row in self.rows if row.ok
-        }  # in some type: not every module has a float64
+        # In some type: not every module has a float64.
+        equal = {row.layout for row in self.rows if row.ok}
         refused = {row.layout for row in self.rows} - equal
         is_refused = bool(refused & self.required) or bool(refused and not equal)
         if is_refused:

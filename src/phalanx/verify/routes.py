@@ -75,6 +75,8 @@ class Routes:
             return experts_BTK
         key = f"{self._phase}/{name}"
         parts = self._parts.setdefault(key, [])
+        # Rows come in their order: what is noted says where this call begins.
+        # Sorted, for the same experts in another order are the same choice.
         first_row, chosen = sum(map(len, parts)), experts_BTK.sort(-1).values
         if key in self._forced:
             forced = self._forced[key][first_row : first_row + len(chosen)]
@@ -89,6 +91,7 @@ class Routes:
                     _reroute(at, scores_BTE[row, token], own_experts, forced_experts)
                 )
             chosen = forced
+            # Where the choice is the same, its own order stays.
             experts_BTK = torch.where(differs_BT[..., None], forced, experts_BTK)
         parts.append(chosen)
         return experts_BTK
@@ -98,6 +101,7 @@ def _reroute(
     at: tuple[str, str, int, int], scores_E: torch.Tensor, chosen: set[int], forced: set[int]
 ) -> Reroute:
     score = scores_E.tolist()
+    # The widest gap of the swap: the best expert that was left against the worst that was taken.
     expert, instead = (
         max(chosen - forced, key=lambda e: score[e]),
         min(forced - chosen, key=lambda e: score[e]),
@@ -149,6 +153,7 @@ class RouteWatch:
             key, first_row = f"{phase(moment.step - 1)}/{name}", moment.first_row
         else:
             key = f"{EVALUATION}/{name}"
+            # An evaluation has no moment: its microbatches are counted as they come.
             index = sum(other == key for other, _ in self._parts)
             first_row = (
                 index * model.plan.layout.data_parallel_size + model.mesh.data_parallel_rank
@@ -171,6 +176,7 @@ class RouteWatch:
         Collective.
         """
         gathered = {}
+        # `like` is the trace's, the same on every rank: all reduce the same keys in the same order.
         for key, complete in like.items():
             most, least = torch.full_like(complete, -1), torch.full_like(complete, _ABSENT)
             for (other, first_row), (chosen, places) in self._parts.items():
@@ -182,6 +188,7 @@ class RouteWatch:
                         ] = chosen
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             dist.all_reduce(least, op=dist.ReduceOp.MIN)
+            # Maximum and minimum over ranks are equal where all that have the token choose alike.
             gathered[key] = most.masked_fill((most != least) & (most >= 0), -2)
         return gathered
 
@@ -211,11 +218,13 @@ class Places:
         return torch.arange(length).chunk(self.cp)[self.rank]
 
 
-_ABSENT = 2**31  # above any expert's number, so that the minimum over ranks is one that chose
+# Above any expert's number, so that the minimum over ranks is of one that chose.
+_ABSENT = 2**31
 
 
 def write_routes(directory: Path, choices: Choices) -> None:
     if choices:
+        # safetensors refuses tensors that are not contiguous.
         save_file({key: t.contiguous() for key, t in choices.items()}, directory / ROUTES)
 
 

@@ -49,6 +49,7 @@ class TraceReader:
 
     def block(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         """The elements [offset, offset + size) of a tensor."""
+        # A tensor without dimensions has no slices.
         if not size:
             return self._file.get_tensor(name)
         slices = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
@@ -73,7 +74,8 @@ def write_trace(
     `other`: asked after the steps for the directory of the same in float64, or from weights that
     are rounded otherwise, which tells how much of a tensor is rounding.
     """
-    directory.mkdir(parents=True, exist_ok=True)  # a group that crashed may have begun
+    # A group that crashed may have begun.
+    directory.mkdir(parents=True, exist_ok=True)
     sizes = {INITIAL: _save(directory / INITIAL, dict(module.named_parameters()))}
     trace_steps, lr = [], 0.0
     for number, step in enumerate(steps):
@@ -83,6 +85,7 @@ def write_trace(
             if gradient is not None:
                 gradients[name] = gradient
         for name, parameter in module.named_parameters():
+            # Without a part in the loss: zeros, as a layout's are (`gradient_shards`).
             if step.gradients[name] is None:
                 gradients[name] = torch.zeros_like(parameter)
         sizes[gradients_of(number)] = _save(directory / gradients_of(number), gradients)
@@ -101,11 +104,13 @@ def write_trace(
         "sizes": sizes,
         **asdict(probed),
     }
+    # Not before: it needs what routers chose in the steps and in the evaluation.
     other_directory = other()
     if other_directory is not None:
         kinds = [kind for kind in sizes if kind.startswith(GRADIENTS)]
         body["rounding"] = {kind: _distances(directory, other_directory, kind) for kind in kinds}
     body["evaluation"] = evaluation
+    # Last: whoever finds this file finds the others.
     (directory / TRACE).write_text(json.dumps(body))
 
 
@@ -145,6 +150,7 @@ def _run_and_save(
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    # A copy: safetensors refuses memory that is not contiguous, or that two tensors share.
     plain = {
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()

@@ -14,7 +14,8 @@ GRADIENTS = "step-"
 ROUNDING_64, ROUNDING_32 = 1e-10, 1e-5
 
 MOST_RELAXED = 1e-2  # mistakes are larger
-ROUNDINGS = 4  # two differ by twice what each lost, and ranks add up in another order
+# Two differ by twice what each lost, and ranks add up in another order.
+ROUNDINGS = 4
 
 INITIAL, FINAL = "initial", "final"
 UPDATED = "updated"  # weights after the job's own optimizer; sizes are how far they moved

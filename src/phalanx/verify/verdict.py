@@ -63,6 +63,7 @@ class Comparator:
 
     def compare(self) -> Verdict:
         """The errors of each kind, and the first difference with its likely cause."""
+        # The generator stops there: what only follows from the first difference is not explained.
         first = next(self._differences(), None)
         if first is not None:
             first = replace(
@@ -102,6 +103,7 @@ class Comparator:
                     yield from self._routing(optimizer_step(step))
             if kind in self._trace.sizes:
                 yield from self._tensors(label, kind, len(self._trace.steps) - 1)
+            # Here, for its cause takes weights and buffers for equal; the update is another run's.
             if kind == BUFFERS:
                 yield from self._routing(EVALUATION)
                 yield from self._evaluation()
@@ -120,6 +122,7 @@ class Comparator:
     def _strange_names(self) -> Iterator[Difference]:
         for key, words in (("unknown", "no tensor of the module"), ("absent", "on no rank")):
             names_of_ranks = [set(observation[key]) for observation in self._observations]
+            # Unknown on any rank; absent where all lack it, for a rank has only its stage's.
             names = sorted(
                 set.union(*names_of_ranks)
                 if key == "unknown"
@@ -228,6 +231,7 @@ class Comparator:
         off = list(tolerance_of)
         for name, tolerance in tolerance_of.items():
             shares = self._compared.list_squares(kind, name)
+            # The square of the error is a sum over ranks: each may have its share of the bound.
             limit = (tolerance * self._trace.scale(kind, name)) ** 2 / len(shares)
             # Not `share > limit`: NaN is above any limit.
             ranks = tuple(rank for rank, share in enumerate(shares) if not share <= limit)
