@@ -26,7 +26,7 @@ TRY = (
     "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or"
     " more)"
 )
-# typer exports only a leaf of its exceptions: BadParameter < UsageError < ClickException
+# typer exports only a leaf of its exceptions: BadParameter < UsageError < ClickException.
 UsageMistake: type[Exception] = typer.BadParameter.__mro__[1]
 AnyMistake: type[Exception] = typer.BadParameter.__mro__[2]
 
@@ -56,10 +56,12 @@ class Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
+            # Here, not at exit, where Python itself would report a pipe that is broken.
             sys.stdout.flush()
             return result
         except BrokenPipeError as error:
-            raise NobodyReadsError from error  # typer ends with exit code 1 on a broken pipe
+            # typer ends with exit code 1 on a broken pipe.
+            raise NobodyReadsError from error
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in names(PACKAGE):
@@ -170,6 +172,7 @@ def _run(arguments: Sequence[str]) -> int:
         # in for a library.
         sys.path.append(os.getcwd())
     try:
+        # Not standalone: click would end the process, with exit codes of its own.
         result = build_app().main(list(arguments), prog_name="phalanx", standalone_mode=False)
         return result if isinstance(result, int) else ExitCode.OK
     except PhalanxError as error:
@@ -183,12 +186,14 @@ def _run(arguments: Sequence[str]) -> int:
         silence(sys.stdout)
         return ExitCode.OK
     except AnyMistake as mistake:
+        # By its name: typer does not export the class.
         if type(mistake).__name__ == "NoArgsIsHelpError":
             mistake.show()  # type: ignore[attr-defined]
         else:
             print(f"phalanx: {_mistake_words(mistake, arguments)}", file=sys.stderr)
         return ExitCode.USAGE
     except Exception as error:
+        # A full disk is nobody's bug.
         problem = disk_problem(error, "writing or reading files")
         if problem is not None:
             tell(problem)
@@ -204,6 +209,7 @@ def _mistake_words(mistake: Any, arguments: Sequence[str]) -> str:
     context = getattr(mistake, "ctx", None)
     verb = context.command_path if context else "phalanx"
     option = getattr(mistake, "option_name", None)
+    # By its name, as above.
     if isinstance(option, str) and type(mistake).__name__ == "NoSuchOption":
         from phalanx.cli._spelling import suggest_option
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from phalanx.core.errors import UsageError, did_you_mean
 from phalanx.core.registry import is_foreign
 
+# "job.toml" is no key, but a file that is not there.
 _KEY = re.compile(r"[A-Za-z_]+\.(?!toml$)[A-Za-z_]+")
 _OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*=")
 
@@ -30,6 +31,7 @@ def split_arguments(
     job_file = files[0]
     if not allow_file:
         raise UsageError(f"{job_file!r}: a resumed run has its own job", fix="give only key=value")
+    # Before files are counted: a key without its value is told as such, not as a second file.
     for word in files:
         _refuse_misspelt(word)
     if not job_file.endswith((".toml", ".json")):

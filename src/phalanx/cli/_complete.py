@@ -101,9 +101,8 @@ def _keys(incomplete: str) -> Candidates:
     matches = matches or [key for key in known if key.partition(".")[2].startswith(incomplete)]
     matches = matches or difflib.get_close_matches(incomplete, known, n=3, cutoff=0.7)
     offered = [(kind(f"{key}="), known[key].get("description", "")) for key in matches]
-    if (
-        len(matches) == 1
-    ):  # a second candidate keeps the shell from setting a space behind the equals sign
+    # A second candidate keeps the shell from setting a space behind the equals sign.
+    if len(matches) == 1:
         offered += [
             (kind(f"{matches[0]}={text}"), help_text)
             for text, help_text in _values(matches[0], "")[:1]
@@ -153,6 +152,7 @@ def _schema() -> dict[str, Any]:
         properties: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))[
             "properties"
         ]
+    # Without its file nothing is offered: an error would be printed into the command line.
     except (OSError, ValueError, KeyError):
         return {}
     return properties

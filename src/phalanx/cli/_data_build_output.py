@@ -61,6 +61,7 @@ def print_build(summary: BuildSummary, tokenizer: str) -> None:
     shards = plural(len(dataset.shards), "shard")
     if progress is not None and progress.num_shards_kept:
         shards += f", {progress.num_shards_kept} of them there before"
+    # A dtype of numpy's ends with its number of bytes: "<u2".
     kind = f"{8 * int(manifest.dtype[-1])}-bit ids of a vocabulary of {manifest.vocab_size:,}"
     _print("shards", f"{shards}, {format_bytes(summary.num_bytes)}; {kind} ({tokenizer})")
     if manifest.end_of_document is None:

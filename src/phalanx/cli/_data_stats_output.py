@@ -33,6 +33,7 @@ def print_stats(stats: DatasetStats, directory: str) -> None:
 def _can_draw() -> bool:
     try:
         "█▏".encode(sys.stdout.encoding or "ascii")
+    # LookupError: an encoding that Python does not know.
     except (UnicodeEncodeError, LookupError):
         return False
     return True
@@ -92,6 +93,7 @@ def draw_bar(part: float, *, fancy: bool = True) -> str:
     """
     eighths = max(round(part * BAR_CELLS * 8), 1 if part > 0 else 0)
     if not fancy:
+        # Rounded up, so that any part above 0 shows here, too.
         return "#" * -(-eighths // 8)
     full_cells, rest = divmod(eighths, 8)
     if not rest:

@@ -52,7 +52,8 @@ def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    if value is None:  # TOML has no word for it
+    # TOML has no word for it.
+    if value is None:
         return "none"
     return shorten(toml_value(value), MAX_VALUE)
 

@@ -34,6 +34,7 @@ class TextPrinter:
         if not text.has_ended:
             decoded = decoded.rstrip(INCOMPLETE)
         _write(_safe(decoded[self._num_printed :]))
+        # Never back: what is printed stays, should more tokens decode to fewer letters.
         self._num_printed = max(self._num_printed, len(decoded))
         if text.has_ended:
             _write("\n")
@@ -52,7 +53,8 @@ def _write(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except UnicodeEncodeError:  # a terminal that is not of UTF-8
+    # A terminal that is not of UTF-8.
+    except UnicodeEncodeError:
         encoding = sys.stdout.encoding or "ascii"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     except BrokenPipeError:

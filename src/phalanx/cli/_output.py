@@ -33,4 +33,5 @@ def report_errors(as_json: bool) -> Iterator[None]:
 
 
 def _safe(text: str) -> str:
+    # A limit above the length: nothing is cut.
     return printable(text, max(1, len(text) + 100))

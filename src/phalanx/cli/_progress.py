@@ -79,6 +79,7 @@ class ProgressLine:
     ) -> str:
         rate, eta = 0.0, "?"
         if elapsed_s > 0:
+            # What an earlier command had done took no time of this one.
             rate = (done - skipped) / elapsed_s
         if rate > 0:
             eta = format_seconds((total - done) / rate)
@@ -114,6 +115,7 @@ def _open_bar(stream: TextIO, verb: str) -> Any:
         TextColumn("{task.percentage:>3.0f} %", markup=False),
         TextColumn("{task.fields[words]}", markup=False),
         console=open_screen(stream),
+        # No thread of rich's redraws: `update` does.
         auto_refresh=False,
         transient=True,
         redirect_stdout=False,

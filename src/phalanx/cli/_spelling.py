@@ -57,6 +57,7 @@ def suggest_option(
         return suggestion
     is_exact = name.rpartition(".")[2] in {*sections_by_key(), *OTHER_NAMES}
     keys = suggest_key(option, sections_by_key(), _value_of(option, arguments))
+    # An exact key comes before an option that is only spelt like it.
     return keys if keys and (is_exact or not suggestion) else suggestion or keys
 
 
@@ -118,8 +119,9 @@ def _describe_directory(path: Path, word: str) -> tuple[str, str]:
             "is a checkpoint, not a job file",
             f"give its job {job}" if job else f"write model.init_from={word}",
         )
+    # The job that is in it is named.
     if any(path.glob("*.toml")):
-        return "", ""  # the job that is in it is named
+        return "", ""
     return "is a folder, not a job file", f"write data.source={word} to train on what is in it"
 
 

@@ -62,6 +62,7 @@ def _describe_suggestion(suggestion: Suggestion) -> list[str]:
 
 
 def _write_entry(pattern: str, rule: str) -> str:
+    # A JSON string of such words is a TOML string, too.
     return f"{json.dumps(pattern)} = {json.dumps(rule)}"
 
 

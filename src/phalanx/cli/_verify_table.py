@@ -41,7 +41,8 @@ class RowPrinter:
             body = row.to_json()
             print_json("verify-row", body | {"notes": [*row.notes, *self._not_judged]})
         elif row.ok is None:
-            if row.dtype:  # those without one are the selection's, and printed with it
+            # Those without one are the selection's, and printed with it.
+            if row.dtype:
                 self._refused.append(row)
         else:
             for line in describe_row(row):

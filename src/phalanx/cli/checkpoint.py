@@ -24,6 +24,7 @@ EXAMPLES = {
     "import": "Example: phalanx checkpoint import Qwen3-0.6B --out imported",
 }
 
+# As Hugging Face counts the size of a shard, not 2**30.
 GB = 10**9
 
 Location = Annotated[

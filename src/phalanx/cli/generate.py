@@ -135,6 +135,7 @@ def _read_prompt() -> list[str]:
         raise UsageError(
             "there is no prompt", fix='give --prompt "TEXT", or the text on standard input'
         )
+    # One byte more than is allowed shows that there is more.
     raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
     if len(raw) > MAX_PROMPT_BYTES:
         raise UsageError(f"the prompt on standard input has more than {MAX_PROMPT_BYTES >> 20} MiB")

@@ -66,6 +66,7 @@ def command(
             job, source = load_for_explaining(job_file, overrides, resume)
             print_explained(job, source, overrides, as_json=as_json)
             return 0
+        # Before what takes long to import: a run in use is refused at once.
         from phalanx.run.run_in_use import refuse_run_in_use
 
         refuse_run_in_use(job_file, overrides, resume)
@@ -81,6 +82,7 @@ def command(
             else:
                 request = TrainRequest.for_job(load_job(job_file, overrides))
             end = run_training(request, RunOutput(), guards_rank=True)
+        # Under another launcher each of its ranks comes here: one of them prints.
         if as_json and end.rank == 0:
             from phalanx.report.reduce import reduce_run
             from phalanx.report.summary import run_json
