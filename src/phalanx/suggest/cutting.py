@@ -27,6 +27,7 @@ def find_needed_features(
         if grad is None:
             needs.append([])
         else:
+            # abs: what two rows of the batch give must not cancel.
             needs.append(torch.nonzero(grad.flatten(0, -2).abs().sum(0)).flatten().tolist())
     return needs
 
@@ -56,15 +57,18 @@ def find_cutting(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None
     """
     width = flow.inputs[row].shape[-1]
     widths = [flow.outputs[name].shape[-1] for name in columns]
+    # Each costs a backward: both ends, and some between.
     samples = {*range(min(3, width)), width - 1}
     samples |= {width * index // NUM_SAMPLES for index in range(NUM_SAMPLES)}
     needs_of_feature = {}
     for feature in sorted(samples):
         needs = find_needed_features(flow, row, columns, feature)
+        # A feature that is off in the whole batch (behind a ReLU) has no gradient: no clue.
         if all(needs):
             needs_of_feature[feature] = needs
     if len(needs_of_feature) < 2:
         return None
+    # From the finest cut, which most degrees of tp fit, to the one that follows every feature.
     return (
         _by_features(needs_of_feature, width, widths)
         or _by_heads(needs_of_feature, width, widths)
@@ -131,6 +135,7 @@ def _by_heads(
         texts.append("column heads=" + "+".join(_heads_text(count, num_heads) for count in heads))
     fewest = min(heads_of_parts)
     divisors = [degree for degree in range(2, num_heads + 1) if num_heads % degree == 0]
+    # Fewer heads of keys and values than ranks: each of these heads is on several of them.
     legal = [degree for degree in divisors if fewest % degree == 0 or degree % fewest == 0]
     why = f"head by head: {num_heads} heads"
     if fewest < num_heads:
@@ -180,6 +185,7 @@ def _needs_heads(
     if not count or count * unit != part.size or num_heads % count:
         return False
     for feature, needed in needs.items():
+        # The head of the row's feature, the head of this part that it shares, its first feature.
         first = part.start + feature // head_width * count // num_heads * unit
         inside = [index for index in needed if part.start <= index < part.start + part.size]
         if not inside or not first <= inside[0] <= inside[-1] < first + unit:
@@ -208,6 +214,7 @@ def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
         return None
     for index, size in enumerate(widths):
         for feature in range(size):
+            # Groups are equal stretches of each column, one after the other.
             if group_of.get((index, feature)) != feature * groups // size:
                 return None
     degrees = [degree for degree in range(2, groups + 1) if groups % degree == 0]
@@ -239,6 +246,7 @@ def _number_groups(
         for index, needed in enumerate(find_needed_features(flow, row, columns, feature)):
             keys += [(index, column_feature) for column_feature in needed]
         known = {group_of[key] for key in keys if key in group_of}
+        # A feature belongs to the group of the one before it, or begins the next.
         if not keys or len(known) > 1 or (known and known != {number}):
             return None
         number += not known

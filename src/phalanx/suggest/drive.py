@@ -56,6 +56,7 @@ def _simplify_job(job: Job) -> Job:
 def _run_rank(job: Job, plan: Plan, scratch: Scratch) -> Outcome:
     run_dir = scratch.directory
     data_dir: Path | None = None
+    # A user's own samples fit the module; else inputs are made up, and no corpus is prepared.
     if is_own_dataset(job.data.source) and not job.data.mixture:
         data_dir = prepare_corpus(job.data, run_dir / "data", vocab_size=None).directory
     payload = SuggestPayload(job, plan, run_dir, data_dir)

@@ -39,6 +39,7 @@ def find_end_rules(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> E
             ends.whole[name] = refusal
             continue
         ends.rules[name] = ("vocab", "it looks up the tokens")
+        # Tied weights are cut alike, or not at all.
         for holder in observed.find_holders(observed.parts[name].weight):
             if holder != name:
                 ends.rules[holder] = heads[holder]
@@ -54,6 +55,7 @@ def find_end_rules(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> E
         )
         if name in rules or name in ends.rules or is_tied_to_whole:
             continue
+        # A head of the vocabulary is cut at any size.
         if weight.shape[0] >= SMALL_HEAD or weight.shape[0] in vocab_sizes:
             ends.rules[name] = rule
         else:
@@ -76,6 +78,7 @@ def _refuse_embedding(
         or not (looked_up == token_ids).all()
     ):
         return "it does not look up the tokens of the batch"
+    # max_norm changes rows in place, the two others what the gradient is.
     has_options = part.max_norm or part.sparse or part.scale_grad_by_freq
     if name in observed.flow.called_often or has_options:
         return "it is called more than once, or has an option that parts do not have"
@@ -98,6 +101,7 @@ def _find_heads(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> dict
         is_candidate = name not in rules and name not in consumed
         if not is_candidate or not isinstance(observed.parts[name], nn.Linear):
             continue
+        # A head feeds no other layer: the module returns what it makes.
         if output is result:
             heads[name] = ("vocab", "the module returns its logits")
         elif any(leaf is output for leaf in find_tensors(result)):

@@ -73,12 +73,14 @@ def watch_forward(module: nn.Module, call: Callable[[], Any]) -> Flow:
             or not isinstance(output, torch.Tensor)
             or not args
         ):
+            # Its first output stays known: whom it feeds must not pass for fed by others alone.
             flow.called_often.add(name)
             return None
         if isinstance(part, nn.Embedding):
             flow.looked_up[name] = args[0]
         else:
             flow.inputs[name] = args[0]
+        # What a forward hook returns takes the place of the layer's output.
         flow.outputs[name] = output.detach().requires_grad_()
         return flow.outputs[name]
 
@@ -112,5 +114,6 @@ def sum_mixed(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     generator = torch.Generator().manual_seed(3)
+    # From 0.5 to 1.5: no element has next to no weight.
     weights = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
     return (tensor * weights.to(tensor.dtype)).sum()

@@ -47,12 +47,14 @@ def find_layer_groups(observed: ObservedModule) -> list[LayerGroup]:
     for row, row_feeders in feeders.items():
         columns = tuple(name for name in flow.outputs if name in row_feeders)
         is_free = row not in grouped and not grouped & row_feeders
+        # A column without an input here is an embedding, or is called more than once.
         if not columns or not is_free or any(name not in feeders for name in columns):
             continue
         feeders_elsewhere = set(result_feeders)
         for other_row, other_feeders in feeders.items():
             if other_row != row:
                 feeders_elsewhere |= other_feeders
+        # What also goes elsewhere must stay whole; a tied weight is used at two places.
         if feeders_elsewhere & row_feeders or observed.has_tied_parameter((*columns, row)):
             continue
         grouped |= {row, *columns}
@@ -63,6 +65,7 @@ def find_layer_groups(observed: ObservedModule) -> list[LayerGroup]:
 def _find_common_parent(names: Sequence[str]) -> str:
     """The innermost module that holds all of `names`."""
     paths = [name.split(".")[:-1] for name in names]
+    # Not strict: beyond the shortest path nothing is shared.
     levels = zip(*paths, strict=False)
     shared = itertools.takewhile(lambda steps: len(set(steps)) == 1, levels)
     return ".".join(steps[0] for steps in shared)

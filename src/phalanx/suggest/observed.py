@@ -30,6 +30,7 @@ class ObservedModule:
 
     def find_holders(self, weight: torch.Tensor) -> list[str]:
         """Names of all modules that hold `weight`: more than one if it is tied."""
+        # torch names a tied parameter once unless it is asked for duplicates.
         parameters = self.module.named_parameters(remove_duplicate=False)
         return [
             full_name(name).rpartition(".")[0]

@@ -19,6 +19,7 @@ def group_by_pattern(
     """
     by_pattern: dict[str, Reasoned] = {}
     for name, rule in rules.items():
+        # Ends at the latest with the name itself, which matches no other module.
         for pattern in _list_patterns(name):
             matching = [other for other in parts if matches(pattern, other)]
             texts = {rules[other][0] if other in rules else "" for other in matching}

@@ -45,7 +45,8 @@ def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = Fals
                     raise
                 continue
             except Exception as error:
-                if number == 0:  # of the batch that was given, not of one that was made up to fit
+                # Of the batch that was given, not of one that was made up to fit.
+                if number == 0:
                     failure = summarize_error(error)
                 continue
             suggestion = propose_rules(module, first_rows)
@@ -91,5 +92,6 @@ def _add_noise(module: nn.Module) -> None:
     which."""
     generator = torch.Generator().manual_seed(7)
     for parameter in module.parameters():
+        # Drawn in float32 for any type: the module is the same in both.
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.add_(0.02 * noise.to(parameter.dtype))

@@ -127,6 +127,7 @@ def _depends_on(
     roots = [output for output in outputs if output is not None and output.requires_grad]
     if not roots or not inputs:
         return [False] * len(inputs)
+    # Squares: the plain sum of what a softmax makes is constant, and its gradient zero.
     grads = torch.autograd.grad(
         [root.square().sum() for root in roots], list(inputs), allow_unused=True, retain_graph=True
     )

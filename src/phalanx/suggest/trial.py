@@ -21,7 +21,8 @@ from phalanx.plan.rules import parse_rules
 from phalanx.suggest.cutting import Cutting
 from phalanx.suggest.visit import Visit
 
-TOLERANCE = 1e-6  # relative: float32, where the module has no float64, keeps about seven digits
+# Relative: float32, where the module has no float64, keeps about seven digits.
+TOLERANCE = 1e-6
 MOST_COUNTS = 7  # each set of them is tried: 128 at most
 
 
@@ -92,6 +93,7 @@ def _integers(home: nn.Module) -> Iterator[tuple[str, int]]:
                 owners.append(((name,), vars(value)))
         for steps, owner in owners:
             for name, value in owner.items():
+                # bool is an int in Python.
                 is_integer = isinstance(value, int) and not isinstance(value, bool)
                 if is_integer and not name.startswith("_"):
                     yield ".".join(filter(None, (full_name(prefix), *steps, name))), value
@@ -117,6 +119,7 @@ def _adds_up(
     total: torch.Tensor | None = None
     bias: Any = 0.0
     for rank in range(tp):
+        # Sharding changes a module in place: each rank's part is made of a copy.
         part = copy.deepcopy(home)
         home_rule = "replicate"
         if counts:

@@ -41,12 +41,14 @@ def record_visit(observed: ObservedModule, group: LayerGroup) -> Visit:
 
     def enter_home(part: nn.Module, args: Any, kwargs: Any) -> Any:
         visit.num_calls += 1
+        # Detached, for the trial calls the module with them again.
         visit.args = tuple(_detach(value) for value in args)
         visit.kwargs = {key: _detach(value) for key, value in kwargs.items()}
         args, kwargs = list(args), dict(kwargs)
         slots = [(args, index) for index in range(len(args))] + [(kwargs, key) for key in kwargs]
         for holder, key in slots:
             if _are_activations(holder[key]):
+                # A leaf: gradients with respect to it say what depends on it.
                 visit.entered = holder[key] = holder[key].detach().requires_grad_()
                 break
         return tuple(args), kwargs
@@ -76,8 +78,9 @@ def drops_between(observed: ObservedModule, group: LayerGroup) -> bool:
     the whole's."""
     dropping = [part for part in observed.parts[group.home].modules() if _drops(part)]
     layers = {observed.parts[name] for name in group.names}
+    # Attention that drops by itself, say: where in its forward is out of sight.
     if any(layers & set(part.modules()) for part in dropping):
-        return True  # attention that drops by itself, say: where in its forward is out of sight
+        return True
     open_columns: set[str] = set()
     drops: list[nn.Module] = []
 
@@ -88,6 +91,7 @@ def drops_between(observed: ObservedModule, group: LayerGroup) -> bool:
         open_columns.clear()
 
     def record_drop(part: nn.Module, *_: object) -> None:
+        # In evaluation mode nothing is dropped, but the layer is called.
         if open_columns:
             drops.append(part)
 
@@ -112,6 +116,7 @@ def _removing(handles: Sequence[RemovableHandle]) -> Iterator[None]:
 
 
 def _drops(part: nn.Module) -> bool:
+    # Other modules keep a probability as `dropout`: torch's attention and recurrent layers do.
     is_dropout = isinstance(part, nn.modules.dropout._DropoutNd)
     probability = getattr(part, "p" if is_dropout else "dropout", 0.0)
     return isinstance(probability, float) and probability > 0
