@@ -27,6 +27,7 @@ class Activity:
         match event:
             case events.RestartScheduled():
                 self._begin("restart", "starting the ranks again")
+            # A run that has all its steps waits for no first one.
             case events.RunStarted() if event.step >= event.total_steps:
                 self.clear()
             case events.RunStarted():
@@ -46,6 +47,7 @@ class Activity:
                 self.clear()
 
     def _begin(self, kind: str, words: str) -> None:
+        # The same work that got further keeps its beginning, and the rhythm of its lines.
         if kind != self._kind:
             self._kind, self._since_s, self._next_line_s = kind, self._clock(), FIRST_LINE_S
         self.words = words
@@ -60,6 +62,7 @@ class Activity:
     def live_line(self) -> str:
         """The line for a terminal, with a spinner that moves."""
         return (
+            # Eight pictures a second: the console redraws ten times a second at most.
             f"{SPINNER[int(8 * self.seconds) % len(SPINNER)]} {self.words}"
             f" ({format_seconds(self.seconds)})"
         )

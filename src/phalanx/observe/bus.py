@@ -148,11 +148,13 @@ class Bus:
         with self._lock:
             if self._file is not None:
                 self._file.close()
+                # The count outlives the file, which `num_unwritten` asks as long as it is open.
                 self._num_not_json, self._file = self.num_unwritten, None
 
     def _hide_secrets(self, event: Event) -> Event:
         """The event itself where it has only numbers: what a step emits."""
         kind = type(event)
+        # Looked up once for each kind: this runs in every step.
         names = self._text_fields.get(kind)
         if names is None:
             names = tuple(item.name for item in fields(kind) if str(item.type) not in _NUMBERS)
@@ -171,6 +173,7 @@ class Bus:
             line = envelope.to_line()
         # A note that is not JSON must not stop training.
         except (ValueError, TypeError):
+            # Counted, but not told as refused: nothing is wrong with the disk.
             self._num_not_json += 1
             return True
         # Asked again beside the write: a process may have stood still since it began to tell this

@@ -20,7 +20,7 @@ from phalanx.observe.units import TEXT, Units
 from phalanx.observe.words import describe_event, describe_repeated_failure
 
 AVERAGED_STEPS = 20
-# of each attempt: they allocate, compile and fill caches, and say nothing of those that follow
+# Of each attempt: they allocate, compile and fill caches, and say nothing of those that follow.
 WARM_UP_STEPS = 2
 REDRAW_S = 0.1
 _VARYING = re.compile(r"[0-9a-fA-F]*[0-9][0-9a-fA-F]*")  # steps, ranks, ids of requests
@@ -89,8 +89,10 @@ class QuietStream:
         try:
             if self._stream is not None:
                 self._stream.write(text)
-        except UnicodeEncodeError:  # an ASCII log: better a question mark than silence
+        # An ASCII log: better a question mark than silence. Before ValueError, of which it is one.
+        except UnicodeEncodeError:
             return self.write(text.encode(self.encoding, errors="replace").decode(self.encoding))
+        # Python raises ValueError for a stream that somebody has closed.
         except (OSError, ValueError):
             self._stream = None
         return len(text)
@@ -148,6 +150,7 @@ class Pace:
             self._experts[envelope.rank] = event
         if not isinstance(event, StepFinished):
             return False
+        # Of every rank, before rank 0 is picked: the largest is shown.
         self._memory_bytes[envelope.rank] = event.peak_bytes or event.rss_bytes
         if envelope.rank != 0:
             return False
@@ -159,6 +162,7 @@ class Pace:
         self.last, self.attempt = event, envelope.attempt
         is_steady = self._num_of_attempt > WARM_UP_STEPS
         if is_steady and math.isfinite(event.step_s) and math.isfinite(event.tokens_per_s):
+            # Tokens and seconds, not rates: a mean of rates would count short steps too much.
             self._recent.append((event.tokens_per_s * event.step_s, event.step_s))
         return True
 
@@ -339,6 +343,7 @@ class LiveConsole:
         self._pace = pace
         self._screen = screen
         self._drawn_s = 0.0
+        # No thread of rich's redraws, `tick` does; what ranks print comes through `say`.
         self._live = Live(
             console=screen, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
         )
@@ -408,6 +413,7 @@ class LiveConsole:
         )
         facts = [*pace.facts(), f"mem {_memory(pace.memory_bytes)}"]
         if pace.last_eval is not None:
+            # Beside the training loss, which is the first fact.
             facts.insert(1, _eval(pace.last_eval))
         if pace.num_restarts:
             facts.append(f"restarts {pace.num_restarts}")

@@ -65,6 +65,7 @@ class EventFile:
         """Write a line as a whole or not at all: a part of it that found room is taken back."""
         data = line
         if self._is_torn:
+            # Ends the part that could not be taken back: only that line is unreadable then.
             data = b"\n" + line
         num_written = 0
         try:

@@ -511,6 +511,7 @@ class Envelope:
         head = {
             "event": self.event.kind(),
             "schema": SCHEMA,
+            # Tenths of a millisecond do: within a process `seq` says what came first.
             "time_unix_s": round(self.time_unix_s, 4),
             "rank": self.rank,
             "attempt": self.attempt,
@@ -520,6 +521,7 @@ class Envelope:
         if self.seq == 0 and self.clock is not None and self.clock.name:
             head["clock"] = self.clock.name
         body = head | vars(self.event)
+        # Most events are finite: only the others pay for the walk through their values.
         try:
             return json.dumps(body, separators=(",", ":"), allow_nan=False)
         except ValueError:
@@ -550,6 +552,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
+# Every event stands above this line and derives from Event itself.
 EVENTS: dict[str, type[Event]] = {cls.kind(): cls for cls in Event.__subclasses__()}
 
 
@@ -563,9 +566,11 @@ def parse_line(line: str, clock: SteadyClock | None = None) -> Envelope | None:
     try:
         body = json.loads(line)
         cls = EVENTS[body["event"]]
+        # What a later release added is left out; what an earlier one lacks takes its default.
         fields = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
         fields = {name: math.nan if value is None else value for name, value in fields.items()}
         seq, steady_s = body.get("seq", -1), body.get("monotonic_s", math.nan)
+        # Whoever begins in the middle of a file takes the clock of the first line that is read.
         if seq >= 0 and (seq == 0 or clock is None):
             name = body.get("clock")
             clock = SteadyClock(name if type(name) is str else "", steady_s)

@@ -41,6 +41,7 @@ class AttemptCounter:
         """The attempt of an event; the events of each process must come in its own order."""
         if envelope.rank >= 0:
             return envelope.attempt
+        # Until the next attempt has begun, its envelopes carry the number of the last one.
         attempt = max(envelope.attempt, self._next)
         if isinstance(envelope.event, RestartScheduled):
             self._next = attempt + 1
@@ -64,9 +65,11 @@ def sort_events(envelopes: Iterable[Envelope]) -> list[Envelope]:
 def _merge(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     """The events of one attempt."""
     streams = [by_rank[rank] for rank in sorted(by_rank)]
+    # One file of an earlier release is enough: there is no steady clock to merge it by.
     if all(math.isfinite(envelope.monotonic_s) for stream in streams for envelope in stream):
         shifts = _shifts(by_rank)
         keyed = [_add_keys(by_rank[rank], shift) for rank, shift in shifts.items()]
+        # The key leaves the envelope out: envelopes have no order, and times may be equal.
         return (envelope for _, _, envelope in heapq.merge(*keyed, key=lambda item: item[:2]))
     return _merge_by_kind(by_rank)
 
@@ -82,6 +85,7 @@ def _shifts(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
     clocks = {rank: _clock_of(rank, stream) for rank, stream in by_rank.items()}
     lead = clocks.get(0) or clocks.get(-1) or clocks[min(clocks)]
     began_s: dict[str, float] = {}  # by the name of a clock: what it showed when the ranks started
+    # The supervisor comes last: its first event counts only where no rank has its clock.
     for rank in sorted(clocks, key=lambda rank: (rank < 0, rank)):
         name = clocks[rank].name
         if rank >= 0 or name not in began_s:

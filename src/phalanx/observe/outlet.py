@@ -96,6 +96,7 @@ class Outlet:
             self._queue.put_nowait(envelope)
         except queue.Full:
             self.num_lost += 1
+            # Told once; how many they were is told at the end.
             if self.num_lost == 1:
                 why = f"{self.name} {self._doing} too slowly: events are left out and counted"
                 self._tell(Note("sink_is_slow", {"sink": self.name, "why": why}))
@@ -109,6 +110,7 @@ class Outlet:
         """Wait for the sink to be closed, until that time (monotonic seconds), and then up to
         `more_s` longer while it is seen to work; then tell what was lost, if anything.
         """
+        # Its answer is not wanted: the next one says what was done since this call.
         self._is_working()
         self._wait(until)
         while more_s > 0 and self._thread.is_alive() and not self._is_over and self._is_working():
@@ -116,6 +118,7 @@ class Outlet:
             more_s -= window_s
             self._wait(time.monotonic() + window_s)
         if self._thread.is_alive() and not self._is_over:
+            # First: a thread that wakes up now takes no more events.
             self._is_over = True
             num_lost = self.num_lost + self._num_waiting()
             num_unknown = self._num_unwritten()
@@ -147,6 +150,7 @@ class Outlet:
         """Put the mark behind which nothing comes, as soon as the queue has room for it."""
         if self._knows_the_end or not self._thread.is_alive():
             return
+        # Without room `join` tries again, with the time that it has.
         with contextlib.suppress(queue.Full):
             if timeout_s:
                 self._queue.put(None, timeout=timeout_s)
@@ -156,6 +160,7 @@ class Outlet:
 
     def _num_waiting(self) -> int:
         with self._queue.mutex:
+            # None is the mark of the end, no event.
             return sum(item is not None for item in self._queue.queue)
 
     def _run(self) -> None:
@@ -178,8 +183,10 @@ class Outlet:
     def _die(self, error: BaseException) -> None:
         was_left = self._is_over
         self._is_over = True
+        # Of a sink that was left behind, `join` has told already.
         if not was_left:
             self._tell(SinkDropped(self.name, self.num_lost, reason_of(error)))
+            # Told: `join` must not tell it again.
             self.num_lost = 0
         if self._sink is not None:
             with contextlib.suppress(BaseException):

@@ -31,6 +31,7 @@ def open_screen(stream: TextIO, **options: Any) -> Any:
             self, renderable: RenderableType, options: ConsoleOptions | None = None
         ) -> Iterable[Segment]:
             for text, style, control in super().render(renderable, options):
+                # rich's movements of the cursor pass as they are: the filter makes text of them.
                 yield Segment(
                     text if control else printable_text(redactor.text(text)), style, control
                 )
@@ -39,6 +40,7 @@ def open_screen(stream: TextIO, **options: Any) -> Any:
         file=unwrap_stream(stream),
         force_terminal=True,
         highlight=False,
+        # A text may hold "[/b]" or ":smile:": as markup the first raises, the second changes.
         markup=False,
         emoji=False,
         **options,

@@ -57,6 +57,7 @@ class ProcessSink:
         self._num_sent = self._num_written = 0
         self._seen: tuple[int, float] = (0, 0.0)
         # -P: the folder we happen to stand in is not searched for modules.
+        # No session of its own: a rank's process group takes it along when it is killed.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "phalanx.observe.sink_process", kind, str(run_dir)],
             stdin=subprocess.PIPE,
@@ -110,6 +111,7 @@ class ProcessSink:
         self._end_input()
         if self._process.wait() != 0:
             raise self._failure()
+        # What it said last, of what is durable, may still be in the pipe.
         self._hearing.join()
 
     def abandon(self) -> None:
@@ -128,6 +130,7 @@ class ProcessSink:
     def _failure(self) -> SinkProcessError:
         self._end_input()
         code = self._process.wait()
+        # The reason may still be in the pipe.
         self._hearing.join()
         self._is_open = False
         ending = f"exit code {code}"
@@ -163,6 +166,7 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.suppress(OSError):
         os.nice(NICE)
     # A copy of standard output is the way back to the rank: what the library prints goes to a log.
+    # Buffered by lines: what is said leaves at once, and stays said if the process is killed.
     speaker = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     redactor = Redactor(os.environ)
     redirect_output(run_dir / "logs" / f"sink-{kind}.log", redactor)
@@ -190,6 +194,7 @@ def _feed(sink: Sink, speaker: TextIO) -> None:
     try:
         for line in _lines(sys.stdin.fileno()):
             if line:
+                # Counted even if it cannot be parsed: the rank counts what it has sent.
                 num_taken += 1
                 envelope = parse_line(line.decode("utf-8", errors="replace"))
                 if envelope is not None:
@@ -204,6 +209,7 @@ def _feed(sink: Sink, speaker: TextIO) -> None:
                 _tell(speaker, {"written": str(num_flushed)})
     finally:
         sink.close()
+    # Not before the sink is closed: only then is all of it durable.
     _tell(speaker, {"written": str(num_taken)})
 
 
@@ -212,6 +218,7 @@ def _lines(handle: int) -> Iterator[bytes]:
     for a while."""
     pending = b""
     while True:
+        # os.read and not sys.stdin, in whose buffer select() would not see lines that wait.
         if not select.select([handle], [], [], FLUSH_S / 2)[0]:
             yield b""
             continue

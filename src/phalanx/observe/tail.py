@@ -28,6 +28,7 @@ def read_event(line: bytes, clock: SteadyClock | None = None) -> Envelope | None
     """
     try:
         envelope = parse_line(line.decode("utf-8", errors="replace"), clock)
+    # Of brackets nested by the thousand: json raises it, and parse_line does not catch it.
     except RecursionError:
         return None
     if envelope is None or not _is_sound(envelope):
@@ -36,12 +37,15 @@ def read_event(line: bytes, clock: SteadyClock | None = None) -> Envelope | None
 
 
 def _is_sound(envelope: Envelope) -> bool:
+    # type() and not isinstance(): JSON's true is an int in Python.
     if type(envelope.rank) is not int or type(envelope.attempt) is not int:
         return False
+    # 1e11 seconds are the year 5138; beyond the year 9999 datetime raises.
     if type(envelope.time_unix_s) not in (int, float) or not 0 <= envelope.time_unix_s < 1e11:
         return False
     if type(envelope.seq) is not int or not -1 <= envelope.seq < 2**63:
         return False
+    # NaN only beside a seq of -1: a file of an earlier release, which has neither.
     steady_s = envelope.monotonic_s
     if type(steady_s) not in (int, float) or not (
         0 <= steady_s < 1e11 or (envelope.seq < 0 and steady_s != steady_s)
@@ -93,12 +97,14 @@ def read_recorded(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterato
     Lines of other kinds are not parsed: a run of a million steps has a few hundred megabytes of
     them.
     """
+    # As Envelope.to_line writes it, without spaces: bytes tell the lines of other kinds.
     mark = f'"event":"{kind.kind()}"'.encode()
     try:
         matches = [RANK_FILE.fullmatch(entry.name) for entry in (run_dir / "events").iterdir()]
     except OSError:
         return
     of_rank = [match for match in matches if match is not None and int(match[1]) == rank]
+    # By number: file names have two digits, and attempt 100 would come before attempt 11.
     for name in (match[0] for match in sorted(of_rank, key=lambda match: int(match[2]))):
         try:
             with open_regular(run_dir / "events" / name) as file:
@@ -174,6 +180,7 @@ class EventTail:
             if envelope is None:
                 self.num_unreadable += bool(line.strip())
                 continue
+            # Only a file's first line names its clock: kept also where the event is left out.
             self._clocks[name] = envelope.clock
             if envelope.attempt >= self._attempt_from:
                 envelopes.append(envelope)
@@ -185,6 +192,7 @@ class EventTail:
             with open_regular(self._directory / name) as file:
                 file.seek(self._offsets.get(name, 0))
                 lines: list[bytes] = []
+                # The rest of an overlong line is passed over first, and may still have no end.
                 if name not in self._is_inside or skip_line(file):
                     self._is_inside.discard(name)
                     lines = list(read_bounded_lines(file))
@@ -194,6 +202,7 @@ class EventTail:
         if lines and lines[-1] == OVERLONG:
             self._is_inside.add(name)
         elif lines and not lines[-1].endswith(b"\n"):
+            # The line is torn: the next call begins with its first byte again.
             end -= len(lines.pop())
         self._offsets[name] = end
         return lines

@@ -15,6 +15,7 @@ MAX_LINE, MAX_SAMPLE = 2000, 100  # a warning is of no use without its end, wher
 
 
 def _squeeze(text: str, limit: int) -> str:
+    # Cut before it is split: of a text of megabytes only one line is wanted.
     return printable(" ".join(text[: 4 * limit].split()), limit)
 
 

@@ -24,6 +24,7 @@ from phalanx.observe.events import (
 from phalanx.observe.tail import read_recorded
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")  # a source is named by its path; slashes make groups
+# Skipped steps are counted, and sources keep their names, over all attempts of a run.
 _REMEMBERED: tuple[type[Event], ...] = (RunStarted, StepSkipped, EvalFinished)
 
 Status = Literal["finished", "stopped", "failed"]
@@ -83,6 +84,7 @@ class Metrics:
         """The run's status, if no more events follow."""
         if self._was_stopped:
             return "stopped"
+        # total_steps is -1 until the run has started.
         return "finished" if self._step >= self._total_steps >= 0 else "failed"
 
     def _remember(self, event: Event) -> None:
@@ -152,6 +154,7 @@ def values_of(event: Event, name_of: Callable[[str], str] = plain_name) -> dict[
             f"eval/loss/{name_of(name)}": loss for name, loss in event.loss_by_source.items()
         }
         metrics = {f"eval/{plain_name(name)}": value for name, value in event.metrics.items()}
+        # The loss comes after the metrics: one that a user calls "loss" cannot take its place.
         return metrics | {"eval/loss": event.loss} | by_source
     return {}
 

@@ -48,6 +48,7 @@ def open_sink(run_dir: Path) -> Sink:
         params = [entities.Param(key, value) for key, value in _params(run_dir)]
         client.log_batch(run_id, params=params)
     else:
+        # The attempt before has ended it (set_terminated).
         client.update_run(run_id, status="RUNNING")
     greeting = f"writes run {run_id} to {uri}; `mlflow ui --backend-store-uri {uri}` shows it"
     return MlflowSink(

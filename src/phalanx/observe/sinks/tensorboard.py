@@ -60,6 +60,7 @@ class TensorBoardSink:
 
         The step that is continued from stands, whatever comes first now: its evaluation, perhaps.
         """
+        # A reader drops what it has of this step and later ones, hence the step behind.
         message = self._proto.Event(wall_time=time_unix_s, step=started.step + 1)
         message.session_log.status = self._proto.SessionLog.START
         self._writer.add_event(message)

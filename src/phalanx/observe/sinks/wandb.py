@@ -103,6 +103,7 @@ def _start(wandb: Any, run_dir: Path, run_id: str, mode: str) -> Any:
         project=os.environ.get("WANDB_PROJECT") or "phalanx",
         name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,
         id=run_id,
+        # Continues the run of this id where there is one, else begins it.
         resume="allow",
         mode=mode,
         dir=str(run_dir),
@@ -124,6 +125,7 @@ def _place(run: Any, directory: Path) -> str:
 
 
 def _fresh_id() -> str:
+    # As long as the ids that wandb makes.
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
