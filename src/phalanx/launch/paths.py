@@ -15,7 +15,8 @@ from phalanx.core.logs import blank_out
 from phalanx.core.secrets import secret_values
 
 LOGS, EVENTS, BLACK_BOXES = "logs", "events", "blackbox"
-BLANKED_OUT = ".blanked-out.json"  # in logs
+# Among the logs: how many bytes of each were searched.
+BLANKED_OUT = ".blanked-out.json"
 _ATTEMPT = re.compile(r"rank-\d+-attempt-(\d+)\.")
 
 
@@ -97,7 +98,8 @@ def blank_out_logs(
             # A log that is gone or cannot be written holds nothing that could be mended here.
             pass
     if only_attempt is None:
-        with contextlib.suppress(OSError):  # it only saves time
+        # It only saves time.
+        with contextlib.suppress(OSError):
             write_json_atomic(run_dir / LOGS / BLANKED_OUT, num_searched, durable=False)
 
 

@@ -51,6 +51,7 @@ class ErrorReport:
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Not durable: the rank's way out does not wait for the disk, and the supervisor has it.
         write_json_atomic(path, asdict(self), durable=False)
 
 
@@ -64,6 +65,7 @@ def describe(
     again: it becomes a ResourceError.
     """
     redactor = Redactor(os.environ)
+    # Before `disk_problem` puts another error in its place: the traceback is of the first.
     lines = traceback.format_exception(type(error), error, _skip_machinery(error))
     code_place = redactor.text(_clean(user_place(error.__traceback__)))
     error = disk_problem(error, doing, refusals=REFUSALS_THAT_LAST, run_dir=run_dir) or error
@@ -79,6 +81,7 @@ def describe(
     if isinstance(error, PhalanxError):
         exit_code = int(error.exit_code)
     if isinstance(error, SystemExit):
+        # Python's own last line would be "SystemExit: 0" alone.
         lines[-1] = f"{name}: {message}\n"
     return ErrorReport(
         type=name,
@@ -123,6 +126,7 @@ def _is_secondary(error: BaseException) -> bool:
     peer not answering."""
     visited: list[BaseException] = []
     link: BaseException | None = error
+    # An error may lead back to itself: user code can set `__cause__` to anything.
     while link is not None and link not in visited:
         visited.append(link)
         if type(link).__name__ in _STORE_ERRORS:
@@ -141,9 +145,11 @@ def blames_another(text: str) -> bool:
 def _printable(error: BaseException) -> str:
     try:
         return _clean(str(error))
-    except Exception:  # a broken __str__ must not hide the error
+    except Exception:
+        # A broken `__str__` must not hide the error.
         return "<its message cannot be printed>"
 
 
 def _clean(text: str) -> str:
+    # Half a letter (a lone surrogate) can be in a string, and not in UTF-8.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -59,9 +59,11 @@ _VARYING = (
     ),
     (re.compile(r"\b(SeqNum|seq|sequence number|work)(\s*[=:]\s*)\d+", re.IGNORECASE), r"\1\2N"),
     (re.compile(r"\b(attempt[-_ =]?)\d+", re.IGNORECASE), r"\1N"),
-    (re.compile(r"\b(phalanx/)\d+(/)"), r"\1N\2"),  # the store's keys of one attempt
+    # The store's keys of one attempt.
+    (re.compile(r"\b(phalanx/)\d+(/)"), r"\1N\2"),
     (re.compile(r"(/tmp[\w.-]*|/tmp/[\w.-]*?)(?:tmp|torch)\w+"), r"\1TMP"),
-    (re.compile(r"\b\d{9,}(?:\.\d+)?\b"), "N"),  # seconds since 1970, thread ids
+    # Seconds since 1970, thread ids.
+    (re.compile(r"\b\d{9,}(?:\.\d+)?\b"), "N"),
 )
 
 
@@ -69,6 +71,7 @@ def signature_of(words: str) -> str:
     """`words` with what differs from start to start replaced; equal for two failures that say
     the same."""
     host = socket.gethostname()
+    # A name of a letter or two would be found in ordinary words.
     if len(host) > 2:
         words = re.sub(rf"(?<![\w.-]){re.escape(host)}(?:\.[\w.-]*\w)?(?![\w-])", "HOST", words)
     for pattern, instead in _VARYING:

@@ -149,6 +149,7 @@ def _find_earliest_failure(end: AttemptEnd, run_dir: Path) -> _FailedRank | None
             time_s = end.exits[rank].died_monotonic_s
         else:
             continue
+        # Causes sort before consequences (False before True), then by time.
         failed.append(_FailedRank(is_consequence, time_s, rank))
     return min(failed, default=None)
 
@@ -334,6 +335,7 @@ def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd
     for rank, rank_exit in end.exits.items():
         if rank_exit.by_us and rank not in reports:
             victims.add(rank)
+    # The first to fail may itself have noticed only another one.
     victims.discard(root)
     lines = []
     if victims:
@@ -341,6 +343,7 @@ def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd
     by_line: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if rank != root and not report.secondary:
+            # One line for all ranks with the same error.
             by_line.setdefault(report.one_line, []).append(rank)
     for one_line, ranks in by_line.items():
         if root_report is not None and one_line == root_report.one_line:

@@ -72,10 +72,12 @@ class Channel(Generic[Sent, Received]):
         try:
             data = self._socket.recv(1 << 16)
         except OSError:
+            # A reset by the other end is its end, too.
             data = b""
         if not data:
             self.closed = True
             return []
+        # A message may come in several reads: its beginning waits for the rest.
         *lines, self._partial = (self._partial + data).split(b"\n")
         return [self._received.decode(line) for line in lines]
 
