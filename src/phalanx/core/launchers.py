@@ -186,6 +186,7 @@ def _read_pair(
         return None
     rank, size = pair
     check_range(rank_name, rank, size_name, size)
+    # One process of mpirun is no launch of ranks: phalanx starts its own.
     if size == 1:
         return None
     return rank, size

@@ -64,5 +64,6 @@ def _names(line: str, code: int) -> bool:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # a broken __str__ must not hide the error
+    except Exception:
+        # A broken `__str__` must not hide the error.
         return ""

@@ -36,6 +36,7 @@ def read_literal(kind: str, package: str, name: str, default: Any) -> Any:
             continue
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(statement, ast.Assign) and _assigns(statement, name):
+                # Literals alone: nothing of the file runs.
                 return ast.literal_eval(statement.value)
     return default
 

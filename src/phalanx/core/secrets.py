@@ -31,7 +31,8 @@ _CONNECTIONS = frozenset(("CONNECTIONSTRING", "CONNSTR"))
 # company or a value that looks like a key.
 _AMBIGUOUS = frozenset(("KEY", "KEYS", "TOKEN", *_WORDS))
 _COMPANY = frozenset(("API", "ACCESS", "ACCOUNT", "AUTH", "BEARER", "PRIVATE", "SECRET", "REFRESH"))
-_IN_QUERIES = frozenset(("TOKEN", "SIG", "SIGNATURE", "PWD"))  # there, whatever they hold
+# In a query these hold secrets, whatever they hold elsewhere.
+_IN_QUERIES = frozenset(("TOKEN", "SIG", "SIGNATURE", "PWD"))
 
 
 class Redactor:
@@ -101,6 +102,7 @@ def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """
     secrets_by_name: dict[str, tuple[str, ...]] = {}
     for name, value in environ.items():
+        # A short value would be found, and hidden, in ordinary words.
         if len(value) < MIN_LENGTH:
             continue
         parts = []
@@ -177,5 +179,6 @@ def _is_certain(name: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)  # apiKey -> api_Key
+    # apiKey -> api_Key
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]+", spaced.upper()) if word]
