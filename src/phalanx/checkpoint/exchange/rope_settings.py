@@ -63,6 +63,7 @@ def _one_rope(family: Family, rope: Config, config: Config, theta: float) -> dic
     if family.latent and kind == "yarn":
         values["rope_mscale"] = yarn_mscale(rope)
         rope = dict(rope)
+        # They are in `rope_mscale` now: `_require_constants` would refuse them.
         del rope["mscale"], rope["mscale_all_dim"]
     if kind == "linear":
         return values

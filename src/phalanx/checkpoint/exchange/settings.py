@@ -111,6 +111,7 @@ def _fill_defaults(values: dict[str, Any], config: Config) -> None:
         # Without the key transformers takes 2.
         values["num_classes"] = config.get("num_labels", 2)
         if "id2label" in config:
+            # The num_labels of transformers is the number of names.
             values["num_classes"] = len(config["id2label"])
     values.setdefault("num_kv_heads", values["num_heads"])
     values.setdefault("head_dim", values["dim"] // values["num_heads"])
@@ -176,6 +177,7 @@ def _window(family: Family, config: Config, num_layers: int) -> dict[str, int]:
     if not window or SLIDING not in types:
         return {"sliding_window": 0}
     shape = DecoderShape(num_layers, 0, 0, 0, 0, 0, 0, False, sliding_window=window)
+    # 0: each block has a window. n: each but every n-th; with 1 there would be no window at all.
     for interval in (0, *range(2, num_layers + 1)):
         if layer_types(replace(shape, global_every=interval)) == list(types):
             return {"sliding_window": window, "global_every": interval}
@@ -217,6 +219,7 @@ def normalize_shape(shape: TransformerShape) -> TransformerShape:
     changes: dict[str, Any] = {}
     # This one is another base, and nothing else.
     if shape.rope_scaling == "ntk":
+        # Frequencies are theta^(-2i / d): the lowest is divided by the factor, the highest stays.
         theta = shape.rope_theta * shape.rope_factor ** (
             shape.rotated_dim / (shape.rotated_dim - 2)
         )
@@ -276,6 +279,7 @@ def config_of_shape(
         if not reasons:
             return {**config, **(more or {})}
         wrong[family.architecture] = reasons
+    # By the kind of model first, then by the number of keys that differ.
     nearest = min(wrong, key=lambda name: (sum(map(_weight, wrong[name])), len(wrong[name])))
     raise LayoutError(
         "no model of transformers that is known here computes what this one does",
