@@ -33,6 +33,7 @@ def check_rules(overrides: Mapping[str, str], shape: ModelCosts, tp: int) -> tup
     of_job = parse_rules(overrides)
     if tp == 1:
         return of_job
+    # The job's come first, where `find_rule` looks first; of one pattern only the job's text stays.
     brought = {pattern: text for pattern, text in shape.shard_rules if pattern not in overrides}
     rules = of_job + parse_rules(brought)
     unproven, name = rules, shape.kind
@@ -156,6 +157,7 @@ def describe_whole_matrices(rules: Sequence[Rule], shape: ModelCosts) -> str:
         if is_matrix and find_rule(rules, holder.name) is None:
             sizes[pattern_of(holder.name)].append(holder.num_params)
     words = []
+    # The largest first: only NUM_NAMED of them are told.
     for name, each in sorted(sizes.items(), key=lambda item: -sum(item[1])):
         if sum(each) < SHARE_WORTH_A_WORD * max(1, shape.num_params):
             continue
@@ -178,6 +180,7 @@ def check_overrides(
     """Raises LayoutError for rules (the job's, then the model's) that each can be and together
     cannot."""
     holders = {holder.name: holder for holder in shape.holders}
+    # Block by block: a pattern may name a single one.
     for layer in range(shape.num_layers):
         for part, members in TOGETHER.items():
             region = f"blocks.{layer}.{part}"
@@ -224,6 +227,7 @@ def _require_equal_cuts(
     first = next(cut for cut in cuts.values() if cut)
     expected = dict.fromkeys(cuts, first)
     if region.endswith("attention"):  # its parts have other numbers of heads
+        # What is cut has spans for every rank, so their number is tp.
         of_model = parse_rules(dict(shape.shard_rules))
         expected = _find_cuts_of(of_model, holders, tp=len(first))
     for name, cut in cuts.items():

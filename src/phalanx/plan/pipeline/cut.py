@@ -255,7 +255,7 @@ def _moves(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
 
 def _value(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _Value:
     """The work of the busiest rank, that of the slowest stage, and unevenness, to compare cuts
-    by. Rounded: sums of floats in another order are not equal."""
+    by."""
     of_stages = costs.of_stages(stages)
     of_ranks: dict[int, Seconds] = {}
     for rank, cost in zip(rank_of_stage, of_stages, strict=True):
@@ -263,5 +263,6 @@ def _value(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _
     total = float(sum(of_stages)) or 1.0
     unevenness = sum(float(cost / total) ** 2 for cost in of_stages) * total
     parts = (max(of_ranks.values()), max(of_stages), unevenness)
+    # Rounded: sums of floats in another order are not equal.
     # As shares of the whole: nine digits mean the same for costs in seconds and in FLOPs.
     return tuple(round(float(part) / total, 9) for part in parts)  # type: ignore[return-value]

@@ -118,15 +118,13 @@ def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messa
 
 
 def _common_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """(rank, place) of all actions, as they begin on paper.
-
-    What begins at once is independent; of that, what goes on to another rank first: each message is
-    then asked for beside the action that it is made in.
-    """
+    """(rank, place) of all actions, as they begin on paper."""
     spans = run_on_paper(schedule, [_COSTS] * schedule.num_stages).spans_s
     keys = []
     for rank, (row, times) in enumerate(zip(schedule.actions, spans, strict=True)):
         for position, (action, (start, _)) in enumerate(zip(row, times, strict=True)):
+            # What begins at once is independent; of that, what goes on to another rank first: each
+            # message is then asked for beside the action that it is made in.
             turn = _TURNS[action.kind]
             # What has further to go comes first: a forward of an early stage, a gradient of a late.
             stage = action.stage
