@@ -113,6 +113,7 @@ def _look_at_text(source: str, weight: float, name: str, vocab_size: int | None)
 def _look_at_ids(source: str, weight: float, data: Data, vocab_size: int | None) -> LookedAt:
     kind_and_path = find_kind(source)
     assert kind_and_path is not None, "of token ids"
+    # Without checksums: a plan keeps nothing that they could be compared with.
     described = describe_source(*kind_and_path, with_checksums=False)
     if data.document_masks and described.kind == "npy":
         fix = "build shards from text, or use a Megatron dataset, which know theirs"

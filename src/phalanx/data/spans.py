@@ -83,9 +83,8 @@ class FileParts:
 def default_shard_bytes(total_bytes: int) -> int:
     """By the size of the inputs alone: there must be work for several workers, whatever their
     number is.
-
-    A power of two, so that inputs that grow a little keep their shards.
     """
+    # A power of two, so that inputs that grow a little keep their shards.
     usual = 1 << max(0, (total_bytes // USUAL_SHARDS).bit_length() - 1)
     least = 1
     if total_bytes:

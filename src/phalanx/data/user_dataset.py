@@ -30,7 +30,9 @@ from phalanx.data.tokens import Split
 
 Arrays = dict[str, NDArray[Any]]
 
-LOOKED_AT = 16  # samples that are compared between processes
+# Samples that are compared between processes: several, because processes that shuffle for
+# themselves may agree on one of them by chance.
+LOOKED_AT = 16
 _NUMBERS = "biufc"  # numpy's kinds of types that a tensor can have
 
 
@@ -226,8 +228,6 @@ def digest_of_some(
 ) -> str:
     """Digest of up to LOOKED_AT samples at places that a key chose, one by one: they need not have
     the same shape.
-
-    Several, because processes that shuffle for themselves may agree on one of them by chance.
     """
     samples = UserSamples(dataset, source, seed=0)
     samples.on_sample = on_sample
