@@ -34,6 +34,7 @@ def attend(
         k_BKSE,
         v_BKSE,
         attn_mask=mask,
+        # Torch refuses a mask together with is_causal.
         is_causal=is_causal and mask is None,
         enable_gqa=is_grouped,
     )

@@ -223,6 +223,8 @@ def _attend_backward(
                 by_head = block_grad.unflatten(1, (heads, -1))
                 total[:, :, columns] += by_head.sum(2, dtype=lse.dtype)
             del part
+    # A custom operator must not return views of one tensor, which `to` gives where no cast is
+    # needed.
     grad_k, grad_v = (total.to(k.dtype, copy=True) for total in sums)
     return grad_q, grad_k, grad_v
 
@@ -253,6 +255,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiate(
     ctx: Any, grad: torch.Tensor, _grad_of_lse: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
+    # `attend_by_blocks` keeps the log-sum-exp to itself, so its gradient is always zero.
     return *_attend_backward(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None, None
 
 

@@ -72,6 +72,8 @@ class Plain:
     def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
         weights = (_scores(q, k, mask, is_causal) - lse.unsqueeze(-1)).exp()
         # `out` is that over all blocks, and so these are sums over whole rows of the softmax.
+        # The gradient of a row's scores is P * (dP - sum(P * dP)), and that sum is dO . O (arXiv
+        # 2205.14135).
         row_sums = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
         grad_scores = weights * ((grad @ v.mT).to(weights.dtype) - row_sums) * q.shape[-1] ** -0.5
         grad_scores = grad_scores.to(q.dtype)
@@ -118,12 +120,14 @@ class CudaEfficient:
 
     def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
         op = torch.ops.aten._scaled_dot_product_efficient_attention
+        # True: without it the kernel leaves the log-sum-exp empty.
         out, lse, _, _ = op(q, k, v, _bias(mask, q, k), True, 0.0, is_causal)
         return out, lse[..., : q.shape[2]]
 
     def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
         op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         # The forward's log-sum-exp has rows of multiples of 32, and the backward wants them so.
+        # It fills them with infinity: exp(score - inf) = 0, so that they add nothing.
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
         none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
         needs_grad = [True, True, True, False]

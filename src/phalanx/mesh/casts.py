@@ -61,6 +61,8 @@ def cast_for_each_use(is_wanted: bool = True) -> Iterator[None]:
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`weight` as `dtype`, for products that autocast does not know: shared as it shares its
     own."""
+    # Autocast's own rule for what it remembers: leaves that need a gradient, cast where gradients
+    # are enabled.
     is_shared = bool(_SHARED) and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
     if weight.dtype is dtype or not is_shared or not (weight.is_leaf and weight.requires_grad):
         return weight.to(dtype)

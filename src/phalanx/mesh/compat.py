@@ -29,8 +29,11 @@ def quiet_torch() -> None:
     """Hide warnings that torch raises about its own internals and that a user can do nothing
     about."""
     for message in (
+        # Torch 2.13 has new names for these two and warns of the old ones; 2.11 has the old ones
+        # only.
         r".*all_gather_into_tensor.*",
         r".*reduce_scatter_tensor.*",
+        # No device_id is given, on purpose: see `rendezvous.open_default_group`.
         r".*(No device id is provided|barrier\(\): using the device).*",
     ):
         warnings.filterwarnings("ignore", message=message, module=r"torch\.")
@@ -114,6 +117,7 @@ def accumulate_gradients(root: torch.nn.Module) -> None:
     reduces in."""
     for group in _fsdp_groups(_fsdp_state(root)):
         for parameter in group.fsdp_params:
+            # FSDP makes it when it first gathers a parameter.
             if hasattr(parameter, "_unsharded_param"):
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
@@ -160,6 +164,7 @@ def hide_from_modes(unit: FSDPModule) -> None:
     assert isinstance(unit, torch.nn.Module)
     for table in (unit._forward_pre_hooks, unit._forward_hooks):
         for key, hook in table.items():
+            # FSDP's hooks are methods of its state; hooks of the user's own stay visible to modes.
             if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
                 table[key] = _hide_modes(hook)
 

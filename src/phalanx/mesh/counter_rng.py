@@ -118,6 +118,7 @@ def _fill(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) ->
     base."""
     run = lines.shape[1]
     num_pairs, chunk = (run + odd + 1) // 2, _CHUNK.get(lines.device.type, _CHUNK["other"])
+    # From 1 on, for pair i adds (i + 1) G.
     steps = torch.arange(1, min(chunk, num_pairs) + 1, dtype=torch.int64, device=lines.device)
     steps.mul_(_GOLDEN)
     scratch = torch.empty(
@@ -130,6 +131,8 @@ def _fill(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) ->
         if start:
             bits.add_(_signed(start * _GOLDEN))
         _mix(bits, spare)
+        # Element 0 of a line is half `odd` of its first pair. As int32 a pair has its low half
+        # first on machines that are little-endian.
         low, high = max(0, 2 * start - odd), min(run, 2 * stop - odd)
         halves = bits.view(torch.int32)[:, low + odd - 2 * start : high + odd - 2 * start]
         torch.ge(halves, threshold, out=lines[first:last, low:high])

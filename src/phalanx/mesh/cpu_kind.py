@@ -50,6 +50,7 @@ def describe_cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def _read_first_cpu(cpuinfo: Path) -> dict[str, str]:
     try:
+        # An empty line ends each CPU: the first one stands for all.
         first, _, _ = cpuinfo.read_text(errors="replace").partition("\n\n")
     except OSError:
         return {}

@@ -48,6 +48,8 @@ class EventClock:
         return self._record()
 
     def seconds(self, start: Any, end: Any) -> float | None:
+        # `elapsed_time` raises for an event that has not happened. The start has, if the end has:
+        # both are on one stream.
         if not end.query():
             return None
         return start.elapsed_time(end) / 1000  # CUDA counts in milliseconds

@@ -40,6 +40,7 @@ def scatter_sum(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _global_ranks(group: dist.ProcessGroup) -> list[int]:
+    # `broadcast` and `reduce` name ranks by their number in the world, whatever the group.
     return [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
 
 

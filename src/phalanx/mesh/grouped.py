@@ -72,6 +72,7 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RO: torch.Tensor) -> Any:  # type: ignore[override]
         x_RI, weight_EOI, counts_E = ctx.saved_tensors
+        # `grouped_mm` refuses strides of 0, which the gradient of a sum has.
         grad_RO = grad_RO.contiguous()
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
@@ -121,6 +122,7 @@ def _even(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _ends(counts_E: torch.Tensor) -> torch.Tensor:
+    # The only type that grouped_mm takes them in.
     return counts_E.cumsum(0).to(torch.int32)
 
 

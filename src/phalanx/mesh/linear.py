@@ -16,6 +16,7 @@ from phalanx.mesh.logical import full_name
 
 def is_conv1d(part: nn.Module) -> bool:
     """transformers' Conv1D, whose weight is [inputs, outputs]."""
+    # By its name, for transformers need not be installed.
     return type(part).__name__ == "Conv1D" and hasattr(part, "nf")
 
 
@@ -33,6 +34,7 @@ def is_grouped(part: nn.Module) -> bool:
 def is_stacked(part: nn.Module) -> bool:
     """transformers' experts: parameters [experts, outputs, inputs] of one module, up or gate and
     up, and down."""
+    # A module that does not say these is none of transformers' experts.
     if getattr(part, "has_bias", True) or getattr(part, "is_transposed", True):
         return False
     parameters = part._parameters
@@ -68,6 +70,8 @@ def find_holders(module: nn.Module) -> Iterator[ParamHolder]:
     """Every module that holds parameters itself; a tied one counts where it is met first."""
     counted: set[int] = set()
     inside_attention: set[int] = set()
+    # Torch's attention multiplies by the weights of the layer inside of it, and never calls that
+    # layer.
     for part in module.modules():
         if isinstance(part, nn.MultiheadAttention):
             inside_attention.update(id(inner) for inner in part.modules())

@@ -128,6 +128,7 @@ def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int
     mesh, placements = tensor.device_mesh, tensor.placements
     size, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     boxes: tuple[Box, ...] = ()
+    # Of an uneven cut the last ranks may hold nothing.
     if _volume(size):
         boxes = (Box(tuple(offset), (0,) * len(size), tuple(size)),)
     replica = 0
@@ -212,6 +213,7 @@ class RankPosition:
         shard = shard_of(name, tensor, replica=self.rank, num_replicas=num_replicas)
         if not isinstance(tensor, DTensor) or self.tp == 1:
             return shard
+        # The mesh of a DTensor has no tp in it, and ranks of tp hold alike what no rule cuts.
         replica, num_replicas = shard.replica * self.tp + self.tp_rank, shard.num_replicas * self.tp
         return replace(shard, replica=replica, num_replicas=num_replicas)
 
@@ -225,6 +227,7 @@ def module_shards(
     shards: dict[str, LogicalShard] = {}
     aliases: dict[str, str] = {}
     stored_names: dict[int, str] = {}
+    # With duplicates: the further names of a tied tensor become aliases.
     tensors: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
     persistent = set(module.state_dict(keep_vars=True))
     tensors += [item for item in module.named_buffers() if item[0] in persistent]

@@ -33,6 +33,7 @@ def return_large_blocks() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
+        # A threshold that is set also stays: glibc no longer raises it by itself (mallopt(3)).
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 

@@ -140,6 +140,7 @@ class Mesh:
         Collective over all ranks.
         """
         own_group = None
+        # `new_group` is collective over all ranks: each opens every group, in the same order.
         for ranks in self._rows(axis):
             group = dist.new_group(list(ranks))
             if self.rank in ranks:
@@ -173,6 +174,7 @@ class Mesh:
         """Every rank's JSON value, in rank order, on every rank. Nothing is pickled."""
         if self.device_mesh is None:
             return [value]
+        # A bytearray, for `frombuffer` warns of memory that cannot be written to.
         encoded = bytearray(json.dumps(value).encode())
         data = torch.frombuffer(encoded, dtype=torch.uint8).to(self.device)
         sizes = self._all_gather(torch.tensor([data.numel()], device=self.device))
@@ -208,6 +210,8 @@ class Mesh:
         digests = self.gather_json(digest(facts))
         if len(set(digests)) == 1:
             return
+        # Facts are long, and gathered only where they differ. All ranks come here, or none: they
+        # have the same digests.
         differences = describe_differing_ranks(digests, self.gather_json(dict(facts)))
         raise RanksDifferError(
             f"the ranks differ: {differences}", fix="give every rank the same job, code and data"

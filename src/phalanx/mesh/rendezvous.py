@@ -167,6 +167,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _interface_with(address: str) -> str | None:
+    # Without the zone of a link-local address, as in fe80::1%eth0.
     address = address.partition("%")[0]
     # The whole block is one interface's, which lists its first address alone.
     if address.startswith("127."):
@@ -213,6 +214,7 @@ def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
             if ":" in host:
                 family = socket.AF_INET6
             listening = socket.create_server((host, port), family=family)
+            # Detached: the store owns the descriptor from here on, and closes it.
             options["master_listen_fd"] = listening.detach()
         store = dist.TCPStore(
             host,
@@ -220,6 +222,7 @@ def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
             world_size,
             is_master=hosts_store,
             timeout=datetime.timedelta(seconds=rendezvous_s),
+            # `wait_for_all` waits, and can name who is absent.
             wait_for_workers=False,
             **options,
         )

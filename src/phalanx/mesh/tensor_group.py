@@ -112,6 +112,7 @@ class TensorGroup:
         with self.timed("all_gather", "all_gather sequence"):
             parts = self.wait(self.start_gather(x))
         tokens = parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
+        # Without what `_pad` has put behind the last rank's part.
         return tokens.narrow(SEQUENCE, 0, self.num_tokens)
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,6 +199,7 @@ class _GatherFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        # What follows the gather is the same on every rank, so each has the whole gradient: no sum.
         return grad.narrow(-1, ctx.start, ctx.size).contiguous(), None, None
 
 
