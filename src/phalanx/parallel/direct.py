@@ -40,7 +40,9 @@ class DirectExecutor:
                     loss, targets = self._forward(batch, objective)
                 with phases("backward"):
                     self._context.normalizer.normalize(loss).backward()
+                    # Inside of the phase: it leaves the one that waiting for DDP has entered.
                     hooks.run_after_backward()
+            # Detached, or the step's sum would hold on to the graphs of all microbatches.
             add(loss.detach(), targets)
 
     def evaluate(

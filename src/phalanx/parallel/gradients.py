@@ -46,6 +46,7 @@ def own_squares(
     gradients: list[torch.Tensor] = []
     by_holders: dict[int, list[torch.Tensor]] = defaultdict(list)
     for name, parameter in named:
+        # Of an uneven cut the last ranks may hold nothing.
         if parameter.grad is None or not (gradient := local_tensor(parameter.grad)).numel():
             continue
         gradients.append(gradient)
@@ -55,6 +56,7 @@ def own_squares(
     for holders, group_gradients in by_holders.items():
         norms = torch._foreach_norm(_pieces(group_gradients), 2, dtype=_norm_dtype(group_gradients))
         # Ranks that hold the same gradient each bring an equal part of its square.
+        # In fp64 from here on, as all sums of the step's one reduction.
         part = torch.stack(norms).double().square().sum() / holders
         squares = part if squares is None else squares + part
     if squares is None:

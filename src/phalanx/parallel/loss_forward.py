@@ -63,6 +63,7 @@ class LossForward:
     def __call__(self, batch: Batch, objective: Objective | OutputFunction) -> Any:
         """(loss, targets) of a microbatch; hidden states of a pipeline's stage that is not the
         last; the result of an OutputFunction."""
+        # Before the copy: on the host ids are looked at without waiting for a device.
         if self._context.plan.model_shape.has_token_table:
             require_ids(batch, self._context.plan.vocab_size)
         on_device = self._copy_to_device(batch)

@@ -55,6 +55,7 @@ class LossScale:
             return
         self.good_steps += 1
         if self.good_steps >= self.growth_steps:
+            # A scale that a job began above the ceiling stays as it is.
             self.scale, self.good_steps = min(self.scale * 2, max(self.scale, CEILING)), 0
 
     def facts(self) -> dict[str, Any]:

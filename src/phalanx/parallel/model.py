@@ -58,6 +58,8 @@ class ParallelModel:
         self._loads = RouterLoads.collect(
             self.module, context.mesh, context.phases, expected=expected
         )
+        # Biases of routers move in `update`: after an optimizer's own step alone they would stay
+        # behind.
         context.optimizer_params.watch_optimizers(
             self.module.parameters() if self._loads.moves_biases else ()
         )
@@ -198,6 +200,7 @@ class ParallelModel:
         with self._context.traffic.counting():
             self._executor.forward_backward(microbatches, objective, self.step, add)
             self._interceptor.end_step()
+            # Inside of `counting`: it reduces the gradients that DDP and FSDP leave to us.
             self._context.optimizer_params.move_grads()
         return LocalLoss(loss_sum, num_targets)
 

@@ -27,6 +27,8 @@ def _select_all(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+# Compared by identity (eq=False): it is a key of dictionaries, and tensors compare element by
+# element.
 @dataclass(frozen=True, eq=False)
 class OptimizerShard:
     """Stands for a part of `parameter` before an optimizer, as `updated`.
@@ -46,6 +48,8 @@ class OptimizerShard:
         On the host it is copied into `host`, the one that was returned the last time, which the
         device does meanwhile: it is there once the device was waited for.
         """
+        # Taken away from the parameter: the optimizer's zero_grad does not know it, and the next
+        # step would add to it.
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
             self.updated.grad = None
@@ -123,6 +127,7 @@ class OptimizerParams:
 
     def move_grads(self) -> None:
         """After the last backward of a step."""
+        # First, for reductions read gradients where the backward left them.
         for reduce in self.before_update:
             reduce()
         devices: set[torch.device] = set()
@@ -130,6 +135,7 @@ class OptimizerParams:
             if shard.on_host and shard.parameter.grad is not None:
                 devices.add(local_tensor(shard.parameter.grad).device)
             self._gradients[shard] = shard.move_grads(self._gradients.get(shard))
+        # The optimizer reads the copies on the host: they must have arrived.
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -148,6 +154,7 @@ class OptimizerParams:
     def sync_to_model(self) -> None:
         """After an optimizer's update: the model sees it, on every rank."""
         self._is_model_stale = False
+        # First, for gathers send what lies in the model.
         for shard in self.shards.values():
             shard.copy_to_model()
         for gather in self.after_update:
@@ -177,6 +184,8 @@ class OptimizerParams:
             ):
                 params._is_model_stale = True
 
+        # A hook of all optimizers: the one that will be built of these parameters does not exist
+        # yet.
         weakref.finalize(self, register_optimizer_step_post_hook(on_step).remove)
 
     def require_sync(self) -> None:

@@ -161,6 +161,7 @@ def _allocate(root: nn.Module, device: torch.device, *, parameters_on_host: bool
         root.to_empty(device=device)
         return
     root.to_empty(device="cpu")
+    # FSDP moves its own shards, and nothing else: the rest goes to the device here.
     for part in root.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if not isinstance(parameter, DTensor):
@@ -178,5 +179,7 @@ def _fingerprint(module: nn.Module) -> str:
     hasher = xxhash.xxh3_64()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         hasher.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        # As bytes, for numpy has no bfloat16; flat, for a tensor of no dimensions cannot be seen as
+        # bytes.
         hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
     return hasher.hexdigest()

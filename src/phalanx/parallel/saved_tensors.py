@@ -49,6 +49,8 @@ def is_weight(tensor: torch.Tensor) -> bool:
     if isinstance(owner, nn.Parameter):
         return True
     node = owner.grad_fn
+    # A cast and a transposition have one input each; at the end stands the node that adds to
+    # `.grad`, which alone names its variable.
     while (
         node is not None
         and len(node.next_functions) == 1

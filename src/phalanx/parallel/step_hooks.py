@@ -45,6 +45,7 @@ class StepHooks:
         return self._enter_all(is_last)
 
     def _enter_all(self, is_last: bool) -> AbstractContextManager[object]:
+        # If a later hook fails, those before it are left here; else the caller leaves all of them.
         with ExitStack() as stack:
             for hook in self.around_microbatch:
                 stack.enter_context(hook(is_last))

@@ -50,6 +50,7 @@ class StepReducer:
             loss_sum, num_targets, total_squares, *reduced_flags = vector.tolist()
             self.finished_at = self._phases.clock.mark()
         stats = self._start_stats(reduced_flags)
+        # All ranks return here or none: they have one sum.
         if num_targets == 0:
             return stats
         normalizer = self._context.normalizer
@@ -74,6 +75,7 @@ class StepReducer:
         scale = normalizer.loss_scale
         if scale is not None:
             stats = replace(stats, loss_scale=scale.scale, scale_adapts=scale.is_dynamic)
+            # Last: the facts above tell the scale with which this step was computed.
             scale.adjust(finite=finite)
         return stats
 

@@ -91,6 +91,8 @@ class Synchronised(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._was_called = True
         self._check_input_dim(input)
+        # FSDP may have cast weights to bf16, and torch's kernel takes no mixture with fp32
+        # statistics.
         weight, bias = (None if p is None else p.to(_wide(input)) for p in (self.weight, self.bias))
         tracks = self.running_mean is not None and self.running_var is not None
         if not self.training and tracks:
@@ -118,6 +120,7 @@ class Synchronised(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if factor is None:
                 factor = 1.0 / float(self.num_batches_tracked)
+        # `_statistics` has refused a count of 1.
         unbiased = statistics.var * (statistics.count / (statistics.count - 1))
         for running, now in ((self.running_mean, statistics.mean), (self.running_var, unbiased)):
             assert running is not None
@@ -178,6 +181,7 @@ def _statistics(input: torch.Tensor, ranks: Ranks) -> Statistics:
             f"{'all ranks together have' if ranks.all else 'a rank has'} {int(total)}",
             fix="use a larger train.micro_batch_size",
         )
+    # Every rank adds the same rows in the same order, and so gets the same bits.
     mean = (means * counts).sum(0) / total
     var = (squares + counts * (means - mean).square()).sum(0) / total
     return Statistics(mean, var, total)
@@ -217,6 +221,8 @@ class _Normalise(torch.autograd.Function):
         grad_bias, grad_weight = grad.sum(dims), (grad * centred).sum(dims)
         grad_input = None
         if ctx.needs_input_grad[0]:
+            # A copy: the gradients of weight and bias stay this rank's own, and data parallelism
+            # reduces them.
             sums = torch.cat((grad_bias, grad_weight))
             ctx.ranks.add_up(sums)
             means = sums / count

@@ -60,6 +60,7 @@ def _synchronise(name: str, module: _BatchNorm, ranks: Ranks) -> None:
     else:
         module.__class__ = _derive_synchronised_type(original)  # type: ignore[arg-type]  # torch's are Any
     module._ranks = ranks
+    # Only a forward of the user's own can leave out the one that is synchronised.
     if ranks.all and original.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         module.register_forward_hook(functools.partial(_require_call, name, original.__name__))
 

@@ -89,6 +89,7 @@ def _takes(known: frozenset[str], key: str) -> bool:
 
 def _forward_names(module: nn.Module) -> tuple[frozenset[str], str, tuple[str, ...]]:
     """(the names that forward knows, the first of them, those that it cannot do without)."""
+    # Kept: every microbatch asks, and reading a signature is slow.
     cached = module.__dict__.get("_phalanx_forward_names")
     if cached is None:
         parameters = list(inspect.signature(module.forward).parameters.values())

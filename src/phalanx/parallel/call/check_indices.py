@@ -96,6 +96,7 @@ def _require(
         or not values.numel()
     ):
         return
+    # One pass in the usual case; the masks below are for what is wrong.
     lowest, highest = (int(edge) for edge in values.aminmax())
     if lowest >= 0 and highest < size:
         return

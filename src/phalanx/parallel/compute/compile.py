@@ -13,6 +13,8 @@ class Compile:
         return plan.compile
 
     def apply(self, context: ParallelContext) -> None:
+        # In place: `torch.compile(block)` would return a wrapper, whose name is put into all names
+        # inside.
         for block in context.blocks:
             block.compile()
 

@@ -113,6 +113,7 @@ class _Blockwise(torch.autograd.Function):
             for block in _blocks(group, owner, block_kv, mask, window):
                 products.forward(running, block)
         out = running.out.to(q.dtype)
+        # Autograd saves tensors alone: VisibleKeys is kept beside them.
         ctx.save_for_backward(
             q, kv, out, running.lse, *((mask,) if isinstance(mask, torch.Tensor) else ())
         )

@@ -44,6 +44,8 @@ class ContextGroup:
             dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
         )
         tensor = tensor.contiguous()
+        # In one batch: in a ring of NCCL each send would wait for a receive that stands behind
+        # another send.
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensor, after, self.group, tag),

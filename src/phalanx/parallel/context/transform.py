@@ -196,6 +196,8 @@ class ContextSequences:
         for r in range(chunks.size):
             for at, chunk in enumerate(chunks.list_chunks(r)):
                 counts_of_chunk[chunk] = counts[r, :, at]
+        # In the order of the sequence, where the sum of all chunks before one says what came before
+        # it.
         in_order = torch.stack([counts_of_chunk[chunk] for chunk in range(chunks.count)], dim=1)
         earlier = in_order.cumsum(1) - in_order
         before = torch.stack([earlier[:, chunk] for chunk in chunks.list_chunks(rank)], dim=1)

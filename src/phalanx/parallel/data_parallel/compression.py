@@ -56,6 +56,7 @@ class Compression:
         """From now on `ddp` reduces its buckets through the hook."""
         stream = torch.cuda.Stream() if next(iter(self._names)).is_cuda else None
 
+        # DDP looks up this argument by its name, `bucket`.
         def reduce_bucket(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and knows no strings
             buffer = bucket.buffer()
             if stream is None:
@@ -87,12 +88,15 @@ class Compression:
                 gradients.append(Gradient(name, tensor, self._slots[name]))
         if not gradients:
             return
+        # Errors are kept without the loss scale, which may be another one in the next step.
         if self._hook.keeps_error:
             for gradient in gradients:
                 gradient.tensor.add_(gradient.slots[ERROR], alpha=scale)
         new_errors = self._hook.reduce(gradients, self._wire)
+        # A hook without error feedback returns no errors at all.
         for gradient, rest in zip(gradients, new_errors, strict=self._hook.keeps_error):
             error = gradient.slots[ERROR]
+            # `where` and no `if`: the host need not wait for a GPU to know it.
             error.copy_(torch.where(rest.isfinite().all(), rest / scale, error))
 
     def errors(self) -> dict[str, torch.Tensor]:

@@ -47,6 +47,7 @@ class DpReplicate:
             gradient_as_bucket_view=True,
             bucket_cap_mb=context.plan.parallel.bucket_mb,
             static_graph=options.static_graph,
+            # With a static graph DDP finds them by itself, and warns if it is asked to.
             find_unused_parameters=options.unused_parameters == "allow"
             and not options.static_graph,
             **ddp_buffer_option(has_buffers),

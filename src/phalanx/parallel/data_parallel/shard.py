@@ -84,6 +84,7 @@ def _shard_units(context: ParallelContext, staged: Staged | None) -> list[list[n
         is_pinned = context.mesh.device.type == "cuda"
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=is_pinned)
     block_policy = _policy(context.compute_dtype, cast_inputs=cast)
+    # From the inside out: `fully_shard` leaves out the modules that are units already.
     # Experts are units of their own, inside of a block's unit, over `Mesh.expert_mesh`: other ranks
     # hold the same ones.
     if experts is not None:
@@ -258,6 +259,7 @@ def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
             async_op: bool = False,
         ) -> Any:
             traffic.add_scatter(input_tensor.nbytes, layout.dp_shard)
+            # FSDP's all-reduce over copies of a shard goes through no seam: it is counted here.
             traffic.add_all_reduce(input_tensor.nbytes // layout.dp_shard, layout.dp_replicate)
             with phases.collective("reduce_scatter gradients"):
                 is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)

@@ -71,6 +71,7 @@ def average_gradients(
     for dtype, tensors in by_type.items():
         gradients = []
         for parameter in tensors:
+            # Zeros, for all ranks must add up tensors of one length.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients.append(gradient.flatten().to(dtype))
         flat = torch.cat(gradients)

@@ -135,6 +135,8 @@ class Gather:
         self._buckets: list[list[_Span]] = []
         by_type: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = defaultdict(list)
         for parameter, rows in cut:
+            # In elements: dimensions before that of the rows are of size 1, so a rank's rows lie
+            # together.
             chunk = rows.chunk * parameter.stride(rows.dim)
             by_type[parameter.dtype].append((parameter.detach().view(-1), chunk))
         for dtype, tensors in by_type.items():
@@ -146,6 +148,8 @@ class Gather:
         used = 0
         for flat, chunk in tensors:
             start = 0
+            # A span ends where its parameter or its bucket does; `used` elements of each rank's
+            # segment are taken.
             while start < chunk:
                 if used == room:
                     self._buckets.append(spans)

@@ -146,6 +146,8 @@ class RandomOpInterceptor:
                 )
 
         hooks = (
+            # Entered before the user's hooks, and left after an error, too (always_call): no module
+            # must seem to run on.
             part.register_forward_pre_hook(enter, prepend=True),
             part.register_forward_hook(leave, always_call=True),
         )
@@ -164,6 +166,7 @@ class RandomOpInterceptor:
         active: list[Any] = []
 
         def enter(*_: object) -> None:
+            # Entered once: a mode that is on twice sees each operation twice.
             active.append(nullcontext() if self._mode.depth else self._mode)
             active[-1].__enter__()
 
@@ -226,6 +229,7 @@ class _ByPlace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # With a generator of the user's own the numbers are the user's, too.
         if func is BERNOULLI and kwargs.get("generator") is None:
             keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             mask = self._drawing.mask(keep, args[0]) if 0.0 < keep < 1.0 else None

@@ -119,6 +119,7 @@ class DropoutRng:
         offsets, global_shape = [0] * len(shape), list(shape)
         for part in self.parts.get(name, ()):
             offsets[part.dim], global_shape[part.dim] = part.locate(shape[part.dim])
+        # `keep_mask` counts by rows, which it takes for dimension 0.
         order = [rows_dim, *(dim for dim in range(len(shape)) if dim != rows_dim)]
         mask = keep_mask(
             stable_hash64("dropout", self.seed, moment.step, name, call),
@@ -153,6 +154,7 @@ class _RecordedRng:
 
     def __enter__(self) -> None:
         moment = self._dropout_rng._moment
+        # A copy: the forward goes on counting its calls.
         self.at_start = moment.copy() if moment else None
         self.replay_context = self._dropout_rng.replay_context()
 
@@ -167,6 +169,7 @@ class _ReplayedRng:
         self._inside = ExitStack()
 
     def __enter__(self) -> None:
+        # Copied once more below: each recomputation counts from the start of the forward.
         at_start = self._recorded.at_start
         self._before, self._dropout_rng._moment = (
             self._dropout_rng._moment,

@@ -97,6 +97,7 @@ class _Counted(_DropoutNd):
 class _OfChannels(_Counted):
     """One element for a whole channel."""
 
+    # An input of so many dimensions has no batch. 0: torch's dropout2d takes three for [N, C, L].
     _unbatched_ndim = 0
 
     def _noise_shape(self, input: torch.Tensor) -> tuple[int, ...] | None:
@@ -110,6 +111,8 @@ class _Alpha(_Counted):
     2017)."""
 
     def _apply_mask(self, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        # As torch's own, with m the mask: a (x m + alpha (m - 1) + alpha p),
+        # where a = ((alpha^2 p + 1) (1 - p))^(-1/2).
         scale = 1.0 / math.sqrt((SELU_ALPHA**2 * self.p + 1.0) * (1.0 - self.p))
         noise = mask.to(input.dtype)
         shift = (noise - 1.0).mul_(SELU_ALPHA * scale).add_(SELU_ALPHA * scale * self.p)

@@ -129,6 +129,7 @@ def _split_experts(
         size = total // group.size
         start = group.rank * size
         owner = experts.get_submodule(path.rpartition(".")[0])
+        # A copy: a slice would keep the memory of all experts.
         local = nn.Parameter(
             parameter.detach()[start : start + size].clone(), requires_grad=parameter.requires_grad
         )
@@ -228,6 +229,7 @@ class BetweenRanks:
         # They come rank by rank, and of each rank expert by expert: a stable sort makes runs of one
         # expert.
         numbers = torch.arange(arrived_PE.shape[1], device=x_RD.device).repeat(size)
+        # With output_size, or the host would wait for a GPU to know how long the result is.
         order = numbers.repeat_interleave(arrived_PE.flatten(), output_size=sum(received)).argsort(
             stable=True
         )
@@ -235,6 +237,7 @@ class BetweenRanks:
             arrived_PE.sum(0), [sum(column) for column in zip(*arrived_counts, strict=True)]
         )
         outputs = experts(rows.index_select(0, order), counts_here)
+        # The inverse of `order`: outputs go back in the order in which their rows came.
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         out: torch.Tensor = _Exchange.apply(

@@ -28,6 +28,8 @@ class Fp16:
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
         limits = torch.stack([_limit(g.tensor) for g in gradients])
         wire.largest(limits)
+        # A gradient of zeros gets a large scale, not an infinite one; an infinite limit makes the
+        # scale 0, and the gradient NaN on all ranks.
         scales = torch.exp2(
             torch.floor(torch.log2(LARGEST / wire.num_ranks / limits.clamp(min=2.0**-100)))
         )

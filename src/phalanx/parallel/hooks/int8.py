@@ -20,6 +20,7 @@ from phalanx.parallel.hooks._protocol import Gradient, Settings
 from phalanx.parallel.wire import Wire
 
 BLOCK = 256
+# On either side of 0: -128 is not used, so that levels are symmetric.
 LEVELS = 127
 SCALE = torch.float32
 KEEPS_ERROR = True
@@ -77,6 +78,8 @@ class Int8:
 
         finals = [_quantise(mean[None]) for mean in means]
         for k, mean, final in zip(errors, means, finals, strict=True):
+            # In the next step errors are averaged over the ranks: one that a single rank keeps
+            # counts so many times.
             k[wire.rank] += wire.num_ranks * (mean - _restore(*final, mean.dtype)[0])
         gathered = wire.gather(_pack(finals)[0])
         for gradient, cut, final in zip(gradients, cuts, _unpack(gathered, cuts), strict=True):
@@ -97,6 +100,7 @@ def _quantise(blocks: torch.Tensor) -> Quantised:
     A block with anything that is not finite has a scale that is not.
     """
     scales = (blocks.abs().amax(-1) / LEVELS).to(SCALE)
+    # A block of zeros has a scale of 0: it is divided by something else, and stays zero.
     steps = blocks / scales[..., None].to(blocks.dtype).clamp(min=torch.finfo(SCALE).tiny)
     return steps.round().clamp(-LEVELS, LEVELS).nan_to_num(0.0).to(torch.int8), scales
 

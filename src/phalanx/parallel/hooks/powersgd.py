@@ -33,6 +33,7 @@ class PowerSgd:
         generator = torch.Generator().manual_seed(
             stable_hash64("powersgd", self._seed, name) % 2**63
         )
+        # On the CPU and in fp64: all ranks begin with the same Q, whatever their device and type.
         drawn = torch.randn(
             _matrix(parameter).shape[1], self._rank, generator=generator, dtype=torch.float64
         )
@@ -50,6 +51,7 @@ class PowerSgd:
         ps = [m @ g.slots[Q] for m, g in zip(ms, thin, strict=True)]
         uncompressed = [g.tensor for g in gradients if Q not in g.slots]
         _average([*ps, *uncompressed], wire)
+        # Each rank by itself: after the sum they have the same P, bit by bit.
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = [m.T @ p for m, p in zip(ms, ps, strict=True)]
         _average(qs, wire)
@@ -58,6 +60,7 @@ class PowerSgd:
             mean = p @ q.T
             errors[gradient.name] = (m - mean).view_as(gradient.tensor)
             gradient.tensor.copy_(mean.view_as(gradient.tensor))
+            # A step that overflowed leaves Q as it was: a NaN in it would stay for good.
             gradient.slots[Q].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q]))
         return [
             errors[g.name] if g.name in errors else torch.zeros_like(g.tensor) for g in gradients

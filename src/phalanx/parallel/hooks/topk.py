@@ -39,6 +39,7 @@ class TopK:
         values = wire.gather(
             torch.cat([flat[chosen] for flat, chosen in zip(flats, places, strict=True)])
         )
+        # As int32 a place costs no more than an fp32 value.
         all_places = wire.gather(torch.cat(places).to(torch.int32))
         errors = [
             flat.index_fill(0, chosen, 0.0) for flat, chosen in zip(flats, places, strict=True)

@@ -114,6 +114,7 @@ class OffloadPass:
         self.num_bytes = 0
         """Bytes in host memory, over forward and backward."""
         self._copy_stream = copy_stream
+        # Weak references: the graph alone decides how long a copy lives.
         self._in_order: list[weakref.ref[OffloadedStorage]] = []
         self._known: dict[
             int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[OffloadedStorage]]
@@ -141,6 +142,8 @@ class OffloadPass:
         assert back is not None
         self._fetch_before(offloaded)
         offloaded.num_left -= 1
+        # From here on the tensors made of it keep the memory alive. Below 0: a graph that is run
+        # again.
         if offloaded.num_left <= 0:
             offloaded.back = None
         view = torch.empty(0, dtype=packed.dtype, device=back.device)
@@ -149,6 +152,8 @@ class OffloadPass:
     def _is_offloadable(self, tensor: torch.Tensor) -> bool:
         return (
             tensor.device.type == self._copy_stream.device.type
+            # Of a tensor that is subclassed, not strided, or lazily conjugated or negated, bytes do
+            # not say all.
             and type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
             and not tensor.is_conj()
@@ -159,11 +164,14 @@ class OffloadPass:
 
     def _find_copy(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage | None:
         owner, then, offloaded = self._known.get(storage.data_ptr(), (None, 0, None))
+        # The address of a storage that is gone may come again, and one that was written to since
+        # differs from its copy.
         if owner is None or offloaded is None or owner() is None or then != version:
             return None
         return offloaded()
 
     def _offload(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage:
+        # The whole storage as bytes: all saved views of it share one copy.
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
         self._copy_stream.wait_for_computation()

@@ -99,6 +99,8 @@ class PipelineExecutor:
         self.spans = []
         self._saved.clear()
         hooks = self.context.hooks
+        # For data parallelism a whole schedule is one microbatch, the last one: it reduces after
+        # it.
         with self.forward.sharing_copies(), hooks.enter_microbatch(is_last=True):
             self._infer_specs(microbatches, objective)
             queue = self._open_queue(schedule, microbatches)
@@ -217,6 +219,7 @@ class PipelineExecutor:
             outcome = self.context.normalizer.normalize(loss)
         self._saved[action.stage, action.microbatch] = SavedForward(stage_input, outcome)
         self._memory.record(stage for stage, _ in self._saved)
+        # Detached: what is sent must not keep the graph, which `_saved` holds until the backward.
         return outcome.detach()
 
     def _run_backward(self, action: Action, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -230,6 +233,7 @@ class PipelineExecutor:
         self.context.hooks.run_after_backward()
         if saved.stage_input is None:
             return None
+        # The stage before waits for a gradient even where nothing here depends on what it sent.
         if saved.stage_input.grad is None:
             return torch.zeros_like(saved.stage_input)
         return saved.stage_input.grad
@@ -338,6 +342,8 @@ class PipelineExecutor:
                     queue.send(message, output.detach())
             queue.wait_for_sends()
             self.is_under_way = False
+            # Not before: a caller may leave a generator where it yields, and other ranks would wait
+            # for the rest.
             yield from outcome
 
     def call(self, batch: Batch, then: Callable[[Any], Any]) -> torch.Tensor:

@@ -68,6 +68,7 @@ class Placeholder(torch.Tensor):
         *,
         in_block: bool = False,
     ) -> Placeholder:
+        # Integers have no NaN.
         nothing = math.nan if tensor.is_floating_point() else 0
         value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
         placeholder: Placeholder = value.as_subclass(Placeholder)

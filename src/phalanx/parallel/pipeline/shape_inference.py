@@ -25,6 +25,8 @@ from phalanx.mesh.logical import full_name
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.pipeline.p2p import StageGroup, TensorSpec
 
+# A stage announces its output in fields of fixed number: the type as its index here, plus 1, and
+# room for so many dimensions.
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MAX_DIMS = 8
 
@@ -46,6 +48,7 @@ def infer_shapes(
     blocks, of which each stage has its own.
     """
     modes = [(part, part.training) for part in module.modules()]
+    # Copies: a buffer that is changed in place would be compared with itself.
     buffers_before = {name: buffer.clone() for name, buffer in _persistent_buffers(module)}
     # In evaluation mode nothing is drawn and no running statistics move.
     module.eval()
@@ -87,6 +90,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _are_different(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # A NaN in both counts as equal.
     return not bool(((a == b) | ((a != a) & (b != b))).all())
 
 
@@ -96,6 +100,7 @@ def raise_first_refusal(stage_group: StageGroup, refusal: PhalanxError | None) -
     refuses = torch.zeros(len(stage_group.numbers), dtype=torch.int64, device=stage_group.device)
     refuses[stage_group.rank] = int(refusal is not None)
     dist.all_reduce(refuses, group=stage_group.down)
+    # All ranks have the same list, and so take part in the same broadcast, or in none.
     for rank in refuses.nonzero().flatten().tolist()[:1]:
         _broadcast_spec(stage_group, rank, None, refusal if rank == stage_group.rank else None)
 

@@ -121,6 +121,8 @@ class StageForward:
             part._parameters[key] = nn.Parameter(nan, requires_grad=False)
 
         def restore() -> None:
+            # Called where the input arrives and once more at the end of the window, which then
+            # finds nothing.
             while hidden:
                 part, key, parameter = hidden.pop()
                 part._parameters[key] = parameter
@@ -216,6 +218,7 @@ class StageForward:
             )
 
     def _require_window(self) -> Window:
+        # 0 or more while a backward runs: then only a recomputation calls blocks.
         if self.window is None and torch._C._current_graph_task_id() >= 0:
             raise LayoutError(
                 "the model's own forward recomputes its blocks (torch.utils.checkpoint), which"
@@ -349,5 +352,6 @@ def _derive_intercepting_type(original: type[nn.Module]) -> type[nn.Module]:
             return original.__getattr__(self, name)
         return submodule
 
+    # On a class: Python looks `__call__` up in the type, never in the object.
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, (original,), {"__call__": call, "__getattr__": find, **names})

@@ -47,6 +47,8 @@ def sum_tied_gradients(staged: Staged, module: nn.Module, phases: Phases) -> Non
         holders = staged.holders.get(full_name(raw_name))
         if holders is not None and parameter.requires_grad:
             by_holders.setdefault((holders, parameter.dtype), []).append(parameter)
+    # Sorted, for both sides of an exchange must come to it in one order; by text, for torch's types
+    # cannot be compared.
     for (holders, dtype), parameters in sorted(by_holders.items(), key=lambda item: str(item[0])):
         own_part = torch.cat([_gradient(p).flatten() for p in parameters]).to(dtype)
         with phases("collective", "exchange gradients of parameters of several stages"):

@@ -140,6 +140,7 @@ class Holding:
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], pipeline: Pipeline) -> None:
         self._module, self._pipeline = module, pipeline
         prefixes = {id(block): full_name(name) for name, block in module.named_modules()}
+        # With a dot at the end: layers.1 is no prefix of layers.10.
         self._block_of = {f"{prefixes[id(block)]}.": index for index, block in enumerate(blocks)}
         self._stage_of_block = [pipeline.stages.stage_of(index) for index in range(len(blocks))]
         self._names = {full_name(name) for name, _ in module.named_modules()} - {""}
@@ -150,6 +151,7 @@ class Holding:
         self._stages: dict[int, set[int]] = {}
         self._by_name: dict[str, nn.Parameter] = dict(parameters)
         after = False
+        # In the order of registration, which says what comes before the blocks and what after.
         for name, parameter in parameters:
             block = self.block_of(name)
             after = after or block is not None

@@ -95,6 +95,7 @@ class _ContextPair:
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
+            # If the second cannot be entered, the first is left.
             for context in self._contexts:
                 stack.enter_context(context)
             self._stack = stack.pop_all()
@@ -134,6 +135,7 @@ class _ForwardContext:
         for name, buffer in self._other_buffers.items():
             if buffer._version != self._versions[name]:
                 changed.append(name)
+        # Without gradients nothing is recomputed.
         if kind is None and changed and torch.is_grad_enabled():
             raise LayoutError(
                 f"the forward of {self._block} changes its buffer {changed[0]}, and recomputing"

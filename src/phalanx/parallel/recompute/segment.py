@@ -106,6 +106,7 @@ class _SegmentForward:
         """Those of the last call, detached, with their versions: alive, so that no other tensor
         gets their address."""
         self._calls: list[_Call] = []
+        # Weak references: what the graph has let go is not filled again.
         self._slots: list[weakref.ref[_SavedSlot]] = []
         self._described: list[tuple[torch.Size, torch.dtype]] = []
 
@@ -127,6 +128,8 @@ class _SegmentForward:
         device = next(
             (leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu")
         )
+        # The dummy needs a gradient: without any such input autograd makes no node, and saves
+        # nothing.
         node = _Keep.apply(torch.empty(0, requires_grad=True), *saved).grad_fn  # type: ignore[no-untyped-call]
         self._calls.append(
             _Call(block, forward, replay, inputs, structure, node, _capture_ambient(device))
@@ -210,6 +213,7 @@ def _replay_call(
                 tensor = before[leaf.index]
             else:
                 tensor = saved[leaf.index].detach()
+            # What operations save depends on which inputs need a gradient.
             leaf = tensor.requires_grad_(leaf.requires_grad)
         leaves.append(leaf)
     args, kwargs = tree_unflatten(leaves, call.structure)
@@ -238,6 +242,7 @@ def _non_repeatable_error(calls: Sequence[_Call]) -> LayoutError:
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same memory, seen in the same way. FSDP hands a block another tensor object over it."""
     return (
+        # Empty tensors have no memory, and all the same address.
         a.numel() > 0
         and a.data_ptr() == b.data_ptr()
         and (a.dtype, a.shape, a.stride(), a.device) == (b.dtype, b.shape, b.stride(), b.device)

@@ -87,6 +87,7 @@ def _recompute(block: nn.Module, segment: Segment, context: ParallelContext) -> 
     # A compiler follows torch's own contexts, and no others.
     if context.plan.compile:
         options = {"context_fn": selective_contexts} if segment.mode == "selective" else {}
+    # Not reentrant: torch takes a context_fn for that kind only.
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 

@@ -55,6 +55,7 @@ class PartialGradients:
             at += places * gradient.numel()
         summed = self._group.all_reduce(flat)
         for (gradient, _, _), part in zip(pieces, reduced, strict=True):
+            # The sum is a new tensor; the views of `flat` still say where each piece lies.
             start = part.storage_offset()
             gradient.copy_(summed[start : start + gradient.numel()].view(gradient.shape))
 
@@ -72,5 +73,6 @@ class PartialGradients:
                 where = tuple(
                     slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True)
                 )
+                # Ranks that hold a block alike are neighbours.
                 pieces.append((gradient[where], rank // box.num_replicas, size // box.num_replicas))
         return pieces

@@ -118,7 +118,9 @@ def _embedding_forward(
             raise DataError(f"token {token} is none of the {total} of the embedding")
     local_ids = ids - vocabulary.start
     is_elsewhere = (local_ids < 0) | (local_ids >= part.num_embeddings)
+    # Tokens of other ranks look up any row, and what they get is taken out below.
     embedded = F.embedding(local_ids.masked_fill(is_elsewhere, 0), part.weight, part.padding_idx)
+    # A sequence that is cut does not tell its length, and what gathers it asks for it.
     group.num_tokens = ids.shape[1] if ids.ndim > 1 else len(ids)
     return group.leave(embedded.masked_fill(is_elsewhere[..., None], 0))
 

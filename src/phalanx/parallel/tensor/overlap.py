@@ -25,6 +25,7 @@ def row_in_chunks(x: torch.Tensor, weight: torch.Tensor, group: TensorGroup) -> 
     if x.ndim < 3 or (group.cuts_sequence and x.shape[SEQUENCE] % group.size):
         # Tokens that must be padded are not worth chunks.
         return group.leave(F.linear(x, weight))
+    # Cast here, where autograd sees it: the functions below give gradients of the compute type.
     weight = weight.to(x.dtype)
     result: torch.Tensor = (_RowScatter if group.cuts_sequence else _RowSum).apply(x, weight, group)
     return result
@@ -123,6 +124,7 @@ class _RowScatter(torch.autograd.Function):
         parts = []
         for rows in _chunks(by_rank.shape[2], group):
             product = F.linear(by_rank[:, :, rows], weight)
+            # Transposed to [ranks, B, tokens, F]: a reduce-scatter cuts the first dimension.
             parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
         with group.timed("reduce_scatter", "reduce_scatter sequence"):
             done = [group.wait(part).view(shape[0], *shape[2:]) for shape, part in parts]

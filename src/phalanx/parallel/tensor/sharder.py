@@ -202,6 +202,7 @@ class ModuleSharder:
         self._shard(name, part, "weight", output_dim(part), spans)
         self._shard(name, part, "bias", 0, spans)
         tp_modules.set_outputs(part, _length(spans))
+        # A region enters once for all columns in it.
         if self._region_of(name) is None:
             part.register_forward_pre_hook(
                 functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True
@@ -236,6 +237,7 @@ class ModuleSharder:
                 f"{name} gets rows of tokens, of which nobody knows the sequence",
                 fix="parallel.sequence_parallel=false",
             )
+        # Gate and up are fused in the first matrix (parts=2); `down` takes one product of both.
         first, hidden = first_of_stack(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
         require_parts(rule, name, classify_module(part, is_attention=False))
         self._shard(name, part, first, 1, self._spans(rule, getattr(part, first).shape[1], name))
