@@ -40,6 +40,7 @@ def attention_mask(
     if causal:
         keep = keep.tril()
     if 0 < window < num_tokens:
+        # The second cut is for masks that are not causal: a causal one has nothing left there.
         keep = keep.triu(1 - window).tril(window - 1)
     keep = keep[None]
     if document_ids_BT is not None:
@@ -146,6 +147,7 @@ class Attention(nn.Module):
         document_ids_BT: torch.Tensor | None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        # -1, because a rank of tensor parallelism has a part of the heads.
         q, k, v = (
             linear(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.q, self.k, self.v)

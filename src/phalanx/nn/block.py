@@ -19,6 +19,7 @@ from phalanx.nn.latent_attention import LatentAttention
 from phalanx.nn.norms import build_norm
 from phalanx.nn.routing import Balance
 
+# Of initial weights, as in GPT-2.
 STD = 0.02
 
 
@@ -75,6 +76,7 @@ def _build_attention(shape: TransformerShape, window: int) -> nn.Module:
 def init_rules(shape: TransformerShape) -> tuple[InitRule, ...]:
     """Projections back into the residual stream shrink with depth (GPT-2); norms begin as the
     identity, biases at 0."""
+    # Each block adds to the stream twice.
     residual = STD / (2 * shape.num_layers) ** 0.5
     return (
         InitRule("*norm.weight", constant=0.0 if shape.norm_plus_one else 1.0),

@@ -82,7 +82,8 @@ class MixtureOfExperts(nn.Module):
         x_ND, num_experts = x_BTD.flatten(0, 1), self.router.num_experts
         expert_R = routing.experts_BTK.flatten()
         drops = routing.kept_BTK is not None
-        if routing.kept_BTK is not None:  # what an expert has no room for stands behind all rows
+        # What an expert has no room for stands behind all rows.
+        if routing.kept_BTK is not None:
             expert_R = expert_R.where(routing.kept_BTK.flatten(), num_experts)
         # Stable, so that an expert's rows are in the tokens' order on every device.
         order = expert_R.argsort(stable=True)
@@ -135,7 +136,8 @@ def _sum_by_token(
     their order: where threads of a device add to one place, as in index_add, the order and so the
     sum would be another each time."""
     num_rows, is_full = len(row_RD), len(row_RD) < row_KN.numel()
-    wide = torch.promote_types(row_RD.dtype, torch.float32)  # a half's sum is rounded once
+    # In half precision the sum is rounded once, and not after each row.
+    wide = torch.promote_types(row_RD.dtype, torch.float32)
     out_ND = row_RD.new_zeros(row_KN.shape[1], row_RD.shape[1], dtype=wide)
     if num_rows == 0:
         return out_ND.to(row_RD.dtype)
@@ -192,6 +194,7 @@ class _WeightedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
         row_RD, weight_R, order = ctx.saved_tensors
+        # Choice c is one of token c // K.
         grad_RD = grad_ND.index_select(0, order.div(ctx.per_token, rounding_mode="floor"))
         of_weight = (grad_RD * row_RD).sum(-1).to(weight_R.dtype)
         return grad_RD * weight_R[:, None].to(grad_RD.dtype), of_weight, None, None

@@ -155,6 +155,7 @@ def _normals_of_runs(key: int, starts: Sequence[int], run: int) -> torch.Tensor:
         skip = first_draw % 4
         draws = generator.random_raw(skip + (start + run + 1) // 2 - first_draw)
         counter = first_draw // 4 + -(-len(draws) // 4)
+        # A draw is two halves of 32 bits: an odd start begins with the second one.
         row[:] = draws[skip:].view(np.uint32)[start % 2 :][:run]
     halves >>= np.uint32(9)
     bits = torch.from_numpy(halves.reshape(-1).astype(np.float32))

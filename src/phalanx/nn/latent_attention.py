@@ -20,7 +20,8 @@ from phalanx.nn.attention import AttentionCore
 from phalanx.nn.norms import RMSNorm
 from phalanx.nn.rotary import rotate_neighbours, yarn_temperature
 
-EPS = 1e-6  # of the latents' norms: DeepSeek's code takes this whatever the other norms have
+# Of the latents' norms: DeepSeek's code takes this whatever the other norms have.
+EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
@@ -53,6 +54,7 @@ class LatentAttention(nn.Module):
         self.core = AttentionCore(window=window)
         # YaRN's temperature is on whole queries and keys here, not on their rotated parts alone
         # (DeepSeek-V2's code).
+        # Squared, because it is on queries alone: scores get the factor of both.
         self.query_scale = yarn_temperature(shape) ** 2
 
     def forward(

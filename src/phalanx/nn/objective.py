@@ -226,6 +226,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:  # type: ignore[override]
         grad_hidden, grad_head = ctx.saved_tensors
+        # In place, for a graph is gone through once; run again (retain_graph), it would be scaled
+        # twice.
         grad_hidden.mul_(grad_loss)
         grad_head.mul_(grad_loss)
         return grad_hidden, grad_head.to(ctx.head_dtype), None, None, None, None
@@ -248,7 +250,8 @@ def _add_head_gradient(
     dim = hidden_CD.shape[1]
     room = room_CV.view(-1).view(hidden_CD.dtype)
     num_rows = room.numel() // dim
-    if num_rows == 0:  # hidden states wider than all of a chunk's logits
+    # Hidden states are wider than all of a chunk's logits.
+    if num_rows == 0:
         grad_head_VD += grad_logits_CV.T @ hidden_CD
         return
     for grad_VD, grad_CV in zip(
@@ -267,6 +270,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: Vocabulary
     ) -> torch.Tensor:
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        # A copy in any case: logits are the module's, and the loss is computed in place.
         grad_logits = logits_NV.to(wide, copy=True)
         loss_sum = _loss_and_gradient(grad_logits, targets_N, vocabulary)
         ctx.save_for_backward(grad_logits)

@@ -12,8 +12,10 @@ import torch
 from phalanx.job.shapes.decoder import DecoderShape
 
 # Turns within the original length: below, frequencies are scaled; above, left as they are.
+# The low_freq_factor and high_freq_factor of Llama 3.1's config.
 LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0
-YARN_SLOW, YARN_FAST = 1.0, 32.0  # the same of YaRN
+# The same of YaRN: the paper's alpha and beta for Llama (arXiv 2309.00071, section 3.2).
+YARN_SLOW, YARN_FAST = 1.0, 32.0
 
 
 def rotary_frequencies(
@@ -87,7 +89,8 @@ def rotary_table(
     table = torch.stack((angle_BTE.cos(), angle_BTE.sin()))[:, :, None]
     # Latent attention has the temperature on whole queries and keys.
     if not shape.kv_rank and not (local and shape.local_rope_theta):
-        table = table * yarn_temperature(shape)  # on queries and keys alike
+        # On queries and keys alike: both are rotated by this table.
+        table = table * yarn_temperature(shape)
     return table
 
 

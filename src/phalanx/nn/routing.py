@@ -213,6 +213,8 @@ class Router(nn.Module):
         if self.loss_weight:
             length = self.sequences.length(chosen_BTE.shape[1])
             counts = self.sequences.total(counts_BE).to(scores_BTE.dtype)
+            # The derivative by one token's share: balance_loss * T * f_e / T, for P_e is a mean
+            # over T tokens.
             weights_BE = counts * (
                 self.loss_weight / self.num_alike * self.num_experts / (self.per_token * length)
             )

@@ -55,6 +55,7 @@ def build(kind: str, **args: Any) -> nn.Module:
     auto = _choose_auto_class(kind, values, config)
     directory = weights_directory(kind)
     try:
+        # The default device is meta where a planner asks for shapes alone.
         if directory is None or torch.empty(0).is_meta:
             module = auto.from_config(
                 config, dtype=torch.float32, attn_implementation=_attention(auto, config)
@@ -220,6 +221,7 @@ def _load_with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.
                 why=why,
                 fix="name the config.json itself to begin from random weights",
             )
+    # `from_pretrained` returns a model in evaluation mode.
     model: nn.Module = module.train()
     return model
 
@@ -263,6 +265,7 @@ def _forward_of_tokens(original_class: type, head: str) -> Callable[..., Any]:
         named = {}
         if takes_positions:
             named["position_ids"] = positions
+        # A cache of keys and values is for generation, one token after another.
         outputs = original_class.forward(  # type: ignore[attr-defined]
             self, input_ids=inputs, use_cache=False, return_dict=True, **named
         )

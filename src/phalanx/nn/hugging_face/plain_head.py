@@ -116,6 +116,7 @@ def build_head_output(head: nn.Module, recorder: HeadRecorder) -> HeadOutput:
     """The hidden states that `recorder` caught in the place of `head`, and the weight of `head`."""
     (hidden,) = recorder.inputs
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):  # as the layer itself would
+    # As the layer itself would, whose input autocast casts.
+    if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     return HeadOutput(hidden, head.weight)  # type: ignore[arg-type]

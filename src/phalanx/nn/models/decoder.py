@@ -62,15 +62,14 @@ SHARD_RULES = {
 class Decoder(nn.Module):
     """Tokens to hidden states; the objective owns the head (see CausalOutput)."""
 
-    block_pattern = "blocks.*"  # what FSDP wraps, recompute recomputes and compile compiles
+    # What FSDP wraps, recompute recomputes and compile compiles.
+    block_pattern = "blocks.*"
 
-    block_inputs_are_cast = (
-        True  # the embedding's output is in the compute type, and so is all that follows
-    )
+    # The embedding's output is in the compute type, and so is all that follows.
+    block_inputs_are_cast = True
 
-    is_per_token_outside_regions = (
-        True  # norms and residuals: a rank may have a part of the sequence there
-    )
+    # Norms and residuals: a rank may have a part of the sequence there.
+    is_per_token_outside_regions = True
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -87,12 +86,10 @@ class Decoder(nn.Module):
         self.head = (
             None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
         )
-        self.attention_mask = (
-            shared_mask  # the seam that makes masks: context parallelism puts in its own
-        )
-        self.last_stage = (
-            ("embed",) if shape.tie_embeddings else ()
-        )  # of a pipeline: what it holds, too
+        # The seam that makes masks: context parallelism puts in its own.
+        self.attention_mask = shared_mask
+        # A pipeline's last stage computes the head, and so holds the embedding that it is tied to.
+        self.last_stage = ("embed",) if shape.tie_embeddings else ()
 
     def forward(
         self,
@@ -125,9 +122,8 @@ class Decoder(nn.Module):
             x_BTD = x_BTD * self.shape.dim**0.5
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(positions)
-        if torch.is_autocast_enabled(
-            x_BTD.device.type
-        ):  # the residual stream in the compute type, as under FSDP
+        # The residual stream in the compute type, as under FSDP.
+        if torch.is_autocast_enabled(x_BTD.device.type):
             x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         return x_BTD
 

@@ -82,9 +82,8 @@ class VisionTransformer(nn.Module):
                 (self.embed_class.to(x_BTD.dtype).expand(len(x_BTD), 1, -1), x_BTD), dim=1
             )
         x_BTD = x_BTD + self.embed_positions
-        if torch.is_autocast_enabled(
-            x_BTD.device.type
-        ):  # the residual stream in the compute type, as under FSDP
+        # The residual stream in the compute type, as under FSDP.
+        if torch.is_autocast_enabled(x_BTD.device.type):
             x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         return x_BTD
 
