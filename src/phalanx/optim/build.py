@@ -34,7 +34,8 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
     optimizer. State that it wants in checkpoints must exist when it returns: restoring copies into
     it. `optim.lr` is a number then.
     """
-    if optim.lr == "auto":  # of [optim] alone: the initial weights are not known
+    # By [optim] alone: whether weights begin at random is not known here.
+    if optim.lr == "auto":
         optim = optim.model_copy(update={"lr": RANDOM_WEIGHTS_LR})
     # First, because it brings a sharded model to rest.
     named = list(model.named_parameters())

@@ -66,6 +66,7 @@ def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Par
                 undecayed_ids.add(id(parameter))
     # By name from here on: what is trained may be shards that stand for the module's parameters.
     undecayed_names: set[str] = set()
+    # With duplicates: a tied tensor may be trained under any of its names.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in undecayed_ids:
             undecayed_names.add(name)

@@ -17,9 +17,11 @@ def learning_rate(job: Job, step: int, peak: float | None = None) -> float:
     optim, total_steps, warmup = job.optim, job.train.steps, warmup_steps(job)
     if peak is None:
         peak = peak_rate(job).lr
+    # Steps count from 1: a warm-up of 0 steps never gets here.
     if step <= warmup:
         return peak * step / warmup
     low = peak * optim.min_lr_ratio
+    # 1 in the last step, in which every schedule but the constant one has come down to `low`.
     done = (step - warmup) / max(1, total_steps - warmup)
     if optim.schedule == "constant":
         return peak

@@ -26,9 +26,12 @@ Named = Iterable[tuple[str, nn.Parameter]]
 Restore = Callable[[], None]
 Undo = Callable[[], None]
 Holder = Callable[[], dict[Any, Any]]
-_SET_BY_THE_JOB = ("params", "lr")  # lr is a function of the step
-_TUPLE = "tuple"  # JSON has lists only
-_UNKNOWN = object()  # equal to nothing: a value that cannot be compared, and so counts as changed
+# The learning rate is a function of the step, so there is nothing to store.
+_SET_BY_THE_JOB = ("params", "lr")
+# JSON has lists only: a tuple is stored under this key.
+_TUPLE = "tuple"
+# Equal to nothing: a value that cannot be compared counts as changed.
+_UNKNOWN = object()
 
 
 class Stored(Protocol):
@@ -121,6 +124,7 @@ def plan_restores(
         if owner not in parameters and owner in elsewhere:
             continue
         try:
+            # Nothing is set yet: a checkpoint that does not fit must leave the optimizer as it is.
             holder, key = _locate(optimizer, parameters, path)
             restores.append(partial(_set_value, holder, key, _parse_json(value)))
         except (KeyError, IndexError, ValueError, TypeError):
@@ -157,7 +161,8 @@ def make_slots(
         try:
             get_holder, key = _locate(optimizer, parameters, path)
         except (KeyError, IndexError, ValueError):
-            continue  # a tensor of another optimizer: loading reports it as a mismatch
+            # A tensor of another optimizer: loading reports it as a mismatch.
+            continue
         holder = get_holder()
         if not _is_tensor(holder.get(key)):
             undos.append(_make_undo(optimizer, holder, key))
@@ -240,6 +245,8 @@ def _make_undo(optimizer: torch.optim.Optimizer, holder: dict[Any, Any], key: st
             del holder[key]
         if holder:
             return
+        # An optimizer may ask only whether it has a dictionary for a parameter, and take an empty
+        # one for its state.
         for owner in [owner for owner, slots in optimizer.state.items() if slots is holder]:
             del optimizer.state[owner]
 
@@ -279,6 +286,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _item_to_json(value: Any) -> Any:
+    # JSON has no NaN and no infinities.
     if isinstance(value, int | float) and math.isfinite(value):
         return value
     if isinstance(value, list):
@@ -310,7 +318,8 @@ def _copy_if_possible(value: Any) -> Any:
         return _UNKNOWN
     try:
         return copy.deepcopy(value)
-    except Exception:  # an object of the user's own may do anything
+    # An object of the user's own may raise anything when it is copied.
+    except Exception:
         return _UNKNOWN
 
 
@@ -325,5 +334,6 @@ def _holds_tensor(value: Any) -> bool:
 def _is_same(before: Any, now: Any) -> bool:
     try:
         return bool(before == now)
-    except Exception:  # as above
+    # An object of the user's own may raise anything when it is compared, too.
+    except Exception:
         return False

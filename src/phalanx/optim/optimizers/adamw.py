@@ -23,6 +23,7 @@ def build(groups: Groups, optim: Optim) -> torch.optim.Optimizer:
     # checkpoint is copied into place.
     for parameter in groups.parameters():
         optimizer.state[parameter] = {
+            # On the parameter's device, where the fused kernel reads it.
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             **{slot: torch.zeros_like(parameter, requires_grad=False) for slot in SLOTS},
         }
