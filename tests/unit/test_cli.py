@@ -270,7 +270,7 @@ def test_images_of_another_size_are_refused_before_the_start(
         )
         with contextlib.nullcontext() if size == 32 else refused:
             with prepare_run(job, tmp_path / "run", resume=False, num_ranks=1) as run:
-                run.forget()
+                run.discard_run()
         assert not (tmp_path / "run").exists()
 
 

@@ -81,7 +81,7 @@ def percent(part: float, total: float) -> str:
     return f"{value:.1f} %"
 
 
-def judged_value(event: EvalFinished) -> str:
+def describe_compared_metric(event: EvalFinished) -> str:
     """The value an evaluation is compared by: its loss, or the name and value of another metric."""
     name = "" if event.judged_by == "loss" else f"{event.judged_by} "
     return f"{name}{event.value_of(event.judged_by):.4f}"

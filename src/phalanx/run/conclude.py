@@ -73,7 +73,7 @@ def finish_run(
     # The console first: lines that follow must not meet its own.
     stack.close()
     if refusal is not None:
-        run.forget()
+        run.discard_run()
         raise refusal
     _say_conclusion(run, outcome, output)
     # A run is finished by what is on record: without it, a second start would evaluate,

@@ -66,7 +66,7 @@ class RunDirectory:
         """From here on it is the directory of a run."""
         self._is_kept = True
 
-    def forget(self) -> None:
+    def discard_run(self) -> None:
         """A directory that was there before stays, but is no run any more; a new one goes at the
         end."""
         self._is_kept = False

@@ -132,7 +132,7 @@ def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -
     return Weights(str(source), tensors, shape, settings, files, tuple(notes))
 
 
-def read_own_names(
+def read_unrenamed_weights(
     origin: str,
     reader: TensorReader,
     *,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.checkpoint.exchange.hf_export import CONFIG
-from phalanx.checkpoint.exchange.importing import Weights, read_hugging_face, read_own_names
+from phalanx.checkpoint.exchange.importing import Weights, read_hugging_face, read_unrenamed_weights
 from phalanx.checkpoint.exchange.pickled_weights import (
     UnpickledWeights,
     open_unpickled,
@@ -46,7 +46,7 @@ def open_source(
         if has_config:
             yield read_hugging_face(source)
         else:
-            yield read_own_names(str(source), open_safetensors(source), prefix=prefix)
+            yield read_unrenamed_weights(str(source), open_safetensors(source), prefix=prefix)
         return
     if not trust_pickle:
         raise refuse_pickle(source)
@@ -55,7 +55,7 @@ def open_source(
             weights = read_hugging_face(source, unpickled.reader)
             yield replace(weights, notes=(*weights.notes, *_list_notes(unpickled)))
         else:
-            yield read_own_names(
+            yield read_unrenamed_weights(
                 str(source),
                 unpickled.reader,
                 prefix=prefix,

@@ -175,7 +175,7 @@ def _loss_note(facts: RunFacts) -> str:
     best, checkpoint = facts.best, facts.kept_best
     if best is not None and len(facts.evals) > 1:
         sentence = (
-            f"Best of {len(facts.evals):,} evaluations: {formats.judged_value(best)} at step"
+            f"Best of {len(facts.evals):,} evaluations: {formats.describe_compared_metric(best)} at step"
             f" {best.step:,}"
         )
         if checkpoint is not None and checkpoint.step == best.step:

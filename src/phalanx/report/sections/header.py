@@ -122,7 +122,7 @@ def _describe_held_out(facts: RunFacts) -> tuple[str, str]:
     last, best = facts.evals[-1], facts.best
     remarks = []
     if best is not None and best.step != last.step:
-        remarks.append(f"best {formats.judged_value(best)} at step {best.step:,}")
+        remarks.append(f"best {formats.describe_compared_metric(best)} at step {best.step:,}")
     elif len(facts.evals) > 1:
         remarks.append(f"the best of {len(facts.evals)} evaluations")
     remarks += [f"{name} {value:.4f}" for name, value in last.metrics.items()]
