@@ -57,7 +57,7 @@ class PreparedRun:
     """Lines about tokens that were not compared with their checksums."""
     init_lines: tuple[str, ...] = ()
     """Lines about the weights that it starts from."""
-    forget: Callable[[], None] = lambda: None
+    discard_run: Callable[[], None] = lambda: None
     """Makes a new run as if it had never been: what is new of its directory goes when the run is
     left."""
 
@@ -103,7 +103,7 @@ def prepare_run(
                 init_lines=tuple(init_lines),
             )
             if not resume:
-                run = replace(run, forget=directory.forget)
+                run = replace(run, discard_run=directory.discard_run)
             yield run
 
 
