@@ -80,7 +80,9 @@ class ResolvedParallel(Parallel):
         """The keys at the top of a stored plan that say what this object says, in the form that
         plans of 0.1 have."""
         values = self.to_json()
-        if self.reasons.get("sequence_parallel") != AS_JOB_SAYS:
+        # Plans of 0.1 have here what the job says, and no reasons.
+        why = self.reasons.get("sequence_parallel", AS_JOB_SAYS)
+        if self.sequence_parallel == AUTO or why != AS_JOB_SAYS:
             values["sequence_parallel"] = None
         if self.prefetch == AUTO:
             values["prefetch"] = None
