@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.job.schema import Job, Parallel
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.plan import Plan
+from phalanx.plan.plan import _MOVED, Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.resolved_parallel import ResolvedParallel
 
@@ -86,7 +86,12 @@ def test_stored_plans_keep_the_keys_that_they_had(parallel: dict[str, Any]) -> N
 
 def test_fields_that_moved_still_answer_with_a_warning() -> None:
     plan = plan_of(dp_shard=2)
-    for name, value in {"zero_stage": 3, "recompute": "none", "loss_scale": None}.items():
-        with pytest.warns(DeprecationWarning, match=f"Plan.{name} is now Plan"):
-            assert getattr(plan, name) == value
+    for name, place in _MOVED.items():
+        with pytest.warns(DeprecationWarning, match=rf"Plan.{name} is now Plan.{place}"):
+            value = getattr(plan, name)
+        noun, _, attribute = place.partition(".")
+        found = getattr(plan, noun)
+        assert value == (getattr(found, attribute) if attribute and found is not None else found)
+    with pytest.warns(DeprecationWarning, match=r"Plan.predicted_of is now Plan.memory_of_rank"):
+        assert plan.predicted_of(0) == plan.memory_of_rank(0)
     assert not hasattr(plan, "zero")

@@ -78,6 +78,7 @@ _MOVED = {
     "offload_activations": "activations.offload",
     "loss_scale": "loss_scaling.initial",
     "loss_scale_growth_steps": "loss_scaling.growth_steps",
+    "predicted_of": "memory_of_rank",
 }
 
 

@@ -44,6 +44,8 @@ def _translate_arguments(args: Sequence[Any], named: Mapping[str, Any]) -> dict[
     of_data = {name: new.pop(name) for name in _OF_DATA if name in new}
     new["data"] = TrainingData(new["data"], new.pop("objective"), **of_data)
     run_dir, token, fence = (new.pop(name, None) for name in ("run_dir", "fencing_token", "fence"))
+    # Its name before that.
+    token = new.pop("epoch", token)
     if run_dir is None:
         return new
     if fence is None and token is not None:

@@ -85,14 +85,14 @@ def count_feed_forward_bytes(shape: TransformerShape, c: int) -> PartBytes:
     """Bytes per token of a dense feed-forward."""
     wide = (shape.num_matrices - 1) * shape.ffn_dim  # what gate and up put out
     return PartBytes(
-        count_feed_forward_bytes(shape, shape.ffn_dim, c),
+        count_bytes_of_width(shape, shape.ffn_dim, c),
         wide * c + shape.dim * c,
         wide * c,
         c * (2 * shape.dim + shape.num_matrices * shape.ffn_dim),
     )
 
 
-def count_feed_forward_bytes(shape: TransformerShape, width: int, c: int) -> int:
+def count_bytes_of_width(shape: TransformerShape, width: int, c: int) -> int:
     """Bytes per token inside of a feed-forward of inner `width`. With a gate: gate, its
     activation, up, and their product. Without: up and its activation."""
     return 2 * (shape.num_matrices - 1) * width * c

@@ -12,7 +12,7 @@ from phalanx.job.shapes.block_activations import (
     PartBytes,
     add_parts,
     count_attention_bytes,
-    count_feed_forward_bytes,
+    count_bytes_of_width,
     count_feed_forward_bytes,
     norm_bytes,
     rms_bytes,
@@ -159,7 +159,7 @@ def _experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
     the block's norms count.
     """
     has_shared = shape.num_shared_experts > 0
-    inside = count_feed_forward_bytes(shape, shape.expert_ffn_dim, c)
+    inside = count_bytes_of_width(shape, shape.expert_ffn_dim, c)
     # Index, place and owner as int64, and the weight in fp32, before normalisation once more.
     numbers = 3 * 8 + 4 + 4 * shape.router_normalize
     routed = shape.experts_per_token * (2 * shape.dim * c + inside + numbers)

@@ -175,8 +175,8 @@ def _loss_note(facts: RunFacts) -> str:
     best, checkpoint = facts.best, facts.kept_best
     if best is not None and len(facts.evals) > 1:
         sentence = (
-            f"Best of {len(facts.evals):,} evaluations: {formats.describe_compared_metric(best)} at step"
-            f" {best.step:,}"
+            f"Best of {len(facts.evals):,} evaluations: {formats.describe_compared_metric(best)} at"
+            f" step {best.step:,}"
         )
         if checkpoint is not None and checkpoint.step == best.step:
             sentence += f", kept as {checkpoint.checkpoint}"
