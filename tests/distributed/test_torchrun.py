@@ -128,6 +128,7 @@ def test_a_run_is_resumed_under_torchrun(reference: Reference) -> None:
     assert weights(copy) == weights(reference.dir)
 
 
+@pytest.mark.long
 def test_a_script_whose_ranks_hold_their_own_store_trains_twice(reference: Reference) -> None:
     """Without torchrun's store rank 0 holds one, to the end of its process."""
     folder, port = reference.folder, free_port()

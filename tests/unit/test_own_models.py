@@ -80,6 +80,8 @@ def test_old_names_of_a_step_work_and_warn_until_0_2() -> None:
     assert stats.flags == (2.0,)
     with pytest.warns(DeprecationWarning, match="usable is now should_apply"):
         assert stats.usable is stats.should_apply is True
+    with pytest.warns(DeprecationWarning, match="votes is now flags"):
+        assert stats.votes == stats.flags
 
 
 def test_a_batch_without_inputs_goes_by_name() -> None:

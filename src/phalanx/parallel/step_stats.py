@@ -66,3 +66,9 @@ class StepStats:
         """The old name of `should_apply`."""
         warn_renamed("usable", "should_apply")
         return self.should_apply
+
+    @property
+    def votes(self) -> tuple[float, ...]:
+        """The old name of `flags`."""
+        warn_renamed("votes", "flags")
+        return self.flags
