@@ -395,7 +395,7 @@ def test_the_plan_says_why() -> None:
             "pp: 4 stages of 3 blocks, cut by FLOPs so that the busiest rank has least to do (the"
             " head is the work of"
         ),
-        "pp: schedule 1f1b, the default, with 16 microbatches of 2: predicted bubble",
+        "pp: schedule 1f1b, the default of a pipeline, with 16 microbatches of 2: predicted bubble",
         (
             "pp: 4, 3, 2, 1 microbatches of a stage in flight by rank; rank 0 (stage 0) needs most"
             " memory, with 4 in"

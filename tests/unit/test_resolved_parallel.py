@@ -38,9 +38,19 @@ def test_a_plan_has_every_key_of_the_section_and_leaves_none_open() -> None:
         ({}, "zero_stage", 0, "nothing is sharded"),
         ({"dp_shard": 2}, "zero_stage", 3, "zero3 over dp_replicate=2 x dp_shard=2, as"),
         ({"dp_shard": 2}, "dp_shard", 2, "as the job says"),
+        ({}, "dp_replicate", 4, "4 ranks"),
+        ({}, "dp_shard", 1, "nothing is sharded"),
+        ({"tp": 2}, "dp_replicate", 2, "4 ranks / tp 2"),
+        ({"tp": 2, "zero_stage": 3}, "dp_shard", 2, "4 ranks / tp 2"),
+        ({"dp_shard": 2}, "dp_replicate", 2, "4 ranks / dp_shard 2"),
+        ({"ranks": 2, "tp": 2}, "dp_shard", 1, "nothing is sharded"),
+        ({"ranks": 1}, "dp_replicate", 1, "1 rank"),
         ({}, "sequence_parallel", "auto", "the module says"),
-        ({"ranks": 2, "pp": 2}, "schedule", "1f1b", "the schedule where none is given"),
+        ({"ranks": 2, "pp": 2}, "schedule", "1f1b", "the default of a pipeline"),
+        ({"ranks": 2, "pp": 2, "schedule": "gpipe"}, "schedule", "gpipe", "as the job says"),
         ({"ranks": 2, "pp": 2}, "stages_per_rank", 1, "what 1f1b has"),
+        ({"ranks": 2, "pp": 2}, "stage_blocks", (2, 2), "cut by FLOPs so that the busiest rank"),
+        ({"ranks": 2, "pp": 2, "stage_blocks": (1, 3)}, "stage_blocks", (1, 3), "as the job says"),
         ({}, "schedule", "", "there is no pipeline"),
         ({"ranks": 2, "cp": 2}, "cp_load_balance", "zigzag", "the default"),
         (
@@ -57,6 +67,47 @@ def test_a_value_has_its_reason(
     resolved = plan_of(**parallel).parallel
     assert getattr(resolved, key) == value
     assert resolved.reasons[key].startswith(reason)
+
+
+GPU = Cluster("cuda", 4, 2**36, "a GPU", (9, 0))
+OPEN_KEYS = {
+    "train.micro_batch_size": 1,
+    "precision.compute": "fp32",
+    "cluster.device": "cpu",
+    "cluster.memory_gib": 16,
+}
+
+
+def value_reasons(cluster: Cluster, *keys: str, **parallel: Any) -> dict[str, str]:
+    """The reasons of a plan's values outside [parallel], for a job that sets `keys` alone."""
+    document: dict[str, Any] = {"train": {"global_batch_size": 8}, "parallel": parallel}
+    for key in keys:
+        section, _, name = key.partition(".")
+        document.setdefault(section, {})[name] = OPEN_KEYS[key]
+    return make_plan(Job.model_validate(document), cluster=cluster).value_reasons
+
+
+@pytest.mark.parametrize("cluster", [CPU, GPU], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("key", OPEN_KEYS)
+def test_a_key_that_the_job_sets_has_no_reason_of_the_plan(cluster: Cluster, key: str) -> None:
+    assert value_reasons(cluster).keys() == OPEN_KEYS.keys()
+    assert value_reasons(cluster, key).keys() == OPEN_KEYS.keys() - {key}
+    assert value_reasons(cluster, *OPEN_KEYS) == {}
+
+
+def test_a_key_that_the_job_leaves_open_has_the_reason_of_its_value() -> None:
+    on_cpu, on_gpus = value_reasons(CPU), value_reasons(GPU)
+    assert on_cpu == {
+        "train.micro_batch_size": "the whole share of a rank: 8 / 4 ranks",
+        "precision.compute": "CPUs compute in it unless told otherwise",
+        "cluster.device": "there is no GPU",
+        "cluster.memory_gib": "this machine's / 4 ranks",
+    }
+    assert on_gpus["precision.compute"].startswith("GPUs of compute capability 9.0 multiply it")
+    assert on_gpus["cluster.device"] == "there are GPUs"
+    assert on_gpus["cluster.memory_gib"] == "a GPU's, of the one that has least"
+    of_pipeline = value_reasons(CPU, ranks=2, pp=2)["train.micro_batch_size"]
+    assert of_pipeline.endswith("microbatches for 2 ranks in a pipeline")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from phalanx.job.nearest import divisors, divisors_near, multiples_near, nearest
 from phalanx.job.schema import Job
 from phalanx.plan.choice import DEFAULT, Choice
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.layout import fill_layout
+from phalanx.plan.layout import AXES, Layout, fill_layout
 from phalanx.plan.pipeline.requested_schedule import RequestedSchedule, split_pipeline_batch
 
 MAX_CPU_RANKS = 8
@@ -28,9 +28,9 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> Choice[int]
                 f"the job asks for {requested} ranks and {running} are running",
                 fix=f"set parallel.ranks={running}",
             )
-        ranks, why = running, f"{running} ranks are running"
+        ranks, why = running, f"{plural(running, 'rank')} running already"
     elif requested is not None:
-        ranks, why = requested, f"{requested} ranks, as the job says"
+        ranks, why = requested, f"{plural(requested, 'rank')}, as the job says"
     else:
         ranks = _find_max_ranks(job, cluster)
         why = _explain_max_ranks(job, cluster, ranks)
@@ -45,13 +45,13 @@ def _explain_max_ranks(job: Job, cluster: Cluster, ranks: int) -> str:
     if ranks == _multiply_degrees(job) > 1:
         degrees = job.parallel.degrees.above_one()
         product = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items())
-        return f"{ranks} ranks: as many as {product} takes"
+        return f"{plural(ranks, 'rank')}: as many as {product} takes"
     unit = "CPU cores"
     if cluster.device == "cuda":
         unit = "GPUs"
     return (
-        f"{ranks} ranks: the most that divide the batch of {job.train.global_batch_size} on"
-        f" {cluster.num_devices} {unit}"
+        f"{plural(ranks, 'rank')}: the most that divide the batch of"
+        f" {job.train.global_batch_size} on {cluster.num_devices} {unit}"
     )
 
 
@@ -176,6 +176,30 @@ def split_batch(
             fix=f"nearest: {divisors_near(share, micro)}",
         )
     return micro, share // micro
+
+
+def choose_replicas(layout: Layout) -> Choice[int]:
+    """The number of copies of the model, or of its shards, and what it follows from."""
+    return Choice(layout.dp_replicate, _divide_ranks(layout, "dp_replicate"))
+
+
+def choose_shards(layout: Layout, zero_stage: int) -> Choice[int]:
+    """The number of ranks that a copy is sharded over, and what it follows from."""
+    why = _divide_ranks(layout, "dp_shard")
+    if layout.ep > 1 and zero_stage == 0:
+        why = f"ep {layout.ep} spreads experts over them"
+    elif zero_stage == 0:
+        why = "nothing is sharded"
+    return Choice(layout.dp_shard, why)
+
+
+def _divide_ranks(layout: Layout, axis: str) -> str:
+    """The degree of `axis` as what the other axes leave of the ranks: '4 ranks / tp 2'."""
+    factors = [plural(layout.world_size, "rank")]
+    for other in AXES:
+        if other != axis and getattr(layout, other) > 1:
+            factors.append(f"{other} {getattr(layout, other)}")
+    return " / ".join(factors)
 
 
 def choose_load_balance(job: Job) -> Choice[str]:

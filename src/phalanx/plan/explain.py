@@ -3,12 +3,13 @@ is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
+from phalanx.plan.choice import AS_JOB_SAYS
 from phalanx.plan.communication import pp_bytes_per_step
 from phalanx.plan.pipeline.bubble import find_busiest_rank
 from phalanx.plan.pipeline.costs import model_parts
@@ -79,12 +80,18 @@ def _describe_model_axes(plan: Plan) -> str:
     return "".join(f"x {axis} {degree} " for axis, degree in degrees.items())
 
 
-def explain_pipeline(job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline) -> list[str]:
+def explain_pipeline(
+    job: Job,
+    shape: ModelCosts,
+    work: Workload,
+    pipeline: Pipeline,
+    reasons: Mapping[str, str],
+) -> list[str]:
     """Lines on why a pipeline is as it is: stages, schedule and bubble, microbatches in flight,
-    bytes sent."""
+    bytes sent. `reasons`: why keys of [parallel] have their values."""
     lines = [
-        f"pp: {_explain_stages(job, shape, work, pipeline)}",
-        f"pp: {_explain_schedule(job, work, pipeline)}",
+        f"pp: {_explain_stages(job, shape, work, pipeline, reasons['stage_blocks'])}",
+        f"pp: {_explain_schedule(job, work, pipeline, reasons['schedule'])}",
         f"pp: {_explain_in_flight(pipeline)}",
     ]
     if shape.activations is not None:
@@ -94,21 +101,17 @@ def explain_pipeline(job: Job, shape: ModelCosts, work: Workload, pipeline: Pipe
     return lines
 
 
-def _explain_stages(job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline) -> str:
-    model = model_parts(job, shape)
-    unit = "FLOPs"
-    if model.flops is None:
-        unit = "parameters"
-    layers = add_recompute_costs(model.layer_costs, work.segments or ())
+def _explain_stages(
+    job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline, why: str
+) -> str:
+    layer_costs = model_parts(job, shape).layer_costs
+    layers = add_recompute_costs(layer_costs, work.segments or ())
     rank, ratio = find_busiest_rank(layers.of_stages(pipeline.stages), pipeline.rank_of_stage)
     counts = pipeline.stages.num_blocks
     line = f"stages of {format_counts(counts)} blocks"
     if len(set(counts)) == 1:
         line = f"{len(counts)} stages of {plural(counts[0], 'block')}"
-    if job.parallel.stage_blocks:
-        line += ", as the job says"
-    else:
-        line += f", cut by {unit} so that the busiest rank has least to do"
+    line += f", {why}"
     block = sum(layers.blocks) / len(layers.blocks)
     if layers.head and block:
         line += f" (the head is the work of {float(layers.head / block):.1f} blocks)"
@@ -117,14 +120,14 @@ def _explain_stages(job: Job, shape: ModelCosts, work: Workload, pipeline: Pipel
     return f"{line}; all have as much"
 
 
-def _explain_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
+def _explain_schedule(job: Job, work: Workload, pipeline: Pipeline, why: str) -> str:
     timeline = pipeline.timeline()
     name, number = pipeline.schedule_name, work.num_microbatches
     schedule = f"schedule {name}"
     if pipeline.rows:
         schedule = f"schedule {job.parallel.schedule_file}"
-    elif job.parallel.schedule is None:
-        schedule += ", the default,"
+    elif why != AS_JOB_SAYS:
+        schedule += f", {why},"
     line = (
         f"{schedule} with {plural(number, 'microbatch', 'microbatches')} of {work.micro_batch_size}"
     )

@@ -6,7 +6,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from phalanx.core.units import format_bytes
@@ -37,8 +37,10 @@ MOST_PROPOSED = 8  # ranks of one node: rows of every token travel in every bloc
 WORTH_SHARE = 0.05  # of a rank's memory: what spreading experts must save to be worth a line
 
 
-def list_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list[str]:
-    """The notes of a plan, one line each."""
+def list_notes(
+    job: Job, evaluator: CandidateEvaluator, chosen: Candidate, reasons: Mapping[str, str]
+) -> list[str]:
+    """The notes of a plan, one line each. `reasons`: why keys of [parallel] have their values."""
     shape, work = evaluator.shape, evaluator.work
     notes = [*explain_scaled_widths(job.model), *note_ignored_keys(job, chosen)]
     if work.tp > 1:
@@ -47,7 +49,7 @@ def list_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> li
     notes += ep_notes(job, evaluator, chosen)
     pipeline = evaluator.pipeline_of(chosen)
     if pipeline is not None:
-        notes += explain_pipeline(job, shape, work, pipeline)
+        notes += explain_pipeline(job, shape, work, pipeline, reasons)
     if shape.activations is None:
         cut = ""
         if work.tp > 1:

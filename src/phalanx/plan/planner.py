@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import DataError, LayoutError
+from phalanx.core.units import plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import peak_rate
 from phalanx.job.model import shape_of
@@ -25,6 +26,8 @@ from phalanx.plan.degree_checks import check_degrees
 from phalanx.plan.degrees import (
     choose_load_balance,
     choose_ranks,
+    choose_replicas,
+    choose_shards,
     split_batch,
 )
 from phalanx.plan.notes import headroom_notes, list_notes
@@ -77,20 +80,18 @@ def make_plan(
         explain_candidate(candidate, chosen, evaluator.capacity_bytes, reasons[-1])
         for candidate in candidates
     ]
+    chosen = next(candidate for candidate in alternatives if candidate.chosen)
+    parallel = _resolve_parallel(job, evaluator, ranks, chosen)
     reasons += [
         *filter(None, [why_precision]),
-        *list_notes(job, evaluator, chosen),
+        *list_notes(job, evaluator, chosen, parallel.reasons),
         *more.reasons,
         *headroom_notes(job, cluster, ranks.value),
     ]
     # In three steps, as each looks at the plan so far: reasons of values, then warnings.
     plan = _build_plan(job, evaluator, alternatives, reasons, vocab_size)
-    plan = replace(
-        plan,
-        parallel=_resolve_parallel(job, ranks, plan),
-        precision_is_auto=precision_is_auto,
-        value_reasons=_list_value_reasons(plan, why_precision),
-    )
+    plan = replace(plan, parallel=parallel, precision_is_auto=precision_is_auto)
+    plan = replace(plan, value_reasons=_list_value_reasons(job, plan, why_precision))
     ends = epoch_ends(job, plan, data)
     return replace(
         plan,
@@ -211,41 +212,53 @@ def _flops_per_token(shape: ModelCosts, seq_len: int) -> int | None:
     return flops["training"]
 
 
-def _resolve_parallel(job: Job, ranks: Choice[int], plan: Plan) -> ResolvedParallel:
+def _resolve_parallel(
+    job: Job, evaluator: CandidateEvaluator, ranks: Choice[int], chosen: Candidate
+) -> ResolvedParallel:
     """The keys of [parallel] with the values that the plan's choices give them."""
-    chosen = plan.chosen
     why_stage = chosen.why
     if chosen.zero_stage == 0:  # and `chosen.why` says why whole copies are enough
         why_stage = "nothing is sharded"
     choices: dict[str, Choice[Any]] = {
         "ranks": ranks,
-        "dp_replicate": Choice(chosen.layout.dp_replicate, chosen.why),
-        "dp_shard": Choice(chosen.layout.dp_shard, chosen.why),
+        "dp_replicate": choose_replicas(chosen.layout),
+        "dp_shard": choose_shards(chosen.layout, chosen.zero_stage),
         "zero_stage": Choice(chosen.zero_stage, why_stage),
         "cp_load_balance": choose_load_balance(job),
     }
-    return resolve_parallel(job.parallel, choices | list_pipeline_choices(plan.pipeline))
+    pipeline = evaluator.pipeline_of(chosen)
+    return resolve_parallel(
+        job.parallel, choices | list_pipeline_choices(job, evaluator.shape, pipeline)
+    )
 
 
-def _list_value_reasons(plan: Plan, why_precision: str) -> dict[str, str]:
-    """Why the keys outside [parallel] have the values that the plan chose for those left open."""
-    readers = plan.layout.data_parallel_size
-    microbatches = f"the whole share of a rank: {plan.global_batch_size} / {readers} ranks"
+def _list_value_reasons(job: Job, plan: Plan, why_precision: str) -> dict[str, str]:
+    """Why the keys outside [parallel] have the values that the plan chose for them; of a key that
+    the job sets, nothing."""
+    reasons = {}
+    if job.train.micro_batch_size is None:
+        reasons["train.micro_batch_size"] = _explain_micro_batch_size(plan)
+    if plan.precision_is_auto:
+        # The note begins with the type itself, which stands beside this reason anyway.
+        note = why_precision.partition(": ")[2]
+        reasons["precision.compute"] = note or "CPUs compute in it unless told otherwise"
+    is_cuda = plan.device == "cuda"
+    if job.cluster.device == "auto":
+        reasons["cluster.device"] = "there are GPUs" if is_cuda else "there is no GPU"
+    if job.cluster.memory_gib is None:
+        whose = f"this machine's / {plural(plan.world_size, 'rank')}"
+        if is_cuda:
+            whose = "a GPU's, of the one that has least"
+        reasons["cluster.memory_gib"] = whose
+    return reasons
+
+
+def _explain_micro_batch_size(plan: Plan) -> str:
     if plan.pipeline is not None:
-        microbatches = (
-            f"makes {plan.num_microbatches} microbatches for {plan.pipeline.num_ranks} ranks in a"
-            " pipeline"
-        )
-    device = "there is no GPU"
-    if plan.device == "cuda":
-        device = "there are GPUs"
-    # The note begins with the type itself, which stands beside this reason anyway.
-    precision = why_precision.partition(": ")[2] or "CPUs compute in it unless told otherwise"
-    return {
-        "train.micro_batch_size": microbatches,
-        "precision.compute": precision,
-        "cluster.device": device,
-    }
+        microbatches = plural(plan.num_microbatches, "microbatch", "microbatches")
+        return f"makes {microbatches} for {plan.pipeline.num_ranks} ranks in a pipeline"
+    readers = plural(plan.layout.data_parallel_size, "rank")
+    return f"the whole share of a rank: {plan.global_batch_size} / {readers}"
 
 
 def choose_loss_scaling(job: Job) -> LossScaling | None:

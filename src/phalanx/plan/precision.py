@@ -56,7 +56,11 @@ def keep_precision(plan: Plan, before: Plan | None, cluster: Cluster) -> Plan:
     """
     if before is None or not before.precision_is_auto or before.precision != plan.precision:
         return plan  # the job named it from the start, or names another one now
-    plan = replace(plan, precision_is_auto=True)
+    plan = replace(
+        plan,
+        precision_is_auto=True,
+        value_reasons=plan.value_reasons | {"precision.compute": "as the run began"},
+    )
     compute, _ = _default_precision(cluster)
     if compute == plan.precision:
         return plan

@@ -17,7 +17,7 @@ from phalanx.job.toml import toml_value
 from phalanx.job.user_dataset import num_workers
 from phalanx.observe.units import TEXT, Units, units_of
 from phalanx.plan.choice import AUTO, DEFAULT
-from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.needs import choose_sinks
@@ -50,8 +50,9 @@ def explain(
     """
     tokens = find_tokens(job)
     vocab_size, vocab_why = _predict_vocabulary(tokens)
-    plan = make_plan(job, vocab_size=vocab_size, more=tokens.remarks())
-    derived = _explain_derived(job, plan, vocab_why)
+    cluster = detect_cluster(job.cluster.device)
+    plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, more=tokens.remarks())
+    derived = _explain_derived(job, plan, cluster, vocab_why)
     if job.data.tokenizer is None and tokens.default:
         why = (
             f"{tokens.brought.owner} brings it"
@@ -80,13 +81,15 @@ def _explain_key(key: str, value: Any, origin: Origin, derived: Explained | None
     return Explained(key, value, origin.kind, origin.where, why)
 
 
-def _explain_derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
+def _explain_derived(
+    job: Job, plan: Plan, cluster: Cluster, vocab_why: str
+) -> dict[str, Explained]:
     """The values that replace keys which the job leaves open, and the learning rate if it
     follows the batch."""
     rows = [
         *_explain_widths(job, plan, vocab_why),
         *_explain_parallel(plan),
-        *_explain_machine(job, plan),
+        *_explain_machine(job, plan, cluster),
     ]
     if job.run.dir is None:
         rows.append(
@@ -186,7 +189,7 @@ def _explain_parallel(plan: Plan) -> list[Explained]:
     return rows
 
 
-def _explain_machine(job: Job, plan: Plan) -> list[Explained]:
+def _explain_machine(job: Job, plan: Plan, cluster: Cluster) -> list[Explained]:
     rows = []
     if job.precision.compute == "auto":
         why = plan.value_reasons["precision.compute"]
@@ -195,8 +198,8 @@ def _explain_machine(job: Job, plan: Plan) -> list[Explained]:
         why = plan.value_reasons["cluster.device"]
         rows.append(Explained("cluster.device", plan.device, "derived", why=why))
     if job.cluster.memory_gib is None:
-        memory_gib = detect_cluster(job.cluster.device).memory_per_rank(plan.world_size) / GIB
-        why = f"this machine's, for each of {plan.world_size} ranks"
+        memory_gib = cluster.memory_per_rank(plan.world_size) / GIB
+        why = plan.value_reasons["cluster.memory_gib"]
         rows.append(Explained("cluster.memory_gib", round(memory_gib, 2), "derived", why=why))
     return rows
 

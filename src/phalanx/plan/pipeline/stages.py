@@ -95,12 +95,18 @@ def plan_sized_pipeline(
     return first_work, pipeline
 
 
-def list_pipeline_choices(pipeline: Pipeline | None) -> dict[str, Choice[Any]]:
+def list_pipeline_choices(
+    job: Job, shape: ModelCosts, pipeline: Pipeline | None
+) -> dict[str, Choice[Any]]:
     """The choices of keys of [parallel] that a pipeline comes with, by key; none without one."""
     if pipeline is None:
         return {}
+    unit = "FLOPs"
+    if shape.flops(job.data.seq_len) is None:
+        unit = "parameters"
     blocks = Choice(
-        tuple(pipeline.stages.num_blocks), "cut so that the slowest stage is as fast as can be"
+        tuple(pipeline.stages.num_blocks),
+        f"cut by {unit} so that the busiest rank has least to do",
     )
     if pipeline.schedule_name == FROM_FILE:
         of_file = "as parallel.schedule_file says"
@@ -111,7 +117,7 @@ def list_pipeline_choices(pipeline: Pipeline | None) -> dict[str, Choice[Any]]:
         }
     return {
         "stage_blocks": blocks,
-        "schedule": Choice(pipeline.schedule_name, "the schedule where none is given"),
+        "schedule": Choice(pipeline.schedule_name, "the default of a pipeline"),
         "stages_per_rank": Choice(
             pipeline.stages_per_rank, f"what {pipeline.schedule_name} has unless told"
         ),
