@@ -7,7 +7,8 @@ from typing import Any
 
 from phalanx.core.digest import differing_keys
 
-_MAX_KEYS = 4  # of a rank, in a message of one line
+# So many of a rank, in a message of one line.
+_MAX_KEYS = 4
 
 
 def describe_differing_ranks(digests: Sequence[str], facts: Sequence[Any]) -> str:

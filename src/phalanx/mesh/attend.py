@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-HALVES = (torch.bfloat16, torch.float16)  # what flash attention computes in
-FLASH_WIDTH = 256  # the widest head that flash attention takes on CUDA
+# The types that flash attention computes in on CUDA.
+HALVES = (torch.bfloat16, torch.float16)
+# The widest head that flash attention takes on CUDA.
+FLASH_WIDTH = 256
 
 
 def attend(

@@ -123,7 +123,8 @@ def _blocks(q_BHTE: torch.Tensor, visible: VisibleKeys, block: int) -> Iterator[
         start, end = visible.reach(first, last, num_tokens)
         mask_shape = (last - first, first - start, end - start)
         if visible.document_ids_BT is not None or mask_shape != last_shape:
-            mask, last_shape = torch.empty(0), mask_shape  # frees the one before, first
+            # Frees the mask before, so that two never exist at once.
+            mask, last_shape = torch.empty(0), mask_shape
             mask = visible.mask(first, last, start, end, q_BHTE.dtype, q_BHTE.device)
         yield _Block(slice(first, last), slice(start, end), mask)
 

@@ -105,7 +105,8 @@ class CudaFlash:
 
     def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
         op = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
+        # Seed and offset of a dropout that there is not.
+        none = torch.zeros((), dtype=torch.int64)
         lengths = q.shape[2], k.shape[2]
         return op(
             grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, is_causal, none, none
@@ -129,7 +130,8 @@ class CudaEfficient:
         # The forward's log-sum-exp has rows of multiples of 32, and the backward wants them so.
         # It fills them with infinity: exp(score - inf) = 0, so that they add nothing.
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-        none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
+        # Seed and offset of a dropout that there is not.
+        none = torch.zeros((), dtype=torch.int64)
         needs_grad = [True, True, True, False]
         grads = op(
             grad, q, k, v, _bias(mask, q, k), out, padded, none, none, 0.0, needs_grad, is_causal

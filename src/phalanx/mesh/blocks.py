@@ -8,7 +8,7 @@ from torch import nn
 
 from phalanx.mesh.logical import full_name
 
-# attribute of a module: names of its parts that a pipeline's last stage holds, too
+# Attribute of a module: names of its parts that a pipeline's last stage holds, too.
 LAST_STAGE = "last_stage"
 
 
@@ -39,5 +39,6 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     for part in module.modules():
         is_list = isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
         if is_list and len({type(item) for item in part}) == 1:
-            return list(dict.fromkeys(part))  # one block may stand in several places
+            # One block may stand in several places.
+            return list(dict.fromkeys(part))
     return []

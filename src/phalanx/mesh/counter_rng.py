@@ -50,7 +50,8 @@ def keep_mask(
     mask = torch.empty(tuple(sizes), dtype=torch.bool, device=device)
     if not mask.numel():
         return mask
-    threshold = 2**31 - round(keep * 2**32)  # kept is what is at least this: 2^31 and more for none
+    # Kept is what is at least this: 2^31 and more for none.
+    threshold = 2**31 - round(keep * 2**32)
     if threshold >= 2**31:
         return mask.zero_()
     rows = torch.arange(1 + offsets[0], 1 + offsets[0] + sizes[0], dtype=torch.int64, device=device)

@@ -46,7 +46,8 @@ def deterministic_algorithms(
     )
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # it takes the fastest convolution of the moment
+    # With it cuDNN takes the convolution that was fastest at the moment.
+    torch.backends.cudnn.benchmark = False
     if compiles:
         _compile_without_timing()
     try:
@@ -91,7 +92,8 @@ def _refusal_of(error: BaseException) -> LayoutError | None:
             return LayoutError(
                 f"torch has no deterministic implementation of {match[1]}, and train.deterministic"
                 " is true",
-                where=user_place(link.__traceback__) or None,  # a backward has none
+                # An error in a backward has no line of the user's code.
+                where=user_place(link.__traceback__) or None,
                 fix=(
                     "use another operation in your model or objective, or set"
                     " train.deterministic=false"

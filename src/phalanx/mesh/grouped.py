@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.mesh.casts import cast_weight
 
-ROUND_TO = 64  # rows, so that few sizes are compiled: see `_even`
+# In rows, so that few sizes are compiled: see `_even`.
+ROUND_TO = 64
 _SIZES = "_phalanx_sizes"
 
 

@@ -49,6 +49,7 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> t
     if sys.platform != "linux" or not is_plain or num_bytes < LARGE_BLOCK_BYTES:
         return torch.empty(shape, dtype=dtype, device=like.device)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    # A kernel without huge pages refuses.
+    with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -385,7 +385,8 @@ def _abandon_groups(device: torch.device) -> None:
     only closes its sockets.
     """
     forget_device_meshes()
-    with contextlib.suppress(Exception):  # the error that brought us here is the one to be seen
+    # The error that brought us here is the one to be seen.
+    with contextlib.suppress(Exception):
         if device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
         else:

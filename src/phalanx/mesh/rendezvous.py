@@ -21,8 +21,10 @@ from phalanx.core.errors import EnvironmentProblem
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Another launcher's ranks wait for containers, images and file systems of many machines.
 RENDEZVOUS_S = 300.0
-SUPERVISED_RENDEZVOUS_S = 20.0  # our ranks are forks of one process, which has imported torch
-READ_TIMEOUT_S = 20.0  # for ranks that have all arrived to read one key
+# Our ranks are forks of one process, which has imported torch.
+SUPERVISED_RENDEZVOUS_S = 20.0
+# For ranks that have all arrived to read one key.
+READ_TIMEOUT_S = 20.0
 
 # Of this process: how often its ranks have met, and the stores that it holds for the others, by
 # process (a fork has none), host and port.

@@ -188,7 +188,8 @@ class _GatherFeatures(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: TensorGroup, sizes: tuple[int, ...]
     ) -> torch.Tensor:
         ctx.start, ctx.size = sum(sizes[: group.rank]), sizes[group.rank]
-        longest = max(sizes)  # a gather takes the same length of each rank
+        # A gather takes the same length of each rank.
+        longest = max(sizes)
         if x.shape[-1] < longest:
             x = F.pad(x, (0, longest - x.shape[-1]))
         with group.timed("all_gather", "all_gather features"):

@@ -12,7 +12,8 @@ def fill_on_device(values: Sequence[float], device: torch.device) -> torch.Tenso
     """`values` as fp64 on `device`, written there by kernels."""
     filled = torch.zeros(len(values), dtype=torch.float64, device=device)
     for element, value in zip(filled, values, strict=True):
-        if value:  # most are flags that are not set
+        # Most are flags that are not set: a kernel less for each.
+        if value:
             element.fill_(value)
     return filled
 
