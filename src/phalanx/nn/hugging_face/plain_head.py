@@ -69,7 +69,8 @@ def find_plain_head(module: Any) -> str:
                 if not _returns_its_output(module.train(mode), names[0]):
                     return ""
             return names[0]
-    except Exception:  # of transformers, for something that needs numbers
+    # Of transformers, for something that needs numbers: a head that is not shown to be plain.
+    except Exception:
         return ""
     finally:
         for part, is_training in modes:

@@ -64,7 +64,8 @@ def _sees_later(module: Any, length: int, vocab_size: int) -> bool:
             return output
         # Some models put tokens of their own before a sequence.
         looked_up.append(output.detach().requires_grad_())
-        return looked_up[-1].clone()  # and some write into it
+        # A copy, for some write into it.
+        return looked_up[-1].clone()
 
     # From 1 on, for 0 may stand for padding.
     tokens = 1 + torch.arange(length)[None] % max(1, (vocab_size or length) - 1)
