@@ -205,7 +205,7 @@ class ParallelModel:
         return LocalLoss(loss_sum, num_targets)
 
     def _new_sum(self) -> torch.Tensor:
-        # fp64: sums over ranks in any order then agree to more digits than fp32 has
+        # In fp64: sums over ranks in any order then agree to more digits than fp32 has.
         return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     @torch.no_grad()

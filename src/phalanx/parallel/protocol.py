@@ -107,7 +107,7 @@ class ParallelContext:
     def position(self) -> RankPosition:
         """Position of this rank among those that hold the same."""
         mesh, layout = self.mesh, self.plan.layout
-        # pp is the outermost axis: the ranks of one stage are numbered one after another
+        # pp is the outermost axis: the ranks of one stage are numbered one after another.
         num_ranks = layout.world_size // layout.pp
         return RankPosition(
             mesh.rank % num_ranks,

@@ -12,7 +12,8 @@ from phalanx.core.phases import Phases
 from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
 from phalanx.parallel.context.chunks import Chunks
 
-KEYS, GRADIENTS = 1, 2  # tags: both kinds are under way together
+# Tags, because both kinds are under way together.
+KEYS, GRADIENTS = 1, 2
 
 
 @dataclass

@@ -51,7 +51,7 @@ class DpReplicate:
             find_unused_parameters=options.unused_parameters == "allow"
             and not options.static_graph,
             **ddp_buffer_option(has_buffers),
-            # equal already: initialised by name and index, or compared by `parallelize`
+            # Equal already: initialised by name and index, or compared by `parallelize`.
             init_sync=False,
         )
         count_step = reduce_by_hook(context, ddp)

@@ -20,7 +20,7 @@ from phalanx.parallel.dropout.rng import DropoutRng
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
-# each device has its own: _flash_attention_for_cpu, _cudnn_attention, ...
+# Each device has its own: _flash_attention_for_cpu, _cudnn_attention, ...
 ATTENTION = "_scaled_dot_product_"
 # Our own operator for attention in long sequences.
 MASKED_ATTENTION = "attend_by_blocks"
