@@ -60,6 +60,10 @@ class Processes:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return None
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.communicate()
+            raise
         finally:
             with self._lock:
                 self._running.discard(process)
