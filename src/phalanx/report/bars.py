@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from phalanx.report.markup import Html, tag
 
-MIN_SHARE = 0.002  # of a bar: less is not a pixel; the tables have it
+# Of a bar: less is not a pixel; the tables have it.
+MIN_SHARE = 0.002
 
 
 def draw_stacked_bar(

@@ -58,6 +58,7 @@ def summary_lines(run_dir: Path) -> list[str]:
     lines += _pipeline_lines(events, run_dir)
     lines += _memory_lines(envelopes)
     if sample is not None:
+        # Tabs first, of which `printable` would make one blank each.
         text = (sample.prompt + sample.text).expandtabs(4).strip("\n").split("\n")
         lines.append("sample  " + "\n        ".join(printable(line) for line in text))
     if saved is not None:

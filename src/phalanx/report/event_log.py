@@ -146,6 +146,7 @@ def _sum_by_group(event: StepFinished) -> dict[str, float]:
         name = group_of(phase)
         groups_s[name] = groups_s.get(name, 0.0) + seconds
     if math.isfinite(event.unaccounted_s):
+        # Set, not added: `group_of` gives no phase this name.
         groups_s["unaccounted"] = event.unaccounted_s
     return groups_s
 

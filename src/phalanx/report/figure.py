@@ -58,6 +58,7 @@ def draw_figure(
         drawing.svg,
         viewBox=f"0 0 {SIZE} {SIZE}",
         preserveAspectRatio="none",
+        # For eyes alone: read-out and table have the numbers.
         aria_hidden="true",
         focusable="false",
     )
@@ -76,6 +77,7 @@ def draw_figure(
         drawing.over,
         tag("div", class_="cursor", hidden=True),
         class_="plot",
+        # Takes the focus, so that arrow keys move the read-out (page.js).
         tabindex=0,
         role="group",
         aria_label=(

@@ -39,6 +39,7 @@ def select_steps(log: EventLog) -> tuple[Steps, StepHistory]:
             earlier, row = location.pop(step)
             history.num_rolled_back += 1
             history.rolled_back_s += finite_or_zero(log.lead_steps[earlier].step_s[row])
+        # Done before in any attempt, whether a restart rolled it back or not.
         history.num_redone += len(done.intersection(steps.step))
         done.update(steps.step)
         location.update({step: (attempt, row) for row, step in enumerate(steps.step)})

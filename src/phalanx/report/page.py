@@ -55,6 +55,7 @@ def write_report(run_dir: Path) -> Path:
 
 def render_page(facts: RunFacts) -> str:
     """The page, as text."""
+    # Html, not text: files of our own go into the page as they are.
     style, script = (
         Html(files("phalanx.report").joinpath(name).read_text("utf-8"))
         for name in ("page.css", "page.js")

@@ -144,6 +144,7 @@ def _is_named(timeline: Timeline) -> bool:
 
 
 def _boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterator[_Box]:
+    # In ascending order: all but the first are drawn paler.
     stages = timeline.schedule.stages_of(rank)
     for action, (start_s, end_s) in zip(
         timeline.schedule.actions[rank], timeline.spans_s[rank], strict=True

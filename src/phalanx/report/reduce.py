@@ -65,6 +65,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
     attempts = list_attempts(log, history)
     identity = _identify_run(run_dir, job, plan, story)
     baselines = _select_events(story, events.BaselineMeasured)
+    # Of a run that has ended: one that goes on may still apply a step.
     at_the_end = None
     if finished is not None:
         at_the_end = describe_untrained(steps.step, skipped)
@@ -89,6 +90,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
         attempts=attempts,
         ranks=[_rank_time(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
         evals=sorted(_newest_by_step(story, events.EvalFinished), key=_by_step),
+        # The last of each name counts.
         baselines=list({event.name: event for event in baselines}.values()),
         memory=log.memory,
         samples=_newest_by_step(story, events.TextGenerated),
@@ -278,6 +280,7 @@ def _are_ends(*envelopes: Envelope) -> bool:
 
 
 def _status(story: list[Envelope]) -> tuple[str, events.RunFinished | None]:
+    # Newest first: an end counts unless something began after it.
     for envelope in reversed(story):
         if isinstance(envelope.event, events.RunFinished):
             return envelope.event.status, envelope.event

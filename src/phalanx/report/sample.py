@@ -36,6 +36,7 @@ def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Point
             rows.append(start)
             continue
         low, high = min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)
+        # In the order of steps, and once where both are the same point.
         rows += sorted({low, high})
     return [xs[row] for row in rows], [_finite_or_nan(ys[row]) for row in rows]
 

@@ -112,6 +112,7 @@ def select_whole(ticks: Sequence[float]) -> list[float]:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    # At most seven decades have ticks.
     period = max(1, math.ceil(len(decades) / 7))
     factors = (1, 3) if len(decades) <= 5 else (1,)
     ticks = []
@@ -132,6 +133,7 @@ def _tick_text(value: float, largest: float) -> str:
         mantissa, _, power = f"{value:.3g}".partition("e")
         return f"{mantissa}e{int(power)}" if power else mantissa
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # An axis that ends below 10,000 has no suffixes.
         if size >= limit and largest >= 1e4:
             return f"{value / limit:.6g}{suffix}"
     return f"{value:.6g}"

@@ -164,6 +164,7 @@ def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
     is_elsewhere = False
     for step, saved in sorted(saved_by_step.items()):
         recorded.append({"step": step, "path": saved.path, "num_bytes": saved.num_bytes})
+        # A URL or an absolute path: not where `list_checkpoint_dirs` looks.
         is_elsewhere |= "://" in saved.path or Path(saved.path).is_absolute()
     if is_elsewhere:
         return recorded

@@ -70,6 +70,7 @@ def _verdict(experts: ExpertFacts) -> str:
     share = experts.newest_dropped_share
     if share > 0:
         sentence += f" {100 * share:.2g} % of the choices were dropped: their experts were full."
+    # A number stays on the line of its sign.
     return sentence.replace(" %", "\u00a0%")
 
 

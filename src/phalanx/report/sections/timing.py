@@ -47,6 +47,7 @@ def _ledger(facts: RunFacts) -> Html:
         rows.append([name, seconds, share])
         if part_s > 0:
             shown.append(name)
+    # By construction: the parts of a `Ledger` sum to `wall_s`.
     rows.append(["sum", formats.seconds(ledger.wall_s), "100.0 %"])
     return tag(
         "div",
