@@ -24,7 +24,8 @@ from phalanx.verify import contexts, pipelines, products
 NUM_MICROBATCHES = 2
 ROWS_PER_RANK = 2  # of each microbatch
 SMALL_EXPERTS = 8
-SMALL_VOCAB = 251  # a prime: some rank has less of the embedding than the others
+# A prime: some rank has less of the embedding than the others.
+SMALL_VOCAB = 251
 MAX_SEQ_LEN = 64
 WAYS = (
     *("accumulate", "keep_whole_below", "prefetch", "offload", "static_graph"),
@@ -98,7 +99,8 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
         "num_kv_heads": heads // groups,
         "head_dim": 8,
         "dim": 32,
-        "ffn_dim": 90,  # no multiple of four: uneven on four ranks and more
+        # No multiple of four: uneven on four ranks and more.
+        "ffn_dim": 90,
     }
     if isinstance(shape, DecoderShape):
         small |= _shrink_decoder(shape, num_blocks)

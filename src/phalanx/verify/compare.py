@@ -103,6 +103,7 @@ class Comparison:
             return 0.0
         # All blocks hold the tensor `copies` times: a border that is off makes it no integer.
         copies = total / size
+        # At least one: a tensor that no rank holds is not zero times there, but missing.
         gap = abs(copies - max(1, round(copies)))
         if not gap > 1e-6:
             return 0.0

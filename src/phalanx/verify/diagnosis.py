@@ -185,6 +185,7 @@ class Diagnosis:
     def explain_tensor(
         self, label: str, kind: str, name: str, off: Sequence[str], ranks: Sequence[int], step: int
     ) -> str:
+        # Before values: parts that do not make the tensor are not comparable with it.
         if self._compared.gap(kind, name):
             return (
                 "the ranks' parts do not make the tensor: borders of shards are off, or another"

@@ -88,6 +88,7 @@ def _run_cases(
     while remaining:
         row_reader = _RowReader(directory / ROWS, add_row)
         outcome = _run_group(selection, remaining, directory, data_dir, on_tick=row_reader.poll)
+        # The last rows may have come behind the last tick.
         row_reader.poll()
         if outcome.status in ("interrupted", "preempted"):
             return outcome.exit_code
@@ -136,6 +137,7 @@ def _run_group(
         payload_of_attempt=lambda: payload,
         num_ranks=num_ranks,
         run_dir=directory,
+        # Imported once, by the server that all ranks are forks of.
         preload=(
             "torch",
             "torch._dynamo",

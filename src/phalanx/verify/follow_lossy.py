@@ -73,6 +73,7 @@ def digest_weights(model: ParallelModel) -> dict[str, str]:
 def _undo_clipping(
     model: ParallelModel, facts: StepStats, max_norm: float | None
 ) -> dict[str, LogicalShard]:
+    # What was sent may be less than the reference's bound, and is not clipped then.
     clipped = 1.0 if max_norm is None or facts.grad_norm <= max_norm else max_norm / facts.grad_norm
     return {
         name: shard.like(name, shard.tensor / clipped)

@@ -57,6 +57,7 @@ def probe(build: Callable[[], nn.Module], loss: Loss, batch: Batch, seed: int) -
     module, sums = build(), list[tuple[torch.Tensor, torch.Tensor]]()
     narrowing, masks, before = _Narrowing(), DropoutMasks(module, seed), _buffers(module)
     rows = num_rows_of(batch)
+    # Dropout takes its masks from `masks` and draws nothing: any draw that is left is refused.
     with _refusing_draws(module), masks.fill(1, 0, rows), narrowing:
         order = forward_order(module, lambda: sums.append(loss(module, batch)))
     moved = tuple(

@@ -71,6 +71,7 @@ def find_unequal_ranks(
     """
     for name in order:
         digests = [observation["digests"].get(name, "") for observation in observations]
+        # What most ranks hold is taken for right, and the others are named.
         usual, _ = Counter(digests).most_common(1)[0]
         ranks = tuple(rank for rank, digest in enumerate(digests) if digest != usual)
         if ranks:

@@ -70,6 +70,7 @@ def train_alone(
                 parameter.grad /= count
         gradients = {name: parameter.grad for name, parameter in named.items()}
         norm = _norm(gradients.values())
+        # So that NaN is refused, too.
         if not 0 < norm < math.inf or not abs(loss) < math.inf:
             raise ArithmeticError(
                 f"in step {number + 1} the loss is {loss / count:g} and the gradient norm {norm:g}:"
@@ -82,6 +83,7 @@ def train_alone(
             max_norm = clip * norm
             factor = max_norm / norm
         yield AloneStep(loss / count, count, norm, max_norm, lr, gradients)
+        # Routers move their biases by the load of the step (`Decoder.after_step`).
         if hasattr(module, "after_step"):
             module.after_step()
         if optimizer is None:

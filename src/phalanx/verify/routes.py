@@ -145,6 +145,7 @@ class RouteWatch:
         """The first of a forward: a block that is computed again, for its gradients, chooses
         again."""
         moment, num_rows = model.dropout_rng.moment, len(experts_BTK)
+        # What stages compute to learn shapes is thrown away.
         if model.pipeline is not None and model.pipeline.is_inferring_shapes:
             return
         if moment is None and model.module.training:

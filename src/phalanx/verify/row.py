@@ -82,6 +82,7 @@ class Row:
         """
         first = body["first"]
         if first is not None:
+            # JSON has no tuples.
             stages = {"ranks": tuple(first["ranks"]), "stages": tuple(first["stages"])}
             first = Difference(**_without_text(first) | stages)
         flips = tuple(Reroute(**_without_text(flip)) for flip in body["flips"])

@@ -139,6 +139,7 @@ def _run_and_save(
     directory: Path, module: nn.Module, steps: Iterable[AloneStep]
 ) -> dict[str, float]:
     """Run `steps` to their end and keep the weights; how far each moved."""
+    # Copies, for steps change weights in place.
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     for _ in steps:
         pass
