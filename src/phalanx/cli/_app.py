@@ -47,6 +47,8 @@ class Verbs(TyperGroup):
         module = importlib.import_module(f"{PACKAGE}.{name}")
         if hasattr(module, "COMMANDS"):
             return _build_sub_verbs(name, module)
+        # Without rich's markup click formats the help, and asks `format_commands`; `_run` tells
+        # errors, in place of typer's own tracebacks.
         app = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
         )
@@ -105,6 +107,7 @@ def _build_sub_verbs(name: str, module: Any) -> Any:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
+    # The callback does nothing: it carries the help of the group.
     app.callback(help=module.__doc__, epilog=module.EXAMPLE)(lambda: None)
     for sub_verb, function in module.COMMANDS.items():
         app.command(name=sub_verb, epilog=module.EXAMPLES[sub_verb])(function)
@@ -156,11 +159,13 @@ def build_app() -> Any:
     ) -> None:
         """Plans, proves, runs and protects distributed PyTorch training."""
 
-    return typer.main.get_command(app)  # a group, with the options that install completion
+    # A group, with the options that install completion.
+    return typer.main.get_command(app)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. User errors are printed without a traceback."""
+    # First, so that no other file gets the number of a closed stream.
     open_closed_streams()
     with safe_output():
         return _run(arguments)
@@ -183,6 +188,7 @@ def _run(arguments: Sequence[str]) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except (BrokenPipeError, NobodyReadsError):
+        # Whoever read has enough: no failure. Python flushes at exit, which would be refused again.
         silence(sys.stdout)
         return ExitCode.OK
     except AnyMistake as mistake:

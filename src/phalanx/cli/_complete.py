@@ -58,6 +58,7 @@ def complete_run(incomplete: str) -> Candidates:
 def _key_before_the_cursor(context: typer.Context) -> str | None:
     """The key whose value is completed, where the shell has cut "key=value" into words (bash
     does)."""
+    # typer's script for bash joins the words by line ends.
     words, cursor = os.environ.get("COMP_WORDS", "").split("\n"), os.environ.get("COMP_CWORD", "")
     if not cursor.isdecimal() or not 1 <= int(cursor) <= len(words):
         return None
@@ -121,6 +122,7 @@ def _values(key: str, incomplete: str) -> Candidates:
     texts = list(_choices(schema))
     if "default" in schema:
         texts.insert(0, _text(schema["default"]))
+    # Each once, for the default is one of the choices, too.
     return [(text, "") for text in dict.fromkeys(texts) if text.startswith(incomplete)]
 
 

@@ -84,6 +84,7 @@ def show_training(line: ProgressLine, progress: TrainingProgress) -> None:
 def print_tokenizer(trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_size: int) -> None:
     """Print the tokenizer that was trained, and the command that builds a dataset with it."""
     tokens = f"{trained.vocab_size:,} tokens"
+    # A small corpus has fewer pairs to join than were asked for.
     if trained.vocab_size != vocab_size:
         tokens += f" (the corpus has no more; {vocab_size:,} were asked for)"
     size = f"{_megabytes(trained.text_bytes)} of text"

@@ -69,6 +69,7 @@ def describe_stats(stats: DatasetStats, directory: str, *, fancy: bool = True) -
         "most frequent tokens",
     ]
     for token in stats.frequent:
+        # This one is a name of ours, and not a text of the corpus.
         text = token.text if token.text == "(end of document)" else repr(token.text)
         if not fancy:
             text = ascii(token.text)

@@ -83,6 +83,7 @@ def print_explained(
         print_document(json.dumps(explain_json(explained, plan, job_file), indent=1))
     else:
         colour = wants_colour()
+        # Not print, whose filter would take our colours out.
         print_coloured("\n".join(explain_lines(explained, colour=colour)))
         for warning in plan.warnings:
             print_coloured(_painted(f"\nwarn    {warning.text}", "33", colour))

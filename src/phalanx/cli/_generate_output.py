@@ -9,7 +9,8 @@ from phalanx.core.printable import printable
 from phalanx.core.units import format_seconds, plural
 from phalanx.run.trained.generate import GeneratedText, GenerationResult, TextGenerator
 
-INCOMPLETE = "\ufffd"  # what a decoder gives for bytes of a letter that is not complete yet
+# What a decoder gives for bytes of a letter that is not complete yet.
+INCOMPLETE = "\ufffd"
 
 
 class TextPrinter:
@@ -63,6 +64,7 @@ def _write(text: str) -> None:
 
 def _safe(text: str) -> str:
     """Lines stay lines; what else could move a cursor does not pass."""
+    # Tabs first, of which `printable` would make one blank each.
     lines = text.expandtabs(4).split("\n")
     return "\n".join(_safe_line(line) for line in lines)
 

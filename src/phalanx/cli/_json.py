@@ -22,6 +22,7 @@ def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None
     """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null,
     secrets `***`."""
     body = Redactor(os.environ).value(_finite({"schema": f"phalanx.{kind}/{VERSION}", **facts}))
+    # Not print, whose filter would shorten long lines.
     print_document(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
 
 
@@ -34,6 +35,7 @@ def print_errors_as_json(as_json: bool) -> Iterator[None]:
     except PhalanxError as error:
         if as_json:
             print_json("error", error.to_json())
+        # Raised on: the words for stderr and the exit code are the caller's.
         raise
 
 

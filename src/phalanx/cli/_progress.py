@@ -16,7 +16,8 @@ from phalanx.observe.console import QuietStream
 from phalanx.observe.screen import open_screen
 
 REDRAW_S = 0.1
-LINE_S = 5.0  # short work says nothing before its summary
+# Short work says nothing before its summary.
+LINE_S = 5.0
 
 
 class ProgressLine:
@@ -110,6 +111,7 @@ def _open_bar(stream: TextIO, verb: str) -> Any:
     from rich.progress import BarColumn, Progress, TextColumn
 
     bar = Progress(
+        # Names of files are text: rich would read their brackets as markup.
         TextColumn(verb, markup=False),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %", markup=False),

@@ -69,6 +69,7 @@ def _value_of(option: str, arguments: Sequence[str]) -> str:
         if (
             word == option
             and index + 1 < len(arguments)
+            # An option behind it is no value.
             and not arguments[index + 1].startswith("-")
         ):
             return arguments[index + 1]

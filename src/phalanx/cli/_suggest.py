@@ -29,6 +29,7 @@ def print_suggestion(
         return 0
     job_files = [job_file] if job_file else []
     verified = [*job_files, *overrides, f"parallel.rules={_write_inline(suggestion.rules)}"]
+    # Without tp no rule has anything to cut.
     if not any(word.startswith("parallel.tp=") for word in overrides):
         verified.append("parallel.tp=2")
     has_ranks = any(word.startswith("parallel.ranks=") for word in overrides)

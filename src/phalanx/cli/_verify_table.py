@@ -9,6 +9,7 @@ from phalanx.verify.choose import Selection
 from phalanx.verify.flips import UPDATE_TOLERANCE
 from phalanx.verify.row import DTYPES, Row
 
+# In this order.
 ERRORS = (
     "loss",
     "norm",
@@ -18,7 +19,7 @@ ERRORS = (
     "buffer",
     "evaluation",
     "update",
-)  # in this order
+)
 
 
 class RowPrinter:
@@ -62,6 +63,7 @@ def describe_refused(rows: Sequence[Row]) -> list[str]:
         dtypes.setdefault((row.refused, row.layout), []).append(row.dtype)
     names: dict[str, list[str]] = {}
     for (reason, layout), refused_dtypes in dtypes.items():
+        # "" stands for a layout that was refused before any type came into play.
         if refused_dtypes != [""] and set(refused_dtypes) != set(DTYPES):
             layout = f"{layout} ({', '.join(refused_dtypes)})"
         names.setdefault(reason, []).append(layout)

@@ -35,6 +35,7 @@ RunDir = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory.")
 
 def ls(location: Location, as_json: JsonOption = False) -> int:
     """List the checkpoints of a run, oldest first."""
+    # Here, as in all verbs, and not above: `--help` waits for no import.
     from phalanx.checkpoint.reading.listing import list_checkpoints
     from phalanx.cli._checkpoint_output import print_listing
     from phalanx.cli._json import print_json
@@ -78,6 +79,7 @@ def verify_command(
             folders = [find_folder(location)]
     results = []
     for folder in folders:
+        # A bar for each, which is gone before the verdict is printed.
         with ProgressLine(f"verifying {folder.name}") as line:
             results.append(verify_folder(folder, line.update))
         if not as_json:

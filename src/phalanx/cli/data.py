@@ -88,6 +88,7 @@ def build_command(
                 num_workers=workers,
                 shard_bytes=shard_mb and shard_mb * MIB,
                 progress=lambda progress: display.show(line, progress),
+                # Inputs stand on the command line: errors name no key of a job.
                 named="",
             )
     except KeyboardInterrupt:

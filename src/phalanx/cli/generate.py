@@ -98,6 +98,7 @@ def command(
                 on_one_rank=True,
             )
             generator = open_generator(model)
+            # Before ranks start: a prompt that cannot be used is told at once.
             texts = [
                 generator.encode_prompt(text)
                 for text in (_read_prompt() if prompt is None else prompt)
