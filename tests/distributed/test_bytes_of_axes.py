@@ -34,7 +34,7 @@ from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.nn.routing import Router, Routing
 from phalanx.parallel.data_parallel import shard as dp_shard
-from phalanx.parallel.expert.transform import ExpertGroup
+from phalanx.parallel.expert.transform import is_mixture
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.communication import ep_bytes_per_step
 from phalanx.plan.plan import Plan
@@ -217,8 +217,8 @@ def sent_to_experts(rank: int, ep: int, recompute: str) -> tuple[int, int]:
         sums = model.forward_backward(
             [example_batch(EXPERTS, ROWS // 2, TOKENS, seed=s) for s in range(2)], OBJECTIVE
         )
-        group = model._context.axes.find(ExpertGroup)
-        assert group is not None
+        dispatches = (part.dispatch for part in module.modules() if is_mixture(part))
+        (group,) = {id(dispatch.group): dispatch.group for dispatch in dispatches}.values()
         return group.num_exchanges, model.reduce_and_clip(sums).sent_ep_bytes
 
 

@@ -1,4 +1,4 @@
-"""The pieces of a pipeline's runtime, each alone: door and stand-ins, post, weight gradients
+"""The pieces of a pipeline's runtime, each alone: door and placeholders, post, weight gradients
 that wait, holdings."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
 
 CPU = torch.device("cpu")
 
-# Stand-ins
+# Placeholders
 
 
 def stand_in(door: StageForward, **options: Any) -> Placeholder:
@@ -157,7 +157,7 @@ def test_the_class_of_a_guarded_block_is_still_its_own() -> None:
     assert len({type(block) for block in chain.blocks}) == 1
 
 
-def test_a_rehearsal_shows_what_would_not_reach_the_first_stage() -> None:
+def test_shape_inference_shows_what_would_not_reach_the_first_stage() -> None:
     """A rank that holds what comes before the blocks, for another stage, computes it here
     without gradients."""
     chain, door = guarded(2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 
@@ -67,7 +69,7 @@ def test_the_first_explanation_of_an_error_wins() -> None:
     hooks, error = StepHooks(), RuntimeError("shape")
     assert hooks.find_explanation(error) is None
     second, third = LayoutError("a shape that tp has cut"), LayoutError("too late")
-    hooks.explain_error += [lambda error: None, lambda error: second, lambda error: third]
+    hooks.explain_error.extend([lambda error: None, lambda error: second, lambda error: third])
     assert hooks.find_explanation(error) is second
 
 
@@ -79,3 +81,8 @@ def test_torch_is_asked_for_nothing_without_hooks() -> None:
         yield "", nn.Parameter(torch.zeros(1))
 
     hooks.run_before_reduce(refuse())
+
+
+def test_no_list_of_callbacks_can_be_replaced() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        StepHooks().before_reduce = []  # type: ignore[misc]

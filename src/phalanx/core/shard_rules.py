@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 ATTRIBUTE = "shard_rules"  # of a module: pattern -> rule
-Made = TypeVar("Made", bound=Callable[..., Any])
+ModuleFactory = TypeVar("ModuleFactory", bound=Callable[..., Any])
 
 
-def shard_rules(rules: Mapping[str, str]) -> Callable[[Made], Made]:
+def shard_rules(rules: Mapping[str, str]) -> Callable[[ModuleFactory], ModuleFactory]:
     """Decorate a module's class, or the factory that builds one, with the rules by which tensor
     parallelism cuts it.
 
@@ -23,7 +23,7 @@ def shard_rules(rules: Mapping[str, str]) -> Callable[[Made], Made]:
     """
     written = dict(rules)
 
-    def decorate(factory: Made) -> Made:
+    def decorate(factory: ModuleFactory) -> ModuleFactory:
         if isinstance(factory, type):
             setattr(factory, ATTRIBUTE, {**getattr(factory, ATTRIBUTE, {}), **written})
             return factory

@@ -58,7 +58,7 @@ class ShardOutcome:
 
     facts: ShardFacts | None
     counts: Counts = field(default_factory=Counts)
-    content: str = ""  # digest of what went in, see `content_of`
+    content: str = ""  # digest of what went in, see `digest_content`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

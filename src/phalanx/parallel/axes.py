@@ -10,7 +10,8 @@ T = TypeVar("T")
 class Axes:
     """One object of each type, such as the group of tensor parallelism or the view of a pipeline.
 
-    An axis that the layout does not have is not there, so the hub has no field for it.
+    An axis that the layout does not have is not there, so `ParallelContext` has no field for it;
+    only results that are read whatever the axis (`cuts`, `copies`) are fields there.
     """
 
     def __init__(self) -> None:

@@ -15,27 +15,28 @@ NORM_PIECE = 1 << 16  # elements
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBlock:
     """A block of what this rank holds of a tensor, and how many ranks hold it alike."""
 
     where: tuple[slice, ...]
     num_holders: int
 
 
-def list_held_blocks(shard: LogicalShard) -> tuple[Held, ...]:
-    """The whole tensor, unless its blocks are on different numbers of ranks."""
+def list_held_blocks(shard: LogicalShard) -> tuple[HeldBlock, ...]:
+    """The blocks of a shard: the whole tensor as one, unless parts of it are on different numbers
+    of ranks."""
     counts = {shard.num_replicas * box.num_replicas for box in shard.boxes}
     if len(counts) <= 1:
-        return tuple(Held((), count) for count in counts)
+        return tuple(HeldBlock((), count) for count in counts)
     blocks = []
     for box in shard.boxes:
         where = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
-        blocks.append(Held(where, shard.num_replicas * box.num_replicas))
+        blocks.append(HeldBlock(where, shard.num_replicas * box.num_replicas))
     return tuple(blocks)
 
 
 def own_squares(
-    named: Iterable[tuple[str, nn.Parameter]], blocks: Mapping[str, tuple[Held, ...]]
+    named: Iterable[tuple[str, nn.Parameter]], blocks: Mapping[str, tuple[HeldBlock, ...]]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(this rank's gradients, its part of their squares: 0-d fp64 where the gradients are, on the
     CPU without any).

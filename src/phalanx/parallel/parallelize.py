@@ -76,7 +76,6 @@ def parallelize(
     )
     if on_meta:
         context.materialize = _Materialization(context, seed if initialize else None).run
-    context.block_numbers = tuple(range(len(context.blocks)))
     if not context.blocks and (plan.activations.recompute != "none" or plan.compile):
         raise LayoutError(
             f"{type(module).__name__} shows no repeated blocks to recompute or compile",
@@ -131,7 +130,8 @@ class _Materialization:
             if self._seed is not None:
                 root.module.initialize(shards, self._seed)  # type: ignore[operator]
                 return
-            # Not what memory held before: a pipeline rehearses with these, and might find a NaN.
+            # Not what memory held before: a pipeline infers shapes with these, and might find a
+            # NaN.
             for shard in shards.values():
                 shard.tensor.zero_()
 

@@ -75,14 +75,15 @@ class ParallelContext:
     mesh: Mesh
     phases: Phases
     blocks: list[nn.Module]
-    outer: nn.Module  # what is called; `root`, or a wrapper around it
-    block_numbers: tuple[int, ...] = ()  # of `blocks` among those of the whole model
+    outer: nn.Module  # what is called; `root`, or DDP's wrapper around it
     names: frozenset[str] = frozenset()  # of all modules of the whole model
-    autocast: bool = True  # False where a transform itself casts parameters and inputs
+    autocast: bool = True  # False where the casts of FSDP are enough
     materialize: Callable[[], None] = lambda: None
     # What one axis knows is an object of its own in `axes`, so a new axis needs no field here. What
     # every layout has (dropout's numbers, the optimizer's parameters) is a field, so that no reader
-    # asks whether it is there.
+    # asks whether it is there. So are `cuts` and `copies`: results that `position` reads whatever
+    # the axis, and that are empty without one. tp writes `cuts`, and ep cuts once more what tp
+    # left; pp writes `copies`.
     hooks: StepHooks = field(default_factory=StepHooks)
     axes: Axes = field(default_factory=Axes)
     traffic: Traffic = field(default_factory=Traffic)

@@ -1,4 +1,16 @@
-"""StepHooks: what transforms have done at the moments of a step."""
+"""StepHooks: what transforms have done at the moments of a step.
+
+The two moments around the optimizer's update are lists of `OptimizerParams` (`before_update`,
+`after_update`), which makes that update reach the model; what dropout asks and replays are lists of
+`DropoutRng`. Three things stay single slots, because a second one has no meaning:
+
+- `ParallelContext.outer`: what is called. DDP sets it; there is one wrapper around the model, since
+  a plan has DDP or FSDP.
+- `ParallelContext.autocast`: FSDP turns it off where its own casts are enough, and nothing turns
+  it on.
+- `root.forward`: pipeline stages and activation offload each wrap the one that they find. Wrapping
+  nests, in the order of transforms, and so loses none.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +26,10 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 MicrobatchHook = Callable[[bool], AbstractContextManager[None]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepHooks:
-    """Lists of callbacks, which transforms append to and nobody assigns: two transforms that need
-    one moment both have it, in the order in which they were applied.
+    """Lists of callbacks, which transforms append to and nobody can assign: two transforms that
+    need one moment both have it, in the order in which they were applied.
 
     `around_microbatch`: contexts of forward and backward of a microbatch (in a pipeline: of all of
     them), which take if it is the last one of the step. `after_backward`: of each microbatch.

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.mesh.transfer import fill_on_device
 from phalanx.parallel.expert.router_load import RouterLoads
-from phalanx.parallel.gradients import Held, list_held_blocks, own_squares
+from phalanx.parallel.gradients import HeldBlock, list_held_blocks, own_squares
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.rank_parameters import RankParameters
 from phalanx.parallel.step_stats import LocalLoss, StepStats
@@ -29,7 +29,7 @@ class StepReducer:
         self.finished_at: Any = 0.0
         self._context, self._mesh, self._phases = context, context.mesh, context.phases
         self._parameters, self._loads = parameters, loads
-        self._held: dict[str, tuple[Held, ...]] | None = None
+        self._held: dict[str, tuple[HeldBlock, ...]] | None = None
 
     def reduce_and_clip(
         self, local_loss: LocalLoss, *, max_norm: float | None, flags: Sequence[float]

@@ -165,7 +165,7 @@ class Evaluator:
         is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
         numbers = map(float, (self._stop.sigterm, self._stop.sigint, is_fenced, took_s))
         flags = fill_on_device(tuple(numbers), self._mesh.device)
-        with self._phases("collective", "all_reduce stop votes"):
+        with self._phases("collective", "all_reduce stop flags"):
             sigterm, sigint, fenced, total_s = self._mesh.all_reduce_sum(flags).tolist()
         if fenced and self._fence is not None:
             raise self._fence.error()

@@ -147,7 +147,7 @@ class Trainer:
         step = self.state.step + 1
         self.phases.step = step
         # What a user's module draws besides dropout is a function of (seed, step, share of the
-        # batch): resuming repeats it. Dropout follows the sample instead (parallel.draws).
+        # batch): resuming repeats it. Dropout follows the sample instead (parallel.dropout).
         seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
         with self.phases("data"):
             microbatches = self.data.batches.step_microbatches(step)

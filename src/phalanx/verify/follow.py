@@ -150,7 +150,7 @@ def record_means(objective: Objective, means: list[float]) -> Objective:
 
     def call_and_record(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         loss, targets = objective(outputs, batch)
-        # A pipeline's rehearsal has no gradients, and its loss is none.
+        # A pipeline's shape inference has no gradients, and its loss is none.
         if loss.requires_grad:
             means.append(loss.item() / int(targets) if int(targets) else float("nan"))
         return loss, targets

@@ -23,21 +23,21 @@ from phalanx.parallel.context.block_attention import KeyValueBlock, Products, Ru
 from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
 
 Attend = Callable[..., torch.Tensor]
-MaskOrSeen: TypeAlias = torch.Tensor | VisibleKeys | None
+MaskOrVisibleKeys: TypeAlias = torch.Tensor | VisibleKeys | None
 
 
 def ring(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: MaskOrSeen,
+    mask: MaskOrVisibleKeys,
     window: int,
     group: ContextGroup,
 ) -> torch.Tensor:
     """[B, H, T, E].
 
-    `mask`: [B or 1, 1, T, all keys in rank order]; or Seen, from which each block of queries gets
-    its mask; or None: causal alone.
+    `mask`: [B or 1, 1, T, all keys in rank order]; or VisibleKeys, from which each block of
+    queries gets its mask; or None: causal alone.
     """
     out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _Ring)
     return out
@@ -47,7 +47,7 @@ def all_gather(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: MaskOrSeen,
+    mask: MaskOrVisibleKeys,
     window: int,
     group: ContextGroup,
 ) -> torch.Tensor:
@@ -60,7 +60,7 @@ def ulysses(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: MaskOrSeen,
+    mask: MaskOrVisibleKeys,
     window: int,
     group: ContextGroup,
 ) -> torch.Tensor:
@@ -101,7 +101,7 @@ class _Blockwise(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: MaskOrSeen,
+        mask: MaskOrVisibleKeys,
         window: int,
         group: ContextGroup,
         carrier: type[_Ring] | type[_Gathered],
@@ -141,10 +141,10 @@ class _Blockwise(torch.autograd.Function):
 
 
 def _blocks(
-    group: ContextGroup, owner: int, kv: torch.Tensor, mask: MaskOrSeen, window: int
+    group: ContextGroup, owner: int, kv: torch.Tensor, mask: MaskOrVisibleKeys, window: int
 ) -> Iterator[KeyValueBlock]:
-    """Blocks of `owner`'s keys that this rank's queries see: none, one product, or with Seen one
-    for every block of queries and chunk of keys that meet."""
+    """Blocks of `owner`'s keys that this rank's queries see: none, one product, or with
+    VisibleKeys one for every block of queries and chunk of keys that meet."""
     chunks, num_tokens = group.chunks, kv.shape[3]
     part = chunks.part(group.rank, owner, num_tokens * group.size, window)
     if part is None:

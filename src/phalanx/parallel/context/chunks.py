@@ -74,9 +74,8 @@ class Chunks:
     ) -> torch.Tensor:
         """[num_tokens / size]: where in the sequence a rank's tokens stand.
 
-        Raises LayoutError where it is uneven.
-
-        Made on `device`, and kept for the next call: every layer of every step asks again.
+        The tensor is made on `device` and kept for the next call: every layer of every step asks
+        again. Raises LayoutError if the chunks would not be equally long.
         """
         return _places(self, rank, num_tokens, device or torch.device("cpu"))
 

@@ -50,7 +50,7 @@ class RandomOpInterceptor:
         self._must_look, self._served = self._can_look, ExitStack()
         self._looked: set[int] = set()
         self._state: torch.Tensor | None = None
-        self._dropout_rng.replay_context = self._replay_context
+        self._dropout_rng.replay_hooks.append(self._replay_context)
         staged = context.axes.find(Staged)
         self._num_stages = 1 if staged is None else len(staged.own_stages)
 
@@ -207,11 +207,11 @@ def _is_inside(name: str, other: str) -> bool:
 class _ByPlace(TorchDispatchMode):
     """Fills what torch would fill with draws of its generator."""
 
-    def __init__(self, drawing: RandomOpInterceptor) -> None:
+    def __init__(self, interceptor: RandomOpInterceptor) -> None:
         super().__init__()
-        self._drawing = drawing
+        self._interceptor = interceptor
         # A CPU's attention kernels have no dropout: only a GPU pays for looking at each function.
-        on_gpu = drawing.mesh_device.type == "cuda"
+        on_gpu = interceptor.mesh_device.type == "cuda"
         self._attention: AbstractContextManager[Any] = (
             _PlainAttention() if on_gpu else nullcontext()
         )
@@ -232,12 +232,12 @@ class _ByPlace(TorchDispatchMode):
         # With a generator of the user's own the numbers are the user's, too.
         if func is BERNOULLI and kwargs.get("generator") is None:
             keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            mask = self._drawing.mask(keep, args[0]) if 0.0 < keep < 1.0 else None
+            mask = self._interceptor.mask(keep, args[0]) if 0.0 < keep < 1.0 else None
             if mask is not None:
                 return args[0].copy_(mask)
         if func is NATIVE_DROPOUT and args[2] and 0.0 < args[1] < 1.0:
             keep = 1.0 - args[1]
-            mask = self._drawing.mask(keep, args[0])
+            mask = self._interceptor.mask(keep, args[0])
             if mask is not None:
                 return (args[0] * mask).mul_(1.0 / keep), mask
         return func(*args, **kwargs)

@@ -8,7 +8,7 @@ for each of them (tokens, heads); the row's number is that of its sample in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,11 +74,12 @@ class DropoutRng:
         self.seed = seed
         self.parts: dict[str, Sequence[InputSlice | EqualSlice]] = {}
         self.left_to_torch: dict[str, str] = {}
-        self.require_whole: Callable[[str], None] = lambda name: None
-        """Told who draws; raises where that would be the mask of a part as if it were the whole."""
-        self.replay_context: Callable[[], ReplayContext] = lambda: nullcontext
-        """A recomputation begins inside a module: asked in the forward for what must be known
-        there, too."""
+        self.mask_checks: list[Callable[[str], None]] = []
+        """Each is called with the name of a layer before it draws, and raises where that would be
+        the mask of a part as if it were the whole."""
+        self.replay_hooks: list[Callable[[], ReplayContext]] = []
+        """A recomputation begins inside a module: each is called in the forward, and returns the
+        context that the recomputation enters to know there what the forward knew."""
         self._moment: MicrobatchRng | None = None
 
     @property
@@ -109,7 +110,8 @@ class DropoutRng:
         moment = self._moment
         if moment is None or not has_fixed_rows(shape, rows_dim, moment.num_rows):
             return None
-        self.require_whole(name)
+        for check in self.mask_checks:
+            check(name)
         # A module that is called twice in a forward draws two masks.
         call = moment.calls.get(name, 0)
         moment.calls[name] = call + 1
@@ -150,13 +152,13 @@ class _RecordedRng:
     def __init__(self, dropout_rng: DropoutRng) -> None:
         self._dropout_rng = dropout_rng
         self.at_start: MicrobatchRng | None = None
-        self.replay_context: ReplayContext = nullcontext
+        self.contexts: list[ReplayContext] = []
 
     def __enter__(self) -> None:
         moment = self._dropout_rng._moment
         # A copy: the forward goes on counting its calls.
         self.at_start = moment.copy() if moment else None
-        self.replay_context = self._dropout_rng.replay_context()
+        self.contexts = [hook() for hook in self._dropout_rng.replay_hooks]
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -175,7 +177,8 @@ class _ReplayedRng:
             self._dropout_rng._moment,
             at_start.copy() if at_start else None,
         )
-        self._inside.enter_context(self._recorded.replay_context())
+        for context in self._recorded.contexts:
+            self._inside.enter_context(context())
 
     def __exit__(self, *error: Any) -> None:
         self._inside.__exit__(*error)

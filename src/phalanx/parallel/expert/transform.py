@@ -66,7 +66,6 @@ class ExpertParallel:
         context.cuts.update(cuts)
         axes = ("dp_replicate", "expert_shard") if layout.dp_replicate > 1 else ("expert_shard",)
         modules = tuple(part.experts for part in mixtures.values())
-        context.axes.add(group)
         context.axes.add(
             SeparateExperts(frozenset(cuts), modules, context.mesh.submesh(*axes), layout.ep)
         )

@@ -19,7 +19,7 @@ from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.mesh.casts import share_casts
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
-from phalanx.parallel.executor import AddLoss, Batch
+from phalanx.parallel.executor import AddLoss, Batch, Objective
 from phalanx.parallel.loss_forward import LossForward, OutputFunction
 from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
 from phalanx.parallel.pipeline.shape_inference import broadcast_value, infer_shapes
@@ -85,7 +85,7 @@ class PipelineExecutor:
     def forward_backward(
         self,
         microbatches: Sequence[Batch],
-        objective: Any,
+        objective: Objective,
         step: int,
         add: AddLoss,
     ) -> None:
@@ -148,7 +148,7 @@ class PipelineExecutor:
         action: Action,
         queue: P2PQueue,
         microbatches: Sequence[Batch],
-        objective: Any,
+        objective: Objective,
         step: int,
         add: AddLoss,
     ) -> None:
@@ -200,7 +200,7 @@ class PipelineExecutor:
         action: Action,
         stage_input: torch.Tensor | None,
         batch: Batch,
-        objective: Any,
+        objective: Objective,
         step: int,
         add: AddLoss,
     ) -> torch.Tensor:
@@ -244,7 +244,11 @@ class PipelineExecutor:
             saved.output.backward(gradient)
 
     def _compute(
-        self, stage: int, stage_input: torch.Tensor | None, batch: Batch, objective: Any
+        self,
+        stage: int,
+        stage_input: torch.Tensor | None,
+        batch: Batch,
+        objective: Objective | OutputFunction,
     ) -> Any:
         ranges = self.staged.pipeline.stages.ranges
         if not self.staged.stage_forward.is_inferring_shapes:
@@ -264,7 +268,9 @@ class PipelineExecutor:
         shapes = tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items()))
         return shapes, self.context.root.module.training
 
-    def _infer_specs(self, microbatches: Iterable[Batch], objective: Any) -> None:
+    def _infer_specs(
+        self, microbatches: Iterable[Batch], objective: Objective | OutputFunction
+    ) -> None:
         for batch in microbatches:
             key = self._spec_key(batch)
             if key in self._specs:
@@ -276,7 +282,7 @@ class PipelineExecutor:
                 return self._compute(stage, stage_input, batch, objective)
 
             try:
-                with self.context.phases("pipeline", "rehearse a microbatch of a new form"):
+                with self.context.phases("pipeline", "infer shapes of a new form of microbatch"):
                     pipeline = self.staged.pipeline
                     self._specs[key] = infer_shapes(
                         self.context.root,
@@ -310,7 +316,9 @@ class PipelineExecutor:
 
     # Without gradients
 
-    def evaluate(self, microbatches: Iterable[Batch], objective: Any) -> Iterator[Any]:
+    def evaluate(
+        self, microbatches: Iterable[Batch], objective: Objective | OutputFunction
+    ) -> Iterator[Any]:
         """Yield the objective's result for each microbatch where the last stage is, None elsewhere.
 
         No gradients.

@@ -24,8 +24,8 @@ def release_block(
     """Take all tensors out of a block of another stage.
 
     What else it says of itself (its kind, say) stays, also of its parts, which it no longer counts
-    among its modules: for whoever looks, there are stand-ins in them. Parts that are `shared` are
-    somebody else's as well.
+    among its modules: for whoever looks, there are placeholders in them. Parts that are `shared`
+    are somebody else's as well.
     """
     for prefix, part in block.named_modules():
         if part in shared:

@@ -1,7 +1,7 @@
 """A module's own forward runs in every stage, and computes only that stage's blocks.
 
 A rank keeps the user's module, with the blocks of its own stages in it. What others hold of it is
-emptied: blocks pass on what they are given, and parameters outside the blocks are stand-ins. A
+emptied: blocks pass on what they are given, and parameters outside the blocks are placeholders. A
 stage's forward begins as the user wrote it (masks, positions, tables of angles: cheap, and the same
 on every rank), takes the hidden states that have arrived in place of the input of its first block,
 and ends where the first block after its own would begin.
@@ -236,7 +236,7 @@ class StageForward:
         return self.window
 
     def _require_clean(self, value: Any, role: str) -> None:
-        """A stage's stand-ins are NaN, and so is all that is made of them."""
+        """A stage's placeholders are NaN, and so is all that is made of them."""
         if not self.is_inferring_shapes or self.window is None or self.window.arrived is None:
             return
         if (
@@ -267,7 +267,7 @@ class StageForward:
             self._require_clean(leaf, "the model's output")
 
     def require_placeholder_use(self, name: str, *, in_block: bool = False) -> None:
-        """A stand-in is used: right before the blocks of a later stage, whose result is thrown
+        """A placeholder is used: right before the blocks of a later stage, whose result is thrown
         away."""
         window = self._require_window()
         if window.arrived is not None and window.position == BEFORE:

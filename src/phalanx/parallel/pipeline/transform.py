@@ -2,7 +2,7 @@
 is needed.
 
 The module stays the user's own, under its own names: blocks of other stages are emptied, parameters
-outside the blocks that other stages hold become stand-ins, and calls of blocks go through the
+outside the blocks that other stages hold become placeholders, and calls of blocks go through the
 `StageForward` of this rank.
 """
 
@@ -75,7 +75,6 @@ class PipelineStages:
                     shared=rank_parts,
                 )
         context.blocks = [blocks[index] for index in rank_blocks]
-        context.block_numbers = tuple(rank_blocks)
         if (
             any(action.kind == "W" for action in pipeline.schedule().actions[own_rank])
             and not context.plan.compile
@@ -192,8 +191,8 @@ class Holding:
         return stages
 
     def require_movable(self) -> None:
-        """Raises LayoutError for names that nothing has, and for what a stand-in cannot stand in
-        for."""
+        """Raises LayoutError for names that nothing has, and for what a placeholder cannot
+        replace."""
         wished = {
             "parallel.first_stage": self._pipeline.first_stage,
             "parallel.last_stage": self._pipeline.last_stage,
@@ -257,7 +256,7 @@ class Holding:
         return holders
 
     def strip(self, rank: int, stage_forward: StageForward, device: Any) -> frozenset[str]:
-        """Put stand-ins where `rank` does not hold a parameter outside the blocks; names of
+        """Put placeholders where `rank` does not hold a parameter outside the blocks; names of
         modules that have some."""
         stripped: Counter[str] = Counter()
         for prefix, part in self._module.named_modules():

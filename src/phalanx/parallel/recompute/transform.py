@@ -45,14 +45,13 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
     if staged is None:
         yield from find_segments(context.plan, len(context.blocks))
         return
-    pipeline, numbers = staged.pipeline, context.block_numbers
+    pipeline, first = staged.pipeline, 0
     planned = find_segments(context.plan, sum(pipeline.stages.num_blocks))
     mode = context.plan.activations.recompute
     for stage in staged.own_stages:
         stage_start, end = pipeline.stages.ranges[stage]
         if stage_start == end:
             continue
-        first = numbers.index(stage_start)
         rank_segments = list_segments("sqrt", end - stage_start) if mode == "sqrt" else ()
         for segment in planned if mode != "sqrt" else ():
             start, stop = max(segment.start, stage_start), min(segment.stop, end)
@@ -63,6 +62,8 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
                 )
         for segment in rank_segments:
             yield Segment(first + segment.start, first + segment.stop, segment.mode)
+        # `context.blocks` has the blocks of this rank's stages one after another.
+        first += end - stage_start
 
 
 def find_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:

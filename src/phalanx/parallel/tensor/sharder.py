@@ -134,7 +134,7 @@ class ModuleSharder:
                 self._list_cut("row"),
                 cuts_sequence=cuts_sequence,
             )
-            context.dropout_rng.require_whole = masks.require
+            context.dropout_rng.mask_checks.append(masks.require)
 
     def _list_cut(self, kind: str) -> list[str]:
         """Names of the modules under rules of `kind` whose features stay apart."""
