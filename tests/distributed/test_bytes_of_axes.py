@@ -175,6 +175,22 @@ def test_a_stage_sends_hidden_states_on_and_gradients_back(schedule: str) -> Non
     assert run_ranks(2, sent_by_stages, schedule) == [(size + tied, size + tied) for size in wanted]
 
 
+def sent_over_tp(rank: int) -> list[int]:
+    a_plan = pipeline_plan(4, pp=2, tp=2, schedule="1f1b")
+    batches = [example_batch(shape(), MICRO, SEQ_LEN, seed=seed) for seed in range(BATCH // MICRO)]
+    with open_mesh(a_plan.layout, device="cpu") as mesh:
+        model = parallelize(decoder_of(8).float(), a_plan, mesh)
+        steps = [
+            model.reduce_and_clip(model.forward_backward(batches, OBJECTIVE)) for _ in range(2)
+        ]
+        return [step.sent_tp_bytes for step in steps]
+
+
+def test_shape_inference_of_a_first_step_is_not_counted() -> None:
+    for first, second in run_ranks(4, sent_over_tp):
+        assert first == second > 0
+
+
 # Experts
 
 EXPERTS = replace(shape(num_kv_heads=4), num_experts=8, experts_per_token=2, expert_ffn_dim=24)
@@ -190,7 +206,7 @@ def evenly(self: Router, x_BTD: torch.Tensor) -> Routing:
     return Routing(torch.cat((first, first + 1), -1), weights, None)
 
 
-def plan_with_experts(ep: int, recompute: str) -> Plan:
+def plan_with_experts(recompute: str, **parallel: Any) -> Plan:
     job = Job.model_validate(
         {
             "model": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4}
@@ -201,7 +217,7 @@ def plan_with_experts(ep: int, recompute: str) -> Plan:
                 "micro_batch_size": ROWS // 2,
                 "recompute": recompute,
             },
-            "parallel": {"ranks": 4, "dp_shard": 4, "ep": ep},
+            "parallel": {"ranks": 4, **parallel},
         }
     )
     return make_plan(job, cluster=CPU, vocab_size=VOCAB)
@@ -209,7 +225,7 @@ def plan_with_experts(ep: int, recompute: str) -> Plan:
 
 def sent_to_experts(rank: int, ep: int, recompute: str) -> tuple[int, int]:
     Router.forward = evenly  # type: ignore[method-assign]
-    a_plan = plan_with_experts(ep, recompute)
+    a_plan = plan_with_experts(recompute, dp_shard=4, ep=ep)
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         module = Decoder(EXPERTS)
         fill(module)
@@ -245,3 +261,55 @@ def test_tokens_travel_to_their_experts_and_back_twice(ep: int, recompute: str) 
     )
     for num_exchanges, num_bytes in run_ranks(4, sent_to_experts, ep, recompute):
         assert (num_exchanges, num_bytes) == (2 * layers * passes, wanted)
+
+
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"dp_shard": 4, "ep": 2, "keep_whole_below": 100},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "accumulate": "sharded"},
+    "ddp": {"dp_replicate": 2, "cp": 2, "ep": 2},
+    "ddp, experts of one rank": {"cp": 4, "ep": 4},
+}
+
+
+def gradients_sent(rank: int) -> dict[str, tuple[int, int]]:
+    """By layout: (bytes that the step tells, bytes of plain gradients)."""
+    found = {}
+    for name, axes in WITH_EXPERTS.items():
+        a_plan = plan_with_experts("none", **axes)
+        with open_mesh(a_plan.layout, device="cpu") as mesh:
+            module = Decoder(EXPERTS)
+            fill(module)
+            model = parallelize(module, a_plan, mesh)
+            sums = model.forward_backward(
+                [example_batch(EXPERTS, ROWS // 2, TOKENS, seed=s) for s in range(2)], OBJECTIVE
+            )
+            found[name] = (model.reduce_and_clip(sums).sent_bytes, model.plain_bytes)
+    return found
+
+
+def test_gradients_of_experts_travel_between_ranks_that_hold_the_same() -> None:
+    """n bytes of experts, of which a rank holds n / ep, are reduced over D / ep ranks, all else
+    over D.
+
+    With accumulate = "sharded" they are scattered in each of the two microbatches, and reduced
+    between copies of a shard once. Parameters that stay whole are all-reduced.
+    """
+    experts = dense = small = 0
+    for name, parameter in Decoder(EXPERTS).named_parameters():
+        if ".experts." in name:
+            experts += parameter.nbytes // 2
+        else:
+            dense += parameter.nbytes
+            small += parameter.nbytes if parameter.numel() < 100 else 0
+    row = EXPERTS.dim * 4  # of the embedding, the only one whose rows ranks do not share evenly
+    padded = {num_ranks: dense + -VOCAB % num_ranks * row for num_ranks in (2, 4)}
+    replicated = dense * 3 // 2
+    wanted = {
+        "fsdp": ((padded[4] - small) * 3 // 4 + small * 3 // 2 + experts // 2, 0),
+        # the experts of ep over dp_shard have no other shard, and are all-reduced alone
+        "hsdp": (2 * padded[2] // 2 + padded[2] // 2 + experts, 0),
+        "ddp": (replicated + experts, replicated + experts),
+        "ddp, experts of one rank": (replicated, replicated),
+    }
+    for found in run_ranks(4, gradients_sent):
+        assert found == wanted

@@ -77,10 +77,11 @@ class StepFinished(Event):
     writing does, too, and its commit, which comes after the record, belongs to the next. `phases_s`
     are seconds of this rank by phase, without those of a save beside training; `unaccounted_s` is
     `step_s` minus their sum. `sent_bytes` are those that this rank sent to reduce gradients, by
-    ring algorithms; `sent_tp_bytes` those it sent over tp, of activations and their gradients (0
-    also with train.compile, where nobody counts); `sent_cp_bytes` over cp, of keys and values (or
-    heads) and their gradients; `sent_ep_bytes` over ep, of rows of tokens and their gradients;
-    `sent_pp_bytes` over pp, of hidden states, their gradients, and gradients of tied parameters.
+    ring algorithms; weights that FSDP and ZeRO-1 gather are not counted. `sent_tp_bytes` are those
+    it sent over tp, of activations and their gradients (0 also with train.compile, where nobody
+    counts); `sent_cp_bytes` over cp, of keys and values (or heads) and their gradients;
+    `sent_ep_bytes` over ep, of rows of tokens and their gradients; `sent_pp_bytes` over pp, of
+    hidden states, their gradients, and gradients of tied parameters.
     `loss_scale` is what fp16 multiplied the loss by (0: nothing did). `rss_bytes` are resident now,
     pages shared with other processes counted whole; `peak_bytes` the most memory that this rank had
     so far, shared pages by their share, or what a GPU's allocator gave out, which held

@@ -32,7 +32,7 @@ class StepStats:
     finite: bool
     flags: tuple[float, ...] = ()
     sent_bytes: int = 0
-    """Bytes that this rank sent to reduce gradients."""
+    """Bytes that this rank sent to reduce gradients; weights that are gathered are not counted."""
     sent_tp_bytes: int = 0
     """Bytes that this rank sent over tp; 0 in compiled code, where nobody counts."""
     sent_cp_bytes: int = 0

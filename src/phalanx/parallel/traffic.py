@@ -1,5 +1,8 @@
 """Traffic: bytes that this rank sends in a step, by axis of the layout.
 
+Over dp these are the bytes of gradients alone: weights that FSDP and ZeRO-1 gather, buffers that
+are broadcast and the few numbers of a step's facts are not counted.
+
 A rank's bytes are those of the bandwidth-optimal algorithms (ring), per rank and step: an
 all-reduce of n bytes over w ranks sends 2 (w - 1) / w n, a reduce-scatter or an all-to-all (w - 1)
 / w n, an all-gather of own n bytes (w - 1) n; a message its own bytes.
@@ -53,8 +56,8 @@ def all_reduce_bytes(num_bytes: int, num_ranks: int) -> float:
 class Traffic:
     """Counts the bytes of the step under way, by axis.
 
-    Groups count all that they send, evaluations and shape inference too. A step's bytes are how
-    much their counters grew inside of `counting`.
+    Groups count all that they send, evaluations too. A step's bytes are how much their counters
+    grew inside of `counting`, but for `excluding`.
     """
 
     gradients: GradientTraffic = field(default_factory=GradientTraffic)
@@ -75,10 +78,23 @@ class Traffic:
         """Inside, what is sent belongs to the step."""
         # Differences, because the groups count evaluations and shape inference as well: a group in
         # `mesh` needs to know of no step, and is told nothing.
-        before = [(axis, sender, sender.sent_bytes) for axis, sender in self._senders.items()]
+        before = self._read()
         yield
-        for axis, sender, bytes_before in before:
-            self._step_bytes[axis] += sender.sent_bytes - bytes_before
+        for axis, num_bytes in self._read().items():
+            self._step_bytes[axis] += num_bytes - before[axis]
+
+    @contextmanager
+    def excluding(self) -> Iterator[None]:
+        """Inside, within `counting`, what is sent is not the step's: a pipeline's shape inference,
+        which steps of a known form do not repeat."""
+        before = self._read()
+        yield
+        for axis, num_bytes in self._read().items():
+            self._step_bytes[axis] -= num_bytes - before[axis]
+
+    def _read(self) -> dict[str, float]:
+        """What has been sent so far, by axis."""
+        return {axis: sender.sent_bytes for axis, sender in self._senders.items()}
 
     def take(self) -> dict[str, int]:
         """Bytes of the step by axis, 0 for an axis that the layout has not; the next one begins."""

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.core.registry import resolve
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name, full_name, shard_of
 from phalanx.mesh.mesh import Mesh
+from phalanx.parallel.expert.transform import SeparateExperts
 from phalanx.parallel.hooks._protocol import ERROR, Gradient, Hook, Settings
 from phalanx.parallel.loss_scale import LossScale
 from phalanx.parallel.protocol import ParallelContext
@@ -140,8 +141,16 @@ def reduce_by_hook(context: ParallelContext, ddp: DistributedDataParallel) -> Ca
     """Have `ddp` reduce as the plan says; what is returned counts the bytes of a step that torch
     reduces by itself."""
     group, traffic = context.mesh.data_parallel_group(), context.traffic.gradients
-    num_bytes = sum(p.nbytes for p in context.root.parameters() if p.requires_grad)
-    traffic.plain_bytes = round(all_reduce_bytes(num_bytes, group.size()))
+    experts = context.axes.find(SeparateExperts)
+    # DDP leaves these out: they are reduced, and counted, over the ranks that hold the same ones.
+    separate = set() if experts is None else set(experts.parameters())
+    trained = [p for p in context.root.parameters() if p.requires_grad]
+    num_bytes = sum(p.nbytes for p in trained if p not in separate)
+    plain_bytes = all_reduce_bytes(num_bytes, group.size())
+    if experts is not None:
+        num_elements = sum(p.numel() for p in trained if p in separate)
+        plain_bytes += all_reduce_bytes(4 * num_elements, experts.num_holders)
+    traffic.plain_bytes = round(plain_bytes)
     wire = Wire(group, traffic, context.phases)
     compression = build_compression(context, wire)
     if compression is None:

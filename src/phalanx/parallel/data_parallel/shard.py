@@ -228,7 +228,8 @@ def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
     reduction, tensor and context parallelism).
     """
     gather_class, scatter_class = fsdp_comm_classes()
-    phases, traffic, layout = context.phases, context.traffic.gradients, context.plan.layout.reduced
+    phases, traffic = context.phases, context.traffic.gradients
+    num_replicas = context.plan.layout.reduced.dp_replicate
 
     class Gather(gather_class):  # type: ignore[misc, valid-type]
         def __call__(
@@ -258,9 +259,8 @@ def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
             op: Any,
             async_op: bool = False,
         ) -> Any:
-            traffic.add_scatter(input_tensor.nbytes, layout.dp_shard)
-            # FSDP's all-reduce over copies of a shard goes through no seam: it is counted here.
-            traffic.add_all_reduce(input_tensor.nbytes // layout.dp_shard, layout.dp_replicate)
+            # The unit's own group: experts are scattered over fewer ranks than the rest.
+            traffic.add_scatter(input_tensor.nbytes, group.size())
             with phases.collective("reduce_scatter gradients"):
                 is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
                 if async_op or not is_plain or output_tensor.device.type != "cpu":
@@ -271,9 +271,16 @@ def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
                 torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)
                 return None
 
-    # FSDP2's own seam for collectives: what it gathers and scatters is timed and counted there.
+    # FSDP2's own seam for collectives: what it gathers and scatters is timed there, and gradients
+    # are counted.
     unit.set_custom_all_gather(Gather())
     unit.set_custom_reduce_scatter(Scatter())
+    if num_replicas > 1:
+        # FSDP's all-reduce over copies of a shard goes through no seam, but is followed by this
+        # call: also in a unit that nothing scatters, and only in the microbatches that reduce.
+        unit.set_all_reduce_hook(
+            lambda gradients: traffic.add_all_reduce(gradients.nbytes, num_replicas)
+        )
 
 
 parallelism = DpShard()

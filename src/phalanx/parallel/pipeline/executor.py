@@ -102,7 +102,8 @@ class PipelineExecutor:
         # For data parallelism a whole schedule is one microbatch, the last one: it reduces after
         # it.
         with self.forward.sharing_copies(), hooks.enter_microbatch(is_last=True):
-            self._infer_specs(microbatches, objective)
+            with self.context.traffic.excluding():
+                self._infer_specs(microbatches, objective)
             queue = self._open_queue(schedule, microbatches)
             self.is_under_way = True
             # Microbatches share the casts of weights that autocast makes: each would make its own.
