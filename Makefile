@@ -69,7 +69,7 @@ wheels:  ## fetch what gpu-check carries to a machine without network: Python 3.
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
 	  --python-version 3.12 --implementation cp $(LINUX) -c constraints.txt -r benchmarks/gpu_check/wheels.txt -d $(WHEELS)
 
-docs: $(READY)  ## write the tables in docs/ and README.md that are generated from the code
+docs: $(READY)  ## write what is generated from the code: the reference, the schema of jobs, tables of other pages in docs/
 	$(BIN)/python docs/generate.py
 
 clean:  ## everything that is not source

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from phalanx.core.units import GIB, format_bytes
@@ -197,6 +198,16 @@ def layouts() -> list[Sequence[str]]:
     return rows
 
 
+def elsewhere() -> list[Sequence[str]]:
+    """One layout planned for the GPUs, and for CPUs with as much memory."""
+    rows: list[Sequence[str]] = [("`zero_stage=3`, planned for", "kept by the allocator", "a rank")]
+    keys = ["train.recompute=selective", "parallel.zero_stage=3"]
+    for name, cluster in {"the GPUs": ROOM, "CPUs": replace(ROOM, device="cpu")}.items():
+        chosen = make_plan(load_job(None, [*MODEL, *keys]), cluster=cluster).chosen
+        rows.append((name, _gib(chosen.predicted_bytes["allocator"]), _gib(chosen.total_bytes)))
+    return rows
+
+
 def ways() -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("`[train]`", "activations and loss", "a rank")]
     for keys in WAYS:
@@ -312,7 +323,10 @@ def experts() -> list[Sequence[str]]:
     return rows
 
 
-TABLES = {f.__name__: f for f in (layouts, ways, zero, bubbles, schedules, compressions, experts)}
+TABLES = {
+    f.__name__: f
+    for f in (elsewhere, layouts, ways, zero, bubbles, schedules, compressions, experts)
+}
 
 
 def with_tables(page: str) -> str:

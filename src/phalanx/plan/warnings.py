@@ -128,7 +128,7 @@ def _warn_of_high_lr(job: Job, plan: Plan, data: DataFacts | None) -> str | None
 
 
 def _warn_of_few_statistics(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    norms, ranks = _count_layers(plan, "num_batchnorms"), plan.layout.data_parallel_size
+    norms, ranks = plan.model_shape.num_batchnorms, plan.layout.data_parallel_size
     micro = plan.micro_batch_size
     if not norms:
         return None
@@ -148,7 +148,7 @@ def _warn_of_few_statistics(job: Job, plan: Plan, data: DataFacts | None) -> str
 
 
 def _warn_of_dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    layers, ranks = _count_layers(plan, "num_dropouts"), plan.layout.data_parallel_size
+    layers, ranks = plan.model_shape.num_dropouts, plan.layout.data_parallel_size
     is_compiled = plan.compile and plan.activations.recompute != "none"
     if not layers or ranks == 1 or (plan.parallel.dropout == "global" and not is_compiled):
         return None
@@ -319,9 +319,3 @@ def _num_samples(plan: Plan, data: DataFacts) -> int:
     if data.unit == "tokens":
         return data.num_train // plan.seq_len
     return data.num_train
-
-
-def _count_layers(plan: Plan, kind: str) -> int:
-    """A count from the user's own module; 0 for models of phalanx, which have neither BatchNorm
-    nor dropout."""
-    return int(getattr(plan.model_shape, kind))

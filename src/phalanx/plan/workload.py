@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
-from phalanx.core.registry import is_foreign, read_literal
+from phalanx.core.registry import read_literal
 from phalanx.job.costs import ModelCosts
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job, Parallel
@@ -122,7 +122,7 @@ def _seq_len(job: Job, shape: ModelCosts) -> int:
     """Tokens of one sample. A sample of a user's own dataset for a user's own module counts as one:
     their number is unknown."""
     has_own_samples = is_own_dataset(job.data.source) and not job.data.mixture
-    if has_own_samples and is_foreign(shape.kind):
+    if has_own_samples and job.model.is_foreign:
         return 1
     return shape.tokens_of(job.data.seq_len)
 

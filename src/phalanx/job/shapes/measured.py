@@ -3,13 +3,13 @@ of Hugging Face. What it computes is not known."""
 
 from __future__ import annotations
 
-import fnmatch
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any, Self
 
 from phalanx.job.costs import DocumentIds, PartParams
+from phalanx.job.module_names import is_inside, is_part
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes.stored_keys import complete_keys
 from phalanx.job.shapes.vit import count_patches
@@ -197,19 +197,6 @@ def load_counted(values: Mapping[str, Any]) -> dict[str, Any]:
         "blocks": tuple((name, size) for name, size in values.get("blocks", ())),
         "last_stage": tuple(values.get("last_stage", ())),
     }
-
-
-def is_inside(name: str, parts: Collection[str]) -> bool:
-    """True if the module `name` is one of `parts`, or lies inside of one."""
-    # With the dot: blocks.1 is no part of blocks.10.
-    return any(name == part or name.startswith(f"{part}.") for part in parts)
-
-
-def is_part(name: str, patterns: Collection[str]) -> bool:
-    """True if `name` matches one of `patterns`, or lies inside of what does."""
-    parts = name.split(".")
-    heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    return any(fnmatch.fnmatchcase(head, pattern) for head in heads for pattern in patterns)
 
 
 def _count_params(holders: Collection[ParamHolder]) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.costs import ModelCosts, ModelFlops, PartParams
+from phalanx.job.module_names import is_inside, is_part
 from phalanx.job.schema import Job
-from phalanx.job.shapes.measured import is_inside, is_part
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts
 
