@@ -140,12 +140,10 @@ def test_a_cell_says_what_is_allowed_where_the_head_does_not() -> None:
 
 @pytest.mark.parametrize(
     "judged",
-    [
-        pytest.param(each, marks=[pytest.mark.long] * (each.what != "dense decoder"))
-        for each in TABLE.SHORT
-    ],
+    TABLE.SHORT,
     ids=lambda judged: judged.what,
 )
+@pytest.mark.long
 def test_a_short_version_of_the_table_is_equal(
     judged: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

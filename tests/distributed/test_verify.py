@@ -573,7 +573,7 @@ def test_bugs_of_recompute_are_found_in_the_variants_that_have_them(plant: Plant
     assert {(first["what"], first["step"]) for first in wrong.values()} == {("gradient", 0)}
 
 
-@pytest.mark.parametrize("plant", some(EXPECTED, 3), ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", some(EXPECTED, 4), ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found_and_named(plant: Plant) -> None:
     layouts, what, name, cause = EXPECTED[plant]
     rows = rows_with(plant, tie_embeddings=True)

@@ -360,7 +360,7 @@ EXPECTED: dict[
 }
 
 
-@pytest.mark.parametrize("plant", some(EXPECTED, 3), ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", some(EXPECTED, 4), ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found_and_named(plant: Plant) -> None:
     num_ranks, layouts, wrong, what, name, stages, cause = EXPECTED[plant]
     rows = rows_of(deep_job(), plant, num_ranks, ("float64",), only=layouts)

@@ -228,10 +228,8 @@ def test_the_page_has_every_plant() -> None:
 # Real runs
 
 
-@pytest.mark.parametrize(
-    "name",
-    [SAMPLE[0], *(pytest.param(name, marks=pytest.mark.long) for name in SAMPLE[1:])],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", SAMPLE)
 def test_a_plant_is_found_and_named(name: str) -> None:
     score = sit(load_plant(name))
     assert (score.outcome, score.acted, score.tensor, score.rank) == ("found", True, True, True), (

@@ -205,9 +205,8 @@ def all_modes(
     return found
 
 
-@pytest.mark.parametrize(
-    "cases", [RECOMPUTED[:1], pytest.param(RECOMPUTED[1:], marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("cases", [RECOMPUTED[:1], RECOMPUTED[1:]])
 def test_prediction_with_recompute_is_what_stays_alive(cases: Sequence[tuple[str, str]]) -> None:
     """Where the forward ends, each mode saves what the plan says it does; and so at the worst
     moment of the backward, give or take gradients on their way."""
