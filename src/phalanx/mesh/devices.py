@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.launchers import SUPERVISED
 from phalanx.mesh.malloc import return_large_blocks
@@ -73,10 +74,4 @@ def threads_per_rank(local_world_size: int) -> int:
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if requested.isdigit() and int(requested) > 0:
         return int(requested)
-    # Cores of this process where the system tells them: a container or a batch system may give it
-    # fewer than the machine has.
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return max(1, cores // max(1, local_world_size))
+    return max(1, count_cores() // max(1, local_world_size))

@@ -52,6 +52,8 @@ class LossForward:
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
         self._module = context.root.module
+        # Once: a plan reads its shape from JSON each time that it is asked.
+        self._looks_up_ids = context.plan.model_shape.has_token_table
         self._split = context.axes.find(SequenceSplit)
         staged = context.axes.find(Staged)
         self._stage_forward = None if staged is None else staged.stage_forward
@@ -64,7 +66,7 @@ class LossForward:
         """(loss, targets) of a microbatch; hidden states of a pipeline's stage that is not the
         last; the result of an OutputFunction."""
         # Before the copy: on the host ids are looked at without waiting for a device.
-        if self._context.plan.model_shape.has_token_table:
+        if self._looks_up_ids:
             require_ids(batch, self._context.plan.vocab_size)
         on_device = self._copy_to_device(batch)
         if self._split is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.job.schema import Job, Parallel
 from phalanx.plan.nvidia import Gpu, visible_gpus
@@ -62,15 +63,7 @@ def detect_cluster(device: str = "auto") -> Cluster:
         if "CUDA_VISIBLE_DEVICES" in os.environ:
             why = "CUDA_VISIBLE_DEVICES hides them all"
         raise EnvironmentProblem("no GPU was found", why=why, fix="use cluster.device=cpu")
-    return Cluster("cpu", _usable_cores(), _host_memory())
-
-
-def _usable_cores() -> int:
-    try:
-        # Not os.cpu_count(): taskset, Slurm or a cpuset may leave this process a part of the cores.
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS and Windows do not have it
-        return os.cpu_count() or 1
+    return Cluster("cpu", count_cores(), _host_memory())
 
 
 def _host_memory() -> int:

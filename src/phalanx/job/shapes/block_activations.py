@@ -8,8 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.job.costs import BlockBytes
+from phalanx.job.costs import BlockBytes, Microbatch
 from phalanx.job.shapes.transformer import TransformerShape
+
+
+@dataclass(frozen=True)
+class TransformerActivations:
+    """What the activations of decoders and vision transformers have in common."""
+
+    shape: TransformerShape
+
+    def message(self, batch: Microbatch) -> int:
+        return batch.tokens * self.shape.dim * batch.compute_bytes // batch.sequence_parts
+
+    def fp8_casts(self, tokens: int) -> int:
+        shape = self.shape
+        widest = max(shape.ffn_dim, shape.num_heads * shape.head_dim, shape.dim)
+        return widest * (tokens + shape.dim)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, Microbatch
 from phalanx.job.shapes import masks
 from phalanx.job.shapes.block_activations import (
     PartBytes,
+    TransformerActivations,
     add_parts,
     count_attention_bytes,
     count_bytes_of_width,
@@ -26,7 +27,7 @@ LOOKED_UP_BYTES = 9
 
 
 @dataclass(frozen=True)
-class DecoderActivations:
+class DecoderActivations(TransformerActivations):
     """The activations of the decoder `shape`."""
 
     shape: DecoderShape
@@ -86,14 +87,6 @@ class DecoderActivations:
         # Of hidden states in the compute type, of the head in fp32: it adds up over chunks.
         gradients = batch.tokens * dim * c + vocab_size * dim * 4
         return LossBytes(logits + gradients, gradients, logits)
-
-    def message(self, batch: Microbatch) -> int:
-        return batch.tokens * self.shape.dim * batch.compute_bytes // batch.sequence_parts
-
-    def fp8_casts(self, tokens: int) -> int:
-        shape = self.shape
-        widest = max(shape.ffn_dim, shape.num_heads * shape.head_dim, shape.dim)
-        return widest * (tokens + shape.dim)
 
     def fp8_params(self) -> int:
         """Parameters of the layers that multiply in fp8: those of blocks, without the experts that

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, Microbatch
 from phalanx.job.shapes.block_activations import (
+    TransformerActivations,
     add_parts,
     count_attention_bytes,
     count_feed_forward_bytes,
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class VitActivations:
+class VitActivations(TransformerActivations):
     """The activations of the vision transformer `shape`."""
 
     shape: VitShape
@@ -46,14 +47,6 @@ class VitActivations:
         gradient in fp32."""
         numbers = 4 * batch.micro_batch_size * self.shape.num_classes
         return LossBytes(3 * numbers, 2 * numbers, 3 * numbers)
-
-    def message(self, batch: Microbatch) -> int:
-        return batch.tokens * self.shape.dim * batch.compute_bytes // batch.sequence_parts
-
-    def fp8_casts(self, tokens: int) -> int:
-        shape = self.shape
-        widest = max(shape.ffn_dim, shape.num_heads * shape.head_dim, shape.dim)
-        return widest * (tokens + shape.dim)
 
     def fp8_params(self) -> int:
         return self.shape.blocks_params
