@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, JobError, Problem
 from phalanx.job.findings import keys_by_section
-from phalanx.job.load import describe_origins, load_job, load_job_json
+from phalanx.job.load import find_origins, load_job, load_job_json
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
 
@@ -148,7 +148,8 @@ def test_loading_is_fast_and_imports_no_torch(job_file):
 
 def test_origins(job_file):
     path = job_file("[model]\ndim = 256\n[train]\nsteps = 5\n")
-    found = describe_origins(path, ["train.steps=6"])
+    origins = find_origins(path, ["train.steps=6"])
+    found = {key: origin.where or origin.kind for key, origin in origins.items()}
     assert found["model.dim"] == "job.toml:2:1"
     assert found["train.steps"] == "override"
     assert found["optim.lr"] == "default"

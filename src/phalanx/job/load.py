@@ -128,18 +128,6 @@ def find_origins(
     return origin_by_key
 
 
-def describe_origins(
-    path: str | FilePath | None = None, overrides: Sequence[str] = ()
-) -> dict[str, str]:
-    """The origin of each key's value as text: "default", "job.toml:12:1" or "override".
-
-    Does not validate.
-    """
-    return {
-        key: origin.where or origin.kind for key, origin in find_origins(path, overrides).items()
-    }
-
-
 def _build(source: JobSource, texts: Sequence[str]) -> Job:
     overrides, findings = parse_overrides(texts)
     tree = source.tree or {}
