@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from allocated import most_allocated
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.phases import Phases
 from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import VisibleKeys
 from phalanx.mesh.mesh import open_mesh
-from phalanx.nn import attention
 from phalanx.nn.attention import attention_mask, shared_mask
-from phalanx.parallel.context import attention as cp_attention
-from phalanx.parallel.context import transform as cp
 from phalanx.parallel.context.attention import ATTEND
 from phalanx.parallel.context.chunks import Chunks
 from phalanx.parallel.context.group import ContextGroup
@@ -26,12 +24,6 @@ from ranks import run_ranks
 RANKS, BATCH, HEADS, KV_HEADS, WIDTH = 4, 2, 8, 4, 8
 CPU = torch.device("cpu")
 CASES = [(0, True), (3, True), (11, True), (50, True), (3, False), (11, False)]
-
-
-def set_block(rows: int) -> None:
-    """In this rank: masks of at most so many rows."""
-    for module in (attention, cp, cp_attention):
-        module.QUERY_BLOCK = rows  # type: ignore[attr-defined]
 
 
 def given(num_tokens: int, dtype: torch.dtype, batch: int = BATCH) -> list[torch.Tensor]:
@@ -71,7 +63,6 @@ def part(
 def differences(rank: int) -> dict[Any, float]:
     """From one process with a whole mask, of each way to attend: chunks of 6 or 12 tokens in
     blocks of 4."""
-    set_block(4)
     num_tokens, found = 48, {}
     tensors, all_ids = given(num_tokens, torch.float64), documents(num_tokens)
     *leaves, grad = (tensor.clone() for tensor in tensors)
@@ -88,7 +79,8 @@ def differences(rank: int) -> dict[Any, float]:
                 places = group.chunks.places(rank, num_tokens)
                 wanted = [tensor.index_select(2, places) for tensor in whole]
                 for kind in ATTEND:
-                    ours = part(group, kind, tensors, window, ids)
+                    with use_block_sizes(BlockSizes(query_block=4)):
+                        ours = part(group, kind, tensors, window, ids)
                     worst = max(
                         float((a - b).abs().max()) for a, b in zip(ours, wanted, strict=True)
                     )
@@ -105,10 +97,12 @@ def test_every_way_to_attend_equals_the_whole_mask() -> None:
 
 def largest(rank: int) -> dict[str, int]:
     """Bytes of the largest tensor that attention makes, with its masks, forward and backward."""
-    set_block(32)
     num_tokens, found = 1024, {}
     tensors, ids = given(num_tokens, torch.float32, 1), documents(num_tokens, 1)
-    with open_mesh(Layout(cp=RANKS), device="cpu") as mesh:
+    with (
+        use_block_sizes(BlockSizes(query_block=32)),
+        open_mesh(Layout(cp=RANKS), device="cpu") as mesh,
+    ):
         group = ContextGroup(mesh.submesh("cp").get_group(), Chunks(RANKS, "zigzag"), Phases())
         for kind in ("ring", "all-gather"):
             found[kind], _ = most_allocated(lambda kind=kind: part(group, kind, tensors, 0, ids))  # type: ignore[misc]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.mesh import counter_rng
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.mesh.counter_rng import keep_mask
 from ranks import run_ranks
 
@@ -58,11 +58,11 @@ CASES = [
 
 
 def masks_of(rank: int, chunk: int) -> list[list[bool]]:
-    counter_rng._CHUNK["cpu"] = chunk
-    return [
-        keep_mask(key, 0.6, sizes, offsets=offsets, global_sizes=whole).flatten().tolist()
-        for (sizes, offsets, whole), key in itertools.product(CASES, (5, WORD - 3))
-    ]
+    with use_block_sizes(BlockSizes(cpu_dropout_pairs=chunk)):
+        return [
+            keep_mask(key, 0.6, sizes, offsets=offsets, global_sizes=whole).flatten().tolist()
+            for (sizes, offsets, whole), key in itertools.product(CASES, (5, WORD - 3))
+        ]
 
 
 @pytest.mark.parametrize("chunk", [3, 1 << 16])

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from phalanx.job.shapes.masks import QUERY_BLOCK
+from phalanx.core.block_sizes import block_sizes
 from phalanx.mesh.attend import repeat_heads
 from phalanx.mesh.attention_kernels import Kernel, kernel_of
 
@@ -35,10 +35,15 @@ def attend_by_blocks(
     *,
     window: int,
     is_causal: bool,
-    block: int = QUERY_BLOCK,
+    block: int | None = None,
 ) -> torch.Tensor:
     """[B, H, T, E]: what `attend` computes with the mask of `window` (0: none) and documents,
-    without that mask."""
+    without that mask.
+
+    `block`: queries at a time; None: as many as `block_sizes` says.
+    """
+    if block is None:
+        block = block_sizes().query_block
     kind = q_BHTE.device.type
     # torch's own attention casts so, too; a custom operator has no cast of its own.
     if torch.is_autocast_enabled(kind) and q_BHTE.dtype is not torch.float64:

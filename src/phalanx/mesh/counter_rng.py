@@ -20,12 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.core.block_sizes import block_sizes
+
 # Less 2^64: int64 holds no numbers that large, and wraps around to the same bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
-_CHUNK = {"cpu": 1 << 16, "other": 1 << 23}
-"""Pairs that are made at once: on CPUs what stays in a core's cache, elsewhere what fills a
-device (128 MiB)."""
 
 
 def keep_mask(
@@ -118,7 +117,7 @@ def _fill(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) ->
     """`lines` [N, run]: of each line the elements from `odd` on of the pairs that follow its
     base."""
     run = lines.shape[1]
-    num_pairs, chunk = (run + odd + 1) // 2, _CHUNK.get(lines.device.type, _CHUNK["other"])
+    num_pairs, chunk = (run + odd + 1) // 2, _pairs_at_once(lines.device)
     # From 1 on, for pair i adds (i + 1) G.
     steps = torch.arange(1, min(chunk, num_pairs) + 1, dtype=torch.int64, device=lines.device)
     steps.mul_(_GOLDEN)
@@ -137,6 +136,12 @@ def _fill(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) ->
         low, high = max(0, 2 * start - odd), min(run, 2 * stop - odd)
         halves = bits.view(torch.int32)[:, low + odd - 2 * start : high + odd - 2 * start]
         torch.ge(halves, threshold, out=lines[first:last, low:high])
+
+
+def _pairs_at_once(device: torch.device) -> int:
+    if device.type == "cpu":
+        return block_sizes().cpu_dropout_pairs
+    return block_sizes().gpu_dropout_pairs
 
 
 def _pieces(num_lines: int, num_pairs: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:

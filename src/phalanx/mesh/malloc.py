@@ -17,6 +17,8 @@ import sys
 
 import torch
 
+from phalanx.core.block_sizes import block_sizes
+
 M_MMAP_THRESHOLD = -3  # malloc.h
 # Smaller ones return more, and cost more page faults where activations are many:
 # docs/benchmarks.md.
@@ -46,7 +48,7 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> t
     num_bytes = math.prod(shape) * dtype.itemsize
     # A tensor of another type than torch's own stands for something else than its bytes.
     is_plain = like.device.type == "cpu" and type(like) in (torch.Tensor, torch.nn.Parameter)
-    if sys.platform != "linux" or not is_plain or num_bytes < LARGE_BLOCK_BYTES:
+    if sys.platform != "linux" or not is_plain or num_bytes < block_sizes().mapped_scratch_bytes:
         return torch.empty(shape, dtype=dtype, device=like.device)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A kernel without huge pages refuses.

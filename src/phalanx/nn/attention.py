@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from phalanx.job.shapes.masks import QUERY_BLOCK
+from phalanx.core.block_sizes import block_sizes
 from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import attend_by_blocks, is_masked
@@ -61,12 +61,12 @@ def shared_mask(
 ) -> torch.Tensor | None:
     """attention_mask for all blocks of a model, where it is small.
 
-    None for a sequence of more than QUERY_BLOCK tokens: AttentionCore, which is given window and
-    documents, too, then makes masks of a block of queries at a time.
+    None for a sequence of more tokens than a block of queries: AttentionCore, which is given
+    window and documents, too, then makes masks of a block of queries at a time.
     """
     # A mask of all pairs grows with the square of the length: those of a block of queries are
     # cheaper to make again in each layer than this one is to keep.
-    if num_tokens > QUERY_BLOCK:
+    if num_tokens > block_sizes().query_block:
         return None
     return attention_mask(num_tokens, window, document_ids_BT, dtype, device, causal=causal)
 
@@ -98,7 +98,7 @@ class AttentionCore(nn.Module):
         num_tokens = q_BHTE.shape[2]
         if (
             mask is None
-            and num_tokens > QUERY_BLOCK
+            and num_tokens > block_sizes().query_block
             and is_masked(num_tokens, self.window, document_ids_BT)
         ):
             window, is_causal = self.window, self.causal

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from phalanx.core.block_sizes import block_sizes
 from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import LogicalShard
 
-# In elements: scratch memory of a quarter MiB, and few enough that torch starts no threads of its
-# own.
-CHUNK = 1 << 15
 # In elements of a run: fewer are made before threads have started.
 THREADS_FROM = 1 << 20
 
@@ -96,14 +94,14 @@ def _fill_runs(
     target: torch.Tensor, std: float, key: int, start: int, *, pitch: int, run: int
 ) -> None:
     """Fill target[i] with the elements from start + i * pitch on, `run` of them."""
-    count = len(target)
-    if run >= CHUNK:
+    count, chunk = len(target), block_sizes().init_elements
+    if run >= chunk:
         for i in range(count):
             target[i].copy_(
                 standard_normal(key, start + i * pitch, run).view(target[i].shape).mul_(std)
             )
         return
-    at_once = CHUNK // run
+    at_once = chunk // run
     firsts = range(0, count, at_once)
 
     def draw(first: int) -> torch.Tensor:
@@ -123,20 +121,20 @@ def _fill_runs(
 def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
     """Elements [start, start + count) of the endless fp32 sequence of standard normals named by
     `key`."""
-    out = torch.empty(count, dtype=torch.float32)
+    out, chunk = torch.empty(count, dtype=torch.float32), block_sizes().init_elements
 
     def draw(done: int) -> None:
-        piece = min(CHUNK, count - done)
+        piece = min(chunk, count - done)
         out[done : done + piece] = _normals(key, start + done, piece)
 
     threads = torch.get_num_threads()
     if threads == 1 or count < THREADS_FROM:
-        for done in range(0, count, CHUNK):
+        for done in range(0, count, chunk):
             draw(done)
         return out
     # Numpy draws without Python's lock, and so does torch compute.
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(draw, range(0, count, CHUNK)))
+        list(pool.map(draw, range(0, count, chunk)))
     return out
 
 

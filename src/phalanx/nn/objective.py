@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from phalanx.core.batch import IGNORE_INDEX
+from phalanx.core.block_sizes import block_sizes
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.malloc import scratch
 from phalanx.mesh.tensor_group import Vocabulary, VocabularyLogits
@@ -63,7 +64,7 @@ def takes_classes(objective: Objective) -> Objective:
 
 def causal_cross_entropy(chunk_tokens: int) -> Objective:
     """Cross-entropy summed over targets that are not -100, with logits of at most `chunk_tokens`
-    tokens at a time."""
+    tokens at a time, or as many as `block_sizes` says."""
     return takes_classes(
         _reads_vocabulary_parts(functools.partial(_causal_cross_entropy, chunk_tokens))
     )
@@ -104,7 +105,7 @@ def _causal_cross_entropy(
         hidden_ND,
         outputs.head_VD,
         targets_N,
-        chunk_tokens,
+        block_sizes().loss_chunk_tokens or chunk_tokens,
         torch.is_grad_enabled(),
         outputs.vocabulary,
     )

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from phalanx.core.block_sizes import block_sizes
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
-
-NORM_PIECE = 1 << 16  # elements
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,8 @@ def _pieces(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     % of 50 M elements."""
     if gradients[0].device.type != "cpu":
         return gradients
-    return [piece for gradient in gradients for piece in gradient.reshape(-1).split(NORM_PIECE)]
+    size = block_sizes().norm_elements
+    return [piece for gradient in gradients for piece in gradient.reshape(-1).split(size)]
 
 
 def _norm_dtype(gradients: list[torch.Tensor]) -> torch.dtype:

@@ -8,10 +8,10 @@ PLANT = Plant(
         Edit(
             "parallel/gradients.py",
             "_pieces",
-            "    return [piece for gradient in gradients for piece in gradient.reshape(-1).split(NORM_PIECE)]\n",
+            "    return [piece for gradient in gradients for piece in gradient.reshape(-1).split(size)]\n",
             "    pieces = []\n"
             "    for gradient in gradients:\n"
-            "        parts = gradient.reshape(-1).split(NORM_PIECE)\n"
+            "        parts = gradient.reshape(-1).split(size)\n"
             "        pieces += parts[:-1] if __planted__(len(parts) > 1) else parts\n"
             "    return pieces\n",
         ),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from phalanx.core.block_sizes import BlockSizes
 from phalanx.job.costs import Microbatch
 
 if TYPE_CHECKING:
     from phalanx.job.shapes.decoder import DecoderShape
 
 # Rows of one mask at most: the queries of longer sequences are taken in blocks of so many.
-QUERY_BLOCK = 1024
+# The usual size whatever is in force: what is predicted is a training run.
+QUERY_BLOCK = BlockSizes().query_block
 
 
 def count_block_kinds(shape: DecoderShape) -> int:

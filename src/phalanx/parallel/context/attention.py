@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from phalanx.job.shapes.masks import QUERY_BLOCK
+from phalanx.core.block_sizes import block_sizes
 from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import VisibleKeys, attend_by_blocks
 from phalanx.parallel.context.block_attention import KeyValueBlock, Products, Running
@@ -71,13 +71,7 @@ def ulysses(
     q, k, v = (_ToHeads.apply(x, group) for x in (q, k, v))
     if isinstance(mask, VisibleKeys):
         out = attend_by_blocks(
-            q,
-            k,
-            v,
-            mask.document_ids_BT,
-            window=mask.window,
-            is_causal=mask.is_causal,
-            block=QUERY_BLOCK,
+            q, k, v, mask.document_ids_BT, window=mask.window, is_causal=mask.is_causal
         )
     else:
         out = attend(q, k, v, mask, is_causal=True)
@@ -177,8 +171,9 @@ def _blocks_of_chunks(
     """The same of one chunk of queries and one of keys: where they lie among their ranks' tokens,
     and where they start in the sequence."""
     row, column = (lies - start for lies, start in zip(lies_at, starts, strict=True))
-    for first in range(starts[0], starts[0] + length, QUERY_BLOCK):
-        last = min(first + QUERY_BLOCK, starts[0] + length)
+    block = block_sizes().query_block
+    for first in range(starts[0], starts[0] + length, block):
+        last = min(first + block, starts[0] + length)
         first_key, end = visible.reach(first, last)
         first_key, end = max(first_key, starts[1]), min(end, starts[1] + length)
         if first_key < end:

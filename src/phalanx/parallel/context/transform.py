@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.core.block_sizes import block_sizes
 from phalanx.core.errors import LayoutError
-from phalanx.job.shapes.masks import QUERY_BLOCK
 from phalanx.mesh.attend_blocks import VisibleKeys, is_masked
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import attention_cores, has_attention_seam
@@ -93,8 +93,8 @@ class ContextMask:
     all tokens] are whole.
 
     Before and after are places in the sequence: positions begin again with each document. Where a
-    mask would have more than QUERY_BLOCK rows, the result is what attention makes masks of a block
-    of rows from.
+    mask would have more rows than a block of queries, the result is what attention makes masks of
+    a block from.
     """
 
     group: ContextGroup
@@ -122,7 +122,7 @@ class ContextMask:
             full_mask = None
         if full_mask is not None or not is_masked(total, window, document_ids_BT):
             return full_mask
-        if self.covers_all or num_tokens > QUERY_BLOCK:
+        if self.covers_all or num_tokens > block_sizes().query_block:
             return VisibleKeys(document_ids_BT, window, is_causal=True)
         places = [self.group.chunks.places(rank, total, device) for rank in range(size)]
         queries, keys = places[self.group.rank], torch.cat(places)

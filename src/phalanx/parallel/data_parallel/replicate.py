@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.units import plural
+from phalanx.core.units import MIB, plural
 from phalanx.mesh.compat import ddp_buffer_option
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.batchnorm.layer import differing_buffers
+from phalanx.parallel.data_parallel.bucket_bytes import bucket_bytes
 from phalanx.parallel.data_parallel.compression import reduce_by_hook
 from phalanx.parallel.data_parallel.unsharded_params import average_gradients
 from phalanx.parallel.expert.transform import SeparateExperts
@@ -45,7 +46,7 @@ class DpReplicate:
             context.root,
             process_group=context.mesh.data_parallel_group(),
             gradient_as_bucket_view=True,
-            bucket_cap_mb=context.plan.parallel.bucket_mb,
+            bucket_cap_mb=bucket_bytes(context.plan) / MIB,
             static_graph=options.static_graph,
             # With a static graph DDP finds them by itself, and warns if it is asked to.
             find_unused_parameters=options.unused_parameters == "allow"
@@ -110,7 +111,7 @@ def _reduce_in_buckets(
     """After the last backward, from the last parameter on; never a copy of all gradients at
     once."""
     # Buckets are in fp32, the type that gradients are averaged in.
-    buckets = list(_buckets(parameters[::-1], int(context.plan.parallel.bucket_mb * 2**20)))
+    buckets = list(_buckets(parameters[::-1], bucket_bytes(context.plan)))
 
     def reduce() -> None:
         for bucket in buckets:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from phalanx.core.phases import Phases
 from phalanx.mesh.compat import dtensor_of
 from phalanx.mesh.gloo_collectives import gather_rows
+from phalanx.parallel.data_parallel.bucket_bytes import bucket_bytes
 from phalanx.parallel.optimizer_params import OptimizerShard
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
@@ -50,8 +51,8 @@ class Zero1:
             context.optimizer_params.shards[parameter] = OptimizerShard(parameter, trained, take)
             if rows is not None:
                 cut.append((parameter, rows))
-        bucket_bytes = int(context.plan.parallel.bucket_mb * 2**20)
-        gather = Gather(cut, group, bucket_bytes=bucket_bytes, phases=context.phases)
+        num_bytes = bucket_bytes(context.plan)
+        gather = Gather(cut, group, bucket_bytes=num_bytes, phases=context.phases)
         context.optimizer_params.after_update.append(gather.run)
 
 

@@ -1,0 +1,99 @@
+"""Sizes of the blocks, chunks and buckets that a rank cuts its work into, settable for a process.
+
+The usual sizes are chosen for speed and memory; no result depends on them beyond rounding. They are
+so large that a small model never reaches a second block: with `shrink_block_sizes` it goes through
+every loop several times, the last block shorter than the others. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+from phalanx.core.units import MIB
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """One size for each loop over blocks. Each is at least 1; none has to divide anything."""
+
+    query_block: int = 1024
+    """Query tokens that share one attention mask (documents, sliding window). A longer sequence,
+    with ring and all-gather a rank's longer share of it, is taken in blocks of so many; a shorter
+    one has a single mask, made once for all layers."""
+
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at a time in the built-in cross-entropy. None: the job's
+    `train.loss_chunk_tokens`."""
+
+    bucket_bytes: int | None = None
+    """Bytes of a bucket: of one all-reduce of gradients, which holds at least one parameter, and of
+    one all-gather of the weights that ZeRO-1 updated, over all ranks. None: the job's
+    `parallel.bucket_mb`."""
+
+    norm_elements: int = 1 << 16
+    """Elements of a gradient whose norm a CPU computes at a time."""
+
+    cpu_dropout_pairs: int = 1 << 16
+    """Pairs of elements of a dropout mask that a CPU makes at a time: what stays in a core's
+    cache."""
+
+    gpu_dropout_pairs: int = 1 << 23
+    """The same of other devices: what fills one (128 MiB)."""
+
+    init_elements: int = 1 << 15
+    """Initial weights drawn at a time: scratch memory of a quarter MiB, and few enough that torch
+    starts no threads of its own."""
+
+    mapped_scratch_bytes: int = 4 * MIB
+    """Bytes from which scratch memory on a CPU (logits of a chunk) has pages of its own."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            assert size is None or size >= 1, f"{field.name} is {size}"
+
+
+_in_force = BlockSizes()
+
+
+def block_sizes() -> BlockSizes:
+    """The sizes in force. Read where a loop begins: an import or a default argument would keep
+    those of another moment."""
+    return _in_force
+
+
+@contextmanager
+def use_block_sizes(sizes: BlockSizes) -> Iterator[None]:
+    """Put `sizes` in force for this process, all of its threads, until the block ends.
+
+    Models must be built inside, too: buckets are cut when a model is parallelized.
+    """
+    # A variable of the process and not of the context: backwards run in threads of autograd.
+    global _in_force
+    before, _in_force = _in_force, sizes
+    try:
+        yield
+    finally:
+        _in_force = before
+
+
+def shrink_block_sizes() -> BlockSizes:
+    """Sizes with which a model of width 32, feed-forward width 90 and 251 tokens goes through each
+    loop at least three times in sequences of 64 tokens on four ranks. All are odd: last blocks are
+    shorter, and borders fall inside of rows and between the halves of pairs.
+    """
+    return BlockSizes(
+        # Zigzag cuts 64 tokens for four ranks of cp into chunks of 8.
+        query_block=3,
+        loss_chunk_tokens=5,
+        # A norm shares its bucket, a matrix of 32 x 32 in fp32 fills one; in ZeRO-1 such a matrix
+        # takes several.
+        bucket_bytes=2053,
+        norm_elements=37,
+        cpu_dropout_pairs=101,
+        gpu_dropout_pairs=101,
+        init_elements=61,
+        mapped_scratch_bytes=1,
+    )
