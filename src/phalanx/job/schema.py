@@ -567,6 +567,13 @@ class Observe(Section):
     was repeated or left out."""
     log_every: Positive = 10
     """Steps between lines when the output is not a terminal."""
+    invariants_every: Count = 100
+    """Steps between checks of what must hold in any training: replicas have the same bits, the
+    optimizer has the model's parameters, and each that has a gradient moves.
+
+    The first step and the last are checked, too, and sums of targets and of experts' loads in
+    every step. 0 checks nothing.
+    """
 
 
 class Cluster(Section):

@@ -177,18 +177,20 @@ class Mesh:
         # A bytearray, for `frombuffer` warns of memory that cannot be written to.
         encoded = bytearray(json.dumps(value).encode())
         data = torch.frombuffer(encoded, dtype=torch.uint8).to(self.device)
-        sizes = self._all_gather(torch.tensor([data.numel()], device=self.device))
+        sizes = self.all_gather(torch.tensor([data.numel()], device=self.device))
         lengths = [int(size) for size in sizes]
         # all_gather takes tensors of one length: the longest text's.
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data
         values = []
-        for text, length in zip(self._all_gather(padded), lengths, strict=True):
+        for text, length in zip(self.all_gather(padded), lengths, strict=True):
             values.append(json.loads(text[:length].cpu().numpy().tobytes()))
         return values
 
-    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's `tensor`, which is of one shape on all ranks, in rank order."""
+        if self.device_mesh is None:
+            return [tensor]
         gathered = [torch.zeros_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(gathered, tensor, group=self.group)
         return gathered

@@ -70,6 +70,10 @@ def _is_row(value: Any) -> bool:
     return type(value) is list and all(map(_is_whole, value))
 
 
+def _is_list_of_texts(value: Any) -> bool:
+    return type(value) is list and all(type(item) is str for item in value)
+
+
 def _is_table(value: Any) -> bool:
     return type(value) is list and all(type(row) is list for row in value)
 
@@ -85,6 +89,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "dict[str, Any]": lambda value: type(value) is dict,
     "dict[str, list[int]]": lambda value: type(value) is dict and all(map(_is_row, value.values())),
     "list[int]": _is_row,
+    "list[str]": _is_list_of_texts,
     "bool": lambda value: type(value) is bool,
     "list[list[float]]": lambda value: type(value) is list and all(map(_is_row, value)),
     "list[list[list[Any]]]": lambda value: type(value) is list and all(map(_is_table, value)),

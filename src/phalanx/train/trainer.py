@@ -34,6 +34,7 @@ from phalanx.train.evaluation import (
     read_record,
 )
 from phalanx.train.evaluator import Evaluator
+from phalanx.train.invariants import RunInvariants
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.old_trainer_call import accept_old_call
 from phalanx.train.pipeline_record import record_pipeline
@@ -83,6 +84,7 @@ class Trainer:
         self.stop = stop or StopFlags()
         self.phases: Phases = state.model.phases
         self._recorder = StepRecorder(job, plan, state, bus, data.records, memory)
+        self._invariants = RunInvariants(job, state, bus, data.objective)
         self._schedule = self._build_schedule()
         self._best = BestRecorder(job, self.mesh, bus, storage)
         self._evaluator = self._build_evaluator()
@@ -112,6 +114,7 @@ class Trainer:
         run_dir = None if self.storage is None else self.storage.run_dir
         self._evals = read_record(run_dir, self.state.step, self.mesh, self.job.eval.metric)
         self._best.record_missing(self._evals, self.state.step)
+        self._invariants.start()
         self._recorder.start()
         # Of the step that training continues from, if a stop or a crash came before it.
         reason = self._evaluate_if_due()
@@ -134,6 +137,7 @@ class Trainer:
                 reason = "sigterm" if sigterm else "sigint"
             else:
                 reason = self._evaluate_if_due()
+        self._invariants.summarize()
         if self._schedule is not None:
             # A stop has no time for removals.
             self._schedule.settle(skip_pruning=reason is not None)
@@ -153,8 +157,10 @@ class Trainer:
             microbatches = self.data.batches.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.data.objective, step=step)
+        flags = (*self._flags(), *self._invariants.count(microbatches))
         # The step's one reduction: stops, guards and saves act on it, so that all ranks agree.
-        facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=self._flags())
+        facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=flags)
+        facts = self._invariants.take_counts(facts)
         # Every guard is asked, also about a step that is skipped anyway: guards count such steps.
         reasons = [
             facts.reason_to_skip,
@@ -165,6 +171,7 @@ class Trainer:
             if skipped is None:
                 # A function of the step: nothing to save, and right wherever a run resumes.
                 set_learning_rate(optimizer, learning_rate(self.job, step, self.plan.peak_lr))
+                self._invariants.begin_update()
                 model.update(optimizer)
             # Skipped or not. Without gradients their memory is free until the next backward.
             optimizer.zero_grad(set_to_none=True)
@@ -172,6 +179,7 @@ class Trainer:
         self.state.step = step
         self.state.tokens_seen += facts.num_targets
         self.state.samples_seen += self.job.train.global_batch_size
+        self._invariants.finish_step(facts)
         return facts, skipped
 
     def _require_saveable(self) -> None:
@@ -260,6 +268,7 @@ class Trainer:
         wall_s = time.perf_counter() - began
         self._recorder.leave_out(wall_s)
         self._conclude(evaluation, wall_s)
+        self._invariants.summarize()
         return None
 
     def evaluate(self) -> Evaluation:

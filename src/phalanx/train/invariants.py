@@ -1,0 +1,259 @@
+"""What must hold in any training, checked while it trains and told as events; training goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from phalanx.core.units import plural
+from phalanx.job.schema import Job
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import InvariantChecked
+from phalanx.parallel.executor import Batch, Objective
+from phalanx.parallel.step_stats import StepStats
+from phalanx.train.count_checks import check_loads, count_batch, find_routers
+from phalanx.train.pipeline_record import is_stage_leader
+from phalanx.train.state import TrainState
+from phalanx.train.weight_checks import WeightChecks, WeightFindings
+
+MAX_NAMES = 20
+NUM_COUNTS = 2
+"""Numbers that `RunInvariants.count` adds to the flags of a step."""
+
+
+@dataclass
+class _Tally:
+    """The checks of one invariant so far."""
+
+    name: str
+    num_checks: int = 0
+    num_failed: int = 0
+    first_failed_step: int = 0
+    last_step: int = 0
+    looked_at: str = ""
+    not_looked_at: list[str] = field(default_factory=list)
+    # The tensors and ranks of the last failure: the same again is not told again.
+    last_failure: object = None
+
+
+class RunInvariants:
+    """Checks the steps of `state` as observe.invariants_every says, and emits what it finds.
+
+    Inactive before `start`, and with 0.
+    """
+
+    def __init__(self, job: Job, state: TrainState, bus: Bus, objective: Objective) -> None:
+        self._job, self._state, self._bus, self._objective = job, state, bus, objective
+        self._mesh = state.model.mesh
+        self._tallies: dict[str, _Tally] = {}
+        self._routers = find_routers(state.model.module)
+        self._weights: WeightChecks | None = None
+        self._first_step = 0
+        self._counts = (math.nan, math.nan)
+        self._summarized_step = 0
+
+    def start(self) -> None:
+        """Begin with the next step. Collective."""
+        if self._job.observe.invariants_every:
+            self._first_step = self._state.step + 1
+            self._weights = WeightChecks(self._state.model, self._state.optimizer)
+
+    def count(self, microbatches: Sequence[Batch]) -> tuple[float, ...]:
+        """Numbers of this rank's part of the batch, for the reduction of the step: NUM_COUNTS of
+        them, or none."""
+        if self._weights is None:
+            return ()
+        return count_batch(microbatches, self._objective, self._mesh)
+
+    def take_counts(self, facts: StepStats) -> StepStats:
+        """`facts` without what `count` has added to the flags."""
+        if self._weights is None:
+            return facts
+        num_targets, num_tokens = facts.flags[-NUM_COUNTS:]
+        self._counts = num_targets, num_tokens
+        return replace(facts, flags=facts.flags[:-NUM_COUNTS])
+
+    def begin_update(self) -> None:
+        """Before the update of the next step."""
+        if self._weights is not None and self._is_due(self._state.step + 1):
+            self._weights.begin_update()
+
+    def finish_step(self, facts: StepStats) -> None:
+        """After a step that is done, applied or not. Collective."""
+        if self._weights is None:
+            return
+        step = self._state.step
+        # Of an earlier step: the reduction of this one has waited for the device.
+        self._judge_weights(self._weights.take_findings())
+        if self._is_due(step):
+            with self._state.model.phases("optimizer"):
+                self._weights.finish_step(step)
+        self._judge_targets(step, facts)
+        self._judge_loads(step)
+
+    def summarize(self) -> None:
+        """Emit what was checked so far. Waits for the device."""
+        step = self._state.step
+        if self._weights is None or step == self._summarized_step:
+            return
+        self._summarized_step = step
+        if self._mesh.device.type == "cuda":
+            torch.cuda.current_stream(self._mesh.device).synchronize()
+        self._judge_weights(self._weights.take_findings())
+        for tally in self._tallies.values():
+            self._bus.emit(
+                InvariantChecked(
+                    step=tally.last_step,
+                    name=tally.name,
+                    ok=tally.num_failed == 0,
+                    is_summary=True,
+                    num_checks=tally.num_checks,
+                    num_failed=tally.num_failed,
+                    first_failed_step=tally.first_failed_step,
+                    looked_at=tally.looked_at,
+                    not_looked_at=list(tally.not_looked_at),
+                )
+            )
+
+    def _is_due(self, step: int) -> bool:
+        every, last_step = self._job.observe.invariants_every, self._job.train.steps
+        return step in (self._first_step, last_step) or step % every == 0
+
+    def _judge_weights(self, findings: WeightFindings | None) -> None:
+        if findings is None or self._weights is None or self._weights.held is None:
+            return
+        held, step = self._weights.held, findings.step
+        self._tell(
+            InvariantChecked(
+                step=step,
+                name="replicas_equal",
+                ok=not findings.unequal.ranks,
+                tensors=findings.unequal.names,
+                ranks=findings.unequal.ranks,
+                looked_at=(
+                    f"{plural(held.num_shared, 'block')} of weights that several ranks hold"
+                ),
+                not_looked_at=_list_lone_blocks(held.num_blocks - held.num_shared),
+            )
+        )
+        foreign = sum(findings.num_foreign.values())
+        ranks = sorted({*findings.missing.ranks, *findings.num_foreign})
+        self._tell(
+            InvariantChecked(
+                step=step,
+                name="optimizer_parameters",
+                ok=not ranks,
+                tensors=findings.missing.names,
+                ranks=ranks,
+                expected=0.0,
+                actual=float(foreign),
+                looked_at=f"{plural(held.num_trained, 'tensor')} that ask for gradients",
+            )
+        )
+        if not findings.is_applied:
+            return
+        not_looked_at = []
+        num_still = findings.num_trained - findings.num_moving
+        if num_still:
+            not_looked_at.append(
+                f"{plural(num_still, 'tensor')} without a gradient, or with one whose update is"
+                " near the rounding of its elements"
+            )
+        self._tell(
+            InvariantChecked(
+                step=step,
+                name="parameters_moved",
+                ok=not findings.stuck.ranks,
+                tensors=findings.stuck.names,
+                ranks=findings.stuck.ranks,
+                looked_at=f"{plural(findings.num_moving, 'tensor')} that had to move",
+                not_looked_at=not_looked_at,
+            )
+        )
+
+    def _judge_targets(self, step: int, facts: StepStats) -> None:
+        if self._mesh.rank != 0:
+            return
+        expected = self._counts[0]
+        if math.isnan(expected):
+            self._tell_uncounted(
+                step, "targets_counted", "only the objective knows which of the data are targets"
+            )
+            return
+        self._tell(
+            InvariantChecked(
+                step=step,
+                name="targets_counted",
+                ok=facts.num_targets == expected,
+                expected=expected,
+                actual=float(facts.num_targets),
+                looked_at="targets of the batch, counted in the data, and those of the loss",
+            )
+        )
+
+    def _judge_loads(self, step: int) -> None:
+        if not self._routers or not is_stage_leader(self._mesh):
+            return
+        findings = check_loads(self._routers, self._state.model.expert_load, self._counts[1])
+        not_looked_at = []
+        if findings.uncounted:
+            not_looked_at.append(
+                f"{plural(len(findings.uncounted), 'router')} that are frozen or say nothing of"
+                " experts per token, or a batch that does not tell its tokens"
+            )
+        if not findings.num_compared:
+            self._tell_uncounted(step, "expert_loads", *not_looked_at)
+            return
+        expected = actual = math.nan
+        if findings.wrong:
+            expected, actual = findings.expected, findings.actual
+        self._tell(
+            InvariantChecked(
+                step=step,
+                name="expert_loads",
+                ok=not findings.wrong,
+                tensors=findings.wrong,
+                expected=expected,
+                actual=actual,
+                looked_at=f"{plural(findings.num_compared, 'router')} of this stage",
+                not_looked_at=not_looked_at,
+            )
+        )
+
+    def _tell_uncounted(self, step: int, name: str, *reasons: str) -> None:
+        tally = self._tallies.setdefault(name, _Tally(name))
+        tally.last_step, tally.not_looked_at = step, list(reasons)
+
+    def _tell(self, result: InvariantChecked) -> None:
+        """Count a check, and emit it if it failed otherwise than the one before."""
+        tally = self._tallies.setdefault(result.name, _Tally(result.name))
+        tally.num_checks += 1
+        tally.last_step, tally.looked_at = result.step, result.looked_at
+        tally.not_looked_at = result.not_looked_at
+        if result.ok:
+            tally.last_failure = None
+            return
+        tally.num_failed += 1
+        tally.first_failed_step = tally.first_failed_step or result.step
+        failure = (result.tensors, result.ranks)
+        if failure != tally.last_failure:
+            tally.last_failure = failure
+            self._bus.emit(
+                replace(
+                    result,
+                    num_checks=tally.num_checks,
+                    num_failed=tally.num_failed,
+                    first_failed_step=tally.first_failed_step,
+                    tensors=result.tensors[:MAX_NAMES],
+                    num_tensors=len(result.tensors),
+                )
+            )
+
+
+def _list_lone_blocks(count: int) -> list[str]:
+    if not count:
+        return []
+    return [f"{plural(count, 'block')} that one rank alone holds"]

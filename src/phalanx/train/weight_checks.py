@@ -1,0 +1,241 @@
+"""What must hold of weights at an update: the optimizer has the model's parameters, each of them
+that has a gradient moves, and ranks that hold the same block have the same bits.
+
+Nothing here waits for the device: what is found there is read when a later step has waited for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from phalanx.mesh.bit_digest import digest_bits
+from phalanx.mesh.logical import full_name, local_tensor
+from phalanx.mesh.transfer import fill_on_device, read_later
+from phalanx.parallel.model import ParallelModel
+from phalanx.train.weight_blocks import (
+    TensorsOnRanks,
+    exchange_blocks,
+    list_compared_tensors,
+    list_weight_blocks,
+    select_block,
+)
+
+SAMPLE = 4096
+"""Elements of a tensor that are asked whether the update must change one of them."""
+MARGIN = 64.0
+"""So many times the rounding of a weight its update must be before it is missed."""
+# Flags of a tensor on a rank, in what ranks gather.
+_STUCK, _MISSING, _MUST_MOVE = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class WeightFindings:
+    """Result of the checks of one step over all ranks.
+
+    `is_applied`: it had an update. `stuck`: what had to move and did not; `missing`: what is
+    trained, and the optimizer does not update; `num_foreign`: by rank, parameters of the optimizer
+    that are none of the model's. `num_moving` tensors had to move, of `num_trained`.
+    """
+
+    step: int
+    is_applied: bool
+    unequal: TensorsOnRanks
+    stuck: TensorsOnRanks
+    missing: TensorsOnRanks
+    num_foreign: dict[int, int]
+    num_moving: int
+    num_trained: int
+
+
+class WeightChecks:
+    """The checks of the weights of `model`, which `optimizer` updates. All ranks make them
+    together; to build one exchanges what each rank holds, and waits for the device."""
+
+    def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer, self._mesh = model, optimizer, model.mesh
+        self._blocks = list_weight_blocks(model)
+        self._columns: dict[str, list[int]] = defaultdict(list)
+        for column, block in enumerate(self._blocks):
+            self._columns[block.name].append(column)
+        self._num_columns, self.held = exchange_blocks(model, self._blocks)
+        # Of the update that is being checked: what must move, and digests before it.
+        self._must_move: dict[str, torch.Tensor] = {}
+        self._before: dict[str, list[torch.Tensor]] = {}
+        self._pending: tuple[int, bool, Callable[[], list[float]]] | None = None
+
+    @torch.no_grad()
+    def begin_update(self) -> None:
+        """Digest what the update that follows may change."""
+        own, updated = list_compared_tensors(self._model), self._list_updated()
+        groups = self._optimizer.param_groups
+        group_of = {id(p): group for group in groups for p in group["params"]}
+        for name, parameter in updated.items():
+            if parameter.grad is None or name not in self._columns or not groups:
+                continue
+            # What the optimizer does not have should move as what it has.
+            group = group_of.get(id(parameter), groups[0])
+            self._must_move[name] = must_move(parameter, group)
+            self._before[name] = self._digest_tensor(name, own[name], parameter)
+
+    @torch.no_grad()
+    def finish_step(self, step: int) -> None:
+        """Compare weights with those before the update, if there was one, and begin to gather the
+        digests of all ranks. Collective."""
+        own, updated = list_compared_tensors(self._model), self._list_updated()
+        missing, num_foreign = self._check_optimizer(own, updated)
+        digests = [digest_bits(select_block(block, own[block.name])) for block in self._blocks]
+        movements: dict[str, torch.Tensor] = {}
+        for name, before in self._before.items():
+            after = [digests[column] for column in self._columns[name]]
+            after += self._digest_optimizer_tensor(own[name], updated[name])
+            movements[name] = self._flag_movement(name, before, after)
+        row = self._build_row(digests, movements, missing, num_foreign)
+        with self._model.phases("collective", "all_gather digests of weights"):
+            rows = torch.cat(self._mesh.all_gather(row))
+        is_applied = bool(self._before)
+        self._must_move, self._before = {}, {}
+        self._pending = step, is_applied, read_later(rows)
+
+    def take_findings(self) -> WeightFindings | None:
+        """On rank 0 the findings of the last `finish_step`, once. The device must have been waited
+        for since."""
+        if self._pending is None:
+            return None
+        (step, is_applied, read), self._pending = self._pending, None
+        if self.held is None:
+            return None
+        rows = np.array(read(), dtype=np.int64).reshape(self._mesh.world_size, -1)
+        digests, flags = rows[:, : self._num_columns], rows[:, self._num_columns : -1]
+        num_foreign = {rank: int(count) for rank, count in enumerate(rows[:, -1]) if count}
+        return WeightFindings(
+            step,
+            is_applied,
+            self.held.find_unequal(digests),
+            self.held.select(flags & _STUCK != 0),
+            self.held.select(flags & _MISSING != 0),
+            num_foreign,
+            len(self.held.select(flags & _MUST_MOVE != 0).names),
+            self.held.num_trained,
+        )
+
+    def _list_updated(self) -> dict[str, nn.Parameter]:
+        """By full name, the parameters that the optimizer is to update."""
+        return {full_name(n): p for n, p in self._model.named_parameters() if p.requires_grad}
+
+    def _digest_tensor(
+        self, name: str, tensor: torch.Tensor, updated: nn.Parameter
+    ) -> list[torch.Tensor]:
+        blocks = [self._blocks[column] for column in self._columns[name]]
+        digests = [digest_bits(select_block(block, tensor)) for block in blocks]
+        return digests + self._digest_optimizer_tensor(tensor, updated)
+
+    def _digest_optimizer_tensor(
+        self, tensor: torch.Tensor, updated: nn.Parameter
+    ) -> list[torch.Tensor]:
+        """The digest of what stands for `tensor` before the optimizer, where that is less of it or
+        a copy."""
+        local = local_tensor(updated.detach())
+        if updated is tensor or (
+            local.device == self._mesh.device and local.numel() == local_tensor(tensor).numel()
+        ):
+            return []
+        return [digest_bits(local)]
+
+    def _check_optimizer(
+        self, own: dict[str, torch.Tensor], updated: dict[str, nn.Parameter]
+    ) -> tuple[list[str], int]:
+        """(names that the optimizer does not update, parameters of it that the model has not)."""
+        in_optimizer = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        missing = []
+        for name, parameter in updated.items():
+            if id(parameter) not in in_optimizer or not _shares_storage(own[name], parameter):
+                missing.append(name)
+        in_model = {id(parameter) for _, parameter in self._model.named_parameters()}
+        return missing, len(in_optimizer - in_model)
+
+    def _flag_movement(
+        self, name: str, before: list[torch.Tensor], after: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """_MUST_MOVE and _STUCK, 0-d on the device of the mesh."""
+        must = self._on_device(self._must_move[name])
+        num_blocks = len(self._columns[name])
+        is_same = [self._on_device(old == new) for old, new in zip(before, after, strict=True)]
+        stays = is_same[0]
+        # A tensor of several blocks has moved if one of them has.
+        for same in is_same[1:num_blocks]:
+            stays = stays & same
+        # This rank's rows of it must have moved, too.
+        for same in is_same[num_blocks:]:
+            stays = stays | same
+        return must * _MUST_MOVE + (must & stays) * _STUCK
+
+    def _on_device(self, flag: torch.Tensor) -> torch.Tensor:
+        """A flag of offloaded parameters is in host memory: the host has it."""
+        if flag.device == self._mesh.device:
+            return flag
+        return fill_on_device((float(flag),), self._mesh.device)[0] != 0
+
+    def _build_row(
+        self,
+        digests: list[torch.Tensor],
+        movements: dict[str, torch.Tensor],
+        missing: list[str],
+        num_foreign: int,
+    ) -> torch.Tensor:
+        """What this rank hands in: a digest of each block, flags of each (of a tensor with the
+        first of its blocks), and a number. int64 [2 x columns + 1]."""
+        width, num_blocks = self._num_columns, len(self._blocks)
+        row = torch.zeros(2 * width + 1, dtype=torch.int64, device=self._mesh.device)
+        flags = row[width:-1]
+        if digests:
+            row[:num_blocks] = torch.stack(digests)
+            none = row.new_zeros(())
+            by_block = [none] * num_blocks
+            for name, movement in movements.items():
+                by_block[self._columns[name][0]] = movement
+            flags[:num_blocks] = torch.stack(by_block)
+        for name in missing:
+            if name in self._columns:
+                flags[self._columns[name][0]] += _MISSING
+        if num_foreign:
+            row[-1].fill_(num_foreign)
+        return row
+
+
+def must_move(parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
+    """0-d bool: the update of `parameter` by its gradient is far above the rounding of some
+    element (of a sample of SAMPLE). `group`: the options of its optimizer."""
+    assert parameter.grad is not None
+    weights = _sample(local_tensor(parameter.detach())).abs()
+    gradients = _sample(local_tensor(parameter.grad)).abs()
+    rounding = weights * (MARGIN * torch.finfo(weights.dtype).eps)
+    if "betas" in group and "eps" in group:
+        # Adam and its kin move by the rate, unless a gradient is as small as eps.
+        return ((gradients > 1e3 * group["eps"]) & (rounding < group["lr"])).any()
+    # Others by the rate times the gradient at least; a tiny number, for 0 > 0 is False.
+    return (gradients.clamp(max=1.0) * group["lr"] > rounding + 1e-30).any()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    # Odd, so that it is no multiple of a row's length.
+    stride = flat.numel() // SAMPLE | 1
+    return flat[::stride]
+
+
+def _shares_storage(tensor: torch.Tensor, updated: nn.Parameter) -> bool:
+    """False if what the optimizer updates is no longer memory of the model's tensor; a copy on the
+    host never is."""
+    if updated is tensor:
+        return True
+    in_model, in_optimizer = local_tensor(tensor.detach()), local_tensor(updated.detach())
+    if in_model.device != in_optimizer.device or not in_optimizer.numel():
+        return True
+    return in_model.untyped_storage().data_ptr() == in_optimizer.untyped_storage().data_ptr()
