@@ -281,7 +281,12 @@ def test_no_event_can_move_the_cursor(kind: str, is_terminal: bool) -> None:
         "dict[str, int]": {evil: 2},
         "dict[str, float]": {evil: 1.0},
     }
-    values |= {"dict[str, Any]": {"why": evil}, "list[int]": [1], "bool": True}
+    values |= {
+        "dict[str, Any]": {"why": evil},
+        "list[int]": [1],
+        "list[str]": [evil],
+        "bool": False,
+    }
     values |= {"dict[str, list[int]]": {evil: [1]}}
     values |= {"list[list[float]]": [[1.0]], "list[list[list[Any]]]": [[[evil, 0.0, 1.0]]]}
     event = EVENTS[kind](**{item.name: values[str(item.type)] for item in fields(EVENTS[kind])})

@@ -9,6 +9,7 @@ from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, EvalFinished
+from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.units import TEXT, Units
 
 MAX_LINE, MAX_SAMPLE = 2000, 100  # a warning is of no use without its end, where it says what to do
@@ -73,6 +74,9 @@ def _words(event: events.Event, units: Units) -> str | None:
             return f"sample at step {event.step}: {_squeeze(event.prompt + event.text, MAX_SAMPLE)}"
         case events.PipelineMeasured():
             return _pipeline(event)
+        case events.InvariantChecked():
+            # A summary is for the report.
+            return None if event.is_summary else f"check failed: {describe_failed_check(event)}"
         case events.StopRequested():
             return f"stopping after step {event.step}: {event.reason}"
         case events.RankFailed():

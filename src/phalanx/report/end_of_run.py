@@ -17,6 +17,7 @@ from phalanx.observe.events import (
     Envelope,
     EvalFinished,
     Event,
+    InvariantChecked,
     MemoryMeasured,
     PipelineMeasured,
     RankFailed,
@@ -26,13 +27,15 @@ from phalanx.observe.events import (
     StepSkipped,
     TextGenerated,
 )
-from phalanx.observe.tail import EventTail
+from phalanx.observe.invariant_words import describe_failed_check
+from phalanx.observe.tail import EventTail, read_recorded
 from phalanx.observe.units import Units, units_of
 from phalanx.observe.words import exception_line
 from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.report.bubble import MeasuredPipeline
 from phalanx.report.facts import SENT_OVER, describe_sent_bytes, describe_untrained
 from phalanx.report.formats import dict_or_empty
+from phalanx.report.invariant_facts import InvariantLog
 
 Kind = TypeVar("Kind", bound=Event)
 
@@ -57,6 +60,7 @@ def summary_lines(run_dir: Path) -> list[str]:
     lines += _wire_lines(events)
     lines += _pipeline_lines(events, run_dir)
     lines += _memory_lines(envelopes)
+    lines += _invariant_lines(run_dir)
     if sample is not None:
         # Tabs first, of which `printable` would make one blank each.
         text = (sample.prompt + sample.text).expandtabs(4).strip("\n").split("\n")
@@ -220,6 +224,32 @@ def _memory_lines(envelopes: list[Envelope]) -> list[str]:
         f" {format_bytes(measured)} measured{_moment(memory)} ({error}), on top of"
         f" {format_bytes(memory.runtime_bytes)} for interpreter and torch"
     ]
+
+
+def _invariant_lines(run_dir: Path) -> list[str]:
+    """A line about the invariants of the run that held, and one for each that did not."""
+    log = InvariantLog()
+    plan = _facts_of(run_dir / "plan.json")
+    layout, num_ranks = dict_or_empty(plan.get("layout")), plan.get("world_size", 1)
+    num_stages = layout.get("pp", 1)
+    if type(num_stages) is not int or type(num_ranks) is not int or not 0 < num_stages <= num_ranks:
+        num_stages = num_ranks = 1
+    # The first rank of each stage of a pipeline tells of its own layers.
+    for stage in range(num_stages):
+        rank = stage * (num_ranks // num_stages)
+        for envelope in read_recorded(run_dir, InvariantChecked, rank=rank):
+            log.take(envelope)
+    facts = log.facts()
+    if not facts:
+        return []
+    names_held = [each.name.replace("_", " ") for each in facts if each.ok]
+    lines = []
+    if names_held:
+        lines.append(f"checks  held: {', '.join(map(printable, names_held))}")
+    for each in facts:
+        if each.failures:
+            lines.append(f"warning check failed: {describe_failed_check(each.failures[0])}")
+    return lines
 
 
 def _peak_bytes(memory: MemoryMeasured) -> float:

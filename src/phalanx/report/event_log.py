@@ -17,6 +17,7 @@ from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE, SUPERVISOR_FILE, read_event
 from phalanx.report.expert_facts import ExpertLog
 from phalanx.report.facts import GROUPS, Steps, group_of
+from phalanx.report.invariant_facts import InvariantLog
 from phalanx.report.timeline import TimelineBuilder
 
 NAN = math.nan
@@ -41,6 +42,7 @@ class EventLog:
     clocks: dict[int, RankClock] = field(default_factory=dict)
     memory: dict[int, events.MemoryMeasured] = field(default_factory=dict)
     experts: ExpertLog = field(default_factory=ExpertLog)
+    invariants: InvariantLog = field(default_factory=InvariantLog)
     rest: list[Envelope] = field(default_factory=list)
     num_events: int = 0
     num_unreadable: int = 0
@@ -65,6 +67,11 @@ class EventLog:
             self.memory[envelope.rank] = event
         elif isinstance(event, events.ExpertsLoaded):
             self.experts.take(envelope)
+        elif isinstance(event, events.InvariantChecked):
+            self.invariants.take(envelope)
+            # When one failed belongs to the story; what held is told in its own section.
+            if not event.is_summary:
+                self.rest.append(envelope)
         # One per step and rank: for the ledger of what was read, not for the page.
         elif not isinstance(event, events.SamplesRead):
             self.rest.append(envelope)

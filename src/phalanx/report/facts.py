@@ -14,6 +14,7 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.units import Units
 from phalanx.report.expert_facts import ExpertFacts
+from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.timeline import RunTimeline
 
 # What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken
@@ -186,6 +187,8 @@ class RunFacts:
     """By step; empty without a pipeline, or before one was measured."""
     experts: ExpertFacts
     """Empty for a model without experts."""
+    invariants: list[InvariantFacts]
+    """Empty where nothing was checked, or the run is of an earlier release."""
     story: list[Envelope]
     ledger: Ledger
     wall_s: float

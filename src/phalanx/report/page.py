@@ -13,6 +13,7 @@ from phalanx.report.reduce import reduce_run
 from phalanx.report.sections.curves import render_curves
 from phalanx.report.sections.experts import has_experts, render_experts
 from phalanx.report.sections.header import render_header
+from phalanx.report.sections.invariants import has_invariants, render_invariants
 from phalanx.report.sections.memory import render_memory
 from phalanx.report.sections.pipeline import has_pipeline, render_pipeline
 from phalanx.report.sections.plan import render_plan
@@ -30,6 +31,7 @@ _NAVIGATION = (
     ("time", "Time"),
     ("pipeline", "Pipeline"),
     ("experts", "Experts"),
+    ("checks", "Checks"),
     ("memory", "Memory"),
     ("plan", "Plan"),
     ("events", "Checkpoints, faults, restarts, resumes"),
@@ -83,8 +85,8 @@ def render_page(facts: RunFacts) -> str:
 
 def _main(facts: RunFacts) -> Html:
     sections = (
-        render_curves, render_time, render_pipeline, render_experts, render_memory, render_plan,
-        render_story, render_text, render_job, render_files,
+        render_curves, render_time, render_pipeline, render_experts, render_invariants,
+        render_memory, render_plan, render_story, render_text, render_job, render_files,
     )  # fmt: skip
     return tag("main", join_html(section(facts) for section in sections), id="main")
 
@@ -92,7 +94,11 @@ def _main(facts: RunFacts) -> Html:
 def _navigation(facts: RunFacts) -> Html:
     left_out = {
         name
-        for name, has in (("pipeline", has_pipeline), ("experts", has_experts))
+        for name, has in (
+            ("pipeline", has_pipeline),
+            ("experts", has_experts),
+            ("checks", has_invariants),
+        )
         if not has(facts)
     }
     sections = [(name, text) for name, text in _NAVIGATION if name not in left_out]

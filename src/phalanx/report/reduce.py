@@ -43,6 +43,7 @@ _OF_ONE_RANK = (
     events.SinkDropped,
     events.Note,
     events.LoaderWorkerReplaced,
+    events.InvariantChecked,
 )
 _BEGINS = (events.RunStarted, events.RanksStarted, events.RestartScheduled)
 
@@ -96,6 +97,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
         samples=_newest_by_step(story, events.TextGenerated),
         pipelines=sorted(_newest_by_step(story, events.PipelineMeasured), key=_by_step),
         experts=log.experts.facts(history.attempt_of.get),
+        invariants=log.invariants.facts(),
         story=story,
         ledger=ledger,
         wall_s=_wall_s(story, ledger),

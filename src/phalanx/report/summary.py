@@ -13,6 +13,7 @@ from phalanx.core.errors import CheckpointError
 from phalanx.observe import events
 from phalanx.report.expert_facts import max_over_mean
 from phalanx.report.facts import RunFacts
+from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.reduce import median
 
 
@@ -54,6 +55,7 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
         "memory": [_memory(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
         "pipeline": _pipeline(facts),
         "experts": _experts(facts),
+        "invariants": [_invariant(invariant) for invariant in facts.invariants],
         "checkpoints": _checkpoints(facts),
         "warnings": list(facts.warnings),
         "report": _report(facts),
@@ -132,6 +134,31 @@ def _experts(facts: RunFacts) -> dict[str, Any] | None:
         "step": experts.step,
         "max_over_mean": max(map(max_over_mean, experts.tokens.values())),
         "dropped_share": experts.newest_dropped_share,
+    }
+
+
+def _invariant(facts: InvariantFacts) -> dict[str, Any]:
+    """What was checked of one invariant; `ok` is None where nothing could be."""
+    return {
+        "name": facts.name,
+        "ok": facts.ok,
+        "num_checks": facts.num_checks,
+        "num_failed": facts.num_failed,
+        "last_step": facts.last_step,
+        "looked_at": facts.looked_at or None,
+        "not_looked_at": facts.not_looked_at,
+        "failures": [_failure(event) for event in facts.failures],
+    }
+
+
+def _failure(event: events.InvariantChecked) -> dict[str, Any]:
+    return {
+        "step": int(event.step),
+        "tensors": event.tensors,
+        "num_tensors": int(event.num_tensors),
+        "ranks": [int(rank) for rank in event.ranks],
+        "expected": _number(event.expected),
+        "actual": _number(event.actual),
     }
 
 

@@ -34,7 +34,7 @@ from phalanx.mesh.mesh import Mesh, leave_at_once, open_mesh
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
 from phalanx.nn.build import build_objective
 from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
-from phalanx.observe.events import Envelope, Note, RunStarted, SinkDropped
+from phalanx.observe.events import Envelope, InvariantChecked, Note, RunStarted, SinkDropped
 from phalanx.parallel.parallelize import transforms
 from phalanx.resilience.fault import fault_listener
 from phalanx.resilience.guards import SkippedStepsGuard
@@ -146,8 +146,8 @@ def run_rank(
 
 def _forward_event(run: RankRun, envelope: Envelope) -> None:
     """Rank 0's events are those that people watch; of other ranks they must know that some are
-    lost."""
-    if run.rank == 0 or isinstance(envelope.event, Note | SinkDropped):
+    lost, and what a check found."""
+    if run.rank == 0 or isinstance(envelope.event, InvariantChecked | Note | SinkDropped):
         run.link.forward_event(envelope.to_line())
 
 

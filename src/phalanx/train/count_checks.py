@@ -68,7 +68,7 @@ class LoadFindings:
     uncounted: list[str] = field(default_factory=list)
 
 
-def find_routers(module: nn.Module) -> dict[str, nn.Module]:
+def collect_routers(module: nn.Module) -> dict[str, nn.Module]:
     return {full_name(name): part for name, part in module.named_modules() if is_router(part)}
 
 

@@ -14,7 +14,7 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import InvariantChecked
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.step_stats import StepStats
-from phalanx.train.count_checks import check_loads, count_batch, find_routers
+from phalanx.train.count_checks import check_loads, count_batch, collect_routers
 from phalanx.train.pipeline_record import is_stage_leader
 from phalanx.train.state import TrainState
 from phalanx.train.weight_checks import WeightChecks, WeightFindings
@@ -49,7 +49,7 @@ class RunInvariants:
         self._job, self._state, self._bus, self._objective = job, state, bus, objective
         self._mesh = state.model.mesh
         self._tallies: dict[str, _Tally] = {}
-        self._routers = find_routers(state.model.module)
+        self._routers = collect_routers(state.model.module)
         self._weights: WeightChecks | None = None
         self._first_step = 0
         self._counts = (math.nan, math.nan)

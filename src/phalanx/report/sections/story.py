@@ -27,6 +27,7 @@ _BAD = (
     events.StepSkipped,
     events.SinkDropped,
     events.LoaderWorkerReplaced,
+    events.InvariantChecked,
 )
 _ELSEWHERE = (events.TextGenerated, events.BaselineMeasured)
 

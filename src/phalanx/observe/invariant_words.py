@@ -1,0 +1,79 @@
+"""Invariants of a run (InvariantChecked) in words."""
+
+from __future__ import annotations
+
+from phalanx.core.printable import printable
+from phalanx.core.units import plural
+from phalanx.observe.events import InvariantChecked
+
+CLAIMS = {
+    "parameters_moved": "each parameter that had to move in an update did",
+    "optimizer_parameters": "the optimizer has the parameters that the model trains",
+    "replicas_equal": "ranks that hold the same weights hold the same bits",
+    "targets_counted": "the loss counted the targets of the batch",
+    "expert_loads": "the loads of experts add up to the choices of the batch",
+}
+"""By name of an invariant: what holds if a check of it is ok."""
+MAX_SHOWN = 3
+
+
+def describe_claim(name: str) -> str:
+    """What an invariant says; its name where a later release has checked it."""
+    return CLAIMS.get(name, printable(name.replace("_", " "), 60))
+
+
+def describe_failed_check(event: InvariantChecked) -> str:
+    """The failure in a sentence that begins with its step."""
+    start = f"step {event.step}: "
+    match event.name:
+        case "parameters_moved":
+            return (
+                f"{start}the update left {_list_tensors(event)} as it was, though its gradient had"
+                f" to move it, on {_list_ranks(event)}"
+            )
+        case "optimizer_parameters":
+            return start + _describe_optimizer(event)
+        case "replicas_equal":
+            return (
+                f"{start}{_list_tensors(event)} has other bits on {_list_ranks(event)} than on"
+                " others that hold the same part of it"
+            )
+        case "targets_counted":
+            return (
+                f"{start}the batch has {event.expected:,.0f} targets, and the loss counted"
+                f" {event.actual:,.0f}"
+            )
+        case "expert_loads":
+            return (
+                f"{start}tokens of the batch made {event.expected:,.0f} choices of experts, and the"
+                f" loads of {_list_tensors(event)} add up to {event.actual:,.0f}"
+            )
+    return f"{start}{describe_claim(event.name)}: does not hold"
+
+
+def _describe_optimizer(event: InvariantChecked) -> str:
+    problems = []
+    if event.tensors:
+        problems.append(f"the optimizer does not update {_list_tensors(event)}")
+    if event.actual > 0:
+        foreign = plural(int(event.actual), "parameter")
+        problems.append(f"it has {foreign} that the model does not have")
+    return f"{' and '.join(problems)}, on {_list_ranks(event)}"
+
+
+def _list_tensors(event: InvariantChecked) -> str:
+    shown = [printable(name, 120) for name in event.tensors[:MAX_SHOWN]]
+    num_more = int(event.num_tensors) - len(shown)
+    if num_more > 0:
+        return f"{', '.join(shown)} and {num_more} more"
+    return ", ".join(shown) or "a tensor"
+
+
+def _list_ranks(event: InvariantChecked) -> str:
+    if not event.ranks:
+        return "every rank"
+    shown = ", ".join(str(int(rank)) for rank in event.ranks[:8])
+    if len(event.ranks) > 8:
+        shown += f" and {len(event.ranks) - 8} more"
+    noun = "rank" if len(event.ranks) == 1 else "ranks"
+    return f"{noun} {shown}"

@@ -1,0 +1,65 @@
+"""What must hold in any training: what was checked, what failed, and what was not looked at."""
+
+from __future__ import annotations
+
+from phalanx.core.units import plural
+from phalanx.observe.invariant_words import describe_claim, describe_failed_check
+from phalanx.report.facts import RunFacts
+from phalanx.report.invariant_facts import InvariantFacts
+from phalanx.report.markup import Html, table, tag
+
+MAX_SHOWN = 5
+
+
+def has_invariants(facts: RunFacts) -> bool:
+    return bool(facts.invariants)
+
+
+def render_invariants(facts: RunFacts) -> Html | None:
+    """The section; None for a run that checked nothing, or has not summed it up yet."""
+    if not has_invariants(facts):
+        return None
+    rows = [_row(invariant) for invariant in facts.invariants]
+    note = (
+        "Weights are checked at the first step, at each observe.invariants_every-th and at the"
+        " last; targets and loads in every step."
+    )
+    return tag(
+        "section",
+        tag("h2", "Checks"),
+        [tag("p", text, class_="note warning") for text in _list_failures(facts)],
+        table(["what must hold", "result", "looked at", "not looked at"], rows, css_class="top"),
+        tag("p", note, class_="note"),
+        id="checks",
+    )
+
+
+def _row(invariant: InvariantFacts) -> list[str]:
+    return [
+        describe_claim(invariant.name),
+        _describe_result(invariant),
+        invariant.looked_at,
+        "; ".join(invariant.not_looked_at),
+    ]
+
+
+def _describe_result(invariant: InvariantFacts) -> str:
+    if invariant.ok is None:
+        return "not checked"
+    if invariant.ok:
+        return f"held in {plural(invariant.num_checks, 'check')}"
+    first_step = invariant.failures[0].step if invariant.failures else invariant.last_step
+    if not invariant.num_checks:
+        return f"failed, first at step {first_step:,}"
+    num_failed = f"{invariant.num_failed:,} of {plural(invariant.num_checks, 'check')}"
+    return f"failed in {num_failed}, first at step {first_step:,}"
+
+
+def _list_failures(facts: RunFacts) -> list[str]:
+    sentences = []
+    for invariant in facts.invariants:
+        failures = invariant.failures
+        sentences += [describe_failed_check(event) for event in failures[:MAX_SHOWN]]
+        if len(failures) > MAX_SHOWN:
+            sentences.append(f"{len(failures) - MAX_SHOWN} more; all are in RUN/events")
+    return sentences
