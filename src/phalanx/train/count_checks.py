@@ -22,15 +22,15 @@ from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.expert.router_load import ExpertLoad, is_router
 
 
-def count_batch(
-    microbatches: Sequence[Batch], objective: Objective, mesh: Mesh
-) -> tuple[float, float]:
-    """(targets, tokens) of this rank's `microbatches` as the data has them; NaN for what cannot be
-    told, zeros on ranks whose samples another one counts."""
+def counts_batch(mesh: Mesh) -> bool:
+    """False for a rank whose samples another one counts: ranks of tp, cp and pp read the same, all
+    of each."""
     coordinates = mesh.coordinates
-    # Ranks of tp, cp and pp read the same samples, all of each.
-    if coordinates["tp"] or coordinates["cp"] or coordinates["pp"]:
-        return 0.0, 0.0
+    return coordinates["tp"] == coordinates["cp"] == coordinates["pp"] == 0
+
+
+def count_batch(microbatches: Sequence[Batch], objective: Objective) -> tuple[float, float]:
+    """(targets, tokens) of `microbatches` as the data has them; NaN for what cannot be told."""
     num_targets = num_tokens = 0.0
     for batch in microbatches:
         num_targets += _count_targets(batch, objective)

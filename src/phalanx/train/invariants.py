@@ -14,7 +14,12 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import InvariantChecked
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.step_stats import StepStats
-from phalanx.train.count_checks import check_loads, count_batch, collect_routers
+from phalanx.train.count_checks import (
+    check_loads,
+    collect_routers,
+    count_batch,
+    counts_batch,
+)
 from phalanx.train.pipeline_record import is_stage_leader
 from phalanx.train.state import TrainState
 from phalanx.train.weight_checks import WeightChecks, WeightFindings
@@ -51,6 +56,8 @@ class RunInvariants:
         self._tallies: dict[str, _Tally] = {}
         self._routers = collect_routers(state.model.module)
         self._weights: WeightChecks | None = None
+        self._counts_batch = counts_batch(self._mesh)
+        self._is_leader = is_stage_leader(self._mesh)
         self._first_step = 0
         self._counts = (math.nan, math.nan)
         self._summarized_step = 0
@@ -66,7 +73,9 @@ class RunInvariants:
         them, or none."""
         if self._weights is None:
             return ()
-        return count_batch(microbatches, self._objective, self._mesh)
+        if not self._counts_batch:
+            return 0.0, 0.0
+        return count_batch(microbatches, self._objective)
 
     def take_counts(self, facts: StepStats) -> StepStats:
         """`facts` without what `count` has added to the flags."""
@@ -183,19 +192,24 @@ class RunInvariants:
                 step, "targets_counted", "only the objective knows which of the data are targets"
             )
             return
+        looked_at = "targets of the batch, counted in the data, and those of the loss"
+        if facts.num_targets == expected:
+            # In every step, and so without an event that nobody gets.
+            self._count_held("targets_counted", step, looked_at)
+            return
         self._tell(
             InvariantChecked(
                 step=step,
                 name="targets_counted",
-                ok=facts.num_targets == expected,
+                ok=False,
                 expected=expected,
                 actual=float(facts.num_targets),
-                looked_at="targets of the batch, counted in the data, and those of the loss",
+                looked_at=looked_at,
             )
         )
 
     def _judge_loads(self, step: int) -> None:
-        if not self._routers or not is_stage_leader(self._mesh):
+        if not self._routers or not self._is_leader:
             return
         findings = check_loads(self._routers, self._state.model.expert_load, self._counts[1])
         not_looked_at = []
@@ -226,6 +240,12 @@ class RunInvariants:
     def _tell_uncounted(self, step: int, name: str, *reasons: str) -> None:
         tally = self._tallies.setdefault(name, _Tally(name))
         tally.last_step, tally.not_looked_at = step, list(reasons)
+
+    def _count_held(self, name: str, step: int, looked_at: str) -> None:
+        tally = self._tallies.setdefault(name, _Tally(name))
+        tally.num_checks += 1
+        tally.last_step, tally.looked_at, tally.last_failure = step, looked_at, None
+        tally.not_looked_at = []
 
     def _tell(self, result: InvariantChecked) -> None:
         """Count a check, and emit it if it failed otherwise than the one before."""

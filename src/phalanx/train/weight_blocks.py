@@ -4,15 +4,17 @@ same bits on all of them."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import Box, LogicalShard, full_name, local_tensor
+from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.model import ParallelModel
 from phalanx.train.pipeline_record import is_stage_leader
 
@@ -32,11 +34,13 @@ class WeightBlock:
     is_trained: bool = False
 
 
-def list_weight_blocks(model: ParallelModel) -> list[WeightBlock]:
-    """The blocks that this rank holds of parameters, and of buffers that are alike on all ranks."""
+def list_weight_blocks(
+    model: ParallelModel, tensors: Mapping[str, torch.Tensor]
+) -> list[WeightBlock]:
+    """The blocks that this rank holds of `tensors`, which `list_compared_tensors` gives."""
     shards = model.shards()
     blocks: list[WeightBlock] = []
-    for name, tensor in list_compared_tensors(model).items():
+    for name, tensor in tensors.items():
         # Of an uneven cut the last ranks may hold nothing.
         if name in shards and shards[name].boxes:
             for key, where in _cut_into_blocks(shards[name]):
@@ -44,19 +48,29 @@ def list_weight_blocks(model: ParallelModel) -> list[WeightBlock]:
     return blocks
 
 
-def list_compared_tensors(model: ParallelModel) -> dict[str, torch.Tensor]:
-    """By full name: parameters of this rank's module as they are now, and the buffers of modules
-    that say `buffers_are_alike`."""
+def list_compared_tensors(
+    model: ParallelModel, alike: Mapping[str, nn.Module]
+) -> dict[str, torch.Tensor]:
+    """By full name: parameters of this rank's module as they are now, and the buffers of the
+    modules `alike`."""
     # First, because it brings a sharded model to rest.
     model.named_parameters()
     tensors: dict[str, torch.Tensor] = {}
     for raw_name, parameter in model.module.named_parameters():
         tensors[full_name(raw_name)] = parameter
-    for raw_name, part in model.module.named_modules():
-        if getattr(part, "buffers_are_alike", False):
-            for buffer_name, buffer in part.named_buffers(recurse=False):
-                tensors[full_name(f"{raw_name}.{buffer_name}")] = buffer
+    for raw_name, part in alike.items():
+        for buffer_name, buffer in part.named_buffers(recurse=False):
+            tensors[full_name(f"{raw_name}.{buffer_name}")] = buffer
     return tensors
+
+
+def find_alike_buffers(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose buffers are the same on all ranks, by name."""
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if getattr(part, "buffers_are_alike", False)
+    }
 
 
 def select_block(block: WeightBlock, tensor: torch.Tensor) -> torch.Tensor:
@@ -157,16 +171,15 @@ def _find_minority(digests: list[int]) -> list[int]:
 
 
 def exchange_blocks(
-    model: ParallelModel, blocks: Sequence[WeightBlock]
+    mesh: Mesh, names: Sequence[str], blocks: Sequence[WeightBlock]
 ) -> tuple[int, HeldBlocks | None]:
-    """The number of blocks of the rank with most, and on rank 0 the blocks of all ranks.
+    """The number of blocks of the rank with most, and on rank 0 the blocks of all ranks. `names`:
+    of all tensors that are compared, the same on all ranks of a stage.
 
     Collective; waits for the device.
     """
-    mesh = model.mesh
-    names = list(list_compared_tensors(model))
     # Ranks of one stage of a pipeline have the same tensors: one of them names all.
-    leaders = mesh.gather_json(names if is_stage_leader(mesh) else None)
+    leaders = mesh.gather_json(list(names) if is_stage_leader(mesh) else None)
     counts = [
         int(count) for count in mesh.all_gather(torch.tensor([len(blocks)], device=mesh.device))
     ]

@@ -7,7 +7,7 @@ Nothing here waits for the device: what is found there is read when a later step
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,13 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.train.weight_blocks import (
     TensorsOnRanks,
     exchange_blocks,
+    find_alike_buffers,
     list_compared_tensors,
     list_weight_blocks,
     select_block,
 )
 
-SAMPLE = 4096
+SAMPLE = 1024
 """Elements of a tensor that are asked whether the update must change one of them."""
 MARGIN = 64.0
 """So many times the rounding of a weight its update must be before it is missed."""
@@ -60,11 +61,13 @@ class WeightChecks:
 
     def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer, self._mesh = model, optimizer, model.mesh
-        self._blocks = list_weight_blocks(model)
+        self._alike = find_alike_buffers(model.module)
+        tensors = list_compared_tensors(model, self._alike)
+        self._blocks = list_weight_blocks(model, tensors)
         self._columns: dict[str, list[int]] = defaultdict(list)
         for column, block in enumerate(self._blocks):
             self._columns[block.name].append(column)
-        self._num_columns, self.held = exchange_blocks(model, self._blocks)
+        self._num_columns, self.held = exchange_blocks(model.mesh, list(tensors), self._blocks)
         # Of the update that is being checked: what must move, and digests before it.
         self._must_move: dict[str, torch.Tensor] = {}
         self._before: dict[str, list[torch.Tensor]] = {}
@@ -73,7 +76,8 @@ class WeightChecks:
     @torch.no_grad()
     def begin_update(self) -> None:
         """Digest what the update that follows may change."""
-        own, updated = list_compared_tensors(self._model), self._list_updated()
+        own = list_compared_tensors(self._model, self._alike)
+        updated = _select_trained(self._list_updated())
         groups = self._optimizer.param_groups
         group_of = {id(p): group for group in groups for p in group["params"]}
         for name, parameter in updated.items():
@@ -88,8 +92,9 @@ class WeightChecks:
     def finish_step(self, step: int) -> None:
         """Compare weights with those before the update, if there was one, and begin to gather the
         digests of all ranks. Collective."""
-        own, updated = list_compared_tensors(self._model), self._list_updated()
-        missing, num_foreign = self._check_optimizer(own, updated)
+        own, in_model = list_compared_tensors(self._model, self._alike), self._list_updated()
+        updated = _select_trained(in_model)
+        missing, num_foreign = self._check_optimizer(own, updated, in_model.values())
         digests = [digest_bits(select_block(block, own[block.name])) for block in self._blocks]
         movements: dict[str, torch.Tensor] = {}
         for name, before in self._before.items():
@@ -126,8 +131,8 @@ class WeightChecks:
         )
 
     def _list_updated(self) -> dict[str, nn.Parameter]:
-        """By full name, the parameters that the optimizer is to update."""
-        return {full_name(n): p for n, p in self._model.named_parameters() if p.requires_grad}
+        """By full name, what an optimizer has of each parameter, frozen ones among them."""
+        return {full_name(name): p for name, p in self._model.named_parameters()}
 
     def _digest_tensor(
         self, name: str, tensor: torch.Tensor, updated: nn.Parameter
@@ -149,7 +154,10 @@ class WeightChecks:
         return [digest_bits(local)]
 
     def _check_optimizer(
-        self, own: dict[str, torch.Tensor], updated: dict[str, nn.Parameter]
+        self,
+        own: dict[str, torch.Tensor],
+        updated: dict[str, nn.Parameter],
+        in_model: Iterable[nn.Parameter],
     ) -> tuple[list[str], int]:
         """(names that the optimizer does not update, parameters of it that the model has not)."""
         in_optimizer = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
@@ -157,8 +165,7 @@ class WeightChecks:
         for name, parameter in updated.items():
             if id(parameter) not in in_optimizer or not _shares_storage(own[name], parameter):
                 missing.append(name)
-        in_model = {id(parameter) for _, parameter in self._model.named_parameters()}
-        return missing, len(in_optimizer - in_model)
+        return missing, len(in_optimizer - {id(parameter) for parameter in in_model})
 
     def _flag_movement(
         self, name: str, before: list[torch.Tensor], after: list[torch.Tensor]
@@ -207,6 +214,10 @@ class WeightChecks:
         if num_foreign:
             row[-1].fill_(num_foreign)
         return row
+
+
+def _select_trained(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in parameters.items() if p.requires_grad}
 
 
 def must_move(parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
