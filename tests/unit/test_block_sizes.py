@@ -1,7 +1,7 @@
 """Sizes of blocks change how often loops run, and nothing that they compute.
 
 Reference: the same computation with the usual sizes. `bucket_bytes` needs ranks:
-tests/distributed/test_block_sizes.py.
+tests/distributed/test_bucket_sizes.py.
 """
 
 from __future__ import annotations
