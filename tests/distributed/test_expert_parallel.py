@@ -27,7 +27,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.plain_loss import plain_cross_entropy
-from phalanx.verify.reference import train_alone
+from phalanx.verify.reference import AloneStep, train_alone
 from ranks import run_ranks
 
 BATCH, SEQ_LEN, LAYERS, STEPS = 8, 16, 4, 2
@@ -116,15 +116,29 @@ def alone(**changed: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]
     def loss_sum(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return plain_cross_entropy(model(batch["inputs"], batch["positions"]), batch)
 
-    steps = []
-    for found in train_alone(
-        module, loss_sum, [[batch] for batch in batches()], clip=0.5, move=0.02
-    ):
-        gradients = {name: None if g is None else g.clone() for name, g in found.gradients.items()}
-        rate = found.lr * (1.0 if found.max_norm is None else found.max_norm / found.grad_norm)
-        steps.append(
-            {"loss": found.loss, "norm": found.grad_norm, "gradients": gradients, "rate": rate}
-        )
+    steps: list[dict[str, Any]] = []
+
+    class Steps:
+        def on_gradients(self, number: int, found: AloneStep) -> None:
+            gradients = {
+                name: None if g is None else g.clone() for name, g in found.gradients.items()
+            }
+            rate = found.lr * (1.0 if found.max_norm is None else found.max_norm / found.grad_norm)
+            steps.append(
+                {"loss": found.loss, "norm": found.grad_norm, "gradients": gradients, "rate": rate}
+            )
+
+        def on_update(self, number: int) -> None: ...
+
+    train_alone(
+        module,
+        loss_sum,
+        [[batch] for batch in batches()],
+        lambda lr: torch.optim.SGD(module.parameters(), lr=lr or 1.0),
+        Steps(),
+        clip=0.5,
+        move=0.02,
+    )
     for step, load in zip(steps, loads, strict=True):
         step["load"] = load.tolist()
     return steps, {name: tensor.clone() for name, tensor in module.state_dict().items()}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from phalanx.cli._json import print_json
 from phalanx.verify.choose import Selection
-from phalanx.verify.flips import UPDATE_TOLERANCE
 from phalanx.verify.row import DTYPES, Row
 
 # In this order.
@@ -78,8 +77,6 @@ def describe_row(row: Row) -> list[str]:
         return [f"CRASHED {row.layout:<34} {row.dtype}", *crash]
     errors = "  ".join(f"{name} {row.errors[name]:.0e}" for name in ERRORS if name in row.errors)
     allowed = f"{row.tolerance:.0e}"
-    if "update" in row.errors:
-        allowed += f", update {UPDATE_TOLERANCE:.0e}"
     lines = [
         f"{_verdict_of(row)} {row.layout:<34} {row.dtype}  {errors}  (allowed {allowed},"
         f" {row.wall_s:.1f} s)"

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli._options import JobArguments
+from phalanx.verify.row import NUM_STEPS
 
 EXAMPLE = "Example: phalanx verify job.toml --layouts=all --ranks=4"
 
@@ -37,7 +38,7 @@ def command(
     ] = False,
     steps: Annotated[
         int, typer.Option("--steps", min=1, max=100, metavar="K", help="Optimizer steps.")
-    ] = 3,
+    ] = NUM_STEPS,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
 ) -> int:
     """Prove that a layout computes what one process computes: loss, every gradient, every weight.
@@ -63,7 +64,7 @@ def print_verification(
     layouts: str = "asked",
     ranks: int | None = None,
     shrink: bool = False,
-    steps: int = 3,
+    steps: int = NUM_STEPS,
     as_json: bool = False,
 ) -> int:
     """Load the job of these arguments, verify it and print its rows. Returns the exit code."""

@@ -32,6 +32,14 @@ class Box:
     replica: int = 0
     num_replicas: int = 1
 
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        """Where the block stands in the local tensor."""
+        return tuple(
+            slice(start, start + length)
+            for start, length in zip(self.local_offset, self.size, strict=True)
+        )
+
 
 # A plain local tensor and this table, because DTensor knows one contiguous cut per mesh dimension,
 # no fused QKV and no key head on two ranks, and mixes badly with plain tensors in optimizers and

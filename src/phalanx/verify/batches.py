@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.digest import stable_hash64
 from phalanx.data.corpus import load_corpus
 from phalanx.data.loader import Share, TrainBatches
@@ -17,6 +18,8 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.run.one_process.synthetic_batches import make_up_batch
 from phalanx.verify.cases import NUM_MICROBATCHES
+
+STEP_WITHOUT_TARGETS = 1
 
 
 def make_global_steps(
@@ -42,12 +45,21 @@ def make_global_steps(
             data.close()
     generator = torch.Generator().manual_seed(stable_hash64("verify", job.run.seed) % 2**63)
     documents = job.data.document_masks
-    steps: list[list[Batch]] = [[] for _ in range(num_steps)]
+    steps: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(num_steps)]
     # All of a step before the next one: each takes from the generator.
     for microbatches in steps:
         for _ in range(NUM_MICROBATCHES):
             microbatches.append(make_up_batch(plan, rows, generator, documents=documents))
-    return steps
+    if has_step_without_targets(job, plan, num_steps):
+        steps[STEP_WITHOUT_TARGETS][1]["targets"].fill_(IGNORE_INDEX)
+    return [list[Batch](step) for step in steps]
+
+
+def has_step_without_targets(job: Job, plan: Plan, num_steps: int) -> bool:
+    """True if a microbatch of all ranks has no target: of a user's own objective nobody knows
+    whether it may."""
+    is_textbook = job.model.objective is None and not plan.model_shape.reads_images
+    return is_textbook and num_steps > STEP_WITHOUT_TARGETS
 
 
 def split_again(steps: Sequence[Sequence[Batch]], num_microbatches: int) -> list[list[Batch]]:

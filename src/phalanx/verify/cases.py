@@ -21,7 +21,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import detect_precision
 from phalanx.verify import contexts, pipelines, products
 
-NUM_MICROBATCHES = 2
+NUM_MICROBATCHES = 3
 ROWS_PER_RANK = 2  # of each microbatch
 SMALL_EXPERTS = 8
 # A prime: some rank has less of the embedding than the others.
@@ -71,6 +71,24 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
         length, chunks = min(job.data.seq_len, MAX_SEQ_LEN), 2 * num_ranks
         body["data"]["seq_len"] = length - length % chunks if length >= chunks else length
     return _job(body)
+
+
+def describe_changes(asked: Job, verified: Job) -> str:
+    """What of a job is changed to be judged, with both values; "" for nothing."""
+    keys = (
+        (
+            "train.global_batch_size",
+            asked.train.global_batch_size,
+            verified.train.global_batch_size,
+        ),
+        ("data.seq_len", asked.data.seq_len, verified.data.seq_len),
+    )
+    changes = [f"{key} {before} -> {after}" for key, before, after in keys if before != after]
+    if asked.train.micro_batch_size is not None:
+        changes.append(f"train.micro_batch_size {asked.train.micro_batch_size} -> as layouts need")
+    changes.append("optim.lr: the first update moves the weights by 1 %")
+    changes.append("weights that are constant at first: random")
+    return ", ".join(changes)
 
 
 def list_not_judged(job: Job) -> list[str]:

@@ -21,6 +21,7 @@ from phalanx.plan.plan import Plan
 from phalanx.verify.cases import (
     SMALL_VOCAB,
     Case,
+    describe_changes,
     list_compressed_layouts,
     list_layouts,
     list_not_judged,
@@ -105,7 +106,8 @@ def choose_layouts(
         notes.append(f"shrunk  {changes or 'nothing: it is small'}")
     # Before the job is changed, of which this says what is left out.
     omissions = list_not_judged(job)
-    job = make_verified_job(job, num_ranks)
+    asked, job = job, make_verified_job(job, num_ranks)
+    notes.append(f"changed {describe_changes(asked, job)}")
     if job.data.mixture or not (
         job.data.source == Data().source or is_own_dataset(job.data.source)
     ):

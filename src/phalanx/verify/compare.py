@@ -13,10 +13,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.verify.trace_facts import FINAL, UPDATED, Trace
+from phalanx.verify.trace_facts import Trace, weights_of
 
 NO_DOTS = (0.0,) * 5
 
@@ -33,6 +33,7 @@ class Comparison:
 
     trace: Trace
     observations: Sequence[Mapping[str, Any]]
+    _even: dict[str, bool] = field(default_factory=dict)
 
     @functools.cached_property
     def stages(self) -> dict[str, tuple[int, ...]]:
@@ -91,11 +92,9 @@ class Comparison:
     def gap(self, kind: str, name: str) -> float:
         """0 if the blocks of all ranks make the tensor a whole number of times, else how far
         they are from it."""
-        if not covers_evenly([_boxes(observation, name) for observation in self.observations]):
+        if not self._covers_evenly(name):
             return 1.0
-        if kind == UPDATED:  # whose sizes are those of the movement
-            kind = FINAL
-        size = self.trace.sizes[kind][name] ** 2
+        size = self.trace.norm(kind, name) ** 2
         total = sum(
             observation["tensors"][kind].get(name, NO_DOTS)[-1] for observation in self.observations
         )
@@ -109,21 +108,52 @@ class Comparison:
             return 0.0
         return gap
 
+    def _covers_evenly(self, name: str) -> bool:
+        is_even = self._even.get(name)
+        if is_even is None:
+            is_even = covers_evenly([_boxes(seen, name) for seen in self.observations])
+            self._even[name] = is_even
+        return is_even
+
     def worst(self, kind: str) -> float:
         return max((self.error(kind, name) for name in self.list_compared(kind)), default=0.0)
 
     def list_compared(self, kind: str) -> list[str]:
-        """The tensors of a set, in forward order.
-
-        Not the update of one whose gradient is rounding: Adam divides that by its own size, and
-        moves it at random.
-        """
+        """The tensors of a set, in forward order."""
         sizes = self.trace.sizes[kind]
-        names = [name for name in self.trace.order if name in sizes] or list(sizes)
-        if kind != UPDATED:
-            return names
-        is_rounding = self.trace.never_moved_by_more_than_rounding
-        return [name for name in names if not is_rounding(name)]
+        return [name for name in self.trace.order if name in sizes] or list(sizes)
+
+    def worst_weight(self) -> float:
+        """The largest error of a weight after the last step, relative to the weight itself."""
+        kind = weights_of(self.trace.num_steps - 1)
+        errors = [0.0]
+        for name, norm in self.trace.norms.get(kind, {}).items():
+            square = sum(self.list_squares(kind, name))
+            if square:
+                errors.append(replace_nan(square**0.5 / norm) if norm else math.inf)
+        return max(errors)
+
+    def find_unequal_replicas(self, kind: str) -> tuple[str, tuple[int, ...]] | None:
+        """(name, ranks) of the first tensor of a set of which ranks that hold the same block do not
+        hold the same bits; the ranks are those that are not with the most."""
+        for name in self.list_compared(kind):
+            digests_of = self._list_digests(kind, name)
+            ranks: set[int] = set()
+            for digests in digests_of.values():
+                # What most ranks hold is taken for right, and the others are named.
+                usual, _ = Counter(digests.values()).most_common(1)[0]
+                ranks |= {rank for rank, digest in digests.items() if digest != usual}
+            if ranks:
+                return name, tuple(sorted(ranks))
+        return None
+
+    def _list_digests(self, kind: str, name: str) -> dict[Block, dict[int, str]]:
+        """For each block of a tensor the digest on each rank that holds it."""
+        digests_of: dict[Block, dict[int, str]] = {}
+        for rank, observation in enumerate(self.observations):
+            for offset, size, digest in observation["digests"].get(kind, {}).get(name, ()):
+                digests_of.setdefault((tuple(offset), tuple(size)), {})[rank] = digest
+        return digests_of
 
     def square(self, kind: str, name: str, rank: int) -> float:
         return float(self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[0])

@@ -13,7 +13,7 @@ from phalanx.verify.compare import NO_DOTS, Comparison
 from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
 from phalanx.verify.diagnosis_of_stages import OTHER_MICROBATCH, StageDiagnosis
 from phalanx.verify.flips import Reroute
-from phalanx.verify.trace_facts import BUFFERS, gradients_of
+from phalanx.verify.trace_facts import buffers_of, gradients_of
 
 NOT_FINITE = "it is not a finite number"
 CUT_WRONG = (
@@ -129,9 +129,12 @@ class Diagnosis:
 
         A buffer that no checkpoint keeps counts as different: it is not compared.
         """
-        saved = self._trace.sizes.get(BUFFERS, {})
+        steps = range(self._trace.num_steps)
+        saved = self._trace.sizes.get(buffers_of(0), {})
         for name in self._trace.moved:
-            if name in saved and self._compared.error(BUFFERS, name) > BUFFER_OFF:
+            if name in saved and any(
+                self._compared.error(buffers_of(step), name) > BUFFER_OFF for step in steps
+            ):
                 return name
         for name in self._trace.moved:
             if name not in saved:
@@ -200,11 +203,6 @@ class Diagnosis:
             return self._explain_buffer(name)
         if label == "update":
             return self._explain_update(name)
-        if label == "weight":
-            return (
-                "gradients agree, so the update was not the same: a stale copy, or an optimizer"
-                " that saw something else"
-            )
         if label == "gradient" and not self._trace.sizes[kind][name]:
             return "in one process it has no gradient: it is frozen, or has no part in the loss"
         if buffer := self.find_moved_buffer():
@@ -229,8 +227,23 @@ class Diagnosis:
                 " freeze it"
             )
         return (
-            "plain descent agrees, so the job's optimizer sees or keeps something else than in"
-            " one process"
+            "the optimizer was given one process's gradients and does something else with them: a"
+            " stale or missing state, another part of the tensor, or an update that does not reach"
+            " the model"
+        )
+
+    def explain_load(self, load: Sequence[int], expected: Sequence[int]) -> str:
+        counts = load[: len(expected)]
+        factor = sum(counts) / max(1, sum(expected))
+        if counts and all(
+            count == round(factor * number) for count, number in zip(counts, expected, strict=True)
+        ):
+            return (
+                f"each load is {factor:.4g} x what came: tokens are counted more than once, or on"
+                " some ranks alone"
+            )
+        return (
+            "routers chose as in one process, and what came to their experts was counted otherwise"
         )
 
     def _explain_gradient(

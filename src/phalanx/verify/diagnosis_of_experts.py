@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from phalanx.verify.compare import Comparison
 from phalanx.verify.flips import Reroute
-from phalanx.verify.trace_facts import BUFFERS
+from phalanx.verify.trace_facts import buffers_of
 
 ROUTER, BIAS, EXPERTS = ".router.weight", ".router.bias", ".moe.experts."
 BIAS_MOVED = (
@@ -30,8 +30,8 @@ class ExpertDiagnosis:
         near-tie."""
         weight, bias = f"{reroute.router}.weight", f"{reroute.router}.bias"
         if reroute.phase != "step-0":
-            sizes = self._compared.trace.sizes
-            if bias in sizes.get(BUFFERS, {}) and self._compared.error(BUFFERS, bias) > 1e-3:
+            trace, kind = self._compared.trace, buffers_of(self._compared.trace.num_steps - 1)
+            if bias in trace.sizes.get(kind, {}) and self._compared.error(kind, bias) > 1e-3:
                 return f"it is no near-tie, and gradients agree: {BIAS_MOVED}"
             return (
                 "it is no near-tie, and all before it agrees: the router has other weights, or a"

@@ -23,7 +23,7 @@ from phalanx.verify.cases import Case
 from phalanx.verify.choose import Selection, choose_layouts
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.result import VerifyResult
-from phalanx.verify.row import DTYPES, ROWS, Row
+from phalanx.verify.row import DTYPES, NUM_STEPS, ROWS, Row
 
 
 def verify_job(
@@ -31,7 +31,7 @@ def verify_job(
     layouts: str | Sequence[str] = "asked",
     *,
     ranks: int | None = None,
-    steps: int = 3,
+    steps: int = NUM_STEPS,
     shrink: bool = False,
     on_selection: Callable[[Selection], None] = lambda selection: None,
     on_row: Callable[[Row], None] = lambda row: None,

@@ -9,18 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EVALUATION = "evaluation"
-# Adam divides the rounding of a gradient that is truly zero by its eps.
-UPDATE_TOLERANCE = 1e-8
 
 
 def train_step(step: int) -> str:
     """The phase of a step, counted from 0."""
     return f"step-{step}"
-
-
-def optimizer_step(step: int) -> str:
-    """The same of the job's own optimizer."""
-    return f"optimizer-{step}"
 
 
 @dataclass(frozen=True)
@@ -46,9 +39,7 @@ class Reroute:
         kind, _, step = self.phase.rpartition("-")
         if not kind:
             return "in the evaluation"
-        return f"in step {int(step) + 1}" + (
-            " of the job's optimizer" if kind == "optimizer" else ""
-        )
+        return f"in step {int(step) + 1}"
 
     def __str__(self) -> str:
         return (
@@ -84,12 +75,4 @@ class Misrouted:
 def find_misrouted(reroutes: Sequence[Reroute], tolerance: float) -> list[Reroute]:
     """The reroutes that are no near-ties: rounding within `tolerance` cannot have turned them."""
     # Not `>`: a margin of NaN is no near-tie.
-    return [
-        reroute for reroute in reroutes if not reroute.margin <= _bound(reroute.phase, tolerance)
-    ]
-
-
-def _bound(phase: str, tolerance: float) -> float:
-    if phase.startswith("optimizer"):
-        return max(tolerance, UPDATE_TOLERANCE)
-    return tolerance
+    return [reroute for reroute in reroutes if not reroute.margin <= tolerance]

@@ -1,21 +1,35 @@
 """Trains the reference's steps in a ParallelModel and compares each tensor with the trace, block
-by block."""
+by block.
+
+Before each update the gradients are replaced by those of the trace. So each step begins with the
+weights of one process, and an optimizer that divides a gradient by its size (Adam) does not make a
+difference of its rounding.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.model import ParallelModel
+from phalanx.verify.begin import write_begin
 from phalanx.verify.dropout_watch import DropoutWatch
-from phalanx.verify.trace import TraceReader
-from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, gradients_of
+from phalanx.verify.kept_errors import KeptErrors
+from phalanx.verify.trace import AppliedBlocks, TraceReader
+from phalanx.verify.trace_facts import (
+    INITIAL,
+    Trace,
+    buffers_of,
+    gradients_of,
+    weights_of,
+)
 
 Dots = tuple[float, float, float, float, float]
 """Over the elements a rank holds: |a - r|^2, |a|^2, a.r, |r|^2, with `a` the layout's and `r` the
@@ -24,6 +38,8 @@ reference's.
 The last is |r|^2 again, of a block that several ranks hold while they differ in others (fused keys)
 its share.
 """
+BlockDigest = tuple[tuple[int, ...], tuple[int, ...], str]
+"""(offset and size of a block in the whole tensor, digest of its bits)."""
 
 
 @dataclass
@@ -33,7 +49,8 @@ class RankObservations:
     `tensors`: set -> name -> dots; `held`: name -> which part this rank holds, in words. `boxes`:
     name -> (offset, size, ranks that hold it while they differ in others) of each block of it.
     `stages`: name -> the pipeline stages that hold it. `wrong_masks`: (step, from 0; dropout layer;
-    by how much).
+    by how much). `loads`: of each step, router -> how many tokens chose each expert, and how many
+    choices were dropped. `digests`: set -> name -> a digest of the bits of each block.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -50,9 +67,8 @@ class RankObservations:
     unknown: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     wrong_masks: list[tuple[int, str, float]] = field(default_factory=list)
-    digests: dict[str, str] = field(default_factory=dict)
-    """Name -> digest of the weight after the steps, where ranks that hold it must hold the same
-    bits."""
+    loads: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
+    digests: dict[str, dict[str, list[BlockDigest]]] = field(default_factory=dict)
     apart: dict[str, float] = field(default_factory=dict)
     """Errors by design, by what they are of."""
 
@@ -65,6 +81,7 @@ def follow(
     objective: Objective,
     steps: Sequence[Sequence[Batch]],
     trace: Trace,
+    build_optimizer: Callable[[float], torch.optim.Optimizer],
     *,
     seed: int = 0,
 ) -> RankObservations:
@@ -72,20 +89,12 @@ def follow(
 
     Collective.
     """
-    observations = RankObservations()
-    shards = model.shards()
-    reference_names = set(trace.sizes[INITIAL])
-    observations.unknown = sorted(set(list_parameters(model)) - reference_names)
-    observations.absent = sorted(reference_names - set(shards))
-    observations.held = {name: describe_held(shard) for name, shard in shards.items()}
-    observations.boxes = list_boxes(shards)
-    if model.pipeline is not None:
-        observations.stages = dict(model.pipeline.staged.stages)
+    observations = _observe_start(model, trace)
+    applied, kept = AppliedBlocks(trace), KeptErrors(model)
     share = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
     watch = DropoutWatch(model.module, seed, **share) if trace.dropped else None
-    observations.tensors[INITIAL] = compare_blocks(trace, INITIAL, shards)
-    # Plain descent, as `train_alone` does: the job's own optimizer is followed by itself.
-    optimizer = torch.optim.SGD(list(model.parameters()), lr=trace.lr)
+    write_begin(model, trace)
+    optimizer = build_optimizer(applied.lr)
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
         optimizer.zero_grad()
         means: list[float] = []
@@ -97,23 +106,90 @@ def follow(
         observations.norms.append(facts.grad_norm)
         observations.num_targets.append(facts.num_targets)
         observations.local_means.append(means)
-        # The reference keeps gradients as they were before clipping.
-        clipped = 1.0 if reference.max_norm is None else reference.max_norm / reference.grad_norm
-        observations.tensors[gradients_of(number)] = compare_blocks(
-            trace, gradients_of(number), gradient_shards(model), 1 / clipped
-        )
+        observations.loads.append(_read_loads(model))
+        gradients, kind = gradient_shards(model), gradients_of(number)
+        # By its own norm: an error of the norm is not one of every gradient.
+        unclipped = _undo_clipping(gradients, facts.grad_norm, reference.max_norm)
+        if kept.are_kept:
+            observations.apart["sent"] = max(
+                observations.apart.get("sent", 0.0),
+                _distance(compare_blocks(trace, kind, unclipped)),
+            )
+            unclipped = kept.complete(facts.num_targets, unclipped)
+            observations.norms[-1] = _norm_of(unclipped)
+        observations.tensors[kind] = compare_blocks(trace, kind, unclipped)
+        observations.digests[kind] = digest_blocks(gradients)
+        apply_gradients(applied, number, gradients)
         model.update(optimizer)
-    observations.wrong_masks = (
-        [(step - 1, name, off) for (step, name), off in watch.wrong.items()] if watch else []
-    )
-    shards = model.shards()
-    observations.tensors[FINAL] = compare_blocks(trace, FINAL, shards)
-    if BUFFERS in trace.sizes:
-        observations.tensors[BUFFERS] = compare_blocks(trace, BUFFERS, shards)
+        _observe_update(observations, model, trace, number)
+    if watch is not None:
+        observations.wrong_masks = [
+            (step - 1, name, off) for (step, name), off in watch.wrong.items()
+        ]
     model.train(False)
     observations.evaluation, _ = model.reduce_sums(model.evaluate(steps[-1], objective))
     model.train()
     return observations
+
+
+def _observe_start(model: ParallelModel, trace: Trace) -> RankObservations:
+    """What the ranks hold, and their initial weights."""
+    observations = RankObservations()
+    shards, reference_names = model.shards(), set(trace.sizes[INITIAL])
+    observations.unknown = sorted(set(list_parameters(model)) - reference_names)
+    observations.absent = sorted(reference_names - set(shards))
+    observations.held = {name: describe_held(shard) for name, shard in shards.items()}
+    observations.boxes = list_boxes(shards)
+    if model.pipeline is not None:
+        observations.stages = dict(model.pipeline.staged.stages)
+    observations.tensors[INITIAL] = compare_blocks(trace, INITIAL, shards)
+    return observations
+
+
+def _observe_update(
+    observations: RankObservations, model: ParallelModel, trace: Trace, number: int
+) -> None:
+    """Weights and buffers after the update of a step."""
+    shards = model.shards()
+    kinds = [weights_of(number)]
+    if trace.has_buffers:
+        kinds.append(buffers_of(number))
+    for kind in kinds:
+        observations.tensors[kind] = compare_blocks(trace, kind, shards)
+        if number == trace.num_steps - 1:
+            held = {name: shards[name] for name in trace.sizes[kind] if name in shards}
+            observations.digests[kind] = digest_blocks(held)
+
+
+def _read_loads(model: ParallelModel) -> dict[str, tuple[int, ...]]:
+    return {name: (*load.counts, load.dropped) for name, load in model.expert_load.items()}
+
+
+def _undo_clipping(
+    gradients: Mapping[str, LogicalShard], norm: float, max_norm: float | None
+) -> dict[str, LogicalShard]:
+    if max_norm is None or not norm > max_norm:
+        return dict(gradients)
+    return {
+        name: shard.like(name, shard.tensor * (norm / max_norm))
+        for name, shard in gradients.items()
+    }
+
+
+@torch.no_grad()
+def apply_gradients(
+    applied: AppliedBlocks, number: int, gradients: Mapping[str, LogicalShard]
+) -> None:
+    """Write the gradients of a step that are to be applied over those of this rank."""
+    factor = applied.clipping(number)
+    with applied.open(number) as reader:
+        for name, shard in gradients.items():
+            for box in shard.boxes:
+                here = shard.tensor[box.local_slices]
+                block = reader.block(name, box.global_offset, box.size)
+                # Of another shape it stands where no such block is, which is found by itself.
+                if here.shape == block.shape:
+                    here.copy_(block * factor)
 
 
 def list_boxes(
@@ -124,24 +200,6 @@ def list_boxes(
         name: [(box.global_offset, box.size, box.num_replicas) for box in shard.boxes]
         for name, shard in shards.items()
     }
-
-
-def follow_optimizer(
-    model: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    objective: Objective,
-    steps: Sequence[Sequence[Batch]],
-    trace: Trace,
-) -> dict[str, Dots]:
-    """Train `steps` with the job's own optimizer: the weights after them beside the reference's.
-
-    Collective.
-    """
-    for microbatches in steps:
-        optimizer.zero_grad()
-        model.reduce_and_clip(model.forward_backward(microbatches, objective))
-        model.update(optimizer)
-    return compare_blocks(trace, UPDATED, model.shards())
 
 
 def record_means(objective: Objective, means: list[float]) -> Objective:
@@ -178,11 +236,8 @@ def gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
     return gradients
 
 
-def compare_blocks(
-    trace: Trace, kind: str, shards: Mapping[str, LogicalShard], factor: float = 1.0
-) -> dict[str, Dots]:
-    """Dots of each tensor that the reference has, over the blocks of this rank; `factor` undoes
-    a known scaling."""
+def compare_blocks(trace: Trace, kind: str, shards: Mapping[str, LogicalShard]) -> dict[str, Dots]:
+    """Dots of each tensor that the reference has, over the blocks of this rank."""
     dots_of: dict[str, Dots] = {}
     with TraceReader(trace, kind) as reader:
         for name in trace.sizes[kind]:
@@ -190,10 +245,7 @@ def compare_blocks(
                 continue
             shard, dots = shards[name], torch.zeros(5, dtype=torch.float64)
             for box in shard.boxes:
-                slices = tuple(
-                    slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True)
-                )
-                actual = shard.tensor[slices].double().cpu() * factor
+                actual = shard.tensor[box.local_slices].double().cpu()
                 reference_block = reader.block(name, box.global_offset, box.size).double()
                 if actual.shape != reference_block.shape:
                     # It stands where no such block is.
@@ -208,6 +260,36 @@ def compare_blocks(
                 dots += torch.stack((*sums, sums[3] / box.num_replicas))
             dots_of[name] = tuple(dots.tolist())
     return dots_of
+
+
+def digest_blocks(shards: Mapping[str, LogicalShard]) -> dict[str, list[BlockDigest]]:
+    """For each tensor a digest of the bits of each of its blocks."""
+    return {
+        name: [
+            (box.global_offset, box.size, _digest(shard.tensor[box.local_slices]))
+            for box in shard.boxes
+        ]
+        for name, shard in shards.items()
+    }
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    # As bytes, for numpy has no bfloat16. torch views only contiguous memory with a dimension so.
+    return xxhash.xxh3_64_hexdigest(
+        tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data
+    )
+
+
+def _distance(dots: Mapping[str, Dots]) -> float:
+    """The error |a - r| / |r| over all tensors."""
+    error, size = (sum(values[i] for values in dots.values()) for i in (0, 3))
+    return float((error / size) ** 0.5) if size else 0.0
+
+
+def _norm_of(gradients: Mapping[str, LogicalShard]) -> float:
+    """The norm of tensors that this rank has whole."""
+    squares = [shard.tensor.double().square().sum().item() for shard in gradients.values()]
+    return float(sum(squares)) ** 0.5
 
 
 def describe_held(shard: LogicalShard) -> str:

@@ -22,14 +22,15 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.verify.batches import cast_steps, make_global_steps, take_share
-from phalanx.verify.layout_run import LayoutRun, keep_compared_part
-from phalanx.verify.lossy import describe_compression, find_tolerance, find_unequal_ranks
+from phalanx.verify.layout_run import LayoutRun
+from phalanx.verify.lossy import describe_compression, find_tolerance
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.references import References
 from phalanx.verify.rerouted import compare_routes
 from phalanx.verify.row import ROWS, Row
-from phalanx.verify.trace_facts import Trace
-from phalanx.verify.verdict import TOLERANCE, Comparator
+from phalanx.verify.scope import list_judged, list_not_judged
+from phalanx.verify.trace_facts import TOLERANCE, Trace
+from phalanx.verify.verdict import Comparator
 
 # The first torch known to compile attention's backward in float64; 2.11 is known not to.
 FLOAT64_COMPILED = (2, 13)
@@ -97,9 +98,8 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         if run.is_amid_schedule:
             raise
         return _refuse(case, model_name, dtype, str(error))
-    trace = keep_compared_part(reference, plan.parallel.compress)
     verdict = Comparator(
-        trace,
+        reference,
         result.observations,
         tolerance=tolerance,
         data_parallel_size=plan.layout.reduced.data_parallel_size,
@@ -110,20 +110,19 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         misrouted=routed.misrouted,
     ).compare()
     if plan.parallel.compress != "none":
-        unequal = find_unequal_ranks(result.observations, trace.order, len(reference.steps) - 1)
-        verdict = replace(
-            verdict, errors={**verdict.errors, **result.apart}, first=verdict.first or unequal
-        )
+        verdict = replace(verdict, errors={**verdict.errors, **result.apart})
     return Row(
         layout=case.name,
         parallel=case.parallel,
         model=model_name,
-        dtype=trace.dtype,
+        dtype=dtype,
         ok=verdict.first is None,
         errors=verdict.errors,
         tolerance=tolerance,
         first=verdict.first,
-        notes=result.notes + _list_notes(plan, trace, tolerance, verdict.relaxed),
+        notes=result.notes + _list_notes(plan, reference, tolerance, verdict.relaxed),
+        judged=list_judged(plan, reference, job.optim.kind),
+        not_judged=list_not_judged(plan, reference),
         compress=plan.parallel.compress,
         flips=routed.flips,
         wall_s=round(time.monotonic() - began, 3),

@@ -9,10 +9,10 @@ what compares.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ rows)."""
 @dataclass(frozen=True)
 class AloneStep:
     """One step: loss per target; `grad_norm` and `gradients` before clipping, None where a
-    parameter had no part."""
+    parameter had no part. `lr`: of the optimizer in every step."""
 
     loss: float
     num_targets: int
@@ -38,25 +38,48 @@ class AloneStep:
     gradients: dict[str, torch.Tensor | None]
 
 
+class Observer(Protocol):
+    """Is called in each step of `train_alone`; steps are counted from 0."""
+
+    def on_gradients(self, number: int, step: AloneStep) -> None:
+        """When the gradients of a step are there."""
+
+    def on_update(self, number: int) -> None:
+        """When the weights of a step are there."""
+
+
+class AppliedGradients(Protocol):
+    """The gradients that every run of these steps applies, whatever its own are, so that all of
+    them have equal weights in every step. `lr`: of the optimizer."""
+
+    @property
+    def lr(self) -> float: ...
+
+    def read(self, step: int, name: str) -> torch.Tensor:
+        """The whole gradient of a parameter, clipped."""
+
+
 def train_alone(
     module: nn.Module,
     loss_sum: LossSum,
     steps: Sequence[Sequence[Batch]],
+    build_optimizer: Callable[[float | None], torch.optim.Optimizer],
+    observer: Observer,
     *,
     clip: float,
     move: float,
-    optimizer: torch.optim.Optimizer | None = None,
     around: Around = lambda step, first_row, num_rows: nullcontext(),
-) -> Iterator[AloneStep]:
-    """Plain gradient descent over `steps`, each a list of microbatches; yields when a step's
-    gradients are there.
+    applied: AppliedGradients | None = None,
+) -> None:
+    """Train `module` for `steps`, each a list of microbatches, and show each step to `observer`.
 
-    Or the steps of an `optimizer` over the module's parameters, without clipping.
-
-    From the second step on (the only one, if there is one) gradients are clipped to `clip` x their
-    norm, so that clipping is active. The learning rate moves the weights by `move` of their norm in
-    the first step. A tied tensor has its first name.
+    `build_optimizer(lr)` makes one over the module's parameters; None is the learning rate of the
+    job. In place of that, the first update moves the weights by `move` of their norm. From the
+    second step on (the only one, if there is one) gradients are clipped to `clip` x their norm, so
+    that clipping is active. With `applied`, its gradients and its learning rate are used for
+    updates. A tied tensor has its first name.
     """
+    optimizer: torch.optim.Optimizer | None = None
     lr = 0.0
     for number, microbatches in enumerate(steps):
         loss, count = _run_microbatches(module, loss_sum, microbatches, number + 1, around)
@@ -76,20 +99,56 @@ def train_alone(
                 f"in step {number + 1} the loss is {loss / count:g} and the gradient norm {norm:g}:"
                 " no reference"
             )
-        if number == 0:
-            lr = move * _norm(named.values()) / norm
-        max_norm, factor = None, 1.0
-        if optimizer is None and (number > 0 or len(steps) == 1):
+        if optimizer is None:
+            lr = _find_lr(named, build_optimizer, move) if applied is None else applied.lr
+            optimizer = build_optimizer(lr)
+        max_norm = None
+        if number > 0 or len(steps) == 1:
             max_norm = clip * norm
-            factor = max_norm / norm
-        yield AloneStep(loss / count, count, norm, max_norm, lr, gradients)
+        observer.on_gradients(number, AloneStep(loss / count, count, norm, max_norm, lr, gradients))
         # Routers move their biases by the load of the step (`Decoder.after_step`).
         if hasattr(module, "after_step"):
             module.after_step()
-        if optimizer is None:
-            _descend(named.values(), lr * factor)
+        _choose_gradients(named, number, applied, 1.0 if max_norm is None else max_norm / norm)
+        optimizer.step()
+        observer.on_update(number)
+
+
+@torch.no_grad()
+def _find_lr(
+    named: Mapping[str, nn.Parameter],
+    build_optimizer: Callable[[float | None], torch.optim.Optimizer],
+    move: float,
+) -> float:
+    """The learning rate with which the first update moves the weights by `move` of their norm: it
+    is tried once with the job's, and taken back."""
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    optimizer = build_optimizer(None)
+    optimizer.step()
+    moved = _norm(parameter - before[name] for name, parameter in named.items())
+    for name, parameter in named.items():
+        parameter.copy_(before[name])
+    lr = max(float(group["lr"]) for group in optimizer.param_groups)
+    if not 0 < moved < math.inf:
+        raise ArithmeticError(f"an update moves the weights by {moved:g}: no reference")
+    return lr * move * _norm(before.values()) / moved
+
+
+@torch.no_grad()
+def _choose_gradients(
+    named: Mapping[str, nn.Parameter],
+    step: int,
+    applied: AppliedGradients | None,
+    clipping: float,
+) -> None:
+    """Clip the module's own gradients, or put those of `applied` in their place."""
+    for name, parameter in named.items():
+        if parameter.grad is None:
+            continue
+        if applied is None:
+            parameter.grad *= clipping
         else:
-            optimizer.step()
+            parameter.grad.copy_(applied.read(step, name))
 
 
 def _run_microbatches(
@@ -116,13 +175,6 @@ def _norm(tensors: Iterable[torch.Tensor | None]) -> float:
         if tensor is not None:
             squares.append(tensor.detach().double().square().sum().item())
     return float(sum(squares)) ** 0.5
-
-
-@torch.no_grad()
-def _descend(parameters: Iterable[torch.Tensor], rate: float) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter -= rate * parameter.grad
 
 
 @torch.no_grad()

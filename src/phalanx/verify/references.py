@@ -25,13 +25,14 @@ from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.batches import cast_steps, split_again
-from phalanx.verify.flips import EVALUATION, Reroute, optimizer_step, train_step
+from phalanx.verify.begin import copy_begin, randomize_constants, with_lr
+from phalanx.verify.flips import EVALUATION, Reroute, train_step
 from phalanx.verify.forward_probe import Probe, describe_failure, probe
 from phalanx.verify.pipelines import num_microbatches
-from phalanx.verify.reference import AloneStep, Around, evaluate_alone, train_alone
+from phalanx.verify.reference import Around, evaluate_alone, train_alone
 from phalanx.verify.routes import Choices, Routes, are_alike, read_routes, write_routes
-from phalanx.verify.trace import write_trace
-from phalanx.verify.trace_facts import BUFFERS, TRACE, Trace, read_trace
+from phalanx.verify.trace import AppliedBlocks, TraceWriter
+from phalanx.verify.trace_facts import TRACE, Trace, read_trace
 
 NUDGE = 4  # roundings
 # Not one over a number of ranks or microbatches, so that a clip that is missing is told from them.
@@ -63,20 +64,28 @@ class References:
         if isinstance(usual, str) or count in (0, len(self.steps[0])):
             return usual, self.steps
         steps = split_again(self.steps, count)
-        if usual.mixes_rows or BUFFERS in usual.sizes:
+        if usual.mixes_rows or usual.has_buffers:
             return self._open(count, steps), steps
         return usual, steps
 
     def _open(self, count: int, steps: list[list[Batch]]) -> Trace | str:
         if count not in self._traces:
-            directory, failure = self.run_dir / f"reference-{self.dtype}-{count}", ""
+            directory, failure = self._directory_of(self.dtype, count), ""
             # A group that crashed may have left it; trace.json is written last.
             if self.mesh.rank == 0 and not (directory / TRACE).exists():
-                failure, _ = _write_reference(directory, self.job, self.plan, self.dtype, steps)
+                exact = self._directory_of("float64", count)
+                # All types follow float64's weights, so that they differ by rounding alone.
+                leader = read_trace(exact) if (exact / TRACE).exists() else None
+                failure, _ = _write_reference(
+                    directory, self.job, self.plan, self.dtype, steps, leader=leader
+                )
             # All ranks come here together, for each has opened the same traces before.
             failure = self.mesh.gather_json(failure)[0]
             self._traces[count] = failure or read_trace(directory)
         return self._traces[count]
+
+    def _directory_of(self, dtype: str, count: int) -> Path:
+        return self.run_dir / f"reference-{dtype}-{count}"
 
     def replay(
         self, trace: Trace, steps: list[list[Batch]], choices: Choices
@@ -92,8 +101,9 @@ class References:
         if self.mesh.rank == 0:
             # What the usual trace was made of, whatever number of microbatches the layout has.
             steps = self.steps if trace is self._traces[len(self.steps[0])] else steps
+            leader = read_trace(trace.applied_from)
             failure, reroutes = _write_reference(
-                directory, self.job, self.plan, self.dtype, steps, choices
+                directory, self.job, self.plan, self.dtype, steps, choices, leader=leader
             )
             answer = failure, [asdict(reroute) for reroute in reroutes]
         failure, bodies = self.mesh.gather_json(answer)[0]
@@ -108,19 +118,20 @@ def _write_reference(
     steps: Sequence[Sequence[Batch]],
     forced: Choices | None = None,
     *,
+    leader: Trace | None = None,
     nudged: bool = False,
 ) -> tuple[str, list[Reroute]]:
     """Write it, or return why there is none: what the module does in one process is no layout's
     fault.
 
-    And what its routers would have chosen instead of `forced`. `nudged`: of the module with weights
-    that are rounded otherwise.
+    And what its routers would have chosen instead of `forced`. `leader`: whose gradients are
+    applied; None: its own. `nudged`: of the module with weights that are rounded otherwise.
 
     Raises ResourceError where the disk refuses: that is not the module's fault either.
     """
 
     writer = _ReferenceWriter(
-        directory, job, plan, dtype, steps, forced, nudged, loss_sum=JobLoss(job, plan)
+        directory, job, plan, dtype, steps, forced, leader, nudged, loss_sum=JobLoss(job, plan)
     )
     try:
         with _repeatable():
@@ -148,83 +159,97 @@ class _ReferenceWriter:
     dtype: str
     steps: Sequence[Sequence[Batch]]
     forced: Choices | None
+    leader: Trace | None
     nudged: bool
     loss_sum: JobLoss
 
     def write(self) -> list[Reroute]:
         """Write it, and return what its routers would have chosen instead of `forced`."""
         probed = probe(self._build, self.loss_sum, self.steps[0][0], self.job.run.seed)
-        module, routes, alone = self._prepare(train_step)
-        by_optimizer = None
-        # Else the root of a small second moment has few digits.
-        if self.dtype == "float64" and not probed.narrows:
-            by_optimizer = self._prepare(optimizer_step, by_optimizer=True)
-
-        def evaluate(module: nn.Module) -> float:
-            with routes.record(EVALUATION):
-                return evaluate_alone(module, self.loss_sum, self.steps[-1])
-
-        write_trace(
-            self.directory,
-            self.dtype,
-            module,
-            probed,
-            alone,
-            evaluate=evaluate,
-            updated=None if by_optimizer is None else (by_optimizer[0], by_optimizer[2]),
-            other=lambda: self._find_other(probed, routes),
-        )
-        choices, reroutes = dict(routes.choices), list(routes.reroutes)
-        if by_optimizer is not None:
-            choices |= by_optimizer[1].choices
-            reroutes += by_optimizer[1].reroutes
-        write_routes(self.directory, choices)
-        return reroutes
-
-    def _build(self) -> nn.Module:
-        module = build_original_module(self.job, self.plan, self.dtype, materialize=True)[0]
-        if self.nudged:
-            _nudge(module)
-        return module
-
-    def _prepare(
-        self, phase: Callable[[int], str], *, by_optimizer: bool = False
-    ) -> tuple[nn.Module, Routes, Iterator[AloneStep]]:
-        """(a module, the record of its routes, its steps), which run when they are asked for."""
-        module, optimizer = self._build(), None
-        if by_optimizer:
-            optimizer = build_optimizer(module, self.job.optim)
+        module = self._build()
+        initial = {name: p.detach().clone() for name, p in module.named_parameters()}
+        randomized = self._begin(module)
         routes = Routes(module, self.forced)
-        around = _around(DropoutMasks(module, self.job.run.seed), routes, phase)
-        alone_steps = train_alone(
+        writer = TraceWriter(self.directory, self.dtype, module, initial, randomized)
+        train_alone(
             module,
             self.loss_sum,
             self.steps,
+            lambda lr: build_optimizer(module, with_lr(self.job.optim, lr)),
+            writer,
             clip=CLIP,
             move=MOVE,
-            optimizer=optimizer,
-            around=around,
+            around=_around(DropoutMasks(module, self.job.run.seed), routes, train_step),
+            applied=None if self.leader is None else AppliedBlocks(self.leader),
         )
-        return module, routes, alone_steps
+        with routes.record(EVALUATION):
+            evaluation = evaluate_alone(module, self.loss_sum, self.steps[-1])
+        write_routes(self.directory, routes.choices)
+        writer.finish(
+            probed,
+            evaluation=evaluation,
+            leader=None if self.leader is None else self.leader.directory,
+            loads=routes.count_loads(len(self.steps)),
+            other=self._find_other(probed, routes, writer),
+        )
+        return list(routes.reroutes)
 
-    def _find_other(self, probed: Probe, routes: Routes) -> Path | None:
+    def _build(self) -> nn.Module:
+        return build_original_module(self.job, self.plan, self.dtype, materialize=True)[0]
+
+    def _begin(self, module: nn.Module) -> tuple[str, ...]:
+        """Give it the weights of the first step; the names of those that are random since then."""
+        if self.leader is None:
+            randomized = randomize_constants(module)
+        else:
+            copy_begin(module, self.leader)
+            randomized = self.leader.randomized
+        if self.nudged:
+            _nudge(module)
+        return randomized
+
+    def _find_other(self, probed: Probe, routes: Routes, writer: TraceWriter) -> Path | None:
         """The directory of the same steps in float64, or else from nudged weights; None where
         rounding is not judged, or there is neither."""
         if self.nudged:
             return None
         if self.dtype == "float32":
-            exact = _find_float64(self.directory, self.job, self.plan, self.steps, routes.choices)
+            exact = self._find_float64(routes.choices)
             if exact is not None:
                 return exact
         elif not probed.narrows:
             return None
         nudged = self.directory.parent / f"{self.directory.name}-nudged"
+        leader = self.leader or writer.trace
         failure, _ = _write_reference(
-            nudged, self.job, self.plan, self.dtype, self.steps, routes.choices, nudged=True
+            nudged,
+            self.job,
+            self.plan,
+            self.dtype,
+            self.steps,
+            routes.choices,
+            leader=leader,
+            nudged=True,
         )
         if failure:
             return None
         return nudged
+
+    def _find_float64(self, choices: Choices) -> Path | None:
+        """The directory of the same steps in float64, routed alike; None where float64 is not
+        judged."""
+        if self.leader is None or self.leader.dtype != "float64":
+            return None
+        if are_alike(choices, read_routes(self.leader.directory)):
+            return self.leader.directory
+        alike = self.directory.parent / f"{self.directory.name}-float64"
+        steps = cast_steps(self.steps, torch.float64)
+        failure, _ = _write_reference(
+            alike, self.job, self.plan, "float64", steps, choices, leader=self.leader
+        )
+        if failure:
+            return None
+        return alike
 
 
 def _around(masks: DropoutMasks, routes: Routes, phase: Callable[[int], str]) -> Around:
@@ -236,25 +261,6 @@ def _around(masks: DropoutMasks, routes: Routes, phase: Callable[[int], str]) ->
             yield
 
     return around
-
-
-def _find_float64(
-    directory: Path, job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], choices: Choices
-) -> Path | None:
-    """The directory of the same steps in float64, routed alike; None where float64 is not
-    judged."""
-    exact = directory.parent / f"reference-float64-{len(steps[0])}"
-    if not (exact / TRACE).exists():
-        return None
-    if are_alike(choices, read_routes(exact)):
-        return exact
-    alike = directory.parent / f"{directory.name}-float64"
-    failure, _ = _write_reference(
-        alike, job, plan, "float64", cast_steps(steps, torch.float64), choices
-    )
-    if failure:
-        return None
-    return alike
 
 
 @torch.no_grad()

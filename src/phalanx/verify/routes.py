@@ -8,14 +8,14 @@ chosen differently must then be a near-tie, and all else equal.
 
 Choices: key -> [rows of the batch, T, K] int64, the numbers of a token's experts in ascending
 order, -1 where nobody chose. A key is "PHASE/ROUTER", with the phases "step-0", ..., "evaluation"
-and "optimizer-0", ... Shape suffixes: B rows of a forward, T tokens of a sequence, K experts per
+Shape suffixes: B rows of a forward, T tokens of a sequence, K experts per
 token, E experts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch import nn
 from phalanx.mesh.logical import full_name
 from phalanx.nn.routing import Choose, Router
 from phalanx.parallel.model import ParallelModel
-from phalanx.verify.flips import EVALUATION, Reroute
+from phalanx.verify.flips import EVALUATION, Reroute, train_step
 
 Choices = Mapping[str, torch.Tensor]
 ROUTES = "routes.safetensors"
@@ -51,7 +51,8 @@ class Routes:
         self.reroutes: list[Reroute] = []
         self._forced = forced or {}
         self._phase, self._parts = "", dict[str, list[torch.Tensor]]()
-        for name, router in find_routers(module).items():
+        self._routers = find_routers(module)
+        for name, router in self._routers.items():
             router.choose = functools.partial(self._choose, name, router.choose)
 
     @contextmanager
@@ -66,6 +67,18 @@ class Routes:
     @property
     def choices(self) -> dict[str, torch.Tensor]:
         return {key: torch.cat(parts) for key, parts in self._parts.items()}
+
+    def count_loads(self, num_steps: int) -> list[dict[str, list[int]]]:
+        """For each step: router -> how many tokens chose each of its experts."""
+        choices = self.choices
+        loads: list[dict[str, list[int]]] = [{} for _ in range(num_steps)]
+        for step, load_of in enumerate(loads):
+            for name, router in self._routers.items():
+                chosen = choices.get(f"{train_step(step)}/{name}")
+                if chosen is not None:
+                    counts = chosen.flatten().bincount(minlength=router.num_experts)
+                    load_of[name] = counts.tolist()
+        return loads
 
     def _choose(
         self, name: str, choose: Choose, scores_BTE: torch.Tensor, per_token: int
@@ -117,31 +130,24 @@ class RouteWatch:
     def __init__(self) -> None:
         self._parts: dict[tuple[str, int], tuple[torch.Tensor, Places]] = {}
 
-    def attach(self, model: ParallelModel, phase: Callable[[int], str]) -> None:
-        """Note its choices; `phase` names its steps, counted from 0."""
+    def attach(self, model: ParallelModel) -> None:
+        """Note its choices."""
         for name, router in find_routers(model.module).items():
-            router.choose = functools.partial(self._choose, model, phase, name, router.choose)
+            router.choose = functools.partial(self._choose, model, name, router.choose)
 
     def _choose(
         self,
         model: ParallelModel,
-        phase: Callable[[int], str],
         name: str,
         choose: Choose,
         scores_BTE: torch.Tensor,
         per_token: int,
     ) -> torch.Tensor:
         experts_BTK = choose(scores_BTE, per_token)
-        self._note(model, phase, name, experts_BTK)
+        self._note(model, name, experts_BTK)
         return experts_BTK
 
-    def _note(
-        self,
-        model: ParallelModel,
-        phase: Callable[[int], str],
-        name: str,
-        experts_BTK: torch.Tensor,
-    ) -> None:
+    def _note(self, model: ParallelModel, name: str, experts_BTK: torch.Tensor) -> None:
         """The first of a forward: a block that is computed again, for its gradients, chooses
         again."""
         moment, num_rows = model.dropout_rng.moment, len(experts_BTK)
@@ -151,7 +157,7 @@ class RouteWatch:
         if moment is None and model.module.training:
             return
         if moment is not None:
-            key, first_row = f"{phase(moment.step - 1)}/{name}", moment.first_row
+            key, first_row = f"{train_step(moment.step - 1)}/{name}", moment.first_row
         else:
             key = f"{EVALUATION}/{name}"
             # An evaluation has no moment: its microbatches are counted as they come.

@@ -10,6 +10,8 @@ from phalanx.verify.flips import Reroute
 
 ROWS = "rows.jsonl"
 DTYPES = ("float64", "float32")
+# Enough for what begins late, and for moments to have a past.
+NUM_STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Difference:
         if self.name:
             text += f" {self.name}"
         text += f" is off by {self.error:.1e}"
-        if self.what not in ("initial weight", "weight", "update", "evaluation loss"):
+        if self.what not in ("initial weight", "evaluation loss"):
             text += f" in step {self.step + 1}"
         if self.name:
             text += f", on rank {self.rank}"
@@ -67,6 +69,10 @@ class Row:
     refused: str = ""
     crashed: str = ""
     notes: tuple[str, ...] = ()
+    judged: tuple[str, ...] = ()
+    """What was compared, in words; `ok` is said of that alone."""
+    not_judged: tuple[str, ...] = ()
+    """What the layout has and nobody compared, in words."""
     compress: str = "none"
     """How gradients were compressed: `ok` is then not equality, and a note says what it is."""
     flips: tuple[Reroute, ...] = ()
@@ -86,7 +92,8 @@ class Row:
             stages = {"ranks": tuple(first["ranks"]), "stages": tuple(first["stages"])}
             first = Difference(**_without_text(first) | stages)
         flips = tuple(Reroute(**_without_text(flip)) for flip in body["flips"])
-        return cls(**{**body, "first": first, "flips": flips, "notes": tuple(body["notes"])})
+        tuples = {key: tuple(body.get(key, ())) for key in ("notes", "judged", "not_judged")}
+        return cls(**{**body, **tuples, "first": first, "flips": flips})
 
     def to_json(self) -> dict[str, Any]:
         flips = [asdict(flip) | {"text": str(flip)} for flip in self.flips]

@@ -1,14 +1,15 @@
 """What the reference computed, on disk: written once by one process, read by every rank of every
 layout.
 
-DIRECTORY/trace.json says losses, norms and the size of each tensor; initial, step-K, final and
-buffers .safetensors hold the tensors by their names.
+DIRECTORY/trace.json says losses, norms and the size of each tensor; initial, begin, and of each
+step K step-K (gradients), weights-K and buffers-K .safetensors hold the tensors by their names.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,16 @@ from torch import nn
 from phalanx.verify.forward_probe import Probe
 from phalanx.verify.reference import AloneStep
 from phalanx.verify.trace_facts import (
-    BUFFERS,
-    FINAL,
+    BEGIN,
     GRADIENTS,
     INITIAL,
     TRACE,
-    UPDATED,
     Trace,
     TraceStep,
+    buffers_of,
     gradients_of,
+    read_trace,
+    weights_of,
 )
 
 
@@ -47,71 +49,136 @@ class TraceReader:
     def __exit__(self, *error: object) -> None:
         self._file.__exit__(*error)
 
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor."""
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
     def block(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         """The elements [offset, offset + size) of a tensor."""
         # A tensor without dimensions has no slices.
         if not size:
-            return self._file.get_tensor(name)
+            return self.read(name)
         slices = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
         return self._file.get_slice(name)[slices]
 
 
-def write_trace(
-    directory: Path,
-    dtype: str,
-    module: nn.Module,
-    probed: Probe,
-    steps: Iterable[AloneStep],
-    *,
-    evaluate: Callable[[nn.Module], float],
-    updated: tuple[nn.Module, Iterable[AloneStep]] | None = None,
-    other: Callable[[], Path | None] = lambda: None,
-) -> None:
-    """Run `steps`, which change `module`, and keep all that they show.
+class AppliedBlocks:
+    """The gradients that are applied in each step, block by block: those of a trace, clipped."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._leader = trace if trace.leader is None else read_trace(trace.leader)
+
+    @property
+    def lr(self) -> float:
+        return self._leader.lr
+
+    def open(self, step: int) -> AbstractContextManager[TraceReader]:
+        """The gradients of a step, before clipping."""
+        return TraceReader(self._leader, gradients_of(step))
+
+    def clipping(self, step: int) -> float:
+        """The factor by which the gradients of a step are multiplied."""
+        facts = self._leader.steps[step]
+        return 1.0 if facts.max_norm is None else facts.max_norm / facts.grad_norm
+
+    def read(self, step: int, name: str) -> torch.Tensor:
+        """The whole gradient of a parameter, clipped."""
+        with self.open(step) as reader:
+            return reader.read(name) * self.clipping(step)
+
+
+class TraceWriter:
+    """Keeps what a reference computes in `directory`, as `train_alone` shows it.
 
     Atomic enough: trace.json is written last.
-
-    `other`: asked after the steps for the directory of the same in float64, or from weights that
-    are rounded otherwise, which tells how much of a tensor is rounding.
     """
-    # A group that crashed may have begun.
-    directory.mkdir(parents=True, exist_ok=True)
-    sizes = {INITIAL: _save(directory / INITIAL, dict(module.named_parameters()))}
-    trace_steps, lr = [], 0.0
-    for number, step in enumerate(steps):
-        lr = step.lr
-        gradients: dict[str, torch.Tensor] = {}
-        for name, gradient in step.gradients.items():
-            if gradient is not None:
-                gradients[name] = gradient
-        for name, parameter in module.named_parameters():
+
+    def __init__(
+        self,
+        directory: Path,
+        dtype: str,
+        module: nn.Module,
+        initial: Mapping[str, torch.Tensor],
+        randomized: tuple[str, ...],
+    ) -> None:
+        """`initial`: the parameters before those in `randomized` were made random."""
+        # A group that crashed may have begun.
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._dtype, self._module = directory, dtype, module
+        self._randomized = randomized
+        self._steps: list[TraceStep] = []
+        self._sizes = {INITIAL: _save(directory / INITIAL, initial)}
+        self._norms: dict[str, dict[str, float]] = {}
+        self._lr = 0.0
+        self._begin = {name: p.detach().clone() for name, p in module.named_parameters()}
+        self._sizes[BEGIN] = _save(directory / BEGIN, self._begin)
+
+    def on_gradients(self, number: int, step: AloneStep) -> None:
+        gradients = {}
+        for name, parameter in self._module.named_parameters():
+            gradient = step.gradients[name]
             # Without a part in the loss: zeros, as a layout's are (`gradient_shards`).
-            if step.gradients[name] is None:
-                gradients[name] = torch.zeros_like(parameter)
-        sizes[gradients_of(number)] = _save(directory / gradients_of(number), gradients)
-        trace_steps.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
-    sizes[FINAL] = _save(directory / FINAL, dict(module.named_parameters()))
-    buffers = _persistent_buffers(module)
-    if buffers:
-        sizes[BUFFERS] = _save(directory / BUFFERS, buffers)
-    evaluation = evaluate(module)
-    if updated is not None:
-        sizes[UPDATED] = _run_and_save(directory, *updated)
-    body = {
-        "dtype": dtype,
-        "lr": lr,
-        "steps": [asdict(step) for step in trace_steps],
-        "sizes": sizes,
-        **asdict(probed),
-    }
-    # Not before: it needs what routers chose in the steps and in the evaluation.
-    other_directory = other()
-    if other_directory is not None:
-        kinds = [kind for kind in sizes if kind.startswith(GRADIENTS)]
-        body["rounding"] = {kind: _distances(directory, other_directory, kind) for kind in kinds}
-    body["evaluation"] = evaluation
-    # Last: whoever finds this file finds the others.
-    (directory / TRACE).write_text(json.dumps(body))
+            gradients[name] = torch.zeros_like(parameter) if gradient is None else gradient
+        kind = gradients_of(number)
+        self._sizes[kind] = _save(self._directory / kind, gradients)
+        self._steps.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
+        self._lr = step.lr
+
+    def on_update(self, number: int) -> None:
+        kind, parameters = weights_of(number), dict(self._module.named_parameters())
+        self._norms[kind] = _save(self._directory / kind, parameters)
+        moved = {name: p.detach() - self._begin[name] for name, p in parameters.items()}
+        self._sizes[kind] = {name: t.double().norm().item() for name, t in moved.items()}
+        buffers = _persistent_buffers(self._module)
+        if buffers:
+            kind = buffers_of(number)
+            self._sizes[kind] = _save(self._directory / kind, buffers)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the steps so far, of what others need that follow it."""
+        return Trace(
+            self._directory,
+            self._dtype,
+            self._lr,
+            tuple(self._steps),
+            tuple(self._begin),
+            self._sizes,
+            norms=self._norms,
+            randomized=self._randomized,
+        )
+
+    def finish(
+        self,
+        probed: Probe,
+        *,
+        evaluation: float,
+        leader: Path | None,
+        loads: Sequence[Mapping[str, Sequence[int]]],
+        other: Path | None,
+    ) -> None:
+        """Write trace.json. `other`: the directory of the same in float64, or from weights that are
+        rounded otherwise, which tells how much of a tensor is rounding."""
+        rounding: dict[str, dict[str, float]] = {}
+        if other is not None:
+            kinds = [kind for kind in self._sizes if kind.startswith(GRADIENTS)]
+            rounding = {kind: _distances(self._directory, other, kind) for kind in kinds}
+        body = {
+            "dtype": self._dtype,
+            "lr": self._lr,
+            "steps": [asdict(step) for step in self._steps],
+            "sizes": self._sizes,
+            "norms": self._norms,
+            "leader": None if leader is None else str(leader),
+            "randomized": self._randomized,
+            "loads": loads,
+            "rounding": rounding,
+            "evaluation": evaluation,
+            **asdict(probed),
+        }
+        # Last: whoever finds this file finds the others.
+        (self._directory / TRACE).write_text(json.dumps(body))
 
 
 def _distances(directory: Path, other_directory: Path, kind: str) -> dict[str, float]:
@@ -133,21 +200,6 @@ def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         if name in saved and buffer.numel():
             buffers[name] = buffer
     return buffers
-
-
-def _run_and_save(
-    directory: Path, module: nn.Module, steps: Iterable[AloneStep]
-) -> dict[str, float]:
-    """Run `steps` to their end and keep the weights; how far each moved."""
-    # Copies, for steps change weights in place.
-    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    for _ in steps:
-        pass
-    _save(directory / UPDATED, dict(module.named_parameters()))
-    return {
-        name: (p.detach() - before[name]).double().norm().item()
-        for name, p in module.named_parameters()
-    }
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 GRADIENTS = "step-"
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # Of a usual tensor: a gradient this small is zero but for rounding. A bias before BatchNorm and the
 # key's bias in attention have a true gradient of zero.
 ROUNDING_64, ROUNDING_32 = 1e-10, 1e-5
@@ -17,15 +18,29 @@ MOST_RELAXED = 1e-2  # mistakes are larger
 # Two differ by twice what each lost, and ranks add up in another order.
 ROUNDINGS = 4
 
-INITIAL, FINAL = "initial", "final"
-UPDATED = "updated"  # weights after the job's own optimizer; sizes are how far they moved
-BUFFERS = "buffers"  # persistent ones, after the steps
+INITIAL = "initial"  # as the job's initialization makes them
+BEGIN = "begin"  # what the first step begins with: those that are constant at first, made random
+WEIGHTS = "weights-"  # sizes are how far they moved since the beginning
+BUFFERS = "buffers-"  # persistent ones
 TRACE = "trace.json"
+# An update rounds each element a few times, relative to the weight and not to how far it moves.
+UPDATE_ROUNDINGS = 8
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23}
 
 
 def gradients_of(step: int) -> str:
-    """The name of the tensors of a step, counted from 0."""
+    """The name of the gradients of a step, counted from 0."""
     return f"{GRADIENTS}{step}"
+
+
+def weights_of(step: int) -> str:
+    """The name of the weights after the update of a step, counted from 0."""
+    return f"{WEIGHTS}{step}"
+
+
+def buffers_of(step: int) -> str:
+    """The name of the persistent buffers after a step, counted from 0."""
+    return f"{BUFFERS}{step}"
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,10 @@ class TraceStep:
 
 @dataclass(frozen=True)
 class Trace:
-    """`sizes`: set -> name -> norm of the tensor; `order`: parameters as a forward meets them.
+    """`sizes`: set -> name -> norm of the tensor, of weights that of their movement; `order`:
+    parameters as a forward meets them. `lr`: the learning rate of every update. `leader`: the
+    directory of the trace whose gradients are applied in each step, by this one and by each layout
+    that is compared with it. `randomized`: names of the parameters that are constant at first.
 
     `narrows`, `mixes_rows`, `dropped`, `mixed_by` and `moved` are what verify/forward_probe.py saw
     of the module.
@@ -50,6 +68,12 @@ class Trace:
     steps: tuple[TraceStep, ...]
     order: tuple[str, ...]
     sizes: Mapping[str, Mapping[str, float]]
+    norms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Set of weights -> name -> norm of the tensor itself."""
+    leader: Path | None = None
+    randomized: tuple[str, ...] = ()
+    loads: tuple[Mapping[str, tuple[int, ...]], ...] = ()
+    """For each step: router -> how many tokens chose each expert."""
     narrows: bool = False
     mixes_rows: bool = False
     dropped: tuple[str, ...] = ()
@@ -67,6 +91,20 @@ class Trace:
     """Loss of the last step's microbatches in evaluation mode, after the last step; None: it is
     not to be compared."""
 
+    @property
+    def has_buffers(self) -> bool:
+        """True if the module has persistent buffers."""
+        return buffers_of(0) in self.sizes
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+    @property
+    def applied_from(self) -> Path:
+        """The directory of the trace whose gradients are applied."""
+        return self.leader or self.directory
+
     def tolerance(self, kind: str, name: str, usual: float) -> float:
         """The tolerance of a tensor: `usual`, or a few times what rounding alone has cost it in one
         process.
@@ -79,26 +117,24 @@ class Trace:
             return usual
         return max(usual, min(MOST_RELAXED, ROUNDINGS * lost / self.scale(kind, name)))
 
+    def norm(self, kind: str, name: str) -> float:
+        """The norm of the tensor itself, of weights, too."""
+        return self.norms.get(kind, self.sizes[kind])[name]
+
     def scale(self, kind: str, name: str) -> float:
         """The size that errors of the tensor are relative to: its own, or a thousandth of a usual
-        one's if more.
+        one's if more. Of weights how far they moved, or what an update rounds of them, if more.
 
         What is nothing but the rounding of larger numbers (the gradient of a bias before BatchNorm)
         has no digits of its own: its error is relative to a usual tensor's size.
         """
+        if kind.startswith(WEIGHTS):
+            rounding = UPDATE_ROUNDINGS * EPSILON[self.dtype] / TOLERANCE[self.dtype]
+            return max(self.sizes[kind][name], rounding * self.norm(kind, name))
         usual = self._usual(kind)
         if self._is_rounding(kind, name):
             return usual
         return max(self.sizes[kind][name], 1e-3 * usual)
-
-    def never_moved_by_more_than_rounding(self, name: str) -> bool:
-        """True if the tensor's gradient is rounding in some step, and neither more nor exactly
-        zero in any."""
-        for step in range(len(self.steps)):
-            kind = gradients_of(step)
-            if self.sizes[kind][name] and not self._is_rounding(kind, name):
-                return False
-        return not self.has_no_gradient(name)
 
     def has_no_gradient(self, name: str) -> bool:
         """True if the tensor has no gradient in one process: it is frozen, or has no part in the
@@ -120,20 +156,26 @@ class Trace:
 
 def read_trace(directory: Path) -> Trace:
     body = json.loads((directory / TRACE).read_text())
-    steps = tuple(TraceStep(**step) for step in body["steps"])
-    order, narrows, mixes_rows = tuple(body["order"]), body["narrows"], body["mixes_rows"]
     return Trace(
         directory,
         body["dtype"],
         body["lr"],
-        steps,
-        order,
+        tuple(TraceStep(**step) for step in body["steps"]),
+        tuple(body["order"]),
         body["sizes"],
-        narrows,
-        mixes_rows,
-        tuple(body["dropped"]),
-        body.get("rounding", {}),
-        body["mixed_by"],
-        tuple(body["moved"]),
-        body["evaluation"],
+        norms=body["norms"],
+        leader=None if body["leader"] is None else Path(body["leader"]),
+        randomized=tuple(body["randomized"]),
+        loads=tuple(_read_loads(loads) for loads in body["loads"]),
+        narrows=body["narrows"],
+        mixes_rows=body["mixes_rows"],
+        dropped=tuple(body["dropped"]),
+        rounding=body["rounding"],
+        mixed_by=body["mixed_by"],
+        moved=tuple(body["moved"]),
+        evaluation=body["evaluation"],
     )
+
+
+def _read_loads(body: Mapping[str, list[int]]) -> dict[str, tuple[int, ...]]:
+    return {router: tuple(counts) for router, counts in body.items()}

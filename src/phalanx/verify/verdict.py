@@ -13,11 +13,16 @@ from typing import Any
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.verify.compare import Comparison, replace_nan
 from phalanx.verify.diagnosis import ROWS_MIXED, Diagnosis
-from phalanx.verify.flips import EVALUATION, UPDATE_TOLERANCE, Misrouted, optimizer_step, train_step
+from phalanx.verify.flips import EVALUATION, Misrouted, train_step
 from phalanx.verify.row import Difference
-from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, gradients_of
-
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+from phalanx.verify.trace_facts import (
+    INITIAL,
+    TOLERANCE,
+    Trace,
+    buffers_of,
+    gradients_of,
+    weights_of,
+)
 
 
 @dataclass(frozen=True)
@@ -75,38 +80,38 @@ class Comparator:
         }
         steps = range(len(self._trace.steps))
         errors["initial"] = self._compared.worst(INITIAL)
-        errors["gradient"] = max(
-            (self._compared.worst(gradients_of(step)) for step in steps), default=0.0
-        )
-        for name, kind in (("weight", FINAL), ("buffer", BUFFERS), ("update", UPDATED)):
-            if kind in self._trace.sizes:
-                errors[name] = self._compared.worst(kind)
+        errors["gradient"] = max(self._compared.worst(gradients_of(step)) for step in steps)
+        errors["weight"] = self._compared.worst_weight()
+        errors["update"] = max(self._compared.worst(weights_of(step)) for step in steps)
+        if self._trace.has_buffers:
+            errors["buffer"] = max(self._compared.worst(buffers_of(step)) for step in steps)
         if self._trace.evaluation is not None:
             errors["evaluation"] = max(self._compared.evaluation_errors())
         return Verdict(errors, first, self._find_relaxed())
 
     def _differences(self) -> Iterator[Difference]:
-        """All differences, in the order in which things go wrong: names, initial weights, steps,
-        weights."""
+        """All differences, in the order in which things go wrong: names, initial weights, and of
+        each step what leads to its gradients, its update and its buffers."""
         yield from self._strange_names()
         yield from self._tensors("initial weight", INITIAL, 0)
-        for step in range(len(self._trace.steps)):
+        last = self._trace.num_steps - 1
+        for step in range(self._trace.num_steps):
             yield from self._counts(step)
             yield from self._masks(step)
             yield from self._routing(train_step(step))
             yield from self._scalar("loss", "losses", "loss", step)
             yield from self._tensors("gradient", gradients_of(step), step)
             yield from self._scalar("gradient norm", "norms", "grad_norm", step)
-        for label, kind in (("weight", FINAL), ("buffer", BUFFERS), ("update", UPDATED)):
-            if kind == UPDATED:
-                for step in range(len(self._trace.steps)):
-                    yield from self._routing(optimizer_step(step))
-            if kind in self._trace.sizes:
-                yield from self._tensors(label, kind, len(self._trace.steps) - 1)
-            # Here, for its cause takes weights and buffers for equal; the update is another run's.
-            if kind == BUFFERS:
-                yield from self._routing(EVALUATION)
-                yield from self._evaluation()
+            yield from self._replicas("gradient", gradients_of(step), step)
+            yield from self._loads(step)
+            yield from self._tensors("update", weights_of(step), step)
+            if self._trace.has_buffers:
+                yield from self._tensors("buffer", buffers_of(step), step)
+        yield from self._replicas("weight", weights_of(last), last)
+        if self._trace.has_buffers:
+            yield from self._replicas("buffer", buffers_of(last), last)
+        yield from self._routing(EVALUATION)
+        yield from self._evaluation()
 
     def _find_relaxed(self) -> tuple[str, ...]:
         relaxed: dict[str, None] = {}
@@ -219,10 +224,50 @@ class Comparator:
             step = len(self._trace.steps) - 1
             yield Difference("evaluation loss", "", step, errors[worst], worst, ranks, "", cause)
 
+    def _loads(self, step: int) -> Iterator[Difference]:
+        """What came to experts, as routers count it for their biases and for the run's page."""
+        if not self._trace.loads:
+            return
+        for router, expected in self._trace.loads[step].items():
+            ranks, worst = [], 0
+            for rank, observation in enumerate(self._observations):
+                load = observation["loads"][step].get(router)
+                if load is None:
+                    continue
+                off = sum(abs(a - b) for a, b in zip(load, expected, strict=False))
+                if off:
+                    ranks.append(rank)
+                    worst = max(worst, off)
+            if ranks:
+                error = worst / max(1, sum(expected))
+                cause = self._diagnosis.explain_load(
+                    self._observations[ranks[0]]["loads"][step][router], expected
+                )
+                yield Difference(
+                    "load of experts", router, step, error, ranks[0], tuple(ranks), "", cause
+                )
+
     # Tensors
 
+    def _replicas(self, label: str, kind: str, step: int) -> Iterator[Difference]:
+        """The first tensor of a set that ranks hold alike, and not with the same bits."""
+        unequal = self._compared.find_unequal_replicas(kind)
+        if unequal is None:
+            return
+        name, ranks = unequal
+        cause = (
+            "ranks hold the same part with other bits, by less than the tolerance: replicas drift"
+            " apart, for they reduce or update it each in its own way"
+        )
+        part = self._observations[ranks[0]]["held"].get(name, "nothing")
+        error = self._compared.error(kind, name)
+        yield Difference(f"replica of {label}", name, step, error, ranks[0], ranks, part, cause)
+
     def _tensors(self, label: str, kind: str, step: int) -> Iterator[Difference]:
-        usual = UPDATE_TOLERANCE if kind == UPDATED else self._tolerance
+        usual = self._tolerance
+        # The gradients that led to it are the reference's own, to the bit.
+        if label == "update":
+            usual = TOLERANCE[self._trace.dtype]
         tolerance_of: dict[str, float] = {}
         for name in self._compared.list_compared(kind):
             tolerance = self._trace.tolerance(kind, name, usual)

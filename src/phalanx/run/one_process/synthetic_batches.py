@@ -7,16 +7,19 @@ import torch
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.job.costs import ModelCosts
 from phalanx.plan.plan import Plan
-from phalanx.run.one_process.plain_loss import Batch
 
 
-def make_up_batch(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
+def make_up_batch(
+    plan: Plan, rows: int, generator: torch.Generator, *, documents: bool
+) -> dict[str, torch.Tensor]:
     """A batch of what the plan's model reads: tokens, or images with labels."""
     make = _images if plan.model_shape.reads_images else _tokens
     return make(plan, rows, generator, documents=documents)
 
 
-def _tokens(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
+def _tokens(
+    plan: Plan, rows: int, generator: torch.Generator, *, documents: bool
+) -> dict[str, torch.Tensor]:
     """Each row has its own share of masked targets; one in three has none left."""
     length, vocab_size = plan.seq_len, plan.vocab_size
     tokens = torch.randint(vocab_size, (rows, length + 1), generator=generator)
@@ -36,7 +39,9 @@ def _tokens(plan: Plan, rows: int, generator: torch.Generator, *, documents: boo
     return batch
 
 
-def _images(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
+def _images(
+    plan: Plan, rows: int, generator: torch.Generator, *, documents: bool
+) -> dict[str, torch.Tensor]:
     shape: ModelCosts = plan.model_shape
     images = torch.randn(
         rows, shape.num_channels, shape.image_size, shape.image_size, generator=generator

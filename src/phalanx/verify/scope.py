@@ -1,0 +1,49 @@
+"""What a row judged and what it did not, in words.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from phalanx.core.units import plural
+from phalanx.plan.plan import Plan
+from phalanx.verify.lossy import is_lossy
+from phalanx.verify.trace_facts import Trace, buffers_of, gradients_of
+
+
+def list_judged(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
+    """What the row of a layout that ran to its end compared with one process."""
+    steps = plural(trace.num_steps, "step")
+    num_trained = sum(not trace.has_no_gradient(name) for name in trace.sizes[gradients_of(0)])
+    judged = [
+        f"loss, number of targets and gradient norm of {steps}",
+        f"{plural(num_trained, 'gradient')} of each step, before clipping",
+        f"{plural(len(trace.order), 'weight')} after each update by {optimizer}",
+        "evaluation loss",
+        "that ranks which hold the same part hold the same bits",
+    ]
+    if any(step.max_norm is not None for step in trace.steps):
+        judged.append("clipping")
+    if trace.has_buffers:
+        judged.append(f"{plural(len(trace.sizes[buffers_of(0)]), 'buffer')} after each step")
+    if trace.dropped:
+        judged.append(f"masks of {plural(len(trace.dropped), 'dropout layer')}")
+    if trace.loads and trace.loads[0]:
+        judged.append(f"routes and loads of {plural(len(trace.loads[0]), 'router')}")
+    if is_lossy(plan.parallel.compress):
+        judged[1] = f"{judged[1]}: what is sent and what is kept of it, together"
+    return tuple(judged)
+
+
+def list_not_judged(plan: Plan, trace: Trace) -> tuple[str, ...]:
+    """What such a row did not compare."""
+    not_judged = []
+    still = [name for name in trace.sizes[gradients_of(0)] if trace.has_no_gradient(name)]
+    if still:
+        examples = ", ".join(still[:3])
+        not_judged.append(f"gradients of {plural(len(still), 'parameter')} without any: {examples}")
+    if plan.parallel.dropout == "local":
+        not_judged.append("dropout, which is switched off: each rank draws its own")
+    if is_lossy(plan.parallel.compress):
+        not_judged.append("how far what is sent is from the gradient")
+    return tuple(not_judged)
