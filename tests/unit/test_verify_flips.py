@@ -130,17 +130,6 @@ def test_a_flip_is_told_and_is_no_failure() -> None:
     assert row.to_json()["flips"][0]["text"] == text
 
 
-def test_a_row_says_what_is_allowed_of_the_jobs_optimizer() -> None:
-    """An update of 2e-10 is no error, though all else is allowed 1e-10."""
-    row = Row(
-        "tp2", {}, "small", "float64", True, {"loss": 1e-16, "update": 2e-10}, 1e-10, wall_s=0.52
-    )
-    (line,) = describe_row(row)
-    assert line.endswith("float64  loss 1e-16  update 2e-10  (allowed 1e-10, update 1e-08, 0.5 s)")
-    (line,) = describe_row(replace(row, errors={"loss": 1e-16}))
-    assert line.endswith("float64  loss 1e-16  (allowed 1e-10, 0.5 s)")
-
-
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-moe-16b"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_layouts_of_experts_have_plans(preset: str, num_ranks: int) -> None:

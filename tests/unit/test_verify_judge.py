@@ -29,6 +29,7 @@ from phalanx.verify.cases import (
     shrink_job,
 )
 from phalanx.verify.compare import covers_evenly
+from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import Row
 from phalanx.verify.trace_facts import (
@@ -178,20 +179,21 @@ def saw(**changes: Any) -> dict[str, Any]:
 
 
 def first_of(*seen: dict[str, Any]) -> Any:
-    return Comparator(TRACE, seen, tolerance=1e-10, data_parallel_size=len(seen)).compare().first
+    return Comparator(TRACE, seen, JudgedLayout(len(seen)), tolerance=1e-10).compare().first
 
 
 def test_equal_is_equal() -> None:
-    verdict = Comparator(TRACE, [saw(), saw()], tolerance=1e-10, data_parallel_size=2).compare()
+    verdict = Comparator(TRACE, [saw(), saw()], JudgedLayout(2), tolerance=1e-10).compare()
     assert verdict.first is None
     assert max(verdict.errors.values()) == 0
 
 
-def test_the_first_tensor_is_the_first_that_a_forward_meets() -> None:
+def test_the_first_gradient_is_the_one_nearest_to_the_loss() -> None:
+    """Where a backward goes wrong, all before it is wrong, too; "a" comes last in a forward."""
     off = {"a": (0.01, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
     first = first_of(saw(tensors={gradients_of(0): off}), saw())
-    assert (first.what, first.name, first.rank, first.ranks) == ("gradient", "b", 0, (0,))
-    assert first.error == pytest.approx(0.1)
+    assert (first.what, first.name, first.rank, first.ranks) == ("gradient", "a", 0, (0,))
+    assert first.error == pytest.approx(0.05)
 
 
 def test_initial_weights_come_before_losses_and_losses_before_gradients() -> None:
@@ -207,9 +209,7 @@ def test_not_a_number_is_never_equal(value: float) -> None:
         first_of(saw(tensors={WEIGHTS: {"a": (value, value, value, 4.0)}}), saw()).what == "update"
     )
     errors = (
-        Comparator(TRACE, [saw(norms=[value])], tolerance=1e-10, data_parallel_size=1)
-        .compare()
-        .errors
+        Comparator(TRACE, [saw(norms=[value])], JudgedLayout(1), tolerance=1e-10).compare().errors
     )
     assert errors["norm"] == math.inf
 
@@ -286,7 +286,7 @@ def test_an_update_may_be_off_by_a_few_roundings_of_the_weight() -> None:
     trace = traced(sizes={**TRACE.sizes, WEIGHTS: moved})
     for error, found in ((1e-15, False), (1e-13, True)):
         seen = saw(tensors={WEIGHTS: {"a": (error**2, 4.0, 4.0, 4.0)}})
-        first = Comparator(trace, [seen], tolerance=1e-10, data_parallel_size=1).compare().first
+        first = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
         assert (first is not None) is found
 
 
@@ -295,7 +295,7 @@ def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
     trace = traced(sizes={INITIAL: SIZES, gradients_of(0): sizes, WEIGHTS: sizes})
     seen = saw(tensors={gradients_of(0): {"b": (0.0, 0.0, 0.0, 0.0)}})
     seen["tensors"][WEIGHTS] = {"a": (0.0, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
-    first = Comparator(trace, [seen], tolerance=1e-10, data_parallel_size=1).compare().first
+    first = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
     assert first is not None
     assert (first.what, first.name, "freeze it" in first.cause) == ("update", "b", True)
 
@@ -306,7 +306,7 @@ def test_buffers_are_compared_after_the_weights() -> None:
     seen = saw(boxes=boxes)
     for error, what in ((0.0, None), (0.09, "buffer")):
         seen["tensors"][buffers_of(0)] = {"running": (error, 9.0, 9.0, 9.0)}
-        verdict = Comparator(trace, [seen], tolerance=1e-10, data_parallel_size=1).compare()
+        verdict = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare()
         assert (verdict.first and verdict.first.what) == what
         assert verdict.errors["buffer"] == pytest.approx(error**0.5 / 3)
 
@@ -334,8 +334,8 @@ def test_loads_of_experts_that_miss_a_rank_are_found() -> None:
         verdict = Comparator(
             trace,
             [saw(loads=[{"moe.router": load}])],
+            JudgedLayout(1),
             tolerance=1e-10,
-            data_parallel_size=1,
         ).compare()
         assert verdict.first is not None
         assert (verdict.first.what, verdict.first.name) == ("load of experts", "moe.router")
@@ -350,7 +350,7 @@ def test_buffers_that_are_all_zero_in_one_process_are_compared(error: float, fou
     seen = saw()
     seen["held"]["bias"] = "all of it"
     seen["tensors"][buffers_of(0)] = {"bias": (error, error, 0.0, 0.0)}
-    first = Comparator(trace, [seen], tolerance=1e-10, data_parallel_size=1).compare().first
+    first = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
     assert (first is not None and (first.what, first.name) == ("buffer", "bias")) is found
 
 
@@ -392,7 +392,7 @@ def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:
     }
     seen = saw(tensors={gradients_of(0): off})
     first = (
-        Comparator(traced(steps=steps), [seen, seen], tolerance=1e-10, data_parallel_size=2)
+        Comparator(traced(steps=steps), [seen, seen], JudgedLayout(2), tolerance=1e-10)
         .compare()
         .first
     )

@@ -19,6 +19,8 @@ from typing import Any
 from phalanx.verify.trace_facts import Trace, weights_of
 
 NO_DOTS = (0.0,) * 5
+# The least square of the cosine between an error and the reference that makes one a multiple.
+MULTIPLE = 0.999
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -94,19 +96,44 @@ class Comparison:
         they are from it."""
         if not self._covers_evenly(name):
             return 1.0
-        size = self.trace.norm(kind, name) ** 2
-        total = sum(
-            observation["tensors"][kind].get(name, NO_DOTS)[-1] for observation in self.observations
-        )
+        size = self.trace.sizes[kind][name] ** 2
         if size == 0:
             return 0.0
         # All blocks hold the tensor `copies` times: a border that is off makes it no integer.
-        copies = total / size
+        copies = self._sum_held(kind, name) / size
         # At least one: a tensor that no rank holds is not zero times there, but missing.
         gap = abs(copies - max(1, round(copies)))
         if not gap > 1e-6:
             return 0.0
         return gap
+
+    def _sum_held(self, kind: str, name: str) -> float:
+        """The square of the reference over the blocks of all ranks."""
+        total = 0.0
+        for observation in self.observations:
+            total += observation["tensors"][kind].get(name, NO_DOTS)[-1]
+        return total
+
+    def count_copies(self, kind: str, name: str) -> int:
+        """How many times the ranks hold the tensor; at least 1."""
+        size = self.trace.sizes[kind].get(name, 0.0) ** 2
+        if not size:
+            return 1
+        return max(1, round(self._sum_held(kind, name) / size))
+
+    def direction(self, kind: str, name: str) -> float:
+        """The cosine between the error of a tensor and the reference: near 0 for rounding."""
+        error, along, size = 0.0, 0.0, 0.0
+        for observation in self.observations:
+            dots = observation["tensors"][kind].get(name, NO_DOTS)
+            error, along, size = error + dots[0], along + dots[2] - dots[3], size + dots[3]
+        if not error or not size:
+            return 0.0
+        return along / (error * size) ** 0.5
+
+    def moves(self, kind: str, name: str, rank: int) -> bool:
+        """True if the weight has moved on a rank, in a set of weights."""
+        return self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[1] > 0
 
     def _covers_evenly(self, name: str) -> bool:
         is_even = self._even.get(name)
@@ -161,17 +188,18 @@ class Comparison:
     def factor(self, kind: str, names: Sequence[str], rank: int) -> float | None:
         """The factor by which a rank's part is a multiple of the reference; None if it is no
         multiple."""
-        dots = [self.observations[rank]["tensors"][kind].get(name, NO_DOTS) for name in names]
-        aa, ar, rr = (sum(d[i] for d in dots) for i in (1, 2, 3))
-        if not rr or not aa or aa != aa:
+        error, along, size = 0.0, 0.0, 0.0
+        for name in names:
+            dots = self.observations[rank]["tensors"][kind].get(name, NO_DOTS)
+            error, along, size = error + dots[0], along + dots[2] - dots[3], size + dots[3]
+        if not size or not error < math.inf:
             return None
-        # Least squares for a = f r: f = a.r / r.r, which leaves a.a - f a.r of a.a.
-        factor = ar / rr
-        residual = max(0.0, aa - factor * ar)
-        # Not `>`: NaN is above any bound.
-        if not residual <= 1e-6 * aa:
+        if not error:
+            return 1.0
+        # The error has the direction of the reference: a - r = (f - 1) r.
+        if not along**2 >= MULTIPLE * error * size:
             return None
-        return factor
+        return 1.0 + along / size
 
 
 def replace_nan(error: float) -> float:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.verify.compare import NO_DOTS, Comparison
 from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
 from phalanx.verify.diagnosis_of_stages import OTHER_MICROBATCH, StageDiagnosis
+from phalanx.verify.factors import FactorWords, describe_times
 from phalanx.verify.flips import Reroute
-from phalanx.verify.trace_facts import buffers_of, gradients_of
+from phalanx.verify.judged_layout import JudgedLayout
+from phalanx.verify.trace_facts import buffers_of, gradients_of, weights_of
 
 NOT_FINITE = "it is not a finite number"
 CUT_WRONG = (
@@ -41,30 +42,22 @@ BUFFER_MOVED = (
 BUFFER_OFF = 1e-8  # relative; far above float64's rounding
 
 
+# float32 rounds by 6e-8, float16 by 5e-4 and bfloat16 by 4e-3 at most; sums lose more, or less.
+NARROW_TYPES = ((1e-9, 1e-6, "float32"), (3e-5, 3e-4, "float16"), (3e-4, 1e-2, "bfloat16"))
+
+
 class Diagnosis:
-    """Explains differences: each method returns the likely cause of one, in words.
+    """Explains differences: each method returns the likely cause of one, in words."""
 
-    `dp`: shares of the batch's tokens; `tp`: ranks that work on the same one; `cp`: ranks that
-    share its sequences; `ep`: ranks that have different experts.
-    """
-
-    def __init__(
-        self,
-        compared: Comparison,
-        *,
-        dp: int,
-        tp: int,
-        cp: int = 1,
-        ep: int = 1,
-        pipeline: Pipeline | None = None,
-    ) -> None:
-        self._compared = compared
+    def __init__(self, compared: Comparison, layout: JudgedLayout) -> None:
+        self._compared, self._layout = compared, layout
         self._trace, self._observations = compared.trace, compared.observations
-        self._dp, self._tp, self._cp = dp, tp, cp
-        self._experts = ExpertDiagnosis(compared, ep=ep, tp=tp, cp=cp)
+        self._dp, self._tp, self._cp = layout.dp, layout.tp, layout.cp
+        self._factors = FactorWords(compared.trace, layout)
+        self._experts = ExpertDiagnosis(compared, ep=layout.ep, tp=layout.tp, cp=layout.cp)
         self._stages: StageDiagnosis | None = None
-        if pipeline is not None:
-            self._stages = StageDiagnosis(compared, pipeline)
+        if layout.pipeline is not None:
+            self._stages = StageDiagnosis(compared, layout.pipeline)
 
     def explain_loss(self, loss: float, step: int) -> str:
         # What its number proves comes before what the layout makes possible.
@@ -79,13 +72,10 @@ class Diagnosis:
             return cause
         if step == 0:
             return self._explain_first_loss(loss)
-        cause = (
+        return (
             "all before it agrees, so it saw other weights: a stale copy, or a forward that changes"
             " its own"
         )
-        if self._tp > 1:
-            cause += "; or a bias, zero at first, is added on every rank of tp"
-        return cause
 
     def _explain_loss_by_means(self, loss: float, step: int) -> str:
         """The cause of a loss that is a mean of what ranks have, or what one has; "" if it is
@@ -121,7 +111,7 @@ class Diagnosis:
         factor = math.inf
         if reference:
             factor = loss / reference
-        return _describe_factor("it", factor, self._dp)
+        return self._factors.describe("it", factor, 0)
 
     def find_moved_buffer(self) -> str:
         """The first buffer that a forward changes and that differs from one process; "" if there is
@@ -183,7 +173,26 @@ class Diagnosis:
                 f"its square is {copies} x the reference's: replicas of the same gradient each"
                 " count"
             )
-        return _describe_factor("it", norm / reference, len(self._observations))
+        return self._explain_replicas_in_norm(excess * reference**2, step) or (
+            self._factors.describe("it", norm / reference, step)
+        )
+
+    def _explain_replicas_in_norm(self, excess: float, step: int) -> str:
+        """The cause of a norm whose square is off by `excess`, where that is what replicas have."""
+        kind = gradients_of(step)
+        copies_of = {name: self._compared.count_copies(kind, name) for name in self._trace.order}
+        fewest = min(copies_of.values(), default=1)
+        alike = [name for name, copies in copies_of.items() if copies > fewest]
+        sizes = self._trace.sizes[kind]
+        repeated = sum((copies_of[name] / fewest - 1) * sizes[name] ** 2 for name in alike)
+        once = sum(sizes[name] ** 2 for name in alike)
+        for square, words in ((repeated, "each count"), (-once, "are left out")):
+            if alike and abs(excess - square) <= 1e-6 * abs(square):
+                return (
+                    f"replicas {words}: gradients that several ranks hold alike, such as that of"
+                    f" {alike[0]}"
+                )
+        return ""
 
     def explain_tensor(
         self, label: str, kind: str, name: str, off: Sequence[str], ranks: Sequence[int], step: int
@@ -202,14 +211,12 @@ class Diagnosis:
         if label == "buffer":
             return self._explain_buffer(name)
         if label == "update":
-            return self._explain_update(name)
+            return self._explain_update(name, step, ranks)
         if label == "gradient" and not self._trace.sizes[kind][name]:
             return "in one process it has no gradient: it is frozen, or has no part in the loss"
         if buffer := self.find_moved_buffer():
             return BUFFER_MOVED.format(name=buffer)
-        return self._explain_rounding(kind, name) or self._explain_gradient(
-            kind, name, off, ranks, step
-        )
+        return self._explain_gradient(kind, name, off, ranks, step)
 
     def _explain_buffer(self, name: str) -> str:
         if name in self._trace.moved:
@@ -220,16 +227,39 @@ class Diagnosis:
         )
         return self._experts.explain_buffer(name) or cause
 
-    def _explain_update(self, name: str) -> str:
+    def _explain_update(self, name: str, step: int, ranks: Sequence[int]) -> str:
+        """The cause of wrong weights after an update whose gradients were one process's, to the
+        bit."""
         if self._trace.has_no_gradient(name):
             return (
                 "in one process it has no gradient and stays; here it is updated (decay, say):"
                 " freeze it"
             )
+        kind = weights_of(step)
+        factors = [self._compared.factor(kind, [name], rank) for rank in ranks]
+        stays = [rank for rank in ranks if not self._compared.moves(kind, name, rank)]
+        if stays:
+            where = f"rank {', '.join(map(str, stays))}"
+            return f"it is not updated on {where}, and stays as it was: a stale part"
+        holders = self._compared.holders(name)
+        if len(ranks) < len(holders):
+            where = f"rank {', '.join(map(str, ranks))}"
+            return (
+                f"only on {where}: its part is stale, or is updated otherwise than that of the"
+                " other ranks"
+            )
+        if step == 0 and factors and factors[0] is not None:
+            return f"the update is {describe_times(factors[0])} that of one process"
+        if step > 0:
+            return (
+                f"{step} updates agree, and then one does not: the optimizer's state (moments, the"
+                " count of steps) or its learning rate is not that of one process, or an update is"
+                " left out or made twice"
+            )
         return (
-            "the optimizer was given one process's gradients and does something else with them: a"
-            " stale or missing state, another part of the tensor, or an update that does not reach"
-            " the model"
+            "the optimizer was given one process's gradients and makes another update of them: its"
+            " state, decay, borders of shards, or a part that is updated and does not reach the"
+            " model"
         )
 
     def explain_load(self, load: Sequence[int], expected: Sequence[int]) -> str:
@@ -255,7 +285,8 @@ class Diagnosis:
             self._explain_scaling(kind, off, step)
             or self._explain_by_stage(kind, name, off)
             or self._experts.explain_gradient(kind, off, ranks)
-            or self._explain_parts(kind, name, ranks)
+            or self._explain_parts(kind, name, ranks, step)
+            or self._explain_rounding(kind, off, ranks)
         )
         if cause:
             return cause
@@ -265,7 +296,7 @@ class Diagnosis:
         if len(off) < num_tensors:
             return (
                 f"{len(off)} of {num_tensors} tensors differ: the backward goes wrong where it"
-                f" meets {off[-1]}"
+                f" meets {off[-1]}{self._describe_backward()}"
             )
         if step > 0:
             return (
@@ -281,6 +312,17 @@ class Diagnosis:
             "every gradient differs, and not by a factor: the forward, or the loss, is not the same"
         )
 
+    def _describe_backward(self) -> str:
+        """What of this layout is special to a backward."""
+        words = []
+        if self._layout.recompute:
+            words.append("what is recomputed there is not what the forward computed")
+        if self._tp > 1:
+            words.append("a sum over the ranks of tp is missing where its region is entered")
+        if not words:
+            return ""
+        return f": {', or '.join(words)}"
+
     def _explain_scaling(self, kind: str, off: Sequence[str], step: int) -> str:
         """The cause of gradients that are all off by a factor, one for all ranks or one for each;
         "" if they are not."""
@@ -294,8 +336,8 @@ class Diagnosis:
                 return ""
             factors.append(factor)
         if max(factors) - min(factors) <= 1e-4 * max(map(abs, factors)):
-            return self._explain_clipping(step, factors[0]) or _describe_factor(
-                "every gradient", factors[0], self._dp
+            return self._explain_clipping(step, factors[0]) or self._factors.describe(
+                "every gradient", factors[0], step
             )
         first = enumerate(factors[:4])
         listed = ", ".join(f"{factor:.4g} x on rank {rank}" for rank, factor in first)
@@ -309,7 +351,7 @@ class Diagnosis:
             return ""
         return self._stages.explain_gradient(kind, name, off)
 
-    def _explain_parts(self, kind: str, name: str, ranks: Sequence[int]) -> str:
+    def _explain_parts(self, kind: str, name: str, ranks: Sequence[int], step: int) -> str:
         """The cause of one tensor's gradient by what each rank has of it; "" if its parts say
         nothing."""
         if len(ranks) < len(self._compared.holders(name)):
@@ -319,8 +361,8 @@ class Diagnosis:
             )
         factor = self._compared.factor(kind, [name], ranks[0])
         if factor is not None and abs(factor - 1) > 1e-3:
-            return self._explain_copies(name, factor) or _describe_factor(
-                f"the gradient of {name}", factor, self._dp
+            return self._explain_copies(name, factor) or self._factors.describe(
+                f"the gradient of {name}", factor, step
             )
         if self._is_sum_of_parts(kind, name):
             return (
@@ -358,7 +400,9 @@ class Diagnosis:
     def _is_mean_right(self, kind: str, name: str) -> bool:
         """True if what the ranks have, each something else, makes the reference on average."""
         along, size = self._sum_along(kind, name)
-        return size > 0 and abs(along / size - 1) < 1e-9
+        # What ranks see for themselves is far from the mean; rounding is not, and is level too.
+        is_far = self._compared.error(kind, name) > 1e-3
+        return is_far and size > 0 and abs(along / size - 1) < 1e-9
 
     def _sum_along(self, kind: str, name: str) -> tuple[float, float]:
         """(sum over ranks of the tensor times the reference, and of the reference squared)."""
@@ -375,35 +419,37 @@ class Diagnosis:
         clipped = reference.max_norm / reference.grad_norm
         for expected, words in ((clipped, "clipped twice"), (1 / clipped, "not clipped")):
             if abs(factor / expected - 1) < 1e-3:
-                return f"every gradient is {factor:.4g} x the reference: {words}"
+                return f"every gradient is {describe_times(factor)} the reference: {words}"
+        # The steps before agree, and they were not clipped.
+        if step == 1:
+            return (
+                f"every gradient is {describe_times(factor)} the reference, in the first step that"
+                " is clipped: it is clipped to another norm than the bound"
+            )
         return ""
 
-    def _explain_rounding(self, kind: str, name: str) -> str:
-        """The narrower type whose rounding has the size of the error in float64; "" if there is
-        none."""
+    def _explain_rounding(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
+        """The narrower type whose rounding has the size of the errors in float64; "" if there is
+        none, or if they are not like rounding: in many tensors, on all ranks, and without a
+        direction."""
         if self._trace.dtype != "float64" or self._trace.narrows:
             return ""
-        error = self._compared.error(kind, name)
-        # float32 rounds by 6e-8 and bfloat16 by 4e-3 at most; sums of them lose more, or less.
-        for low, high, narrow in ((1e-9, 1e-6, "float32"), (3e-4, 1e-2, "bfloat16")):
+        if len(off) < max(2, len(self._trace.order) // 4):
+            return ""
+        if len(ranks) < len(self._compared.holders(off[-1])):
+            return ""
+        # An error that grows with the tensor is a wrong factor or a wrong input, not rounding.
+        directions = sorted(abs(self._compared.direction(kind, name)) for name in off)
+        if directions[len(directions) // 2] > 0.2:
+            return ""
+        error = self._compared.error(kind, off[-1])
+        for low, high, narrow in NARROW_TYPES:
             if low < error < high:
                 return (
-                    f"the error is of the size of {narrow}'s rounding: computed, or reduced, in"
-                    f" {narrow}"
+                    f"the errors are of the size of {narrow}'s rounding, in {len(off)} tensors and"
+                    f" in all directions: computed, or reduced, in {narrow}"
                 )
         return ""
-
-
-def _describe_factor(subject: str, factor: float, dp: int) -> str:
-    divided = "divided by the number of data-parallel ranks, or of microbatches, once too often"
-    mistakes = (
-        (dp, "summed over the data-parallel ranks instead of averaged"),
-        (1 / dp, divided),
-    )
-    for number, words in mistakes:
-        if dp > 1 and abs(factor / number - 1) < 1e-3:
-            return f"{subject} is {factor:.4g} x the reference: {words}"
-    return f"{subject} is {factor:.6g} x the reference"
 
 
 def _near(a: float, b: float) -> bool:

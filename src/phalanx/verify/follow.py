@@ -24,6 +24,7 @@ from phalanx.verify.dropout_watch import DropoutWatch
 from phalanx.verify.kept_errors import KeptErrors
 from phalanx.verify.trace import AppliedBlocks, TraceReader
 from phalanx.verify.trace_facts import (
+    BEGIN,
     INITIAL,
     Trace,
     buffers_of,
@@ -155,7 +156,9 @@ def _observe_update(
     if trace.has_buffers:
         kinds.append(buffers_of(number))
     for kind in kinds:
-        observations.tensors[kind] = compare_blocks(trace, kind, shards)
+        # Of weights how they moved: what an update did is not lost in what they were.
+        since = BEGIN if kind == weights_of(number) else None
+        observations.tensors[kind] = compare_blocks(trace, kind, shards, since=since)
         if number == trace.num_steps - 1:
             held = {name: shards[name] for name in trace.sizes[kind] if name in shards}
             observations.digests[kind] = digest_blocks(held)
@@ -236,10 +239,13 @@ def gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
     return gradients
 
 
-def compare_blocks(trace: Trace, kind: str, shards: Mapping[str, LogicalShard]) -> dict[str, Dots]:
-    """Dots of each tensor that the reference has, over the blocks of this rank."""
+def compare_blocks(
+    trace: Trace, kind: str, shards: Mapping[str, LogicalShard], *, since: str | None = None
+) -> dict[str, Dots]:
+    """Dots of each tensor that the reference has, over the blocks of this rank; of the differences
+    to the set `since`, if there is one."""
     dots_of: dict[str, Dots] = {}
-    with TraceReader(trace, kind) as reader:
+    with TraceReader(trace, kind) as reader, TraceReader(trace, since or kind) as earlier:
         for name in trace.sizes[kind]:
             if name not in shards:
                 continue
@@ -250,6 +256,9 @@ def compare_blocks(trace: Trace, kind: str, shards: Mapping[str, LogicalShard]) 
                 if actual.shape != reference_block.shape:
                     # It stands where no such block is.
                     actual = torch.full_like(reference_block, float("nan"))
+                if since is not None:
+                    before = earlier.block(name, box.global_offset, box.size).double()
+                    actual, reference_block = actual - before, reference_block - before
                 pairs = (
                     (actual - reference_block, actual - reference_block),
                     (actual, actual),

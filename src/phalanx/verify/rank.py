@@ -22,6 +22,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.verify.batches import cast_steps, make_global_steps, take_share
+from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutRun
 from phalanx.verify.lossy import describe_compression, find_tolerance
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
@@ -101,12 +102,8 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
     verdict = Comparator(
         reference,
         result.observations,
+        JudgedLayout.of_plan(plan),
         tolerance=tolerance,
-        data_parallel_size=plan.layout.reduced.data_parallel_size,
-        tp=plan.layout.tp,
-        cp=plan.layout.cp,
-        ep=plan.layout.ep,
-        pipeline=plan.pipeline,
         misrouted=routed.misrouted,
     ).compare()
     if plan.parallel.compress != "none":

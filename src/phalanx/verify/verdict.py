@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.verify.compare import Comparison, replace_nan
 from phalanx.verify.diagnosis import ROWS_MIXED, Diagnosis
 from phalanx.verify.flips import EVALUATION, Misrouted, train_step
+from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import (
     INITIAL,
@@ -39,32 +39,24 @@ class Verdict:
 class Comparator:
     """Compares the observations of all ranks of a layout with the trace.
 
-    `data_parallel_size`: shares of the batch's tokens. `tp`: ranks that work on the same one. `cp`:
-    ranks that share its sequences. `ep`: ranks that have different experts. `pipeline`: how the
-    model is cut. `misrouted`: the first token that goes to another expert than in one process, and
-    not because of a near-tie.
+    `misrouted`: the first token that goes to another expert than in one process, and not because of
+    a near-tie.
     """
 
     def __init__(
         self,
         trace: Trace,
         observations: Sequence[Mapping[str, Any]],
+        layout: JudgedLayout,
         *,
         tolerance: float,
-        data_parallel_size: int,
-        tp: int = 1,
-        cp: int = 1,
-        ep: int = 1,
-        pipeline: Pipeline | None = None,
         misrouted: Misrouted | None = None,
     ):
         self._trace, self._observations, self._tolerance = trace, observations, tolerance
         self._compared = Comparison(trace, observations)
-        self._diagnosis = Diagnosis(
-            self._compared, dp=data_parallel_size, tp=tp, cp=cp, ep=ep, pipeline=pipeline
-        )
+        self._diagnosis = Diagnosis(self._compared, layout)
         self._misrouted = misrouted
-        self._schedule = "" if pipeline is None else pipeline.schedule_name
+        self._schedule = "" if layout.pipeline is None else layout.pipeline.schedule_name
 
     def compare(self) -> Verdict:
         """The errors of each kind, and the first difference with its likely cause."""
@@ -274,7 +266,11 @@ class Comparator:
             if self._compared.error(kind, name) > tolerance:
                 tolerance_of[name] = tolerance
         off = list(tolerance_of)
-        for name, tolerance in tolerance_of.items():
+        # A backward that goes wrong spoils all before the place where it does: what is nearest to
+        # the loss says where that is.
+        ordered = reversed(off) if label == "gradient" else iter(off)
+        for name in ordered:
+            tolerance = tolerance_of[name]
             shares = self._compared.list_squares(kind, name)
             # The square of the error is a sum over ranks: each may have its share of the bound.
             limit = (tolerance * self._trace.scale(kind, name)) ** 2 / len(shares)

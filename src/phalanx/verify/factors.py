@@ -1,0 +1,57 @@
+"""What a factor between a layout and one process usually means. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.verify.judged_layout import JudgedLayout
+from phalanx.verify.trace_facts import Trace
+
+LOSS_SCALE = 65536  # the usual first one of float16
+
+
+class FactorWords:
+    """Puts a factor into words, by the numbers that a layout has."""
+
+    def __init__(self, trace: Trace, layout: JudgedLayout) -> None:
+        self._trace, self._layout = trace, layout
+
+    def describe(self, subject: str, factor: float, step: int) -> str:
+        """A sentence: `subject` is so many times the reference, and what that number is."""
+        sentence = f"{subject} is {describe_times(factor)} the reference"
+        meanings = []
+        for number, words in self._list_meanings(step):
+            # Numbers near 1 (one target of many) are told apart by more digits.
+            if abs(factor / number - 1) < min(1e-3, 0.1 * abs(number - 1)):
+                meanings.append(words)
+        if not meanings:
+            return sentence
+        return f"{sentence}: {', or '.join(dict.fromkeys(meanings))}"
+
+    def _list_meanings(self, step: int) -> Iterator[tuple[float, str]]:
+        layout, targets = self._layout, self._trace.steps[step].num_targets
+        if layout.dp > 1:
+            yield layout.dp, "summed over the data-parallel ranks instead of averaged"
+            yield 1 / layout.dp, "divided by the number of data-parallel ranks once too often"
+        for name, degree in (("tp", layout.tp), ("cp", layout.cp), ("ep", layout.ep)):
+            if degree > 1:
+                yield degree, f"counted by each of the {degree} ranks of {name}"
+                yield 1 / degree, f"a sum over the {degree} ranks of {name} is missing"
+        if layout.num_microbatches > 1:
+            count = layout.num_microbatches
+            yield count, f"summed over the {count} microbatches instead of averaged"
+            yield 1 / count, f"divided by the number of microbatches ({count}) once too often"
+        yield LOSS_SCALE, "the loss scale was not divided out again"
+        yield 1 / LOSS_SCALE, "divided by the loss scale, which was never multiplied in"
+        if targets > 1:
+            off_by_one = "divided by a number of targets that is off by one"
+            yield targets / (targets - 1), off_by_one
+            yield targets / (targets + 1), off_by_one
+        yield -1.0, "its sign is wrong"
+
+
+def describe_times(factor: float) -> str:
+    """ "2 x", or how little it is off: "1 x" would say that nothing is."""
+    if 0 < abs(factor - 1) < 1e-3:
+        return f"(1 {factor - 1:+.1e}) x"
+    return f"{factor:.4g} x"
